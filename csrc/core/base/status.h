@@ -1,0 +1,66 @@
+/*
+ * Status codes and the error record: how every room says that a call failed.
+ *
+ * A function that can fail returns fsdp_status and takes `fsdp_error *error`
+ * as its last parameter. The caller owns the record and may pass NULL. It is
+ * written only on failure, and out-parameters are untouched on failure.
+ */
+#ifndef FSDP_BASE_STATUS_H
+#define FSDP_BASE_STATUS_H
+
+#if defined(__GNUC__)
+#define FSDP_NODISCARD __attribute__((warn_unused_result))
+#define FSDP_PRINTF(text, first) __attribute__((format(printf, text, first)))
+#else
+#define FSDP_NODISCARD
+#define FSDP_PRINTF(text, first)
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum fsdp_status {
+  FSDP_OK = 0,
+  FSDP_INVALID_ARGUMENT, /* the caller passed a value that cannot be right */
+  FSDP_INVALID_STATE,    /* the right call at the wrong moment */
+  FSDP_OVERFLOW,         /* a size does not fit in int64_t */
+  FSDP_OUT_OF_MEMORY,    /* host or device memory */
+  FSDP_BACKEND,          /* the provider (ATen, c10d, NCCL) reported an error */
+  FSDP_INTERNAL,         /* our own bug */
+  FSDP_NUM_STATUSES
+} fsdp_status;
+
+enum { FSDP_ERROR_MESSAGE_NBYTES = 1024 };
+
+typedef struct fsdp_error {
+  fsdp_status status;
+  int line;
+  const char *file; /* static string */
+  char message[FSDP_ERROR_MESSAGE_NBYTES];
+} fsdp_error;
+
+/* The code's name, "OUT_OF_MEMORY" for FSDP_OUT_OF_MEMORY. Cannot fail. */
+const char *fsdp_status_name(fsdp_status status);
+
+/* Fills `error` (NULL is fine) and returns `status`, so that a caller can
+ * write `return FSDP_FAIL(...)`. A message that is too long is cut. */
+fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
+                           const char *file, int line, const char *format, ...)
+    FSDP_PRINTF(5, 6);
+
+#define FSDP_FAIL(error, status, ...) \
+  fsdp_error_set((error), (status), __FILE__, __LINE__, __VA_ARGS__)
+
+/* Runs `call`; on failure stores its code in the local `status` and leaves
+ * through the function's one exit label `done`. */
+#define FSDP_TRY(call)                \
+  do {                                \
+    status = (call);                  \
+    if (status != FSDP_OK) goto done; \
+  } while (0)
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_BASE_STATUS_H */

@@ -1,0 +1,52 @@
+/*
+ * Small value types that every room shares: ranges, dtypes, process groups and
+ * lanes.
+ */
+#ifndef FSDP_BASE_TYPES_H
+#define FSDP_BASE_TYPES_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Elements [begin, end). Empty when begin == end; never inclusive. */
+typedef struct fsdp_range {
+  int64_t begin;
+  int64_t end;
+} fsdp_range;
+
+/* An element type. The core only compares codes and multiplies by itemsize;
+ * `code` belongs to the provider (the bridge uses torch's ScalarType). */
+typedef struct fsdp_dtype {
+  int32_t code;
+  int32_t itemsize; /* bytes, >= 1 */
+} fsdp_dtype;
+
+static inline int fsdp_dtype_equal(fsdp_dtype a, fsdp_dtype b) {
+  return a.code == b.code;
+}
+
+/* A process group as the core sees it. `handle` belongs to the provider and
+ * is borrowed. */
+typedef struct fsdp_group {
+  void *handle;
+  int64_t rank;       /* in [0, world_size) */
+  int64_t world_size; /* >= 1 */
+} fsdp_group;
+
+/* The stream for one purpose. */
+typedef enum fsdp_lane {
+  FSDP_LANE_COMPUTE = 0, /* the caller's current stream */
+  FSDP_LANE_UNSHARD,
+  FSDP_LANE_REDUCE,
+  FSDP_LANE_REPLICATE,
+  FSDP_LANE_HOST_COPY,
+  FSDP_NUM_LANES
+} fsdp_lane;
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_BASE_TYPES_H */

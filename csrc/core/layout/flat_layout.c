@@ -1,0 +1,240 @@
+/*
+ * Flat layout: sorts a unit's parameters into segments, places them at aligned
+ * offsets and cuts each segment into equal shards.
+ */
+#include "layout/flat_layout.h"
+
+#include <assert.h>
+#include <inttypes.h>
+
+#include "base/alloc.h"
+#include "base/arith.h"
+
+typedef struct placed_segment {
+  fsdp_segment info;
+  int64_t alignment;    /* elements */
+  int64_t end;          /* elements placed so far, gaps included */
+  int64_t params_begin; /* into segment_params */
+} placed_segment;
+
+struct fsdp_flat_layout {
+  int64_t world_size;
+  int64_t num_params;
+  int64_t num_segments;
+  size_t segments_capacity;
+  placed_segment *segments;
+  fsdp_param_slot *slots;  /* per param */
+  int64_t *segment_params; /* all params, grouped by segment */
+};
+
+static int64_t min_i64(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+static int64_t max_i64(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+
+/* Fewest elements (a power of two) that fill whole alignment units. */
+static int64_t alignment_numel(int64_t itemsize) {
+  int64_t numel = 1;
+  while (numel * itemsize % FSDP_ALIGNMENT_NBYTES != 0) numel *= 2;
+  return numel;
+}
+
+/* The segment for `spec`, added if there is none yet; -1 when out of memory. */
+static int64_t find_or_add_segment(fsdp_flat_layout *self,
+                                   const fsdp_param_spec *spec,
+                                   int32_t smallest_itemsize) {
+  for (int64_t i = 0; i < self->num_segments; i++) {
+    const fsdp_segment *info = &self->segments[i].info;
+    if (fsdp_dtype_equal(info->dtype, spec->dtype) &&
+        info->dtype.itemsize == spec->dtype.itemsize &&
+        info->requires_grad == spec->requires_grad) {
+      return i;
+    }
+  }
+  void *segments = self->segments;
+  if (!fsdp_grow(&segments, &self->segments_capacity,
+                 (size_t)self->num_segments + 1, sizeof *self->segments)) {
+    return -1;
+  }
+  self->segments = segments;
+  self->segments[self->num_segments] = (placed_segment){
+      .info = {.dtype = spec->dtype, .requires_grad = spec->requires_grad},
+      .alignment =
+          alignment_numel(min_i64(smallest_itemsize, spec->dtype.itemsize))};
+  return self->num_segments++;
+}
+
+/* Places `param` behind what its segment holds. */
+static fsdp_status place_param(placed_segment *target, int64_t numel,
+                               int64_t param, fsdp_param_slot *slot,
+                               fsdp_error *error) {
+  int64_t offset;
+  if (!fsdp_round_up_i64(target->end, target->alignment, &offset) ||
+      !fsdp_add_i64(offset, numel, &target->end)) {
+    return FSDP_FAIL(
+        error, FSDP_OVERFLOW,
+        "segment up to parameter %" PRId64 " does not fit in int64", param);
+  }
+  slot->offset = offset;
+  slot->numel = numel;
+  target->info.num_params++;
+  target->info.unsharded_numel += numel; /* at most `end`, which fits */
+  return FSDP_OK;
+}
+
+/* Cuts a filled segment into world_size aligned shards. */
+static fsdp_status cut_segment(placed_segment *target, int64_t index,
+                               int64_t world_size, fsdp_error *error) {
+  fsdp_segment *info = &target->info;
+  const int64_t per_rank =
+      target->end / world_size + (target->end % world_size != 0);
+  int64_t nbytes;
+  if (!fsdp_round_up_i64(per_rank, target->alignment, &info->shard_numel) ||
+      !fsdp_mul_i64(info->shard_numel, world_size, &info->padded_numel) ||
+      !fsdp_mul_i64(info->padded_numel, info->dtype.itemsize, &nbytes)) {
+    return FSDP_FAIL(error, FSDP_OVERFLOW,
+                     "segment %" PRId64 " of %" PRId64
+                     " elements, padded to %" PRId64
+                     " ranks, does not fit in int64 bytes",
+                     index, target->end, world_size);
+  }
+  info->padding_numel = info->padded_numel - info->unsharded_numel;
+  return FSDP_OK;
+}
+
+static fsdp_status place_params(fsdp_flat_layout *self,
+                                const fsdp_param_table *table,
+                                int32_t smallest_itemsize, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (int64_t param = 0; param < self->num_params; param++) {
+    const fsdp_param_spec *spec = fsdp_param_table_spec(table, param);
+    const int64_t index = find_or_add_segment(self, spec, smallest_itemsize);
+    if (index < 0) {
+      return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "segment %" PRId64,
+                       self->num_segments);
+    }
+    self->slots[param].segment = index;
+    FSDP_TRY(place_param(&self->segments[index], spec->numel, param,
+                         &self->slots[param], error));
+  }
+  for (int64_t i = 0; i < self->num_segments; i++) {
+    FSDP_TRY(cut_segment(&self->segments[i], i, self->world_size, error));
+  }
+done:
+  return status;
+}
+
+/* Groups the params by segment; inside a segment the table's order is already
+ * the order of offsets. */
+static void group_params(fsdp_flat_layout *self) {
+  int64_t begin = 0;
+  for (int64_t i = 0; i < self->num_segments; i++) {
+    placed_segment *target = &self->segments[i];
+    target->params_begin = begin;
+    for (int64_t param = 0; param < self->num_params; param++) {
+      if (self->slots[param].segment != i) continue;
+      self->segment_params[begin++] = param;
+    }
+  }
+}
+
+fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
+                                    int64_t world_size,
+                                    int32_t smallest_itemsize,
+                                    fsdp_flat_layout **layout,
+                                    fsdp_error *error) {
+  const int64_t num_params = fsdp_param_table_num_params(table);
+  fsdp_flat_layout *self = NULL;
+  fsdp_status status = FSDP_OK;
+
+  if (world_size < 1 || smallest_itemsize < 1) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "need world_size >= 1 and smallest_itemsize >= 1, got "
+                     "%" PRId64 " and %" PRId32,
+                     world_size, smallest_itemsize);
+  }
+
+  self = fsdp_calloc(1, sizeof *self);
+  if (self == NULL) goto no_memory;
+  self->world_size = world_size;
+  self->num_params = num_params;
+  self->slots = fsdp_calloc((size_t)num_params, sizeof *self->slots);
+  if (self->slots == NULL) goto no_memory;
+  self->segment_params =
+      fsdp_calloc((size_t)num_params, sizeof *self->segment_params);
+  if (self->segment_params == NULL) goto no_memory;
+
+  FSDP_TRY(place_params(self, table, smallest_itemsize, error));
+  group_params(self);
+
+  *layout = self;
+  self = NULL;
+  goto done;
+
+no_memory:
+  status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "flat layout of %" PRId64 " parameters", num_params);
+done:
+  fsdp_flat_layout_destroy(self);
+  return status;
+}
+
+void fsdp_flat_layout_destroy(fsdp_flat_layout *layout) {
+  if (layout == NULL) return;
+  fsdp_free(layout->segment_params);
+  fsdp_free(layout->slots);
+  fsdp_free(layout->segments);
+  fsdp_free(layout);
+}
+
+int64_t fsdp_flat_layout_world_size(const fsdp_flat_layout *layout) {
+  return layout->world_size;
+}
+
+int64_t fsdp_flat_layout_num_params(const fsdp_flat_layout *layout) {
+  return layout->num_params;
+}
+
+int64_t fsdp_flat_layout_num_segments(const fsdp_flat_layout *layout) {
+  return layout->num_segments;
+}
+
+const fsdp_segment *fsdp_flat_layout_segment(const fsdp_flat_layout *layout,
+                                             int64_t segment) {
+  assert(segment >= 0 && segment < layout->num_segments);
+  return &layout->segments[segment].info;
+}
+
+const fsdp_param_slot *fsdp_flat_layout_slot(const fsdp_flat_layout *layout,
+                                             int64_t param) {
+  assert(param >= 0 && param < layout->num_params);
+  return &layout->slots[param];
+}
+
+const int64_t *fsdp_flat_layout_segment_params(const fsdp_flat_layout *layout,
+                                               int64_t segment) {
+  assert(segment >= 0 && segment < layout->num_segments);
+  return layout->segment_params + layout->segments[segment].params_begin;
+}
+
+void fsdp_flat_layout_intersect(const fsdp_flat_layout *layout, int64_t rank,
+                                int64_t param, fsdp_range *in_param,
+                                fsdp_range *in_shard) {
+  assert(rank >= 0 && rank < layout->world_size);
+  const fsdp_param_slot *slot = fsdp_flat_layout_slot(layout, param);
+  const int64_t shard_numel =
+      fsdp_flat_layout_segment(layout, slot->segment)->shard_numel;
+  const int64_t shard_begin = rank * shard_numel; /* <= padded_numel */
+  const int64_t begin = max_i64(slot->offset, shard_begin);
+  const int64_t end =
+      min_i64(slot->offset + slot->numel, shard_begin + shard_numel);
+  if (begin >= end) {
+    *in_param = (fsdp_range){0, 0};
+    *in_shard = (fsdp_range){0, 0};
+    return;
+  }
+  *in_param = (fsdp_range){begin - slot->offset, end - slot->offset};
+  *in_shard = (fsdp_range){begin - shard_begin, end - shard_begin};
+}

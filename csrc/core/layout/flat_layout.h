@@ -1,0 +1,103 @@
+/*
+ * Flat layout: where each parameter of a unit lands in the unit's segments,
+ * and which part of it each rank holds.
+ *
+ *   world_size 2, alignment 4 elements, params a[5] b[3] (fp32, trainable)
+ *
+ *     element  0 1 2 3 4 . . . | 8 9 10 .  .  .  .  .
+ *     param    a a a a a       | b b b
+ *     rank     0 0 0 0 0 0 0 0 | 1 1 1  1  1  1  1  1
+ *
+ * A segment holds all parameters of one (dtype, requires_grad), in the order
+ * of the table; segments stand in the order in which they first appear. Every
+ * parameter and every rank's shard starts at a multiple of the alignment, so
+ * `padding_numel` elements belong to no parameter: gaps between parameters,
+ * and the tail. Pure arithmetic, immutable once created.
+ */
+#ifndef FSDP_LAYOUT_FLAT_LAYOUT_H
+#define FSDP_LAYOUT_FLAT_LAYOUT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "base/types.h"
+#include "layout/param_table.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { FSDP_ALIGNMENT_NBYTES = 16 };
+
+typedef struct fsdp_segment {
+  fsdp_dtype dtype;
+  bool requires_grad;
+  int64_t num_params;
+  int64_t unsharded_numel; /* elements of real data */
+  int64_t padding_numel;   /* padded_numel - unsharded_numel */
+  int64_t shard_numel;     /* per rank, padding included */
+  int64_t padded_numel;    /* shard_numel * world_size */
+} fsdp_segment;
+
+/* Where one parameter lies. */
+typedef struct fsdp_param_slot {
+  int64_t segment;
+  int64_t offset; /* elements from the start of the segment */
+  int64_t numel;
+} fsdp_param_slot;
+
+typedef struct fsdp_flat_layout fsdp_flat_layout;
+
+/*
+ * world_size         ranks in the sharding group, >= 1.
+ * smallest_itemsize  bytes of the smallest dtype in which a segment is ever
+ *                    held (bf16 parameters over an fp32 shard: 2); each
+ *                    segment is aligned to FSDP_ALIGNMENT_NBYTES in the
+ *                    smaller of this and its own itemsize. >= 1.
+ * layout             [out] new reference.
+ *
+ * FSDP_INVALID_ARGUMENT  world_size or smallest_itemsize < 1.
+ * FSDP_OVERFLOW          a padded segment does not fit in int64_t bytes.
+ * FSDP_OUT_OF_MEMORY
+ */
+FSDP_NODISCARD fsdp_status fsdp_flat_layout_create(
+    const fsdp_param_table *table, int64_t world_size,
+    int32_t smallest_itemsize, fsdp_flat_layout **layout, fsdp_error *error);
+
+/* Accepts NULL. Cannot fail. */
+void fsdp_flat_layout_destroy(fsdp_flat_layout *layout);
+
+int64_t fsdp_flat_layout_world_size(const fsdp_flat_layout *layout);
+int64_t fsdp_flat_layout_num_params(const fsdp_flat_layout *layout);
+int64_t fsdp_flat_layout_num_segments(const fsdp_flat_layout *layout);
+
+/* Borrowed; `segment` is in [0, num_segments). */
+const fsdp_segment *fsdp_flat_layout_segment(const fsdp_flat_layout *layout,
+                                             int64_t segment);
+
+/* Borrowed; `param` is in [0, num_params). */
+const fsdp_param_slot *fsdp_flat_layout_slot(const fsdp_flat_layout *layout,
+                                             int64_t param);
+
+/* The params of `segment` in ascending offset: `segment_params[0 ..
+ * num_params)`. Borrowed. */
+const int64_t *fsdp_flat_layout_segment_params(const fsdp_flat_layout *layout,
+                                               int64_t segment);
+
+/*
+ * The part of `param` that `rank` holds. Cannot fail for a param and a rank in
+ * bounds.
+ *
+ * in_param  [out] range in the parameter's own elements.
+ * in_shard  [out] the same elements, as a range in the rank's shard.
+ * Both are {0, 0} when the rank holds none of it.
+ */
+void fsdp_flat_layout_intersect(const fsdp_flat_layout *layout, int64_t rank,
+                                int64_t param, fsdp_range *in_param,
+                                fsdp_range *in_shard);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_LAYOUT_FLAT_LAYOUT_H */

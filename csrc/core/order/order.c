@@ -1,0 +1,135 @@
+/*
+ * Execution order: three growing records and a cursor; a prefetch is a look
+ * ahead in the previous pre-forward record or back in the post-forward one.
+ */
+#include "order/order.h"
+
+#include <assert.h>
+#include <inttypes.h>
+
+#include "base/alloc.h"
+
+typedef struct record {
+  int64_t *units;
+  size_t capacity;
+  int64_t length;
+} record;
+
+struct fsdp_order {
+  record previous; /* pre-forward, of the iteration before */
+  record pre_forward;
+  record post_forward;
+  bool is_off_record;      /* this iteration left the previous one's order */
+  int64_t backward_cursor; /* into post_forward; its length: before the end */
+};
+
+static fsdp_status append(record *target, int64_t unit, fsdp_error *error) {
+  assert(unit >= 0);
+  void *units = target->units;
+  if (!fsdp_grow(&units, &target->capacity, (size_t)target->length + 1,
+                 sizeof *target->units)) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "execution order of %" PRId64 " entries",
+                     target->length + 1);
+  }
+  target->units = units;
+  target->units[target->length++] = unit;
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_order_create(fsdp_order **order, fsdp_error *error) {
+  fsdp_order *self = fsdp_calloc(1, sizeof *self);
+  if (self == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "execution order");
+  }
+  *order = self;
+  return FSDP_OK;
+}
+
+void fsdp_order_destroy(fsdp_order *order) {
+  if (order == NULL) return;
+  fsdp_free(order->previous.units);
+  fsdp_free(order->pre_forward.units);
+  fsdp_free(order->post_forward.units);
+  fsdp_free(order);
+}
+
+void fsdp_order_begin(fsdp_order *order) {
+  /* Swapped, not copied: both keep the memory that they have grown to. */
+  const record recycled = order->previous;
+  order->previous = order->pre_forward;
+  order->pre_forward = recycled;
+  order->pre_forward.length = 0;
+  order->post_forward.length = 0;
+  order->is_off_record = false;
+  order->backward_cursor = 0;
+}
+
+fsdp_status fsdp_order_pre_forward(fsdp_order *order, int64_t unit,
+                                   fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  const int64_t position = order->pre_forward.length;
+  FSDP_TRY(append(&order->pre_forward, unit, error));
+  if (position >= order->previous.length ||
+      order->previous.units[position] != unit) {
+    order->is_off_record = true;
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_order_post_forward(fsdp_order *order, int64_t unit,
+                                    fsdp_error *error) {
+  return append(&order->post_forward, unit, error);
+}
+
+int64_t fsdp_order_next_forward(const fsdp_order *order, int64_t distance) {
+  assert(distance >= 1);
+  if (order->is_off_record) return -1;
+  /* On the record, the entry recorded last stands at length - 1. */
+  const int64_t remaining = order->previous.length - order->pre_forward.length;
+  if (distance > remaining) return -1;
+  return order->previous.units[order->pre_forward.length + distance - 1];
+}
+
+void fsdp_order_begin_backward(fsdp_order *order) {
+  order->backward_cursor = order->post_forward.length;
+}
+
+void fsdp_order_pre_backward(fsdp_order *order, int64_t unit) {
+  const record *entries = &order->post_forward;
+  int64_t i = order->backward_cursor;
+  if (i >= entries->length) i = entries->length - 1;
+  for (; i >= 0; i--) {
+    if (entries->units[i] != unit) continue;
+    order->backward_cursor = i;
+    return;
+  }
+}
+
+int64_t fsdp_order_next_backward(const fsdp_order *order, int64_t distance) {
+  assert(distance >= 1);
+  if (distance > order->backward_cursor) return -1;
+  return order->post_forward.units[order->backward_cursor - distance];
+}
+
+int64_t fsdp_order_length(const fsdp_order *order) {
+  return order->pre_forward.length;
+}
+
+const int64_t *fsdp_order_units(const fsdp_order *order) {
+  return order->pre_forward.units;
+}
+
+uint64_t fsdp_order_fingerprint(const fsdp_order *order) {
+  uint64_t hash = UINT64_C(0xcbf29ce484222325);
+  for (int64_t i = 0; i < order->pre_forward.length; i++) {
+    /* Byte by byte from the low end: the same on every machine. */
+    const uint64_t unit = (uint64_t)order->pre_forward.units[i];
+    for (int shift = 0; shift < 64; shift += 8) {
+      hash ^= (unit >> shift) & 0xff;
+      hash *= UINT64_C(0x100000001b3);
+    }
+  }
+  return hash;
+}
