@@ -1,0 +1,468 @@
+/*
+ * Arena: hands blocks to clients, learns which clients may not share one, and
+ * fixes the assignment by colouring. See Note [Block assignment].
+ */
+#include "arena/arena.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/alloc.h"
+
+enum { NONE = -1, WORD_BITS = 64 };
+
+typedef struct block {
+  void *data; /* NULL: this slot of the array is empty */
+  int64_t nbytes;
+  fsdp_event *free_event;
+  bool was_given;   /* free_event has been recorded */
+  int64_t given_at; /* position in the sequence of gives; 0: never */
+  int64_t holder;   /* client or NONE */
+} block;
+
+typedef struct client_state {
+  int64_t nbytes;
+  int64_t held;    /* block or NONE */
+  int64_t planned; /* block or NONE */
+  bool ever_took;
+} client_state;
+
+struct fsdp_arena {
+  const fsdp_device_ops *ops;
+  block *blocks;
+  size_t num_slots; /* of `blocks`, empty ones included */
+  size_t blocks_capacity;
+  client_state *clients;
+  size_t clients_capacity;
+  /* Rows of row_words words, one bit per client; room for row_words *
+   * WORD_BITS rows. The client that took later carries the bit. */
+  uint64_t *conflicts;
+  uint64_t *holders; /* one such row: the clients that hold a block now */
+  size_t row_words;
+  int64_t last_giver; /* client or NONE */
+  int64_t num_gives;
+  int64_t num_held;
+  bool is_dirty; /* fsdp_arena_plan() has something to do */
+  fsdp_arena_stats stats;
+};
+
+/* --- Conflicts ----------------------------------------------------------- */
+
+static bool row_has(const uint64_t *row, int64_t client) {
+  return (row[client / WORD_BITS] >> (client % WORD_BITS) & 1) != 0;
+}
+
+static void row_flip(uint64_t *row, int64_t client) {
+  row[client / WORD_BITS] ^= UINT64_C(1) << (client % WORD_BITS);
+}
+
+static uint64_t *conflict_row(const fsdp_arena *arena, int64_t client) {
+  return arena->conflicts + (size_t)client * arena->row_words;
+}
+
+static bool is_conflict(const fsdp_arena *arena, int64_t a, int64_t b) {
+  return row_has(conflict_row(arena, a), b) ||
+         row_has(conflict_row(arena, b), a);
+}
+
+/* Notes that `taker` may not share a block with those that hold one, nor with
+ * the one that gave back last. One pass over a row: no loop over clients. */
+static void learn_conflicts(fsdp_arena *arena, int64_t taker) {
+  uint64_t *row = conflict_row(arena, taker);
+  for (size_t i = 0; i < arena->row_words; i++) row[i] |= arena->holders[i];
+
+  const int64_t giver = arena->last_giver;
+  if (giver == NONE || giver == taker || is_conflict(arena, taker, giver)) {
+    return;
+  }
+  row_flip(row, giver);
+  const int64_t planned = arena->clients[taker].planned;
+  if (planned != NONE && planned == arena->clients[giver].planned) {
+    arena->is_dirty = true;
+  }
+}
+
+/* Makes room for one more client's row and column. */
+static bool grow_conflicts(fsdp_arena *arena) {
+  const size_t num_clients = (size_t)arena->stats.num_clients;
+  const size_t row_words = arena->row_words == 0 ? 1 : 2 * arena->row_words;
+  if (num_clients < arena->row_words * WORD_BITS) return true;
+
+  uint64_t *conflicts =
+      fsdp_calloc(row_words * row_words * WORD_BITS, sizeof *conflicts);
+  uint64_t *holders = fsdp_calloc(row_words, sizeof *holders);
+  if (conflicts == NULL || holders == NULL) {
+    fsdp_free(conflicts);
+    fsdp_free(holders);
+    return false;
+  }
+  const size_t row_nbytes = arena->row_words * sizeof *conflicts;
+  for (size_t i = 0; i < num_clients; i++) {
+    memcpy(conflicts + i * row_words, conflict_row(arena, (int64_t)i),
+           row_nbytes);
+  }
+  if (num_clients > 0) memcpy(holders, arena->holders, row_nbytes);
+  fsdp_free(arena->conflicts);
+  fsdp_free(arena->holders);
+  arena->conflicts = conflicts;
+  arena->holders = holders;
+  arena->row_words = row_words;
+  return true;
+}
+
+/* --- Blocks -------------------------------------------------------------- */
+
+/* Allocates a block that nobody holds. slot [out] its place in `blocks`. */
+static fsdp_status add_block(fsdp_arena *arena, int64_t nbytes, int64_t *slot,
+                             fsdp_error *error) {
+  const fsdp_device_ops *ops = arena->ops;
+  fsdp_event *free_event = NULL;
+  void *data = NULL;
+  void *blocks = arena->blocks;
+  fsdp_status status = FSDP_OK;
+
+  size_t i = 0;
+  while (i < arena->num_slots && arena->blocks[i].data != NULL) i++;
+  if (!fsdp_grow(&blocks, &arena->blocks_capacity, i + 1,
+                 sizeof *arena->blocks)) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "list of %zu blocks", i + 1);
+  }
+  arena->blocks = blocks;
+
+  FSDP_TRY(ops->event_create(ops->context, &free_event, error));
+  FSDP_TRY(ops->block_alloc(ops->context, nbytes, &data, error));
+
+  if (i == arena->num_slots) arena->num_slots++;
+  arena->blocks[i] = (block){
+      .data = data, .nbytes = nbytes, .free_event = free_event, .holder = NONE};
+  free_event = NULL;
+  arena->stats.num_allocs++;
+  arena->stats.num_blocks++;
+  /* Cannot overflow: the blocks exist on one device. */
+  arena->stats.nbytes += nbytes;
+  if (arena->stats.nbytes > arena->stats.peak_nbytes) {
+    arena->stats.peak_nbytes = arena->stats.nbytes;
+  }
+  *slot = (int64_t)i;
+done:
+  if (free_event != NULL) ops->event_destroy(ops->context, free_event);
+  return status;
+}
+
+/* Frees a block, and takes it out of the plan. */
+static void remove_block(fsdp_arena *arena, int64_t slot) {
+  const fsdp_device_ops *ops = arena->ops;
+  block *target = &arena->blocks[slot];
+  ops->block_free(ops->context, target->data, target->nbytes,
+                  target->was_given ? target->free_event : NULL);
+  ops->event_destroy(ops->context, target->free_event);
+  arena->stats.num_frees++;
+  arena->stats.num_blocks--;
+  arena->stats.nbytes -= target->nbytes;
+  *target = (block){.holder = NONE};
+  for (int64_t i = 0; i < arena->stats.num_clients; i++) {
+    if (arena->clients[i].planned != slot) continue;
+    arena->clients[i].planned = NONE;
+    arena->is_dirty = true;
+  }
+}
+
+/* Frees every block that nobody holds. */
+static void remove_free_blocks(fsdp_arena *arena) {
+  for (size_t i = 0; i < arena->num_slots; i++) {
+    const block *candidate = &arena->blocks[i];
+    if (candidate->data == NULL || candidate->holder != NONE) continue;
+    remove_block(arena, (int64_t)i);
+  }
+}
+
+/* The fitting block that was given back longest ago, or NONE. */
+static int64_t find_free_block(const fsdp_arena *arena, int64_t nbytes) {
+  int64_t best = NONE;
+  for (size_t i = 0; i < arena->num_slots; i++) {
+    const block *candidate = &arena->blocks[i];
+    if (candidate->data == NULL || candidate->holder != NONE ||
+        candidate->nbytes < nbytes) {
+      continue;
+    }
+    if (best == NONE || candidate->given_at < arena->blocks[best].given_at) {
+      best = (int64_t)i;
+    }
+  }
+  return best;
+}
+
+/* The first rule: a block for a client without a usable planned one. */
+static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
+                                     int64_t *slot, fsdp_error *error) {
+  const int64_t found = find_free_block(arena, nbytes);
+  if (found != NONE) {
+    *slot = found;
+    return FSDP_OK;
+  }
+  remove_free_blocks(arena); /* all of them are too small */
+  return add_block(arena, nbytes, slot, error);
+}
+
+/* --- Public -------------------------------------------------------------- */
+
+fsdp_status fsdp_arena_create(const fsdp_device_ops *ops, fsdp_arena **arena,
+                              fsdp_error *error) {
+  fsdp_arena *self = fsdp_calloc(1, sizeof *self);
+  if (self == NULL) return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "arena");
+  self->ops = ops;
+  self->last_giver = NONE;
+  *arena = self;
+  return FSDP_OK;
+}
+
+void fsdp_arena_destroy(fsdp_arena *arena) {
+  if (arena == NULL) return;
+  for (size_t i = 0; i < arena->num_slots; i++) {
+    if (arena->blocks[i].data != NULL) remove_block(arena, (int64_t)i);
+  }
+  fsdp_free(arena->holders);
+  fsdp_free(arena->conflicts);
+  fsdp_free(arena->clients);
+  fsdp_free(arena->blocks);
+  fsdp_free(arena);
+}
+
+fsdp_status fsdp_arena_add_client(fsdp_arena *arena, int64_t nbytes,
+                                  int64_t *client, fsdp_error *error) {
+  const int64_t id = arena->stats.num_clients;
+  if (nbytes < 1) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "client %" PRId64 " needs %" PRId64 " bytes, must be >= 1",
+                     id, nbytes);
+  }
+  void *clients = arena->clients;
+  if (!fsdp_grow(&clients, &arena->clients_capacity, (size_t)id + 1,
+                 sizeof *arena->clients)) {
+    goto no_memory;
+  }
+  arena->clients = clients;
+  if (!grow_conflicts(arena)) goto no_memory;
+
+  arena->clients[id] =
+      (client_state){.nbytes = nbytes, .held = NONE, .planned = NONE};
+  arena->stats.num_clients++;
+  *client = id;
+  return FSDP_OK;
+
+no_memory:
+  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "client %" PRId64, id);
+}
+
+fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client, fsdp_lane lane,
+                            void **data, fsdp_error *error) {
+  const fsdp_device_ops *ops = arena->ops;
+  assert(client >= 0 && client < arena->stats.num_clients);
+  client_state *taker = &arena->clients[client];
+  fsdp_status status = FSDP_OK;
+
+  if (taker->held != NONE) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "client %" PRId64 " holds a block already", client);
+  }
+
+  int64_t slot = taker->planned;
+  const bool is_planned = slot != NONE && arena->blocks[slot].holder == NONE;
+  if (!is_planned) {
+    FSDP_TRY(find_or_add_block(arena, taker->nbytes, &slot, error));
+  }
+  block *taken = &arena->blocks[slot];
+  if (taken->was_given) {
+    FSDP_TRY(ops->event_wait(ops->context, lane, taken->free_event, error));
+  }
+
+  learn_conflicts(arena, client);
+  if (!is_planned) arena->is_dirty = true;
+  taker->ever_took = true;
+  taker->held = slot;
+  taken->holder = client;
+  row_flip(arena->holders, client);
+  arena->num_held++;
+  arena->stats.held_nbytes += taken->nbytes;
+  *data = taken->data;
+done:
+  return status;
+}
+
+fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client, fsdp_lane lane,
+                            fsdp_error *error) {
+  const fsdp_device_ops *ops = arena->ops;
+  assert(client >= 0 && client < arena->stats.num_clients);
+  client_state *giver = &arena->clients[client];
+
+  if (giver->held == NONE) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "client %" PRId64 " holds no block", client);
+  }
+
+  block *given = &arena->blocks[giver->held];
+  giver->held = NONE;
+  given->holder = NONE;
+  given->was_given = true;
+  given->given_at = ++arena->num_gives;
+  row_flip(arena->holders, client);
+  arena->num_held--;
+  arena->stats.held_nbytes -= given->nbytes;
+  arena->last_giver = client;
+  return ops->event_record(ops->context, given->free_event, lane, error);
+}
+
+void *fsdp_arena_data(const fsdp_arena *arena, int64_t client) {
+  assert(client >= 0 && client < arena->stats.num_clients);
+  const int64_t slot = arena->clients[client].held;
+  return slot == NONE ? NULL : arena->blocks[slot].data;
+}
+
+void fsdp_arena_trim(fsdp_arena *arena) {
+  remove_free_blocks(arena);
+}
+
+void fsdp_arena_get_stats(const fsdp_arena *arena, fsdp_arena_stats *stats) {
+  *stats = arena->stats;
+}
+
+/* --- Plan ---------------------------------------------------------------- */
+
+/* One client that is to get a colour. */
+typedef struct coloured {
+  int64_t nbytes;
+  int64_t client;
+  int64_t colour;
+} coloured;
+
+/* One colour: clients that share a block of `nbytes`. */
+typedef struct colour_class {
+  int64_t nbytes;
+  int64_t slot; /* block or NONE */
+  bool is_new;  /* allocated for this plan */
+} colour_class;
+
+/* qsort order: largest first, ties by client. */
+static int compare_coloured(const void *left, const void *right) {
+  const coloured *a = left;
+  const coloured *b = right;
+  if (a->nbytes != b->nbytes) return a->nbytes > b->nbytes ? -1 : 1;
+  return a->client < b->client ? -1 : 1;
+}
+
+/* Whether a client of `colour` among the first `num` conflicts with `item`. */
+static bool colour_conflicts(const fsdp_arena *arena, const coloured *items,
+                             int64_t num, int64_t colour,
+                             const coloured *item) {
+  for (int64_t i = 0; i < num; i++) {
+    if (items[i].colour == colour &&
+        is_conflict(arena, items[i].client, item->client)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+/* Gives each item the lowest colour that no conflicting one has. Returns the
+ * number of colours. Items are largest first, so the first of a colour sets
+ * its size. */
+static int64_t colour_items(const fsdp_arena *arena, coloured *items,
+                            int64_t num_items, colour_class *colours) {
+  int64_t num_colours = 0;
+  for (int64_t i = 0; i < num_items; i++) {
+    int64_t chosen = 0;
+    while (chosen < num_colours &&
+           colour_conflicts(arena, items, i, chosen, &items[i])) {
+      chosen++;
+    }
+    items[i].colour = chosen;
+    if (chosen == num_colours) {
+      colours[num_colours++] =
+          (colour_class){.nbytes = items[i].nbytes, .slot = NONE};
+    }
+  }
+  return num_colours;
+}
+
+static bool is_claimed(const colour_class *colours, int64_t num_colours,
+                       int64_t slot) {
+  for (int64_t i = 0; i < num_colours; i++) {
+    if (colours[i].slot == slot) return true;
+  }
+  return false;
+}
+
+/* Claims an existing block of exactly the right size for each colour, and
+ * allocates where there is none; on failure frees what it allocated. */
+static fsdp_status claim_blocks(fsdp_arena *arena, colour_class *colours,
+                                int64_t num_colours, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (int64_t i = 0; i < num_colours; i++) {
+    for (size_t j = 0; j < arena->num_slots && colours[i].slot == NONE; j++) {
+      if (arena->blocks[j].data == NULL ||
+          arena->blocks[j].nbytes != colours[i].nbytes ||
+          is_claimed(colours, num_colours, (int64_t)j)) {
+        continue;
+      }
+      colours[i].slot = (int64_t)j;
+    }
+  }
+  for (int64_t i = 0; i < num_colours; i++) {
+    if (colours[i].slot != NONE) continue;
+    FSDP_TRY(add_block(arena, colours[i].nbytes, &colours[i].slot, error));
+    colours[i].is_new = true;
+  }
+done:
+  if (status != FSDP_OK) {
+    for (int64_t i = 0; i < num_colours; i++) {
+      if (colours[i].is_new) remove_block(arena, colours[i].slot);
+    }
+  }
+  return status;
+}
+
+fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
+  const int64_t num_clients = arena->stats.num_clients;
+  coloured *items = NULL;
+  colour_class *colours = NULL;
+  int64_t num_items = 0;
+  fsdp_status status = FSDP_OK;
+
+  if (!arena->is_dirty || arena->num_held > 0) return FSDP_OK;
+
+  items = fsdp_calloc((size_t)num_clients, sizeof *items);
+  if (items == NULL) goto no_memory;
+  colours = fsdp_calloc((size_t)num_clients, sizeof *colours);
+  if (colours == NULL) goto no_memory;
+
+  for (int64_t i = 0; i < num_clients; i++) {
+    if (!arena->clients[i].ever_took) continue;
+    items[num_items++] =
+        (coloured){.nbytes = arena->clients[i].nbytes, .client = i};
+  }
+  qsort(items, (size_t)num_items, sizeof *items, compare_coloured);
+  const int64_t num_colours = colour_items(arena, items, num_items, colours);
+  FSDP_TRY(claim_blocks(arena, colours, num_colours, error));
+
+  for (size_t i = 0; i < arena->num_slots; i++) {
+    if (arena->blocks[i].data == NULL) continue;
+    if (!is_claimed(colours, num_colours, (int64_t)i)) {
+      remove_block(arena, (int64_t)i);
+    }
+  }
+  for (int64_t i = 0; i < num_items; i++) {
+    arena->clients[items[i].client].planned = colours[items[i].colour].slot;
+  }
+  arena->is_dirty = false;
+  goto done;
+
+no_memory:
+  status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "plan of %" PRId64 " arena clients", num_clients);
+done:
+  fsdp_free(colours);
+  fsdp_free(items);
+  return status;
+}

@@ -1,0 +1,146 @@
+/*
+ * The port: everything the engine asks of a device, as function pointers.
+ *
+ * The bridge fills the table from ATen, c10 streams and c10d; tests fill it
+ * with a recorder. Pointers are device addresses. Each call enqueues on its
+ * lane and returns; only event_wait with the lane COMPUTE on a host device
+ * may block.
+ *
+ * Note [Lanes on a host device]
+ * A CPU has no streams. There, collectives start in the order of the calls
+ * (so that all ranks agree), cast and pack run at once, accumulate is queued
+ * behind its lane's collectives, and event_wait runs the recording lane up to
+ * the event, whichever lane waits. The engine is therefore written so that
+ * cast and pack never touch memory of a collective that is still in flight on
+ * their own lane; an event stands between them.
+ */
+#ifndef FSDP_PORT_DEVICE_OPS_H
+#define FSDP_PORT_DEVICE_OPS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "base/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fsdp_event fsdp_event; /* the provider's own */
+
+/* One source of a pack. */
+typedef struct fsdp_pack_item {
+  const void *data; /* `numel` contiguous elements; NULL writes zeros */
+  fsdp_dtype dtype;
+  int64_t offset; /* elements from the start of the destination */
+  int64_t numel;
+  bool add; /* add to what is there instead of replacing it */
+} fsdp_pack_item;
+
+/* What a unit's parameters, or their gradients, are views of. */
+typedef enum fsdp_view {
+  FSDP_VIEW_SHARDED = 0, /* the shard; of gradients: the sharded gradient */
+  FSDP_VIEW_UNSHARDED,   /* a block in compute (gradients: reduce) dtype */
+  FSDP_VIEW_FULL         /* a block in master dtype (parameters only) */
+} fsdp_view;
+
+typedef struct fsdp_device_ops {
+  void *context; /* first argument of every call */
+
+  /* Memory. block [out] new; aligned to at least 64 bytes; nbytes >= 1. */
+  fsdp_status (*block_alloc)(void *context, int64_t nbytes, void **block,
+                             fsdp_error *error);
+  /* Gives a block back to the device once `last_use` (NULL: never used) has
+   * happened; may block the host. Cannot fail. */
+  void (*block_free)(void *context, void *block, int64_t nbytes,
+                     fsdp_event *last_use);
+
+  /* Ordering. event [out] new, as if already happened. */
+  fsdp_status (*event_create)(void *context, fsdp_event **event,
+                              fsdp_error *error);
+  void (*event_destroy)(void *context, fsdp_event *event);
+  /* Happens when all work now on `lane` is done. Replaces the last record. */
+  fsdp_status (*event_record)(void *context, fsdp_event *event, fsdp_lane lane,
+                              fsdp_error *error);
+  /* Later work on `lane` starts after the event. */
+  fsdp_status (*event_wait)(void *context, fsdp_lane lane, fsdp_event *event,
+                            fsdp_error *error);
+
+  /* Data. `cast` copies, converting when the dtypes differ. */
+  fsdp_status (*cast)(void *context, fsdp_lane lane, void *destination,
+                      fsdp_dtype destination_dtype, const void *source,
+                      fsdp_dtype source_dtype, int64_t numel,
+                      fsdp_error *error);
+  /* destination[item.offset ...] = scale * item.data (or += with item.add),
+   * for all items in one launch where the device can. */
+  fsdp_status (*pack)(void *context, fsdp_lane lane, void *destination,
+                      fsdp_dtype destination_dtype, const fsdp_pack_item *items,
+                      int64_t num_items, double scale, fsdp_error *error);
+  /* destination = scale * source (+ destination with `add`). */
+  fsdp_status (*accumulate)(void *context, fsdp_lane lane, void *destination,
+                            fsdp_dtype destination_dtype, const void *source,
+                            fsdp_dtype source_dtype, int64_t numel,
+                            double scale, bool add, fsdp_error *error);
+
+  /* Collectives. Calls between begin and end on one lane may be merged. */
+  fsdp_status (*group_begin)(void *context, fsdp_lane lane,
+                             const fsdp_group *group, fsdp_error *error);
+  fsdp_status (*group_end)(void *context, fsdp_lane lane,
+                           const fsdp_group *group, fsdp_error *error);
+  /* Gathers `shard_numel` elements of each rank into `output`, which holds
+   * world_size times as many. `input` is this rank's piece: its own slot of
+   * `output` (in place) or memory outside it. */
+  fsdp_status (*all_gather)(void *context, fsdp_lane lane,
+                            const fsdp_group *group, void *output,
+                            const void *input, int64_t shard_numel,
+                            fsdp_dtype dtype, fsdp_error *error);
+  /* Sums `buffer` (world_size * shard_numel) over the ranks; this rank's slot
+   * of `buffer` holds its piece of the sum, the other slots are undefined.
+   * `scratch` is as large as `buffer` if the unit was created with
+   * needs_reduce_scratch, else NULL. */
+  fsdp_status (*reduce_scatter)(void *context, fsdp_lane lane,
+                                const fsdp_group *group, void *buffer,
+                                void *scratch, int64_t shard_numel,
+                                fsdp_dtype dtype, fsdp_error *error);
+  /* Sums `buffer` over the ranks, in place. */
+  fsdp_status (*all_reduce)(void *context, fsdp_lane lane,
+                            const fsdp_group *group, void *buffer,
+                            int64_t numel, fsdp_dtype dtype, fsdp_error *error);
+
+  /* Views. `owner` is the token that the unit was created with.
+   * show_params points the unit's parameters at `view`. For UNSHARDED and FULL
+   * `segments[i]` is the memory of segment i, padded_numel elements long; for
+   * SHARDED it is NULL and the unsharded storages are emptied. */
+  fsdp_status (*show_params)(void *context, void *owner, fsdp_view view,
+                             void *const *segments, fsdp_error *error);
+  /* Looks for parameters whose memory the user replaced (`param.data = ...`)
+   * while they were views of `view` (SHARDED or FULL; `segments` as above), and
+   * copies their values in. The usual case, nothing replaced, is cheap. */
+  fsdp_status (*take_params)(void *context, void *owner, fsdp_view view,
+                             void *const *segments, fsdp_error *error);
+  /* Takes the gradients that the user sees off the parameters before a
+   * backward writes new ones. A gradient that is not the engine's own view is
+   * copied in; where the user cleared one while others stand, its range in
+   * the sharded gradient and (if `unsharded_live`) in `unsharded_segments` is
+   * zeroed. any_live [out] whether there was any gradient at all. */
+  fsdp_status (*take_grads)(void *context, void *owner, bool unsharded_live,
+                            void *const *unsharded_segments, bool *any_live,
+                            fsdp_error *error);
+  /* Lets the user see the gradients: sharded ones, or (no_sync) the unsharded
+   * ones in `segments` (entries of frozen segments are NULL). */
+  fsdp_status (*show_grads)(void *context, void *owner, fsdp_view view,
+                            void *const *segments, fsdp_error *error);
+  /* The sharded gradient of a trainable segment, in master dtype, allocated at
+   * the first call. data [out] borrowed. */
+  fsdp_status (*grad_shard)(void *context, void *owner, int64_t segment,
+                            void **data, fsdp_error *error);
+  /* Frees a gradient that was handed over by fsdp_unit_grad_ready. All work
+   * that reads it is on the lane COMPUTE. Cannot fail. */
+  void (*grad_release)(void *context, void *token);
+} fsdp_device_ops;
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_PORT_DEVICE_OPS_H */
