@@ -1,0 +1,220 @@
+/* Backward: from the first output's gradient to the end of backward. */
+#include "runtime/engine_priv.h"
+
+static void open_backward(fsdp_engine *engine) {
+  if (engine->in_backward) return;
+  engine->in_backward = true;
+  fsdp_order_begin_backward(engine->order);
+}
+
+/* The unit's first event in this backward: takes the user's view of its
+ * gradients away, so that autograd starts from nothing. */
+static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+  bool any_live = false;
+
+  open_backward(engine);
+  if (unit->entered_backward) return FSDP_OK;
+  if (unit->num_trainable > 0) {
+    const bool holds = fsdp_unit_priv_holds_grads(unit);
+    FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
+                             holds ? unit->grad_data : NULL, &any_live, error));
+    unit->has_sharded_grad = unit->has_sharded_grad && any_live;
+    if (any_live && !holds && !unit->has_sharded_grad) {
+      /* The user set gradients before any backward; they are in the shard. */
+      unit->has_sharded_grad = true;
+    }
+    if (!any_live && holds) {
+      FSDP_TRY(fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, error));
+    }
+  }
+  unit->entered_backward = true;
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_priv_prefetch_backward(fsdp_engine *engine,
+                                               fsdp_error *error) {
+  /* Walk past units that need nothing: kept, in flight, or reduced already
+   * (those must not come back before the optimizer's step). */
+  for (int64_t distance = 1;; distance++) {
+    const int64_t index = fsdp_order_next_backward(engine->order, distance);
+    if (index < 0) return FSDP_OK;
+    const fsdp_unit *unit = engine->units[index];
+    if (unit->state == FSDP_UNIT_SHARDED && !unit->entered_backward) {
+      return fsdp_engine_priv_prefetch(engine, index, error);
+    }
+    if (unit->state == FSDP_UNIT_UNSHARDING) return FSDP_OK;
+  }
+}
+
+fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  if (engine == NULL || unit->is_summoned) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE, "backward reached unit '%s' %s",
+                     unit->name,
+                     engine == NULL ? "after its engine was destroyed"
+                                    : "inside summon_full_params");
+  }
+  FSDP_TRY(fsdp_unit_priv_check(unit, error));
+  const bool is_first = !unit->entered_backward;
+  FSDP_TRY(enter_backward(unit, error));
+  if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
+
+  fsdp_order_pre_backward(engine->order, unit->index);
+  FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
+  if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE) {
+    FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, error));
+  }
+  FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+done:
+  return status;
+}
+
+void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads) {
+  unit->expected_grads += num_grads;
+}
+
+/* Reshards, but for a unit that stays unsharded between micro-batches. */
+static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
+  if (!unit->engine->sync &&
+      !unit->options.reshard_after_backward_without_sync) {
+    return FSDP_OK;
+  }
+  return fsdp_unit_priv_reshard(unit, error);
+}
+
+/* All gradients of the unit are there (or no more will come). */
+static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
+  FSDP_TRY(reshard_after_backward(unit, error));
+  if (engine->sync) {
+    FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
+    FSDP_TRY(fsdp_unit_priv_submit_reduce(unit, error));
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
+                                 fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
+  bool is_taken = false;
+
+  FSDP_TRY(fsdp_unit_priv_check(unit, &local));
+  FSDP_TRY(enter_backward(unit, &local));
+  is_taken = true;
+  FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
+  if (unit->expected_grads > 0) {
+    unit->expected_grads--;
+    if (unit->expected_grads == 0) {
+      FSDP_TRY(complete_grads(unit, &local));
+      if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
+        FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, &local));
+      }
+      return FSDP_OK;
+    }
+  }
+  if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES) {
+    FSDP_TRY(fsdp_unit_priv_pack_grads(unit, &local));
+  }
+done:
+  if (status != FSDP_OK) {
+    if (!is_taken) engine->ops.grad_release(engine->ops.context, grad->token);
+    fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
+  }
+  return status;
+}
+
+fsdp_status fsdp_unit_end_backward(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  if (engine == NULL || !engine->in_backward || unit->num_trainable > 0 ||
+      unit->state != FSDP_UNIT_UNSHARDED) {
+    return FSDP_OK;
+  }
+  FSDP_TRY(reshard_after_backward(unit, error));
+  if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
+    FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, error));
+  }
+done:
+  return status;
+}
+
+/* Completes the units whose expected gradients did not all come: parameters
+ * outside this graph, or gradients kept by an earlier no_sync. Last units of
+ * the module tree first, as backward goes. */
+static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (size_t i = engine->num_units; i-- > 0;) {
+    fsdp_unit *unit = engine->units[i];
+    if (unit->state == FSDP_UNIT_FAILED) {
+      FSDP_TRY(fsdp_unit_priv_check(unit, error));
+    }
+    if (!fsdp_unit_priv_holds_grads(unit) || unit->is_reduce_ready) continue;
+    if (!engine->sync && !unit->entered_backward) continue;
+    FSDP_TRY(complete_grads(unit, error));
+  }
+done:
+  return status;
+}
+
+/* Brings one unit to rest and lets the user see its gradients. */
+static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  /* A prefetch in flight is dropped in any case: it may be of old weights. */
+  if (unit->state == FSDP_UNIT_UNSHARDING) {
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  }
+  FSDP_TRY(reshard_after_backward(unit, error));
+  if (unit->entered_backward || unit->state == FSDP_UNIT_REDUCING) {
+    if (fsdp_unit_priv_holds_grads(unit)) {
+      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
+                               FSDP_VIEW_UNSHARDED, unit->grad_data, error));
+    } else if (unit->has_sharded_grad) {
+      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
+                               FSDP_VIEW_SHARDED, NULL, error));
+    }
+  }
+  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_FINISH, error));
+  unit->entered_backward = false;
+  unit->ran_forward = false;
+  unit->expected_grads = 0;
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
+                                        fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+
+  if (!engine->in_backward) return FSDP_OK;
+  FSDP_TRY(complete_leftovers(engine, error));
+  FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, error));
+  FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, error));
+  for (size_t i = 0; i < engine->num_units; i++) {
+    FSDP_TRY(finish_unit(engine->units[i], error));
+  }
+  engine->keeps_unsharded = !engine->sync;
+  engine->in_backward = false;
+  FSDP_TRY(fsdp_arena_plan(engine->arena, error));
+done:
+  return status;
+}
+
+bool fsdp_engine_in_backward(const fsdp_engine *engine) {
+  return engine->in_backward;
+}

@@ -1,0 +1,419 @@
+/* Engine and units: making them, taking them apart, getting out of a failure.
+ */
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/alloc.h"
+#include "base/arith.h"
+#include "runtime/engine_priv.h"
+
+fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit, fsdp_error *error) {
+  if (unit->state != FSDP_UNIT_FAILED) return FSDP_OK;
+  return FSDP_FAIL(error, unit->first_error.status,
+                   "unit '%s' failed earlier (%s); call fsdp_c.reset(model) "
+                   "to go on",
+                   unit->name, unit->first_error.message);
+}
+
+void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *error) {
+  if (unit->state == FSDP_UNIT_FAILED) return; /* the first error stays */
+  if (error != NULL) unit->first_error = *error;
+  /* FAIL is allowed from every state. */
+  (void)!fsdp_unit_state_advance(&unit->state, FSDP_EVENT_FAIL, NULL);
+}
+
+fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine, fsdp_lane waiter,
+                                       fsdp_lane recorder, fsdp_event *event,
+                                       fsdp_error *error) {
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(ops->event_record(ops->context, event, recorder, error));
+  FSDP_TRY(ops->event_wait(ops->context, waiter, event, error));
+done:
+  return status;
+}
+
+/* Engine ------------------------------------------------------------------ */
+
+fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
+                               fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  fsdp_engine *self = fsdp_calloc(1, sizeof *self);
+  if (self == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "engine");
+  }
+  self->ops = *ops;
+  self->sync = true;
+  FSDP_TRY(fsdp_arena_create(&self->ops, &self->arena, error));
+  FSDP_TRY(fsdp_order_create(&self->order, error));
+  FSDP_TRY(ops->event_create(ops->context, &self->compute_done, error));
+  FSDP_TRY(ops->event_create(ops->context, &self->reduce_done, error));
+  FSDP_TRY(ops->event_create(ops->context, &self->replicate_done, error));
+  *engine = self;
+  self = NULL;
+done:
+  fsdp_engine_destroy(self);
+  return status;
+}
+
+static void destroy_event(fsdp_engine *engine, fsdp_event *event) {
+  if (event != NULL) engine->ops.event_destroy(engine->ops.context, event);
+}
+
+/* Takes the unit out of its engine's books; frees what was made for it there.
+ */
+static void detach_unit(fsdp_unit *unit) {
+  fsdp_engine *engine = unit->engine;
+  if (engine == NULL) return;
+  destroy_event(engine, unit->unsharded);
+  unit->unsharded = NULL;
+  for (size_t i = (size_t)unit->index + 1; i < engine->num_units; i++) {
+    engine->units[i - 1] = engine->units[i];
+    engine->units[i - 1]->index--;
+  }
+  engine->num_units--;
+  if (engine->root == unit) engine->root = NULL;
+  /* Records hold unit indices and pointers that are stale now. */
+  fsdp_order_begin(engine->order);
+  fsdp_order_begin(engine->order);
+  engine->num_issued_reduces = 0;
+  engine->num_recorded_reduces = 0;
+  engine->reduce_cursor = 0;
+  unit->engine = NULL;
+  unit->param_client = -1;
+  unit->grad_client = -1;
+  unit->reduce_position = -1;
+}
+
+void fsdp_engine_destroy(fsdp_engine *engine) {
+  if (engine == NULL) return;
+  if (engine->num_units > 0) fsdp_engine_reset(engine);
+  while (engine->num_units > 0) {
+    detach_unit(engine->units[engine->num_units - 1]);
+  }
+  destroy_event(engine, engine->compute_done);
+  destroy_event(engine, engine->reduce_done);
+  destroy_event(engine, engine->replicate_done);
+  fsdp_order_destroy(engine->order);
+  fsdp_arena_destroy(engine->arena);
+  fsdp_free(engine->recorded_reduces);
+  fsdp_free(engine->issued_reduces);
+  fsdp_free(engine->units);
+  fsdp_free(engine);
+}
+
+void fsdp_engine_set_sync(fsdp_engine *engine, bool sync) {
+  engine->sync = sync;
+}
+
+bool fsdp_engine_sync(const fsdp_engine *engine) {
+  return engine->sync;
+}
+
+bool fsdp_engine_in_forward(const fsdp_engine *engine) {
+  return engine->depth > 0;
+}
+
+/* Drops everything of the open step that belongs to one unit. */
+static void reset_unit(fsdp_unit *unit) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+
+  for (int64_t i = 0; i < unit->num_pending; i++) {
+    ops->grad_release(ops->context, unit->pending[i].token);
+  }
+  unit->num_pending = 0;
+  unit->pending_nbytes = 0;
+  unit->expected_grads = 0;
+  /* The lanes were drained, so every block is free after COMPUTE. Errors have
+   * nobody to go to: this is the way out of one. */
+  if (unit->entered_backward || unit->state == FSDP_UNIT_FAILED) {
+    (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
+    unit->has_sharded_grad = false; /* may be half accumulated */
+  }
+  if (unit->param_nbytes > 0 &&
+      fsdp_arena_data(engine->arena, unit->param_client) != NULL) {
+    (void)!fsdp_arena_give(engine->arena, unit->param_client, FSDP_LANE_COMPUTE,
+                           NULL);
+  }
+  if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
+    (void)!ops->show_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, NULL);
+  }
+  unit->ran_forward = false;
+  unit->entered_backward = false;
+  unit->is_reduce_ready = false;
+  (void)!fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESET, NULL);
+}
+
+void fsdp_engine_reset(fsdp_engine *engine) {
+  for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
+    /* Work still in flight may fail once more; the first error was reported. */
+    (void)!fsdp_engine_priv_wait_lane(
+        engine, FSDP_LANE_COMPUTE, (fsdp_lane)lane, engine->compute_done, NULL);
+  }
+  for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
+  fsdp_engine_priv_reset_reduces(engine);
+  fsdp_order_begin(engine->order);
+  engine->in_backward = false;
+  engine->keeps_unsharded = false;
+  engine->depth = 0;
+  engine->root = NULL;
+}
+
+void fsdp_engine_get_stats(const fsdp_engine *engine,
+                           fsdp_engine_stats *stats) {
+  memset(stats, 0, sizeof *stats);
+  fsdp_arena_get_stats(engine->arena, &stats->arena);
+  stats->num_units = (int64_t)engine->num_units;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    const fsdp_unit *unit = engine->units[i];
+    for (int64_t j = 0; j < unit->num_segments; j++) {
+      const fsdp_segment *segment = unit->segments[j].layout;
+      const int64_t nbytes = segment->shard_numel * segment->dtype.itemsize;
+      stats->shard_nbytes += nbytes;
+      if (segment->requires_grad && unit->had_reduce) {
+        stats->grad_shard_nbytes += nbytes;
+      }
+    }
+  }
+  stats->num_iterations = engine->num_iterations;
+  stats->num_all_gathers = engine->num_all_gathers;
+  stats->num_reduces = engine->num_reduces;
+  stats->num_prefetches = engine->num_prefetches;
+}
+
+const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine) {
+  return &engine->trace;
+}
+
+/* Unit -------------------------------------------------------------------- */
+
+/* Appends `numel` elements to a block of `*nbytes`. offset [out]. */
+static bool place_in_block(int64_t numel, int32_t itemsize, int64_t *nbytes,
+                           int64_t *offset) {
+  int64_t begin;
+  int64_t length;
+  return fsdp_round_up_i64(*nbytes, FSDP_SEGMENT_ALIGNMENT_NBYTES, &begin) &&
+         fsdp_mul_i64(numel, itemsize, &length) &&
+         fsdp_add_i64(begin, length, nbytes) && ((void)(*offset = begin), true);
+}
+
+/* Lays the segments out in the three kinds of block. */
+static fsdp_status place_unit_segments(fsdp_unit *self, fsdp_error *error) {
+  const bool is_alone = self->options.shard_group.world_size == 1;
+
+  self->is_resident = true;
+  for (int64_t i = 0; i < self->num_segments; i++) {
+    fsdp_unit_segment *segment = &self->segments[i];
+    const fsdp_segment *layout = segment->layout;
+    const int64_t numel = layout->padded_numel;
+    const int32_t param_itemsize = segment->options.param_dtype.itemsize;
+    bool fits = true;
+    segment->is_resident =
+        numel == 0 ||
+        (is_alone &&
+         fsdp_dtype_equal(segment->options.param_dtype, layout->dtype));
+    if (!segment->is_resident) {
+      self->is_resident = false;
+      fits = place_in_block(numel, param_itemsize, &self->param_nbytes,
+                            &segment->param_offset);
+    }
+    if (layout->requires_grad) {
+      const int32_t itemsize = segment->options.reduce_dtype.itemsize;
+      self->num_trainable++;
+      fits = fits && place_in_block(numel, itemsize, &self->grad_nbytes,
+                                    &segment->grad_offset);
+      if (self->options.needs_reduce_scratch) {
+        fits = fits && place_in_block(numel, itemsize, &self->grad_nbytes,
+                                      &segment->scratch_offset);
+      }
+    }
+    fits = fits && place_in_block(numel, layout->dtype.itemsize,
+                                  &self->full_nbytes, &segment->full_offset);
+    if (!fits) {
+      return FSDP_FAIL(error, FSDP_OVERFLOW,
+                       "unit '%s': segment %" PRId64 " of %" PRId64
+                       " elements does not fit in int64 bytes",
+                       self->name, i, numel);
+    }
+  }
+  return FSDP_OK;
+}
+
+static fsdp_status check_group(const char *name, const char *what,
+                               const fsdp_group *group, fsdp_error *error) {
+  if (group->world_size >= 1 && group->rank >= 0 &&
+      group->rank < group->world_size) {
+    return FSDP_OK;
+  }
+  return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                   "unit '%s': rank %" PRId64 " is outside the %s of %" PRId64
+                   " ranks",
+                   name, group->rank, what, group->world_size);
+}
+
+static fsdp_status check_unit_options(const fsdp_unit_options *options,
+                                      fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(
+      check_group(options->name, "shard group", &options->shard_group, error));
+  FSDP_TRY(check_group(options->name, "replica group", &options->replica_group,
+                       error));
+  if (fsdp_flat_layout_world_size(options->layout) !=
+      options->shard_group.world_size) {
+    status = FSDP_FAIL(
+        error, FSDP_INVALID_ARGUMENT,
+        "unit '%s': layout for %" PRId64 " ranks, shard group of %" PRId64,
+        options->name, fsdp_flat_layout_world_size(options->layout),
+        options->shard_group.world_size);
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
+                             fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  fsdp_unit *self = NULL;
+
+  FSDP_TRY(check_unit_options(options, error));
+  const size_t num_segments =
+      (size_t)fsdp_flat_layout_num_segments(options->layout);
+  const size_t num_params =
+      (size_t)fsdp_flat_layout_num_params(options->layout);
+  self = fsdp_calloc(1, sizeof *self);
+  if (self == NULL) goto no_memory;
+  self->options = *options;
+  self->options.segments = NULL; /* copied into `segments` below */
+  self->param_client = -1;
+  self->grad_client = -1;
+  self->reduce_position = -1;
+  self->num_segments = (int64_t)num_segments;
+  self->name = fsdp_strdup(options->name);
+  self->segments = fsdp_calloc(num_segments, sizeof *self->segments);
+  self->param_data = fsdp_calloc(num_segments, sizeof *self->param_data);
+  self->grad_data = fsdp_calloc(num_segments, sizeof *self->grad_data);
+  self->scratch_data = fsdp_calloc(num_segments, sizeof *self->scratch_data);
+  self->full_data = fsdp_calloc(num_segments, sizeof *self->full_data);
+  self->is_filled = fsdp_calloc(num_params, sizeof *self->is_filled);
+  self->pending = fsdp_calloc(num_params, sizeof *self->pending);
+  self->items = fsdp_calloc(2 * num_params + num_segments, sizeof *self->items);
+  if (self->name == NULL || self->segments == NULL ||
+      self->param_data == NULL || self->grad_data == NULL ||
+      self->scratch_data == NULL || self->full_data == NULL ||
+      self->is_filled == NULL || self->pending == NULL || self->items == NULL) {
+    goto no_memory;
+  }
+  self->options.name = self->name;
+  for (size_t i = 0; i < num_segments; i++) {
+    self->segments[i].options = options->segments[i];
+    self->segments[i].layout =
+        fsdp_flat_layout_segment(options->layout, (int64_t)i);
+  }
+  FSDP_TRY(place_unit_segments(self, error));
+  *unit = self;
+  self = NULL;
+  goto done;
+
+no_memory:
+  status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "unit '%s'", options->name);
+done:
+  fsdp_unit_destroy(self);
+  return status;
+}
+
+void fsdp_unit_destroy(fsdp_unit *unit) {
+  if (unit == NULL) return;
+  if (unit->engine != NULL) {
+    if (unit->is_summoned) (void)!fsdp_unit_dismiss(unit, false, NULL);
+    reset_unit(unit);
+    detach_unit(unit);
+  }
+  fsdp_free(unit->items);
+  fsdp_free(unit->pending);
+  fsdp_free(unit->is_filled);
+  fsdp_free(unit->full_data);
+  fsdp_free(unit->scratch_data);
+  fsdp_free(unit->grad_data);
+  fsdp_free(unit->param_data);
+  fsdp_free(unit->segments);
+  fsdp_free(unit->name);
+  fsdp_free(unit);
+}
+
+/* A unit moves only between steps. One that was kept for a backward is
+ * resharded; kept unsharded gradients stay with the arena that holds them. */
+static fsdp_status leave_engine(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  if (engine == NULL) return FSDP_OK;
+  if (engine->depth > 0 || engine->in_backward || unit->is_summoned ||
+      fsdp_unit_priv_holds_grads(unit)) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "unit '%s' cannot join another FSDP root now: its own "
+                     "is in the middle of a step (forward, backward, no_sync "
+                     "or summon_full_params)",
+                     unit->name);
+  }
+  FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  detach_unit(unit);
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
+                                 fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  fsdp_event *event = NULL;
+  int64_t param_client = -1;
+  int64_t grad_client = -1;
+
+  if (engine->depth > 0 || engine->in_backward) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "unit '%s' cannot be added in the middle of a step",
+                     unit->name);
+  }
+  FSDP_TRY(leave_engine(unit, error));
+  if (!fsdp_grow((void **)&engine->units, &engine->units_capacity,
+                 engine->num_units + 1, sizeof(fsdp_unit *))) {
+    status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "unit '%s'", unit->name);
+    goto done;
+  }
+  FSDP_TRY(engine->ops.event_create(engine->ops.context, &event, error));
+  if (unit->param_nbytes > 0) {
+    FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->param_nbytes,
+                                   &param_client, error));
+  }
+  if (unit->grad_nbytes > 0) {
+    FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->grad_nbytes,
+                                   &grad_client, error));
+  }
+  unit->unsharded = event;
+  event = NULL;
+  unit->param_client = param_client;
+  unit->grad_client = grad_client;
+  unit->engine = engine;
+  unit->index = (int64_t)engine->num_units;
+  engine->units[engine->num_units++] = unit;
+done:
+  destroy_event(engine, event);
+  return status;
+}
+
+fsdp_unit_state fsdp_unit_get_state(const fsdp_unit *unit) {
+  return unit->state;
+}
+
+const char *fsdp_unit_name(const fsdp_unit *unit) {
+  return unit->name;
+}
+
+fsdp_engine *fsdp_unit_engine(const fsdp_unit *unit) {
+  return unit->engine;
+}
+
+int64_t fsdp_unit_pending_grads(const fsdp_unit *unit) {
+  return unit->expected_grads;
+}

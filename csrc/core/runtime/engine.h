@@ -1,0 +1,208 @@
+/*
+ * Engine and units: the sequences of a training step, written against the
+ * port. One engine serves all units of one module tree.
+ *
+ * Order of the calls in a step, for each unit:
+ *
+ *   pre_forward -> (module runs) -> post_forward
+ *   pre_backward -> grad_ready for each expected gradient -> reduce
+ *   engine finish_backward, once, at the end of backward
+ *
+ * Not thread-safe: the bridge holds one lock per engine around every call.
+ * After a failure the unit is SHARDED (nothing was enqueued) or FAILED (it
+ * keeps the first error and returns it) until fsdp_engine_reset().
+ */
+#ifndef FSDP_RUNTIME_ENGINE_H
+#define FSDP_RUNTIME_ENGINE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "arena/arena.h"
+#include "base/status.h"
+#include "base/trace.h"
+#include "base/types.h"
+#include "layout/flat_layout.h"
+#include "port/device_ops.h"
+#include "unit/state.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fsdp_engine fsdp_engine;
+typedef struct fsdp_unit fsdp_unit;
+
+typedef enum fsdp_prefetch {
+  FSDP_PREFETCH_NONE = 0,
+  FSDP_PREFETCH_PRE, /* before the current unit's gradients are computed */
+  FSDP_PREFETCH_POST /* after them */
+} fsdp_prefetch;
+
+/* How one segment of a unit is held. */
+typedef struct fsdp_segment_options {
+  fsdp_dtype param_dtype;  /* of the unsharded parameters in forward */
+  fsdp_dtype reduce_dtype; /* of the unsharded gradients; unused if frozen */
+  void *shard;             /* shard_numel elements of the segment's dtype;
+                              borrowed, outlives the unit */
+} fsdp_segment_options;
+
+typedef struct fsdp_unit_options {
+  const char *name; /* for messages; copied */
+  void *owner;      /* the provider's token for show_params and the like */
+  /* Borrowed, outlives the unit. Made for shard_group.world_size. */
+  const fsdp_flat_layout *layout;
+  const fsdp_segment_options *segments; /* one per segment; copied */
+  fsdp_group shard_group;
+  fsdp_group replica_group; /* world_size 1: no replicas */
+  bool reshard_after_forward;
+  bool reshard_after_backward_without_sync;
+  fsdp_prefetch backward_prefetch;
+  bool forward_prefetch;
+  /* Gradients are multiplied by prescale before the reduction and by
+   * 1 / (prescale * ranks) after it. 1 unless reduce_dtype is fp16. */
+  double prescale;
+  /* The provider's reduce_scatter wants a second buffer (gloo: one all-to-all
+   * and a local sum take half the time of its reduce-scatter). */
+  bool needs_reduce_scratch;
+} fsdp_unit_options;
+
+/* A gradient that autograd has finished. */
+typedef struct fsdp_grad {
+  int64_t param;
+  const void *data; /* contiguous, as many elements as the parameter */
+  fsdp_dtype dtype;
+  void *token; /* passed to grad_release exactly once, on failure too */
+} fsdp_grad;
+
+typedef struct fsdp_engine_stats {
+  fsdp_arena_stats arena;
+  int64_t num_units;
+  int64_t shard_nbytes;      /* of all segments of all units, this rank */
+  int64_t grad_shard_nbytes; /* of the sharded gradients allocated so far */
+  int64_t num_iterations;    /* forwards of an outermost unit */
+  int64_t num_all_gathers;   /* unshards that communicated, all-time */
+  int64_t num_reduces;       /* reductions issued, all-time */
+  int64_t num_prefetches;    /* unshards issued ahead of their use */
+} fsdp_engine_stats;
+
+/* ops is copied; its context must outlive the engine. engine [out] new. */
+FSDP_NODISCARD fsdp_status fsdp_engine_create(const fsdp_device_ops *ops,
+                                              fsdp_engine **engine,
+                                              fsdp_error *error);
+
+/* Destroys the engine; its units stay and can be added to another. Accepts
+ * NULL. Cannot fail. */
+void fsdp_engine_destroy(fsdp_engine *engine);
+
+/* unit [out] new reference; release with fsdp_unit_destroy(). */
+FSDP_NODISCARD fsdp_status fsdp_unit_create(const fsdp_unit_options *options,
+                                            fsdp_unit **unit,
+                                            fsdp_error *error);
+
+/* Removes the unit from its engine first. Accepts NULL. Cannot fail. */
+void fsdp_unit_destroy(fsdp_unit *unit);
+
+/*
+ * Adds `unit`, in the order of the module tree, parents first. A unit that
+ * belongs to another engine moves.
+ *
+ * FSDP_INVALID_STATE  the unit, or its old engine, is in the middle of a step.
+ */
+FSDP_NODISCARD fsdp_status fsdp_engine_add_unit(fsdp_engine *engine,
+                                                fsdp_unit *unit,
+                                                fsdp_error *error);
+
+/* Whether later backward passes reduce (default) or, inside no_sync, keep
+ * unsharded gradients. */
+void fsdp_engine_set_sync(fsdp_engine *engine, bool sync);
+bool fsdp_engine_sync(const fsdp_engine *engine);
+
+/*
+ * pre_forward: unshards the unit (unless a prefetch did), makes the compute
+ * lane wait for it, and prefetches the next one. A unit that enters while none
+ * is running starts an iteration and is its root: its parameters stay
+ * unsharded until its backward. `in_backward`: a recomputation by activation
+ * checkpointing; the unit then stays unsharded until its own backward.
+ */
+FSDP_NODISCARD fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit,
+                                                 bool in_backward,
+                                                 fsdp_error *error);
+
+/* post_forward: reshards, unless the parameters are kept for backward.
+ * `expects_backward`: an output requires grad. */
+FSDP_NODISCARD fsdp_status fsdp_unit_post_forward(fsdp_unit *unit,
+                                                  bool in_backward,
+                                                  bool expects_backward,
+                                                  fsdp_error *error);
+
+/* Leaves forward after the module raised: as post_forward of a unit that
+ * expects no backward. Cannot fail. */
+void fsdp_unit_abandon_forward(fsdp_unit *unit);
+
+/* pre_backward: unshards for the unit's backward, prefetches the next one. The
+ * first call of a backward opens it. */
+FSDP_NODISCARD fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit,
+                                                  fsdp_error *error);
+
+/* Says that `num_grads` more gradients of the unit will come in this backward;
+ * the reduction starts when all expected ones have. */
+void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads);
+
+/* Hands over a gradient. The last expected one reshards the unit and starts
+ * its reduction. The token is released in every case. */
+FSDP_NODISCARD fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit,
+                                                const fsdp_grad *grad,
+                                                fsdp_error *error);
+
+/* Reshards a unit whose backward is over although no gradient of its own
+ * parameters came (a frozen unit). Nothing happens if it is not unsharded. */
+FSDP_NODISCARD fsdp_status fsdp_unit_end_backward(fsdp_unit *unit,
+                                                  fsdp_error *error);
+
+/* End of backward: reduces what is left, reshards what is left, drops unused
+ * prefetches, makes the compute lane wait for the reductions, shows the
+ * gradients and plans the arena. Does nothing outside a backward. */
+FSDP_NODISCARD fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
+                                                       fsdp_error *error);
+
+/* Whether a backward is open. */
+bool fsdp_engine_in_backward(const fsdp_engine *engine);
+
+/* Whether a forward is running (an outermost unit has entered, not left). */
+bool fsdp_engine_in_forward(const fsdp_engine *engine);
+
+/* Drops everything of an unfinished step: gradients of this backward that were
+ * not reduced yet, unsharded parameters, prefetches. All units are SHARDED
+ * after it, failed ones too. The way back after an exception. */
+void fsdp_engine_reset(fsdp_engine *engine);
+
+/*
+ * Unshards the unit in master dtype into memory of its own (not the arena) and
+ * shows the parameters in it, on the compute lane. For reading and writing
+ * whole parameters between steps.
+ *
+ * FSDP_INVALID_STATE  the unit is summoned already or inside forward/backward.
+ */
+FSDP_NODISCARD fsdp_status fsdp_unit_summon(fsdp_unit *unit, fsdp_error *error);
+
+/* Ends a summon; with `writeback` this rank's part of every parameter is
+ * copied into its shard first. */
+FSDP_NODISCARD fsdp_status fsdp_unit_dismiss(fsdp_unit *unit, bool writeback,
+                                             fsdp_error *error);
+
+bool fsdp_unit_is_summoned(const fsdp_unit *unit);
+
+fsdp_unit_state fsdp_unit_get_state(const fsdp_unit *unit);
+const char *fsdp_unit_name(const fsdp_unit *unit);    /* borrowed */
+fsdp_engine *fsdp_unit_engine(const fsdp_unit *unit); /* borrowed or NULL */
+int64_t fsdp_unit_pending_grads(const fsdp_unit *unit);
+
+/* Cannot fail. */
+void fsdp_engine_get_stats(const fsdp_engine *engine, fsdp_engine_stats *stats);
+const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine); /* borrowed */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_RUNTIME_ENGINE_H */

@@ -1,0 +1,176 @@
+/*
+ * What the runtime's files share: the structs of an engine and a unit.
+ * Each field is written by the file named beside it (or by engine.c).
+ */
+#ifndef FSDP_RUNTIME_ENGINE_PRIV_H
+#define FSDP_RUNTIME_ENGINE_PRIV_H
+
+#include <stddef.h>
+
+#include "order/order.h"
+#include "runtime/engine.h"
+
+/* Segments of one block start at multiples of this many bytes. */
+enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
+
+/* Gradients wait to be packed together until they are this large: few launches
+ * for small parameters, early release for large ones. */
+enum { FSDP_PACK_THRESHOLD_NBYTES = 1 << 20 };
+
+typedef struct fsdp_unit_segment {
+  fsdp_segment_options options;
+  const fsdp_segment *layout; /* borrowed */
+  bool is_resident; /* one rank, no cast: the shard is the unsharded segment */
+  int64_t param_offset;   /* bytes from the start of the parameter block */
+  int64_t grad_offset;    /* bytes from the start of the gradient block */
+  int64_t scratch_offset; /* likewise, if the reduction needs scratch */
+  int64_t full_offset;    /* bytes from the start of a summoned block */
+} fsdp_unit_segment;
+
+struct fsdp_unit {
+  fsdp_unit_options options; /* name points at `name`, segments at `segments` */
+  char *name;
+  fsdp_engine *engine; /* borrowed; NULL: in no engine */
+  int64_t index;       /* in engine->units */
+
+  int64_t num_segments;
+  fsdp_unit_segment *segments;
+  int64_t num_trainable; /* segments that require grad */
+  bool is_resident;      /* every segment is */
+  int64_t param_nbytes;  /* of a parameter block; 0: needs none */
+  int64_t grad_nbytes;   /* of a gradient block; 0: needs none */
+  int64_t full_nbytes;   /* of a summoned block */
+  int64_t param_client;  /* in the engine's arena; -1: none */
+  int64_t grad_client;
+
+  fsdp_unit_state state;
+  fsdp_error first_error; /* meaningful in FAILED */
+  fsdp_event *unsharded;  /* unshard.c: after the all-gather */
+  void **param_data;      /* unshard.c: unsharded segments */
+
+  bool ran_forward;       /* forward.c: since the last end of backward */
+  bool entered_backward;  /* backward.c: in the open backward */
+  int64_t expected_grads; /* backward.c: still to come in the open backward */
+
+  void **grad_data;    /* grads.c: unsharded gradients; valid while held */
+  void **scratch_data; /* grads.c: likewise; NULL entries: no scratch */
+  uint8_t *is_filled; /* grads.c: per parameter: grad_data holds its gradient */
+  fsdp_grad *pending; /* grads.c: handed over, not packed; num_params places */
+  int64_t num_pending;
+  int64_t pending_nbytes;
+  fsdp_pack_item *items; /* grads.c: scratch, 2 * num_params + num_segments */
+
+  bool has_sharded_grad; /* reduce.c: the sharded gradient holds a value */
+  bool had_reduce;       /* reduce.c: the sharded gradient is allocated */
+  bool is_reduce_ready;  /* reduce.c: gradient complete, reduction not issued */
+  int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
+
+  bool is_summoned; /* summon.c */
+  void *full_block; /* summon.c */
+  void **full_data; /* summon.c */
+};
+
+struct fsdp_engine {
+  fsdp_device_ops ops;
+  fsdp_arena *arena;
+  fsdp_order *order;
+  fsdp_unit **units;
+  size_t num_units;
+  size_t units_capacity;
+
+  bool sync;
+  bool in_backward;     /* backward.c */
+  int64_t depth;        /* forward.c: units inside forward now */
+  fsdp_unit *root;      /* forward.c: outermost unit of this iteration */
+  bool keeps_unsharded; /* backward.c: the last backward was without sync */
+
+  fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
+  fsdp_event *reduce_done;
+  fsdp_event *replicate_done;
+
+  /* reduce.c: the order of reductions in the last backward and in this one. */
+  fsdp_unit **recorded_reduces;
+  size_t num_recorded_reduces;
+  size_t recorded_capacity;
+  fsdp_unit **issued_reduces;
+  size_t num_issued_reduces;
+  size_t issued_capacity;
+  size_t reduce_cursor; /* into recorded_reduces */
+
+  int64_t num_iterations;
+  int64_t num_all_gathers;
+  int64_t num_reduces;
+  int64_t num_prefetches;
+  fsdp_trace trace;
+};
+
+/* engine.c */
+/* FSDP_OK, or the error that put the unit into FAILED. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit,
+                                                fsdp_error *error);
+/* Puts the unit into FAILED and keeps `error` (NULL is fine) as its first. */
+void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *error);
+/* `waiter` waits for the work now on `recorder`, through `event`. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
+                                                      fsdp_lane waiter,
+                                                      fsdp_lane recorder,
+                                                      fsdp_event *event,
+                                                      fsdp_error *error);
+
+/* unshard.c */
+/* SHARDED or REDUCING -> UNSHARDING. Nothing happens in other states. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit,
+                                                  fsdp_error *error);
+/* UNSHARDING -> UNSHARDED. Nothing happens in other states. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit,
+                                                       fsdp_error *error);
+/* UNSHARDING or UNSHARDED -> SHARDED. Nothing happens in other states. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit,
+                                                  fsdp_error *error);
+/* Unshards `engine->units[index]` ahead of its use, if it is SHARDED; an index
+ * below 0 is fine. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
+                                                     int64_t index,
+                                                     fsdp_error *error);
+
+/* backward.c */
+/* Prefetches the unit whose backward comes next. */
+FSDP_NODISCARD fsdp_status
+fsdp_engine_priv_prefetch_backward(fsdp_engine *engine, fsdp_error *error);
+
+/* grads.c */
+/* Whether the unit holds an unsharded gradient. */
+bool fsdp_unit_priv_holds_grads(const fsdp_unit *unit);
+/* Takes a gradient block unless one is held. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit,
+                                                          fsdp_error *error);
+/* Takes ownership of `grad`: packed now or later. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit,
+                                                   const fsdp_grad *grad,
+                                                   fsdp_error *error);
+/* Packs all pending gradients and releases them, on failure too. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit,
+                                                     fsdp_error *error);
+/* Zeroes what no gradient filled: unused parameters and padding. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit,
+                                                     fsdp_error *error);
+/* Forgets the unsharded gradient; its block is free after `lane`. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit,
+                                                     fsdp_lane lane,
+                                                     fsdp_error *error);
+
+/* reduce.c */
+/* Says that the unit's gradient is complete. Issues its reduction, and those
+ * that waited for it, when its turn in the recorded order has come. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
+                                                        fsdp_error *error);
+/* Issues what is ready and was held back, in order, whatever its turn. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
+                                                          fsdp_error *error);
+/* Makes the compute lane wait for all reductions and starts a new record. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_finish_reduces(fsdp_engine *engine,
+                                                           fsdp_error *error);
+/* Forgets the reductions of an unfinished backward and the recorded order. */
+void fsdp_engine_priv_reset_reduces(fsdp_engine *engine);
+
+#endif /* FSDP_RUNTIME_ENGINE_PRIV_H */

@@ -1,0 +1,110 @@
+/* Forward: what happens before and after a unit's module runs. */
+#include "runtime/engine_priv.h"
+
+/* Gives back what an earlier iteration kept for a backward that never came (or
+ * came partly): its weights may be from before the optimizer's step. */
+static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (engine->keeps_unsharded) return FSDP_OK;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    if (engine->units[i]->state == FSDP_UNIT_FAILED) continue;
+    FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
+  }
+done:
+  return status;
+}
+
+/* The outermost unit enters: a new iteration. */
+static fsdp_status begin_iteration(fsdp_unit *root, fsdp_error *error) {
+  fsdp_engine *engine = root->engine;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(drop_stale_params(engine, error));
+  /* Once per iteration: the optimizer wrote the shards on the compute lane. */
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                      FSDP_LANE_COMPUTE, engine->compute_done,
+                                      error));
+  fsdp_order_begin(engine->order);
+  engine->root = root;
+  engine->num_iterations++;
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
+                                  fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  if (engine == NULL) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "unit '%s' ran forward before it was added to an engine",
+                     unit->name);
+  }
+  FSDP_TRY(fsdp_unit_priv_check(unit, error));
+  if (unit->is_summoned) return FSDP_OK; /* runs on the whole parameters */
+
+  if (in_backward) { /* a recomputation: no new iteration, no new order */
+    FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
+    FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+    return FSDP_OK;
+  }
+  if (engine->in_backward) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "unit '%s' ran forward while a backward that raised is "
+                     "still open; call fsdp_c.reset(model) first",
+                     unit->name);
+  }
+  if (engine->depth == 0) FSDP_TRY(begin_iteration(unit, error));
+  FSDP_TRY(fsdp_order_pre_forward(engine->order, unit->index, error));
+  FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
+  if (unit->options.forward_prefetch) {
+    FSDP_TRY(fsdp_engine_priv_prefetch(
+        engine, fsdp_order_next_forward(engine->order, 1), error));
+  }
+  FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+  unit->ran_forward = true;
+  engine->depth++; /* last: the caller leaves forward only if it entered */
+done:
+  return status;
+}
+
+/* The outermost unit leaves: prefetches beyond the end are dropped. */
+static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    if (engine->units[i]->state == FSDP_UNIT_UNSHARDING) {
+      FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
+    }
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
+                                   bool expects_backward, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  /* Summoned inside its own forward cannot be; summoned before it: no-op. */
+  if (unit->is_summoned || in_backward) return FSDP_OK;
+  if (engine->depth > 0) engine->depth--;
+  FSDP_TRY(fsdp_unit_priv_check(unit, error));
+  FSDP_TRY(fsdp_order_post_forward(engine->order, unit->index, error));
+  const bool is_kept =
+      expects_backward &&
+      (!unit->options.reshard_after_forward || unit == engine->root);
+  if (!is_kept) FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  if (engine->depth == 0) FSDP_TRY(end_iteration(engine, error));
+done:
+  return status;
+}
+
+void fsdp_unit_abandon_forward(fsdp_unit *unit) {
+  fsdp_engine *engine = unit->engine;
+  if (engine == NULL || unit->is_summoned) return;
+  if (engine->depth > 0) engine->depth--;
+  /* The module's own exception is what the user must see. */
+  (void)!fsdp_unit_priv_reshard(unit, NULL);
+  if (engine->depth == 0) (void)!end_iteration(engine, NULL);
+}

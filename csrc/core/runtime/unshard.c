@@ -1,0 +1,176 @@
+/* Unshard and reshard: a unit's parameters come into a block, and leave it. */
+#include "base/alloc.h"
+#include "runtime/engine_priv.h"
+
+static char *at_nbytes(void *base, int64_t nbytes) {
+  return (char *)base + nbytes;
+}
+
+/* Where rank's own piece of an unsharded segment lies. */
+static char *own_slot(const fsdp_unit *unit, int64_t segment) {
+  const fsdp_unit_segment *self = &unit->segments[segment];
+  return at_nbytes(unit->param_data[segment],
+                   unit->options.shard_group.rank * self->layout->shard_numel *
+                       self->options.param_dtype.itemsize);
+}
+
+/* Points param_data at the segments of `block`. */
+static void place_segments(fsdp_unit *unit, void *block) {
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    unit->param_data[i] = segment->is_resident
+                              ? segment->options.shard
+                              : at_nbytes(block, segment->param_offset);
+  }
+}
+
+/* Casts the shard of each segment whose parameters have another dtype into its
+ * slot of the block; a lone rank copies all that is not resident. */
+static fsdp_status cast_shards(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const bool is_alone = unit->options.shard_group.world_size == 1;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const fsdp_dtype to = segment->options.param_dtype;
+    const fsdp_dtype from = segment->layout->dtype;
+    if (segment->is_resident) continue;
+    if (!is_alone && fsdp_dtype_equal(to, from)) continue;
+    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, own_slot(unit, i), to,
+                       segment->options.shard, from,
+                       segment->layout->shard_numel, error));
+  }
+done:
+  return status;
+}
+
+/* One grouped all-gather of all segments. The shard itself is the send buffer
+ * where no cast stands between. */
+static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_group *group = &unit->options.shard_group;
+  fsdp_status status = FSDP_OK;
+
+  if (group->world_size == 1) return FSDP_OK;
+  fsdp_trace_add(&engine->trace, "all_gather", unit->name);
+  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const fsdp_dtype dtype = segment->options.param_dtype;
+    const void *input = fsdp_dtype_equal(dtype, segment->layout->dtype)
+                            ? segment->options.shard
+                            : own_slot(unit, i);
+    FSDP_TRY(ops->all_gather(ops->context, FSDP_LANE_UNSHARD, group,
+                             unit->param_data[i], input,
+                             segment->layout->shard_numel, dtype, error));
+  }
+  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
+  engine->num_all_gathers++;
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
+  void *block = NULL;
+  bool is_enqueued = false;
+
+  if (unit->state != FSDP_UNIT_SHARDED && unit->state != FSDP_UNIT_REDUCING) {
+    return fsdp_unit_priv_check(unit, error);
+  }
+  FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, &local));
+  if (unit->param_nbytes > 0) {
+    FSDP_TRY(fsdp_arena_take(engine->arena, unit->param_client,
+                             FSDP_LANE_UNSHARD, &block, &local));
+  }
+  place_segments(unit, block);
+  if (!unit->is_resident) {
+    FSDP_TRY(cast_shards(unit, &local));
+    is_enqueued = true;
+    FSDP_TRY(gather_segments(unit, &local));
+    FSDP_TRY(ops->event_record(ops->context, unit->unsharded, FSDP_LANE_UNSHARD,
+                               &local));
+  }
+  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_UNSHARD, &local));
+done:
+  if (status != FSDP_OK) {
+    if (block != NULL) {
+      /* Best effort: the first error is the one to report. */
+      (void)!fsdp_arena_give(engine->arena, unit->param_client,
+                             FSDP_LANE_UNSHARD, NULL);
+    }
+    /* A collective that may have been enqueued cannot be taken back. */
+    if (is_enqueued) fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
+  }
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
+
+  if (unit->state != FSDP_UNIT_UNSHARDING) {
+    return fsdp_unit_priv_check(unit, error);
+  }
+  if (!unit->is_resident) {
+    FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
+                             &local));
+    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                              FSDP_VIEW_UNSHARDED, unit->param_data, &local));
+  }
+  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_WAIT, &local));
+done:
+  if (status != FSDP_OK) {
+    fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
+  }
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
+  /* A prefetch that nobody used is still being written by its own lane. */
+  const bool is_shown = unit->state == FSDP_UNIT_UNSHARDED;
+
+  if (unit->state != FSDP_UNIT_UNSHARDED &&
+      unit->state != FSDP_UNIT_UNSHARDING) {
+    return fsdp_unit_priv_check(unit, error);
+  }
+  if (!unit->is_resident) {
+    if (is_shown) {
+      FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                                FSDP_VIEW_SHARDED, NULL, &local));
+    }
+    if (unit->param_nbytes > 0) {
+      FSDP_TRY(fsdp_arena_give(unit->engine->arena, unit->param_client,
+                               is_shown ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
+                               &local));
+    }
+  }
+  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESHARD, &local));
+done:
+  if (status != FSDP_OK) {
+    fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
+  }
+  return status;
+}
+
+fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,
+                                      fsdp_error *error) {
+  if (index < 0) return FSDP_OK;
+  fsdp_unit *unit = engine->units[index];
+  if (unit->state != FSDP_UNIT_SHARDED || unit->is_summoned) return FSDP_OK;
+  engine->num_prefetches++;
+  return fsdp_unit_priv_unshard(unit, error);
+}
