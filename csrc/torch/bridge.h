@@ -1,0 +1,182 @@
+/*
+ * The bridge's face: what the CPython module may ask of libtorch, in pure C.
+ *
+ * Only csrc/torch includes torch headers. Functions take Python objects as
+ * `struct _object *` (CPython's PyObject) where the caller has tensors, dtypes
+ * or process groups. Unless a comment says "GIL", a function must be called
+ * with the GIL *released* ("may block") or does not care.
+ *
+ * A C++ exception becomes a status here. Its std::exception_ptr is saved for
+ * the calling thread, and fsdp_torch_set_python_error() turns it back into the
+ * Python exception that torch would raise.
+ */
+#ifndef FSDP_TORCH_BRIDGE_H
+#define FSDP_TORCH_BRIDGE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "runtime/engine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct _object; /* PyObject */
+
+typedef struct fsdp_torch_unit fsdp_torch_unit;
+typedef struct fsdp_torch_engine fsdp_torch_engine;
+
+/* Objects (GIL) ---------------------------------------------------------- */
+
+/* Whether `object` is a torch.Tensor (or a subclass). Cannot fail. GIL. */
+bool fsdp_torch_is_tensor(struct _object *object);
+
+/* Sets the Python exception for a failed call on this thread: the saved C++
+ * exception when there is one that caused `error`, else an exception by code
+ * (INVALID_ARGUMENT: ValueError, OUT_OF_MEMORY: torch.OutOfMemoryError,
+ * others: RuntimeError). GIL. */
+void fsdp_torch_set_python_error(const fsdp_error *error);
+
+/* Version of the torch that is loaded, "2.13.0". Borrowed, static. */
+const char *fsdp_torch_version(void);
+
+/* Units -------------------------------------------------------------------- */
+
+typedef struct fsdp_torch_unit_options {
+  const char *name;
+  struct _object *const *uses; /* parameters, one per use in module order;
+                                  borrowed; may be empty */
+  int64_t num_uses;
+  struct _object *shard_group;   /* ProcessGroup, or NULL: this rank alone */
+  struct _object *replica_group; /* likewise */
+  struct _object *device;        /* torch.device of compute and shards */
+  struct _object *param_dtype;   /* torch.dtype, or NULL: master dtype */
+  struct _object *reduce_dtype;  /* likewise: param_dtype, then master */
+  bool use_orig_params;
+  bool reshard_after_forward;
+  bool reshard_after_backward_without_sync;
+  fsdp_prefetch backward_prefetch;
+  bool forward_prefetch;
+  bool cast_forward_inputs;
+  bool cast_root_forward_inputs;
+} fsdp_torch_unit_options;
+
+/*
+ * Flattens the parameters: computes the layout, copies this rank's part of
+ * every parameter into a shard on `device`, points the parameters (the same
+ * tensor objects) at the shard and frees their old memory. Parameters that are
+ * the same object are shared. unit [out] new reference. GIL.
+ *
+ * FSDP_INVALID_ARGUMENT  a parameter is not a tensor, not a leaf, on the meta
+ *                        device, sparse, or of an integer dtype with
+ *                        requires_grad; the message names it by index.
+ * FSDP_OUT_OF_MEMORY
+ */
+FSDP_NODISCARD fsdp_status
+fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
+                       fsdp_torch_unit **unit, fsdp_error *error);
+
+/* Removes the unit from its engine and its hooks from autograd. The parameters
+ * stay views of the shard. Accepts NULL. GIL. Cannot fail. */
+void fsdp_torch_unit_destroy(fsdp_torch_unit *unit);
+
+/* Borrowed. */
+const fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit);
+const fsdp_flat_layout *fsdp_torch_unit_layout(const fsdp_torch_unit *unit);
+/* num_uses param indices. Borrowed. */
+const int64_t *fsdp_torch_unit_param_of_use(const fsdp_torch_unit *unit,
+                                            int64_t *num_uses);
+
+/* New reference to the shard of `segment` as a 1-D torch.Tensor, or NULL with
+ * a Python exception. GIL. */
+struct _object *fsdp_torch_unit_shard(fsdp_torch_unit *unit, int64_t segment);
+
+/* New reference to the torch.dtype of `segment`'s shard. GIL. */
+struct _object *fsdp_torch_unit_dtype(fsdp_torch_unit *unit, int64_t segment);
+
+/* With use_orig_params=False: `flat_params[i]` (a tensor over segment i's
+ * shard) carries the segment's sharded gradient as its .grad. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_flat_params(
+    fsdp_torch_unit *unit, struct _object *const *flat_params,
+    int64_t num_flat_params, fsdp_error *error);
+
+/* Forward ------------------------------------------------------------------ */
+
+/* What a forward call has to do to its inputs. */
+typedef struct fsdp_torch_cast {
+  bool is_needed;     /* false: leave the inputs as they are */
+  int32_t dtype_code; /* torch ScalarType for floating tensors; -1: keep */
+} fsdp_torch_cast;
+
+/* Decides it, before pre_forward: the root's inputs follow
+ * cast_root_forward_inputs, another unit's cast_forward_inputs; tensors on
+ * another device than the unit's are moved by the root. */
+void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
+                                fsdp_torch_cast *cast);
+
+/* `tensor` as the cast wants it: a new reference to itself when it fits, else
+ * to a converted tensor (autograd records the conversion). NULL with a Python
+ * exception on failure. GIL. */
+struct _object *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
+                                           const fsdp_torch_cast *cast,
+                                           struct _object *tensor);
+
+/* may block */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
+                                                       fsdp_error *error);
+/* Hooks one output tensor so that its gradient starts the unit's backward.
+ * is_hooked [out] whether it requires grad. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit,
+                                                       struct _object *tensor,
+                                                       bool *is_hooked,
+                                                       fsdp_error *error);
+/* may block */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
+                                                        bool expects_backward,
+                                                        fsdp_error *error);
+void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit);
+
+/* Whole parameters --------------------------------------------------------- */
+
+/* may block */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit,
+                                                  fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_dismiss(fsdp_torch_unit *unit,
+                                                   bool writeback,
+                                                   fsdp_error *error);
+
+/* Engine ------------------------------------------------------------------- */
+
+/* An engine for `units`, parents first, all on one device. Units that belong
+ * to another engine move. engine [out] new reference. GIL. */
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_create(fsdp_torch_unit *const *units, int64_t num_units,
+                         fsdp_torch_engine **engine, fsdp_error *error);
+
+/* Accepts NULL. The units must be destroyed or moved first, or outlive it
+ * unused. GIL. Cannot fail. */
+void fsdp_torch_engine_destroy(fsdp_torch_engine *engine);
+
+/* Borrowed. */
+fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
+
+/* Drops what an unfinished step left (see fsdp_engine_reset). may block */
+void fsdp_torch_engine_reset(fsdp_torch_engine *engine);
+
+/*
+ * Norm of all gradients of the engine's units and of `extra_params` (counted
+ * once, locally), as one scalar tensor; scales the gradients in place when it
+ * exceeds max_norm. norm_type is > 0, infinity included. Every rank must call.
+ * norm [out] new reference to a 0-dim tensor. GIL (released inside).
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_engine_clip_grad_norm(
+    fsdp_torch_engine *engine, struct _object *const *extra_params,
+    int64_t num_extra_params, double max_norm, double norm_type,
+    struct _object **norm, fsdp_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_TORCH_BRIDGE_H */

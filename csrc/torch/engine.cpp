@@ -1,0 +1,210 @@
+// Engines: one per module tree, and the norm over all of its gradients.
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+
+Engine::~Engine() {
+  fsdp_engine_destroy(core);
+}
+
+void Engine::recover() {
+  if (!is_aborted.exchange(false)) return;
+  fsdp_engine_reset(core);
+  for (Unit *unit : units) unit->graph_task = -1;
+}
+
+namespace {
+
+// Gradients whose norm one group sums up: every rank of it holds other
+// elements. A null group means that each rank holds all of them.
+struct NormPart {
+  c10d::ProcessGroup *group = nullptr;
+  std::vector<at::Tensor> grads;
+};
+
+void add_grad(std::vector<NormPart> &parts, c10d::ProcessGroup *group,
+              const at::Tensor &holder) {
+  auto part = parts.begin();
+  while (part != parts.end() && part->group != group) part++;
+  // A rank without gradients takes part in the group's sum all the same.
+  if (part == parts.end()) part = parts.insert(part, NormPart{group, {}});
+  if (holder.defined() && holder.grad().defined() &&
+      holder.grad().numel() > 0) {
+    part->grads.push_back(holder.grad());
+  }
+}
+
+void add_unit(std::vector<NormPart> &parts, const Unit &unit) {
+  c10d::ProcessGroup *group = unit.shard_group.process_group.get();
+  if (group != nullptr && group->getSize() == 1) group = nullptr;
+  for (const Segment &segment : unit.segments) {
+    if (!segment.layout->requires_grad) continue;
+    add_grad(parts, group, segment.flat_param);
+  }
+  if (!unit.use_orig_params) return;
+  for (const Param &param : unit.params) {
+    if (unit.segments[static_cast<size_t>(param.segment)]
+            .layout->requires_grad) {
+      add_grad(parts, group, param.tensor);
+    }
+  }
+}
+
+// Norm of one part, or its p-th power: what can be summed over ranks.
+at::Tensor local_term(const NormPart &part, double norm_type,
+                      c10::Device device) {
+  const bool is_max = std::isinf(norm_type);
+  if (part.grads.empty()) {
+    return at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
+  }
+  const std::vector<at::Tensor> norms =
+      at::_foreach_norm(part.grads, norm_type, at::kFloat);
+  const at::Tensor stacked = at::stack(norms);
+  return is_max ? stacked.max() : stacked.pow(norm_type).sum();
+}
+
+at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
+                      c10::Device device) {
+  const bool is_max = std::isinf(norm_type);
+  at::Tensor total =
+      at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
+  for (const NormPart &part : parts) {
+    std::vector<at::Tensor> term = {local_term(part, norm_type, device)};
+    if (part.group != nullptr) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+      const auto work = part.group->allreduce(term, options);
+      if (work) work->wait();
+    }
+    total = is_max ? at::maximum(total, term[0]) : total + term[0];
+  }
+  return is_max ? total : total.pow(1.0 / norm_type);
+}
+
+// The widest dtype among the gradients, in which FSDP1 returns the norm.
+at::ScalarType norm_dtype(const std::vector<NormPart> &parts) {
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  for (const NormPart &part : parts) {
+    for (const at::Tensor &grad : part.grads) {
+      dtype = dtype == at::ScalarType::Undefined
+                  ? grad.scalar_type()
+                  : c10::promoteTypes(dtype, grad.scalar_type());
+    }
+  }
+  return dtype == at::ScalarType::Undefined ? at::kFloat : dtype;
+}
+
+at::Tensor clip(std::vector<NormPart> &parts, double max_norm, double norm_type,
+                c10::Device device) {
+  const at::Tensor norm = total_norm(parts, norm_type, device);
+  // Always multiply: deciding it would make the host wait for the device.
+  const at::Tensor scale = (max_norm / (norm + 1e-6)).clamp_max(1.0);
+  for (NormPart &part : parts) {
+    if (!part.grads.empty()) at::_foreach_mul_(part.grads, scale);
+  }
+  return norm.to(norm_dtype(parts));
+}
+
+}  // namespace
+}  // namespace fsdp_torch
+
+using fsdp_torch::Engine;
+
+extern "C" {
+
+fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
+                                     int64_t num_units,
+                                     fsdp_torch_engine **engine,
+                                     fsdp_error *error) {
+  GUARDED(error) {
+    if (num_units < 1) {
+      return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                       "an engine needs at least one unit");
+    }
+    auto self = std::make_shared<Engine>(units[0]->self->device);
+    fsdp_device_ops ops = self->provider.ops();
+    fsdp_torch::add_view_ops(&ops);
+    fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
+    for (int64_t i = 0; i < num_units && status == FSDP_OK; i++) {
+      fsdp_torch::Unit &unit = *units[i]->self;
+      if (unit.device != units[0]->self->device) {
+        return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                         "unit '%s' is on %s, the root is on %s; wrap all "
+                         "units with one device_id",
+                         unit.name.c_str(), unit.device.str().c_str(),
+                         units[0]->self->device.str().c_str());
+      }
+      if (unit.engine) unit.engine->recover();
+      status = fsdp_engine_add_unit(self->core, unit.core, error);
+      if (status != FSDP_OK) break;
+      if (unit.engine) {
+        auto &others = unit.engine->units;
+        others.erase(std::remove(others.begin(), others.end(), &unit),
+                     others.end());
+      }
+      unit.engine = self;
+      self->units.push_back(&unit);
+    }
+    if (status == FSDP_OK) *engine = new fsdp_torch_engine{self};
+    return status;
+  };
+}
+
+void fsdp_torch_engine_destroy(fsdp_torch_engine *engine) {
+  delete engine;
+}
+
+fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine) {
+  return engine->self->core;
+}
+
+void fsdp_torch_engine_reset(fsdp_torch_engine *engine) {
+  const std::lock_guard<std::mutex> lock(engine->self->mutex);
+  engine->self->is_aborted = true;
+  engine->self->recover();
+}
+
+fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,
+                                             PyObject *const *extra_params,
+                                             int64_t num_extra_params,
+                                             double max_norm, double norm_type,
+                                             PyObject **norm,
+                                             fsdp_error *error) {
+  GUARDED(error) {
+    Engine &self = *engine->self;
+    std::vector<fsdp_torch::NormPart> parts;
+    for (const fsdp_torch::Unit *unit : self.units) {
+      fsdp_torch::add_unit(parts, *unit);
+    }
+    for (int64_t i = 0; i < num_extra_params; i++) {
+      if (!THPVariable_Check(extra_params[i])) {
+        throw std::invalid_argument("a parameter is not a tensor");
+      }
+      fsdp_torch::add_grad(parts, nullptr, THPVariable_Unpack(extra_params[i]));
+    }
+    at::Tensor result;
+    {
+      const pybind11::gil_scoped_release no_gil;
+      const at::NoGradGuard no_grad;
+      result = fsdp_torch::clip(parts, max_norm, norm_type,
+                                self.units.front()->device);
+    }
+    PyObject *object = THPVariable_Wrap(result);
+    if (object == nullptr) throw python_error();
+    *norm = object;
+    return FSDP_OK;
+  };
+}
+
+}  // extern "C"

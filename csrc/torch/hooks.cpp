@@ -1,0 +1,216 @@
+// Autograd hooks: an output's gradient starts a unit's backward, a parameter's
+// gradient is handed to the engine, the end of backward finishes the step. They
+// run on autograd's threads, without the GIL and without Python.
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Runs `body` and turns its failure into an exception, for autograd.
+template <typename Body>
+void check(Body &&body) {
+  fsdp_error error = {};
+  if (body(&error) != FSDP_OK) throw_error(error);
+}
+
+// Note [End of backward]
+// The callback runs when its graph task ends. If the task raises, autograd
+// destroys the callback without running it: then this object's destructor
+// tells the engine, which resets itself at its next use.
+class BackwardEnd {
+ public:
+  explicit BackwardEnd(std::shared_ptr<Engine> engine)
+      : engine_(std::move(engine)) {}
+  ~BackwardEnd() {
+    if (!has_run_) engine_->is_aborted = true;
+  }
+  BackwardEnd(const BackwardEnd &) = delete;
+  BackwardEnd &operator=(const BackwardEnd &) = delete;
+
+  void run() {
+    has_run_ = true;
+    const std::lock_guard<std::mutex> lock(engine_->mutex);
+    check([&](fsdp_error *error) {
+      return fsdp_engine_finish_backward(engine_->core, error);
+    });
+  }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  bool has_run_ = false;
+};
+
+void queue_end_of_backward(const std::shared_ptr<Engine> &engine) {
+  auto end = std::make_shared<BackwardEnd>(engine);
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end] { end->run(); });
+}
+
+// Whether the running graph task will execute `node` (not only capture what
+// flows into it, as torch.autograd.grad does).
+bool will_run(Node *node) {
+  const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr || nodes->find(node) == nodes->end()) return false;
+  const auto *infos = torch::autograd::get_current_graph_task_exec_info();
+  if (infos == nullptr || infos->empty()) return true;
+  const auto info = infos->find(node);
+  return info != infos->end() && info->second.needed_ &&
+         info->second.captures_ == nullptr;
+}
+
+// Tells the engine, once per graph task, how many gradients will come.
+void expect_grads(Unit &unit) {
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (unit.graph_task == graph_task) return;
+  unit.graph_task = graph_task;
+  int64_t num_grads = 0;
+  for (const Param &param : unit.params) {
+    if (param.accumulator && will_run(param.accumulator.get())) num_grads++;
+  }
+  fsdp_unit_expect_grads(unit.core, num_grads);
+}
+
+void run_pre_backward(Unit &unit) {
+  const std::shared_ptr<Engine> engine = unit.engine;
+  bool opens_backward = false;
+  {
+    const std::lock_guard<std::mutex> lock(engine->mutex);
+    engine->recover();
+    opens_backward = !fsdp_engine_in_backward(engine->core);
+    check([&](fsdp_error *error) {
+      return fsdp_unit_pre_backward(unit.core, error);
+    });
+    expect_grads(unit);
+  }
+  if (opens_backward) queue_end_of_backward(engine);
+}
+
+// One forward call of a unit. Its outputs share it, so that the first gradient
+// of a backward starts the unit's backward and later ones do nothing.
+struct ForwardCall {
+  std::shared_ptr<Unit> unit;  // the graph keeps the unit alive
+  int graph_task = -1;
+
+  void on_grad() {
+    const int current = torch::autograd::get_current_graph_task_id();
+    if (graph_task == current) return;
+    graph_task = current;
+    run_pre_backward(*unit);
+  }
+};
+
+void hook_tensor(const at::Tensor &tensor,
+                 const std::shared_ptr<ForwardCall> &call) {
+  tensor.register_hook(
+      [call](const at::Tensor & /*grad*/) { call->on_grad(); });
+}
+
+// Runs after AccumulateGrad: takes the gradient off the parameter.
+class GradHook : public torch::autograd::FunctionPostHook {
+ public:
+  GradHook(std::shared_ptr<UnitHandle> handle, size_t index)
+      : handle_(std::move(handle)), index_(index) {}
+
+  variable_list operator()(const variable_list &outputs,
+                           const variable_list & /*inputs*/) override {
+    if (handle_->unit != nullptr) take_grad(*handle_->unit);
+    return outputs;
+  }
+
+ private:
+  void take_grad(Unit &unit) {
+    Param &param = unit.params[index_];
+    at::Tensor grad = std::move(param.tensor.mutable_grad());
+    param.tensor.mutable_grad() = at::Tensor();
+    if (!grad.defined()) return;
+    if (grad.is_sparse()) {
+      throw std::invalid_argument(
+          "FSDP unit '" + unit.name + "': parameter " + std::to_string(index_) +
+          " has a sparse gradient; use a dense one (Embedding(sparse=False))");
+    }
+    if (grad.requires_grad()) grad = grad.detach();
+    if (!grad.is_contiguous()) grad = grad.contiguous();
+    hand_over(unit, std::move(grad));
+  }
+
+  void hand_over(Unit &unit, at::Tensor grad) {
+    const std::shared_ptr<Engine> engine = unit.engine;
+    fsdp_grad handed = {};
+    handed.param = static_cast<int64_t>(index_);
+    handed.data = grad.const_data_ptr();
+    handed.dtype = {static_cast<int32_t>(grad.scalar_type()),
+                    static_cast<int32_t>(grad.element_size())};
+    handed.token = grad.unsafeReleaseTensorImpl();
+    bool opens_backward = false;
+    {
+      const std::lock_guard<std::mutex> lock(engine->mutex);
+      opens_backward = !fsdp_engine_in_backward(engine->core);
+      check([&](fsdp_error *error) {
+        return fsdp_unit_grad_ready(unit.core, &handed, error);
+      });
+    }
+    if (opens_backward) queue_end_of_backward(engine);
+  }
+
+  std::shared_ptr<UnitHandle> handle_;
+  size_t index_;
+};
+
+}  // namespace
+
+void hook_accumulators(Unit &unit) {
+  for (size_t i = 0; i < unit.params.size(); i++) {
+    Param &param = unit.params[i];
+    if (param.accumulator || !param.tensor.requires_grad()) continue;
+    param.accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
+    param.hook = param.accumulator->add_post_hook(
+        std::make_unique<GradHook>(unit.handle, i));
+  }
+}
+
+void unhook_accumulators(Unit &unit) {
+  for (Param &param : unit.params) {
+    if (!param.accumulator) continue;
+    param.accumulator->del_post_hook(param.hook);
+    param.accumulator = nullptr;
+  }
+}
+
+}  // namespace fsdp_torch
+
+extern "C" fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit,
+                                                   PyObject *tensor,
+                                                   bool *is_hooked,
+                                                   fsdp_error *error) {
+  GUARDED(error) {
+    const at::Tensor &output = THPVariable_Unpack(tensor);
+    if (!output.requires_grad()) {
+      *is_hooked = false;
+      return FSDP_OK;
+    }
+    auto call = std::make_shared<fsdp_torch::ForwardCall>();
+    call->unit = unit->self;
+    fsdp_torch::hook_tensor(output, call);
+    // An in-place operation on a view gives it a new node and drops its hook;
+    // the node of its base stays in the graph.
+    if (output.is_view()) {
+      const at::Tensor base(output._base());
+      if (!base.is_leaf()) fsdp_torch::hook_tensor(base, call);
+    }
+    *is_hooked = true;
+    return FSDP_OK;
+  };
+}

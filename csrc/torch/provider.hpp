@@ -1,0 +1,73 @@
+// The provider: fills the port from ATen, c10 streams and c10d, for one device.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unordered_map>
+#include <vector>
+
+#include "port/device_ops.h"
+
+namespace fsdp_torch {
+
+// A process group and what the provider has to know about its backend.
+struct Group {
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  bool is_gloo = false;
+};
+
+class Provider {
+ public:
+  explicit Provider(c10::Device device);
+
+  // The table whose context is this object. The functions for views and
+  // gradients are filled by unit_views.cpp.
+  fsdp_device_ops ops();
+
+  void *allocate(int64_t nbytes);
+  void free_block(void *block, fsdp_event *last_use);
+  void record(fsdp_event *event, fsdp_lane lane);
+  void wait(fsdp_lane lane, fsdp_event *event);
+
+  // A tensor over memory that somebody else owns.
+  at::Tensor view(void *data, int64_t numel, fsdp_dtype dtype) const;
+
+  // Runs `body` with the lane's stream as the current one.
+  template <typename Body>
+  void on_lane(fsdp_lane lane, Body &&body) const;
+
+  // Queues `work` on a host lane; makes a stream lane wait for it.
+  void add_work(fsdp_lane lane, c10::intrusive_ptr<c10d::Work> work);
+  // Runs `step` after the lane's work so far; on a stream lane that is now.
+  void add_step(fsdp_lane lane, std::function<void()> step);
+
+  bool has_streams() const { return has_streams_; }
+
+ private:
+  // Note [Lanes on a host device] in device_ops.h.
+  struct HostItem {
+    c10::intrusive_ptr<c10d::Work> work;
+    std::function<void()> step;
+  };
+  struct HostLane {
+    std::deque<HostItem> items;
+    uint64_t num_added = 0;
+    uint64_t num_done = 0;
+  };
+  void run_until(HostLane &lane, uint64_t ticket);
+
+  c10::Device device_;
+  bool has_streams_;
+  std::vector<c10::Stream> streams_;  // by lane; COMPUTE is the current one
+  std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
+  std::unordered_map<void *, c10::DataPtr> blocks_;
+};
+
+}  // namespace fsdp_torch

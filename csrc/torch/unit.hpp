@@ -1,0 +1,131 @@
+// A unit on the torch side: its parameters' tensors and what they can be views
+// of, and the engine that it belongs to.
+//
+// Note [Tensors of a unit]
+// `tensor` is the user's parameter; it stays the same TensorImpl for the whole
+// run. `sharded`, `unsharded` and `full` are views made once, over the shard,
+// over a storage that is pointed at an arena block while the unit is
+// unsharded, and over one for summoned parameters. Showing a view is
+// tensor->shallow_copy_from(view): storage, sizes, strides and dtype change;
+// autograd metadata, version counter and grad accumulator stay.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "layout/flat_layout.h"
+#include "layout/param_table.h"
+#include "runtime/engine.h"
+#include "torch/compat.hpp"
+#include "torch/provider.hpp"
+
+namespace fsdp_torch {
+
+struct Unit;
+
+// One engine with its provider and its lock. Units share it.
+struct Engine {
+  explicit Engine(c10::Device device) : provider(device) {}
+  ~Engine();
+  Engine(const Engine &) = delete;
+  Engine &operator=(const Engine &) = delete;
+
+  // Drops what a backward left that raised before its end. Holds the lock.
+  void recover();
+
+  std::mutex mutex;
+  Provider provider;
+  fsdp_engine *core = nullptr;
+  std::vector<Unit *> units;  // not owned; each removes itself
+  std::atomic<bool> is_aborted{false};
+};
+
+struct Segment {
+  const fsdp_segment *layout = nullptr;  // borrowed
+  at::ScalarType master = at::ScalarType::Undefined;
+  at::ScalarType compute = at::ScalarType::Undefined;
+  at::ScalarType reduce = at::ScalarType::Undefined;
+  at::Tensor shard;       // [shard_numel], master
+  at::Tensor grad_shard;  // likewise; undefined until the first reduction
+  at::Tensor flat_param;  // use_orig_params=False
+  c10::intrusive_ptr<c10::StorageImpl> unsharded;
+  c10::intrusive_ptr<c10::StorageImpl> full;
+  c10::intrusive_ptr<c10::StorageImpl> unsharded_grad;
+  at::Tensor flat_unsharded_grad;  // use_orig_params=False
+};
+
+struct Param {
+  at::Tensor tensor;
+  std::vector<int64_t> sizes;
+  int64_t segment = 0;
+  fsdp_range in_param = {0, 0};
+  fsdp_range in_shard = {0, 0};
+  at::Tensor sharded;
+  at::Tensor unsharded;
+  at::Tensor full;
+  at::Tensor grad;            // view of the sharded gradient
+  at::Tensor unsharded_grad;  // view of the unsharded one
+  NodePtr accumulator;
+  uintptr_t hook = 0;
+
+  int64_t local_numel() const { return in_param.end - in_param.begin; }
+};
+
+// What hooks hold: the unit may die before the graph does.
+struct UnitHandle {
+  Unit *unit = nullptr;
+};
+
+struct Unit : std::enable_shared_from_this<Unit> {
+  Unit() = default;
+  ~Unit();
+  Unit(const Unit &) = delete;
+  Unit &operator=(const Unit &) = delete;
+
+  std::string name;
+  c10::Device device{c10::DeviceType::CPU};
+  bool use_orig_params = true;
+  bool cast_forward_inputs = false;
+  bool cast_root_forward_inputs = false;
+  int32_t param_dtype_code = -1;  // -1: no cast
+  Group shard_group;
+  Group replica_group;
+  fsdp_param_table *table = nullptr;
+  fsdp_flat_layout *layout = nullptr;
+  std::vector<int64_t> param_of_use;
+  std::vector<Segment> segments;
+  std::vector<Param> params;
+  fsdp_unit *core = nullptr;
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<UnitHandle> handle;
+  int graph_task = -1;  // in which the expected gradients were counted
+};
+
+// unit_views.cpp: the functions of the port that touch tensors.
+void add_view_ops(fsdp_device_ops *ops);
+// Makes the view tables. The shards exist.
+void make_views(Unit &unit);
+// Points every parameter at its sharded view.
+void show_sharded(Unit &unit);
+
+// hooks.cpp
+// Makes the grad accumulators of trainable parameters and hooks them; the
+// parameters are unsharded, because an accumulator remembers sizes and dtype.
+void hook_accumulators(Unit &unit);
+void unhook_accumulators(Unit &unit);
+
+}  // namespace fsdp_torch
+
+struct fsdp_torch_unit {
+  std::shared_ptr<fsdp_torch::Unit> self;
+};
+
+struct fsdp_torch_engine {
+  std::shared_ptr<fsdp_torch::Engine> self;
+};
