@@ -1,0 +1,292 @@
+/*
+ * The Engine type: Python's view of the engine that runs the units of one
+ * module tree.
+ */
+#include "python/module.h"
+
+typedef struct engine_object {
+  PyObject_HEAD
+  fsdp_torch_engine *engine; /* NULL before creation and after tp_clear */
+  PyObject *units;           /* tuple of Unit; they outlive `engine` */
+} engine_object;
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args,
+                            PyObject *kwargs) {
+  static const char *const keywords[] = {"units", NULL};
+  PyObject *sequence; /* borrowed */
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Engine",
+                                   FSDP_KEYWORDS(keywords), &sequence)) {
+    return NULL;
+  }
+  const module_state *state = PyType_GetModuleState(type);
+  if (state == NULL) return NULL;
+
+  engine_object *self = NULL;
+  fsdp_torch_unit **handles = NULL;
+  PyObject *units = PySequence_Tuple(sequence);
+  if (units == NULL) return NULL;
+  const Py_ssize_t num_units = PyTuple_GET_SIZE(units);
+
+  handles = PyMem_New(fsdp_torch_unit *, (size_t)num_units + 1);
+  if (handles == NULL) {
+    (void)PyErr_NoMemory(); /* returns NULL */
+    goto done;
+  }
+  for (Py_ssize_t i = 0; i < num_units; i++) {
+    PyObject *unit = PyTuple_GET_ITEM(units, i); /* borrowed */
+    if (!Py_IS_TYPE(unit, state->unit_type)) {
+      PyErr_Format(PyExc_TypeError, "units[%zd] must be a Unit, got %.200s", i,
+                   Py_TYPE(unit)->tp_name);
+      goto done;
+    }
+    handles[i] = ((unit_object *)unit)->unit;
+  }
+  self = (engine_object *)type->tp_alloc(type, 0); /* both fields NULL */
+  if (self == NULL) goto done;
+  self->units = Py_NewRef(units);
+
+  fsdp_error error = {0};
+  if (fsdp_torch_engine_create(handles, num_units, &self->engine, &error) !=
+      FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    Py_CLEAR(self);
+  }
+done:
+  PyMem_Free(handles);
+  Py_DECREF(units);
+  return (PyObject *)self;
+}
+
+static int engine_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(((engine_object *)object)->units);
+  return 0;
+}
+
+/* The engine goes before its units: it refers to them. */
+static int engine_clear(PyObject *object) {
+  engine_object *self = (engine_object *)object;
+  fsdp_torch_engine *engine = self->engine;
+  self->engine = NULL;
+  fsdp_torch_engine_destroy(engine);
+  Py_CLEAR(self->units);
+  return 0;
+}
+
+static void engine_dealloc(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  (void)engine_clear(object); /* always 0 */
+  type->tp_free(object);
+  Py_DECREF(type); /* instances of heap types own a reference to their type */
+}
+
+/* Borrowed, or NULL with an exception when the engine is gone. */
+static fsdp_torch_engine *engine_of(PyObject *object) {
+  fsdp_torch_engine *engine = ((engine_object *)object)->engine;
+  if (engine == NULL) {
+    PyErr_SetString(PyExc_RuntimeError, "this engine was cleared");
+  }
+  return engine;
+}
+
+/* Properties --------------------------------------------------------------- */
+
+static PyObject *engine_get_sync(PyObject *object, void *Py_UNUSED(closure)) {
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  return PyBool_FromLong(fsdp_engine_sync(fsdp_torch_engine_core(engine)));
+}
+
+static int engine_set_sync(PyObject *object, PyObject *value,
+                           void *Py_UNUSED(closure)) {
+  if (value == NULL) {
+    PyErr_SetString(PyExc_AttributeError, "sync cannot be deleted");
+    return -1;
+  }
+  const int sync = PyObject_IsTrue(value);
+  if (sync < 0) return -1;
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return -1;
+  fsdp_engine_set_sync(fsdp_torch_engine_core(engine), sync != 0);
+  return 0;
+}
+
+static PyObject *engine_get_in_forward(PyObject *object,
+                                       void *Py_UNUSED(closure)) {
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  return PyBool_FromLong(
+      fsdp_engine_in_forward(fsdp_torch_engine_core(engine)));
+}
+
+static PyObject *engine_get_in_backward(PyObject *object,
+                                        void *Py_UNUSED(closure)) {
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  return PyBool_FromLong(
+      fsdp_engine_in_backward(fsdp_torch_engine_core(engine)));
+}
+
+/* Methods ------------------------------------------------------------------ */
+
+static PyObject *engine_reset(PyObject *object, PyObject *Py_UNUSED(ignored)) {
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  fsdp_torch_engine_reset(engine);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_memory_stats(PyObject *object,
+                                     PyObject *Py_UNUSED(ignored)) {
+  fsdp_torch_engine *engine = engine_of(object);
+  fsdp_engine_stats stats;
+  if (engine == NULL) return NULL;
+  fsdp_engine_get_stats(fsdp_torch_engine_core(engine), &stats);
+
+  const struct {
+    const char *name;
+    int64_t value;
+  } entries[] = {
+      {"num_clients", stats.arena.num_clients},
+      {"num_blocks", stats.arena.num_blocks},
+      {"arena_nbytes", stats.arena.nbytes},
+      {"held_nbytes", stats.arena.held_nbytes},
+      {"peak_nbytes", stats.arena.peak_nbytes},
+      {"num_allocs", stats.arena.num_allocs},
+      {"num_frees", stats.arena.num_frees},
+      {"num_units", stats.num_units},
+      {"shard_nbytes", stats.shard_nbytes},
+      {"grad_shard_nbytes", stats.grad_shard_nbytes},
+      {"num_iterations", stats.num_iterations},
+      {"num_all_gathers", stats.num_all_gathers},
+      {"num_reduces", stats.num_reduces},
+      {"num_prefetches", stats.num_prefetches},
+  };
+  PyObject *result = PyDict_New();
+  if (result == NULL) return NULL;
+  for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
+    PyObject *value = PyLong_FromLongLong(entries[i].value);
+    const int failed = value == NULL ||
+                       PyDict_SetItemString(result, entries[i].name, value) < 0;
+    Py_XDECREF(value);
+    if (failed) {
+      Py_DECREF(result);
+      return NULL;
+    }
+  }
+  return result;
+}
+
+static PyObject *engine_trace(PyObject *object, PyObject *Py_UNUSED(ignored)) {
+  enum { SEQUENCE_NBYTES = 24 }; /* digits of an int64, blanks, newline */
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  const fsdp_trace *trace = fsdp_engine_trace(fsdp_torch_engine_core(engine));
+
+  size_t text_nbytes = 1;
+  for (int64_t i = 0; i < FSDP_TRACE_CAPACITY && i < trace->num_recorded; i++) {
+    const fsdp_trace_entry *entry = &trace->entries[i];
+    text_nbytes += SEQUENCE_NBYTES + strlen(entry->operation);
+    if (entry->unit != NULL) text_nbytes += strlen(entry->unit);
+  }
+  char *text = PyMem_Malloc(text_nbytes);
+  if (text == NULL) return PyErr_NoMemory();
+  const size_t num_chars =
+      fsdp_trace_format(trace, FSDP_TRACE_CAPACITY, text, text_nbytes);
+  PyObject *result =
+      PyUnicode_DecodeUTF8(text, (Py_ssize_t)num_chars, "replace");
+  PyMem_Free(text);
+  return result;
+}
+
+static PyObject *engine_clip_grad_norm(PyObject *object, PyObject *args,
+                                       PyObject *kwargs) {
+  static const char *const keywords[] = {"extra_params", "max_norm",
+                                         "norm_type", NULL};
+  PyObject *extra_params; /* borrowed */
+  double max_norm, norm_type;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Odd:clip_grad_norm",
+                                   FSDP_KEYWORDS(keywords), &extra_params,
+                                   &max_norm, &norm_type)) {
+    return NULL;
+  }
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  /* A tuple of our own: the GIL is released inside the call. */
+  PyObject *params = PySequence_Tuple(extra_params);
+  if (params == NULL) return NULL;
+
+  fsdp_error error = {0};
+  PyObject *norm = NULL;
+  if (fsdp_torch_engine_clip_grad_norm(engine, &PyTuple_GET_ITEM(params, 0),
+                                       PyTuple_GET_SIZE(params), max_norm,
+                                       norm_type, &norm, &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+  }
+  Py_DECREF(params);
+  return norm;
+}
+
+/* The type ----------------------------------------------------------------- */
+
+PyDoc_STRVAR(engine_doc,
+             "Engine(units)\n--\n\n"
+             "Runs the units of one module tree, given parents first.\n"
+             "\n"
+             "Units that belong to another engine move to this one.");
+PyDoc_STRVAR(engine_reset_doc,
+             "reset($self, /)\n--\n\n"
+             "Drop what an unfinished step left; all units are SHARDED after.");
+PyDoc_STRVAR(engine_memory_stats_doc,
+             "memory_stats($self, /)\n--\n\n"
+             "Counts and bytes that the engine holds on this rank.");
+PyDoc_STRVAR(engine_trace_doc,
+             "trace($self, /)\n--\n\n"
+             "The last operations, one 'sequence operation unit' per line.");
+PyDoc_STRVAR(
+    engine_clip_doc,
+    "clip_grad_norm($self, /, extra_params, max_norm, norm_type)\n--\n\n"
+    "Clip all gradients by their total norm and return it, 0-dim.\n"
+    "\n"
+    "Every rank must call it.");
+
+static PyMethodDef engine_methods[] = {
+    {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
+    {"memory_stats", engine_memory_stats, METH_NOARGS, engine_memory_stats_doc},
+    {"trace", engine_trace, METH_NOARGS, engine_trace_doc},
+    {"clip_grad_norm", (PyCFunction)(void (*)(void))engine_clip_grad_norm,
+     METH_VARARGS | METH_KEYWORDS, engine_clip_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef engine_getset[] = {
+    {"sync", engine_get_sync, engine_set_sync,
+     "Whether backward reduces gradients (default) or keeps them unsharded.",
+     NULL},
+    {"in_forward", engine_get_in_forward, NULL, "Whether a forward is running.",
+     NULL},
+    {"in_backward", engine_get_in_backward, NULL, "Whether a backward is open.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_doc, FSDP_SLOT(engine_doc)},
+    {Py_tp_new, FSDP_SLOT(engine_new)},
+    {Py_tp_dealloc, FSDP_SLOT(engine_dealloc)},
+    {Py_tp_traverse, FSDP_SLOT(engine_traverse)},
+    {Py_tp_clear, FSDP_SLOT(engine_clear)},
+    {Py_tp_methods, FSDP_SLOT(engine_methods)},
+    {Py_tp_getset, FSDP_SLOT(engine_getset)},
+    {0, NULL},
+};
+
+PyType_Spec fsdp_engine_object_spec = {
+    .name = "fsdp_c._native.Engine",
+    .basicsize = sizeof(engine_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = engine_slots,
+};

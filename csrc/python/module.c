@@ -1,0 +1,153 @@
+/*
+ * The CPython module `fsdp_c._native`: initialisation and build_info().
+ */
+#include "python/module.h"
+
+#ifndef FSDP_C_VERSION
+#define FSDP_C_VERSION "unknown"
+#endif
+#ifndef FSDP_C_TORCH_VERSION
+#define FSDP_C_TORCH_VERSION "unknown"
+#endif
+
+#if defined(FSDP_C_CUDA) && FSDP_C_CUDA
+#define FSDP_C_CUDA_TEXT "yes"
+#else
+#define FSDP_C_CUDA_TEXT "no"
+#endif
+
+#if defined(__clang__)
+#define FSDP_C_COMPILER "clang " __clang_version__
+#elif defined(__GNUC__)
+#define FSDP_C_COMPILER "gcc " __VERSION__
+#else
+#define FSDP_C_COMPILER "unknown"
+#endif
+
+#if defined(__SANITIZE_ADDRESS__)
+#define FSDP_C_SANITIZER "address"
+#else
+#define FSDP_C_SANITIZER "none"
+#endif
+
+#ifdef NDEBUG
+#define FSDP_C_ASSERTS "no"
+#else
+#define FSDP_C_ASSERTS "yes"
+#endif
+
+PyMODINIT_FUNC PyInit__native(void);
+
+static PyObject *build_info(PyObject *Py_UNUSED(module),
+                            PyObject *Py_UNUSED(ignored)) {
+  return Py_BuildValue("{ssssssssssssssss}", "version", FSDP_C_VERSION,
+                       "torch_built", FSDP_C_TORCH_VERSION, "torch_loaded",
+                       fsdp_torch_version(), "python_built", PY_VERSION,
+                       "compiler", FSDP_C_COMPILER, "cuda", FSDP_C_CUDA_TEXT,
+                       "asserts", FSDP_C_ASSERTS, "sanitizer",
+                       FSDP_C_SANITIZER);
+}
+
+PyDoc_STRVAR(build_info_doc,
+             "build_info()\n--\n\n"
+             "What was built and what is loaded, by name.");
+
+static PyMethodDef module_methods[] = {
+    {"build_info", build_info, METH_NOARGS, build_info_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+/* New reference to `name` of the Python module `module_name`, or NULL. */
+static PyObject *import_name(const char *module_name, const char *name) {
+  PyObject *module = PyImport_ImportModule(module_name);
+  if (module == NULL) return NULL;
+  PyObject *value = PyObject_GetAttrString(module, name);
+  Py_DECREF(module);
+  return value;
+}
+
+static int module_exec(PyObject *module) {
+  module_state *state = PyModule_GetState(module);
+
+  if (PyModule_AddIntConstant(module, "PREFETCH_NONE", FSDP_PREFETCH_NONE) <
+          0 ||
+      PyModule_AddIntConstant(module, "PREFETCH_PRE", FSDP_PREFETCH_PRE) < 0 ||
+      PyModule_AddIntConstant(module, "PREFETCH_POST", FSDP_PREFETCH_POST) <
+          0) {
+    return -1;
+  }
+  state->packed_sequence = import_name("torch.nn.utils.rnn", "PackedSequence");
+  if (state->packed_sequence == NULL) return -1;
+  state->mapping = import_name("collections.abc", "Mapping");
+  if (state->mapping == NULL) return -1;
+  state->mutable_mapping = import_name("collections.abc", "MutableMapping");
+  if (state->mutable_mapping == NULL) return -1;
+  state->copy = import_name("copy", "copy");
+  if (state->copy == NULL) return -1;
+  state->make = PyUnicode_InternFromString("_make");
+  if (state->make == NULL) return -1;
+  state->dataclass_fields = PyUnicode_InternFromString("__dataclass_fields__");
+  if (state->dataclass_fields == NULL) return -1;
+
+  state->unit_type = (PyTypeObject *)PyType_FromModuleAndSpec(
+      module, &fsdp_unit_object_spec, NULL);
+  if (state->unit_type == NULL) return -1;
+  if (PyModule_AddType(module, state->unit_type) < 0) return -1;
+  state->engine_type = (PyTypeObject *)PyType_FromModuleAndSpec(
+      module, &fsdp_engine_object_spec, NULL);
+  if (state->engine_type == NULL) return -1;
+  return PyModule_AddType(module, state->engine_type);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+  module_state *state = PyModule_GetState(module);
+  if (state == NULL) return 0;
+  Py_VISIT(state->unit_type);
+  Py_VISIT(state->engine_type);
+  Py_VISIT(state->packed_sequence);
+  Py_VISIT(state->mapping);
+  Py_VISIT(state->mutable_mapping);
+  Py_VISIT(state->copy);
+  return 0;
+}
+
+static int module_clear(PyObject *module) {
+  module_state *state = PyModule_GetState(module);
+  if (state == NULL) return 0;
+  Py_CLEAR(state->unit_type);
+  Py_CLEAR(state->engine_type);
+  Py_CLEAR(state->packed_sequence);
+  Py_CLEAR(state->mapping);
+  Py_CLEAR(state->mutable_mapping);
+  Py_CLEAR(state->copy);
+  Py_CLEAR(state->make);
+  Py_CLEAR(state->dataclass_fields);
+  return 0;
+}
+
+static void module_free(void *module) {
+  (void)module_clear(module);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, FSDP_SLOT(module_exec)},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, NULL},
+};
+
+PyDoc_STRVAR(module_doc,
+             "The CPython module: units and engines. Conversion only.");
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,         .m_name = "fsdp_c._native",
+    .m_doc = module_doc,           .m_size = sizeof(module_state),
+    .m_methods = module_methods,   .m_slots = module_slots,
+    .m_traverse = module_traverse, .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__native(void) {
+  return PyModuleDef_Init(&module_def);
+}

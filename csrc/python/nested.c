@@ -1,0 +1,373 @@
+/*
+ * Nested values: mapping and visiting the tensors in containers.
+ */
+#include "python/nested.h"
+
+/* The place of PackedSequence.batch_sizes, which stays on the host as it is. */
+enum { PACKED_BATCH_SIZES = 1 };
+
+/* Frequent values that hold no tensor; saves them the slower checks. */
+static bool is_atom(PyObject *object) {
+  return object == Py_None || PyBool_Check(object) ||
+         PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
+         PyUnicode_CheckExact(object) || PyBytes_CheckExact(object) ||
+         PyType_Check(object);
+}
+
+/* The attribute, or NULL; without an exception when it does not exist. */
+static PyObject *get_optional_attr(PyObject *object, PyObject *name) {
+  PyObject *value = PyObject_GetAttr(object, name);
+  if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    PyErr_Clear();
+  }
+  return value;
+}
+
+/* Names of the object's dataclass fields as a new list, or NULL; without an
+ * exception when it is not a dataclass. */
+static PyObject *get_dataclass_names(const module_state *state,
+                                     PyObject *object) {
+  PyObject *fields =
+      get_optional_attr((PyObject *)Py_TYPE(object), state->dataclass_fields);
+  if (fields == NULL) return NULL;
+  PyObject *names = PyMapping_Keys(fields);
+  Py_DECREF(fields);
+  return names;
+}
+
+/* Map ---------------------------------------------------------------------- */
+
+typedef struct mapper {
+  const module_state *state;
+  fsdp_nested_map_fn map;
+  void *context;
+} mapper;
+
+static PyObject *map_object(const mapper *self, PyObject *object);
+
+/* A tuple of the type of `object` with the items of `items`. */
+static PyObject *rebuild_tuple(const mapper *self, PyObject *object,
+                               PyObject *items) {
+  PyObject *type = (PyObject *)Py_TYPE(object); /* borrowed */
+  PyObject *make = get_optional_attr(type, self->state->make);
+  if (make == NULL) {
+    return PyErr_Occurred() ? NULL : PyObject_CallOneArg(type, items);
+  }
+  PyObject *result = PyObject_CallOneArg(make, items);
+  Py_DECREF(make);
+  return result;
+}
+
+static PyObject *map_tuple(const mapper *self, PyObject *object) {
+  const Py_ssize_t num_items = PyTuple_GET_SIZE(object);
+  PyObject *items = NULL; /* the new items, once one has changed */
+  Py_ssize_t skipped = -1;
+
+  if (!PyTuple_CheckExact(object)) {
+    const int is_packed =
+        PyObject_IsInstance(object, self->state->packed_sequence);
+    if (is_packed < 0) return NULL;
+    if (is_packed) skipped = PACKED_BATCH_SIZES;
+  }
+  for (Py_ssize_t i = 0; i < num_items; i++) {
+    PyObject *item = PyTuple_GET_ITEM(object, i); /* borrowed */
+    PyObject *mapped = i == skipped ? Py_NewRef(item) : map_object(self, item);
+    if (mapped == NULL) goto fail;
+    if (items == NULL && mapped != item) {
+      items = PyTuple_New(num_items);
+      if (items == NULL) {
+        Py_DECREF(mapped);
+        goto fail;
+      }
+      for (Py_ssize_t j = 0; j < i; j++) {
+        PyTuple_SET_ITEM(items, j, Py_NewRef(PyTuple_GET_ITEM(object, j)));
+      }
+    }
+    if (items == NULL) {
+      Py_DECREF(mapped);
+    } else {
+      PyTuple_SET_ITEM(items, i, mapped); /* steals */
+    }
+  }
+  if (items == NULL) return Py_NewRef(object);
+  if (PyTuple_CheckExact(object)) return items;
+  PyObject *result = rebuild_tuple(self, object, items);
+  Py_DECREF(items);
+  return result;
+
+fail:
+  Py_XDECREF(items);
+  return NULL;
+}
+
+static PyObject *copy_of(const mapper *self, PyObject *object) {
+  return PyObject_CallOneArg(self->state->copy, object);
+}
+
+static PyObject *map_list(const mapper *self, PyObject *object) {
+  PyObject *result = NULL; /* a copy, once an item has changed */
+
+  /* The size is read again each time: `map` may run Python. */
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); i++) {
+    PyObject *item = Py_NewRef(PyList_GET_ITEM(object, i));
+    PyObject *mapped = map_object(self, item);
+    int failed = mapped == NULL;
+    if (!failed && mapped != item) {
+      if (result == NULL) result = copy_of(self, object);
+      failed = result == NULL || PySequence_SetItem(result, i, mapped) < 0;
+    }
+    Py_DECREF(item);
+    Py_XDECREF(mapped);
+    if (failed) {
+      Py_XDECREF(result);
+      return NULL;
+    }
+  }
+  return result == NULL ? Py_NewRef(object) : result;
+}
+
+/* dict, its subclasses and other mutable mappings. */
+static PyObject *map_mapping(const mapper *self, PyObject *object) {
+  PyObject *result = NULL; /* a copy, once a value has changed */
+  PyObject *items = PyMapping_Items(object);
+  if (items == NULL) return NULL;
+
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+    PyObject *pair = PyList_GET_ITEM(items, i); /* borrowed; list is ours */
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+      PyErr_Format(PyExc_TypeError, "items() of %.200s must yield pairs",
+                   Py_TYPE(object)->tp_name);
+      goto fail;
+    }
+    PyObject *value = PyTuple_GET_ITEM(pair, 1); /* borrowed */
+    PyObject *mapped = map_object(self, value);
+    if (mapped == NULL) goto fail;
+    if (mapped != value) {
+      if (result == NULL) {
+        result = PyDict_CheckExact(object) ? PyDict_Copy(object)
+                                           : copy_of(self, object);
+      }
+      if (result == NULL ||
+          PyObject_SetItem(result, PyTuple_GET_ITEM(pair, 0), mapped) < 0) {
+        Py_DECREF(mapped);
+        goto fail;
+      }
+    }
+    Py_DECREF(mapped);
+  }
+  Py_DECREF(items);
+  return result == NULL ? Py_NewRef(object) : result;
+
+fail:
+  Py_DECREF(items);
+  Py_XDECREF(result);
+  return NULL;
+}
+
+/* set and frozenset. */
+static PyObject *map_set(const mapper *self, PyObject *object) {
+  PyObject *result = NULL;
+  PyObject *items = PySequence_List(object);
+  if (items == NULL) return NULL;
+  PyObject *mapped = map_list(self, items);
+  if (mapped == NULL) goto done;
+  if (mapped == items) {
+    result = Py_NewRef(object);
+  } else {
+    result = PyObject_CallOneArg((PyObject *)Py_TYPE(object), mapped);
+  }
+done:
+  Py_XDECREF(mapped);
+  Py_DECREF(items);
+  return result;
+}
+
+/* Copies the object and sets the fields that changed, past any __setattr__ of
+ * a frozen class; __init__ does not run again. */
+static PyObject *map_dataclass(const mapper *self, PyObject *object,
+                               PyObject *names) {
+  PyObject *result = NULL; /* a copy, once a field has changed */
+
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(names); i++) {
+    PyObject *name = PyList_GET_ITEM(names, i); /* borrowed; list is ours */
+    PyObject *value = get_optional_attr(object, name);
+    if (value == NULL) {
+      if (PyErr_Occurred()) goto fail;
+      continue; /* an InitVar, or not set yet */
+    }
+    PyObject *mapped = map_object(self, value);
+    int failed = mapped == NULL;
+    if (!failed && mapped != value) {
+      if (result == NULL) result = copy_of(self, object);
+      failed =
+          result == NULL || PyObject_GenericSetAttr(result, name, mapped) < 0;
+    }
+    Py_DECREF(value);
+    Py_XDECREF(mapped);
+    if (failed) goto fail;
+  }
+  return result == NULL ? Py_NewRef(object) : result;
+
+fail:
+  Py_XDECREF(result);
+  return NULL;
+}
+
+/* A dataclass, a mapping that is no dict, or something without tensors. */
+static PyObject *map_other(const mapper *self, PyObject *object) {
+  PyObject *names = get_dataclass_names(self->state, object);
+  if (names != NULL) {
+    PyObject *result = map_dataclass(self, object, names);
+    Py_DECREF(names);
+    return result;
+  }
+  if (PyErr_Occurred()) return NULL;
+  const int is_mapping =
+      PyObject_IsInstance(object, self->state->mutable_mapping);
+  if (is_mapping < 0) return NULL;
+  return is_mapping ? map_mapping(self, object) : Py_NewRef(object);
+}
+
+static PyObject *map_object(const mapper *self, PyObject *object) {
+  PyObject *result;
+
+  if (fsdp_torch_is_tensor(object)) return self->map(object, self->context);
+  if (is_atom(object)) return Py_NewRef(object);
+  if (Py_EnterRecursiveCall(" while converting the inputs of a forward")) {
+    return NULL;
+  }
+  if (PyTuple_Check(object)) {
+    result = map_tuple(self, object);
+  } else if (PyList_Check(object)) {
+    result = map_list(self, object);
+  } else if (PyDict_Check(object)) {
+    result = map_mapping(self, object);
+  } else if (PyAnySet_Check(object)) {
+    result = map_set(self, object);
+  } else {
+    result = map_other(self, object);
+  }
+  Py_LeaveRecursiveCall();
+  return result;
+}
+
+PyObject *fsdp_nested_map(const module_state *state, PyObject *object,
+                          fsdp_nested_map_fn map, void *context) {
+  const mapper self = {.state = state, .map = map, .context = context};
+  return map_object(&self, object);
+}
+
+/* Visit -------------------------------------------------------------------- */
+
+typedef struct visitor {
+  const module_state *state;
+  fsdp_nested_visit_fn visit;
+  void *context;
+} visitor;
+
+static int visit_object(const visitor *self, PyObject *object);
+
+static int visit_tuple(const visitor *self, PyObject *object) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
+    if (visit_object(self, PyTuple_GET_ITEM(object, i)) < 0) return -1;
+  }
+  return 0;
+}
+
+static int visit_list(const visitor *self, PyObject *object) {
+  /* The size is read again each time: `visit` may run Python. */
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); i++) {
+    PyObject *item = Py_NewRef(PyList_GET_ITEM(object, i));
+    const int status = visit_object(self, item);
+    Py_DECREF(item);
+    if (status < 0) return -1;
+  }
+  return 0;
+}
+
+static int visit_set(const visitor *self, PyObject *object) {
+  PyObject *items = PySequence_List(object);
+  if (items == NULL) return -1;
+  const int status = visit_list(self, items);
+  Py_DECREF(items);
+  return status;
+}
+
+static int visit_mapping(const visitor *self, PyObject *object) {
+  PyObject *values = PyMapping_Values(object);
+  if (values == NULL) return -1;
+  const int status = visit_list(self, values);
+  Py_DECREF(values);
+  return status;
+}
+
+static int visit_dataclass(const visitor *self, PyObject *object,
+                           PyObject *names) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(names); i++) {
+    PyObject *value = get_optional_attr(object, PyList_GET_ITEM(names, i));
+    if (value == NULL) {
+      if (PyErr_Occurred()) return -1;
+      continue; /* an InitVar, or not set yet */
+    }
+    const int status = visit_object(self, value);
+    Py_DECREF(value);
+    if (status < 0) return -1;
+  }
+  return 0;
+}
+
+/* A dataclass, a mapping that is no dict, or something without tensors. */
+static int visit_other(const visitor *self, PyObject *object) {
+  PyObject *names = get_dataclass_names(self->state, object);
+  if (names != NULL) {
+    const int status = visit_dataclass(self, object, names);
+    Py_DECREF(names);
+    return status;
+  }
+  if (PyErr_Occurred()) return -1;
+  const int is_mapping = PyObject_IsInstance(object, self->state->mapping);
+  if (is_mapping < 0) return -1;
+  return is_mapping ? visit_mapping(self, object) : 0;
+}
+
+/* A dict that is a dataclass too holds its fields as items (Hugging Face's
+ * ModelOutput), or, when it has no items, as attributes. */
+static int visit_dict(const visitor *self, PyObject *object) {
+  if (PyDict_GET_SIZE(object) == 0 && !PyDict_CheckExact(object)) {
+    PyObject *names = get_dataclass_names(self->state, object);
+    if (names == NULL) return PyErr_Occurred() ? -1 : 0;
+    const int status = visit_dataclass(self, object, names);
+    Py_DECREF(names);
+    return status;
+  }
+  return visit_mapping(self, object);
+}
+
+static int visit_object(const visitor *self, PyObject *object) {
+  int status;
+
+  if (fsdp_torch_is_tensor(object)) return self->visit(object, self->context);
+  if (is_atom(object)) return 0;
+  if (Py_EnterRecursiveCall(" while reading the outputs of a forward")) {
+    return -1;
+  }
+  if (PyTuple_Check(object)) {
+    status = visit_tuple(self, object);
+  } else if (PyList_Check(object)) {
+    status = visit_list(self, object);
+  } else if (PyDict_Check(object)) {
+    status = visit_dict(self, object);
+  } else if (PyAnySet_Check(object)) {
+    status = visit_set(self, object);
+  } else {
+    status = visit_other(self, object);
+  }
+  Py_LeaveRecursiveCall();
+  return status;
+}
+
+int fsdp_nested_visit(const module_state *state, PyObject *object,
+                      fsdp_nested_visit_fn visit, void *context) {
+  const visitor self = {.state = state, .visit = visit, .context = context};
+  return visit_object(&self, object);
+}

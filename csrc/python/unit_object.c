@@ -1,0 +1,469 @@
+/*
+ * The Unit type: Python's view of one unit, and the forward call.
+ *
+ * A unit_object owns no PyObject (the tensors belong to the bridge), so it has
+ * no garbage collector support.
+ */
+#include "python/nested.h"
+
+/* Construction ------------------------------------------------------------- */
+
+static struct _object *none_to_null(PyObject *object) {
+  return object == Py_None ? NULL : object;
+}
+
+static PyObject *unit_new(PyTypeObject *type, PyObject *args,
+                          PyObject *kwargs) {
+  static const char *const keywords[] = {"name",
+                                         "params",
+                                         "shard_group",
+                                         "replica_group",
+                                         "device",
+                                         "param_dtype",
+                                         "reduce_dtype",
+                                         "use_orig_params",
+                                         "reshard_after_forward",
+                                         "reshard_after_backward_without_sync",
+                                         "backward_prefetch",
+                                         "forward_prefetch",
+                                         "cast_forward_inputs",
+                                         "cast_root_forward_inputs",
+                                         NULL};
+  const char *name;
+  /* All borrowed. */
+  PyObject *params, *shard_group, *replica_group, *device;
+  PyObject *param_dtype, *reduce_dtype;
+  int use_orig_params, reshard_after_forward;
+  int reshard_after_backward_without_sync, backward_prefetch, forward_prefetch;
+  int cast_forward_inputs, cast_root_forward_inputs;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "sO$OOOOOpppippp:Unit", FSDP_KEYWORDS(keywords), &name,
+          &params, &shard_group, &replica_group, &device, &param_dtype,
+          &reduce_dtype, &use_orig_params, &reshard_after_forward,
+          &reshard_after_backward_without_sync, &backward_prefetch,
+          &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs)) {
+    return NULL;
+  }
+  if (backward_prefetch < FSDP_PREFETCH_NONE ||
+      backward_prefetch > FSDP_PREFETCH_POST) {
+    PyErr_Format(PyExc_ValueError,
+                 "backward_prefetch must be PREFETCH_NONE, PREFETCH_PRE or "
+                 "PREFETCH_POST, got %d",
+                 backward_prefetch);
+    return NULL;
+  }
+
+  unit_object *self = NULL;
+  PyObject *uses = PySequence_Fast(params, "params must be a sequence");
+  if (uses == NULL) return NULL;
+  self = (unit_object *)type->tp_alloc(type, 0); /* unit == NULL */
+  if (self == NULL) goto done;
+
+  const fsdp_torch_unit_options options = {
+      .name = name,
+      .uses = PySequence_Fast_ITEMS(uses),
+      .num_uses = PySequence_Fast_GET_SIZE(uses),
+      .shard_group = none_to_null(shard_group),
+      .replica_group = none_to_null(replica_group),
+      .device = device,
+      .param_dtype = none_to_null(param_dtype),
+      .reduce_dtype = none_to_null(reduce_dtype),
+      .use_orig_params = use_orig_params != 0,
+      .reshard_after_forward = reshard_after_forward != 0,
+      .reshard_after_backward_without_sync =
+          reshard_after_backward_without_sync != 0,
+      .backward_prefetch = (fsdp_prefetch)backward_prefetch,
+      .forward_prefetch = forward_prefetch != 0,
+      .cast_forward_inputs = cast_forward_inputs != 0,
+      .cast_root_forward_inputs = cast_root_forward_inputs != 0,
+  };
+  fsdp_error error = {0};
+  if (fsdp_torch_unit_create(&options, &self->unit, &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    Py_CLEAR(self);
+  }
+done:
+  Py_DECREF(uses);
+  return (PyObject *)self;
+}
+
+static void unit_dealloc(PyObject *object) {
+  unit_object *self = (unit_object *)object;
+  PyTypeObject *type = Py_TYPE(self);
+  fsdp_torch_unit_destroy(self->unit);
+  self->unit = NULL;
+  type->tp_free(self);
+  Py_DECREF(type); /* instances of heap types own a reference to their type */
+}
+
+static fsdp_torch_unit *unit_of(PyObject *object) {
+  return ((unit_object *)object)->unit;
+}
+
+static PyObject *unit_repr(PyObject *object) {
+  const fsdp_unit *core = fsdp_torch_unit_core(unit_of(object));
+  return PyUnicode_FromFormat("<fsdp_c unit '%s' %s>", fsdp_unit_name(core),
+                              fsdp_unit_state_name(fsdp_unit_get_state(core)));
+}
+
+/* Forward ------------------------------------------------------------------ */
+
+typedef struct cast_context {
+  const fsdp_torch_unit *unit;
+  fsdp_torch_cast cast;
+} cast_context;
+
+static PyObject *cast_tensor(PyObject *tensor, void *context) {
+  const cast_context *self = context;
+  return fsdp_torch_unit_cast_input(self->unit, &self->cast, tensor);
+}
+
+typedef struct hook_context {
+  fsdp_torch_unit *unit;
+  bool expects_backward; /* some output requires grad */
+} hook_context;
+
+static int hook_tensor(PyObject *tensor, void *context) {
+  hook_context *self = context;
+  fsdp_error error = {0};
+  bool is_hooked = false;
+  if (fsdp_torch_unit_hook_output(self->unit, tensor, &is_hooked, &error) !=
+      FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return -1;
+  }
+  self->expects_backward |= is_hooked;
+  return 0;
+}
+
+/* Leaves forward after a failure; keeps the Python exception that is set. */
+static void abandon(fsdp_torch_unit *unit) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  Py_BEGIN_ALLOW_THREADS;
+  fsdp_torch_unit_abandon_forward(unit);
+  Py_END_ALLOW_THREADS;
+  PyErr_Restore(type, value, traceback);
+}
+
+/* Runs `module` between pre_forward and post_forward. */
+static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
+                             PyObject *module, PyObject *args,
+                             PyObject *kwargs) {
+  fsdp_error error = {0};
+  fsdp_status status;
+  PyObject *output;
+
+  Py_BEGIN_ALLOW_THREADS;
+  status = fsdp_torch_unit_pre_forward(unit, &error);
+  Py_END_ALLOW_THREADS;
+  if (status != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+
+  output =
+      PyObject_Call(module, args, PyDict_GET_SIZE(kwargs) == 0 ? NULL : kwargs);
+  if (output == NULL) goto fail;
+
+  hook_context hook = {.unit = unit, .expects_backward = false};
+  if (fsdp_nested_visit(state, output, hook_tensor, &hook) < 0) goto fail;
+
+  Py_BEGIN_ALLOW_THREADS;
+  status = fsdp_torch_unit_post_forward(unit, hook.expects_backward, &error);
+  Py_END_ALLOW_THREADS;
+  if (status != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    goto fail;
+  }
+  return output;
+
+fail:
+  abandon(unit);
+  Py_XDECREF(output);
+  return NULL;
+}
+
+static PyObject *unit_forward(PyObject *object, PyObject *const *args,
+                              Py_ssize_t num_args) {
+  fsdp_torch_unit *unit = unit_of(object);
+  const module_state *state = state_of_object(object);
+
+  if (num_args != 3) {
+    return PyErr_Format(PyExc_TypeError,
+                        "forward() takes module, args and kwargs, got %zd "
+                        "arguments",
+                        num_args);
+  }
+  if (!PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
+    return PyErr_Format(PyExc_TypeError,
+                        "forward() needs args as a tuple and kwargs as a "
+                        "dict, got %.100s and %.100s",
+                        Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
+  }
+
+  cast_context context = {.unit = unit};
+  fsdp_torch_unit_input_cast(unit, &context.cast);
+  if (!context.cast.is_needed) {
+    return run_forward(state, unit, args[0], args[1], args[2]);
+  }
+
+  PyObject *output = NULL;
+  PyObject *inputs = NULL;
+  PyObject *keywords = NULL;
+  inputs = fsdp_nested_map(state, args[1], cast_tensor, &context);
+  if (inputs == NULL) goto done;
+  keywords = fsdp_nested_map(state, args[2], cast_tensor, &context);
+  if (keywords == NULL) goto done;
+  output = run_forward(state, unit, args[0], inputs, keywords);
+done:
+  Py_XDECREF(inputs);
+  Py_XDECREF(keywords);
+  return output;
+}
+
+/* Whole parameters --------------------------------------------------------- */
+
+static PyObject *unit_summon(PyObject *object, PyObject *Py_UNUSED(ignored)) {
+  fsdp_torch_unit *unit = unit_of(object);
+  fsdp_error error = {0};
+  fsdp_status status;
+  Py_BEGIN_ALLOW_THREADS;
+  status = fsdp_torch_unit_summon(unit, &error);
+  Py_END_ALLOW_THREADS;
+  if (status != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *unit_dismiss(PyObject *object, PyObject *args,
+                              PyObject *kwargs) {
+  static const char *const keywords[] = {"writeback", NULL};
+  fsdp_torch_unit *unit = unit_of(object);
+  fsdp_error error = {0};
+  fsdp_status status;
+  int writeback;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "p:dismiss",
+                                   FSDP_KEYWORDS(keywords), &writeback)) {
+    return NULL;
+  }
+  Py_BEGIN_ALLOW_THREADS;
+  status = fsdp_torch_unit_dismiss(unit, writeback != 0, &error);
+  Py_END_ALLOW_THREADS;
+  if (status != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *unit_bind_flat_params(PyObject *object, PyObject *params) {
+  fsdp_error error = {0};
+  PyObject *items = PySequence_Fast(params, "flat_params must be a sequence");
+  if (items == NULL) return NULL;
+  const fsdp_status status = fsdp_torch_unit_bind_flat_params(
+      unit_of(object), PySequence_Fast_ITEMS(items),
+      PySequence_Fast_GET_SIZE(items), &error);
+  Py_DECREF(items);
+  if (status != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+/* Layout ------------------------------------------------------------------- */
+
+static PyObject *unit_intersect(PyObject *object, PyObject *args,
+                                PyObject *kwargs) {
+  static const char *const keywords[] = {"param", "rank", NULL};
+  const fsdp_flat_layout *layout = fsdp_torch_unit_layout(unit_of(object));
+  long long param, rank;
+  fsdp_range in_param, in_shard;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LL:intersect",
+                                   FSDP_KEYWORDS(keywords), &param, &rank)) {
+    return NULL;
+  }
+  const long long num_params = fsdp_flat_layout_num_params(layout);
+  const long long world_size = fsdp_flat_layout_world_size(layout);
+  if (param < 0 || param >= num_params || rank < 0 || rank >= world_size) {
+    return PyErr_Format(PyExc_IndexError,
+                        "param %lld and rank %lld must be in [0, %lld) and "
+                        "[0, %lld)",
+                        param, rank, num_params, world_size);
+  }
+  fsdp_flat_layout_intersect(layout, rank, param, &in_param, &in_shard);
+  return Py_BuildValue("LLLL", (long long)in_param.begin,
+                       (long long)in_param.end, (long long)in_shard.begin,
+                       (long long)in_shard.end);
+}
+
+/* A list of what `item` returns for 0 .. num_items - 1. */
+static PyObject *list_of(int64_t num_items, fsdp_torch_unit *unit,
+                         PyObject *(*item)(fsdp_torch_unit *, int64_t)) {
+  PyObject *list = PyList_New((Py_ssize_t)num_items);
+  if (list == NULL) return NULL;
+  for (int64_t i = 0; i < num_items; i++) {
+    PyObject *value = item(unit, i);
+    if (value == NULL) {
+      Py_DECREF(list);
+      return NULL;
+    }
+    PyList_SET_ITEM(list, (Py_ssize_t)i, value); /* steals */
+  }
+  return list;
+}
+
+static PyObject *param_of_use_item(fsdp_torch_unit *unit, int64_t use) {
+  int64_t num_uses;
+  return PyLong_FromLongLong(
+      fsdp_torch_unit_param_of_use(unit, &num_uses)[use]);
+}
+
+static PyObject *slot_item(fsdp_torch_unit *unit, int64_t param) {
+  const fsdp_param_slot *slot =
+      fsdp_flat_layout_slot(fsdp_torch_unit_layout(unit), param);
+  return Py_BuildValue("LLL", (long long)slot->segment, (long long)slot->offset,
+                       (long long)slot->numel);
+}
+
+static PyObject *segment_item(fsdp_torch_unit *unit, int64_t index) {
+  const fsdp_segment *segment =
+      fsdp_flat_layout_segment(fsdp_torch_unit_layout(unit), index);
+  PyObject *dtype = fsdp_torch_unit_dtype(unit, index);
+  if (dtype == NULL) return NULL;
+  return Py_BuildValue("NNLLLL", dtype, PyBool_FromLong(segment->requires_grad),
+                       (long long)segment->num_params,
+                       (long long)segment->unsharded_numel,
+                       (long long)segment->shard_numel,
+                       (long long)segment->padded_numel); /* N steals */
+}
+
+static PyObject *unit_get_name(PyObject *object, void *Py_UNUSED(closure)) {
+  return PyUnicode_FromString(
+      fsdp_unit_name(fsdp_torch_unit_core(unit_of(object))));
+}
+
+static PyObject *unit_get_state(PyObject *object, void *Py_UNUSED(closure)) {
+  return PyUnicode_FromString(fsdp_unit_state_name(
+      fsdp_unit_get_state(fsdp_torch_unit_core(unit_of(object)))));
+}
+
+static PyObject *unit_get_is_summoned(PyObject *object,
+                                      void *Py_UNUSED(closure)) {
+  return PyBool_FromLong(
+      fsdp_unit_is_summoned(fsdp_torch_unit_core(unit_of(object))));
+}
+
+static PyObject *unit_get_pending_grads(PyObject *object,
+                                        void *Py_UNUSED(closure)) {
+  return PyLong_FromLongLong(
+      fsdp_unit_pending_grads(fsdp_torch_unit_core(unit_of(object))));
+}
+
+static PyObject *unit_get_param_of_use(PyObject *object,
+                                       void *Py_UNUSED(closure)) {
+  int64_t num_uses;
+  (void)fsdp_torch_unit_param_of_use(unit_of(object), &num_uses); /* count */
+  return list_of(num_uses, unit_of(object), param_of_use_item);
+}
+
+static PyObject *unit_get_slots(PyObject *object, void *Py_UNUSED(closure)) {
+  fsdp_torch_unit *unit = unit_of(object);
+  return list_of(fsdp_flat_layout_num_params(fsdp_torch_unit_layout(unit)),
+                 unit, slot_item);
+}
+
+static PyObject *unit_get_segments(PyObject *object, void *Py_UNUSED(closure)) {
+  fsdp_torch_unit *unit = unit_of(object);
+  return list_of(fsdp_flat_layout_num_segments(fsdp_torch_unit_layout(unit)),
+                 unit, segment_item);
+}
+
+static PyObject *unit_get_shards(PyObject *object, void *Py_UNUSED(closure)) {
+  fsdp_torch_unit *unit = unit_of(object);
+  return list_of(fsdp_flat_layout_num_segments(fsdp_torch_unit_layout(unit)),
+                 unit, fsdp_torch_unit_shard);
+}
+
+/* The type ----------------------------------------------------------------- */
+
+PyDoc_STRVAR(
+    unit_doc,
+    "Unit(name, params, *, shard_group, replica_group, device, param_dtype,\n"
+    "     reduce_dtype, use_orig_params, reshard_after_forward,\n"
+    "     reshard_after_backward_without_sync, backward_prefetch,\n"
+    "     forward_prefetch, cast_forward_inputs, cast_root_forward_inputs)\n"
+    "--\n\n"
+    "One unit: the parameters of one wrapped module, flattened and sharded.\n"
+    "\n"
+    "Creation copies this rank's part of every parameter into a shard on\n"
+    "`device` and points the parameters, the same objects, at it.");
+PyDoc_STRVAR(unit_forward_doc,
+             "forward($self, module, args, kwargs, /)\n--\n\n"
+             "Run module(*args, **kwargs) with whole parameters.");
+PyDoc_STRVAR(unit_summon_doc,
+             "summon($self, /)\n--\n\n"
+             "Show whole parameters in their own dtype, between steps.");
+PyDoc_STRVAR(unit_dismiss_doc,
+             "dismiss($self, /, writeback)\n--\n\n"
+             "End a summon; with writeback, keep what was written.");
+PyDoc_STRVAR(unit_bind_doc,
+             "bind_flat_params($self, flat_params, /)\n--\n\n"
+             "Let flat_params[i] carry segment i's sharded gradient.");
+PyDoc_STRVAR(unit_intersect_doc,
+             "intersect($self, /, param, rank)\n--\n\n"
+             "(begin, end) in the parameter and (begin, end) in the rank's\n"
+             "shard, in elements; all 0 when the rank holds none of it.");
+
+static PyMethodDef unit_methods[] = {
+    {"forward", (PyCFunction)(void (*)(void))unit_forward, METH_FASTCALL,
+     unit_forward_doc},
+    {"summon", unit_summon, METH_NOARGS, unit_summon_doc},
+    {"dismiss", (PyCFunction)(void (*)(void))unit_dismiss,
+     METH_VARARGS | METH_KEYWORDS, unit_dismiss_doc},
+    {"bind_flat_params", unit_bind_flat_params, METH_O, unit_bind_doc},
+    {"intersect", (PyCFunction)(void (*)(void))unit_intersect,
+     METH_VARARGS | METH_KEYWORDS, unit_intersect_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef unit_getset[] = {
+    {"name", unit_get_name, NULL, "Name for messages.", NULL},
+    {"state", unit_get_state, NULL, "Lifecycle state, as 'SHARDED'.", NULL},
+    {"is_summoned", unit_get_is_summoned, NULL,
+     "Whether whole parameters are shown between steps.", NULL},
+    {"pending_grads", unit_get_pending_grads, NULL,
+     "Gradients that this backward still has to deliver.", NULL},
+    {"param_of_use", unit_get_param_of_use, NULL,
+     "Index of the parameter behind each use.", NULL},
+    {"slots", unit_get_slots, NULL,
+     "Per parameter: (segment, offset, numel), in elements.", NULL},
+    {"segments", unit_get_segments, NULL,
+     "Per segment: (dtype, requires_grad, num_params, unsharded_numel,\n"
+     "shard_numel, padded_numel).",
+     NULL},
+    {"shards", unit_get_shards, NULL, "Per segment: this rank's shard, 1-D.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot unit_slots[] = {
+    {Py_tp_doc, FSDP_SLOT(unit_doc)},
+    {Py_tp_new, FSDP_SLOT(unit_new)},
+    {Py_tp_dealloc, FSDP_SLOT(unit_dealloc)},
+    {Py_tp_repr, FSDP_SLOT(unit_repr)},
+    {Py_tp_methods, FSDP_SLOT(unit_methods)},
+    {Py_tp_getset, FSDP_SLOT(unit_getset)},
+    {0, NULL},
+};
+
+/* No Py_TPFLAGS_HAVE_GC: the object owns no PyObject other than its type. */
+PyType_Spec fsdp_unit_object_spec = {
+    .name = "fsdp_c._native.Unit",
+    .basicsize = sizeof(unit_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = unit_slots,
+};
