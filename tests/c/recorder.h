@@ -1,0 +1,86 @@
+/*
+ * Recorder: a device in host memory that writes one line per operation to a
+ * tape, runs each operation at once, and fails on request.
+ *
+ *   alloc 64                      free 64 [after e1]
+ *   event e1                      destroy e1
+ *   record e1 compute             wait unshard e1
+ *   cast unshard 4 f32->bf16
+ *   pack compute bf16 x0.5 5@0 3@8+ zero4@16      ("+": added)
+ *   accumulate reduce 4 bf16->f32 x0.25 [add]
+ *   group_begin unshard g0        group_end unshard g0
+ *   all_gather unshard g0 4 f32   (4: shard_numel)
+ *   reduce_scatter reduce g0 4 f32 [scratch]
+ *   all_reduce replicate g1 4 f32
+ *   show unit0 unsharded          show_grads unit0 sharded
+ *   take_params unit0 sharded     take_grads unit0 [unsharded]
+ *   grad_shard unit0 1            release t1
+ *
+ * Names are given in order of first sight: e1, e2, ... (events), t1, t2, ...
+ * (tokens), unit0, ... (owners), g0, ... (group handles), b1, ... (blocks).
+ * Collectives compute as if every rank held the same data. Memory is touched
+ * for real, so ASan sees every read and write out of bounds.
+ */
+#ifndef FSDP_TESTS_RECORDER_H
+#define FSDP_TESTS_RECORDER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/types.h"
+#include "port/device_ops.h"
+
+/* Dtypes that the recorder can compute in. */
+#define RECORDER_F32 ((fsdp_dtype){.code = 1, .itemsize = 4})
+#define RECORDER_BF16 ((fsdp_dtype){.code = 2, .itemsize = 2})
+#define RECORDER_F64 ((fsdp_dtype){.code = 3, .itemsize = 8})
+#define RECORDER_U8 ((fsdp_dtype){.code = 4, .itemsize = 1})
+
+typedef struct recorder recorder;
+
+/* New; exits the process when memory is out (it does not use fsdp_calloc). */
+recorder *recorder_create(void);
+
+/* Frees the blocks and events that are still alive, too. */
+void recorder_destroy(recorder *self);
+
+/* Borrowed. */
+const fsdp_device_ops *recorder_ops(recorder *self);
+
+/* The lines since the start or the last clear, each ended by a newline.
+ * Borrowed until the next operation. */
+const char *recorder_tape(const recorder *self);
+void recorder_clear(recorder *self);
+
+/* Whether lines also name memory, as in `alloc 64 b1` and `all_gather unshard
+ * g0 4 f32 b1 <- b1+16` (bytes from the start of the block); off at first. */
+void recorder_show_memory(recorder *self, bool is_shown);
+
+/* Lets lines name the test's own memory and owners. The
+ * name is copied. */
+void recorder_name_memory(recorder *self, const void *data, int64_t nbytes,
+                          const char *name);
+void recorder_name_owner(recorder *self, const void *owner, const char *name);
+
+/* Operation number `index` from now (0 = the next) of those that can fail
+ * fails, and only that one; -1 turns it off. It does nothing, leaves no line,
+ * and reports OUT_OF_MEMORY (alloc) or BACKEND with "injected at <line>". */
+void recorder_fail_at(recorder *self, int64_t index);
+
+/* Operations so far, of those that can fail, failed ones too. */
+int64_t recorder_num_calls(const recorder *self);
+
+/* What is alive now. */
+int64_t recorder_live_blocks(const recorder *self);
+int64_t recorder_live_nbytes(const recorder *self);
+int64_t recorder_live_events(const recorder *self);
+
+/* What take_grads answers from now on; false at first. */
+void recorder_set_grads_live(recorder *self, bool any_live);
+
+/* The memory that grad_shard answers with; borrowed. Without it the recorder
+ * answers with 4096 zeroed bytes of its own. */
+void recorder_set_grad_shard(recorder *self, void *owner, int64_t segment,
+                             void *data);
+
+#endif /* FSDP_TESTS_RECORDER_H */

@@ -1,0 +1,212 @@
+/*
+ * Tests of order/: what is prefetched from a record, and when nothing is.
+ */
+#include "base/alloc.h"
+#include "check.h"
+#include "order/order.h"
+
+enum { ROOT, A, B, C };
+
+static fsdp_order *create_order(void) {
+  fsdp_order *order = NULL;
+  CHECK_I64(fsdp_order_create(&order, NULL), FSDP_OK);
+  return order;
+}
+
+static void enter(fsdp_order *order, int64_t unit) {
+  CHECK_I64(fsdp_order_pre_forward(order, unit, NULL), FSDP_OK);
+}
+
+static void leave(fsdp_order *order, int64_t unit) {
+  CHECK_I64(fsdp_order_post_forward(order, unit, NULL), FSDP_OK);
+}
+
+/* root(a b c), as in the header. */
+static void run_forward(fsdp_order *order) {
+  enter(order, ROOT);
+  for (int64_t unit = A; unit <= C; unit++) {
+    enter(order, unit);
+    leave(order, unit);
+  }
+  leave(order, ROOT);
+}
+
+static void test_first_iteration_prefetches_nothing(void) {
+  fsdp_order *order = create_order();
+  fsdp_order_begin(order);
+  CHECK_I64(fsdp_order_next_forward(order, 1), -1);
+  enter(order, ROOT);
+  enter(order, A);
+  CHECK_I64(fsdp_order_next_forward(order, 1), -1);
+  CHECK_I64(fsdp_order_next_forward(order, 2), -1);
+  fsdp_order_destroy(order);
+  fsdp_order_destroy(NULL);
+}
+
+static void test_next_forward_follows_the_previous_iteration(void) {
+  fsdp_order *order = create_order();
+  fsdp_order_begin(order);
+  run_forward(order);
+  fsdp_order_begin(order);
+  CHECK_I64(fsdp_order_next_forward(order, 1), ROOT); /* none entered yet */
+  enter(order, ROOT);
+  CHECK_I64(fsdp_order_next_forward(order, 1), A);
+  CHECK_I64(fsdp_order_next_forward(order, 2), B);
+  CHECK_I64(fsdp_order_next_forward(order, 3), C);
+  CHECK_I64(fsdp_order_next_forward(order, 4), -1);
+  CHECK_I64(fsdp_order_next_forward(order, INT64_MAX), -1);
+  enter(order, A);
+  CHECK_I64(fsdp_order_next_forward(order, 1), B);
+  enter(order, B);
+  enter(order, C);
+  CHECK_I64(fsdp_order_next_forward(order, 1), -1);
+  enter(order, A); /* longer than the record */
+  CHECK_I64(fsdp_order_next_forward(order, 1), -1);
+  fsdp_order_destroy(order);
+}
+
+static void test_leaving_the_record_stops_prefetch_until_relearned(void) {
+  fsdp_order *order = create_order();
+  fsdp_order_begin(order);
+  run_forward(order);
+  fsdp_order_begin(order);
+  enter(order, ROOT);
+  enter(order, B); /* A was expected */
+  CHECK_I64(fsdp_order_next_forward(order, 1), -1);
+  enter(order, C);
+  enter(order, C); /* stands where the record has C again: still off */
+  CHECK_I64(fsdp_order_next_forward(order, 1), -1);
+  fsdp_order_begin(order);
+  enter(order, ROOT);
+  CHECK_I64(fsdp_order_next_forward(order, 1), B);
+  CHECK_I64(fsdp_order_next_forward(order, 2), C);
+  fsdp_order_destroy(order);
+}
+
+static void test_backward_walks_post_forward_backwards(void) {
+  fsdp_order *order = create_order();
+  fsdp_order_begin(order);
+  run_forward(order);
+  CHECK_I64(fsdp_order_next_backward(order, 1), -1); /* not begun */
+  fsdp_order_begin_backward(order);
+  CHECK_I64(fsdp_order_next_backward(order, 1), ROOT);
+  fsdp_order_pre_backward(order, ROOT);
+  CHECK_I64(fsdp_order_next_backward(order, 1), C);
+  CHECK_I64(fsdp_order_next_backward(order, 2), B);
+  fsdp_order_pre_backward(order, C);
+  CHECK_I64(fsdp_order_next_backward(order, 1), B);
+  fsdp_order_pre_backward(order, ROOT); /* behind the cursor: left alone */
+  fsdp_order_pre_backward(order, 77);   /* not in the record */
+  CHECK_I64(fsdp_order_next_backward(order, 1), B);
+  fsdp_order_pre_backward(order, A); /* B had no gradient */
+  CHECK_I64(fsdp_order_next_backward(order, 1), -1);
+  fsdp_order_begin_backward(order);
+  fsdp_order_begin(order); /* closes the backward, too */
+  CHECK_I64(fsdp_order_next_backward(order, 1), -1);
+  fsdp_order_pre_backward(order, A); /* nothing recorded */
+  CHECK_I64(fsdp_order_next_backward(order, 1), -1);
+  fsdp_order_destroy(order);
+}
+
+/* A unit that ran twice (a b a) is met twice on the way back. */
+static void test_backward_of_a_unit_that_ran_twice(void) {
+  fsdp_order *order = create_order();
+  fsdp_order_begin(order);
+  const int64_t units[] = {A, B, A};
+  for (int i = 0; i < 3; i++) {
+    enter(order, units[i]);
+    leave(order, units[i]);
+  }
+  fsdp_order_begin_backward(order);
+  fsdp_order_pre_backward(order, A);
+  CHECK_I64(fsdp_order_next_backward(order, 1), B);
+  CHECK_I64(fsdp_order_next_backward(order, 2), A);
+  fsdp_order_pre_backward(order, B);
+  fsdp_order_pre_backward(order, A);
+  CHECK_I64(fsdp_order_next_backward(order, 1), -1);
+  fsdp_order_destroy(order);
+}
+
+static void test_record_and_fingerprint(void) {
+  fsdp_order *one = create_order();
+  fsdp_order *two = create_order();
+  fsdp_order_begin(one);
+  CHECK_I64(fsdp_order_length(one), 0);
+  /* FNV-1a of nothing, and of the eight bytes of the id 1. */
+  CHECK(fsdp_order_fingerprint(one) == UINT64_C(0xcbf29ce484222325));
+  enter(one, 1);
+  CHECK(fsdp_order_fingerprint(one) == UINT64_C(0x89cd31291d2aefa4));
+  enter(one, 2);
+  CHECK_I64(fsdp_order_length(one), 2);
+  CHECK_I64(fsdp_order_units(one)[0], 1);
+  CHECK_I64(fsdp_order_units(one)[1], 2);
+  enter(two, 2);
+  enter(two, 1);
+  CHECK(fsdp_order_fingerprint(one) != fsdp_order_fingerprint(two));
+  fsdp_order_begin(two);
+  enter(two, 1);
+  enter(two, 2);
+  leave(two, 2); /* post-forward is not part of it */
+  CHECK(fsdp_order_fingerprint(one) == fsdp_order_fingerprint(two));
+  fsdp_order_destroy(one);
+  fsdp_order_destroy(two);
+}
+
+static void test_records_stop_allocating(void) {
+  fsdp_order *order = create_order();
+  for (int iteration = 0; iteration < 5; iteration++) {
+    /* Two records take turns as pre-forward: both are full-grown after two
+     * iterations. From then on an allocation would fail. */
+    fsdp_alloc_fail_at(iteration < 2 ? -1 : 0);
+    fsdp_order_begin(order);
+    for (int64_t i = 0; i < 100; i++) {
+      enter(order, i);
+      leave(order, i);
+    }
+  }
+  fsdp_alloc_fail_at(-1);
+  fsdp_order_destroy(order);
+  CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+static void test_every_allocation_can_fail(void) {
+  for (int64_t i = 0;; i++) {
+    fsdp_order *order = NULL;
+    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    fsdp_alloc_fail_at(i);
+    fsdp_status status = fsdp_order_create(&order, &error);
+    const bool created = status == FSDP_OK;
+    if (created) {
+      fsdp_order_begin(order);
+      status = fsdp_order_pre_forward(order, A, &error);
+      if (status != FSDP_OK) CHECK_I64(fsdp_order_length(order), 0);
+      if (status == FSDP_OK) status = fsdp_order_post_forward(order, A, &error);
+    } else {
+      CHECK(order == NULL);
+    }
+    fsdp_alloc_fail_at(-1);
+    if (status == FSDP_OK) {
+      fsdp_order_destroy(order);
+      CHECK_I64(i, 3); /* the order and two records */
+      break;
+    }
+    CHECK_I64(status, FSDP_OUT_OF_MEMORY);
+    CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
+    fsdp_order_destroy(order);
+    CHECK_I64(fsdp_alloc_live(), 0);
+  }
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_first_iteration_prefetches_nothing),
+      CHECK_TEST(test_next_forward_follows_the_previous_iteration),
+      CHECK_TEST(test_leaving_the_record_stops_prefetch_until_relearned),
+      CHECK_TEST(test_backward_walks_post_forward_backwards),
+      CHECK_TEST(test_backward_of_a_unit_that_ran_twice),
+      CHECK_TEST(test_record_and_fingerprint),
+      CHECK_TEST(test_records_stop_allocating),
+      CHECK_TEST(test_every_allocation_can_fail),
+  };
+  return CHECK_RUN(tests);
+}

@@ -1,0 +1,167 @@
+/*
+ * Tests of the recorder: its lines, its names, its arithmetic and its
+ * injected failures, since other tests rest on them.
+ */
+#include "check.h"
+#include "recorder.h"
+
+static void test_lines_and_names(void) {
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  void *const it = ops->context;
+  int owner = 0;
+  int root = 0;
+  int handle = 0;
+  const fsdp_group group = {&handle, 1, 2};
+  float shard[2] = {1, 2};
+  void *block = NULL;
+  void *grad_shard = NULL;
+  fsdp_event *event = NULL;
+  bool any_live = true;
+  const fsdp_lane lane = FSDP_LANE_UNSHARD;
+
+  recorder_show_memory(device, true);
+  recorder_name_memory(device, shard, sizeof shard, "shard");
+  recorder_name_owner(device, &root, "root");
+  CHECK_I64(ops->block_alloc(it, 16, &block, NULL), FSDP_OK);
+  CHECK((uintptr_t)block % 256 == 0);
+  CHECK_I64(ops->event_create(it, &event, NULL), FSDP_OK);
+  CHECK_I64(ops->group_begin(it, lane, &group, NULL), FSDP_OK);
+  CHECK_I64(
+      ops->all_gather(it, lane, &group, block, shard, 2, RECORDER_F32, NULL),
+      FSDP_OK);
+  CHECK_I64(ops->group_end(it, lane, &group, NULL), FSDP_OK);
+  CHECK(memcmp(block, shard, 8) == 0);
+  CHECK(memcmp((char *)block + 8, shard, 8) == 0);
+  CHECK_I64(ops->reduce_scatter(it, FSDP_LANE_REDUCE, &group, block, NULL, 2,
+                                RECORDER_F32, NULL),
+            FSDP_OK);
+  CHECK(((float *)block)[2] == 2 && ((float *)block)[3] == 4);
+  CHECK_I64(ops->all_reduce(it, FSDP_LANE_REPLICATE, &group, shard, 1,
+                            RECORDER_F32, NULL),
+            FSDP_OK);
+  CHECK(shard[0] == 2 && shard[1] == 2);
+  CHECK_I64(ops->event_record(it, event, lane, NULL), FSDP_OK);
+  CHECK_I64(ops->event_wait(it, FSDP_LANE_COMPUTE, event, NULL), FSDP_OK);
+  CHECK_I64(ops->show_params(it, &root, FSDP_VIEW_UNSHARDED, NULL, NULL),
+            FSDP_OK);
+  CHECK_I64(ops->take_params(it, &owner, FSDP_VIEW_FULL, NULL, NULL), FSDP_OK);
+  CHECK_I64(ops->take_grads(it, &owner, true, NULL, &any_live, NULL), FSDP_OK);
+  CHECK(!any_live);
+  recorder_set_grads_live(device, true);
+  CHECK_I64(ops->take_grads(it, &owner, false, NULL, &any_live, NULL), FSDP_OK);
+  CHECK(any_live);
+  CHECK_I64(ops->show_grads(it, &owner, FSDP_VIEW_SHARDED, NULL, NULL),
+            FSDP_OK);
+  recorder_set_grad_shard(device, &owner, 1, shard);
+  CHECK_I64(ops->grad_shard(it, &owner, 1, &grad_shard, NULL), FSDP_OK);
+  CHECK(grad_shard == shard);
+  CHECK_I64(ops->grad_shard(it, &owner, 0, &grad_shard, NULL), FSDP_OK);
+  CHECK(grad_shard != shard);
+  void *again = NULL;
+  CHECK_I64(ops->grad_shard(it, &owner, 0, &again, NULL), FSDP_OK);
+  CHECK(again == grad_shard);
+  ops->grad_release(it, &handle);
+  CHECK_I64(recorder_live_nbytes(device), 16);
+  ops->block_free(it, block, 16, event);
+  ops->event_destroy(it, event);
+  CHECK_TEXT(recorder_tape(device),
+             "alloc 16 b1\n"
+             "event e1\n"
+             "group_begin unshard g0\n"
+             "all_gather unshard g0 2 f32 b1 <- shard\n"
+             "group_end unshard g0\n"
+             "reduce_scatter reduce g0 2 f32 b1\n"
+             "all_reduce replicate g0 1 f32 shard\n"
+             "record e1 unshard\n"
+             "wait compute e1\n"
+             "show root unsharded\n"
+             "take_params unit1 full\n"
+             "take_grads unit1 unsharded\n"
+             "take_grads unit1\n"
+             "show_grads unit1 sharded\n"
+             "grad_shard unit1 1\n"
+             "grad_shard unit1 0\n"
+             "grad_shard unit1 0\n"
+             "release t1\n"
+             "free 16 b1 after e1\n"
+             "destroy e1\n");
+  CHECK_I64(recorder_live_blocks(device), 0);
+  CHECK_I64(recorder_live_events(device), 0);
+  recorder_destroy(device);
+}
+
+static void test_data_operations(void) {
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  void *const it = ops->context;
+  const fsdp_lane lane = FSDP_LANE_COMPUTE;
+  const float source[] = {1, 2.5F, -3};
+  double wide[4] = {100, 100, 100, 100};
+  uint16_t half[3];
+  unsigned char bytes[3];
+  const fsdp_pack_item items[] = {
+      {source, RECORDER_F32, 0, 2, false},
+      {source, RECORDER_F32, 2, 1, true},
+      {NULL, RECORDER_F32, 3, 1, false},
+  };
+  CHECK_I64(ops->pack(it, lane, wide, RECORDER_F64, items, 3, 0.5, NULL),
+            FSDP_OK);
+  CHECK(wide[0] == 0.5 && wide[1] == 1.25 && wide[2] == 100.5 && wide[3] == 0);
+  CHECK_I64(
+      ops->cast(it, lane, half, RECORDER_BF16, source, RECORDER_F32, 3, NULL),
+      FSDP_OK);
+  CHECK(half[0] == 0x3F80 && half[1] == 0x4020 && half[2] == 0xC040);
+  CHECK_I64(ops->accumulate(it, lane, wide, RECORDER_F64, half, RECORDER_BF16,
+                            3, 2, true, NULL),
+            FSDP_OK);
+  CHECK(wide[0] == 2.5 && wide[1] == 6.25 && wide[2] == 94.5);
+  CHECK_I64(
+      ops->cast(it, lane, bytes, RECORDER_U8, wide, RECORDER_F64, 3, NULL),
+      FSDP_OK);
+  CHECK(bytes[0] == 2 && bytes[1] == 6 && bytes[2] == 94);
+  CHECK_I64(
+      ops->cast(it, lane, wide, RECORDER_F64, bytes, RECORDER_U8, 3, NULL),
+      FSDP_OK);
+  CHECK(wide[2] == 94);
+  CHECK_TEXT(recorder_tape(device),
+             "pack compute f64 x0.5 2@0 1@2+ zero1@3\n"
+             "cast compute 3 f32->bf16\n"
+             "accumulate compute 3 bf16->f64 x2 add\n"
+             "cast compute 3 f64->u8\n"
+             "cast compute 3 u8->f64\n");
+  recorder_destroy(device);
+}
+
+static void test_chosen_call_fails_once(void) {
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  fsdp_event *event = NULL;
+  void *block = NULL;
+  fsdp_error error;
+  recorder_fail_at(device, 1);
+  CHECK_I64(ops->event_create(ops->context, &event, &error), FSDP_OK);
+  CHECK_I64(ops->block_alloc(ops->context, 8, &block, &error),
+            FSDP_OUT_OF_MEMORY);
+  CHECK_TEXT(error.message, "injected at alloc 8");
+  CHECK(block == NULL);
+  CHECK_I64(ops->block_alloc(ops->context, 8, &block, &error), FSDP_OK);
+  recorder_fail_at(device, 0);
+  CHECK_I64(ops->event_record(ops->context, event, FSDP_LANE_HOST_COPY, &error),
+            FSDP_BACKEND);
+  CHECK_TEXT(error.message, "injected at record e1 host_copy");
+  CHECK_TEXT(recorder_tape(device), "event e1\nalloc 8\n");
+  CHECK_I64(recorder_num_calls(device), 4);
+  recorder_clear(device);
+  CHECK_TEXT(recorder_tape(device), "");
+  recorder_destroy(device); /* frees what is alive */
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_lines_and_names),
+      CHECK_TEST(test_data_operations),
+      CHECK_TEST(test_chosen_call_fails_once),
+  };
+  return CHECK_RUN(tests);
+}
