@@ -182,10 +182,29 @@ static void test_plan_in_bytes(void) {
   }
   give(arena, 0);
   plan(arena);
-  /* Takes and gives are 0 1 2 -1 3 -2 4 -3 -4 -0: 2 meets 1; 3 meets 2 and
-   * follows 1; 4 meets 3 and follows 2. So 0 | 2 | 3 | 1 with 4. */
-  CHECK_I64(stats_of(arena).nbytes, 100 + 50 + 40 + 30);
-  CHECK_I64(recorder_live_nbytes(device), 220);
+  /* Takes and gives are 0 1 2 -1 3 -2 4 -3 -4 -0: 2 meets 1, 3 meets 2, 4
+   * meets 3; each follows one that gave back behind a newer gather. So
+   * 0 | 2 with 4 | 3 with 1. */
+  CHECK_I64(stats_of(arena).nbytes, 100 + 50 + 40);
+  CHECK_I64(recorder_live_nbytes(device), 190);
+  destroy_both(arena, device);
+}
+
+/* A client that gave back behind a collective keeps its block to itself until
+ * another one has done so. */
+static void test_reductions_do_not_share_with_their_followers(void) {
+  recorder *device = recorder_create();
+  const int64_t nbytes[] = {64, 64, 64};
+  fsdp_arena *arena = create_arena(device, nbytes, 3);
+  fsdp_error error = {0};
+  void *data = NULL;
+  for (int64_t i = 0; i < 3; i++) {
+    CHECK(fsdp_arena_take(arena, i, FSDP_LANE_COMPUTE, &data, &error) ==
+          FSDP_OK);
+    CHECK(fsdp_arena_give(arena, i, FSDP_LANE_REDUCE, &error) == FSDP_OK);
+  }
+  plan(arena);
+  CHECK_I64(stats_of(arena).num_blocks, 2); /* 0 with 2, 1 */
   destroy_both(arena, device);
 }
 
@@ -341,16 +360,17 @@ typedef struct oracle {
   bool ever_took[MAX_CLIENTS];
   unsigned char *data[MAX_CLIENTS]; /* NULL: not held */
   int64_t last_giver;
+  int64_t last_taker;
 } oracle;
 
 static void oracle_take(oracle *self, const schedule *run, int64_t client) {
   for (int64_t i = 0; i < run->num_clients; i++) {
-    if (i == client || (self->data[i] == NULL && i != self->last_giver)) {
-      continue;
-    }
+    const bool is_neighbour = i == self->last_giver && i == self->last_taker;
+    if (i == client || (self->data[i] == NULL && !is_neighbour)) continue;
     self->conflicts[i][client] = self->conflicts[client][i] = true;
   }
   self->ever_took[client] = true;
+  self->last_taker = client;
 }
 
 /* Bytes of a plan: the largest uncoloured client opens a block and takes in,
@@ -414,7 +434,7 @@ static bool check_schedule(const schedule *run) {
   bool ok = true;
   recorder *device = recorder_create();
   fsdp_arena *arena = create_arena(device, run->nbytes, run->num_clients);
-  known = (oracle){.last_giver = -1};
+  known = (oracle){.last_giver = -1, .last_taker = -1};
 
   /* The first two iterations learn: the second one has a last giver. */
   for (int iteration = 0; iteration < 2; iteration++) {
@@ -466,7 +486,7 @@ static void test_random_schedules_that_change(void) {
     make_clients(&run, &seed);
     recorder *device = recorder_create();
     fsdp_arena *arena = create_arena(device, run.nbytes, run.num_clients);
-    known = (oracle){.last_giver = -1};
+    known = (oracle){.last_giver = -1, .last_taker = -1};
     for (int iteration = 0; iteration < 6; iteration++) {
       make_steps(&run, &seed);
       ok &= run_schedule(arena, &run, &known);
@@ -640,6 +660,7 @@ int main(void) {
       CHECK_TEST(test_plan_is_idempotent_and_waits_for_holders),
       CHECK_TEST(test_changed_order_falls_back_and_is_learnt),
       CHECK_TEST(test_new_neighbours_make_the_plan_dirty),
+      CHECK_TEST(test_reductions_do_not_share_with_their_followers),
       CHECK_TEST(test_trim_frees_what_is_not_held),
       CHECK_TEST(test_random_schedules),
       CHECK_TEST(test_random_schedules_that_change),

@@ -41,7 +41,9 @@ struct fsdp_arena {
   uint64_t *conflicts;
   uint64_t *holders; /* one such row: the clients that hold a block now */
   size_t row_words;
-  int64_t last_giver; /* client or NONE */
+  int64_t last_taker;         /* for an all-gather; client or NONE */
+  int64_t last_compute_giver; /* gave back after compute; likewise */
+  int64_t last_async_giver;   /* gave back after a collective; likewise */
   int64_t num_gives;
   int64_t num_held;
   bool is_dirty; /* fsdp_arena_plan() has something to do */
@@ -67,20 +69,27 @@ static bool is_conflict(const fsdp_arena *arena, int64_t a, int64_t b) {
          row_has(conflict_row(arena, b), a);
 }
 
-/* Notes that `taker` may not share a block with those that hold one, nor with
- * the one that gave back last. One pass over a row: no loop over clients. */
+/* Notes that `taker` may not share a block with `other`. */
+static void learn_conflict(fsdp_arena *arena, int64_t taker, int64_t other) {
+  if (other == NONE || other == taker || is_conflict(arena, taker, other)) {
+    return;
+  }
+  row_flip(conflict_row(arena, taker), other);
+  const int64_t planned = arena->clients[taker].planned;
+  if (planned != NONE && planned == arena->clients[other].planned) {
+    arena->is_dirty = true;
+  }
+}
+
+/* Notes with whom `taker` may not share: those that hold a block, and its
+ * neighbours in time (Note [Block assignment] in arena.h). One pass over a
+ * row: no loop over clients. */
 static void learn_conflicts(fsdp_arena *arena, int64_t taker) {
   uint64_t *row = conflict_row(arena, taker);
   for (size_t i = 0; i < arena->row_words; i++) row[i] |= arena->holders[i];
-
-  const int64_t giver = arena->last_giver;
-  if (giver == NONE || giver == taker || is_conflict(arena, taker, giver)) {
-    return;
-  }
-  row_flip(row, giver);
-  const int64_t planned = arena->clients[taker].planned;
-  if (planned != NONE && planned == arena->clients[giver].planned) {
-    arena->is_dirty = true;
+  learn_conflict(arena, taker, arena->last_async_giver);
+  if (arena->last_compute_giver == arena->last_taker) {
+    learn_conflict(arena, taker, arena->last_compute_giver);
   }
 }
 
@@ -213,7 +222,9 @@ fsdp_status fsdp_arena_create(const fsdp_device_ops *ops, fsdp_arena **arena,
   fsdp_arena *self = fsdp_calloc(1, sizeof *self);
   if (self == NULL) return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "arena");
   self->ops = ops;
-  self->last_giver = NONE;
+  self->last_taker = NONE;
+  self->last_compute_giver = NONE;
+  self->last_async_giver = NONE;
   *arena = self;
   return FSDP_OK;
 }
@@ -279,6 +290,7 @@ fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client, fsdp_lane lane,
   }
 
   learn_conflicts(arena, client);
+  if (lane != FSDP_LANE_COMPUTE) arena->last_taker = client;
   if (!is_planned) arena->is_dirty = true;
   taker->ever_took = true;
   taker->held = slot;
@@ -310,7 +322,11 @@ fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client, fsdp_lane lane,
   row_flip(arena->holders, client);
   arena->num_held--;
   arena->stats.held_nbytes -= given->nbytes;
-  arena->last_giver = client;
+  if (lane == FSDP_LANE_COMPUTE) {
+    arena->last_compute_giver = client;
+  } else {
+    arena->last_async_giver = client;
+  }
   return ops->event_record(ops->context, given->free_event, lane, error);
 }
 

@@ -11,9 +11,11 @@
  * While nothing is known, a client takes the block that was given back longest
  * ago among those that fit, and a new one if there is none; blocks that are
  * too small are freed first. The arena notes which clients ever held blocks at
- * the same time ("conflict"). A client also conflicts with the one that gave
- * back just before it took: so two neighbours in time never share a block and
- * the gather of one overlaps the compute of the other. fsdp_arena_plan()
+ * the same time ("conflict"). Neighbours in time conflict too, where sharing a
+ * block would make one lane wait for another: a client that takes after one
+ * gave back behind a collective (its reduction is still running), or after one
+ * gave back behind compute when nothing was gathered in between (its compute is
+ * still running, and the gather should overlap with it). fsdp_arena_plan()
  * colours the conflict graph, largest client first: clients of one colour
  * share one block, whose size is that of its largest client, and keep it for
  * the rest of the run. Addresses are then fixed and a step allocates nothing.
