@@ -228,25 +228,28 @@ static PyObject *map_other(const mapper *self, PyObject *object) {
   return is_mapping ? map_mapping(self, object) : Py_NewRef(object);
 }
 
+/* Containers are told by a flag of their type, so that check comes before the
+ * one for tensors, which may have to ask a metaclass. */
 static PyObject *map_object(const mapper *self, PyObject *object) {
-  PyObject *result;
+  PyObject *(*map_container)(const mapper *, PyObject *) = map_other;
 
-  if (fsdp_torch_is_tensor(object)) return self->map(object, self->context);
-  if (is_atom(object)) return Py_NewRef(object);
+  if (PyTuple_Check(object)) {
+    map_container = map_tuple;
+  } else if (PyList_Check(object)) {
+    map_container = map_list;
+  } else if (PyDict_Check(object)) {
+    map_container = map_mapping;
+  } else if (PyAnySet_Check(object)) {
+    map_container = map_set;
+  } else if (is_atom(object)) {
+    return Py_NewRef(object);
+  } else if (fsdp_torch_is_tensor(object)) {
+    return self->map(object, self->context);
+  }
   if (Py_EnterRecursiveCall(" while converting the inputs of a forward")) {
     return NULL;
   }
-  if (PyTuple_Check(object)) {
-    result = map_tuple(self, object);
-  } else if (PyList_Check(object)) {
-    result = map_list(self, object);
-  } else if (PyDict_Check(object)) {
-    result = map_mapping(self, object);
-  } else if (PyAnySet_Check(object)) {
-    result = map_set(self, object);
-  } else {
-    result = map_other(self, object);
-  }
+  PyObject *result = map_container(self, object);
   Py_LeaveRecursiveCall();
   return result;
 }
@@ -344,24 +347,25 @@ static int visit_dict(const visitor *self, PyObject *object) {
 }
 
 static int visit_object(const visitor *self, PyObject *object) {
-  int status;
+  int (*visit_container)(const visitor *, PyObject *) = visit_other;
 
-  if (fsdp_torch_is_tensor(object)) return self->visit(object, self->context);
-  if (is_atom(object)) return 0;
+  if (PyTuple_Check(object)) {
+    visit_container = visit_tuple;
+  } else if (PyList_Check(object)) {
+    visit_container = visit_list;
+  } else if (PyDict_Check(object)) {
+    visit_container = visit_dict;
+  } else if (PyAnySet_Check(object)) {
+    visit_container = visit_set;
+  } else if (is_atom(object)) {
+    return 0;
+  } else if (fsdp_torch_is_tensor(object)) {
+    return self->visit(object, self->context);
+  }
   if (Py_EnterRecursiveCall(" while reading the outputs of a forward")) {
     return -1;
   }
-  if (PyTuple_Check(object)) {
-    status = visit_tuple(self, object);
-  } else if (PyList_Check(object)) {
-    status = visit_list(self, object);
-  } else if (PyDict_Check(object)) {
-    status = visit_dict(self, object);
-  } else if (PyAnySet_Check(object)) {
-    status = visit_set(self, object);
-  } else {
-    status = visit_other(self, object);
-  }
+  const int status = visit_container(self, object);
   Py_LeaveRecursiveCall();
   return status;
 }

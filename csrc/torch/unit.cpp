@@ -195,6 +195,12 @@ fsdp_status make_core(Unit &unit, const fsdp_torch_unit_options &options,
   return fsdp_unit_create(&core, &unit.core, error);
 }
 
+// Whether a forward that runs now is activation checkpointing's, in backward.
+bool is_recomputation(const Engine &engine) {
+  return torch::autograd::get_current_graph_task_id() != -1 &&
+         fsdp_engine_in_backward(engine.core);
+}
+
 }  // namespace
 
 Unit::~Unit() {
@@ -360,9 +366,7 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     if (!self.engine) return fsdp_unit_pre_forward(self.core, false, error);
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
     self.engine->recover();
-    const bool in_backward =
-        torch::autograd::get_current_graph_task_id() != -1 &&
-        fsdp_engine_in_backward(self.engine->core);
+    const bool in_backward = fsdp_torch::is_recomputation(*self.engine);
     const fsdp_status status =
         fsdp_unit_pre_forward(self.core, in_backward, error);
     if (status == FSDP_OK && c10::GradMode::is_enabled() &&
@@ -379,9 +383,7 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
   GUARDED(error) {
     Unit &self = *unit->self;
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
-    const bool in_backward =
-        torch::autograd::get_current_graph_task_id() != -1 &&
-        fsdp_engine_in_backward(self.engine->core);
+    const bool in_backward = fsdp_torch::is_recomputation(*self.engine);
     return fsdp_unit_post_forward(self.core, in_backward, expects_backward,
                                   error);
   };
@@ -391,7 +393,8 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) {
   Unit &self = *unit->self;
   if (!self.engine) return;
   const std::lock_guard<std::mutex> lock(self.engine->mutex);
-  fsdp_unit_abandon_forward(self.core);
+  fsdp_unit_abandon_forward(self.core,
+                            fsdp_torch::is_recomputation(*self.engine));
 }
 
 fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit, fsdp_error *error) {

@@ -72,6 +72,10 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
 done:
+  if (status != FSDP_OK && unit->state == FSDP_UNIT_UNSHARDING) {
+    /* The prefetch failed, not this unit. The first error is reported. */
+    (void)!fsdp_unit_priv_reshard(unit, NULL);
+  }
   return status;
 }
 
@@ -95,7 +99,7 @@ static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
 
   FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
   FSDP_TRY(reshard_after_backward(unit, error));
-  if (engine->sync) {
+  if (engine->sync && unit->grad_nbytes > 0) {
     FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
     FSDP_TRY(fsdp_unit_priv_submit_reduce(unit, error));
   }
@@ -164,6 +168,9 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     }
     if (!fsdp_unit_priv_holds_grads(unit) || unit->is_reduce_ready) continue;
     if (!engine->sync && !unit->entered_backward) continue;
+    /* Kept by an earlier no_sync; the user may have cleared them since. */
+    FSDP_TRY(enter_backward(unit, error));
+    if (!fsdp_unit_priv_holds_grads(unit)) continue;
     FSDP_TRY(complete_grads(unit, error));
   }
 done:
@@ -182,6 +189,7 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(reshard_after_backward(unit, error));
   if (unit->entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_holds_grads(unit)) {
+      FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
       FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
                                FSDP_VIEW_UNSHARDED, unit->grad_data, error));
     } else if (unit->has_sharded_grad) {
@@ -197,21 +205,37 @@ done:
   return status;
 }
 
+/* Nothing of a backward that did not end can be trusted: what took part in it
+ * and did not come to rest fails. */
+static void fail_open_units(fsdp_engine *engine, const fsdp_error *error) {
+  for (size_t i = 0; i < engine->num_units; i++) {
+    fsdp_unit *unit = engine->units[i];
+    if (unit->entered_backward || unit->state != FSDP_UNIT_SHARDED) {
+      fsdp_unit_priv_fail(unit, error);
+    }
+  }
+}
+
 fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
                                         fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
 
   if (!engine->in_backward) return FSDP_OK;
-  FSDP_TRY(complete_leftovers(engine, error));
-  FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, error));
-  FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, error));
+  FSDP_TRY(complete_leftovers(engine, &local));
+  FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
+  FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));
   for (size_t i = 0; i < engine->num_units; i++) {
-    FSDP_TRY(finish_unit(engine->units[i], error));
+    FSDP_TRY(finish_unit(engine->units[i], &local));
   }
   engine->keeps_unsharded = !engine->sync;
   engine->in_backward = false;
-  FSDP_TRY(fsdp_arena_plan(engine->arena, error));
+  FSDP_TRY(fsdp_arena_plan(engine->arena, &local));
 done:
+  if (status != FSDP_OK) {
+    if (engine->in_backward) fail_open_units(engine, &local);
+    if (error != NULL) *error = local;
+  }
   return status;
 }
 

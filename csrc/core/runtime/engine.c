@@ -60,11 +60,35 @@ static void destroy_event(fsdp_engine *engine, fsdp_event *event) {
   if (event != NULL) engine->ops.event_destroy(engine->ops.context, event);
 }
 
+/* The records hold indices, pointers and names. Reductions that this backward
+ * issued for other units stay: its end has to wait for them. */
+static void forget_unit(fsdp_engine *engine, const fsdp_unit *unit) {
+  size_t num_kept = 0;
+  for (size_t i = 0; i < engine->num_issued_reduces; i++) {
+    if (engine->issued_reduces[i] == unit) continue;
+    engine->issued_reduces[num_kept++] = engine->issued_reduces[i];
+  }
+  engine->num_issued_reduces = num_kept;
+  engine->num_recorded_reduces = 0;
+  engine->reduce_cursor = 0;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    engine->units[i]->reduce_position = -1;
+  }
+  fsdp_order_begin(engine->order);
+  fsdp_order_begin(engine->order);
+  for (int i = 0; i < FSDP_TRACE_CAPACITY; i++) {
+    fsdp_trace_entry *entry = &engine->trace.entries[i];
+    if (entry->unit == unit->name) entry->unit = NULL;
+  }
+}
+
 /* Takes the unit out of its engine's books; frees what was made for it there.
  */
 static void detach_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
   if (engine == NULL) return;
+  fsdp_unit_priv_end_summon(unit);
+  forget_unit(engine, unit);
   destroy_event(engine, unit->unsharded);
   unit->unsharded = NULL;
   for (size_t i = (size_t)unit->index + 1; i < engine->num_units; i++) {
@@ -73,16 +97,9 @@ static void detach_unit(fsdp_unit *unit) {
   }
   engine->num_units--;
   if (engine->root == unit) engine->root = NULL;
-  /* Records hold unit indices and pointers that are stale now. */
-  fsdp_order_begin(engine->order);
-  fsdp_order_begin(engine->order);
-  engine->num_issued_reduces = 0;
-  engine->num_recorded_reduces = 0;
-  engine->reduce_cursor = 0;
   unit->engine = NULL;
   unit->param_client = -1;
   unit->grad_client = -1;
-  unit->reduce_position = -1;
 }
 
 void fsdp_engine_destroy(fsdp_engine *engine) {
@@ -326,7 +343,8 @@ done:
 void fsdp_unit_destroy(fsdp_unit *unit) {
   if (unit == NULL) return;
   if (unit->engine != NULL) {
-    if (unit->is_summoned) (void)!fsdp_unit_dismiss(unit, false, NULL);
+    /* An all-gather in flight ends before its block is used again. */
+    (void)!fsdp_unit_priv_reshard(unit, NULL);
     reset_unit(unit);
     detach_unit(unit);
   }
@@ -342,11 +360,10 @@ void fsdp_unit_destroy(fsdp_unit *unit) {
   fsdp_free(unit);
 }
 
-/* A unit moves only between steps. One that was kept for a backward is
- * resharded; kept unsharded gradients stay with the arena that holds them. */
-static fsdp_status leave_engine(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  fsdp_status status = FSDP_OK;
+/* A unit moves only between steps; kept unsharded gradients stay with the
+ * arena that holds them. */
+static fsdp_status check_can_leave(const fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_engine *engine = unit->engine;
 
   if (engine == NULL) return FSDP_OK;
   if (engine->depth > 0 || engine->in_backward || unit->is_summoned ||
@@ -357,10 +374,7 @@ static fsdp_status leave_engine(fsdp_unit *unit, fsdp_error *error) {
                      "or summon_full_params)",
                      unit->name);
   }
-  FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
-  detach_unit(unit);
-done:
-  return status;
+  return fsdp_unit_priv_check(unit, error);
 }
 
 fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
@@ -375,7 +389,7 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
                      "unit '%s' cannot be added in the middle of a step",
                      unit->name);
   }
-  FSDP_TRY(leave_engine(unit, error));
+  FSDP_TRY(check_can_leave(unit, error));
   if (!fsdp_grow((void **)&engine->units, &engine->units_capacity,
                  engine->num_units + 1, sizeof(fsdp_unit *))) {
     status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "unit '%s'", unit->name);
@@ -389,6 +403,10 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
   if (unit->grad_nbytes > 0) {
     FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->grad_nbytes,
                                    &grad_client, error));
+  }
+  if (unit->engine != NULL) { /* last: until here the unit stays where it is */
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error)); /* kept for a backward */
+    detach_unit(unit);
   }
   unit->unsharded = event;
   event = NULL;

@@ -130,15 +130,17 @@ FSDP_NODISCARD fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit,
                                                  fsdp_error *error);
 
 /* post_forward: reshards, unless the parameters are kept for backward.
- * `expects_backward`: an output requires grad. */
+ * `expects_backward`: an output requires grad. After a failure the unit is
+ * still in forward: fsdp_unit_abandon_forward() leaves it. */
 FSDP_NODISCARD fsdp_status fsdp_unit_post_forward(fsdp_unit *unit,
                                                   bool in_backward,
                                                   bool expects_backward,
                                                   fsdp_error *error);
 
 /* Leaves forward after the module raised: as post_forward of a unit that
- * expects no backward. Cannot fail. */
-void fsdp_unit_abandon_forward(fsdp_unit *unit);
+ * expects no backward. (A recomputation often ends so, when it has all that it
+ * needs; the unit then stays unsharded.) Cannot fail. */
+void fsdp_unit_abandon_forward(fsdp_unit *unit, bool in_backward);
 
 /* pre_backward: unshards for the unit's backward, prefetches the next one. The
  * first call of a backward opens it. */

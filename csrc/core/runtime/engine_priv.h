@@ -133,6 +133,11 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
                                                      int64_t index,
                                                      fsdp_error *error);
 
+/* summon.c */
+/* Ends a summon without writing back, whatever fails. Nothing happens if the
+ * unit is not summoned. */
+void fsdp_unit_priv_end_summon(fsdp_unit *unit);
+
 /* backward.c */
 /* Prefetches the unit whose backward comes next. */
 FSDP_NODISCARD fsdp_status

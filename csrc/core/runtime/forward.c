@@ -31,6 +31,18 @@ done:
   return status;
 }
 
+/* The outermost unit leaves: prefetches beyond the end are dropped. */
+static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    if (engine->units[i]->state == FSDP_UNIT_UNSHARDING) {
+      FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
+    }
+  }
+done:
+  return status;
+}
+
 fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
                                   fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
@@ -66,18 +78,13 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   unit->ran_forward = true;
   engine->depth++; /* last: the caller leaves forward only if it entered */
 done:
-  return status;
-}
-
-/* The outermost unit leaves: prefetches beyond the end are dropped. */
-static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  for (size_t i = 0; i < engine->num_units; i++) {
-    if (engine->units[i]->state == FSDP_UNIT_UNSHARDING) {
-      FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
+  /* Not entered: nothing of it stays in flight. The first error is reported. */
+  if (status != FSDP_OK) {
+    if (unit->state == FSDP_UNIT_UNSHARDING) {
+      (void)!fsdp_unit_priv_reshard(unit, NULL);
     }
+    if (engine->depth == 0) (void)!end_iteration(engine, NULL);
   }
-done:
   return status;
 }
 
@@ -88,21 +95,21 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
 
   /* Summoned inside its own forward cannot be; summoned before it: no-op. */
   if (unit->is_summoned || in_backward) return FSDP_OK;
-  if (engine->depth > 0) engine->depth--;
   FSDP_TRY(fsdp_unit_priv_check(unit, error));
   FSDP_TRY(fsdp_order_post_forward(engine->order, unit->index, error));
   const bool is_kept =
       expects_backward &&
       (!unit->options.reshard_after_forward || unit == engine->root);
   if (!is_kept) FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
-  if (engine->depth == 0) FSDP_TRY(end_iteration(engine, error));
+  if (engine->depth <= 1) FSDP_TRY(end_iteration(engine, error));
+  if (engine->depth > 0) engine->depth--; /* last: see abandon_forward */
 done:
   return status;
 }
 
-void fsdp_unit_abandon_forward(fsdp_unit *unit) {
+void fsdp_unit_abandon_forward(fsdp_unit *unit, bool in_backward) {
   fsdp_engine *engine = unit->engine;
-  if (engine == NULL || unit->is_summoned) return;
+  if (engine == NULL || unit->is_summoned || in_backward) return;
   if (engine->depth > 0) engine->depth--;
   /* The module's own exception is what the user must see. */
   (void)!fsdp_unit_priv_reshard(unit, NULL);

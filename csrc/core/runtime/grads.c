@@ -43,6 +43,7 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
       fsdp_flat_layout_slot(unit->options.layout, grad->param);
   fsdp_status status = FSDP_OK;
 
+  if (unit->grad_nbytes == 0) goto done; /* of parameters without elements */
   FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
   /* A second gradient of one parameter (a nested backward): add it after the
    * first. Also keeps num_pending within the array. */

@@ -41,14 +41,13 @@ done:
   return status;
 }
 
-/* Frees the block after the work now on COMPUTE. */
-static void free_full_block(fsdp_unit *unit) {
+/* Frees the block after the work now on `lane`. */
+static void free_full_block(fsdp_unit *unit, fsdp_lane lane) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   if (unit->full_block == NULL) return;
   /* If the record fails, the older event is what is left to wait for. */
-  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
-                           NULL);
+  (void)!ops->event_record(ops->context, unit->unsharded, lane, NULL);
   ops->block_free(ops->context, unit->full_block, unit->full_nbytes,
                   unit->unsharded);
   unit->full_block = NULL;
@@ -58,6 +57,8 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = engine == NULL ? NULL : &engine->ops;
   fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
+  bool is_enqueued = false;
 
   if (engine == NULL || unit->is_summoned || engine->depth > 0 ||
       engine->in_backward) {
@@ -69,28 +70,34 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit, fsdp_error *error) {
         : engine->in_backward ? "inside backward"
                               : "inside forward");
   }
-  FSDP_TRY(fsdp_unit_priv_reshard(unit, error)); /* kept for a backward */
+  FSDP_TRY(fsdp_unit_priv_reshard(unit, &local)); /* kept for a backward */
   if (unit->num_segments > 0 && !unit->is_resident) {
     FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, error));
+                              FSDP_VIEW_SHARDED, NULL, &local));
     FSDP_TRY(ops->block_alloc(ops->context, unit->full_nbytes,
-                              &unit->full_block, error));
+                              &unit->full_block, &local));
     for (int64_t i = 0; i < unit->num_segments; i++) {
       unit->full_data[i] =
           (char *)unit->full_block + unit->segments[i].full_offset;
     }
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
                                         FSDP_LANE_COMPUTE, engine->compute_done,
-                                        error));
-    FSDP_TRY(gather_full(unit, error));
+                                        &local));
+    is_enqueued = true;
+    FSDP_TRY(gather_full(unit, &local));
     FSDP_TRY(fsdp_engine_priv_wait_lane(
-        engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
+        engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, &local));
     FSDP_TRY(ops->show_params(ops->context, unit->options.owner, FSDP_VIEW_FULL,
-                              unit->full_data, error));
+                              unit->full_data, &local));
   }
   unit->is_summoned = true;
 done:
-  if (status != FSDP_OK) free_full_block(unit);
+  if (status != FSDP_OK) {
+    /* The gather may still be writing; nothing on COMPUTE has read it. */
+    free_full_block(unit, FSDP_LANE_UNSHARD);
+    if (is_enqueued) fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
+  }
   return status;
 }
 
@@ -123,10 +130,17 @@ fsdp_status fsdp_unit_dismiss(fsdp_unit *unit, bool writeback,
     FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, error));
   }
-  free_full_block(unit);
+  free_full_block(unit, FSDP_LANE_COMPUTE);
   unit->is_summoned = false;
 done:
   return status;
+}
+
+void fsdp_unit_priv_end_summon(fsdp_unit *unit) {
+  if (!unit->is_summoned) return;
+  if (fsdp_unit_dismiss(unit, false, NULL) == FSDP_OK) return;
+  free_full_block(unit, FSDP_LANE_COMPUTE);
+  unit->is_summoned = false;
 }
 
 bool fsdp_unit_is_summoned(const fsdp_unit *unit) {
