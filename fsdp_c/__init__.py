@@ -1,0 +1,62 @@
+"""PyTorch's FSDP1 API, executed natively in C.
+
+``from fsdp_c import FullyShardedDataParallel as FSDP``; enums and configs are
+torch's own objects, re-exported.
+"""
+
+import torch  # loads the libraries that _native is linked with
+from torch.distributed.fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+try:
+    from fsdp_c import _native
+except ImportError as error:
+    raise ImportError(
+        f"the native part of fsdp_c cannot be loaded with torch {torch.__version__} "
+        f"({error}): build it for this torch with `pip install --no-build-isolation .` "
+        "in the source directory"
+    ) from error
+
+from fsdp_c._engines import memory_stats, reset
+from fsdp_c._originals import FlatParameter
+from fsdp_c._sharded_module import FullyShardedDataParallel
+
+FSDP = FullyShardedDataParallel
+__version__ = _native.build_info()["version"]
+
+__all__ = [
+    "FSDP",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "__version__",
+    "memory_stats",
+    "reset",
+]

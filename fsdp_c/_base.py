@@ -1,0 +1,62 @@
+"""What the files of this package know about a wrapped module: its state."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.distributed.fsdp.api import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
+
+from fsdp_c import _native
+from fsdp_c._config import Config
+from fsdp_c._names import WRAPPED_MODULE
+from fsdp_c._originals import Originals
+
+
+class ShardedModule(nn.Module):
+    """Base of FullyShardedDataParallel: the fields, without the behaviour."""
+
+    rank: int
+    world_size: int
+    compute_device: torch.device
+    _config: Config
+    _unit: _native.Unit
+    # Of the module tree; made by the first call, see fsdp_c._engines.
+    _engine: _native.Engine | None
+    _is_root: bool | None
+    _originals: Originals
+    _ignored_modules: frozenset[nn.Module]
+    _ignored_params: frozenset[nn.Parameter]
+    _state_dict_type: StateDictType
+    _state_dict_config: StateDictConfig
+    _optim_state_dict_config: OptimStateDictConfig
+    # Between the start and the end of a load_state_dict: what ends the summon,
+    # and the list of messages that load_state_dict collects.
+    _loading: tuple[ExitStack, list[str]] | None
+    # Inside summon_full_params: names of parameters and buffers are clean.
+    _shows_clean_names: bool
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The registered child: the user's module, or a wrapper around it."""
+        module = self._modules[WRAPPED_MODULE]
+        assert module is not None
+        return module
+
+    def end_load(self) -> None:
+        """End an unfinished load_state_dict: keep what was loaded."""
+        if self._loading is not None:
+            stack, _ = self._loading
+            self._loading = None
+            stack.close()
+
+
+def sharded_modules(module: nn.Module) -> Iterator[ShardedModule]:
+    """Yield the wrapped modules in ``module``, itself included, parents first."""
+    for submodule in module.modules():
+        if isinstance(submodule, ShardedModule):
+            yield submodule

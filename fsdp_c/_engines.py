@@ -1,0 +1,96 @@
+"""Engines: which units run together, and who is the root.
+
+Note [Roots]
+A wrapped module that is called without an engine makes one over all units in it
+and becomes their root. When a module that contains it is called later, that one
+makes a new engine with all units, and theirs move: no root is final, so calling
+a submodule, or summoning it, first does no harm.
+"""
+
+from torch import nn
+
+from fsdp_c import _native
+from fsdp_c._base import ShardedModule, sharded_modules
+
+
+def ensure_engine(module: ShardedModule) -> _native.Engine:
+    """Return the engine of ``module``; see Note [Roots].
+
+    Raises:
+        RuntimeError: A unit is in the middle of a step with another engine, or a
+            parameter was replaced after wrapping.
+        ValueError: The units are on several devices.
+    """
+    if module._engine is None:
+        modules = list(sharded_modules(module))
+        for each in modules:
+            each._originals.check()
+        engine = _native.Engine([each._unit for each in modules])
+        for each in modules:
+            each._engine = engine
+            each._is_root = each is module
+    assert module._engine is not None
+    return module._engine
+
+
+def ensure_engines(module: nn.Module) -> list[_native.Engine]:
+    """Return the engines of all wrapped modules in ``module``, parents first."""
+    engines: dict[int, _native.Engine] = {}
+    for each in sharded_modules(module):
+        engine = ensure_engine(each)
+        engines[id(engine)] = engine
+    return list(engines.values())
+
+
+def _engines_of(model: nn.Module) -> list[_native.Engine]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    engines = ensure_engines(model)
+    if not engines:
+        raise ValueError(
+            f"there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    return engines
+
+
+def memory_stats(model: nn.Module) -> dict[str, int]:
+    """Return what the engine of ``model`` holds and has done, on this rank.
+
+    Keys ending in ``_nbytes`` are bytes, those beginning with ``num_`` counts:
+
+    * num_clients, num_blocks, arena_nbytes, held_nbytes, peak_nbytes, num_allocs,
+      num_frees: the arena of unsharded parameters and gradients; ``held`` are the
+      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far.
+    * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
+      sharded gradients of this rank.
+    * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
+
+    Several engines (wrapped modules without a common wrapped ancestor) add up.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    total: dict[str, int] = {}
+    for engine in _engines_of(model):
+        for key, value in engine.memory_stats().items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def reset(model: nn.Module) -> None:
+    """Make ``model`` usable again after an exception in the middle of a step.
+
+    Drops the gradients that were not reduced yet, unsharded parameters and
+    prefetches; parameters and gradients from before the step stay. All ranks must
+    call it, since the failed step may have ended elsewhere on each.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    for engine in _engines_of(model):
+        engine.reset()
+    for each in sharded_modules(model):
+        each.end_load()

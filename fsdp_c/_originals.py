@@ -1,0 +1,177 @@
+"""Original and flat parameters of a unit: which of them the module registers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_c import _native
+from fsdp_c._names import FLAT_PARAM
+from fsdp_c._uses import ParamUse
+
+
+class FlatParameter(nn.Parameter):
+    """A segment's shard as one parameter, with use_orig_params=False.
+
+    Its shape is ``[shard_numel]``, padding included. torch's own FlatParameter
+    recognises it in ``isinstance`` by ``_is_flat_param``.
+
+    Attributes:
+        _fqns: Names of the parameters in it, in the order of their elements.
+        _shapes: Their shapes.
+        _numels: Their numels.
+    """
+
+    _is_flat_param: bool
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _numels: tuple[int, ...]
+
+    def __new__(
+        cls,
+        shard: torch.Tensor,
+        requires_grad: bool,
+        *_names_and_shapes: Any,
+    ) -> "FlatParameter":
+        return super().__new__(cls, shard, requires_grad)
+
+    def __init__(
+        self,
+        _shard: torch.Tensor,
+        _requires_grad: bool,
+        fqns: Sequence[str],
+        shapes: Sequence[torch.Size],
+    ) -> None:
+        self._is_flat_param = True
+        self._fqns = tuple(fqns)
+        self._shapes = tuple(shapes)
+        self._numels = tuple(shape.numel() for shape in shapes)
+
+
+class Originals:
+    """A unit's original parameters, and what stands in for them.
+
+    With use_orig_params=True the module keeps them registered and nothing here
+    changes that. Otherwise they are *hidden*: moved from ``module._parameters``
+    to ``module.__dict__``, the same objects, so that ``module.weight`` still
+    finds them; and a flat parameter per segment is registered instead.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        unit: _native.Unit,
+        uses: Sequence[ParamUse],
+        shapes: Sequence[torch.Size],
+        *,
+        use_orig_params: bool,
+    ) -> None:
+        """Hide the parameters of ``uses``, unless ``use_orig_params``.
+
+        Args:
+            module: The wrapped module; flat parameters are registered on it.
+            unit: Its native unit.
+            uses: Where the parameters are, in the unit's order.
+            shapes: Their unsharded shapes, by use.
+            use_orig_params: As in the constructor of FSDP.
+        """
+        self._module = module
+        self._unit = unit
+        self._uses = tuple(uses)
+        self._shapes = tuple(shapes)
+        self._hides = not use_orig_params
+        self._num_shows = 0
+        self._order = {use.module: tuple(use.module._parameters) for use in uses}
+        self._flat_params: dict[str, FlatParameter] = {}
+        if self._hides:
+            self._flat_params = {
+                FLAT_PARAM if segment == 0 else f"{FLAT_PARAM}_{segment}": param
+                for segment, param in enumerate(self.make_flat_params())
+            }
+            unit.bind_flat_params(list(self._flat_params.values()))
+            self._hide()
+
+    @property
+    def uses(self) -> tuple[ParamUse, ...]:
+        """Where the parameters are, in the unit's order."""
+        return self._uses
+
+    def make_flat_params(self) -> list[FlatParameter]:
+        """Return a new flat parameter over the shard of each segment."""
+        unit = self._unit
+        first_use: dict[int, int] = {}
+        for use, param in enumerate(unit.param_of_use):
+            first_use.setdefault(param, use)
+        slots = unit.slots
+        flat_params = []
+        shards = unit.shards
+        for segment, (_, requires_grad, *_) in enumerate(unit.segments):
+            params = [p for p, slot in enumerate(slots) if slot[0] == segment]
+            params.sort(key=lambda p: slots[p][1])
+            places = [first_use[p] for p in params]
+            flat_params.append(
+                FlatParameter(
+                    shards[segment],
+                    requires_grad,
+                    [self._uses[place].fqn for place in places],
+                    [self._shapes[place] for place in places],
+                )
+            )
+        return flat_params
+
+    def first_flat_param(self) -> FlatParameter | None:
+        """Return the registered flat parameter of the first segment, or None."""
+        return self._flat_params.get(FLAT_PARAM)
+
+    def check(self) -> None:
+        """Check that every use still holds the parameter that is sharded.
+
+        Raises:
+            RuntimeError: One was replaced or removed after wrapping.
+        """
+        is_hidden = self._hides and self._num_shows == 0
+        for module, name, fqn, param in self._uses:
+            places = module.__dict__ if is_hidden else module._parameters
+            if places.get(name) is not param:
+                raise RuntimeError(
+                    f"parameter {fqn!r} of unit {self._unit.name!r} was replaced or "
+                    "removed after wrapping: change the module before wrapping it, "
+                    "or copy new values into the parameter inside "
+                    "FullyShardedDataParallel.summon_full_params()"
+                )
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Register the original parameters, in their old order, for a while."""
+        self._num_shows += 1
+        if self._hides and self._num_shows == 1:
+            self._show()
+        try:
+            yield
+        finally:
+            self._num_shows -= 1
+            if self._hides and self._num_shows == 0:
+                self._hide()
+
+    def _hide(self) -> None:
+        for module, name, _, param in self._uses:
+            if module._parameters.get(name) is param:
+                del module._parameters[name]
+                module.__dict__[name] = param
+        self._module._parameters.update(self._flat_params)
+
+    def _show(self) -> None:
+        for name in self._flat_params:
+            self._module._parameters.pop(name, None)
+        for module, name, _, param in self._uses:
+            if module.__dict__.get(name) is param:
+                del module.__dict__[name]
+                module._parameters[name] = param
+        for module, order in self._order.items():
+            params = module._parameters
+            for name in [name for name in order if name in params]:
+                params[name] = params.pop(name)  # to the end
+            for name in [name for name in params if name not in order]:
+                params[name] = params.pop(name)

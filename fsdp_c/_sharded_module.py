@@ -1,0 +1,628 @@
+"""FullyShardedDataParallel: FSDP1's class, executed by fsdp_c._native."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from fsdp_c import _state_dict
+from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._config import make_config
+from fsdp_c._conversion import convert
+from fsdp_c._device import choose_device
+from fsdp_c._engines import ensure_engine
+from fsdp_c._ignored import find_ignored
+from fsdp_c._materialize import materialize
+from fsdp_c._names import WRAPPED_MODULE, clean_name
+from fsdp_c._originals import FlatParameter, Originals
+from fsdp_c._params import (
+    collect_uses,
+    move_to_device,
+    own_modules,
+    unsharded_params,
+)
+from fsdp_c._summon import summon_full_params, summoned
+from fsdp_c._sync import broadcast_from_first
+from fsdp_c._torch_compat import (
+    CHECKPOINT_WRAPPED_MODULE,
+    ActivationWrapper,
+    Policy,
+    TrainingState,
+)
+from fsdp_c._uses import mark_sharded
+from fsdp_c._wrap import auto_wrap
+
+
+class FullyShardedDataParallel(ShardedModule):
+    """Shards a module's parameters, gradients and optimizer state over ranks.
+
+    The interface is that of ``torch.distributed.fsdp.FullyShardedDataParallel``
+    (torch 2.13): same arguments, names of children and parameters, state dict
+    keys. Parameters keep their identity; ``parameters()`` yields the same objects
+    for the whole run. Between steps they are 1-D views of this rank's shard
+    (``use_orig_params=True``), or one FlatParameter per trainable or frozen
+    segment stands for them (``use_orig_params=False``).
+
+    Args:
+        module: The module to wrap.
+        process_group: The group to shard over; the default group if None. For
+            HYBRID_SHARD a tuple ``(shard_group, replica_group)``.
+        sharding_strategy: FULL_SHARD if None.
+        cpu_offload: Not available in this version.
+        auto_wrap_policy: Decides which modules inside become units of their own: a
+            torch policy object, or a callable
+            ``policy(module=, recurse=, nonwrapped_numel=)``.
+        backward_prefetch: When to gather the next unit in backward.
+        mixed_precision: dtypes of parameters, of gradient reduction, of inputs.
+        ignored_modules: Modules to leave alone, with all in them.
+        param_init_fn: Gives a module with meta parameters real ones.
+        device_id: The device to compute on: an int, str or torch.device. If None,
+            where the parameters are; for parameters on the CPU, the current
+            accelerator if the group has a backend of its own for it.
+        sync_module_states: Broadcast rank 0's parameters and buffers at first.
+        forward_prefetch: Gather the next unit early in forward as well.
+        limit_all_gathers: No effect: unsharded memory is always bounded, and the
+            host never blocked for it.
+        use_orig_params: Keep the original parameters registered.
+        ignored_states: Modules, or parameters, to leave alone.
+        device_mesh: Instead of process_group: 1-D, or for HYBRID_SHARD 2-D
+            ``(replicate, shard)``.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument has a wrong value or is not available in this
+            version; or a parameter cannot be sharded.
+    """
+
+    # For is_fsdp_managed_module() in Hugging Face transformers.
+    _is_fsdp_managed_module = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., bool] | Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        arguments = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "auto_wrap_policy": auto_wrap_policy,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "ignored_modules": ignored_modules,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "ignored_states": ignored_states,
+            "device_mesh": device_mesh,
+        }
+        self._construct(module, arguments, name="", left_out=frozenset())
+
+    def _construct(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        *,
+        name: str,
+        left_out: frozenset[nn.Parameter],
+    ) -> None:
+        """Wrap ``module``; the checks come before anything is changed."""
+        nn.Module.__init__(self)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be an nn.Module, got {module!r}")
+        config = make_config(arguments)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"{type(module).__name__} has no forward of its own, so its "
+                "parameters will not be gathered when its children are called: wrap "
+                "the children instead",
+                stacklevel=3,
+            )
+        ignored = find_ignored(module, config)
+        group = config.groups.process_group
+        device = choose_device(
+            config.device_id, unsharded_params(module, ignored.params), group
+        )
+        if config.auto_wrap_policy is not None:
+            for_children = {
+                **arguments,
+                "auto_wrap_policy": None,
+                "device_id": device,
+                "ignored_modules": None,
+                "ignored_states": list(ignored.params),
+            }
+            auto_wrap(module, config, for_children, ignored, self._make)
+
+        materialize(
+            module,
+            param_init_fn=config.param_init_fn,
+            device=device,
+            ignored_modules=ignored.modules,
+            left_out=left_out,
+        )
+        uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
+        move_to_device(module, uses, device, ignored.modules)
+        params = [use.param for use in uses]
+        if config.sync_module_states:
+            tensors: list[Tensor] = list(dict.fromkeys(params))
+            for _, current in own_modules(module, ignored.modules):
+                tensors += current.buffers(recurse=False)
+            broadcast_from_first(tensors, group)
+            if config.groups.inter_node_group is not None:
+                broadcast_from_first(tensors, config.groups.inter_node_group)
+
+        shapes = [param.shape for param in params]
+        unit_name = name or type(module).__name__
+        unit = config.make_unit(unit_name, params, device)
+        for param in params:
+            mark_sharded(param, unit_name)
+
+        self._config = config
+        self._ignored_modules = ignored.modules
+        self._ignored_params = ignored.params
+        self._unit = unit
+        self._engine = None
+        self._is_root: bool | None = None
+        self._loading = None
+        self._shows_clean_names = False
+        self.process_group = group
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.compute_device = device
+        self.sharding_strategy = config.sharding_strategy
+        self.mixed_precision = config.mixed_precision
+        self.cpu_offload = config.cpu_offload
+        self.backward_prefetch = config.backward_prefetch
+        self.forward_prefetch = config.forward_prefetch
+        self.limit_all_gathers = config.limit_all_gathers
+        self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
+        self._device_mesh = arguments.get("device_mesh")
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config = FullStateDictConfig()
+        self._optim_state_dict_config = FullOptimStateDictConfig()
+        self.register_module(WRAPPED_MODULE, module)
+        self._originals = Originals(
+            module, unit, uses, shapes, use_orig_params=config.use_orig_params
+        )
+        add_post_hook: Callable[[Callable[..., None]], object] = (
+            self.register_load_state_dict_post_hook
+        )
+        add_post_hook(_state_dict.finish_load)
+
+    @staticmethod
+    def _make(
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        *,
+        name: str,
+        left_out: frozenset[nn.Parameter],
+    ) -> "FullyShardedDataParallel":
+        """Wrap a module that a policy chose."""
+        wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        wrapped._construct(module, arguments, name=name, left_out=left_out)
+        return wrapped
+
+    # Running ---------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with whole parameters.
+
+        Raises:
+            RuntimeError: A step with another engine is not finished, or a
+                collective failed; see ``fsdp_c.reset``.
+        """
+        if self._engine is None:
+            ensure_engine(self)
+        wrapped: Any = self._modules[WRAPPED_MODULE]
+        return self._unit.forward(wrapped, args, kwargs)
+
+    def _ensure_root(self, method: str) -> None:
+        ensure_engine(self)
+        if not self._is_root:
+            raise RuntimeError(
+                f"{method}() was called on unit {self._unit.name!r}, which runs "
+                "inside another wrapped module: call it on the root (the outermost one)"
+            )
+
+    def _assert_idle(self, method: str) -> None:
+        if self.training_state is not TrainingState.IDLE:
+            raise RuntimeError(
+                f"{method}() was called in state {self.training_state.name}: call it "
+                "between steps; after an exception in the middle of one, call "
+                "fsdp_c.reset(model) first"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward accumulate unsharded gradients without reducing them.
+
+        The first backward after the context reduces them. For the root only.
+
+        Raises:
+            RuntimeError: Called on a nested wrapped module, or inside a step.
+        """
+        self._ensure_root("no_sync")
+        self._assert_idle("no_sync")
+        engine = ensure_engine(self)
+        before = engine.sync
+        engine.sync = False
+        try:
+            yield
+        finally:
+            engine.sync = before
+
+    def clip_grad_norm_(
+        self, max_norm: float | int, norm_type: float | int = 2.0
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``.
+
+        The norm is that of the unsharded model's gradients as one vector, computed
+        in fp32. Gradients of ignored parameters are counted on each rank for
+        itself. All ranks must call it, on the root, between backward and the
+        optimizer's step.
+
+        Args:
+            max_norm: Highest norm that stays as it is.
+            norm_type: The p of the norm, > 0; ``inf`` for the largest element.
+
+        Returns:
+            The norm before scaling, 0-dim.
+
+        Raises:
+            RuntimeError: Called on a nested wrapped module, or inside a step.
+            TypeError: One of them is not a number.
+            ValueError: ``norm_type`` is not > 0, or ``max_norm`` is NaN.
+
+        Source:
+            ``FullyShardedDataParallel.clip_grad_norm_`` (torch 2.13).
+        """
+        self._ensure_root("clip_grad_norm_")
+        self._assert_idle("clip_grad_norm_")
+        try:
+            limit, power = float(max_norm), float(norm_type)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                "max_norm and norm_type must be numbers, got "
+                f"{max_norm!r} and {norm_type!r}"
+            ) from error
+        if not power > 0:
+            raise ValueError(
+                f"norm_type must be > 0 or infinity, got {norm_type!r}: 2.0 is usual"
+            )
+        if math.isnan(limit):
+            raise ValueError(f"max_norm must be a number, got {max_norm!r}")
+        for each in sharded_modules(self):
+            each._originals.check()
+        others = [
+            param
+            for _, param in unsharded_params(self, frozenset())
+            if param.grad is not None
+        ]
+        with torch.no_grad():
+            return ensure_engine(self).clip_grad_norm(others, limit, power)
+
+    # Whole parameters ------------------------------------------------------
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Show the whole parameters of all units in ``module``, between steps.
+
+        Inside, names of parameters and buffers are those of the unwrapped module,
+        and the original parameters are registered. All ranks must enter and leave.
+
+        Args:
+            module: A wrapped module, or one that contains wrapped modules.
+            recurse: Also the units inside ``module``'s own.
+            writeback: Keep what is written; each rank keeps the part that it holds,
+                so write the same on all ranks.
+            rank0_only: The other ranks take part but see their shards.
+            offload_to_cpu: Not available in this version.
+            with_grads: Not available in this version.
+
+        Raises:
+            NotImplementedError: ``writeback`` with ``rank0_only``, as in FSDP1.
+            ValueError: An argument is not available in this version.
+            RuntimeError: Inside forward or backward, or summoned already.
+        """
+        return summon_full_params(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Apply ``fn`` to all modules, with the whole parameters of their unit.
+
+        What ``fn`` writes is kept; it must write the same on all ranks.
+        """
+        ensure_engine(self)
+        with summoned(self, writeback=True):
+            super().apply(fn)
+        return self
+
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters by name; the names are clean inside a summon."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (clean_name(name) if self._shows_clean_names else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield buffers by name; the names are clean inside a summon."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (clean_name(name) if self._shows_clean_names else name), buffer
+
+    # State dicts -----------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set what ``state_dict()`` of all wrapped modules in ``module`` returns.
+
+        Returns:
+            The settings before.
+
+        Raises:
+            TypeError: A config is not of the type's own class.
+            ValueError: A type other than FULL_STATE_DICT, which is not available in
+                this version; or nothing in ``module`` is wrapped.
+        """
+        return _state_dict.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return the settings of all wrapped modules in ``module``.
+
+        Raises:
+            ValueError: They differ, or nothing in ``module`` is wrapped.
+        """
+        return _state_dict.get_state_dict_type(module)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """Set the settings for a while; see :meth:`set_state_dict_type`."""
+        return _state_dict.state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return the state dict of the unwrapped module: same keys, same order.
+
+        One unit is gathered at a time; all ranks must call it. The tensors own
+        their memory. See FullStateDictConfig for ``offload_to_cpu`` and
+        ``rank0_only``.
+
+        Raises:
+            RuntimeError: Inside forward or backward, or a parameter was replaced.
+        """
+        positional = dict(
+            zip(("destination", "prefix", "keep_vars"), args, strict=False)
+        )
+        return _state_dict.save(
+            self,
+            positional.get("destination", destination),
+            positional.get("prefix", prefix),
+            positional.get("keep_vars", keep_vars),
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy a full state dict into the shards, one unit at a time.
+
+        All ranks must call it, each with the whole state dict.
+
+        Returns:
+            The missing and the unexpected keys, as ``nn.Module.load_state_dict``,
+            under their names in the unwrapped module.
+
+        Raises:
+            RuntimeError: Keys or shapes do not fit; what fits was copied.
+            ValueError: ``assign=True``.
+        """
+        try:
+            return super().load_state_dict(
+                _state_dict.with_wrapped_metadata(self, state_dict), strict, assign
+            )
+        finally:
+            for module in sharded_modules(self):
+                module.end_load()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        _state_dict.begin_load(self, state_dict, prefix, local_metadata, error_msgs)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+    # Looking at it ---------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module, without an activation checkpointing wrapper."""
+        wrapped = self.wrapped
+        if isinstance(wrapped, ActivationWrapper):
+            inner = getattr(wrapped, CHECKPOINT_WRAPPED_MODULE)
+            assert isinstance(inner, nn.Module)
+            return inner
+        return wrapped
+
+    @staticmethod
+    def fsdp_modules(
+        module: nn.Module, root_only: bool = False
+    ) -> list["FullyShardedDataParallel"]:
+        """Return the wrapped modules in ``module``, itself included, parents first.
+
+        Args:
+            module: Any module.
+            root_only: Only those that are not inside another one's engine.
+        """
+        found = [
+            each
+            for each in sharded_modules(module)
+            if isinstance(each, FullyShardedDataParallel)
+        ]
+        return [each for each in found if each.check_is_root()] if root_only else found
+
+    def check_is_root(self) -> bool:
+        """Return whether this module runs as the outermost of its engine."""
+        ensure_engine(self)
+        return bool(self._is_root)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
+        if self._unit.is_summoned or self._shows_clean_names:
+            return TrainingState.SUMMON_FULL_PARAMS
+        engine = self._engine
+        if engine is not None and (engine.in_forward or engine.in_backward):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Raise ValueError unless the training state is ``state``, or one of them."""
+        expected = state if isinstance(state, list) else [state]
+        if self.training_state not in expected:
+            raise ValueError(
+                f"unit {self._unit.name!r} on rank {self.rank} is in state "
+                f"{self.training_state.name}, expected one of "
+                f"{[each.name for each in expected]}"
+            )
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether this unit shards any parameter."""
+        return bool(self._originals.uses)
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        """The first segment's flat parameter; with use_orig_params a new view."""
+        registered = self._originals.first_flat_param()
+        if registered is not None or not self._has_params:
+            return registered
+        return self._originals.make_flat_params()[0]
+
+    @property
+    def _inter_node_pg(self) -> ProcessGroup | None:
+        return self._config.groups.inter_node_group
+
+    def __getattr__(self, name: str) -> Any:
+        """Look missing attributes up in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if WRAPPED_MODULE not in modules:
+                raise
+        return getattr(modules[WRAPPED_MODULE], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module, as an ``nn.Sequential``."""
+        wrapped: Any = self.wrapped
+        return wrapped[key]
+
+    def extra_repr(self) -> str:
+        """Say how the module is sharded."""
+        return (
+            f"{self.sharding_strategy.name}, rank={self.rank}, "
+            f"world_size={self.world_size}"
+        )
+
+    # What a sharded module cannot do ---------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move buffers; parameters must stay where and what they are.
+
+        Called by ``to()``, ``half()``, ``cuda()`` and the like.
+        """
+        convert(self, fn, recurse=recurse)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a FullyShardedDataParallel module cannot be copied: its memory belongs "
+            "to the engine; copy the module before wrapping it, or load "
+            "state_dict() into another wrapped one"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a FullyShardedDataParallel module cannot be pickled or copied: it holds "
+            "process groups and this rank's part only; save state_dict() instead"
+        )

@@ -1,0 +1,91 @@
+"""summon_full_params: whole parameters between steps."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._engines import ensure_engines
+
+
+@contextmanager
+def summoned(
+    module: ShardedModule, *, writeback: bool, clean_names: bool = False
+) -> Iterator[None]:
+    """Show the whole parameters of one unit, and register the original ones.
+
+    All ranks of the unit's group must enter. With ``writeback``, what is written
+    to this rank's part is kept, after an exception too. A unit that is summoned
+    already stays so.
+
+    Raises:
+        RuntimeError: The unit is inside forward or backward.
+    """
+    with ExitStack() as stack:
+        if not module._unit.is_summoned:
+            module._unit.summon()
+            stack.callback(module._unit.dismiss, writeback)
+        stack.enter_context(module._originals.shown())
+        if clean_names:
+            stack.enter_context(_clean_names(module))
+        yield
+
+
+@contextmanager
+def _clean_names(module: ShardedModule) -> Iterator[None]:
+    before = module._shows_clean_names
+    module._shows_clean_names = True
+    try:
+        yield
+    finally:
+        module._shows_clean_names = before
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Iterator[None]:
+    """Show the whole parameters of all units in ``module``.
+
+    See ``FullyShardedDataParallel.summon_full_params``.
+    """
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True with rank0_only=True: the other ranks would keep their "
+            "old parts; pass writeback=False, or rank0_only=False"
+        )
+    for argument, value in (
+        ("offload_to_cpu", offload_to_cpu),
+        ("with_grads", with_grads),
+    ):
+        if value:
+            raise ValueError(
+                f"{argument}=True is not available in this version: leave it False"
+            )
+    ensure_engines(module)
+    modules = [each for each in sharded_modules(module) if recurse or each is module]
+    for each in modules:
+        if each._unit.is_summoned:
+            raise RuntimeError(
+                f"the parameters of unit {each._unit.name!r} are summoned already: "
+                "summon_full_params() cannot be nested"
+            )
+    with ExitStack() as stack:
+        for each in modules:
+            if rank0_only and each.rank != 0:
+                # Takes part in the all-gather only.
+                each._unit.summon()
+                each._unit.dismiss(writeback=False)
+                stack.enter_context(_clean_names(each))
+            else:
+                stack.enter_context(
+                    summoned(each, writeback=writeback, clean_names=True)
+                )
+        yield

@@ -1,0 +1,34 @@
+"""Uses: the places in a module tree that hold a unit's parameters."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+
+class ParamUse(NamedTuple):
+    """One place that holds a parameter; a shared parameter has several."""
+
+    module: nn.Module
+    name: str  # in the module
+    fqn: str  # clean, from the unit's module
+    param: nn.Parameter
+
+
+# The attribute of a parameter that names the unit which shards it, FSDP1's name.
+_MARK = "_fsdp_flattened"
+
+
+def mark_sharded(param: nn.Parameter, unit_name: str) -> None:
+    """Note on ``param`` that the unit ``unit_name`` shards it."""
+    setattr(param, _MARK, unit_name)
+
+
+def sharding_unit(param: nn.Parameter) -> str | None:
+    """Return the name of the unit that shards ``param``, or None."""
+    name: str | None = getattr(param, _MARK, None)
+    return name
+
+
+def is_flat_param(param: nn.Parameter) -> bool:
+    """Return whether ``param`` is a flat parameter, ours or torch's."""
+    return getattr(param, "_is_flat_param", False)
