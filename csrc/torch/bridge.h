@@ -20,7 +20,10 @@
 #include "runtime/engine.h"
 
 #ifdef __cplusplus
+#define FSDP_NOEXCEPT noexcept
 extern "C" {
+#else
+#define FSDP_NOEXCEPT
 #endif
 
 struct _object; /* PyObject */
@@ -39,7 +42,8 @@ bool fsdp_torch_is_tensor(struct _object *object);
  * others: RuntimeError). GIL. */
 void fsdp_torch_set_python_error(const fsdp_error *error);
 
-/* Version of the torch that is loaded, "2.13.0". Borrowed, static. */
+/* Version of the torch that the bridge was compiled against, "2.13.0".
+ * Borrowed, static. */
 const char *fsdp_torch_version(void);
 
 /* Units -------------------------------------------------------------------- */
@@ -136,7 +140,7 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
                                                         bool expects_backward,
                                                         fsdp_error *error);
-void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit);
+void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 
 /* Whole parameters --------------------------------------------------------- */
 
@@ -163,7 +167,7 @@ void fsdp_torch_engine_destroy(fsdp_torch_engine *engine);
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 
 /* Drops what an unfinished step left (see fsdp_engine_reset). may block */
-void fsdp_torch_engine_reset(fsdp_torch_engine *engine);
+void fsdp_torch_engine_reset(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 
 /*
  * Norm of all gradients of the engine's units and of `extra_params` (counted

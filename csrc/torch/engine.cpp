@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -63,28 +64,25 @@ void add_unit(std::vector<NormPart> &parts, const Unit &unit) {
 
 // Norm of one part, or its p-th power: what can be summed over ranks.
 at::Tensor local_term(const NormPart &part, double norm_type,
-                      c10::Device device) {
+                      const at::TensorOptions &options) {
   const bool is_max = std::isinf(norm_type);
-  if (part.grads.empty()) {
-    return at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
-  }
-  const std::vector<at::Tensor> norms =
-      at::_foreach_norm(part.grads, norm_type, at::kFloat);
+  if (part.grads.empty()) return at::zeros({}, options);
+  const std::vector<at::Tensor> norms = at::_foreach_norm(
+      part.grads, norm_type, c10::typeMetaToScalarType(options.dtype()));
   const at::Tensor stacked = at::stack(norms);
   return is_max ? stacked.max() : stacked.pow(norm_type).sum();
 }
 
 at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
-                      c10::Device device) {
+                      const at::TensorOptions &options) {
   const bool is_max = std::isinf(norm_type);
-  at::Tensor total =
-      at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
+  at::Tensor total = at::zeros({}, options);
   for (const NormPart &part : parts) {
-    std::vector<at::Tensor> term = {local_term(part, norm_type, device)};
+    std::vector<at::Tensor> term = {local_term(part, norm_type, options)};
     if (part.group != nullptr) {
-      c10d::AllreduceOptions options;
-      options.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-      const auto work = part.group->allreduce(term, options);
+      c10d::AllreduceOptions reduction;
+      reduction.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+      const auto work = part.group->allreduce(term, reduction);
       if (work) work->wait();
     }
     total = is_max ? at::maximum(total, term[0]) : total + term[0];
@@ -92,14 +90,16 @@ at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
   return is_max ? total : total.pow(1.0 / norm_type);
 }
 
-// The widest dtype among the gradients, in which FSDP1 returns the norm.
-at::ScalarType norm_dtype(const std::vector<NormPart> &parts) {
+// The widest master dtype of the trainable parameters: the same on all ranks,
+// those without gradients included.
+at::ScalarType norm_dtype(const std::vector<Unit *> &units) {
   at::ScalarType dtype = at::ScalarType::Undefined;
-  for (const NormPart &part : parts) {
-    for (const at::Tensor &grad : part.grads) {
+  for (const Unit *unit : units) {
+    for (const Segment &segment : unit->segments) {
+      if (!segment.layout->requires_grad) continue;
       dtype = dtype == at::ScalarType::Undefined
-                  ? grad.scalar_type()
-                  : c10::promoteTypes(dtype, grad.scalar_type());
+                  ? segment.master
+                  : c10::promoteTypes(dtype, segment.master);
     }
   }
   return dtype == at::ScalarType::Undefined ? at::kFloat : dtype;
@@ -113,7 +113,7 @@ at::Tensor clip(std::vector<NormPart> &parts, double max_norm, double norm_type,
   for (NormPart &part : parts) {
     if (!part.grads.empty()) at::_foreach_mul_(part.grads, scale);
   }
-  return norm.to(norm_dtype(parts));
+  return norm.to(dtype);  // as FSDP1 returns it
 }
 
 }  // namespace
@@ -169,7 +169,7 @@ fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine) {
   return engine->self->core;
 }
 
-void fsdp_torch_engine_reset(fsdp_torch_engine *engine) {
+void fsdp_torch_engine_reset(fsdp_torch_engine *engine) noexcept {
   const std::lock_guard<std::mutex> lock(engine->self->mutex);
   engine->self->is_aborted = true;
   engine->self->recover();
@@ -198,6 +198,7 @@ fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,
       const pybind11::gil_scoped_release no_gil;
       const at::NoGradGuard no_grad;
       result = fsdp_torch::clip(parts, max_norm, norm_type,
+                                fsdp_torch::norm_dtype(self.units),
                                 self.units.front()->device);
     }
     PyObject *object = THPVariable_Wrap(result);

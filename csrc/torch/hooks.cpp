@@ -71,14 +71,18 @@ bool will_run(Node *node) {
          info->second.captures_ == nullptr;
 }
 
-// Tells the engine, once per graph task, how many gradients will come.
+// Tells the engine, once per graph task, how many gradients will come. A
+// nested task (reentrant checkpointing of a part of the unit) may bring others,
+// which do not count.
 void expect_grads(Unit &unit) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   if (unit.graph_task == graph_task) return;
   unit.graph_task = graph_task;
   int64_t num_grads = 0;
-  for (const Param &param : unit.params) {
-    if (param.accumulator && will_run(param.accumulator.get())) num_grads++;
+  for (Param &param : unit.params) {
+    if (!param.accumulator || !will_run(param.accumulator.get())) continue;
+    param.expected_in = graph_task;
+    num_grads++;
   }
   fsdp_unit_expect_grads(unit.core, num_grads);
 }
@@ -153,6 +157,10 @@ class GradHook : public torch::autograd::FunctionPostHook {
     handed.data = grad.const_data_ptr();
     handed.dtype = {static_cast<int32_t>(grad.scalar_type()),
                     static_cast<int32_t>(grad.element_size())};
+    Param &param = unit.params[index_];
+    handed.is_expected =
+        param.expected_in == torch::autograd::get_current_graph_task_id();
+    if (handed.is_expected) param.expected_in = -1;
     handed.token = grad.unsafeReleaseTensorImpl();
     bool opens_backward = false;
     {

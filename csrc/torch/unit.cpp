@@ -389,7 +389,7 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
   };
 }
 
-void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) {
+void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) noexcept {
   Unit &self = *unit->self;
   if (!self.engine) return;
   const std::lock_guard<std::mutex> lock(self.engine->mutex);

@@ -73,6 +73,7 @@ struct Param {
   at::Tensor unsharded_grad;  // view of the unsharded one
   NodePtr accumulator;
   uintptr_t hook = 0;
+  int expected_in = -1;  // graph task whose gradient the engine waits for
 
   int64_t local_numel() const { return in_param.end - in_param.begin; }
 };

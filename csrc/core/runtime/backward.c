@@ -53,6 +53,7 @@ fsdp_status fsdp_engine_priv_prefetch_backward(fsdp_engine *engine,
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
 
   if (engine == NULL || unit->is_summoned) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE, "backward reached unit '%s' %s",
@@ -60,21 +61,22 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
                      engine == NULL ? "after its engine was destroyed"
                                     : "inside summon_full_params");
   }
-  FSDP_TRY(fsdp_unit_priv_check(unit, error));
+  FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   const bool is_first = !unit->entered_backward;
-  FSDP_TRY(enter_backward(unit, error));
+  FSDP_TRY(enter_backward(unit, &local));
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
 
   fsdp_order_pre_backward(engine->order, unit->index);
-  FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
+  FSDP_TRY(fsdp_unit_priv_unshard(unit, &local));
   if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE) {
-    FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, error));
+    FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, &local));
   }
-  FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+  FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, &local));
 done:
-  if (status != FSDP_OK && unit->state == FSDP_UNIT_UNSHARDING) {
-    /* The prefetch failed, not this unit. The first error is reported. */
-    (void)!fsdp_unit_priv_reshard(unit, NULL);
+  if (status != FSDP_OK) {
+    /* The prefetch may be what failed; without it there is no backward. */
+    if (unit->state != FSDP_UNIT_SHARDED) fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
   }
   return status;
 }
@@ -118,7 +120,7 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   FSDP_TRY(enter_backward(unit, &local));
   is_taken = true;
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
-  if (unit->expected_grads > 0) {
+  if (grad->is_expected && unit->expected_grads > 0) {
     unit->expected_grads--;
     if (unit->expected_grads == 0) {
       FSDP_TRY(complete_grads(unit, &local));

@@ -72,7 +72,8 @@ typedef struct fsdp_grad {
   int64_t param;
   const void *data; /* contiguous, as many elements as the parameter */
   fsdp_dtype dtype;
-  void *token; /* passed to grad_release exactly once, on failure too */
+  bool is_expected; /* one of those that fsdp_unit_expect_grads announced */
+  void *token;      /* passed to grad_release exactly once, on failure too */
 } fsdp_grad;
 
 typedef struct fsdp_engine_stats {
