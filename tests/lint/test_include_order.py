@@ -1,0 +1,172 @@
+"""Data flows down the list of rooms: a file uses its room and those above it."""
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+
+CORE_ROOMS = (
+    "base",
+    "layout",
+    "unit",
+    "order",
+    "port",
+    "arena",
+    "runtime",
+    "state",
+)
+ROOMS = (*(f"core/{room}" for room in CORE_ROOMS), "torch", "cuda", "python")
+
+LIBC_NAMES = """
+    assert complex ctype errno fenv float inttypes iso646 limits locale math setjmp
+    signal stdalign stdarg stdatomic stdbool stddef stdint stdio stdlib stdnoreturn
+    string tgmath time wchar wctype
+"""
+LIBC = {f"{name}.h" for name in LIBC_NAMES.split()}
+# Beyond libc, by room; "*" is anything: torch's headers and the C++ library.
+SYSTEM = {"torch": {"*"}, "python": {"Python.h", "structmember.h"}}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
+
+SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu"}
+FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a file, ``core/base`` or ``torch``."""
+    parts = path.relative_to(CSRC).parts
+    return "/".join(parts[:2]) if parts[0] == "core" else parts[0]
+
+
+def includes_of(path: Path, quote: str) -> list[str]:
+    """Return what ``path`` includes with ``<`` or with ``"``."""
+    return [name for mark, name in INCLUDE.findall(path.read_text()) if mark == quote]
+
+
+def resolve(path: Path, name: str) -> Path:
+    """Return the file of the quoted include ``name`` in ``path``."""
+    for folder in (path.parent, CSRC / "core", CSRC):
+        if (folder / name).is_file():
+            return (folder / name).resolve()
+    pytest.fail(f'{path.relative_to(ROOT)} includes "{name}", which does not exist')
+
+
+def reachable(path: Path) -> set[Path]:
+    """Return ``path`` and all of our files that it includes, directly or not."""
+    found: set[Path] = set()
+    rest = [path]
+    while rest:
+        file = rest.pop()
+        if file not in found:
+            found.add(file)
+            rest += [resolve(file, name) for name in includes_of(file, '"')]
+    return found
+
+
+def test_every_file_is_in_a_room() -> None:
+    strangers = {room_of(path) for path in FILES} - set(ROOMS)
+    assert not strangers, f"no such room: {sorted(strangers)}"
+
+
+def test_rooms_use_only_rooms_above() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} ({room_of(path)}) includes {name}"
+        for path in FILES
+        for name in includes_of(path, '"')
+        if ROOMS.index(room_of(resolve(path, name))) > ROOMS.index(room_of(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_headers_stay_in_their_room() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {name}"
+        for path in FILES
+        for name in includes_of(path, '"')
+        if name.endswith("_priv.h") and room_of(resolve(path, name)) != room_of(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_include_cycle() -> None:
+    graph = {p: [resolve(p, n) for n in includes_of(p, '"')] for p in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(p.name for p in error.args[1]))
+
+
+def test_system_headers() -> None:
+    wrong = []
+    for path in FILES:
+        allowed = LIBC | SYSTEM.get(room_of(path), set())
+        wrong += [
+            f"{path.relative_to(ROOT)} includes <{name}>"
+            for name in includes_of(path, "<")
+            if name not in allowed and "*" not in allowed
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_c_files_see_no_torch_header() -> None:
+    allowed = LIBC | SYSTEM["python"]
+    wrong = [
+        f"{path.relative_to(ROOT)} sees <{name}> through {file.relative_to(ROOT)}"
+        for path in FILES
+        if path.suffix == ".c"
+        for file in reachable(path)
+        for name in includes_of(file, "<")
+        if name not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a Python file of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    """Return whether ``node`` is ``if TYPE_CHECKING:``."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports_of(path: Path, modules: set[str]) -> set[str]:
+    """Return which of ``modules`` a file imports, inside functions too."""
+    name = module_name(path)
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    found = set()
+    rest: list[ast.AST] = [ast.parse(path.read_text())]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                parts = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parts, *filter(None, [node.module])])
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                found.add(submodule if submodule in modules else base)
+        elif not is_type_checking(node):
+            rest += ast.iter_child_nodes(node)
+    return found & modules
+
+
+def test_no_python_import_cycle() -> None:
+    files = sorted((ROOT / "fsdp_c").rglob("*.py*"))
+    files = [path for path in files if path.suffix in {".py", ".pyi"}]
+    modules = {module_name(path) for path in files}
+    graph = {module_name(path): imports_of(path, modules) for path in files}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
