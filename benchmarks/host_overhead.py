@@ -1,0 +1,183 @@
+"""Time that each implementation's own code adds to a step, per unit.
+
+    python benchmarks/host_overhead.py
+
+A fake process group of 8 ranks moves no data and the tensors are tiny, so what is
+left above the bare model is the host's work: hooks, views, bookkeeping, launches.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import (
+    Json,
+    add_common_arguments,
+    command_line,
+    environment,
+    environment_line,
+    format_table,
+    median_ms,
+    ratio,
+    report_result,
+    run_interleaved,
+    smallest,
+    write_json,
+)
+from implementations import (
+    BARE,
+    FSDP_C_ORIG,
+    LABELS,
+    Block,
+    parallelise,
+    why_unavailable,
+)
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WORLD_SIZE = 8
+NUM_UNITS = 32
+PARAMS_PER_UNIT = 16
+WIDTH = 32
+NUM_HEADS = 4
+BATCH = 2
+TIME = 8
+
+
+def all_reduce_hook(
+    state: None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Do what DDP does by default, in a way that the fake group supports.
+
+    The fake group's work has no result, which DDP's built-in reduction asserts on.
+    DDP checks the annotations of its hooks, so this file cannot postpone them.
+    """
+    del state
+    buffer = bucket.buffer().div_(WORLD_SIZE)
+    dist.all_reduce(buffer)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """Time forward, backward and zero_grad of one implementation."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "fake",
+        rank=0,
+        world_size=WORLD_SIZE,
+        store=FakeStore(),
+    )
+    blocks = [Block(WIDTH, NUM_HEADS) for _ in range(NUM_UNITS)]
+    num_params = len(list(blocks[0].parameters()))
+    if num_params != PARAMS_PER_UNIT:
+        raise AssertionError(f"{num_params} parameters in a block")
+    model = parallelise(nn.Sequential(*blocks), args.worker)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.register_comm_hook(None, all_reduce_hook)
+    params = list(model.parameters())
+    x = torch.randn(BATCH, TIME, WIDTH)
+
+    def step() -> None:
+        model(x).sum().backward()
+        for param in params:
+            param.grad = None
+
+    median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
+    report_result(args.worker_folder, {"step_ms": median})
+
+
+def measure(
+    implementations: list[str], *, steps: int, warmup: int, rounds: int
+) -> Json:
+    """Run all implementations that are available and return the results."""
+    notices = []
+    jobs = {}
+    for name in implementations:
+        reason = why_unavailable(name)
+        if reason is not None:
+            notices.append(f"{LABELS[name]} left out: {reason}")
+            continue
+        jobs[name] = [__file__, "--worker", name]
+        jobs[name] += ["--steps", str(steps), "--warmup", str(warmup)]
+    results = run_interleaved(jobs, num_rounds=rounds, num_ranks=1)
+    bare_ms = smallest(results[BARE], "step_ms")
+    rows = []
+    for name, runs in results.items():
+        step_ms = smallest(runs, "step_ms")
+        rows.append(
+            {
+                "implementation": name,
+                "step_ms": step_ms,
+                "added_us_per_unit": (step_ms - bare_ms) * 1e3 / NUM_UNITS,
+                "all_medians_ms": [run["step_ms"] for run in runs],
+            }
+        )
+    return {
+        "benchmark": "host_overhead",
+        "command": command_line(),
+        "environment": environment(),
+        "settings": {"steps": steps, "warmup": warmup, "rounds": rounds},
+        "notices": notices,
+        "results": rows,
+    }
+
+
+def render(data: Json, *, markdown: bool) -> str:
+    """Return the results as a table."""
+    added = {row["implementation"]: row["added_us_per_unit"] for row in data["results"]}
+    rows = [
+        [
+            LABELS[row["implementation"]],
+            f"{row['step_ms']:.2f}",
+            f"{row['added_us_per_unit']:.0f}",
+            "-"
+            if row["implementation"] == BARE
+            else ratio(row["added_us_per_unit"], added.get(FSDP_C_ORIG)),
+        ]
+        for row in data["results"]
+    ]
+    headers = ["implementation", "step (ms)", "added per unit (us)", "to fsdp_c"]
+    return format_table(headers, rows, markdown=markdown)
+
+
+def main() -> int:
+    """Run the benchmark, or one worker of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_common_arguments(parser, steps=60, warmup=10, rounds=3)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[name for name in LABELS if name != BARE],
+        help="implementations to run (default: all)",
+    )
+    args = parser.parse_args()
+    if args.worker is not None:
+        run_worker(args)
+        return 0
+    data = measure(
+        [BARE, *args.only] if args.only else list(LABELS),
+        steps=args.steps,
+        warmup=args.warmup,
+        rounds=args.rounds,
+    )
+    print(environment_line(data["environment"]))
+    print(
+        f"{NUM_UNITS} blocks of {PARAMS_PER_UNIT} parameters, fake process group of "
+        f"{WORLD_SIZE} ranks; smallest of {args.rounds} medians of {args.steps} steps\n"
+    )
+    print(render(data, markdown=args.markdown))
+    for notice in data["notices"]:
+        print(notice, file=sys.stderr)
+    if args.json is not None:
+        write_json(Path(args.json), data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Write docs/benchmarks.md and docs/benchmarks.png.
+
+    python benchmarks/report.py
+
+Runs both benchmarks, or draws what earlier runs left with ``--json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import host_overhead
+import train_step
+from common import Json, command_line, environment_line, positive_int, write_json
+from implementations import BARE, FSDP_C_ORIG, LABELS
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+TEXT = """\
+# Benchmarks
+
+Made by
+
+{commands}
+
+on {machine}.
+
+Every figure is the smallest of {rounds} medians. Each median comes from a fresh process
+that runs one implementation only, and the rounds are interleaved. "To fsdp_c" is a
+figure divided by that of fsdp_c with `use_orig_params=True`: above 1, fsdp_c is faster.
+{notices}
+![Benchmarks](benchmarks.png)
+
+## Host time added to a step
+
+What an implementation's own code costs: {num_units} transformer blocks of
+{params_per_unit} parameters, tiny tensors and a fake process group of {world_size}
+ranks that moves no data, one thread, forward and backward. The bare model's time is
+subtracted and the rest divided by the number of units. DDP has no units and shards
+nothing; its row tells what data parallelism costs at least. (The fake group makes it
+use a hook in Python, once per bucket.)
+
+{host_overhead}
+
+## A training step on {num_ranks} ranks
+
+Forward, backward and {optimizer} step over gloo, one thread per rank,
+{batch} x {time} bytes per rank. DDP keeps all parameters, gradients and optimizer state
+on every rank. The last loss is equal where all have trained the same model.
+
+{train_step}
+
+### gloo's own time
+
+The collectives of one such step, each timed by itself with nothing else running. No
+implementation can remove this part, only overlap it, and on a CPU it takes cores from
+the computation.
+
+{collectives}
+"""
+
+
+def read_or_run_both(
+    folder: Path | None, *, steps_scale: int, rounds: int
+) -> tuple[Json, Json]:
+    """Return the results of both benchmarks, from files if ``folder`` is given."""
+    if folder is not None:
+        host: Json = json.loads((folder / "host_overhead.json").read_text())
+        step: Json = json.loads((folder / "train_step.json").read_text())
+        return host, step
+    print("host_overhead", file=sys.stderr)
+    host = host_overhead.measure(
+        list(LABELS), steps=3 * steps_scale, warmup=10, rounds=rounds
+    )
+    print("train_step", file=sys.stderr)
+    step = train_step.measure(
+        train_step.IMPLEMENTATIONS,
+        models=list(train_step.MODELS),
+        steps=steps_scale,
+        warmup=5,
+        rounds=rounds,
+    )
+    return host, step
+
+
+def write_markdown(host: Json, step: Json, path: Path) -> None:
+    """Write the page."""
+    commands = dict.fromkeys([host["command"], step["command"], command_line()])
+    models = dict.fromkeys(row["model"] for row in step["results"])
+    tables = "\n\n".join(
+        f"{train_step.describe(model)} parameters.\n\n"
+        + train_step.render_steps(step, model, markdown=True)
+        for model in models
+    )
+    notices = dict.fromkeys([*host["notices"], *step["notices"]])
+    machine = environment_line(host["environment"])
+    if step["environment"] != host["environment"]:
+        machine += f" (training step: {environment_line(step['environment'])})"
+    text = TEXT.format(
+        commands="\n".join(f"    {command}" for command in commands),
+        machine=machine,
+        rounds=host["settings"]["rounds"],
+        notices="".join(f"\n{notice}.\n" for notice in notices),
+        num_units=host_overhead.NUM_UNITS,
+        params_per_unit=host_overhead.PARAMS_PER_UNIT,
+        world_size=host_overhead.WORLD_SIZE,
+        host_overhead=host_overhead.render(host, markdown=True),
+        num_ranks=train_step.NUM_RANKS,
+        optimizer={"sgd": "SGD", "adamw": "AdamW"}[step["settings"]["optimizer"]],
+        batch=train_step.BATCH,
+        time=train_step.TIME,
+        train_step=tables,
+        collectives=train_step.render_collectives(step, markdown=True),
+    )
+    path.write_text(text)
+
+
+def draw_bars(
+    axes: Axes, title: str, values: dict[str, float], *, unit: str, digits: int
+) -> None:
+    """Draw one horizontal bar per implementation, the first at the top."""
+    names = list(values)
+    colors = ["#c44e52" if name.startswith("fsdp_c") else "#8c9bb0" for name in names]
+    bars = axes.barh([LABELS[name] for name in names], list(values.values()))
+    for bar, color in zip(bars, colors, strict=True):
+        bar.set_color(color)
+    axes.bar_label(bars, fmt=f"%.{digits}f", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_title(title, loc="center", fontsize=9)
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(host: Json, step: Json, path: Path) -> None:
+    """Write the picture: host overhead, then one panel per model."""
+    models = list(dict.fromkeys(row["model"] for row in step["results"]))
+    num_panels = 1 + len(models)
+    figure = Figure(figsize=(10, 2.3 * num_panels), layout="constrained")
+    panels = figure.subplots(num_panels, 1)
+    added = {
+        row["implementation"]: row["added_us_per_unit"]
+        for row in host["results"]
+        if row["implementation"] != BARE
+    }
+    title = (
+        f"Host time added per unit and step (fake group of {host_overhead.WORLD_SIZE})"
+    )
+    draw_bars(panels[0], title, added, unit="microseconds, less is better", digits=0)
+    for panel, model in zip(panels[1:], models, strict=True):
+        times = {
+            row["implementation"]: row["step_ms"]
+            for row in step["results"]
+            if row["model"] == model
+        }
+        title = (
+            f"Training step, {train_step.NUM_RANKS} ranks over gloo, "
+            f"{train_step.describe(model)} parameters"
+        )
+        draw_bars(panel, title, times, unit="milliseconds, less is better", digits=1)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    """Make page and picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FOLDER",
+        help="read host_overhead.json and train_step.json here instead of running",
+    )
+    parser.add_argument(
+        "--save-json", type=Path, metavar="FOLDER", help="keep the results here"
+    )
+    parser.add_argument("--steps", type=positive_int, default=20)
+    parser.add_argument("--rounds", type=positive_int, default=3)
+    parser.add_argument("--out", type=Path, default=DOCS, help="default: docs/")
+    args = parser.parse_args()
+    if args.json is not None:
+        for name in ("host_overhead.json", "train_step.json"):
+            if not (args.json / name).is_file():
+                parser.error(f"--json {args.json}: {name} is not there")
+    host, step = read_or_run_both(args.json, steps_scale=args.steps, rounds=args.rounds)
+    if args.save_json is not None:
+        write_json(args.save_json / "host_overhead.json", host)
+        write_json(args.save_json / "train_step.json", step)
+    if not any(row["implementation"] == FSDP_C_ORIG for row in host["results"]):
+        print("fsdp_c is not in the results: no ratios to it", file=sys.stderr)
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_markdown(host, step, args.out / "benchmarks.md")
+    draw(host, step, args.out / "benchmarks.png")
+    print(f"written: {args.out / 'benchmarks.md'}, {args.out / 'benchmarks.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,328 @@
+"""Time of a real training step on 2 ranks over gloo.
+
+    python benchmarks/train_step.py
+
+Forward, backward and optimizer step of two GPTs, one thread per rank. gloo's own time
+for the collectives that occur is measured apart: no implementation can remove it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import (
+    Json,
+    add_common_arguments,
+    command_line,
+    environment,
+    environment_line,
+    format_table,
+    median_ms,
+    ratio,
+    report_result,
+    run_interleaved,
+    smallest,
+    write_json,
+)
+from implementations import (
+    DDP,
+    FSDP1_FLAT,
+    FSDP1_ORIG,
+    FSDP2,
+    FSDP_C_ORIG,
+    GPT,
+    LABELS,
+    NUM_BYTES,
+    parallelise,
+    why_unavailable,
+)
+
+NUM_RANKS = 2
+BATCH = 2
+TIME = 32
+IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP1_ORIG, FSDP1_FLAT, FSDP2, DDP]
+GLOO = "gloo"
+LOSS_TOLERANCE = 1e-3  # all implementations must have trained the same model
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A GPT whose attention heads are 64 wide."""
+
+    width: int
+    num_blocks: int
+
+    def create(self) -> GPT:
+        """Return the same initial model on every rank and in every run."""
+        torch.manual_seed(0)
+        return GPT(self.width, self.num_blocks, self.width // 64)
+
+    def numels(self) -> tuple[int, int]:
+        """Return the numel of one block and of the root unit."""
+        with torch.device("meta"):
+            model = self.create()
+        block = sum(param.numel() for param in model.blocks[0].parameters())
+        total = sum(param.numel() for param in model.parameters())
+        return block, total - self.num_blocks * block
+
+
+MODELS = {"small": ModelSize(256, 8), "large": ModelSize(512, 8)}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective in a step, and how often it occurs."""
+
+    name: str
+    numel: int  # of the unsharded side
+    num_calls: int
+
+
+def collectives_of(size: ModelSize) -> dict[str, list[Collective]]:
+    """Return the collectives of one step, for sharded training and for DDP.
+
+    Sharded: a block is gathered for forward and again for backward, the root once.
+    DDP's buckets are counted as one all_reduce of everything.
+    """
+    block, root = size.numels()
+    return {
+        "sharded": [
+            Collective("all_gather", block, 2 * size.num_blocks),
+            Collective("all_gather", root, 1),
+            Collective("reduce_scatter", block, size.num_blocks),
+            Collective("reduce_scatter", root, 1),
+        ],
+        "ddp": [Collective("all_reduce", size.num_blocks * block + root, 1)],
+    }
+
+
+def time_step(args: argparse.Namespace) -> Json:
+    """Time training steps of one implementation."""
+    model = parallelise(MODELS[args.model].create(), args.worker)
+    params = list(model.parameters())
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(params, lr=1e-3, foreach=True)
+    else:
+        optimizer = torch.optim.SGD(params, lr=1e-2, foreach=True)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    tokens = torch.randint(NUM_BYTES, (BATCH, TIME + 1), generator=generator)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    loss = torch.zeros(())
+
+    def step() -> None:
+        nonlocal loss
+        loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
+    mean_loss = loss.detach().clone()
+    dist.all_reduce(mean_loss)
+    return {"step_ms": median, "loss": mean_loss.item() / NUM_RANKS}
+
+
+def time_gloo(args: argparse.Namespace) -> Json:
+    """Time every collective of a step by itself."""
+    rows: list[Json] = []
+    for kind, collectives in collectives_of(MODELS[args.model]).items():
+        for collective in collectives:
+            shard = torch.zeros(-(-collective.numel // NUM_RANKS))
+            whole = torch.zeros(shard.numel() * NUM_RANKS)
+
+            def call(
+                name: str = collective.name,
+                shard: torch.Tensor = shard,
+                whole: torch.Tensor = whole,
+            ) -> None:
+                if name == "all_gather":
+                    dist.all_gather_into_tensor(whole, shard)
+                elif name == "reduce_scatter":
+                    dist.reduce_scatter_tensor(shard, whole)
+                else:
+                    dist.all_reduce(whole)
+
+            median = median_ms(call, num_steps=args.steps, num_warmup=args.warmup)
+            row = {"kind": kind, **vars(collective), "call_ms": median}
+            rows.append(row)
+    return {"collectives": rows}
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """Join the other rank and time what is asked for."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    rendezvous = (args.worker_folder / "store").as_uri()
+    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=NUM_RANKS)
+    result = time_gloo(args) if args.worker == GLOO else time_step(args)
+    if rank == 0:
+        report_result(args.worker_folder, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(  # noqa: PLR0913 - all are settings of the run
+    implementations: list[str],
+    *,
+    models: list[str],
+    steps: int,
+    warmup: int,
+    rounds: int,
+    optimizer: str = "sgd",
+) -> Json:
+    """Run all implementations that are available and return the results.
+
+    Raises:
+        RuntimeError: The implementations' losses differ: one trained wrongly.
+    """
+    notices = []
+    names = []
+    for name in implementations:
+        reason = why_unavailable(name)
+        if reason is None:
+            names.append(name)
+        else:
+            notices.append(f"{LABELS[name]} left out: {reason}")
+    options = ["--steps", str(steps), "--warmup", str(warmup), "--optimizer", optimizer]
+    jobs = {
+        f"{model} {name}": [__file__, "--worker", name, "--model", model, *options]
+        for model in models
+        for name in (*names, GLOO)
+    }
+    results = run_interleaved(jobs, num_rounds=rounds, num_ranks=NUM_RANKS)
+    rows: list[Json] = []
+    collectives: list[Json] = []
+    for model in models:
+        losses = {}
+        for name in names:
+            runs = results[f"{model} {name}"]
+            losses[name] = runs[0]["loss"]
+            rows.append(
+                {
+                    "model": model,
+                    "implementation": name,
+                    "step_ms": smallest(runs, "step_ms"),
+                    "loss": runs[0]["loss"],
+                    "all_medians_ms": [run["step_ms"] for run in runs],
+                }
+            )
+        spread = max(losses.values()) - min(losses.values())
+        if not spread <= LOSS_TOLERANCE or not math.isfinite(spread):
+            raise RuntimeError(f"{model}: losses after the same steps differ: {losses}")
+        per_round = [run["collectives"] for run in results[f"{model} {GLOO}"]]
+        for same in zip(*per_round, strict=True):
+            best = {**same[0], "call_ms": smallest(same, "call_ms")}
+            collectives.append({"model": model, **best})
+    return {
+        "benchmark": "train_step",
+        "command": command_line(),
+        "environment": environment(),
+        "settings": {
+            "steps": steps,
+            "warmup": warmup,
+            "rounds": rounds,
+            "optimizer": optimizer,
+        },
+        "notices": notices,
+        "results": rows,
+        "collectives": collectives,
+    }
+
+
+def describe(model: str) -> str:
+    """Return the size of a model in words."""
+    size = MODELS[model]
+    block, root = size.numels()
+    million = (size.num_blocks * block + root) / 1e6
+    return f"{model}: {size.num_blocks} blocks, width {size.width}, {million:.1f} M"
+
+
+def render_steps(data: Json, model: str, *, markdown: bool) -> str:
+    """Return the step times of one model as a table."""
+    results = [row for row in data["results"] if row["model"] == model]
+    times = {row["implementation"]: row["step_ms"] for row in results}
+    rows = [
+        [
+            LABELS[row["implementation"]],
+            f"{row['step_ms']:.1f}",
+            ratio(row["step_ms"], times.get(FSDP_C_ORIG)),
+            f"{row['loss']:.4f}",
+        ]
+        for row in results
+    ]
+    headers = ["implementation", "step (ms)", "to fsdp_c", "last loss"]
+    return format_table(headers, rows, markdown=markdown)
+
+
+def render_collectives(data: Json, *, markdown: bool) -> str:
+    """Return gloo's own times as a table, with the sum of a step."""
+    rows = []
+    models = dict.fromkeys(row["model"] for row in data["collectives"])
+    for model in models:
+        for kind in ("sharded", "ddp"):
+            total_ms = 0.0
+            for row in data["collectives"]:
+                if (row["model"], row["kind"]) != (model, kind):
+                    continue
+                step_ms = row["call_ms"] * row["num_calls"]
+                total_ms += step_ms
+                rows.append(
+                    [
+                        f"{model}, {kind}: {row['name']}",
+                        f"{row['numel'] * 4 / 2**20:.2f}",
+                        f"{row['call_ms']:.2f}",
+                        str(row["num_calls"]),
+                        f"{step_ms:.1f}",
+                    ]
+                )
+            rows.append([f"{model}, {kind}: sum", "", "", "", f"{total_ms:.1f}"])
+    headers = ["collective", "MiB", "call (ms)", "calls per step", "per step (ms)"]
+    return format_table(headers, rows, markdown=markdown)
+
+
+def main() -> int:
+    """Run the benchmark, or one worker of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_common_arguments(parser, steps=20, warmup=5, rounds=3)
+    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS)
+    parser.add_argument("--model", choices=list(MODELS), help="one size (default: all)")
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
+    args = parser.parse_args()
+    if args.worker is not None:
+        run_worker(args)
+        return 0
+    data = measure(
+        args.only or IMPLEMENTATIONS,
+        models=[args.model] if args.model else list(MODELS),
+        steps=args.steps,
+        warmup=args.warmup,
+        rounds=args.rounds,
+        optimizer=args.optimizer,
+    )
+    print(environment_line(data["environment"]))
+    print(
+        f"{NUM_RANKS} ranks over gloo, {BATCH} x {TIME} bytes per rank, "
+        f"{args.optimizer}; smallest of {args.rounds} medians of {args.steps} steps"
+    )
+    for model in dict.fromkeys(row["model"] for row in data["results"]):
+        print(f"\n{describe(model)} parameters")
+        print(render_steps(data, model, markdown=args.markdown))
+    print("\ngloo's own time")
+    print(render_collectives(data, markdown=args.markdown))
+    for notice in data["notices"]:
+        print(notice, file=sys.stderr)
+    if args.json is not None:
+        write_json(Path(args.json), data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
