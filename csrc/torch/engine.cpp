@@ -106,8 +106,13 @@ at::ScalarType norm_dtype(const std::vector<Unit *> &units) {
 }
 
 at::Tensor clip(std::vector<NormPart> &parts, double max_norm, double norm_type,
-                c10::Device device) {
-  const at::Tensor norm = total_norm(parts, norm_type, device);
+                at::ScalarType dtype, c10::Device device) {
+  // Accumulated in fp32, or in fp64 where a parameter is fp64.
+  const at::Tensor norm =
+      total_norm(parts, norm_type,
+                 at::TensorOptions()
+                     .dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
+                     .device(device));
   // Always multiply: deciding it would make the host wait for the device.
   const at::Tensor scale = (max_norm / (norm + 1e-6)).clamp_max(1.0);
   for (NormPart &part : parts) {

@@ -29,28 +29,29 @@ void check(Body &&body) {
 // Note [End of backward]
 // The callback runs when its graph task ends. If the task raises, autograd
 // destroys the callback without running it: then this object's destructor
-// tells the engine, which resets itself at its next use.
+// tells the engine, which resets itself at its next use. So the callback is
+// queued before the engine opens the backward.
 class BackwardEnd {
  public:
   explicit BackwardEnd(std::shared_ptr<Engine> engine)
       : engine_(std::move(engine)) {}
   ~BackwardEnd() {
-    if (!has_run_) engine_->is_aborted = true;
+    if (!has_succeeded_) engine_->is_aborted = true;
   }
   BackwardEnd(const BackwardEnd &) = delete;
   BackwardEnd &operator=(const BackwardEnd &) = delete;
 
   void run() {
-    has_run_ = true;
     const std::lock_guard<std::mutex> lock(engine_->mutex);
     check([&](fsdp_error *error) {
       return fsdp_engine_finish_backward(engine_->core, error);
     });
+    has_succeeded_ = true;
   }
 
  private:
   std::shared_ptr<Engine> engine_;
-  bool has_run_ = false;
+  bool has_succeeded_ = false;
 };
 
 void queue_end_of_backward(const std::shared_ptr<Engine> &engine) {
@@ -89,17 +90,13 @@ void expect_grads(Unit &unit) {
 
 void run_pre_backward(Unit &unit) {
   const std::shared_ptr<Engine> engine = unit.engine;
-  bool opens_backward = false;
-  {
-    const std::lock_guard<std::mutex> lock(engine->mutex);
-    engine->recover();
-    opens_backward = !fsdp_engine_in_backward(engine->core);
-    check([&](fsdp_error *error) {
-      return fsdp_unit_pre_backward(unit.core, error);
-    });
-    expect_grads(unit);
-  }
-  if (opens_backward) queue_end_of_backward(engine);
+  const std::lock_guard<std::mutex> lock(engine->mutex);
+  engine->recover();
+  if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
+  check([&](fsdp_error *error) {
+    return fsdp_unit_pre_backward(unit.core, error);
+  });
+  expect_grads(unit);
 }
 
 // One forward call of a unit. Its outputs share it, so that the first gradient
@@ -162,15 +159,11 @@ class GradHook : public torch::autograd::FunctionPostHook {
         param.expected_in == torch::autograd::get_current_graph_task_id();
     if (handed.is_expected) param.expected_in = -1;
     handed.token = grad.unsafeReleaseTensorImpl();
-    bool opens_backward = false;
-    {
-      const std::lock_guard<std::mutex> lock(engine->mutex);
-      opens_backward = !fsdp_engine_in_backward(engine->core);
-      check([&](fsdp_error *error) {
-        return fsdp_unit_grad_ready(unit.core, &handed, error);
-      });
-    }
-    if (opens_backward) queue_end_of_backward(engine);
+    const std::lock_guard<std::mutex> lock(engine->mutex);
+    if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
+    check([&](fsdp_error *error) {
+      return fsdp_unit_grad_ready(unit.core, &handed, error);
+    });
   }
 
   std::shared_ptr<UnitHandle> handle_;

@@ -16,7 +16,8 @@ typedef struct check_test {
   void (*run)(void);
 } check_test;
 
-static int64_t check_num_failures = 0; /* of the running binary */
+/* Of the running binary, whichever of its files the CHECK stands in. */
+extern int64_t check_num_failures;
 
 static inline bool check_that(bool fact, const char *text, const char *file,
                               int line) {

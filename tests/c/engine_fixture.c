@@ -1,0 +1,552 @@
+/*
+ * Engine fixture: see engine_fixture.h.
+ */
+#include "engine_fixture.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "base/alloc.h"
+
+/* --- Elements ------------------------------------------------------------ */
+
+double model_read(const void *data, fsdp_dtype dtype, int64_t index) {
+  const char *address = (const char *)data + index * dtype.itemsize;
+  if (dtype.code == RECORDER_F32.code) {
+    float value;
+    memcpy(&value, address, sizeof value);
+    return (double)value;
+  }
+  if (dtype.code == RECORDER_BF16.code) {
+    uint16_t half;
+    memcpy(&half, address, sizeof half);
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return (double)value;
+  }
+  if (dtype.code == RECORDER_F64.code) {
+    double value;
+    memcpy(&value, address, sizeof value);
+    return value;
+  }
+  return (double)*(const unsigned char *)address;
+}
+
+/* Every number in these tests fits in bf16: cutting is exact. */
+void model_write(void *data, fsdp_dtype dtype, int64_t index, double value) {
+  char *address = (char *)data + index * dtype.itemsize;
+  const float single = (float)value;
+  if (dtype.code == RECORDER_F32.code) {
+    memcpy(address, &single, sizeof single);
+  } else if (dtype.code == RECORDER_BF16.code) {
+    uint32_t bits;
+    memcpy(&bits, &single, sizeof bits);
+    const uint16_t half = (uint16_t)(bits >> 16);
+    memcpy(address, &half, sizeof half);
+  } else if (dtype.code == RECORDER_F64.code) {
+    memcpy(address, &value, sizeof value);
+  } else {
+    *(unsigned char *)address = (unsigned char)value;
+  }
+}
+
+static void *must_calloc(int64_t num, int64_t nbytes) {
+  void *memory = calloc((size_t)num + 1, (size_t)nbytes);
+  if (memory == NULL) abort();
+  return memory;
+}
+
+/* --- Operations that the fixture listens to ------------------------------ */
+
+static fsdp_status show_params(void *context, void *owner, fsdp_view view,
+                               void *const *segments, fsdp_error *error) {
+  model_unit *unit = owner;
+  const fsdp_status status =
+      recorder_ops(context)->show_params(context, owner, view, segments, error);
+  if (status != FSDP_OK) return status;
+  unit->view = view;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->params[i] = segments == NULL ? NULL : segments[i];
+  }
+  return FSDP_OK;
+}
+
+static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
+                              void *const *segments, fsdp_error *error) {
+  model_unit *unit = owner;
+  const fsdp_status status =
+      recorder_ops(context)->show_grads(context, owner, view, segments, error);
+  if (status != FSDP_OK) return status;
+  unit->has_grads = true;
+  unit->grad_view = view;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->grads[i] = segments == NULL ? NULL : segments[i];
+  }
+  return FSDP_OK;
+}
+
+static void grad_release(void *context, void *token) {
+  model_grad *grad = token;
+  recorder_ops(context)->grad_release(context, token);
+  grad->num_releases++;
+  free(grad->data);
+  grad->data = NULL;
+}
+
+/* --- Making and freeing -------------------------------------------------- */
+
+model_options model_default_options(void) {
+  return (model_options){.world_size = 2,
+                         .num_replicas = 1,
+                         .reshard_after_forward = true,
+                         .reshard_after_backward_without_sync = true,
+                         .backward_prefetch = FSDP_PREFETCH_PRE,
+                         .prescale = 1};
+}
+
+void model_init(model *self, const model_options *options) {
+  memset(self, 0, sizeof *self);
+  self->options = options == NULL ? model_default_options() : *options;
+  self->device = recorder_create();
+  self->ops = *recorder_ops(self->device);
+  self->ops.show_params = show_params;
+  self->ops.show_grads = show_grads;
+  self->ops.grad_release = grad_release;
+}
+
+/* Fills the shards with numbers that tell units and places apart. */
+static void plan_segments(model *self, int64_t index) {
+  model_unit *unit = &self->units[index];
+  unit->num_segments = fsdp_flat_layout_num_segments(unit->layout);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, i);
+    const int64_t numel = segment->shard_numel;
+    unit->shards[i] = must_calloc(numel, segment->dtype.itemsize);
+    for (int64_t j = 0; j < numel; j++) {
+      model_write(unit->shards[i], segment->dtype, j,
+                  (double)(8 * index + 4 * i + j % 4));
+    }
+    if (!segment->requires_grad) continue;
+    unit->grad_shards[i] = must_calloc(numel, segment->dtype.itemsize);
+    unit->expected[i] = must_calloc(segment->padded_numel, sizeof(double));
+    recorder_set_grad_shard(self->device, unit, i, unit->grad_shards[i]);
+  }
+}
+
+void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
+                int64_t num_specs) {
+  enum { MAX_SPECS = 8 };
+  fsdp_param_spec keyed[MAX_SPECS];
+  int32_t smallest_itemsize = 4;
+  model_unit *unit = &self->units[self->num_units];
+  if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS) abort();
+
+  unit->name = name;
+  for (int64_t i = 0; i < num_specs; i++) {
+    keyed[i] = specs[i];
+    keyed[i].key = (uint64_t)i;
+  }
+  if (self->options.param_dtype.code != 0) {
+    smallest_itemsize = self->options.param_dtype.itemsize;
+  }
+  CHECK_I64(fsdp_param_table_create(keyed, num_specs, &unit->table, NULL),
+            FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_create(unit->table, self->options.world_size,
+                                    smallest_itemsize, &unit->layout, NULL),
+            FSDP_OK);
+  plan_segments(self, self->num_units);
+  recorder_name_owner(self->device, unit, name);
+  self->num_units++;
+}
+
+void model_plan_simple(model *self, const char *name, int64_t shard_numel) {
+  const fsdp_param_spec spec = {0, shard_numel * self->options.world_size,
+                                RECORDER_F32, true};
+  model_plan(self, name, &spec, 1);
+}
+
+void model_plan_mixed(model *self, const char *name) {
+  const fsdp_param_spec specs[] = {
+      {0, 6, RECORDER_F32, true},  {0, 4, RECORDER_F32, false},
+      {0, 3, RECORDER_BF16, true}, {0, 5, RECORDER_U8, false},
+      {0, 2, RECORDER_F32, true},
+  };
+  model_plan(self, name, specs, 5);
+}
+
+fsdp_unit_options model_unit_options(model *self, int64_t index,
+                                     fsdp_segment_options *segments) {
+  const model_options *options = &self->options;
+  model_unit *unit = &self->units[index];
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_dtype master = fsdp_flat_layout_segment(unit->layout, i)->dtype;
+    const bool is_cast =
+        options->param_dtype.code != 0 && master.code != RECORDER_U8.code;
+    const fsdp_dtype param_dtype = is_cast ? options->param_dtype : master;
+    segments[i] = (fsdp_segment_options){
+        .param_dtype = param_dtype,
+        .reduce_dtype = options->reduce_dtype.code != 0 ? options->reduce_dtype
+                                                        : param_dtype,
+        .shard = unit->shards[i]};
+  }
+  return (fsdp_unit_options){
+      .name = unit->name,
+      .owner = unit,
+      .layout = unit->layout,
+      .segments = segments,
+      .shard_group = {.handle = &self->groups[0],
+                      .rank = options->rank,
+                      .world_size = options->world_size},
+      .replica_group = {.handle = &self->groups[1],
+                        .world_size = options->num_replicas},
+      .reshard_after_forward = options->reshard_after_forward,
+      .reshard_after_backward_without_sync =
+          options->reshard_after_backward_without_sync,
+      .backward_prefetch = options->backward_prefetch,
+      .forward_prefetch = options->forward_prefetch,
+      .prescale = options->prescale,
+      .needs_reduce_scratch = options->needs_reduce_scratch};
+}
+
+fsdp_status model_build(model *self, fsdp_error *error) {
+  fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(fsdp_engine_create(&self->ops, &self->engine, error));
+  for (int64_t i = 0; i < self->num_units; i++) {
+    const fsdp_unit_options options = model_unit_options(self, i, segments);
+    FSDP_TRY(fsdp_unit_create(&options, &self->units[i].unit, error));
+    FSDP_TRY(fsdp_engine_add_unit(self->engine, self->units[i].unit, error));
+  }
+done:
+  return status;
+}
+
+void model_start(model *self) {
+  CHECK_I64(model_build(self, NULL), FSDP_OK);
+  recorder_clear(self->device);
+}
+
+void model_start_tree(model *self, const model_options *options,
+                      int64_t num_children) {
+  static const char *const names[] = {"root", "a", "b", "c"};
+  model_init(self, options);
+  for (int64_t i = 0; i <= num_children; i++) {
+    model_plan_simple(self, names[i], 4 * (i + 1));
+  }
+  model_start(self);
+}
+
+void model_fini(model *self) {
+  for (int64_t i = self->num_units; i-- > 0;) {
+    model_unit *unit = &self->units[i];
+    fsdp_unit_destroy(unit->unit);
+    fsdp_flat_layout_destroy(unit->layout);
+    fsdp_param_table_destroy(unit->table);
+    for (int64_t j = 0; j < unit->num_segments; j++) {
+      free(unit->shards[j]);
+      free(unit->grad_shards[j]);
+      free(unit->expected[j]);
+    }
+  }
+  fsdp_engine_destroy(self->engine);
+  for (int64_t i = 0; i < self->num_grads; i++) {
+    CHECK_I64(self->grads[i].num_releases, 1);
+  }
+  CHECK_I64(recorder_live_blocks(self->device), 0);
+  CHECK_I64(recorder_live_events(self->device), 0);
+  CHECK_I64(fsdp_alloc_live(), 0);
+  recorder_destroy(self->device);
+}
+
+/* --- Calls of the engine ------------------------------------------------- */
+
+/* What is shown is the shard of this rank, once for each rank. */
+static void check_params(model *self, int64_t index) {
+  fsdp_segment_options options[MODEL_MAX_SEGMENTS];
+  const model_unit *unit = &self->units[index];
+  (void)model_unit_options(self, index, options);
+  if (unit->view == FSDP_VIEW_SHARDED) return; /* resident, or no parameters */
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, i);
+    const fsdp_dtype dtype =
+        unit->view == FSDP_VIEW_FULL ? segment->dtype : options[i].param_dtype;
+    int64_t num_wrong = 0;
+    for (int64_t j = 0; j < segment->padded_numel; j++) {
+      const double expected =
+          model_read(unit->shards[i], segment->dtype, j % segment->shard_numel);
+      num_wrong += model_read(unit->params[i], dtype, j) != expected;
+    }
+    CHECK_I64(num_wrong, 0);
+  }
+}
+
+/* Whether an unshard moves the parameters at all. */
+static bool is_shown(const model *self, int64_t index) {
+  const model_unit *unit = &self->units[index];
+  int64_t numel = 0;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    numel += fsdp_flat_layout_segment(unit->layout, i)->padded_numel;
+  }
+  return numel > 0 &&
+         (self->options.world_size > 1 || self->options.param_dtype.code != 0);
+}
+
+static void check_unsharded(model *self, int64_t index) {
+  CHECK_I64(model_state(self, index), FSDP_UNIT_UNSHARDED);
+  if (is_shown(self, index)) {
+    CHECK_I64(self->units[index].view, FSDP_VIEW_UNSHARDED);
+  }
+  check_params(self, index);
+}
+
+fsdp_status model_enter(model *self, int64_t unit, fsdp_error *error) {
+  self->current = unit;
+  const fsdp_status status =
+      fsdp_unit_pre_forward(self->units[unit].unit, false, error);
+  if (status != FSDP_OK) {
+    CHECK(model_state(self, unit) != FSDP_UNIT_UNSHARDING);
+    return status;
+  }
+  if (!fsdp_unit_is_summoned(self->units[unit].unit)) {
+    check_unsharded(self, unit);
+  }
+  return FSDP_OK;
+}
+
+fsdp_status model_leave(model *self, int64_t unit, bool expects_backward,
+                        fsdp_error *error) {
+  self->current = unit;
+  return fsdp_unit_post_forward(self->units[unit].unit, false, expects_backward,
+                                error);
+}
+
+fsdp_status model_pre_backward(model *self, int64_t unit, fsdp_error *error) {
+  self->current = unit;
+  const fsdp_status status =
+      fsdp_unit_pre_backward(self->units[unit].unit, error);
+  if (status == FSDP_OK) check_unsharded(self, unit);
+  return status;
+}
+
+fsdp_status model_give_grad(model *self, int64_t index, int64_t param,
+                            bool is_expected, fsdp_error *error) {
+  fsdp_segment_options options[MODEL_MAX_SEGMENTS];
+  model_unit *unit = &self->units[index];
+  const fsdp_param_slot *slot = fsdp_flat_layout_slot(unit->layout, param);
+  (void)model_unit_options(self, index, options);
+  if (self->num_grads == MODEL_MAX_GRADS) abort();
+
+  self->current = index;
+  const fsdp_dtype dtype = options[slot->segment].param_dtype;
+  model_grad *grad = &self->grads[self->num_grads++];
+  grad->data = must_calloc(slot->numel, dtype.itemsize);
+  for (int64_t i = 0; i < slot->numel; i++) {
+    const double value =
+        (double)(param + self->salt % 3 + 1) + 0.25 * (double)(i % 4);
+    model_write(grad->data, dtype, i, value);
+    unit->expected[slot->segment][slot->offset + i] += value;
+  }
+  const fsdp_grad handed = {.param = param,
+                            .data = grad->data,
+                            .dtype = dtype,
+                            .is_expected = is_expected,
+                            .token = grad};
+  return fsdp_unit_grad_ready(unit->unit, &handed, error);
+}
+
+fsdp_status model_give_grads(model *self, int64_t index, fsdp_error *error) {
+  model_unit *unit = &self->units[index];
+  const int64_t num_params = fsdp_flat_layout_num_params(unit->layout);
+  int64_t num_trainable = 0;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < num_params; i++) {
+    num_trainable += fsdp_param_table_spec(unit->table, i)->requires_grad;
+  }
+  if (num_trainable == 0) {
+    self->current = index;
+    return fsdp_unit_end_backward(unit->unit, error);
+  }
+  fsdp_unit_expect_grads(unit->unit, num_trainable);
+  for (int64_t i = num_params; i-- > 0;) {
+    if (!fsdp_param_table_spec(unit->table, i)->requires_grad) continue;
+    FSDP_TRY(model_give_grad(self, index, i, true, error));
+  }
+done:
+  return status;
+}
+
+fsdp_status model_finish(model *self, fsdp_error *error) {
+  self->current = -1;
+  const fsdp_status status = fsdp_engine_finish_backward(self->engine, error);
+  if (status == FSDP_OK) {
+    self->salt++;
+    recorder_set_grads_live(self->device, true);
+  }
+  return status;
+}
+
+/* --- Steps --------------------------------------------------------------- */
+
+fsdp_status model_forward(model *self, bool expects_backward,
+                          fsdp_error *error) {
+  fsdp_status status = model_enter(self, 0, error);
+  if (status != FSDP_OK) return status; /* not entered: nothing to leave */
+
+  for (int64_t i = 1; i < self->num_units; i++) {
+    FSDP_TRY(model_enter(self, i, error));
+    status = model_leave(self, i, expects_backward, error);
+    if (status != FSDP_OK)
+      fsdp_unit_abandon_forward(self->units[i].unit, false);
+    FSDP_TRY(status);
+  }
+  FSDP_TRY(model_leave(self, 0, expects_backward, error));
+done:
+  if (status != FSDP_OK) fsdp_unit_abandon_forward(self->units[0].unit, false);
+  return status;
+}
+
+fsdp_status model_backward(model *self, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(model_pre_backward(self, 0, error));
+  for (int64_t i = self->num_units; i-- > 1;) {
+    FSDP_TRY(model_pre_backward(self, i, error));
+    FSDP_TRY(model_give_grads(self, i, error));
+  }
+  FSDP_TRY(model_give_grads(self, 0, error));
+  FSDP_TRY(model_finish(self, error));
+done:
+  return status;
+}
+
+void model_step(model *self) {
+  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  CHECK_I64(model_forward(self, true, &error), FSDP_OK);
+  CHECK_I64(model_backward(self, &error), FSDP_OK);
+  CHECK_TEXT(error.message, "");
+}
+
+void model_zero_grad(model *self) {
+  recorder_set_grads_live(self->device, false);
+  for (int64_t i = 0; i < self->num_units; i++) {
+    model_unit *unit = &self->units[i];
+    unit->has_grads = false;
+    for (int64_t j = 0; j < unit->num_segments; j++) {
+      if (unit->expected[j] == NULL) continue;
+      const int64_t numel =
+          fsdp_flat_layout_segment(unit->layout, j)->padded_numel;
+      memset(unit->expected[j], 0, (size_t)numel * sizeof(double));
+    }
+  }
+}
+
+void model_optimizer_step(model *self) {
+  for (int64_t i = 0; i < self->num_units; i++) {
+    model_unit *unit = &self->units[i];
+    for (int64_t j = 0; j < unit->num_segments; j++) {
+      const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, j);
+      for (int64_t k = 0; k < segment->shard_numel; k++) {
+        const double value = model_read(unit->shards[j], segment->dtype, k);
+        model_write(unit->shards[j], segment->dtype, k,
+                    value < 96 ? value + 1 : 1);
+      }
+    }
+  }
+}
+
+/* --- Looking ------------------------------------------------------------- */
+
+/* Numbers outside the range of a segment's gradient that differ from the
+ * expected ones; the padding must be zero. */
+static int64_t count_wrong(const double *expected, const void *actual,
+                           fsdp_dtype dtype, int64_t numel, double scale) {
+  int64_t num_wrong = 0;
+  for (int64_t i = 0; i < numel; i++) {
+    const double value = scale * model_read(actual, dtype, i);
+    num_wrong += !(fabs(value - expected[i]) <= 1e-6 * fabs(expected[i]));
+  }
+  return num_wrong;
+}
+
+void model_check_grads(model *self) {
+  fsdp_segment_options options[MODEL_MAX_SEGMENTS];
+  for (int64_t i = 0; i < self->num_units; i++) {
+    const model_unit *unit = &self->units[i];
+    (void)model_unit_options(self, i, options);
+    for (int64_t j = 0; j < unit->num_segments; j++) {
+      const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, j);
+      if (!segment->requires_grad || segment->padded_numel == 0) continue;
+      CHECK(unit->has_grads);
+      if (unit->grad_view == FSDP_VIEW_UNSHARDED) {
+        CHECK_I64(count_wrong(unit->expected[j], unit->grads[j],
+                              options[j].reduce_dtype, segment->padded_numel,
+                              1 / self->options.prescale),
+                  0);
+        continue;
+      }
+      const int64_t begin = self->options.rank * segment->shard_numel;
+      CHECK_I64(count_wrong(unit->expected[j] + begin, unit->grad_shards[j],
+                            segment->dtype, segment->shard_numel, 1),
+                0);
+    }
+  }
+}
+
+void model_check_states(const model *self, fsdp_unit_state state) {
+  for (int64_t i = 0; i < self->num_units; i++) {
+    CHECK_I64(model_state(self, i), state);
+  }
+}
+
+fsdp_unit_state model_state(const model *self, int64_t unit) {
+  return fsdp_unit_get_state(self->units[unit].unit);
+}
+
+fsdp_engine_stats model_stats(const model *self) {
+  fsdp_engine_stats stats;
+  fsdp_engine_get_stats(self->engine, &stats);
+  return stats;
+}
+
+/* The unit whose first segment has shards of so many elements. */
+static const char *name_of_numel(const model *self, int64_t shard_numel) {
+  for (int64_t i = 0; i < self->num_units; i++) {
+    const model_unit *unit = &self->units[i];
+    if (unit->num_segments > 0 &&
+        fsdp_flat_layout_segment(unit->layout, 0)->shard_numel == shard_numel) {
+      return unit->name;
+    }
+  }
+  return "?";
+}
+
+const char *model_schedule(model *self) {
+  const char *line = recorder_tape(self->device);
+  size_t length = 0;
+  self->schedule[0] = '\0';
+  while (*line != '\0') {
+    const char *end = strchr(line, '\n') + 1;
+    char word[16];
+    char lane[16];
+    char group[16];
+    long long numel = 0;
+    char *out = self->schedule + length;
+    const size_t room = sizeof self->schedule - length;
+    int written = 0;
+    const bool is_collective =
+        strncmp(line, "all_", 4) == 0 || strncmp(line, "reduce_", 7) == 0;
+    if (is_collective &&
+        sscanf(line, "%15s %15s %15s %lld", word, lane, group, &numel) == 4) {
+      written = snprintf(out, room, "%s %s\n", word,
+                         name_of_numel(self, (int64_t)numel));
+    } else if (strncmp(line, "show", 4) == 0) {
+      written = snprintf(out, room, "%.*s", (int)(end - line), line);
+    }
+    if (written < 0 || (size_t)written >= room) abort();
+    length += (size_t)written;
+    line = end;
+  }
+  return self->schedule;
+}

@@ -1,0 +1,170 @@
+/*
+ * Engine fixture: a small model of units over the recorder, driven the way the
+ * bridge drives the engine, with an oracle for its numbers.
+ *
+ *   model m;
+ *   model_init(&m, &options);
+ *   model_plan(&m, "root", specs, num_specs);   parents first
+ *   model_start(&m);                            makes engine and units
+ *   ... model_enter, model_leave, model_step ...
+ *   model_fini(&m);                             checks that nothing is left
+ *
+ * Unit 0 is the root, the others are its children. All ranks hold the same
+ * data (as the recorder assumes): an unsharded parameter is this rank's shard
+ * repeated, and the mean of a gradient over the ranks is the gradient.
+ */
+#ifndef FSDP_TESTS_ENGINE_FIXTURE_H
+#define FSDP_TESTS_ENGINE_FIXTURE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "check.h"
+#include "layout/flat_layout.h"
+#include "layout/param_table.h"
+#include "recorder.h"
+#include "runtime/engine.h"
+
+enum {
+  MODEL_MAX_UNITS = 8,
+  MODEL_MAX_SEGMENTS = 4,
+  MODEL_MAX_GRADS = 1024,
+  MODEL_SCHEDULE_NBYTES = 1 << 16
+};
+
+/* For all units of a model; model_default_options() is FULL_SHARD over two
+ * ranks in fp32, backward prefetch PRE. */
+typedef struct model_options {
+  int64_t world_size;
+  int64_t rank;
+  int64_t num_replicas;
+  fsdp_dtype param_dtype;  /* code 0: the master dtype */
+  fsdp_dtype reduce_dtype; /* code 0: param_dtype */
+  bool reshard_after_forward;
+  bool reshard_after_backward_without_sync;
+  fsdp_prefetch backward_prefetch;
+  bool forward_prefetch;
+  double prescale;
+  bool needs_reduce_scratch;
+} model_options;
+
+/* A gradient that was handed over; the token of its fsdp_grad. */
+typedef struct model_grad {
+  void *data; /* freed at the release: a later read is seen by ASan */
+  int64_t num_releases;
+} model_grad;
+
+typedef struct model_unit {
+  const char *name;
+  fsdp_param_table *table;
+  fsdp_flat_layout *layout;
+  int64_t num_segments;
+  void *shards[MODEL_MAX_SEGMENTS];
+  void *grad_shards[MODEL_MAX_SEGMENTS]; /* NULL: frozen */
+  double *expected[MODEL_MAX_SEGMENTS];  /* sum of gradients, whole segment */
+  fsdp_view view;                        /* what show_params said last */
+  void *params[MODEL_MAX_SEGMENTS];
+  bool has_grads; /* show_grads was called since the last zero_grad */
+  fsdp_view grad_view;
+  void *grads[MODEL_MAX_SEGMENTS];
+  fsdp_unit *unit;
+} model_unit;
+
+typedef struct model {
+  model_options options;
+  recorder *device;
+  fsdp_device_ops ops; /* the recorder's, with views and releases noted */
+  char groups[2];      /* handles of the shard and the replica group */
+  fsdp_engine *engine;
+  int64_t num_units;
+  model_unit units[MODEL_MAX_UNITS];
+  model_grad grads[MODEL_MAX_GRADS];
+  int64_t num_grads;
+  int64_t salt;    /* makes the gradients of each backward different */
+  int64_t current; /* unit of the last call; -1: a call of the engine */
+  char schedule[MODEL_SCHEDULE_NBYTES];
+} model;
+
+model_options model_default_options(void);
+
+/* options NULL: the default ones. */
+void model_init(model *self, const model_options *options);
+
+/* Plans unit number num_units. The specs need no keys. */
+void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
+                int64_t num_specs);
+/* One trainable fp32 parameter, `shard_numel` elements (of whole alignment
+ * units) on each rank. */
+void model_plan_simple(model *self, const char *name, int64_t shard_numel);
+
+/* Four segments:
+ *
+ *   0  fp32, trainable  6 + gap 2 + 2  -> 8 a rank (of two)
+ *   1  fp32, frozen     4              -> 4
+ *   2  bf16, trainable  3              -> 8
+ *   3  uint8, frozen    5              -> 16
+ */
+void model_plan_mixed(model *self, const char *name);
+
+/* Makes the engine and the planned units. */
+FSDP_NODISCARD fsdp_status model_build(model *self, fsdp_error *error);
+/* The options of planned unit `index`; segments are written to `segments`. */
+fsdp_unit_options model_unit_options(model *self, int64_t index,
+                                     fsdp_segment_options *segments);
+/* Builds, which must succeed, and clears the tape. */
+void model_start(model *self);
+/* Root and children a, b, c (as many as asked for), shards of 4, 8, 12 and 16
+ * elements; started. */
+void model_start_tree(model *self, const model_options *options,
+                      int64_t num_children);
+/* Frees everything; nothing may be alive then, each handed gradient must have
+ * been released exactly once. */
+void model_fini(model *self);
+
+/* One call of the engine each. Where parameters are shown by it, their values
+ * are checked. */
+FSDP_NODISCARD fsdp_status model_enter(model *self, int64_t unit,
+                                       fsdp_error *error);
+FSDP_NODISCARD fsdp_status model_leave(model *self, int64_t unit,
+                                       bool expects_backward,
+                                       fsdp_error *error);
+FSDP_NODISCARD fsdp_status model_pre_backward(model *self, int64_t unit,
+                                              fsdp_error *error);
+/* Expects and hands over the gradients of all trainable parameters, last one
+ * first; of a frozen unit: ends its backward. */
+FSDP_NODISCARD fsdp_status model_give_grads(model *self, int64_t unit,
+                                            fsdp_error *error);
+/* Hands over one gradient, as an expected one or not. */
+FSDP_NODISCARD fsdp_status model_give_grad(model *self, int64_t unit,
+                                           int64_t param, bool is_expected,
+                                           fsdp_error *error);
+FSDP_NODISCARD fsdp_status model_finish(model *self, fsdp_error *error);
+
+/* Forward of the whole model. After a failure it leaves forward as the bridge
+ * does. */
+FSDP_NODISCARD fsdp_status model_forward(model *self, bool expects_backward,
+                                         fsdp_error *error);
+FSDP_NODISCARD fsdp_status model_backward(model *self, fsdp_error *error);
+/* Both, which must succeed. */
+void model_step(model *self);
+
+/* What an optimizer does: the gradients are cleared; the shards change. */
+void model_zero_grad(model *self);
+void model_optimizer_step(model *self);
+
+/* The sharded (or, held unsharded, the unsharded) gradients are the sum of
+ * what was handed over since the last zero_grad. */
+void model_check_grads(model *self);
+
+void model_check_states(const model *self, fsdp_unit_state state);
+fsdp_unit_state model_state(const model *self, int64_t unit);
+fsdp_engine_stats model_stats(const model *self);
+
+/* The tape since the last clear in short: who gathers, reduces and shows what;
+ * collectives name the unit whose shard has that many elements. */
+const char *model_schedule(model *self);
+
+double model_read(const void *data, fsdp_dtype dtype, int64_t index);
+void model_write(void *data, fsdp_dtype dtype, int64_t index, double value);
+
+#endif /* FSDP_TESTS_ENGINE_FIXTURE_H */
