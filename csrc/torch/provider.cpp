@@ -234,7 +234,7 @@ void scale_tensor(const at::Tensor &destination, const at::Tensor &source,
   } else if (scale == 1.0) {
     target.copy_(source, /*non_blocking=*/true);
   } else if (source.scalar_type() == target.scalar_type()) {
-    at::mul_out(target, source, at::scalar_tensor(scale));
+    at::mul_out(target, source, at::scalar_tensor(scale, at::kDouble));
   } else {
     target.copy_(source, /*non_blocking=*/true);
     target.mul_(scale);

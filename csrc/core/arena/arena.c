@@ -446,6 +446,9 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
   int64_t num_items = 0;
   fsdp_status status = FSDP_OK;
 
+  arena->last_taker = NONE;
+  arena->last_compute_giver = NONE;
+  arena->last_async_giver = NONE;
   if (!arena->is_dirty || arena->num_held > 0) return FSDP_OK;
 
   items = fsdp_calloc((size_t)num_clients, sizeof *items);

@@ -84,9 +84,10 @@ FSDP_NODISCARD fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client,
 void *fsdp_arena_data(const fsdp_arena *arena, int64_t client);
 
 /*
- * Assigns a block to every client that ever took one, allocates what is
- * missing and frees what is left over. Does nothing when the plan still holds
- * or when a block is held. On failure every block that was there is kept.
+ * Call it between steps, when the lanes have joined: neighbours in time are
+ * forgotten. Assigns a block to every client that ever took one, allocates what
+ * is missing and frees what is left over. Does nothing when the plan still
+ * holds or when a block is held. On failure every block that was there is kept.
  */
 FSDP_NODISCARD fsdp_status fsdp_arena_plan(fsdp_arena *arena,
                                            fsdp_error *error);
