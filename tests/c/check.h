@@ -21,8 +21,7 @@ extern int64_t check_num_failures;
 
 static inline bool check_that(bool fact, const char *text, const char *file,
                               int line) {
-  if (fact)
-    return true;
+  if (fact) return true;
   check_num_failures++;
   printf("%s:%d: failed: %s\n", file, line, text);
   return false;
@@ -30,25 +29,23 @@ static inline bool check_that(bool fact, const char *text, const char *file,
 
 static inline bool check_i64(int64_t actual, int64_t expected, const char *text,
                              const char *file, int line) {
-  if (check_that(actual == expected, text, file, line))
-    return true;
+  if (check_that(actual == expected, text, file, line)) return true;
   printf("  is %" PRId64 ", expected %" PRId64 "\n", actual, expected);
   return false;
 }
 
 static inline bool check_text(const char *actual, const char *expected,
                               const char *text, const char *file, int line) {
-  if (check_that(strcmp(actual, expected) == 0, text, file, line))
-    return true;
+  if (check_that(strcmp(actual, expected) == 0, text, file, line)) return true;
   printf("--- is\n%s--- expected\n%s---\n", actual, expected);
   return false;
 }
 
 /* Each is true when the fact holds: `if (!CHECK(x)) return;` stops a test. */
 #define CHECK(fact) check_that((fact), #fact, __FILE__, __LINE__)
-#define CHECK_I64(actual, expected)                                            \
+#define CHECK_I64(actual, expected) \
   check_i64((actual), (expected), #actual, __FILE__, __LINE__)
-#define CHECK_TEXT(actual, expected)                                           \
+#define CHECK_TEXT(actual, expected) \
   check_text((actual), (expected), #actual, __FILE__, __LINE__)
 
 #define CHECK_TEST(function) {#function, function}
@@ -60,8 +57,7 @@ static inline int check_run(const check_test *tests, size_t num_tests) {
   for (size_t i = 0; i < num_tests; i++) {
     const int64_t before = check_num_failures;
     tests[i].run();
-    if (check_num_failures == before)
-      continue;
+    if (check_num_failures == before) continue;
     num_failed++;
     printf("FAILED %s\n", tests[i].name);
   }

@@ -53,8 +53,7 @@ void model_write(void *data, fsdp_dtype dtype, int64_t index, double value) {
 
 static void *must_calloc(int64_t num, int64_t nbytes) {
   void *memory = calloc((size_t)num + 1, (size_t)nbytes);
-  if (memory == NULL)
-    abort();
+  if (memory == NULL) abort();
   return memory;
 }
 
@@ -65,8 +64,7 @@ static fsdp_status show_params(void *context, void *owner, fsdp_view view,
   model_unit *unit = owner;
   const fsdp_status status =
       recorder_ops(context)->show_params(context, owner, view, segments, error);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   unit->view = view;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->params[i] = segments == NULL ? NULL : segments[i];
@@ -79,8 +77,7 @@ static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
   model_unit *unit = owner;
   const fsdp_status status =
       recorder_ops(context)->show_grads(context, owner, view, segments, error);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   unit->has_grads = true;
   unit->grad_view = view;
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -130,8 +127,7 @@ static void plan_segments(model *self, int64_t index) {
       model_write(unit->shards[i], segment->dtype, j,
                   (double)(8 * index + 4 * i + j % 4));
     }
-    if (!segment->requires_grad)
-      continue;
+    if (!segment->requires_grad) continue;
     unit->grad_shards[i] = must_calloc(numel, segment->dtype.itemsize);
     unit->expected[i] = must_calloc(segment->padded_numel, sizeof(double));
     recorder_set_grad_shard(self->device, unit, i, unit->grad_shards[i]);
@@ -144,8 +140,7 @@ void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
   fsdp_param_spec keyed[MAX_SPECS];
   int32_t smallest_itemsize = 4;
   model_unit *unit = &self->units[self->num_units];
-  if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS)
-    abort();
+  if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS) abort();
 
   unit->name = name;
   for (int64_t i = 0; i < num_specs; i++) {
@@ -272,8 +267,7 @@ static void check_params(model *self, int64_t index) {
   fsdp_segment_options options[MODEL_MAX_SEGMENTS];
   const model_unit *unit = &self->units[index];
   (void)model_unit_options(self, index, options);
-  if (unit->view == FSDP_VIEW_SHARDED)
-    return; /* resident, or no parameters */
+  if (unit->view == FSDP_VIEW_SHARDED) return; /* resident, or no parameters */
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, i);
     const fsdp_dtype dtype =
@@ -332,8 +326,7 @@ fsdp_status model_pre_backward(model *self, int64_t unit, fsdp_error *error) {
   self->current = unit;
   const fsdp_status status =
       fsdp_unit_pre_backward(self->units[unit].unit, error);
-  if (status == FSDP_OK)
-    check_unsharded(self, unit);
+  if (status == FSDP_OK) check_unsharded(self, unit);
   return status;
 }
 
@@ -343,8 +336,7 @@ fsdp_status model_give_grad(model *self, int64_t index, int64_t param,
   model_unit *unit = &self->units[index];
   const fsdp_param_slot *slot = fsdp_flat_layout_slot(unit->layout, param);
   (void)model_unit_options(self, index, options);
-  if (self->num_grads == MODEL_MAX_GRADS)
-    abort();
+  if (self->num_grads == MODEL_MAX_GRADS) abort();
 
   self->current = index;
   const fsdp_dtype dtype = options[slot->segment].param_dtype;
@@ -379,8 +371,7 @@ fsdp_status model_give_grads(model *self, int64_t index, fsdp_error *error) {
   }
   fsdp_unit_expect_grads(unit->unit, num_trainable);
   for (int64_t i = num_params; i-- > 0;) {
-    if (!fsdp_param_table_spec(unit->table, i)->requires_grad)
-      continue;
+    if (!fsdp_param_table_spec(unit->table, i)->requires_grad) continue;
     FSDP_TRY(model_give_grad(self, index, i, true, error));
   }
 done:
@@ -402,8 +393,7 @@ fsdp_status model_finish(model *self, fsdp_error *error) {
 fsdp_status model_forward(model *self, bool expects_backward,
                           fsdp_error *error) {
   fsdp_status status = model_enter(self, 0, error);
-  if (status != FSDP_OK)
-    return status; /* not entered: nothing to leave */
+  if (status != FSDP_OK) return status; /* not entered: nothing to leave */
 
   for (int64_t i = 1; i < self->num_units; i++) {
     FSDP_TRY(model_enter(self, i, error));
@@ -414,8 +404,7 @@ fsdp_status model_forward(model *self, bool expects_backward,
   }
   FSDP_TRY(model_leave(self, 0, expects_backward, error));
 done:
-  if (status != FSDP_OK)
-    fsdp_unit_abandon_forward(self->units[0].unit, false);
+  if (status != FSDP_OK) fsdp_unit_abandon_forward(self->units[0].unit, false);
   return status;
 }
 
@@ -445,8 +434,7 @@ void model_zero_grad(model *self) {
     model_unit *unit = &self->units[i];
     unit->has_grads = false;
     for (int64_t j = 0; j < unit->num_segments; j++) {
-      if (unit->expected[j] == NULL)
-        continue;
+      if (unit->expected[j] == NULL) continue;
       const int64_t numel =
           fsdp_flat_layout_segment(unit->layout, j)->padded_numel;
       memset(unit->expected[j], 0, (size_t)numel * sizeof(double));
@@ -489,8 +477,7 @@ void model_check_grads(model *self) {
     (void)model_unit_options(self, i, options);
     for (int64_t j = 0; j < unit->num_segments; j++) {
       const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, j);
-      if (!segment->requires_grad || segment->padded_numel == 0)
-        continue;
+      if (!segment->requires_grad || segment->padded_numel == 0) continue;
       CHECK(unit->has_grads);
       if (unit->grad_view == FSDP_VIEW_UNSHARDED) {
         CHECK_I64(count_wrong(unit->expected[j], unit->grads[j],
@@ -557,8 +544,7 @@ const char *model_schedule(model *self) {
     } else if (strncmp(line, "show", 4) == 0) {
       written = snprintf(out, room, "%.*s", (int)(end - line), line);
     }
-    if (written < 0 || (size_t)written >= room)
-      abort();
+    if (written < 0 || (size_t)written >= room) abort();
     length += (size_t)written;
     line = end;
   }

@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "elements.h"
+
 enum { BLOCK_ALIGNMENT = 256, GRAD_SHARD_NBYTES = 4096, NAME_NBYTES = 32 };
 
 struct fsdp_event {
@@ -72,8 +74,7 @@ struct recorder {
 /* --- Memory of the recorder itself --------------------------------------- */
 
 static void *must(void *pointer) {
-  if (pointer != NULL)
-    return pointer;
+  if (pointer != NULL) return pointer;
   fprintf(stderr, "recorder: out of memory\n");
   exit(2);
 }
@@ -116,8 +117,7 @@ static named *add_named(named_list *list, const void *pointer) {
 static const char *find_name(named_list *list, const void *pointer,
                              const char *prefix, int64_t first_number) {
   for (int64_t i = 0; i < list->num_items; i++) {
-    if (list->items[i].pointer == pointer)
-      return list->items[i].name;
+    if (list->items[i].pointer == pointer) return list->items[i].name;
   }
   const int64_t number = list->num_items + first_number;
   named *item = add_named(list, pointer);
@@ -147,8 +147,7 @@ static const char *memory_name(const recorder *self, const char *before,
                                size_t text_nbytes) {
   const char *address = data;
   text[0] = '\0';
-  if (!self->shows_memory)
-    return text;
+  if (!self->shows_memory) return text;
   for (int64_t i = self->num_memories - 1; i >= 0; i--) {
     const memory *candidate = &self->memories[i];
     if (candidate->data == NULL || address < candidate->data ||
@@ -207,81 +206,11 @@ static fsdp_status begin(recorder *self, fsdp_status code, fsdp_error *error,
 
   self->num_calls++;
   const int64_t index = self->fail_at;
-  if (index >= 0)
-    self->fail_at--;
-  if (index == 0)
-    return FSDP_FAIL(error, code, "injected at %s", line);
+  if (index >= 0) self->fail_at--;
+  if (index == 0) return FSDP_FAIL(error, code, "injected at %s", line);
   tape_append(self, line);
   tape_append(self, "\n");
   return FSDP_OK;
-}
-
-/* --- Elements ------------------------------------------------------------ */
-
-static double read_element(const void *data, fsdp_dtype dtype, int64_t i) {
-  const char *address = (const char *)data + i * dtype.itemsize;
-  switch (dtype.code) {
-  case 1: {
-    float value;
-    memcpy(&value, address, sizeof value);
-    return (double)value;
-  }
-  case 2: {
-    uint16_t half;
-    float value;
-    memcpy(&half, address, sizeof half);
-    const uint32_t bits = (uint32_t)half << 16;
-    memcpy(&value, &bits, sizeof value);
-    return (double)value;
-  }
-  case 3: {
-    double value;
-    memcpy(&value, address, sizeof value);
-    return value;
-  }
-  default:
-    return (double)*(const unsigned char *)address;
-  }
-}
-
-static void write_element(void *data, fsdp_dtype dtype, int64_t i,
-                          double number) {
-  char *address = (char *)data + i * dtype.itemsize;
-  switch (dtype.code) {
-  case 1: {
-    const float value = (float)number;
-    memcpy(address, &value, sizeof value);
-    break;
-  }
-  case 2: { /* rounded to the nearest, ties to even; no NaN in tests */
-    const float value = (float)number;
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    bits += 0x7fff + ((bits >> 16) & 1);
-    const uint16_t half = (uint16_t)(bits >> 16);
-    memcpy(address, &half, sizeof half);
-    break;
-  }
-  case 3:
-    memcpy(address, &number, sizeof number);
-    break;
-  default:
-    *(unsigned char *)address = (unsigned char)number;
-    break;
-  }
-}
-
-/* destination = scale * source (+ destination with `add`). */
-static void combine(void *destination, fsdp_dtype destination_dtype,
-                    const void *source, fsdp_dtype source_dtype, int64_t numel,
-                    double scale, bool add) {
-  for (int64_t i = 0; i < numel; i++) {
-    double value =
-        source == NULL ? 0 : scale * read_element(source, source_dtype, i);
-    if (add)
-      value += read_element(destination, destination_dtype, i);
-    write_element(destination, destination_dtype, i, value);
-  }
 }
 
 /* --- The port ------------------------------------------------------------ */
@@ -291,12 +220,10 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
   recorder *self = context;
   char name[NAME_NBYTES + 1] = "";
   const int64_t number = self->num_blocks_ever + 1;
-  if (self->shows_memory)
-    snprintf(name, sizeof name, " b%" PRId64, number);
+  if (self->shows_memory) snprintf(name, sizeof name, " b%" PRId64, number);
   const fsdp_status status = begin(self, FSDP_OUT_OF_MEMORY, error,
                                    "alloc %" PRId64 "%s", nbytes, name);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
 
   void *data = NULL;
   if (posix_memalign(&data, BLOCK_ALIGNMENT, (size_t)nbytes) != 0) {
@@ -325,10 +252,8 @@ static void block_free(void *context, void *block, int64_t nbytes,
              memory_name(self, " ", block, name, sizeof name), after);
   for (int64_t i = self->num_memories - 1; i >= 0; i--) {
     memory *candidate = &self->memories[i];
-    if (!candidate->is_block || candidate->data != block)
-      continue;
-    if (candidate->nbytes != nbytes)
-      die("block_free with a wrong nbytes");
+    if (!candidate->is_block || candidate->data != block) continue;
+    if (candidate->nbytes != nbytes) die("block_free with a wrong nbytes");
     candidate->data = NULL;
     self->live_blocks--;
     self->live_nbytes -= nbytes;
@@ -344,8 +269,7 @@ static fsdp_status event_create(void *context, fsdp_event **event,
   const int64_t number = self->num_events_ever + 1;
   const fsdp_status status =
       begin(self, FSDP_BACKEND, error, "event e%" PRId64, number);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   fsdp_event *created = must(malloc(sizeof *created));
   *created = (fsdp_event){.number = number, .next = self->events};
   self->events = created;
@@ -359,10 +283,8 @@ static void event_destroy(void *context, fsdp_event *event) {
   recorder *self = context;
   write_line(self, "destroy e%" PRId64, event->number);
   fsdp_event **link = &self->events;
-  while (*link != NULL && *link != event)
-    link = &(*link)->next;
-  if (*link == NULL)
-    die("event_destroy of an unknown event");
+  while (*link != NULL && *link != event) link = &(*link)->next;
+  if (*link == NULL) die("event_destroy of an unknown event");
   *link = event->next;
   self->live_events--;
   free(event);
@@ -393,10 +315,9 @@ static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
             dtype_name(destination_dtype),
             memory_name(self, " ", destination, to, sizeof to),
             memory_name(self, " <- ", source, from, sizeof from));
-  if (status != FSDP_OK)
-    return status;
-  combine(destination, destination_dtype, source, source_dtype, numel, 1,
-          false);
+  if (status != FSDP_OK) return status;
+  elements_combine(destination, destination_dtype, source, source_dtype, numel,
+                   1, false);
   return FSDP_OK;
 }
 
@@ -418,12 +339,12 @@ static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
       begin(self, FSDP_BACKEND, error, "pack %s %s x%g%s%s", lane_name(lane),
             dtype_name(destination_dtype), scale, text,
             memory_name(self, " ", destination, to, sizeof to));
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   for (int64_t i = 0; i < num_items; i++) {
-    combine((char *)destination + items[i].offset * destination_dtype.itemsize,
-            destination_dtype, items[i].data, items[i].dtype, items[i].numel,
-            scale, items[i].add);
+    elements_combine(
+        (char *)destination + items[i].offset * destination_dtype.itemsize,
+        destination_dtype, items[i].data, items[i].dtype, items[i].numel, scale,
+        items[i].add);
   }
   return FSDP_OK;
 }
@@ -441,10 +362,9 @@ static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
       dtype_name(destination_dtype), scale, add ? " add" : "",
       memory_name(self, " ", destination, to, sizeof to),
       memory_name(self, " <- ", source, from, sizeof from));
-  if (status != FSDP_OK)
-    return status;
-  combine(destination, destination_dtype, source, source_dtype, numel, scale,
-          add);
+  if (status != FSDP_OK) return status;
+  elements_combine(destination, destination_dtype, source, source_dtype, numel,
+                   scale, add);
   return FSDP_OK;
 }
 
@@ -472,13 +392,11 @@ static fsdp_status all_gather(void *context, fsdp_lane lane,
             lane_name(lane), group_name(self, group), shard_numel,
             dtype_name(dtype), memory_name(self, " ", output, to, sizeof to),
             memory_name(self, " <- ", input, from, sizeof from));
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
   for (int64_t rank = 0; rank < group->world_size; rank++) {
     char *slot = (char *)output + (size_t)rank * nbytes;
-    if (slot != input)
-      memcpy(slot, input, nbytes); /* no partial overlap */
+    if (slot != input) memcpy(slot, input, nbytes); /* no partial overlap */
   }
   return FSDP_OK;
 }
@@ -494,14 +412,13 @@ static fsdp_status reduce_scatter(void *context, fsdp_lane lane,
       lane_name(lane), group_name(self, group), shard_numel, dtype_name(dtype),
       scratch == NULL ? "" : " scratch",
       memory_name(self, " ", buffer, to, sizeof to));
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
   for (int64_t rank = 0; rank < group->world_size; rank++) {
     char *slot = (char *)buffer + (size_t)rank * nbytes;
     if (rank == group->rank) {
-      combine(slot, dtype, slot, dtype, shard_numel, (double)group->world_size,
-              false);
+      elements_combine(slot, dtype, slot, dtype, shard_numel,
+                       (double)group->world_size, false);
     } else {
       memset(slot, 0xCD, nbytes);
     }
@@ -522,10 +439,9 @@ static fsdp_status all_reduce(void *context, fsdp_lane lane,
       begin(self, FSDP_BACKEND, error, "all_reduce %s %s %" PRId64 " %s%s",
             lane_name(lane), group_name(self, group), numel, dtype_name(dtype),
             memory_name(self, " ", buffer, to, sizeof to));
-  if (status != FSDP_OK)
-    return status;
-  combine(buffer, dtype, buffer, dtype, numel, (double)group->world_size,
-          false);
+  if (status != FSDP_OK) return status;
+  elements_combine(buffer, dtype, buffer, dtype, numel,
+                   (double)group->world_size, false);
   return FSDP_OK;
 }
 
@@ -551,8 +467,7 @@ static fsdp_status take_grads(void *context, void *owner, bool unsharded_live,
   const fsdp_status status =
       begin(self, FSDP_BACKEND, error, "take_grads %s%s",
             owner_name(self, owner), unsharded_live ? " unsharded" : "");
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   *any_live = self->grads_live;
   return FSDP_OK;
 }
@@ -579,12 +494,10 @@ static fsdp_status get_grad_shard(void *context, void *owner, int64_t segment,
   const fsdp_status status =
       begin(self, FSDP_OUT_OF_MEMORY, error, "grad_shard %s %" PRId64,
             owner_name(self, owner), segment);
-  if (status != FSDP_OK)
-    return status;
+  if (status != FSDP_OK) return status;
   for (int64_t i = 0; i < self->num_grad_shards; i++) {
     const grad_shard *known = &self->grad_shards[i];
-    if (known->owner != owner || known->segment != segment)
-      continue;
+    if (known->owner != owner || known->segment != segment) continue;
     *data = known->data;
     return FSDP_OK;
   }
@@ -637,11 +550,9 @@ void recorder_destroy(recorder *self) {
       block_free(self, (void *)(uintptr_t)block->data, block->nbytes, NULL);
     }
   }
-  while (self->events != NULL)
-    event_destroy(self, self->events);
+  while (self->events != NULL) event_destroy(self, self->events);
   for (int64_t i = 0; i < self->num_grad_shards; i++) {
-    if (self->grad_shards[i].is_owned)
-      free(self->grad_shards[i].data);
+    if (self->grad_shards[i].is_owned) free(self->grad_shards[i].data);
   }
   free(self->grad_shards);
   free(self->tokens.items);
@@ -652,9 +563,13 @@ void recorder_destroy(recorder *self) {
   free(self);
 }
 
-const fsdp_device_ops *recorder_ops(recorder *self) { return &self->ops; }
+const fsdp_device_ops *recorder_ops(recorder *self) {
+  return &self->ops;
+}
 
-const char *recorder_tape(const recorder *self) { return self->tape; }
+const char *recorder_tape(const recorder *self) {
+  return self->tape;
+}
 
 void recorder_clear(recorder *self) {
   self->tape_length = 0;
@@ -676,15 +591,25 @@ void recorder_name_owner(recorder *self, const void *owner, const char *name) {
   snprintf(item->name, sizeof item->name, "%s", name);
 }
 
-void recorder_fail_at(recorder *self, int64_t index) { self->fail_at = index; }
+void recorder_fail_at(recorder *self, int64_t index) {
+  self->fail_at = index;
+}
 
-int64_t recorder_num_calls(const recorder *self) { return self->num_calls; }
+int64_t recorder_num_calls(const recorder *self) {
+  return self->num_calls;
+}
 
-int64_t recorder_live_blocks(const recorder *self) { return self->live_blocks; }
+int64_t recorder_live_blocks(const recorder *self) {
+  return self->live_blocks;
+}
 
-int64_t recorder_live_nbytes(const recorder *self) { return self->live_nbytes; }
+int64_t recorder_live_nbytes(const recorder *self) {
+  return self->live_nbytes;
+}
 
-int64_t recorder_live_events(const recorder *self) { return self->live_events; }
+int64_t recorder_live_events(const recorder *self) {
+  return self->live_events;
+}
 
 void recorder_set_grads_live(recorder *self, bool any_live) {
   self->grads_live = any_live;

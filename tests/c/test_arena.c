@@ -3,52 +3,10 @@
  * that no two holders ever share memory, and every failure of a step.
  */
 #include "arena/arena.h"
+#include "arena_fixture.h"
 #include "base/alloc.h"
 #include "check.h"
 #include "recorder.h"
-
-static fsdp_arena *create_arena(recorder *device, const int64_t *nbytes,
-                                int64_t num_clients) {
-  fsdp_arena *arena = NULL;
-  CHECK_I64(fsdp_arena_create(recorder_ops(device), &arena, NULL), FSDP_OK);
-  for (int64_t i = 0; i < num_clients; i++) {
-    int64_t client = -1;
-    CHECK_I64(fsdp_arena_add_client(arena, nbytes[i], &client, NULL), FSDP_OK);
-    CHECK_I64(client, i);
-  }
-  return arena;
-}
-
-static void destroy_both(fsdp_arena *arena, recorder *device) {
-  fsdp_arena_destroy(arena);
-  CHECK_I64(recorder_live_blocks(device), 0);
-  CHECK_I64(recorder_live_events(device), 0);
-  CHECK_I64(fsdp_alloc_live(), 0);
-  recorder_destroy(device);
-}
-
-static void *take(fsdp_arena *arena, int64_t client) {
-  void *data = NULL;
-  CHECK_I64(fsdp_arena_take(arena, client, FSDP_LANE_UNSHARD, &data, NULL),
-            FSDP_OK);
-  CHECK(data != NULL && data == fsdp_arena_data(arena, client));
-  return data;
-}
-
-static void give(fsdp_arena *arena, int64_t client) {
-  CHECK_I64(fsdp_arena_give(arena, client, FSDP_LANE_COMPUTE, NULL), FSDP_OK);
-  CHECK(fsdp_arena_data(arena, client) == NULL);
-}
-
-static void plan(fsdp_arena *arena) {
-  CHECK_I64(fsdp_arena_plan(arena, NULL), FSDP_OK);
-}
-
-static fsdp_arena_stats stats_of(const fsdp_arena *arena) {
-  fsdp_arena_stats stats;
-  fsdp_arena_get_stats(arena, &stats);
-  return stats;
-}
 
 /* --- One block ----------------------------------------------------------- */
 
@@ -56,13 +14,14 @@ static void test_take_waits_for_the_free_event(void) {
   recorder *device = recorder_create();
   recorder_show_memory(device, true);
   const int64_t nbytes[] = {64, 32};
-  fsdp_arena *arena = create_arena(device, nbytes, 2);
-  void *first = take(arena, 0);
-  CHECK_I64(stats_of(arena).held_nbytes, 64);
-  give(arena, 0);
-  CHECK(take(arena, 1) == first); /* it fits, so it is used again */
-  CHECK_I64(stats_of(arena).held_nbytes, 64);
-  give(arena, 1);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
+  void *first = arena_fixture_take(arena, 0);
+  CHECK_I64(arena_fixture_stats(arena).held_nbytes, 64);
+  arena_fixture_give(arena, 0);
+  CHECK(arena_fixture_take(arena, 1) ==
+        first); /* it fits, so it is used again */
+  CHECK_I64(arena_fixture_stats(arena).held_nbytes, 64);
+  arena_fixture_give(arena, 1);
   fsdp_arena_trim(arena);
   CHECK_TEXT(recorder_tape(device),
              "event e1\n"
@@ -72,14 +31,14 @@ static void test_take_waits_for_the_free_event(void) {
              "record e1 compute\n"
              "free 64 b1 after e1\n"
              "destroy e1\n");
-  destroy_both(arena, device);
+  arena_fixture_destroy(arena, device);
   fsdp_arena_destroy(NULL);
 }
 
 static void test_wrong_moments(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64};
-  fsdp_arena *arena = create_arena(device, nbytes, 1);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 1);
   fsdp_error error;
   void *data = NULL;
   int64_t client = -7;
@@ -90,13 +49,13 @@ static void test_wrong_moments(void) {
   CHECK_I64(fsdp_arena_give(arena, 0, FSDP_LANE_COMPUTE, &error),
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message, "client 0 holds no block");
-  (void)take(arena, 0);
+  (void)arena_fixture_take(arena, 0);
   CHECK_I64(fsdp_arena_take(arena, 0, FSDP_LANE_UNSHARD, &data, &error),
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message, "client 0 holds a block already");
   CHECK(data == NULL);
-  CHECK_I64(stats_of(arena).num_clients, 1);
-  destroy_both(arena, device); /* the block that is still held, too */
+  CHECK_I64(arena_fixture_stats(arena).num_clients, 1);
+  arena_fixture_destroy(arena, device); /* the block that is still held, too */
 }
 
 /* --- Before a plan ------------------------------------------------------- */
@@ -104,41 +63,43 @@ static void test_wrong_moments(void) {
 static void test_block_given_back_longest_ago_is_taken(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64, 64};
-  fsdp_arena *arena = create_arena(device, nbytes, 4);
-  (void)take(arena, 0);
-  void *second = take(arena, 1);
-  (void)take(arena, 2);
-  give(arena, 1);
-  give(arena, 0);
-  give(arena, 2);
-  CHECK(take(arena, 3) == second);
-  destroy_both(arena, device);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 4);
+  (void)arena_fixture_take(arena, 0);
+  void *second = arena_fixture_take(arena, 1);
+  (void)arena_fixture_take(arena, 2);
+  arena_fixture_give(arena, 1);
+  arena_fixture_give(arena, 0);
+  arena_fixture_give(arena, 2);
+  CHECK(arena_fixture_take(arena, 3) == second);
+  arena_fixture_destroy(arena, device);
 }
 
 static void test_too_small_blocks_are_freed_first(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {16, 16, 64, 32};
-  fsdp_arena *arena = create_arena(device, nbytes, 4);
-  (void)take(arena, 0);
-  (void)take(arena, 1);
-  give(arena, 0);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 4);
+  (void)arena_fixture_take(arena, 0);
+  (void)arena_fixture_take(arena, 1);
+  arena_fixture_give(arena, 0);
   recorder_clear(device);
-  (void)take(arena, 2); /* frees the block of 0; that of 1 is held */
-  CHECK_TEXT(recorder_tape(device), "free 16 after e1\n"
-                                    "destroy e1\n"
-                                    "event e3\n"
-                                    "alloc 64\n");
-  fsdp_arena_stats stats = stats_of(arena);
+  (void)arena_fixture_take(arena,
+                           2); /* frees the block of 0; that of 1 is held */
+  CHECK_TEXT(recorder_tape(device),
+             "free 16 after e1\n"
+             "destroy e1\n"
+             "event e3\n"
+             "alloc 64\n");
+  fsdp_arena_stats stats = arena_fixture_stats(arena);
   CHECK_I64(stats.num_blocks, 2);
   CHECK_I64(stats.nbytes, 16 + 64);
   CHECK_I64(stats.held_nbytes, 16 + 64);
   CHECK_I64(stats.num_allocs, 3);
   CHECK_I64(stats.num_frees, 1);
-  give(arena, 2);
-  (void)take(arena, 3); /* 32 fits in 64 */
-  CHECK_I64(stats_of(arena).num_allocs, 3);
-  CHECK_I64(stats_of(arena).peak_nbytes, 16 + 64);
-  destroy_both(arena, device);
+  arena_fixture_give(arena, 2);
+  (void)arena_fixture_take(arena, 3); /* 32 fits in 64 */
+  CHECK_I64(arena_fixture_stats(arena).num_allocs, 3);
+  CHECK_I64(arena_fixture_stats(arena).peak_nbytes, 16 + 64);
+  arena_fixture_destroy(arena, device);
 }
 
 /* --- The plan ------------------------------------------------------------ */
@@ -148,46 +109,46 @@ static void test_too_small_blocks_are_freed_first(void) {
 static void test_chain_needs_two_blocks(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64, 64, 64};
-  fsdp_arena *arena = create_arena(device, nbytes, 5);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 5);
   for (int64_t i = 0; i < 5; i++) {
-    (void)take(arena, i);
-    give(arena, i);
+    (void)arena_fixture_take(arena, i);
+    arena_fixture_give(arena, i);
   }
-  CHECK_I64(stats_of(arena).num_blocks, 1); /* the first rule reuses */
-  plan(arena);
-  CHECK_I64(stats_of(arena).nbytes, 2 * 64);
-  void *even = take(arena, 0);
-  give(arena, 0);
-  void *odd = take(arena, 1);
-  give(arena, 1);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks,
+            1); /* the first rule reuses */
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 2 * 64);
+  void *even = arena_fixture_take(arena, 0);
+  arena_fixture_give(arena, 0);
+  void *odd = arena_fixture_take(arena, 1);
+  arena_fixture_give(arena, 1);
   CHECK(even != odd);
   for (int64_t i = 2; i < 5; i++) {
-    CHECK(take(arena, i) == (i % 2 == 0 ? even : odd));
-    give(arena, i);
+    CHECK(arena_fixture_take(arena, i) == (i % 2 == 0 ? even : odd));
+    arena_fixture_give(arena, i);
   }
-  destroy_both(arena, device);
+  arena_fixture_destroy(arena, device);
 }
 
 /* A root that stays, layers in forward with one prefetched, largest first. */
 static void test_plan_in_bytes(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {100, 30, 50, 40, 20};
-  fsdp_arena *arena = create_arena(device, nbytes, 5);
-  (void)take(arena, 0);
-  (void)take(arena, 1);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 5);
+  (void)arena_fixture_take(arena, 0);
+  (void)arena_fixture_take(arena, 1);
   for (int64_t i = 1; i <= 4; i++) {
-    if (i < 4)
-      (void)take(arena, i + 1); /* prefetch */
-    give(arena, i);
+    if (i < 4) (void)arena_fixture_take(arena, i + 1); /* prefetch */
+    arena_fixture_give(arena, i);
   }
-  give(arena, 0);
-  plan(arena);
+  arena_fixture_give(arena, 0);
+  arena_fixture_plan(arena);
   /* Takes and gives are 0 1 2 -1 3 -2 4 -3 -4 -0: 2 meets 1, 3 meets 2, 4
    * meets 3; each follows one that gave back behind a newer gather. So
    * 0 | 2 with 4 | 3 with 1. */
-  CHECK_I64(stats_of(arena).nbytes, 100 + 50 + 40);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 100 + 50 + 40);
   CHECK_I64(recorder_live_nbytes(device), 190);
-  destroy_both(arena, device);
+  arena_fixture_destroy(arena, device);
 }
 
 /* A client that gave back behind a collective keeps its block to itself until
@@ -195,7 +156,7 @@ static void test_plan_in_bytes(void) {
 static void test_reductions_do_not_share_with_their_followers(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64};
-  fsdp_arena *arena = create_arena(device, nbytes, 3);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
   fsdp_error error = {0};
   void *data = NULL;
   for (int64_t i = 0; i < 3; i++) {
@@ -203,75 +164,75 @@ static void test_reductions_do_not_share_with_their_followers(void) {
           FSDP_OK);
     CHECK(fsdp_arena_give(arena, i, FSDP_LANE_REDUCE, &error) == FSDP_OK);
   }
-  plan(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 2); /* 0 with 2, 1 */
-  destroy_both(arena, device);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 2); /* 0 with 2, 1 */
+  arena_fixture_destroy(arena, device);
 }
 
 static void test_client_that_never_took_is_not_planned(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 1 << 20, 64};
-  fsdp_arena *arena = create_arena(device, nbytes, 3);
-  (void)take(arena, 0);
-  (void)take(arena, 2);
-  give(arena, 0);
-  give(arena, 2);
-  plan(arena);
-  CHECK_I64(stats_of(arena).nbytes, 128);
-  (void)take(arena, 1); /* late: the first rule, and a new plan */
-  give(arena, 1);
-  plan(arena);
-  CHECK_I64(stats_of(arena).nbytes, (1 << 20) + 64);
-  destroy_both(arena, device);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
+  (void)arena_fixture_take(arena, 0);
+  (void)arena_fixture_take(arena, 2);
+  arena_fixture_give(arena, 0);
+  arena_fixture_give(arena, 2);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 128);
+  (void)arena_fixture_take(arena, 1); /* late: the first rule, and a new plan */
+  arena_fixture_give(arena, 1);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, (1 << 20) + 64);
+  arena_fixture_destroy(arena, device);
 }
 
 static void test_plan_is_idempotent_and_waits_for_holders(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 128};
-  fsdp_arena *arena = create_arena(device, nbytes, 2);
-  plan(arena); /* nothing known: nothing to do */
-  (void)take(arena, 0);
-  give(arena, 0);
-  (void)take(arena, 1);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
+  arena_fixture_plan(arena); /* nothing known: nothing to do */
+  (void)arena_fixture_take(arena, 0);
+  arena_fixture_give(arena, 0);
+  (void)arena_fixture_take(arena, 1);
   recorder_clear(device);
   fsdp_alloc_fail_at(0);
-  plan(arena); /* skipped: a block is held */
+  arena_fixture_plan(arena); /* skipped: a block is held */
   fsdp_alloc_fail_at(-1);
   CHECK_TEXT(recorder_tape(device), "");
-  give(arena, 1);
-  plan(arena);
-  CHECK_I64(stats_of(arena).nbytes, 64 + 128);
+  arena_fixture_give(arena, 1);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 64 + 128);
   recorder_clear(device);
   fsdp_alloc_fail_at(0);
-  plan(arena);
+  arena_fixture_plan(arena);
   fsdp_alloc_fail_at(-1);
   CHECK_TEXT(recorder_tape(device), "");
-  destroy_both(arena, device);
+  arena_fixture_destroy(arena, device);
 }
 
 static void test_changed_order_falls_back_and_is_learnt(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64};
-  fsdp_arena *arena = create_arena(device, nbytes, 3);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
   for (int64_t i = 0; i < 3; i++) {
-    (void)take(arena, i);
-    give(arena, i);
+    (void)arena_fixture_take(arena, i);
+    arena_fixture_give(arena, i);
   }
-  plan(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 2); /* 0 and 2 share */
-  void *shared = take(arena, 0);
-  CHECK(take(arena, 2) != shared);
-  give(arena, 0);
-  give(arena, 2);
-  plan(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 3);
-  const int64_t num_allocs = stats_of(arena).num_allocs;
-  (void)take(arena, 0);
-  (void)take(arena, 2);
-  give(arena, 0);
-  give(arena, 2);
-  CHECK_I64(stats_of(arena).num_allocs, num_allocs);
-  destroy_both(arena, device);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 2); /* 0 and 2 share */
+  void *shared = arena_fixture_take(arena, 0);
+  CHECK(arena_fixture_take(arena, 2) != shared);
+  arena_fixture_give(arena, 0);
+  arena_fixture_give(arena, 2);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 3);
+  const int64_t num_allocs = arena_fixture_stats(arena).num_allocs;
+  (void)arena_fixture_take(arena, 0);
+  (void)arena_fixture_take(arena, 2);
+  arena_fixture_give(arena, 0);
+  arena_fixture_give(arena, 2);
+  CHECK_I64(arena_fixture_stats(arena).num_allocs, num_allocs);
+  arena_fixture_destroy(arena, device);
 }
 
 /* A neighbour that is new in a later step makes a new plan; the end of a step,
@@ -279,246 +240,50 @@ static void test_changed_order_falls_back_and_is_learnt(void) {
 static void test_new_neighbours_make_the_plan_dirty(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64};
-  fsdp_arena *arena = create_arena(device, nbytes, 3);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
   for (int64_t i = 0; i < 3; i++) {
-    (void)take(arena, i);
-    give(arena, i);
+    (void)arena_fixture_take(arena, i);
+    arena_fixture_give(arena, i);
   }
-  plan(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 2);
-  (void)take(arena, 2);
-  give(arena, 2);
-  plan(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 2);
-  (void)take(arena, 2);
-  give(arena, 2);
-  (void)take(arena, 0); /* follows 2, with which it shares */
-  give(arena, 0);
-  plan(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 3);
-  destroy_both(arena, device);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 2);
+  (void)arena_fixture_take(arena, 2);
+  arena_fixture_give(arena, 2);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 2);
+  (void)arena_fixture_take(arena, 2);
+  arena_fixture_give(arena, 2);
+  (void)arena_fixture_take(arena, 0); /* follows 2, with which it shares */
+  arena_fixture_give(arena, 0);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 3);
+  arena_fixture_destroy(arena, device);
 }
 
 static void test_trim_frees_what_is_not_held(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 32};
-  fsdp_arena *arena = create_arena(device, nbytes, 2);
-  (void)take(arena, 0);
-  (void)take(arena, 1);
-  give(arena, 0);
-  give(arena, 1);
-  plan(arena);
-  void *kept = take(arena, 0);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
+  (void)arena_fixture_take(arena, 0);
+  (void)arena_fixture_take(arena, 1);
+  arena_fixture_give(arena, 0);
+  arena_fixture_give(arena, 1);
+  arena_fixture_plan(arena);
+  void *kept = arena_fixture_take(arena, 0);
   fsdp_arena_trim(arena);
   CHECK(fsdp_arena_data(arena, 0) == kept);
-  CHECK_I64(stats_of(arena).nbytes, 64);
-  (void)take(arena, 1);
-  CHECK_I64(stats_of(arena).nbytes, 64 + 32);
-  give(arena, 0);
-  give(arena, 1);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 64);
+  (void)arena_fixture_take(arena, 1);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 64 + 32);
+  arena_fixture_give(arena, 0);
+  arena_fixture_give(arena, 1);
   fsdp_arena_trim(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 0);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 0);
   CHECK_I64(recorder_live_nbytes(device), 0);
-  plan(arena);
-  CHECK_I64(stats_of(arena).nbytes, 64 + 32);
-  CHECK_I64(stats_of(arena).peak_nbytes, 64 + 32);
-  destroy_both(arena, device);
-}
-
-/* --- Random schedules against an oracle ---------------------------------- */
-
-enum { MAX_CLIENTS = 150, MAX_STEPS = 400, MAX_NBYTES = 40 };
-
-/* A schedule: client c is taken by the entry c, given back by -1 - c. */
-typedef struct schedule {
-  int64_t num_clients;
-  int64_t nbytes[MAX_CLIENTS];
-  int64_t num_steps;
-  int64_t steps[MAX_STEPS + MAX_CLIENTS];
-} schedule;
-
-static void make_clients(schedule *self, uint64_t *seed) {
-  static const int64_t bounds[] = {3, 10, MAX_CLIENTS};
-  const int64_t bound = bounds[check_random(seed, 3)];
-  self->num_clients = 1 + check_random(seed, bound);
-  const int64_t num_sizes = 1 + check_random(seed, MAX_NBYTES / 8);
-  for (int64_t i = 0; i < self->num_clients; i++) {
-    self->nbytes[i] = 8 * (1 + check_random(seed, num_sizes));
-  }
-}
-
-static void make_steps(schedule *self, uint64_t *seed) {
-  bool is_held[MAX_CLIENTS] = {false};
-  self->num_steps = 0;
-  const int64_t num_steps = 1 + check_random(seed, MAX_STEPS);
-  for (int64_t i = 0; i < num_steps; i++) {
-    const int64_t client = check_random(seed, self->num_clients);
-    self->steps[self->num_steps++] = is_held[client] ? -1 - client : client;
-    is_held[client] = !is_held[client];
-  }
-  for (int64_t i = 0; i < self->num_clients; i++) {
-    if (is_held[i])
-      self->steps[self->num_steps++] = -1 - i;
-  }
-}
-
-/* What the oracle knows: who conflicts, by looking at every pair. */
-typedef struct oracle {
-  bool conflicts[MAX_CLIENTS][MAX_CLIENTS];
-  bool ever_took[MAX_CLIENTS];
-  unsigned char *data[MAX_CLIENTS]; /* NULL: not held */
-  int64_t last_giver;
-  int64_t last_taker;
-} oracle;
-
-static void oracle_take(oracle *self, const schedule *run, int64_t client) {
-  for (int64_t i = 0; i < run->num_clients; i++) {
-    const bool is_neighbour = i == self->last_giver && i == self->last_taker;
-    if (i == client || (self->data[i] == NULL && !is_neighbour))
-      continue;
-    self->conflicts[i][client] = self->conflicts[client][i] = true;
-  }
-  self->ever_took[client] = true;
-  self->last_taker = client;
-}
-
-/* Bytes of a plan: the largest uncoloured client opens a block and takes in,
- * from large to small, all that conflict with none inside. */
-static int64_t oracle_nbytes(const oracle *self, const schedule *run) {
-  bool is_done[MAX_CLIENTS];
-  int64_t total = 0;
-  for (int64_t i = 0; i < run->num_clients; i++) {
-    is_done[i] = !self->ever_took[i];
-  }
-  for (;;) {
-    int64_t members[MAX_CLIENTS];
-    int64_t num_members = 0;
-    for (int64_t nbytes = MAX_NBYTES; nbytes >= 8; nbytes -= 8) {
-      for (int64_t i = 0; i < run->num_clients; i++) {
-        bool fits = !is_done[i] && run->nbytes[i] == nbytes;
-        for (int64_t j = 0; j < num_members; j++) {
-          fits = fits && !self->conflicts[i][members[j]];
-        }
-        if (fits)
-          members[num_members++] = i;
-      }
-    }
-    if (num_members == 0)
-      return total;
-    total += run->nbytes[members[0]];
-    for (int64_t j = 0; j < num_members; j++)
-      is_done[members[j]] = true;
-  }
-}
-
-/* Runs the schedule once; every holder finds what it wrote. */
-static bool run_schedule(fsdp_arena *arena, const schedule *run,
-                         oracle *known) {
-  bool ok = true;
-  known->last_giver = -1;
-  known->last_taker = -1;
-  for (int64_t i = 0; i < run->num_steps; i++) {
-    const bool is_take = run->steps[i] >= 0;
-    const int64_t client = is_take ? run->steps[i] : -1 - run->steps[i];
-    const size_t nbytes = (size_t)run->nbytes[client];
-    if (is_take) {
-      oracle_take(known, run, client);
-      unsigned char *data = take(arena, client);
-      for (int64_t j = 0; j < run->num_clients; j++) {
-        const unsigned char *other = known->data[j];
-        if (other == NULL)
-          continue;
-        ok &= CHECK(data + nbytes <= other || other + run->nbytes[j] <= data);
-      }
-      memset(data, (int)client, nbytes);
-      known->data[client] = data;
-    } else {
-      for (size_t j = 0; j < nbytes; j++) {
-        ok &= CHECK(known->data[client][j] == (unsigned char)client);
-      }
-      give(arena, client);
-      known->data[client] = NULL;
-      known->last_giver = client;
-    }
-  }
-  return ok;
-}
-
-static bool check_schedule(const schedule *run) {
-  static oracle known;
-  bool ok = true;
-  recorder *device = recorder_create();
-  fsdp_arena *arena = create_arena(device, run->nbytes, run->num_clients);
-  known = (oracle){.last_giver = -1, .last_taker = -1};
-
-  /* The first two iterations learn: the second one has a last giver. */
-  for (int iteration = 0; iteration < 2; iteration++) {
-    ok &= run_schedule(arena, run, &known);
-    plan(arena);
-    ok &= CHECK_I64(stats_of(arena).nbytes, oracle_nbytes(&known, run));
-    ok &= CHECK_I64(recorder_live_nbytes(device), stats_of(arena).nbytes);
-  }
-  /* From then on nothing is allocated, on the host or on the device. */
-  const fsdp_arena_stats before = stats_of(arena);
-  const int64_t num_live = fsdp_alloc_live();
-  fsdp_alloc_fail_at(0);
-  ok &= run_schedule(arena, run, &known);
-  plan(arena);
-  ok &= CHECK(fsdp_calloc(1, 1) == NULL); /* the injected failure is unused */
-  fsdp_alloc_fail_at(-1);
-  ok &= CHECK_I64(fsdp_alloc_live(), num_live);
-  ok &= CHECK_I64(stats_of(arena).num_allocs, before.num_allocs);
-  ok &= CHECK_I64(stats_of(arena).num_frees, before.num_frees);
-  ok &= CHECK_I64(stats_of(arena).held_nbytes, 0);
-  ok &= CHECK(stats_of(arena).peak_nbytes >= stats_of(arena).nbytes);
-  destroy_both(arena, device);
-  return ok;
-}
-
-static void test_random_schedules(void) {
-  static schedule run;
-  uint64_t seed = 314159265;
-  for (int round = 0; round < 300; round++) {
-    const uint64_t seed_of_round = seed;
-    make_clients(&run, &seed);
-    make_steps(&run, &seed);
-    if (!check_schedule(&run)) {
-      printf("  seed %" PRIu64 "\n", seed_of_round);
-      return;
-    }
-  }
-}
-
-/* The order changes from run to run, plans and trims come now and then: holders
- * never share, and a plan costs what the oracle says. */
-static void test_random_schedules_that_change(void) {
-  static schedule run;
-  static oracle known;
-  uint64_t seed = 271828;
-  for (int round = 0; round < 60; round++) {
-    const uint64_t seed_of_round = seed;
-    bool ok = true;
-    make_clients(&run, &seed);
-    recorder *device = recorder_create();
-    fsdp_arena *arena = create_arena(device, run.nbytes, run.num_clients);
-    known = (oracle){.last_giver = -1, .last_taker = -1};
-    for (int iteration = 0; iteration < 6; iteration++) {
-      make_steps(&run, &seed);
-      ok &= run_schedule(arena, &run, &known);
-      if (check_random(&seed, 4) == 0)
-        fsdp_arena_trim(arena);
-      if (check_random(&seed, 4) == 0)
-        continue;
-      plan(arena);
-      ok &= CHECK_I64(stats_of(arena).nbytes, oracle_nbytes(&known, &run));
-      ok &= CHECK_I64(recorder_live_nbytes(device), stats_of(arena).nbytes);
-    }
-    destroy_both(arena, device);
-    if (!ok) {
-      printf("  seed %" PRIu64 "\n", seed_of_round);
-      return;
-    }
-  }
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 64 + 32);
+  CHECK_I64(arena_fixture_stats(arena).peak_nbytes, 64 + 32);
+  arena_fixture_destroy(arena, device);
 }
 
 /* --- Failures ------------------------------------------------------------ */
@@ -536,8 +301,7 @@ static fsdp_status live(const fsdp_device_ops *ops, fsdp_arena **arena,
   for (int64_t i = 0; i < 5; i++) {
     client = -1;
     status = fsdp_arena_add_client(*arena, 16 * (i + 1), &client, error);
-    if (status != FSDP_OK)
-      CHECK_I64(client, -1);
+    if (status != FSDP_OK) CHECK_I64(client, -1);
     FSDP_TRY(status);
   }
   for (int iteration = 0; iteration < 3; iteration++) {
@@ -559,10 +323,10 @@ static fsdp_status live(const fsdp_device_ops *ops, fsdp_arena **arena,
       CHECK(fsdp_arena_data(*arena, i) == NULL);
       FSDP_TRY(status);
     }
-    const fsdp_arena_stats before = stats_of(*arena);
+    const fsdp_arena_stats before = arena_fixture_stats(*arena);
     status = fsdp_arena_plan(*arena, error);
     if (status != FSDP_OK) {
-      const fsdp_arena_stats after = stats_of(*arena);
+      const fsdp_arena_stats after = arena_fixture_stats(*arena);
       CHECK_I64(after.num_blocks, before.num_blocks);
       CHECK_I64(after.nbytes, before.nbytes);
       /* The next try succeeds. */
@@ -591,15 +355,15 @@ static void test_every_port_call_can_fail(void) {
       /* The arena goes on: a full step works after it. */
       for (int64_t client = 0; client < 5; client++) {
         if (fsdp_arena_data(arena, client) != NULL)
-          give(arena, client);
+          arena_fixture_give(arena, client);
       }
       for (int64_t client = 0; client < 5; client++) {
-        (void)take(arena, client);
-        give(arena, client);
+        (void)arena_fixture_take(arena, client);
+        arena_fixture_give(arena, client);
       }
-      plan(arena);
+      arena_fixture_plan(arena);
     }
-    destroy_both(arena, device);
+    arena_fixture_destroy(arena, device);
     if (status == FSDP_OK) {
       CHECK_I64(i, num_calls); /* each call of a whole life has failed once */
       break;
@@ -619,7 +383,7 @@ static void test_every_allocation_can_fail(void) {
       CHECK_I64(status, FSDP_OUT_OF_MEMORY);
       CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
     }
-    destroy_both(arena, device);
+    arena_fixture_destroy(arena, device);
     if (status == FSDP_OK) {
       /* The arena, clients, two of conflicts, blocks; two in each plan that
        * is made: after the first run and after the third. */
@@ -634,10 +398,10 @@ static void test_every_allocation_can_fail(void) {
 static void test_clients_added_later_keep_conflicts(void) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {8, 8};
-  fsdp_arena *arena = create_arena(device, nbytes, 2);
-  (void)take(arena, 0);
-  (void)take(arena, 1); /* 0 and 1 conflict; 0 stays held */
-  give(arena, 1);
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
+  (void)arena_fixture_take(arena, 0);
+  (void)arena_fixture_take(arena, 1); /* 0 and 1 conflict; 0 stays held */
+  arena_fixture_give(arena, 1);
   int64_t client = -1;
   for (int64_t i = 2; i < 64; i++) {
     CHECK_I64(fsdp_arena_add_client(arena, 8, &client, NULL), FSDP_OK);
@@ -652,18 +416,19 @@ static void test_clients_added_later_keep_conflicts(void) {
               FSDP_OUT_OF_MEMORY);
     fsdp_alloc_fail_at(-1);
     CHECK_I64(client, -1);
-    CHECK_I64(stats_of(arena).num_clients, 64);
+    CHECK_I64(arena_fixture_stats(arena).num_clients, 64);
   }
   for (int64_t i = 64; i < 200; i++) {
     CHECK_I64(fsdp_arena_add_client(arena, 8, &client, NULL), FSDP_OK);
     CHECK_I64(client, i);
   }
-  (void)take(arena, 199); /* conflicts with the holder 0 and the giver 1 */
-  give(arena, 199);
-  give(arena, 0);
-  plan(arena);
-  CHECK_I64(stats_of(arena).num_blocks, 3);
-  destroy_both(arena, device);
+  (void)arena_fixture_take(
+      arena, 199); /* conflicts with the holder 0 and the giver 1 */
+  arena_fixture_give(arena, 199);
+  arena_fixture_give(arena, 0);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, 3);
+  arena_fixture_destroy(arena, device);
 }
 
 int main(void) {
@@ -680,8 +445,6 @@ int main(void) {
       CHECK_TEST(test_new_neighbours_make_the_plan_dirty),
       CHECK_TEST(test_reductions_do_not_share_with_their_followers),
       CHECK_TEST(test_trim_frees_what_is_not_held),
-      CHECK_TEST(test_random_schedules),
-      CHECK_TEST(test_random_schedules_that_change),
       CHECK_TEST(test_every_port_call_can_fail),
       CHECK_TEST(test_every_allocation_can_fail),
       CHECK_TEST(test_clients_added_later_keep_conflicts),

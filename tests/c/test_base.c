@@ -72,10 +72,8 @@ static void test_try_leaves_at_the_first_failure(void) {
 static void test_calloc_zeroes_and_counts(void) {
   const int64_t before = fsdp_alloc_live();
   char *memory = fsdp_calloc(3, 5);
-  if (!CHECK(memory != NULL))
-    return;
-  for (int i = 0; i < 15; i++)
-    CHECK(memory[i] == 0);
+  if (!CHECK(memory != NULL)) return;
+  for (int i = 0; i < 15; i++) CHECK(memory[i] == 0);
   CHECK_I64(fsdp_alloc_live(), before + 1);
   fsdp_free(memory);
   fsdp_free(NULL);
@@ -124,8 +122,7 @@ static void test_grow_keeps_items_and_zeroes_new_ones(void) {
     int64_t *numbers = items;
     CHECK_I64(numbers[capacity - 1], 0);
     numbers[num - 1] = (int64_t)num;
-    for (size_t i = 0; i < num; i++)
-      CHECK_I64(numbers[i], (int64_t)i + 1);
+    for (size_t i = 0; i < num; i++) CHECK_I64(numbers[i], (int64_t)i + 1);
   }
   CHECK_I64((int64_t)capacity, 128); /* doubled: 100 appends, 5 allocations */
   CHECK(fsdp_grow(&items, &capacity, 1000, sizeof(int64_t)));
@@ -165,8 +162,7 @@ static void test_round_up_matches_counting(void) {
   for (int64_t multiple = 1; multiple <= 9; multiple++) {
     for (int64_t value = 0; value <= 40; value++) {
       int64_t expected = value;
-      while (expected % multiple != 0)
-        expected++;
+      while (expected % multiple != 0) expected++;
       int64_t out = -1;
       CHECK(fsdp_round_up_i64(value, multiple, &out));
       CHECK_I64(out, expected);

@@ -5,9 +5,13 @@
 
 static model m; /* each test makes and frees it */
 
-static void forward(void) { CHECK_I64(model_forward(&m, true, NULL), FSDP_OK); }
+static void forward(void) {
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+}
 
-static void backward(void) { CHECK_I64(model_backward(&m, NULL), FSDP_OK); }
+static void backward(void) {
+  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+}
 
 static void enter(int64_t unit) {
   CHECK_I64(model_enter(&m, unit, NULL), FSDP_OK);
@@ -43,10 +47,10 @@ static const char *backward_schedule(const model_options *options) {
   return model_schedule(&m);
 }
 
-#define SHOW_ALL_GRADS                                                         \
-  "show_grads root sharded\n"                                                  \
-  "show_grads a sharded\n"                                                     \
-  "show_grads b sharded\n"                                                     \
+#define SHOW_ALL_GRADS        \
+  "show_grads root sharded\n" \
+  "show_grads a sharded\n"    \
+  "show_grads b sharded\n"    \
   "show_grads c sharded\n"
 
 static void test_prefetch_before_the_gradients(void) {
@@ -141,10 +145,11 @@ static void test_reduced_unit_is_not_prefetched(void) {
   pre_backward(2);
   give_grads(2);
   pre_backward(0);
-  CHECK_TEXT(model_schedule(&m), "all_gather b\n"
-                                 "show b unsharded\n"
-                                 "show b sharded\n"
-                                 "reduce_scatter b\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather b\n"
+             "show b unsharded\n"
+             "show b sharded\n"
+             "reduce_scatter b\n");
   give_grads(0);
   finish();
   model_check_grads(&m);
@@ -168,9 +173,10 @@ static void test_waiting_unit_is_not_prefetched(void) {
   recorder_clear(m.device);
   pre_backward(2);
   give_grads(2);
-  CHECK_TEXT(model_schedule(&m), "all_gather frozen\n"
-                                 "show frozen unsharded\n"
-                                 "show frozen sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather frozen\n"
+             "show frozen unsharded\n"
+             "show frozen sharded\n");
   pre_backward(3);
   give_grads(3);
   pre_backward(0);
@@ -214,13 +220,14 @@ static void test_recompute_gathers_once(void) {
   fsdp_unit_abandon_forward(m.units[1].unit, true); /* stopped early */
   pre_backward(1);
   give_grads(1);
-  CHECK_TEXT(model_schedule(&m), "show b unsharded\n"
-                                 "all_gather a\n" /* prefetched by b */
-                                 "show b sharded\n"
-                                 "reduce_scatter b\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "reduce_scatter a\n");
+  CHECK_TEXT(model_schedule(&m),
+             "show b unsharded\n"
+             "all_gather a\n" /* prefetched by b */
+             "show b sharded\n"
+             "reduce_scatter b\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "reduce_scatter a\n");
   give_grads(0);
   finish();
   model_check_grads(&m);
@@ -245,14 +252,15 @@ static void test_unit_called_twice(void) {
   give_grads(1);
   give_grads(0);
   finish();
-  CHECK_TEXT(model_schedule(&m), "all_gather a\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "reduce_scatter a\n"
-                                 "show root sharded\n"
-                                 "reduce_scatter root\n"
-                                 "show_grads root sharded\n"
-                                 "show_grads a sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "reduce_scatter a\n"
+             "show root sharded\n"
+             "reduce_scatter root\n"
+             "show_grads root sharded\n"
+             "show_grads a sharded\n");
   model_check_grads(&m);
   model_fini(&m);
 }
@@ -296,17 +304,18 @@ static void test_frozen_unit(void) {
                                                                 a backward */
   recorder_clear(m.device);
   backward();
-  CHECK_TEXT(model_schedule(&m), "all_gather frozen\n"
-                                 "show frozen unsharded\n"
-                                 "show frozen sharded\n"
-                                 "all_gather a\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "reduce_scatter a\n"
-                                 "show root sharded\n"
-                                 "reduce_scatter root\n"
-                                 "show_grads root sharded\n"
-                                 "show_grads a sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather frozen\n"
+             "show frozen unsharded\n"
+             "show frozen sharded\n"
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "reduce_scatter a\n"
+             "show root sharded\n"
+             "reduce_scatter root\n"
+             "show_grads root sharded\n"
+             "show_grads a sharded\n");
   model_check_grads(&m);
   model_check_states(&m, FSDP_UNIT_SHARDED);
   CHECK_I64(model_stats(&m).arena.num_clients, 5); /* no gradient memory */

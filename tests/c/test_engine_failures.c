@@ -46,8 +46,7 @@ static void check_after_failure(fsdp_status status) {
     if (!in_backward || i == m.current || m.current == -1) {
       CHECK(is_kept || state == FSDP_UNIT_SHARDED || state == FSDP_UNIT_FAILED);
     }
-    if (state != FSDP_UNIT_FAILED)
-      continue;
+    if (state != FSDP_UNIT_FAILED) continue;
     /* It keeps the first error, and says so at every call. */
     CHECK_I64(fsdp_unit_pre_forward(m.units[i].unit, false, &again), status);
     CHECK(strstr(again.message, "failed earlier (injected at ") != NULL);
@@ -117,8 +116,7 @@ static void fail_every_call(const model_options *options,
       printf("  call %" PRId64 " of step %d: %s\n", i, num_steps_before,
              error.message);
     }
-    if (status == FSDP_OK)
-      return;
+    if (status == FSDP_OK) return;
   }
 }
 
@@ -180,8 +178,7 @@ static void test_every_call_of_a_reset_can_fail(void) {
     model_check_states(&m, FSDP_UNIT_SHARDED);
     check_recovers();
     model_fini(&m);
-    if (num_calls <= i)
-      break;
+    if (num_calls <= i) break;
   }
 }
 
@@ -208,8 +205,7 @@ static void test_every_call_of_an_abandoned_forward_can_fail(void) {
     }
     check_recovers();
     model_fini(&m);
-    if (num_calls <= i)
-      break;
+    if (num_calls <= i) break;
   }
 }
 
@@ -275,8 +271,7 @@ static void fail_every_call_of_summon(const model_options *options) {
     const bool is_over = status == FSDP_OK;
     recorder_fail_at(m.device, -1);
     model_fini(&m);
-    if (is_over)
-      break;
+    if (is_over) break;
   }
 }
 
@@ -307,8 +302,7 @@ static void test_every_call_of_a_move_can_fail(void) {
     }
     fsdp_engine_destroy(other);
     model_fini(&m);
-    if (status == FSDP_OK)
-      break;
+    if (status == FSDP_OK) break;
   }
 }
 
@@ -323,8 +317,7 @@ static void test_every_call_of_making_can_fail(void) {
     recorder_fail_at(m.device, -1);
     CHECK_I64(error.status, status);
     model_fini(&m);
-    if (status != FSDP_OK)
-      continue;
+    if (status != FSDP_OK) continue;
     CHECK_I64(i, 3 + 4); /* events: three of the engine, one of each unit */
     break;
   }
@@ -360,8 +353,7 @@ static void test_every_allocation_can_fail(void) {
     if (check_num_failures > num_failures) {
       printf("  allocation %" PRId64 ": %s\n", i, error.message);
     }
-    if (status == FSDP_OK)
-      break;
+    if (status == FSDP_OK) break;
   }
 }
 

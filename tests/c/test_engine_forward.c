@@ -41,12 +41,13 @@ static void test_forward_without_backward_keeps_nothing(void) {
   options.reshard_after_forward = false;
   model_start_tree(&m, &options, 1);
   forward(false);
-  CHECK_TEXT(model_schedule(&m), "all_gather root\n"
-                                 "show root unsharded\n"
-                                 "all_gather a\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "show root sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather root\n"
+             "show root unsharded\n"
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "show root sharded\n");
   model_check_states(&m, FSDP_UNIT_SHARDED);
   model_fini(&m);
 }
@@ -60,18 +61,19 @@ static void test_forward_prefetch_from_the_second_iteration(void) {
   model_optimizer_step(&m);
   recorder_clear(m.device);
   forward(false);
-  CHECK_TEXT(model_schedule(&m), "all_gather root\n"
-                                 "all_gather a\n"
-                                 "show root unsharded\n"
-                                 "all_gather b\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "all_gather c\n"
-                                 "show b unsharded\n"
-                                 "show b sharded\n"
-                                 "show c unsharded\n"
-                                 "show c sharded\n"
-                                 "show root sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather root\n"
+             "all_gather a\n"
+             "show root unsharded\n"
+             "all_gather b\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "all_gather c\n"
+             "show b unsharded\n"
+             "show b sharded\n"
+             "show c unsharded\n"
+             "show c sharded\n"
+             "show root sharded\n");
   CHECK_I64(model_stats(&m).num_prefetches, 3);
   CHECK_I64(model_stats(&m).num_all_gathers, 8);
   model_fini(&m);
@@ -89,13 +91,14 @@ static void test_unused_forward_prefetch_is_dropped(void) {
   CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDING);
   leave(1, false);
   leave(0, false);
-  CHECK_TEXT(model_schedule(&m), "all_gather root\n"
-                                 "all_gather a\n"
-                                 "show root unsharded\n"
-                                 "all_gather b\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "show root sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather root\n"
+             "all_gather a\n"
+             "show root unsharded\n"
+             "all_gather b\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "show root sharded\n");
   model_check_states(&m, FSDP_UNIT_SHARDED);
   CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
   /* Another order: what is in flight is used when its turn comes, nothing more
@@ -109,15 +112,16 @@ static void test_unused_forward_prefetch_is_dropped(void) {
   enter(1);
   leave(1, false);
   leave(0, false);
-  CHECK_TEXT(model_schedule(&m), "all_gather root\n"
-                                 "all_gather a\n"
-                                 "show root unsharded\n"
-                                 "all_gather b\n"
-                                 "show b unsharded\n"
-                                 "show b sharded\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "show root sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather root\n"
+             "all_gather a\n"
+             "show root unsharded\n"
+             "all_gather b\n"
+             "show b unsharded\n"
+             "show b sharded\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "show root sharded\n");
   model_fini(&m);
 }
 
@@ -132,12 +136,13 @@ static void test_stale_params_are_dropped(void) {
   model_optimizer_step(&m);
   recorder_clear(m.device);
   forward(true); /* checks the values */
-  CHECK_TEXT(model_schedule(&m), "show root sharded\n"
-                                 "show a sharded\n"
-                                 "all_gather root\n"
-                                 "show root unsharded\n"
-                                 "all_gather a\n"
-                                 "show a unsharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "show root sharded\n"
+             "show a sharded\n"
+             "all_gather root\n"
+             "show root unsharded\n"
+             "all_gather a\n"
+             "show a unsharded\n");
   model_fini(&m);
 }
 
@@ -149,14 +154,15 @@ static void test_unit_called_twice_in_forward(void) {
     leave(1, true);
   }
   leave(0, true);
-  CHECK_TEXT(model_schedule(&m), "all_gather root\n"
-                                 "show root unsharded\n"
-                                 "all_gather a\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "all_gather a\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather root\n"
+             "show root unsharded\n"
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show a sharded\n");
   model_fini(&m);
 }
 
@@ -200,14 +206,15 @@ static void test_unit_without_parameters(void) {
   model_plan_simple(&m, "a", 4);
   model_start(&m);
   model_step(&m);
-  CHECK_TEXT(model_schedule(&m), "all_gather a\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "all_gather a\n"
-                                 "show a unsharded\n"
-                                 "show a sharded\n"
-                                 "reduce_scatter a\n"
-                                 "show_grads a sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "reduce_scatter a\n"
+             "show_grads a sharded\n");
   model_check_grads(&m);
   model_check_states(&m, FSDP_UNIT_SHARDED);
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL), FSDP_OK);

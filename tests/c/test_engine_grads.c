@@ -7,7 +7,9 @@
 
 static model m; /* each test makes and frees it */
 
-static void forward(void) { CHECK_I64(model_forward(&m, true, NULL), FSDP_OK); }
+static void forward(void) {
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+}
 
 static void enter(int64_t unit) {
   CHECK_I64(model_enter(&m, unit, NULL), FSDP_OK);
@@ -34,8 +36,7 @@ static void finish(void) {
 
 static void test_accumulates_over_backwards(void) {
   model_start_tree(&m, NULL, 1);
-  for (int i = 0; i < 3; i++)
-    model_step(&m);
+  for (int i = 0; i < 3; i++) model_step(&m);
   model_check_grads(&m); /* the sum of three */
   model_zero_grad(&m);
   model_step(&m);
@@ -79,8 +80,7 @@ static void check_no_sync(const model_options *options) {
     fsdp_engine_set_sync(m.engine, true);
     const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
     model_step(&m);
-    if (keeps)
-      CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers);
+    if (keeps) CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers);
     CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
     model_check_grads(&m);
     model_check_states(&m, FSDP_UNIT_SHARDED);
@@ -299,8 +299,7 @@ static void check_steady_state(const model_options *options) {
   model_plan_simple(&m, "b", 16);
   model_plan_simple(&m, "c", 16);
   model_start(&m);
-  for (int i = 0; i < 2; i++)
-    model_step(&m);
+  for (int i = 0; i < 2; i++) model_step(&m);
   recorder_clear(m.device);
   const fsdp_engine_stats before = model_stats(&m);
   const int64_t num_live = fsdp_alloc_live();
@@ -353,8 +352,7 @@ static void test_memory_of_one_unit(void) {
   model_init(&m, &options);
   model_plan_simple(&m, "u", 64);
   model_start(&m);
-  for (int i = 0; i < 3; i++)
-    model_step(&m);
+  for (int i = 0; i < 3; i++) model_step(&m);
   CHECK_I64(model_stats(&m).arena.nbytes, 128 * 2 + 128 * 4);
   CHECK_I64(model_stats(&m).arena.peak_nbytes, 128 * 2 + 128 * 4);
   CHECK_I64(recorder_live_nbytes(m.device), 128 * 2 + 128 * 4);

@@ -5,9 +5,13 @@
 
 static model m; /* each test makes and frees it */
 
-static void forward(void) { CHECK_I64(model_forward(&m, true, NULL), FSDP_OK); }
+static void forward(void) {
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+}
 
-static void backward(void) { CHECK_I64(model_backward(&m, NULL), FSDP_OK); }
+static void backward(void) {
+  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+}
 
 static void test_full_shard(void) {
   model_start_tree(&m, NULL, 0);
@@ -58,27 +62,28 @@ static void test_no_shard(void) {
   model_plan_simple(&m, "root", 8);
   model_start(&m);
   model_step(&m);
-  CHECK_TEXT(recorder_tape(m.device), "record e1 compute\n"
-                                      "wait unshard e1\n"
-                                      "take_params root sharded\n"
-                                      "take_grads root\n"
-                                      "event e5\n"
-                                      "alloc 32\n"
-                                      "pack compute f32 x1 8@0\n"
-                                      "release t1\n"
-                                      "record e1 compute\n"
-                                      "wait replicate e1\n"
-                                      "group_begin replicate g0\n"
-                                      "all_reduce replicate g0 8 f32\n"
-                                      "group_end replicate g0\n"
-                                      "grad_shard root 0\n"
-                                      "accumulate replicate 8 f32->f32 x0.25\n"
-                                      "record e5 replicate\n"
-                                      "record e2 reduce\n"
-                                      "wait compute e2\n"
-                                      "record e3 replicate\n"
-                                      "wait compute e3\n"
-                                      "show_grads root sharded\n");
+  CHECK_TEXT(recorder_tape(m.device),
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "take_params root sharded\n"
+             "take_grads root\n"
+             "event e5\n"
+             "alloc 32\n"
+             "pack compute f32 x1 8@0\n"
+             "release t1\n"
+             "record e1 compute\n"
+             "wait replicate e1\n"
+             "group_begin replicate g0\n"
+             "all_reduce replicate g0 8 f32\n"
+             "group_end replicate g0\n"
+             "grad_shard root 0\n"
+             "accumulate replicate 8 f32->f32 x0.25\n"
+             "record e5 replicate\n"
+             "record e2 reduce\n"
+             "wait compute e2\n"
+             "record e3 replicate\n"
+             "wait compute e3\n"
+             "show_grads root sharded\n");
   model_check_grads(&m);
   CHECK_I64(model_stats(&m).num_all_gathers, 0);
   model_fini(&m);
@@ -186,32 +191,33 @@ static void test_one_rank_with_casts(void) {
   model_plan_simple(&m, "u", 8);
   model_start(&m);
   model_step(&m);
-  CHECK_TEXT(recorder_tape(m.device), "record e1 compute\n"
-                                      "wait unshard e1\n"
-                                      "take_params u sharded\n"
-                                      "event e5\n"
-                                      "alloc 16\n"
-                                      "cast unshard 8 f32->bf16\n"
-                                      "record e4 unshard\n"
-                                      "wait compute e4\n"
-                                      "show u unsharded\n"
-                                      "take_grads u\n"
-                                      "event e6\n"
-                                      "alloc 16\n"
-                                      "pack compute bf16 x1 8@0\n"
-                                      "release t1\n"
-                                      "show u sharded\n"
-                                      "record e5 compute\n"
-                                      "record e1 compute\n"
-                                      "wait reduce e1\n"
-                                      "grad_shard u 0\n"
-                                      "accumulate reduce 8 bf16->f32 x1\n"
-                                      "record e6 reduce\n"
-                                      "record e2 reduce\n"
-                                      "wait compute e2\n"
-                                      "record e3 replicate\n"
-                                      "wait compute e3\n"
-                                      "show_grads u sharded\n");
+  CHECK_TEXT(recorder_tape(m.device),
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "take_params u sharded\n"
+             "event e5\n"
+             "alloc 16\n"
+             "cast unshard 8 f32->bf16\n"
+             "record e4 unshard\n"
+             "wait compute e4\n"
+             "show u unsharded\n"
+             "take_grads u\n"
+             "event e6\n"
+             "alloc 16\n"
+             "pack compute bf16 x1 8@0\n"
+             "release t1\n"
+             "show u sharded\n"
+             "record e5 compute\n"
+             "record e1 compute\n"
+             "wait reduce e1\n"
+             "grad_shard u 0\n"
+             "accumulate reduce 8 bf16->f32 x1\n"
+             "record e6 reduce\n"
+             "record e2 reduce\n"
+             "wait compute e2\n"
+             "record e3 replicate\n"
+             "wait compute e3\n"
+             "show_grads u sharded\n");
   model_check_grads(&m);
   model_fini(&m);
 }
@@ -240,34 +246,35 @@ static void test_mixed_segments(void) {
              "show u unsharded\n");
   recorder_clear(m.device);
   backward();
-  CHECK_TEXT(recorder_tape(m.device), "take_grads u\n"
-                                      "event e6\n"
-                                      "alloc 288\n" /* 64 and 32 bytes */
-                                      "pack compute f32 x1 2@8 6@0\n"
-                                      "pack compute bf16 x1 3@0\n"
-                                      "release t1\n"
-                                      "release t2\n"
-                                      "release t3\n"
-                                      "show u sharded\n"
-                                      "record e5 compute\n"
-                                      "pack compute f32 x1 zero2@6 zero6@10\n"
-                                      "pack compute bf16 x1 zero13@3\n"
-                                      "record e1 compute\n"
-                                      "wait reduce e1\n"
-                                      "group_begin reduce g0\n"
-                                      "reduce_scatter reduce g0 8 f32\n"
-                                      "reduce_scatter reduce g0 8 bf16\n"
-                                      "group_end reduce g0\n"
-                                      "grad_shard u 0\n"
-                                      "accumulate reduce 8 f32->f32 x0.5\n"
-                                      "grad_shard u 2\n"
-                                      "accumulate reduce 8 bf16->bf16 x0.5\n"
-                                      "record e6 reduce\n"
-                                      "record e2 reduce\n"
-                                      "wait compute e2\n"
-                                      "record e3 replicate\n"
-                                      "wait compute e3\n"
-                                      "show_grads u sharded\n");
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_grads u\n"
+             "event e6\n"
+             "alloc 288\n" /* 64 and 32 bytes */
+             "pack compute f32 x1 2@8 6@0\n"
+             "pack compute bf16 x1 3@0\n"
+             "release t1\n"
+             "release t2\n"
+             "release t3\n"
+             "show u sharded\n"
+             "record e5 compute\n"
+             "pack compute f32 x1 zero2@6 zero6@10\n"
+             "pack compute bf16 x1 zero13@3\n"
+             "record e1 compute\n"
+             "wait reduce e1\n"
+             "group_begin reduce g0\n"
+             "reduce_scatter reduce g0 8 f32\n"
+             "reduce_scatter reduce g0 8 bf16\n"
+             "group_end reduce g0\n"
+             "grad_shard u 0\n"
+             "accumulate reduce 8 f32->f32 x0.5\n"
+             "grad_shard u 2\n"
+             "accumulate reduce 8 bf16->bf16 x0.5\n"
+             "record e6 reduce\n"
+             "record e2 reduce\n"
+             "wait compute e2\n"
+             "record e3 replicate\n"
+             "wait compute e3\n"
+             "show_grads u sharded\n");
   model_check_grads(&m);
   const fsdp_engine_stats stats = model_stats(&m);
   CHECK_I64(stats.shard_nbytes, 8 * 4 + 4 * 4 + 8 * 2 + 16);

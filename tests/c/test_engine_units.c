@@ -199,8 +199,9 @@ static void test_engine_may_go_before_its_units(void) {
              "backward reached unit 'root' after its engine was destroyed");
   CHECK_I64(fsdp_unit_end_backward(m.units[0].unit, NULL), FSDP_OK);
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &error), FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message, "the parameters of unit 'root' cannot be summoned "
-                            "before it was added to an engine");
+  CHECK_TEXT(error.message,
+             "the parameters of unit 'root' cannot be summoned "
+             "before it was added to an engine");
   fsdp_unit_abandon_forward(m.units[0].unit, false);
   model_fini(&m);
 }
@@ -246,21 +247,22 @@ static void test_summon_and_write_back(void) {
   for (int64_t i = 0; i < 8; i++) { /* the half of rank 1 */
     CHECK(((float *)m.units[0].shards[0])[i] == (float)(100 + 8 + i));
   }
-  CHECK_TEXT(recorder_tape(m.device), "take_params u sharded\n"
-                                      "alloc 64\n"
-                                      "record e1 compute\n"
-                                      "wait unshard e1\n"
-                                      "group_begin unshard g0\n"
-                                      "all_gather unshard g0 8 f32\n"
-                                      "group_end unshard g0\n"
-                                      "record e4 unshard\n"
-                                      "wait compute e4\n"
-                                      "show u full\n"
-                                      "take_params u full\n"
-                                      "cast compute 8 f32->f32\n"
-                                      "show u sharded\n"
-                                      "record e4 compute\n"
-                                      "free 64 after e4\n");
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_params u sharded\n"
+             "alloc 64\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "group_begin unshard g0\n"
+             "all_gather unshard g0 8 f32\n"
+             "group_end unshard g0\n"
+             "record e4 unshard\n"
+             "wait compute e4\n"
+             "show u full\n"
+             "take_params u full\n"
+             "cast compute 8 f32->f32\n"
+             "show u sharded\n"
+             "record e4 compute\n"
+             "free 64 after e4\n");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
   model_fini(&m);
 }
@@ -273,9 +275,10 @@ static void test_dismiss_without_writeback(void) {
   recorder_clear(m.device);
   CHECK_I64(fsdp_unit_dismiss(unit, false, NULL), FSDP_OK);
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
-  CHECK_TEXT(recorder_tape(m.device), "show root sharded\n"
-                                      "record e4 compute\n"
-                                      "free 32 after e4\n");
+  CHECK_TEXT(recorder_tape(m.device),
+             "show root sharded\n"
+             "record e4 compute\n"
+             "free 32 after e4\n");
   model_fini(&m);
 }
 
@@ -308,9 +311,10 @@ static void test_forward_of_a_summoned_unit(void) {
   CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL), FSDP_OK);
   recorder_clear(m.device);
   forward(false);
-  CHECK_TEXT(model_schedule(&m), "all_gather root\n"
-                                 "show root unsharded\n"
-                                 "show root sharded\n");
+  CHECK_TEXT(model_schedule(&m),
+             "all_gather root\n"
+             "show root unsharded\n"
+             "show root sharded\n");
   enter(1);
   fsdp_unit_abandon_forward(m.units[1].unit, false);
   CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
@@ -350,8 +354,9 @@ static void test_summon_at_the_wrong_moment(void) {
   forward(true); /* the root is kept for its backward: a summon reshards it */
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL), FSDP_OK);
   CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
-  check_summon_refused(0, "the parameters of unit 'root' cannot be summoned "
-                          "twice: summon_full_params is open for it");
+  check_summon_refused(0,
+                       "the parameters of unit 'root' cannot be summoned "
+                       "twice: summon_full_params is open for it");
   CHECK_I64(fsdp_unit_pre_backward(m.units[0].unit, &error),
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,

@@ -98,8 +98,7 @@ static void test_table_matches_quadratic_search(void) {
     int64_t num_params = 0;
     for (int64_t i = 0; i < num_uses; i++) {
       int64_t first = 0;
-      while (uses[first].key != uses[i].key)
-        first++;
+      while (uses[first].key != uses[i].key) first++;
       if (first == i) {
         CHECK_I64(fsdp_param_table_first_use(table, num_params), i);
         CHECK(fsdp_param_table_spec(table, num_params)->key == uses[i].key);
@@ -242,8 +241,7 @@ static int64_t write_flat(const fsdp_flat_layout *layout,
                                ? info->dtype.itemsize
                                : smallest_itemsize;
   int64_t alignment = 1;
-  while (alignment * itemsize % FSDP_ALIGNMENT_NBYTES != 0)
-    alignment++;
+  while (alignment * itemsize % FSDP_ALIGNMENT_NBYTES != 0) alignment++;
   int64_t num = 0;
   for (int64_t i = 0; i < fsdp_param_table_num_params(table); i++) {
     const fsdp_param_spec *spec = fsdp_param_table_spec(table, i);
@@ -251,10 +249,8 @@ static int64_t write_flat(const fsdp_flat_layout *layout,
         spec->requires_grad != info->requires_grad) {
       continue;
     }
-    while (num % alignment != 0)
-      flat[num++] = (element){PADDING, 0};
-    for (int64_t j = 0; j < spec->numel; j++)
-      flat[num++] = (element){i, j};
+    while (num % alignment != 0) flat[num++] = (element){PADDING, 0};
+    for (int64_t j = 0; j < spec->numel; j++) flat[num++] = (element){i, j};
   }
   while (num % (alignment * world_size) != 0) {
     flat[num++] = (element){PADDING, 0};
@@ -271,8 +267,7 @@ static void slice_flat(const element *flat, int64_t shard_numel, int64_t rank,
   bool found = false;
   for (int64_t i = 0; i < shard_numel; i++) {
     const element *here = &flat[rank * shard_numel + i];
-    if (here->param != param)
-      continue;
+    if (here->param != param) continue;
     if (!found) {
       *in_param = (fsdp_range){here->index, here->index};
       *in_shard = (fsdp_range){i, i};
@@ -298,8 +293,7 @@ static bool check_segment(const fsdp_flat_layout *layout,
   int64_t num_real = 0;
   int64_t num_params = 0;
   bool ok = true;
-  for (int64_t i = 0; i < num; i++)
-    num_real += flat[i].param != PADDING;
+  for (int64_t i = 0; i < num; i++) num_real += flat[i].param != PADDING;
 
   ok &= CHECK_I64(info->padded_numel, num);
   ok &= CHECK_I64(info->shard_numel * world_size, num);
@@ -309,8 +303,7 @@ static bool check_segment(const fsdp_flat_layout *layout,
   for (int64_t param = 0; param < fsdp_flat_layout_num_params(layout);
        param++) {
     const fsdp_param_slot *slot = fsdp_flat_layout_slot(layout, param);
-    if (slot->segment != segment)
-      continue;
+    if (slot->segment != segment) continue;
     ok &= CHECK_I64(params[num_params++], param);
     for (int64_t i = 0; i < slot->numel; i++) {
       ok &= CHECK(flat[slot->offset + i].param == param &&
@@ -378,8 +371,7 @@ static void test_every_allocation_can_fail(void) {
       CHECK(table == NULL);
     }
     fsdp_alloc_fail_at(-1);
-    if (status != FSDP_OK)
-      CHECK(layout == NULL);
+    if (status != FSDP_OK) CHECK(layout == NULL);
     fsdp_flat_layout_destroy(layout);
     fsdp_param_table_destroy(table);
     CHECK_I64(fsdp_alloc_live(), 0);

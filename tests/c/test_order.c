@@ -179,10 +179,8 @@ static void test_every_allocation_can_fail(void) {
     if (created) {
       fsdp_order_begin(order);
       status = fsdp_order_pre_forward(order, A, &error);
-      if (status != FSDP_OK)
-        CHECK_I64(fsdp_order_length(order), 0);
-      if (status == FSDP_OK)
-        status = fsdp_order_post_forward(order, A, &error);
+      if (status != FSDP_OK) CHECK_I64(fsdp_order_length(order), 0);
+      if (status == FSDP_OK) status = fsdp_order_post_forward(order, A, &error);
     } else {
       CHECK(order == NULL);
     }

@@ -65,26 +65,27 @@ static void test_lines_and_names(void) {
   CHECK_I64(recorder_live_nbytes(device), 16);
   ops->block_free(it, block, 16, event);
   ops->event_destroy(it, event);
-  CHECK_TEXT(recorder_tape(device), "alloc 16 b1\n"
-                                    "event e1\n"
-                                    "group_begin unshard g0\n"
-                                    "all_gather unshard g0 2 f32 b1 <- shard\n"
-                                    "group_end unshard g0\n"
-                                    "reduce_scatter reduce g0 2 f32 b1\n"
-                                    "all_reduce replicate g0 1 f32 shard\n"
-                                    "record e1 unshard\n"
-                                    "wait compute e1\n"
-                                    "show root unsharded\n"
-                                    "take_params unit1 full\n"
-                                    "take_grads unit1 unsharded\n"
-                                    "take_grads unit1\n"
-                                    "show_grads unit1 sharded\n"
-                                    "grad_shard unit1 1\n"
-                                    "grad_shard unit1 0\n"
-                                    "grad_shard unit1 0\n"
-                                    "release t1\n"
-                                    "free 16 b1 after e1\n"
-                                    "destroy e1\n");
+  CHECK_TEXT(recorder_tape(device),
+             "alloc 16 b1\n"
+             "event e1\n"
+             "group_begin unshard g0\n"
+             "all_gather unshard g0 2 f32 b1 <- shard\n"
+             "group_end unshard g0\n"
+             "reduce_scatter reduce g0 2 f32 b1\n"
+             "all_reduce replicate g0 1 f32 shard\n"
+             "record e1 unshard\n"
+             "wait compute e1\n"
+             "show root unsharded\n"
+             "take_params unit1 full\n"
+             "take_grads unit1 unsharded\n"
+             "take_grads unit1\n"
+             "show_grads unit1 sharded\n"
+             "grad_shard unit1 1\n"
+             "grad_shard unit1 0\n"
+             "grad_shard unit1 0\n"
+             "release t1\n"
+             "free 16 b1 after e1\n"
+             "destroy e1\n");
   CHECK_I64(recorder_live_blocks(device), 0);
   CHECK_I64(recorder_live_events(device), 0);
   recorder_destroy(device);
@@ -123,11 +124,12 @@ static void test_data_operations(void) {
       ops->cast(it, lane, wide, RECORDER_F64, bytes, RECORDER_U8, 3, NULL),
       FSDP_OK);
   CHECK(wide[2] == 94);
-  CHECK_TEXT(recorder_tape(device), "pack compute f64 x0.5 2@0 1@2+ zero1@3\n"
-                                    "cast compute 3 f32->bf16\n"
-                                    "accumulate compute 3 bf16->f64 x2 add\n"
-                                    "cast compute 3 f64->u8\n"
-                                    "cast compute 3 u8->f64\n");
+  CHECK_TEXT(recorder_tape(device),
+             "pack compute f64 x0.5 2@0 1@2+ zero1@3\n"
+             "cast compute 3 f32->bf16\n"
+             "accumulate compute 3 bf16->f64 x2 add\n"
+             "cast compute 3 f64->u8\n"
+             "cast compute 3 u8->f64\n");
   recorder_destroy(device);
 }
 
