@@ -104,7 +104,7 @@ struct fsdp_engine {
   fsdp_trace trace;
 };
 
-/* engine.c */
+/* failure.c */
 /* FSDP_OK, or the error that put the unit into FAILED. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit,
                                                 fsdp_error *error);

@@ -1,0 +1,28 @@
+/* What every sequence uses: waiting between lanes, and failing. */
+#include "runtime/engine_priv.h"
+
+fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit, fsdp_error *error) {
+  if (unit->state != FSDP_UNIT_FAILED) return FSDP_OK;
+  return FSDP_FAIL(error, unit->first_error.status,
+                   "unit '%s' failed earlier (%s); call fsdp_c.reset(model) "
+                   "to go on",
+                   unit->name, unit->first_error.message);
+}
+
+void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *error) {
+  if (unit->state == FSDP_UNIT_FAILED) return; /* the first error stays */
+  if (error != NULL) unit->first_error = *error;
+  /* FAIL is allowed from every state. */
+  (void)!fsdp_unit_state_advance(&unit->state, FSDP_EVENT_FAIL, NULL);
+}
+
+fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine, fsdp_lane waiter,
+                                       fsdp_lane recorder, fsdp_event *event,
+                                       fsdp_error *error) {
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(ops->event_record(ops->context, event, recorder, error));
+  FSDP_TRY(ops->event_wait(ops->context, waiter, event, error));
+done:
+  return status;
+}
