@@ -131,7 +131,7 @@ PYTHON_FLAGS = [
     sysconfig.get_path("include"),
     "-Wno-cast-function-type",  # METH_KEYWORDS needs the cast
 ]
-CXX_FLAGS = ["-Wall", "-Wextra", "-Wconversion"]
+CXX_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion"]
 
 
 def is_older(target: str, sources: list[str]) -> bool:

@@ -98,7 +98,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, NUM_BYTES, bias=False)
         for name, param in self.named_parameters():
-            if param.ndim == 2:  # noqa: PLR2004 - a matrix
+            if param.ndim == 2:
                 into_residual = name.endswith(("to_out.weight", "mlp.2.weight"))
                 scale = (2 * config.num_blocks) ** -0.5 if into_residual else 1.0
                 nn.init.normal_(param, std=0.02 * scale)

@@ -27,10 +27,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tqdm import tqdm
 from verify import largest_differences
 
-try:
-    from fsdp_c import FullyShardedDataParallel as FSDP  # noqa: N817
-except ImportError:  # torch's own: the same interface
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from fsdp_c import FullyShardedDataParallel as FSDP
 
 MAX_GRAD_NORM = 1.0
 VERIFY_TOLERANCE = 1e-4  # float32: other orders of summation, nothing else
@@ -100,7 +97,7 @@ def read_text(folder: Path, context: int) -> tuple[Tensor, Tensor]:
     files = sorted(f for f in folder.rglob("*.py") if skip.isdisjoint(f.parts))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for index, file in enumerate(files):
-        parts[index % 20 == 19].append(file.read_bytes())  # noqa: PLR2004
+        parts[index % 20 == 19].append(file.read_bytes())
     train, held_out = (
         torch.frombuffer(bytearray(b"\n".join(part) or b"\n"), dtype=torch.uint8)
         for part in parts

@@ -33,7 +33,7 @@ def gather(shards: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 def largest_differences(
     unsharded: nn.Module,
-    sharded: Any,  # noqa: ANN401 - a FullyShardedDataParallel of either package
+    sharded: Any,
     batches: Sequence[Sequence[Batch]],
     *,
     max_grad_norm: float,
