@@ -1,0 +1,200 @@
+"""Activation checkpointing, inside the wrapper and around it."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+from helpers.distributed import distributed
+from helpers.impl import ShardingStrategy, fsdp
+from helpers.models import Block, vectors
+from helpers.reference import Differential
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+class _CheckpointedBlock(Block):
+    """A block that checkpoints itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+        return out
+
+
+class _Model(nn.Module):
+    """Blocks that are checkpointed inside their unit or around it."""
+
+    def __init__(self, use_reentrant: bool, around: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.around = around
+        self.inp = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(
+            Block() if around else _CheckpointedBlock(use_reentrant) for _ in range(3)
+        )
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            if self.around:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+            else:
+                x = block(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+def _wrap(model: Any, strategy: str, use_orig_params: bool) -> Any:
+    kwargs = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": use_orig_params,
+    }
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = fsdp(block, **kwargs)
+    return fsdp(model, **kwargs)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@distributed(world_size=(2, 3))
+def test_checkpoint(
+    rank: int,
+    world_size: int,
+    use_reentrant: bool,
+    around: bool,
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """torch.utils.checkpoint, both kinds, in both places."""
+    differential = Differential(
+        lambda: _Model(use_reentrant, around),
+        lambda module: _wrap(module, strategy, use_orig_params),
+        vectors,
+        use_orig_params=use_orig_params,
+    )
+    differential.train(2)
+    differential.evaluate()
+    differential.zero_grad()
+    differential.accumulate(2, no_sync=True)
+    differential.check()
+    differential.step()
+    differential.check()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
+@pytest.mark.parametrize("order", ["fsdp_outside", "checkpoint_outside"])
+@distributed(world_size=2)
+def test_checkpoint_wrapper(
+    rank: int, world_size: int, order: str, impl: str, use_orig_params: bool
+) -> None:
+    """Torch's CheckpointWrapper as a module; names stay clean."""
+
+    def wrap_block(block: nn.Module) -> nn.Module:
+        kind = CheckpointImpl[impl]
+        if order == "fsdp_outside":
+            inner = checkpoint_wrapper(block, checkpoint_impl=kind)
+            wrapped: nn.Module = fsdp(inner, use_orig_params=use_orig_params)
+        else:
+            unit = fsdp(block, use_orig_params=use_orig_params)
+            wrapped = checkpoint_wrapper(unit, checkpoint_impl=kind)
+        return wrapped
+
+    def wrap(model: Any) -> Any:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = wrap_block(block)
+        return fsdp(model, use_orig_params=use_orig_params)
+
+    class Plain(_Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for block in self.blocks:
+                x = block(x)
+            out: Tensor = self.out(x)
+            return out
+
+    differential = Differential(
+        lambda: Plain(use_reentrant=False, around=True),
+        wrap,
+        vectors,
+        use_orig_params=use_orig_params,
+    )
+    differential.train(3)
+
+
+@pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
+@distributed(world_size=2)
+def test_applied_after_wrapping(rank: int, world_size: int, impl: str) -> None:
+    """apply_activation_checkpointing on the sharded model, as trainers do."""
+
+    def wrap(model: Any) -> Any:
+        sharded = _wrap(model, "FULL_SHARD", True)
+        apply_activation_checkpointing(
+            sharded,
+            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
+                module, checkpoint_impl=CheckpointImpl[impl]
+            ),
+            check_fn=lambda module: isinstance(module, Block),
+        )
+        return sharded
+
+    class Plain(_Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for block in self.blocks:
+                x = block(x)
+            out: Tensor = self.out(x)
+            return out
+
+    differential = Differential(
+        lambda: Plain(use_reentrant=False, around=True),
+        wrap,
+        vectors,
+        use_orig_params=True,
+    )
+    differential.train(3)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@distributed(world_size=2)
+def test_part_of_a_unit(rank: int, world_size: int, use_reentrant: bool) -> None:
+    """Only some layers of a unit are recomputed; some twice, nested."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp = nn.Linear(6, 6)
+            self.block = Block()
+            self.deep = Block()
+            self.out = nn.Linear(6, 2)
+
+        def nested(self, x: Tensor) -> Tensor:
+            x = self.block(x)
+            out: Tensor = checkpoint(self.deep, x, use_reentrant=use_reentrant)
+            return out
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            x = checkpoint(self.nested, x, use_reentrant=use_reentrant)
+            out: Tensor = self.out(x)
+            return out
+
+    def wrap(model: Any) -> Any:
+        model.deep = fsdp(model.deep, use_orig_params=True)
+        return fsdp(model, use_orig_params=True)
+
+    differential = Differential(Part, wrap, vectors, use_orig_params=True)
+    differential.train(3)

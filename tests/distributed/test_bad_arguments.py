@@ -1,0 +1,289 @@
+"""Bad input: an exception of the right type that names the cause; nothing breaks."""
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.distributed import distributed
+from helpers.impl import (
+    FSDP,
+    IS_TORCH,
+    MixedPrecision,
+    StateDictType,
+    fsdp,
+    needs_fsdp_c,
+)
+from helpers.models import Block
+from helpers.reference import full_state_dict
+
+# (keyword arguments, exception, part of the message)
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "process_group word": ({"process_group": "world"}, TypeError, "process_group"),
+    "process_group number": ({"process_group": 3}, TypeError, "process_group"),
+    "strategy word": (
+        {"sharding_strategy": "FULL_SHARD"},
+        TypeError,
+        "sharding_strategy",
+    ),
+    "strategy number": ({"sharding_strategy": 1}, TypeError, "sharding_strategy"),
+    "policy number": ({"auto_wrap_policy": 3}, TypeError, "auto_wrap_policy"),
+    "policy class": ({"auto_wrap_policy": nn.Linear}, TypeError, "auto_wrap_policy"),
+    "policy set": ({"auto_wrap_policy": {nn.Linear}}, TypeError, "auto_wrap_policy"),
+    "prefetch word": (
+        {"backward_prefetch": "BACKWARD_PRE"},
+        TypeError,
+        "backward_prefetch",
+    ),
+    "forward_prefetch word": (
+        {"forward_prefetch": "yes"},
+        TypeError,
+        "forward_prefetch",
+    ),
+    "limit word": ({"limit_all_gathers": "no"}, TypeError, "limit_all_gathers"),
+    "use_orig_params word": ({"use_orig_params": "no"}, TypeError, "use_orig_params"),
+    "sync number": ({"sync_module_states": 1.5}, TypeError, "sync_module_states"),
+    "precision dtype": (
+        {"mixed_precision": torch.bfloat16},
+        TypeError,
+        "mixed_precision",
+    ),
+    "precision dict": (
+        {"mixed_precision": {"param_dtype": torch.bfloat16}},
+        TypeError,
+        "mixed_precision",
+    ),
+    "param_dtype integer": (
+        {"mixed_precision": MixedPrecision(param_dtype=torch.int32)},
+        ValueError,
+        "param_dtype",
+    ),
+    "reduce_dtype integer": (
+        {"mixed_precision": MixedPrecision(reduce_dtype=torch.int64)},
+        ValueError,
+        "reduce_dtype",
+    ),
+    "device word": ({"device_id": "nowhere"}, (RuntimeError, ValueError), "nowhere"),  # type: ignore[dict-item]
+    "device kind": ({"device_id": 1.5}, TypeError, "device_id"),
+    "ignored number": ({"ignored_modules": 3}, TypeError, "ignored_modules"),
+    "ignored not a module": ({"ignored_modules": [3]}, TypeError, "ignored_modules"),
+    "init_fn number": ({"param_init_fn": 3}, TypeError, "param_init_fn"),
+    "unknown": ({"shard_strategy": None}, TypeError, "shard_strategy"),
+}
+
+
+@pytest.mark.parametrize("row", BAD_ARGUMENTS)
+@distributed(world_size=2)
+def test_bad_argument(rank: int, world_size: int, row: str) -> None:
+    """The module is left as it was, and can be wrapped rightly then."""
+    needs_fsdp_c("checks few arguments")
+    kwargs, exception, part = BAD_ARGUMENTS[row]
+    module = Block()
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    with pytest.raises(exception, match=part):
+        FSDP(module, **kwargs)
+    for name, param in module.named_parameters():
+        assert torch.equal(param, before[name]), name
+    fsdp(module)(torch.randn(4, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("module", ["None", "3", "class", "tensor"])
+@distributed(world_size=2)
+def test_module_is_no_module(rank: int, world_size: int, module: str) -> None:
+    """What is not a module cannot be wrapped."""
+    needs_fsdp_c("fails with an AttributeError")
+    objects: dict[str, Any] = {
+        "None": None,
+        "3": 3,
+        "class": nn.Linear,
+        "tensor": torch.zeros(3),
+    }
+    with pytest.raises(TypeError, match=r"module.*nn\.Module|nn\.Module.*module"):
+        FSDP(objects[module])
+
+
+@distributed(world_size=2)
+def test_wrapped_twice(rank: int, world_size: int) -> None:
+    """A unit around a unit has nothing to shard: fine, and trains."""
+    needs_fsdp_c("is not asked")
+    model = fsdp(fsdp(Block(), use_orig_params=True), use_orig_params=True)
+    model(torch.randn(4, 6)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+@distributed(world_size=2)
+def test_policy_on_a_wrapped_model(rank: int, world_size: int) -> None:
+    """A policy refuses modules that already hold units."""
+    model = nn.Sequential(fsdp(Block()), Block())
+    with pytest.raises(ValueError, match=r"(?i)fully ?sharded"):
+        fsdp(model, auto_wrap_policy=lambda *args, **kwargs: True)
+
+
+@distributed(world_size=2)
+def test_meta_parameters(rank: int, world_size: int) -> None:
+    """A parameter without data, in a module that cannot initialise it, is named."""
+    needs_fsdp_c("fails with an AttributeError")
+    module = Block()  # has no reset_parameters
+    module.extra = nn.Parameter(torch.empty(6, 10, device="meta"))
+    with pytest.raises((ValueError, RuntimeError, TypeError), match="meta"):
+        fsdp(module)
+
+
+@distributed(world_size=2)
+def test_sparse_parameters(rank: int, world_size: int) -> None:
+    """A sparse parameter is named."""
+    needs_fsdp_c("fails later")
+    module = Block()
+    module.extra = nn.Parameter(torch.eye(3).to_sparse())
+    with pytest.raises((ValueError, RuntimeError), match=r"extra.*sparse"):
+        fsdp(module)
+
+
+@distributed(world_size=2)
+def test_integer_parameters(rank: int, world_size: int) -> None:
+    """Quantised weights: integers without gradients are sharded and gathered."""
+    needs_fsdp_c("refuses integer parameters")
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            codes = torch.arange(37, dtype=torch.uint8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.scale = nn.Parameter(torch.ones(37))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.codes.dtype == torch.uint8
+            return x * self.codes.to(x.dtype) * self.scale
+
+    model = fsdp(Quantised(), use_orig_params=True)
+    out = model(torch.ones(1, 37))
+    assert out[0].tolist() == [float(i) for i in range(37)]
+    out.sum().backward()
+    state = full_state_dict(model)
+    assert state["codes"].tolist() == list(range(37))
+
+
+@distributed(world_size=2)
+def test_integer_parameter_that_requires_grad(rank: int, world_size: int) -> None:
+    """Only possible behind torch's back; named."""
+    needs_fsdp_c("is not asked")
+    module = Block()
+    bad = nn.Parameter(torch.arange(6), requires_grad=False)
+    try:
+        bad.requires_grad_(True)
+    except RuntimeError:
+        pytest.skip("torch lets no integer tensor require grad")
+    module.extra = bad
+    with pytest.raises(ValueError, match="extra"):
+        fsdp(module)
+
+
+@distributed(world_size=2)
+def test_parameter_that_is_no_leaf(rank: int, world_size: int) -> None:
+    """A computed tensor in a parameter's place is named."""
+    needs_fsdp_c("is not asked")
+    module = Block()
+    computed = module.fc1.weight * 2
+    module.fc1._parameters["weight"] = computed  # type: ignore[assignment]
+    with pytest.raises((ValueError, TypeError), match=r"fc1\.weight"):
+        fsdp(module)
+
+
+@distributed(world_size=2)
+def test_clip_arguments(rank: int, world_size: int) -> None:
+    """Norms that make no sense."""
+    needs_fsdp_c("checks few arguments")
+    model = fsdp(Block(), use_orig_params=True)
+    model(torch.randn(4, 6)).square().mean().backward()
+    rows: list[tuple[Any, Any, str]] = [
+        (("x",), (TypeError, ValueError), "max_norm"),
+        ((1.0, 0.0), ValueError, "norm_type"),
+        ((1.0, -1.0), ValueError, "norm_type"),
+        ((1.0, float("nan")), ValueError, "norm_type"),
+        ((1.0, "two"), (TypeError, ValueError), "norm_type"),
+        ((1.0, None), TypeError, "norm_type"),
+    ]
+    for args, exception, part in rows:
+        with pytest.raises(exception, match=part):
+            model.clip_grad_norm_(*args)
+    assert model.clip_grad_norm_(1.0).item() > 0
+
+
+@distributed(world_size=2)
+def test_no_sync_on_a_nested_unit(rank: int, world_size: int) -> None:
+    """no_sync belongs to the root: a nested unit says so, or does as it says."""
+    model = fsdp(
+        nn.Sequential(fsdp(Block(), use_orig_params=True)), use_orig_params=True
+    )
+    model(torch.randn(4, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="root"), model.module[0].no_sync():
+        pass
+    model(torch.randn(4, 6)).sum().backward()
+
+
+@distributed(world_size=2)
+def test_state_dict_type_on_the_wrong_things(rank: int, world_size: int) -> None:
+    """A word for a type is refused; the model's own setting stays."""
+    needs_fsdp_c("checks few arguments")
+    model = fsdp(Block(), use_orig_params=True)
+    with (
+        pytest.raises((TypeError, ValueError), match="state_dict_type"),
+        FSDP.state_dict_type(model, "FULL_STATE_DICT"),
+    ):
+        pass
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        assert len(model.state_dict()) == 4
+
+
+@distributed(world_size=2)
+def test_summon_inside_forward(rank: int, world_size: int) -> None:
+    """Whole parameters cannot be summoned in the middle of a forward."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+            self.summons = True
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if self.summons:
+                with FSDP.summon_full_params(outer[0]):
+                    pass
+            return self.fc(x)
+
+    outer: list[Any] = []
+    outer.append(fsdp(Net(), use_orig_params=True))
+    model = outer[0]
+    with pytest.raises((RuntimeError, AssertionError, ValueError)):
+        model(torch.randn(2, 6))
+    if IS_TORCH:
+        return
+    model.module.summons = False
+    model(torch.randn(2, 6)).sum().backward()
+    outer.clear()
+
+
+def test_no_process_group() -> None:
+    """Wrapping before init_process_group says what to call."""
+    if IS_TORCH:
+        pytest.skip("torch's FSDP1: its message is its own")
+    program = """
+        import torch
+        from fsdp_c import FullyShardedDataParallel as FSDP
+        FSDP(torch.nn.Linear(3, 3))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "init_process_group" in last, done.stderr
+    assert last.startswith(("ValueError", "RuntimeError")), done.stderr

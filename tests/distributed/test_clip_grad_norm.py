@@ -1,0 +1,165 @@
+"""clip_grad_norm_ against torch.nn.utils on the unsharded model."""
+
+import math
+
+import pytest
+import torch
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import (
+    MixedPrecision,
+    ShardingStrategy,
+    fsdp,
+    fsdp_if_available,
+    needs_fsdp_c,
+)
+from helpers.models import CASES, MLP, Block
+from helpers.reference import Differential
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("model", ["uneven", "unused"])
+@distributed(world_size=(2, 3))
+def test_equals_the_unsharded_norm(
+    rank: int,
+    world_size: int,
+    model: str,
+    norm_type: float,
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """The norm, the clipped gradients and the step; far above the norm too."""
+    case = CASES[model]
+    differential = Differential.of_case(
+        case,
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+        ),
+        use_orig_params=use_orig_params,
+    )
+    for max_norm in (0.01, 1e4):
+        differential.zero_grad()
+        differential.forward_backward()
+        differential.clip(max_norm, norm_type)
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+@distributed(world_size=2)
+def test_mixed_strategies(rank: int, world_size: int) -> None:
+    """Parameters that are not sharded count once, those that are by the shard."""
+
+    def wrap(model: torch.nn.Module) -> object:
+        assert isinstance(model, MLP)
+        for index, name in enumerate(["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"]):
+            model.blocks[index] = fsdp(
+                model.blocks[index],
+                sharding_strategy=ShardingStrategy[name],
+                use_orig_params=True,
+            )
+        return fsdp(model, use_orig_params=True)
+
+    differential = Differential.of_case(CASES["mlp"], wrap, use_orig_params=True)
+    for _ in range(2):
+        differential.zero_grad()
+        differential.forward_backward()
+        differential.clip(0.05)
+        differential.check()
+        differential.step()
+
+
+@distributed(world_size=2)
+def test_mixed_dtypes(rank: int, world_size: int) -> None:
+    """bf16 and fp32 gradients have one norm."""
+    needs_fsdp_c("refuses mixed dtypes in a unit")
+    differential = Differential.of_case(
+        CASES["mixed_dtype"],
+        lambda module: fsdp(module, use_orig_params=True),
+        use_orig_params=True,
+    )
+    differential.forward_backward()
+    differential.clip(0.05)
+    differential.check()
+
+
+@distributed(world_size=2)
+def test_without_gradients(rank: int, world_size: int) -> None:
+    """No gradients: the norm is zero."""
+    model = fsdp(Block(), use_orig_params=True)
+    assert model.clip_grad_norm_(1.0).item() == 0.0
+
+
+@distributed(world_size=2)
+def test_norm_type_may_be_an_int_or_a_word(rank: int, world_size: int) -> None:
+    """2 is 2.0 and "inf" is infinity."""
+    model = fsdp(Block(), use_orig_params=True)
+    model(torch.randn(4, 6)).square().mean().backward()
+    assert model.clip_grad_norm_(1e9, 2) == model.clip_grad_norm_(1e9, 2.0)
+    assert model.clip_grad_norm_(1e9, "inf") == model.clip_grad_norm_(1e9, math.inf)
+
+
+@distributed(world_size=2)
+def test_other_norm_and_fp64(rank: int, world_size: int) -> None:
+    """P = 3, and fp64 gradients to their own precision."""
+    needs_fsdp_c("has no norm of fp64 gradients")
+    case = CASES["uneven"]
+    differential = Differential(
+        lambda: case.build().double(),
+        lambda module: fsdp(module, use_orig_params=True),
+        lambda generator: tuple(t.double() for t in case.inputs(generator)),
+        use_orig_params=True,
+    )
+    differential.forward_backward()
+    differential.clip(0.01, 3.0)
+    differential.check()
+
+
+@distributed(world_size=2)
+def test_not_finite(rank: int, world_size: int) -> None:
+    """A rank's infinite gradient shows in every rank's norm."""
+    model = fsdp(Block(), use_orig_params=True)
+    x = torch.randn(4, 6) * (math.inf if rank == 0 else 1.0)
+    model(x).square().mean().backward()
+    norm = model.clip_grad_norm_(1.0)
+    assert not math.isfinite(norm.item())
+
+
+@distributed(world_size=2)
+def test_only_on_the_root(rank: int, world_size: int) -> None:
+    """A nested unit refuses: the norm would be of a part."""
+    model = fsdp(
+        MLP(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+    )
+    model(torch.randn(4, 6)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].clip_grad_norm_(1.0)
+    model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_bf16_gradients(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """The norm of bf16 gradients is summed in fp32 and returned in bf16."""
+    model = fsdp_if_available(
+        Block(),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, keep_low_precision_grads=True
+        ),
+        use_orig_params=use_orig_params,
+    )
+    model(torch.randn(4, 6)).float().square().mean().backward()
+    local = sum(
+        (p.grad.float() ** 2).sum() for p in model.parameters() if p.grad is not None
+    )
+    total = torch.as_tensor(local, dtype=torch.float32)
+    torch.distributed.all_reduce(total)
+    norm = model.clip_grad_norm_(1e9)
+    assert norm.dtype == torch.bfloat16
+    assert norm.item() == pytest.approx(total.sqrt().item(), rel=1e-2)

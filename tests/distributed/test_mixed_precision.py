@@ -1,0 +1,236 @@
+"""Mixed precision, against a reference that casts at the same places."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import MixedPrecision, ShardingStrategy, fsdp, fsdp_if_available
+from helpers.models import CASES, Block
+from helpers.reference import Differential, assert_same
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16", None])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+@distributed(world_size=(2, 3))
+def test_bf16_compute_over_fp32_shards(
+    rank: int,
+    world_size: int,
+    model: str,
+    strategy: str,
+    reduce_dtype: str | None,
+    use_orig_params: bool,
+) -> None:
+    """Parameters, gradients and optimizer stay fp32; compute is bf16."""
+    case = CASES[model]
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=reduce_dtype and getattr(torch, reduce_dtype),
+    )
+    differential = Differential.of_case(
+        case,
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
+            sharding_strategy=ShardingStrategy[strategy],
+            mixed_precision=precision,
+            use_orig_params=use_orig_params,
+        ),
+        use_orig_params=use_orig_params,
+        param_dtype=torch.bfloat16,
+    )
+    differential.train(3)
+    for param in differential.model.parameters():
+        assert param.dtype == torch.float32
+        assert param.grad is None or param.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_fp32_reduce_is_exact(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """bf16 gradients that are reduced in fp32 lose nothing on the way."""
+    case = CASES["mlp"]
+    differential = Differential.of_case(
+        case,
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            ),
+            use_orig_params=use_orig_params,
+        ),
+        use_orig_params=use_orig_params,
+        param_dtype=torch.bfloat16,
+        tolerance=1e-6,
+    )
+    differential.train(1)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("no_sync", [True, False])
+@distributed(world_size=2)
+def test_accumulation(
+    rank: int, world_size: int, no_sync: bool, use_orig_params: bool
+) -> None:
+    """Micro batches in bf16, with and without no_sync."""
+    case = CASES["mlp"]
+    differential = Differential.of_case(
+        case,
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            ),
+            use_orig_params=use_orig_params,
+        ),
+        use_orig_params=use_orig_params,
+        param_dtype=torch.bfloat16,
+    )
+    for _ in range(2):
+        differential.zero_grad()
+        differential.accumulate(3, no_sync=no_sync)
+        differential.check()
+        differential.clip(0.1)
+        differential.step()
+        differential.check()
+
+
+class _Looks(nn.Module):
+    """Remembers the dtypes that it sees in forward."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.register_buffer("offset", torch.ones(6, dtype=torch.float64))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor, index: Tensor, *, extra: Any = None) -> Tensor:
+        self.seen = {
+            "input": x.dtype,
+            "index": index.dtype,
+            "param": self.fc.weight.dtype,
+            "buffer": self.offset.dtype,
+        }
+        if extra is not None:
+            self.seen["extra"] = extra["list"][0].dtype
+        out: Tensor = self.fc(x.to(self.fc.weight.dtype))
+        return out + self.offset.to(out.dtype)
+
+
+@distributed(world_size=2)
+def test_what_is_cast(rank: int, world_size: int) -> None:
+    """Floating inputs of any nesting and parameters; integers and buffers are not."""
+    model = fsdp(
+        _Looks(),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        use_orig_params=True,
+    )
+    x, index = torch.randn(2, 6), torch.arange(3)
+    out = model(x, index, extra={"list": [torch.randn(2), "text", None]})
+    assert model.module.seen == {
+        "input": torch.bfloat16,
+        "index": torch.int64,
+        "param": torch.bfloat16,
+        "buffer": torch.float64,
+        "extra": torch.bfloat16,
+    }
+    assert out.dtype == torch.bfloat16
+
+
+@distributed(world_size=2)
+def test_buffer_dtype(rank: int, world_size: int) -> None:
+    """Floating buffers are cast when buffer_dtype is given."""
+    model = fsdp_if_available(
+        _Looks(),
+        mixed_precision=MixedPrecision(buffer_dtype=torch.float32),
+        use_orig_params=True,
+    )
+    model(torch.randn(2, 6), torch.arange(3))
+    assert model.module.seen["buffer"] == torch.float32
+    assert model.module.seen["param"] == torch.float32
+
+
+@distributed(world_size=2)
+def test_inputs_are_left_alone_on_request(rank: int, world_size: int) -> None:
+    """cast_root_forward_inputs=False keeps the inputs' dtype."""
+    model = fsdp(
+        _Looks(),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, cast_root_forward_inputs=False
+        ),
+        use_orig_params=True,
+    )
+    model(torch.randn(2, 6), torch.arange(3))
+    assert model.module.seen["input"] == torch.float32
+    assert model.module.seen["param"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_gradient_of_the_input(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """A cast input gets its gradient in its own dtype."""
+    torch.manual_seed(0)
+    block = Block()
+    x = torch.randn(4, 6, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    half = Block().to(torch.bfloat16)
+    half.load_state_dict(block.state_dict())
+    half(y.to(torch.bfloat16)).float().square().mean().backward()
+    model = fsdp(
+        block,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        use_orig_params=use_orig_params,
+    )
+    model(x).float().square().mean().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert_same("input gradient", x.grad, y.grad, 1e-6)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_low_precision_gradients_are_kept_on_request(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """keep_low_precision_grads leaves bf16 gradients on fp32 parameters' shards."""
+    model = fsdp_if_available(
+        Block(),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, keep_low_precision_grads=True
+        ),
+        use_orig_params=use_orig_params,
+    )
+    model(torch.randn(4, 6)).float().square().mean().backward()
+    dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    assert dtypes == {torch.bfloat16}
+
+
+@distributed(world_size=(2, 3))
+def test_double_precision(rank: int, world_size: int) -> None:
+    """fp64 models stay fp64, to their own precision."""
+    case = CASES["mlp"]
+    differential = Differential(
+        lambda: case.build().double(),
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
+            use_orig_params=True,
+        ),
+        lambda generator: tuple(t.double() for t in case.inputs(generator)),
+        use_orig_params=True,
+    )
+    differential.train(3)

@@ -1,0 +1,185 @@
+"""Backward runs without the GIL, and no Python frame runs in it."""
+
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import Block, loss_of
+
+
+class _Deep(nn.Module):
+    """Many blocks."""
+
+    def __init__(self, num_blocks: int = 10, dim: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim, 2 * dim) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _sharded(model: nn.Module, use_orig_params: bool, **kwargs: Any) -> Any:
+    return fsdp(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_python_thread_runs_during_backward(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """A thread counts while the main thread is in a long backward."""
+    model = _sharded(_Deep(6, 256), use_orig_params)
+    x = torch.randn(512, 256)
+    loss_of(model(x)).backward()
+    loss = loss_of(model(x))
+    count = 0
+    in_backward = threading.Event()
+    done = threading.Event()
+
+    def run() -> None:
+        nonlocal count
+        in_backward.wait()
+        while not done.is_set():
+            count += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    in_backward.set()
+    begin, before = time.perf_counter(), count
+    loss.backward()
+    seconds, during = time.perf_counter() - begin, count - before
+    done.set()
+    thread.join()
+    # A loop of a few Python instructions does more than 1e6 turns per second; two
+    # processes share the cores, so a hundredth of that is asked for.
+    assert during > 1e4 * seconds, f"{during} turns in {seconds:.3f} s of backward"
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["bare", "sharded"])
+@distributed(world_size=2)
+def test_backward_reaches_the_input_while_a_thread_keeps_the_gil(
+    rank: int, world_size: int, kind: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Nothing in backward waits for the GIL.
+
+    The thread takes the GIL when `backward` gives it up, and keeps it (the switch
+    interval is longer than the test) until it sees that the gradient of the input,
+    the last thing that backward computes, has changed. The graph is retained: to
+    free a saved tensor that Python has seen takes the GIL, with any model.
+    """
+    if kind == "sharded":
+        needs_fsdp_c("its hooks are Python functions")
+    model: Any = _Deep()
+    if kind == "sharded":
+        model = _sharded(
+            model, use_orig_params, sharding_strategy=ShardingStrategy[strategy]
+        )
+    x = torch.randn(4, 6, requires_grad=True)
+    loss_of(model(x)).backward()  # from here on, x.grad is added to in place
+    assert x.grad is not None
+    seen = x.grad.numpy()
+    first = float(seen[0, 0])
+    loss = loss_of(model(x))
+    # `Tensor.backward` gives the GIL up once before, to make this gradient.
+    one = torch.ones_like(loss)
+    engine = torch.autograd.Variable._execution_engine
+    begins = threading.Event()
+    outcome = []
+
+    def watch() -> None:
+        begins.wait()
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            if seen[0, 0] != first:
+                outcome.append("changed")
+                return
+        outcome.append("backward waited for the GIL")
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=watch)
+    try:
+        # Before the start: a thread that waits for the GIL keeps its old interval.
+        sys.setswitchinterval(1000.0)
+        thread.start()
+        begins.set()
+        engine.run_backward(
+            (loss,),
+            (one,),
+            True,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert outcome == ["changed"]
+
+
+def _frames_of_backward(loss: Tensor) -> list[str]:
+    """Return the Python functions that run during ``loss.backward()``."""
+    frames: list[str] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            code = frame.f_code
+            frames.append(f"{code.co_filename}:{code.co_name}")
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        loss.backward()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return frames
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@distributed(world_size=2)
+def test_no_python_frame_runs(
+    rank: int,
+    world_size: int,
+    backward_prefetch: str | None,
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """The same frames as for the bare model: those of `Tensor.backward` itself."""
+    needs_fsdp_c("its hooks are Python functions")
+    bare = _Deep(4)
+    x = torch.randn(4, 6)
+    for _ in range(2):
+        expected = _frames_of_backward(loss_of(bare(x)))
+    model = _sharded(
+        _Deep(4),
+        use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+        backward_prefetch=backward_prefetch and BackwardPrefetch[backward_prefetch],
+    )
+    for step in range(3):
+        assert _frames_of_backward(loss_of(model(x))) == expected, step
+    with model.no_sync():
+        loss = loss_of(model(x))
+        assert _frames_of_backward(loss) == expected
+    assert _frames_of_backward(loss_of(model(x))) == expected

@@ -1,0 +1,232 @@
+"""Outputs of every kind, of a nested unit and of the root."""
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import (
+    OUTPUT_KINDS,
+    Outputs,
+    PackedBlock,
+    Pair,
+    Result,
+    tensors_of,
+    vectors,
+)
+from helpers.reference import Differential
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("kind", OUTPUT_KINDS)
+@distributed(world_size=(2, 3))
+def test_training(
+    rank: int, world_size: int, kind: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Backward starts from each of the tensors in the container."""
+    differential = Differential(
+        lambda: Outputs(kind),
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy({PackedBlock}),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+        ),
+        vectors,
+        use_orig_params=use_orig_params,
+    )
+    differential.train(3)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "namedtuple"])
+@distributed(world_size=2)
+def test_only_one_output_is_used(
+    rank: int, world_size: int, kind: str, index: int
+) -> None:
+    """The loss depends on one of two outputs."""
+    differential = Differential(
+        lambda: Outputs(kind),
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy({PackedBlock}),
+            use_orig_params=True,
+        ),
+        vectors,
+        use_orig_params=True,
+    )
+    for _ in range(2):
+        differential.zero_grad()
+        batches = differential.batches()
+        for batch in batches:
+            out = tensors_of(differential.reference(*batch))[index]
+            (out.square().mean() / world_size).backward()
+        out = tensors_of(differential.model(*batches[rank]))[index]
+        out.square().mean().backward()
+        differential.check()
+        differential.step()
+
+
+@distributed(world_size=2)
+def test_types_are_kept(rank: int, world_size: int) -> None:
+    """The caller gets the object that the module made, or an equal one."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.fc(x)
+            return OrderedDict(
+                pair=Pair(y, y * 2),
+                result=Result(y, y + 1, "label"),
+                other=[None, "text", 3, {"t": (y,)}],
+            )
+
+    out = fsdp(Net(), use_orig_params=True)(torch.randn(4, 6))
+    assert type(out) is OrderedDict
+    assert list(out) == ["pair", "result", "other"]
+    assert type(out["pair"]) is Pair
+    assert type(out["result"]) is Result
+    assert out["result"].label == "label"
+    assert out["other"][:3] == [None, "text", 3]
+    assert type(out["other"][3]["t"]) is tuple
+    assert all(t.requires_grad for t in tensors_of(out))
+
+
+@distributed(world_size=2)
+def test_outputs_without_gradients(rank: int, world_size: int) -> None:
+    """Integer and detached outputs, and no output at all, are left alone."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, *, nothing: bool = False) -> Any:
+            y = self.fc(x)
+            return None if nothing else (y, y.detach(), y.argmax(dim=1))
+
+    model = fsdp(Net(), use_orig_params=True)
+    assert model(torch.randn(4, 6), nothing=True) is None
+    y, detached, index = model(torch.randn(4, 6))
+    assert y.requires_grad
+    assert not detached.requires_grad
+    assert index.dtype == torch.int64
+    y.sum().backward()
+
+
+@distributed(world_size=2)
+def test_same_tensor_twice_and_input_returned(rank: int, world_size: int) -> None:
+    """One tensor in two places; the input itself among the outputs."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.fc(x)
+            return y, y, x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Any:
+            a, b, same = self.blocks[0](x)
+            c, d, passed = self.blocks[1](a + b + same)
+            return c * d + passed
+
+    differential = Differential(
+        Net,
+        lambda module: fsdp(
+            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        ),
+        vectors,
+        use_orig_params=True,
+    )
+    differential.train(3)
+
+
+@distributed(world_size=2)
+def test_output_changed_in_place(rank: int, world_size: int) -> None:
+    """An in-place operation on a unit's output that is a view (pytorch#181832)."""
+    needs_fsdp_c("loses the pre-backward hook")
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.fc(x)
+            return out[:, :6]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x.mul_(2.0)
+                x.relu_()
+            return x
+
+    differential = Differential(
+        Net,
+        lambda module: fsdp(
+            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        ),
+        vectors,
+        use_orig_params=True,
+    )
+    differential.train(3)
+
+
+@distributed(world_size=2)
+def test_frozen_dataclass(rank: int, world_size: int) -> None:
+    """A dataclass that cannot be assigned to."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.inner(x).value)
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return _Fixed(self.fc(x))
+
+    differential = Differential(
+        Net,
+        lambda module: fsdp(
+            module, auto_wrap_policy=ModuleWrapPolicy({Inner}), use_orig_params=True
+        ),
+        vectors,
+        use_orig_params=True,
+    )
+    differential.train(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+    value: Tensor

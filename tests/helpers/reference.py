@@ -1,0 +1,339 @@
+"""The oracle: the unsharded model, trained on the union of all ranks' data.
+
+Every rank runs the *reference*, a copy of the model that was never wrapped, on
+every rank's batch, and averages the losses: what data parallelism must equal.
+`Differential` drives the reference and the sharded model side by side and compares
+losses, every gradient and every parameter, by clean name.
+
+Note [Gathering without knowing the layout]
+With use_orig_params=True each parameter is, between steps, this rank's slice of the
+flattened parameter; slices follow each other in rank order and may be empty. (Where
+nothing is sharded, each rank holds the whole.) With use_orig_params=False parameters
+come from the full state dict, and so do gradients: each flat parameter is overwritten
+with its gradient for the time of one state dict, which is exact in any layout.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from helpers.impl import FSDP, StateDictType
+from helpers.models import Case, Inputs, loss_of
+from helpers.seeds import generator
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+# Largest error, as a part of the largest expected element, by compute dtype.
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the names of wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Return SGD with momentum: linear in the gradients, so errors stay small.
+
+    No weight decay: it would tell a gradient of zeros from None.
+    """
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def assert_same(
+    what: str, actual: Tensor, expected: Tensor, tolerance: float = 2e-5
+) -> None:
+    """Fail unless the error is below ``tolerance`` of the largest element."""
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    if actual.numel() == 0:
+        return
+    actual, expected = actual.double(), expected.double()
+    error = (actual - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    if not error <= tolerance * max(scale, 1e-3):
+        index = int((actual - expected).abs().flatten().argmax())
+        msg = (
+            f"{what}: largest error {error:.3g} at element {index} of "
+            f"{actual.numel()} (largest expected {scale:.3g}, tolerance "
+            f"{tolerance:g})\n  actual   {actual.flatten()[:8].tolist()}\n"
+            f"  expected {expected.flatten()[:8].tolist()}"
+        )
+        raise AssertionError(msg)
+
+
+def assert_same_tensors(
+    what: str,
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float = 2e-5,
+) -> None:
+    """Compare two dicts of tensors; name every one that differs."""
+    missing = sorted(expected.keys() - actual.keys())
+    extra = sorted(actual.keys() - expected.keys())
+    assert not missing + extra, f"{what}: missing {missing}, unexpected {extra}"
+    errors = []
+    for name, tensor in expected.items():
+        try:
+            assert_same(f"{what} {name}", actual[name], tensor, tolerance)
+        except AssertionError as error:
+            errors.append(str(error))
+    if errors:
+        raise AssertionError("\n".join(errors))
+
+
+def _whole(name: str, pieces: list[Tensor], shape: torch.Size) -> Tensor:
+    """Return the parameter of ``shape`` that the ranks' pieces make up."""
+    numels = [piece.numel() for piece in pieces]
+    if sum(numels) == shape.numel():
+        return torch.cat([piece.flatten() for piece in pieces]).reshape(shape)
+    assert all(numel == shape.numel() for numel in numels), (
+        f"{name}: the ranks hold {numels} elements of {shape.numel()}"
+    )
+    for rank, piece in enumerate(pieces):
+        assert torch.equal(piece, pieces[0]), f"{name}: ranks 0 and {rank} differ"
+    return pieces[0].reshape(shape)
+
+
+def gather_orig(
+    model: nn.Module, shapes: dict[str, torch.Size]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return whole parameters and gradients of ``use_orig_params=True``.
+
+    Collective. A gradient that is None on a rank counts as zeros.
+    """
+    mine: dict[str, tuple[Tensor, Tensor]] = {}
+    for full_name, param in model.named_parameters():
+        name = clean_name(full_name)
+        assert name not in mine, f"{name} stands twice in named_parameters()"
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        assert grad.shape == param.shape, (
+            f"{name}: gradient {tuple(grad.shape)}, parameter {tuple(param.shape)}"
+        )
+        mine[name] = (param.detach().double(), grad.detach().double())
+    assert list(mine) == list(shapes), f"names {list(mine)}, expected {list(shapes)}"
+    theirs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    params = {n: _whole(n, [t[n][0] for t in theirs], s) for n, s in shapes.items()}
+    grads = {n: _whole(n, [t[n][1] for t in theirs], s) for n, s in shapes.items()}
+    return params, grads
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the full state dict, on every rank. Collective."""
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state: dict[str, Tensor] = model.state_dict()
+    return state
+
+
+def gather_flat(
+    model: nn.Module, is_trainable: dict[str, bool]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return whole parameters and gradients, by full state dicts. Collective."""
+    state = full_state_dict(model)
+    params = {name: state[name].detach().clone() for name in is_trainable}
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    assert all(param.grad is None for param in frozen), "a frozen parameter has a grad"
+    saved = [(param, param.detach().clone()) for param in trainable]
+    with torch.no_grad():
+        for param, _ in saved:
+            param.zero_() if param.grad is None else param.copy_(param.grad)
+    state = full_state_dict(model)
+    grads = {
+        name: state[name].detach().clone() if trains else torch.zeros_like(state[name])
+        for name, trains in is_trainable.items()
+    }
+    with torch.no_grad():
+        for param, value in saved:
+            param.copy_(value)
+    return params, grads
+
+
+class Differential:
+    """The sharded model and the reference, driven side by side.
+
+    Args:
+        build: Makes the model; seeded alike on every rank.
+        wrap: Makes the sharded model of a copy of it.
+        inputs: Makes a batch from a generator.
+        use_orig_params: As given to the wrapper by ``wrap``.
+        optimizer: Makes both optimizers.
+        param_dtype: The dtype that the reference computes in (mixed precision).
+        cast_inputs: Whether floating inputs are cast to ``param_dtype``.
+        tolerance: Of every comparison; by default that of the compute dtype.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        wrap: Callable[[nn.Module], Any],
+        inputs: Callable[[torch.Generator], Inputs],
+        *,
+        use_orig_params: bool,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+        param_dtype: torch.dtype | None = None,
+        cast_inputs: bool = True,
+        tolerance: float | None = None,
+    ) -> None:
+        """Build both models."""
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.reference = build()
+        self.model = wrap(copy.deepcopy(self.reference))
+        self.inputs = inputs
+        self.use_orig_params = use_orig_params
+        self.param_dtype = param_dtype
+        self.cast_inputs = cast_inputs
+        names = [clean_name(n) for n, _ in self.reference.named_parameters()]
+        self.reference_params = dict(
+            zip(names, self.reference.parameters(), strict=True)
+        )
+        if tolerance is None:
+            dtypes = {p.dtype for p in self.reference.parameters()}
+            tolerance = max(_TOLERANCES[param_dtype or dtype] for dtype in dtypes)
+        self.tolerance = tolerance
+        self.reference_optimizer = optimizer(self.reference.parameters())
+        self.optimizer = optimizer(self.model.parameters())
+        self.num_batches = 0
+
+    @classmethod
+    def of_case(
+        cls,
+        case: Case,
+        wrap: Callable[[nn.Module], Any],
+        *,
+        use_orig_params: bool,
+        **kwargs: Any,
+    ) -> "Differential":
+        """Build both models of ``case``."""
+        return cls(
+            case.build, wrap, case.inputs, use_orig_params=use_orig_params, **kwargs
+        )
+
+    def batches(self) -> list[Inputs]:
+        """Return the next batch of every rank."""
+        self.num_batches += 1
+        return [
+            self.inputs(generator("batch", self.num_batches, rank))
+            for rank in range(self.world_size)
+        ]
+
+    def run_reference(self, inputs: Inputs) -> Any:
+        """Return the reference's output, computed in ``param_dtype``."""
+        if self.param_dtype is None:
+            return self.reference(*inputs)
+        dtype = self.param_dtype
+        state: dict[str, Tensor] = {
+            name: p.to(dtype) if p.is_floating_point() else p
+            for name, p in self.reference.named_parameters()
+        }
+        if self.cast_inputs:
+            inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+        return functional_call(self.reference, state, inputs, tie_weights=True)
+
+    def reference_forward(self, batches: list[Inputs]) -> tuple[Tensor, Tensor]:
+        """Return the mean of the ranks' losses, and this rank's."""
+        losses = [loss_of(self.run_reference(batch)) for batch in batches]
+        return torch.stack(losses).mean(), losses[self.rank].detach()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the reference's and this rank's loss on the next batch.
+
+        The second is what the sharded model gives, and is checked.
+        """
+        batches = self.batches()
+        mean_loss, expected = self.reference_forward(batches)
+        loss = loss_of(self.model(*batches[self.rank]))
+        self.check_loss(loss, expected)
+        return mean_loss, loss
+
+    def check_loss(self, loss: Tensor, expected: Tensor) -> None:
+        """Compare a loss of this rank."""
+        assert_same("loss", loss.detach(), expected, self.tolerance)
+
+    def forward_backward(self, num_forwards: int = 1) -> None:
+        """Run ``num_forwards`` forwards, then one backward of their sum."""
+        losses = [self.forward() for _ in range(num_forwards)]
+        torch.stack([mean for mean, _ in losses]).sum().backward()
+        torch.stack([mine for _, mine in losses]).sum().backward()
+
+    def accumulate(self, num_micro_batches: int, *, no_sync: bool) -> None:
+        """Run micro batches; only the last one synchronises under ``no_sync``."""
+        for index in range(num_micro_batches):
+            keeps = no_sync and index < num_micro_batches - 1
+            with self.model.no_sync() if keeps else contextlib.nullcontext():
+                self.forward_backward()
+
+    def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the sharded model's whole parameters and gradients."""
+        if self.use_orig_params:
+            shapes = {n: p.shape for n, p in self.reference_params.items()}
+            return gather_orig(self.model, shapes)
+        is_trainable = {n: p.requires_grad for n, p in self.reference_params.items()}
+        return gather_flat(self.model, is_trainable)
+
+    def check(self) -> None:
+        """Compare every parameter and every gradient."""
+        params, grads = self.gather()
+        expected = {n: p.detach() for n, p in self.reference_params.items()}
+        assert_same_tensors("parameter", params, expected, self.tolerance)
+        expected = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad
+            for n, p in self.reference_params.items()
+        }
+        assert_same_tensors("gradient", grads, expected, self.tolerance)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> None:
+        """Clip both models' gradients and compare the norms, over ranks too."""
+        expected = nn.utils.clip_grad_norm_(
+            self.reference.parameters(), max_norm, norm_type
+        )
+        norm = self.model.clip_grad_norm_(max_norm, norm_type)
+        assert_same(f"norm {norm_type}", norm, expected, self.tolerance)
+        norms: list[Any] = [None] * self.world_size
+        dist.all_gather_object(norms, norm.item())
+        assert len(set(norms)) == 1, f"the ranks' norms differ: {norms}"
+
+    def step(self) -> None:
+        """Step both optimizers."""
+        self.reference_optimizer.step()
+        self.optimizer.step()
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Clear both models' gradients."""
+        self.reference_optimizer.zero_grad(set_to_none=set_to_none)
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def train(self, num_steps: int = 3) -> None:
+        """Run whole training steps; compare gradients and parameters in each."""
+        for _ in range(num_steps):
+            self.zero_grad()
+            self.forward_backward()
+            self.check()
+            self.step()
+            self.check()
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Put both models in eval mode, without gradients."""
+        self.reference.eval()
+        self.model.eval()
+        with torch.no_grad():
+            yield
+        self.reference.train()
+        self.model.train()
+
+    def evaluate(self) -> None:
+        """Run a forward without gradients and compare its loss."""
+        with self.evaluation():
+            self.forward()

@@ -1,0 +1,178 @@
+"""A worker process of `helpers.distributed`: one rank, many tests."""
+
+import ast
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib.util
+import json
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.distributed import Outcome, Task
+from helpers.seeds import seed_everything
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _load(path: str, name: str) -> types.ModuleType:
+    """Import a test module by path, once, with pytest's plain-assert messages."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == path:
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, path
+    module = importlib.util.module_from_spec(spec)
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
+    # pytest's own rewriting, private: without it asserts only lose detail.
+    with contextlib.suppress(Exception):
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source)
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, path, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    gc.collect()
+    gc.freeze()  # what was imported is not looked at again
+    return module
+
+
+def _find(module: types.ModuleType, qualname: str) -> Callable[..., None]:
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    body: Callable[..., None] = getattr(found, "distributed_body", found)
+    return body
+
+
+def _leftovers(num_groups: int) -> list[str]:
+    """Name what a test must not leave behind."""
+    gc.collect()
+    left = []
+    impl = sys.modules.get("helpers.impl")
+    if impl is not None and not impl.IS_TORCH:  # torch's own class leaks some
+        units = [o for o in gc.get_objects() if issubclass(type(o), impl.FSDP)]
+        if units:
+            left.append(f"{len(units)} FSDP modules are alive")
+        del units
+    if not torch.is_grad_enabled():
+        left.append("gradients are disabled")
+    if torch.get_default_dtype() != torch.float32:
+        left.append(f"the default dtype is {torch.get_default_dtype()}")
+    if torch.is_anomaly_enabled():
+        left.append("anomaly mode is on")
+    # torch's pool of backward threads has no Python threads: any is the test's.
+    threads = [
+        t.name for t in threading.enumerate() if t is not threading.main_thread()
+    ]
+    if threads:
+        left.append(f"threads are running: {threads}")
+    if sys.getprofile() is not None:
+        left.append("a profile function is set")
+    if len(dist.distributed_c10d._world.pg_map) != num_groups:
+        left.append("process groups were not destroyed")
+    return left
+
+
+def _check_in_step(number: int) -> None:
+    """Fail if the ranks' collectives are out of step after a test."""
+    mine = torch.tensor([number], dtype=torch.int64)
+    tokens = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(tokens, mine)
+    values = [int(token) for token in tokens]
+    if any(value != number for value in values):
+        msg = f"collectives are out of step after the test: {values} != {number}"
+        raise AssertionError(msg)
+
+
+def _run(task: Task, rank: int) -> Outcome:
+    try:
+        module = _load(task.path, task.module)
+        body = _find(module, task.qualname)
+        arguments = pickle.loads(task.arguments)
+    except pytest.skip.Exception as error:
+        return Outcome("skipped", str(error))
+    except BaseException:
+        return Outcome("failed", traceback.format_exc())
+    seed_everything(task.seed)
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    outcome = Outcome("passed")
+    try:
+        body(rank=rank, **arguments)
+    except pytest.skip.Exception as error:
+        outcome = Outcome("skipped", str(error))
+    except pytest.xfail.Exception as error:
+        outcome = Outcome("xfailed", str(error))
+    except BaseException:
+        return Outcome("failed", traceback.format_exc(), keeps_pool=False)
+    try:
+        left = _leftovers(num_groups)
+        if left:
+            message = "left over after the test: " + "; ".join(left)
+            return Outcome("failed", message, keeps_pool=False)
+        _check_in_step(task.number)
+    except BaseException:
+        return Outcome("failed", traceback.format_exc(), keeps_pool=False)
+    return outcome
+
+
+def main() -> None:
+    """Serve tests until the parent says stop or goes away."""
+    config = json.loads(sys.argv[1])
+    # A parent that is killed takes its workers along.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sys.path[:] = list(dict.fromkeys(config["path"]))
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    rank: int = config["rank"]
+    with (
+        Path(config["stacks"]).open("w") as stacks,
+        Connection(config["connection"]) as connection,
+    ):
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(config["store"], config["world_size"]),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=config["world_size"],
+            timeout=timedelta(minutes=10),
+        )
+        try:
+            _check_in_step(0)
+            connection.send(Outcome("passed"))
+        except BaseException:
+            connection.send(Outcome("failed", traceback.format_exc()))
+        while True:
+            try:
+                task = connection.recv()
+            except EOFError:
+                break
+            if task is None:
+                break
+            connection.send(_run(task, rank))
+        faulthandler.unregister(signal.SIGUSR1)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
