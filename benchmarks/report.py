@@ -59,7 +59,8 @@ on every rank. The last loss is equal where all have trained the same model.
 
 The collectives of one such step, each timed by itself with nothing else running. No
 implementation can remove this part, only overlap it, and on a CPU it takes cores from
-the computation.
+the computation. fsdp_c makes other gloo calls for the same result (docs/design.md,
+"gloo"), so its step can be shorter than the sum.
 
 {collectives}
 """

@@ -246,12 +246,10 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
     const bool is_full = view == FSDP_VIEW_FULL;
     for (size_t i = 0; i < unit.params.size(); i++) {
       Param &param = unit.params[i];
-      Segment &segment = unit.segments[static_cast<size_t>(param.segment)];
       const at::Tensor &expected = is_full ? param.full : param.sharded;
       if (is_over(param.tensor, storage_of(expected))) continue;
       write_back(unit, param, expected, i);
       show(param, expected);
-      (void)segment;
     }
     if (!is_full) write_back_flat_params(unit);
     return FSDP_OK;
