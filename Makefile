@@ -44,7 +44,7 @@ c-test: ## the C tests, with address and undefined behaviour sanitizers
 	$(MAKE) -C tests/c asan
 
 lint: $(BUILT) ## formats, types, room order, symbols, words
-	clang-format --dry-run -Werror $(C_FILES)
+	clang-format --style=file:csrc/.clang-format --dry-run -Werror $(C_FILES)
 	ruff check
 	ruff format --check
 	mypy
@@ -52,7 +52,7 @@ lint: $(BUILT) ## formats, types, room order, symbols, words
 	python -m pytest -q tests/lint
 
 format: $(TOOLS) ## rewrite all files in the common format
-	clang-format -i $(C_FILES)
+	clang-format --style=file:csrc/.clang-format -i $(C_FILES)
 	ruff check --fix --exit-zero
 	ruff format
 

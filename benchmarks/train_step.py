@@ -169,7 +169,7 @@ def run_worker(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def measure(  # noqa: PLR0913 - all are settings of the run
+def measure(
     implementations: list[str],
     *,
     models: list[str],
