@@ -33,7 +33,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 train: $(BUILT) ## train the example, compare it with the unsharded model first
-	torchrun --standalone --nproc-per-node \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} torchrun --standalone --nproc-per-node \
 	  $$(python -c 'import torch; print(torch.cuda.device_count() or 2)') \
 	  examples/train_lm.py --verify --out $(OUT)
 
