@@ -255,8 +255,8 @@ class FullyShardedDataParallel(ShardedModule):
         ensure_engine(self)
         if not self._is_root:
             raise RuntimeError(
-                f"{method}() was called on unit {self._unit.name!r}, which runs "
-                "inside another wrapped module: call it on the root (the outermost one)"
+                f"{method} should only be called on the root FSDP instance, the "
+                f"outermost one: unit {self._unit.name!r} runs inside another"
             )
 
     def _assert_idle(self, method: str) -> None:

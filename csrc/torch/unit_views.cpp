@@ -110,7 +110,10 @@ void write_back_flat_params(Unit &unit) {
 
 const at::Tensor &sharded_grad_view(Unit &unit, Param &param) {
   Segment &segment = unit.segments[static_cast<size_t>(param.segment)];
-  if (!param.grad.defined() && segment.grad_shard.defined()) {
+  // `param.grad.data = ...` points our own view elsewhere: then make a new one.
+  const bool is_ours = param.grad.defined() &&
+                       is_over(param.grad, storage_of(segment.grad_shard));
+  if (!is_ours && segment.grad_shard.defined()) {
     param.grad = make_view(
         segment.grad_shard.storage().getWeakStorageImpl().lock(),
         param.sharded.key_set(), segment.master, param.sharded.sizes(),
@@ -181,7 +184,7 @@ at::Tensor unsharded_grad(Unit &unit, const GradPlace &place, void *data) {
 // Copies in a gradient that the user set.
 void adopt_grad(Unit &unit, const GradPlace &place, const at::Tensor &grad) {
   ensure_grad_shard(*place.segment);
-  at::Tensor target = sharded_grad(unit, place);
+  at::Tensor target = sharded_grad(unit, place);  // not `grad`, even if it was
   if (grad.numel() != target.numel()) {
     refuse(
         unit, "the gradient of a parameter", grad,
@@ -292,8 +295,12 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
         place.holder.mutable_grad() = unsharded_grad(unit, place, data[index]);
         continue;
       }
-      // A rank that holds nothing of a parameter has no gradient of it.
-      if (place.param != nullptr && place.param->local_numel() == 0) continue;
+      // A rank that holds nothing of a parameter has no gradient of it, nor
+      // has a parameter that was frozen after wrapping.
+      if (place.param != nullptr &&
+          (place.param->local_numel() == 0 || !place.holder.requires_grad())) {
+        continue;
+      }
       place.holder.mutable_grad() = sharded_grad(unit, place);
     }
     if (view == FSDP_VIEW_SHARDED) {
