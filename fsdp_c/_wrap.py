@@ -78,8 +78,8 @@ def _check_unwrapped(root: nn.Module) -> None:
         if isinstance(module, ShardedModule):
             raise ValueError(
                 "FSDP auto wrapping requires modules to not already have FSDP applied "
-                f"but found {name} in\n{root}\n: wrap it either with auto_wrap_policy or by "
-                "hand"
+                f"but found {name} in\n{root}\n: wrap it either with auto_wrap_policy "
+                "or by hand"
             )
 
 
