@@ -105,12 +105,18 @@ def report_result(folder: Path, result: Json) -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def run_workers(arguments: Sequence[str], *, num_ranks: int) -> Json:
+def run_workers(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    environ: Mapping[str, str] | None = None,
+) -> Json:
     """Run one implementation in fresh processes and return rank 0's result.
 
     Args:
         arguments: Command line after the interpreter; ``--worker-folder`` is added.
         num_ranks: Processes to start, each with RANK and WORLD_SIZE set.
+        environ: More environment variables of theirs.
 
     Raises:
         RuntimeError: A rank failed or timed out; the message ends with its output.
@@ -128,6 +134,7 @@ def run_workers(arguments: Sequence[str], *, num_ranks: int) -> Json:
                     "WORLD_SIZE": str(num_ranks),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONWARNINGS": "ignore",
+                    **(environ or {}),
                 }
                 with log.open("wb") as output:
                     processes.append(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
 
@@ -93,18 +97,24 @@ def why_unavailable(implementation: str) -> str | None:
     return None
 
 
-def parallelise(model: nn.Module, implementation: str) -> nn.Module:
-    """Return ``model`` on the default process group, one unit per ``Block``.
+def parallelise(
+    model: nn.Module, implementation: str, mesh: DeviceMesh | None = None
+) -> nn.Module:
+    """Return ``model``, sharded with one unit per ``Block``.
 
     Args:
         model: On the CPU; it is used up.
         implementation: A key of ``LABELS``.
+        mesh: (replicate, shard): HYBRID_SHARD; None: the default process group.
 
     Raises:
         ValueError: ``implementation`` is none of ``LABELS``.
     """
     policy = ModuleWrapPolicy({Block})
     device = torch.device("cpu")
+    strategy = ShardingStrategy.FULL_SHARD
+    if mesh is not None:
+        strategy = ShardingStrategy.HYBRID_SHARD
     if implementation == BARE:
         return model
     if implementation in (FSDP_C_ORIG, FSDP_C_FLAT):
@@ -112,6 +122,8 @@ def parallelise(model: nn.Module, implementation: str) -> nn.Module:
             model,
             auto_wrap_policy=policy,
             use_orig_params=implementation == FSDP_C_ORIG,
+            sharding_strategy=strategy,
+            device_mesh=mesh,
             device_id=device,
         )
         return native
@@ -120,10 +132,13 @@ def parallelise(model: nn.Module, implementation: str) -> nn.Module:
             model,
             auto_wrap_policy=policy,
             use_orig_params=implementation == FSDP1_ORIG,
+            sharding_strategy=strategy,
+            device_mesh=mesh,
             device_id=device,
         )
     if implementation == FSDP2:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if mesh is None:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in model.modules():
             if isinstance(module, Block):
                 fully_shard(module, mesh=mesh)

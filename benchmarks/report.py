@@ -2,7 +2,7 @@
 
     python benchmarks/report.py
 
-Runs both benchmarks, or draws what earlier runs left with ``--json``.
+Runs all benchmarks, or draws what earlier runs left with ``--json``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import host_overhead
+import memory
 import train_step
 from common import Json, command_line, environment_line, positive_int, write_json
 from implementations import BARE, FSDP_C_ORIG, LABELS
@@ -63,17 +64,50 @@ the computation. fsdp_c makes other gloo calls for the same result (docs/design.
 "gloo"), so its step can be shorter than the sum.
 
 {collectives}
+
+{memory}"""
+
+MEMORY_TEXT = """\
+## Memory per rank
+
+Made by
+
+    {command}
+
+on {machine}.
+
+Peak of live tensor memory on rank 0 over gloo, in MiB, in steps that come after two
+others: every allocation and free of torch's CPU allocator is counted, on all threads.
+The model has {model}.
+
+- **sum** is the peak of a step of one byte, which has next to no activations, and
+  **parameters** (shards), **gradients** (shards), **optimizer** (state) and
+  **unsharded** are its parts at that moment: unsharded parameters and gradients, and
+  the buffers of collectives. fsdp_c's arena is all of this column but for gradients
+  that wait to be packed.
+- **computed** is that sum from the layout (`benchmarks/memory_arithmetic.py`).
+  **without gloo** leaves out what only gloo needs: fsdp_c's scratch for reductions,
+  as large as each gradient block, and the buffers of gloo behind torch's collectives.
+- **peak** is that of a step with a batch, **activations** what it has above **sum**.
+  fsdp_c keeps its blocks and gradient shards for the whole run, so they add to the
+  activations' own peak. torch allocates gradients while backward frees activations.
+
+The figures of torch's FSDP differ from one run to the next by up to a shard of a block,
+probably because gloo frees its buffers on threads of its own.
+{notices}
+{tables}
 """
 
+FILES = ("host_overhead.json", "train_step.json", "memory.json")
 
-def read_or_run_both(
+
+def read_or_run_all(
     folder: Path | None, *, steps_scale: int, rounds: int
-) -> tuple[Json, Json]:
-    """Return the results of both benchmarks, from files if ``folder`` is given."""
+) -> tuple[Json, Json, Json]:
+    """Return the results of all benchmarks, from files if ``folder`` is given."""
     if folder is not None:
-        host: Json = json.loads((folder / "host_overhead.json").read_text())
-        step: Json = json.loads((folder / "train_step.json").read_text())
-        return host, step
+        host, step, peaks = (json.loads((folder / name).read_text()) for name in FILES)
+        return host, step, peaks
     print("host_overhead", file=sys.stderr)
     host = host_overhead.measure(
         list(LABELS), steps=3 * steps_scale, warmup=10, rounds=rounds
@@ -86,10 +120,27 @@ def read_or_run_both(
         warmup=5,
         rounds=rounds,
     )
-    return host, step
+    print("memory", file=sys.stderr)
+    return host, step, memory.measure(list(memory.TITLES))
 
 
-def write_markdown(host: Json, step: Json, path: Path) -> None:
+def memory_section(peaks: Json) -> str:
+    """Return the part of the page on memory."""
+    tables = "\n\n".join(
+        f"### {memory.title(peaks, scenario)}\n\n"
+        + memory.render(peaks, scenario, markdown=True)
+        for scenario in memory.scenarios_of(peaks)
+    )
+    return MEMORY_TEXT.format(
+        command=peaks["command"],
+        machine=environment_line(peaks["environment"]),
+        model=memory.describe(peaks),
+        notices="".join(f"\n{notice}.\n" for notice in peaks["notices"]),
+        tables=tables,
+    )
+
+
+def write_markdown(host: Json, step: Json, peaks: Json, path: Path) -> None:
     """Write the page."""
     commands = dict.fromkeys([host["command"], step["command"], command_line()])
     models = dict.fromkeys(row["model"] for row in step["results"])
@@ -117,6 +168,7 @@ def write_markdown(host: Json, step: Json, path: Path) -> None:
         time=train_step.TIME,
         train_step=tables,
         collectives=train_step.render_collectives(step, markdown=True),
+        memory=memory_section(peaks),
     )
     path.write_text(text)
 
@@ -174,7 +226,7 @@ def main() -> int:
         "--json",
         type=Path,
         metavar="FOLDER",
-        help="read host_overhead.json and train_step.json here instead of running",
+        help=f"read {', '.join(FILES)} here instead of running",
     )
     parser.add_argument(
         "--save-json", type=Path, metavar="FOLDER", help="keep the results here"
@@ -184,17 +236,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=DOCS, help="default: docs/")
     args = parser.parse_args()
     if args.json is not None:
-        for name in ("host_overhead.json", "train_step.json"):
+        for name in FILES:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
-    host, step = read_or_run_both(args.json, steps_scale=args.steps, rounds=args.rounds)
+    results = read_or_run_all(args.json, steps_scale=args.steps, rounds=args.rounds)
+    host, step, peaks = results
     if args.save_json is not None:
-        write_json(args.save_json / "host_overhead.json", host)
-        write_json(args.save_json / "train_step.json", step)
+        for name, result in zip(FILES, results, strict=True):
+            write_json(args.save_json / name, result)
     if not any(row["implementation"] == FSDP_C_ORIG for row in host["results"]):
         print("fsdp_c is not in the results: no ratios to it", file=sys.stderr)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_markdown(host, step, args.out / "benchmarks.md")
+    write_markdown(host, step, peaks, args.out / "benchmarks.md")
     draw(host, step, args.out / "benchmarks.png")
     print(f"written: {args.out / 'benchmarks.md'}, {args.out / 'benchmarks.png'}")
     return 0

@@ -1,0 +1,212 @@
+"""One rank of the memory benchmark: train under a trace, then report its peaks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Json, report_result
+from implementations import (
+    FSDP2,
+    FSDP_C_IMPORT_ERROR,
+    FSDP_C_ORIG,
+    GPT,
+    NUM_BYTES,
+    parallelise,
+)
+from memory_trace import MemoryTrace, Peak, storages
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+FULL = "full"
+LORA = "lora"
+HSDP = "hsdp"
+NUM_RANKS = {FULL: 2, LORA: 2, HSDP: 4}
+NUM_SHARD_RANKS = 2  # in every scenario: HSDP has a mesh of 2 x 2
+
+# How gradients are kept while they are accumulated: unsharded on every rank, or
+# reduced within the shard group only.
+UNSHARDED = "unsharded"
+SHARDED = "sharded"
+
+ONE_BYTE = "one byte"
+BATCH = "batch"
+NUM_WARMUP_STEPS = {ONE_BYTE: 2, BATCH: 1}
+NUM_TRACED_STEPS = 2
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer plus a trainable product of two small matrices."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        """Freeze ``linear`` and put the adapter beside it."""
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        out: Tensor = self.linear(x) + self.up(self.down(x))
+        return out
+
+
+def create_model(
+    scenario: str, *, layers: int, dim: int, heads: int, lora_rank: int
+) -> GPT:
+    """Return the same initial model on every rank and for every implementation."""
+    torch.manual_seed(0)
+    model = GPT(dim, layers, heads)
+    if scenario != LORA:
+        return model
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name, child in list(block.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(block, name, Adapted(child, lora_rank))
+    return model
+
+
+def has_sharded_no_sync() -> bool:
+    """Return whether this fsdp_c can keep sums sharded while it accumulates."""
+    if FSDP_C_IMPORT_ERROR:
+        return False
+    from fsdp_c import FullyShardedDataParallel
+
+    return "sharded" in inspect.signature(FullyShardedDataParallel.no_sync).parameters
+
+
+@contextlib.contextmanager
+def accumulating(
+    model: Any, implementation: str, accumulation: str, *, is_last: bool
+) -> Iterator[None]:
+    """Run one micro-batch's forward and backward in this context."""
+    if implementation == FSDP2:
+        if accumulation == SHARDED:
+            model.set_requires_all_reduce(is_last)
+        else:
+            model.set_requires_gradient_sync(is_last)
+        yield
+    elif is_last:
+        yield
+    else:
+        options = {"sharded": True} if accumulation == SHARDED else {}
+        with model.no_sync(**options):
+            yield
+
+
+def _gradients(params: list[nn.Parameter]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+
+
+def _check_no_drift(name: str, peak: Peak) -> None:
+    """Raise RuntimeError if memory grew from step to step."""
+    if len(set(peak.at_begin)) > 1:
+        raise RuntimeError(
+            f"live bytes at the beginning of '{name}' differ from step to step: "
+            f"{peak.at_begin}"
+        )
+
+
+def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
+    """Train with one byte per rank, then with a batch; return what cannot be traced."""
+    mesh = None
+    if args.scenario == HSDP:
+        shape = (NUM_RANKS[HSDP] // NUM_SHARD_RANKS, NUM_SHARD_RANKS)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    whole = create_model(
+        args.scenario,
+        layers=args.layers,
+        dim=args.dim,
+        heads=args.heads,
+        lora_rank=args.lora_rank,
+    )
+    model = parallelise(whole, args.worker, mesh)
+    params = [param for param in model.parameters() if param.requires_grad]
+    trace.tag("parameters", model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
+    num_micro_batches = args.micro_batches if args.scenario == HSDP else 1
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    last_loss = 0.0
+
+    def step(name: str, batch: int, time: int) -> None:
+        nonlocal last_loss
+        tokens = torch.randint(
+            NUM_BYTES, (num_micro_batches, batch, time + 1), generator=generator
+        )
+        for index, micro_batch in enumerate(tokens):
+            is_last = index == num_micro_batches - 1
+            with accumulating(model, args.worker, args.accumulation, is_last=is_last):
+                trace.begin(f"{name}: forward")
+                loss = model(micro_batch[:, :-1], micro_batch[:, 1:])
+                trace.begin(f"{name}: backward")
+                loss.backward()
+            last_loss = loss.item()
+            del loss
+        trace.tag("gradients", _gradients(params))
+        trace.begin(f"{name}: optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.tag("optimizer state", _states(optimizer))
+
+    for name, batch, time in ((ONE_BYTE, 1, 1), (BATCH, args.batch, args.time)):
+        for _ in range(NUM_WARMUP_STEPS[name]):
+            step("warm-up", batch, time)
+        for _ in range(NUM_TRACED_STEPS):
+            trace.begin(f"{name}: begin")
+            step(name, batch, time)
+        trace.begin("between")
+    mean_loss = torch.tensor(last_loss)
+    dist.all_reduce(mean_loss)
+    result: Json = {
+        "loss": mean_loss.item() / dist.get_world_size(),
+        "parameters": sum(storages(model.parameters()).values()),
+        "optimizer state": sum(storages(_states(optimizer)).values()),
+    }
+    if args.worker == FSDP_C_ORIG:
+        import fsdp_c
+
+        result["memory_stats"] = fsdp_c.memory_stats(model)
+    return result
+
+
+def run(args: argparse.Namespace) -> None:
+    """Join the other ranks, train, and report (rank 0)."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    rendezvous = (args.worker_folder / "store").as_uri()
+    dist.init_process_group(
+        "gloo", rendezvous, rank=rank, world_size=NUM_RANKS[args.scenario]
+    )
+    trace = MemoryTrace()
+    result = train(args, trace)
+    if rank == 0:
+        peaks = trace.peaks()
+        for name in (ONE_BYTE, BATCH):
+            _check_no_drift(name, peaks[f"{name}: begin"])
+        result["phases"] = {
+            name: {
+                "peak": peak.nbytes,
+                "by_kind": peak.by_kind,
+                "at_begin": peak.at_begin[0],
+            }
+            for name, peak in peaks.items()
+        }
+        report_result(args.worker_folder, result)
+    dist.barrier()
+    dist.destroy_process_group()
