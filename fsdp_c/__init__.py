@@ -32,6 +32,8 @@ except ImportError as error:
     ) from error
 
 from fsdp_c._engines import memory_stats, reset
+from fsdp_c._explain import ModelPlan, UnitPlan, explain
+from fsdp_c._forward_methods import register_forward_method
 from fsdp_c._originals import FlatParameter
 from fsdp_c._sharded_module import FullyShardedDataParallel
 
@@ -49,6 +51,7 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "ModelPlan",
     "OptimStateDictConfig",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -56,7 +59,10 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnitPlan",
     "__version__",
+    "explain",
     "memory_stats",
+    "register_forward_method",
     "reset",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.fsdp.api import (
 )
 
 from fsdp_c import _native
+from fsdp_c._buffers import UnitBuffers
 from fsdp_c._config import Config
 from fsdp_c._names import WRAPPED_MODULE
 from fsdp_c._originals import Originals
@@ -28,7 +30,13 @@ class ShardedModule(nn.Module):
     # Of the module tree; made by the first call, see fsdp_c._engines.
     _engine: _native.Engine | None
     _is_root: bool | None
+    # The modules whose units are in the engine.
+    _engine_members: "WeakSet[ShardedModule]"
     _originals: Originals
+    # With mixed_precision.buffer_dtype.
+    _unit_buffers: UnitBuffers | None
+    # Names of methods that run like forward, see fsdp_c._forward_methods.
+    _forward_methods: frozenset[str]
     _ignored_modules: frozenset[nn.Module]
     _ignored_params: frozenset[nn.Parameter]
     _state_dict_type: StateDictType

@@ -1,5 +1,7 @@
 """The constructor's arguments, checked, as one frozen value."""
 
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -39,6 +41,9 @@ DEFAULTS: Mapping[str, Any] = {
     "device_mesh": None,
 }
 
+# As in FSDP1: "1" makes forward in eval mode compute in master dtypes.
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+
 _PREFETCHES = {
     None: _native.PREFETCH_NONE,
     BackwardPrefetch.BACKWARD_PRE: _native.PREFETCH_PRE,
@@ -64,6 +69,8 @@ class Config:
     forward_prefetch: bool
     limit_all_gathers: bool
     use_orig_params: bool
+    # From the environment, see FULL_PRECISION_IN_EVAL.
+    full_precision_in_eval: bool
 
     def make_unit(
         self, name: str, params: list[nn.Parameter], device: torch.device
@@ -100,9 +107,9 @@ class Config:
 def make_config(arguments: Mapping[str, Any]) -> Config:
     """Check the constructor's ``arguments`` (keys of DEFAULTS) and return them.
 
-    ``sharding_strategy`` becomes NO_SHARD where the group has one rank, as in
-    FSDP1. ``limit_all_gathers`` has no effect: the arena bounds the unsharded
-    memory without blocking the host either way.
+    ``sharding_strategy`` becomes NO_SHARD where the group has one rank, with a
+    warning, as in FSDP1. ``limit_all_gathers`` has no effect: the arena bounds the
+    unsharded memory without blocking the host either way.
 
     Raises:
         TypeError: An argument is of a wrong type.
@@ -118,7 +125,13 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     given = {**DEFAULTS, **arguments}
     strategy = _check_strategy(given["sharding_strategy"])
     groups = choose_groups(given["process_group"], given["device_mesh"], strategy)
-    if groups.shard_group is None and groups.inter_node_group is None:
+    if groups.process_group.size() == 1 and groups.inter_node_group is None:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            warnings.warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy} since "
+                "the world size is 1.",
+                stacklevel=4,
+            )
         strategy = ShardingStrategy.NO_SHARD
     modules, params = _check_ignored(given["ignored_modules"], given["ignored_states"])
     return Config(
@@ -136,6 +149,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         forward_prefetch=_check_bool(given, "forward_prefetch"),
         limit_all_gathers=_check_bool(given, "limit_all_gathers"),
         use_orig_params=_check_bool(given, "use_orig_params"),
+        full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
     )
 
 
@@ -165,11 +179,6 @@ def _check_offload(value: Any) -> CPUOffload:
         raise TypeError(
             f"cpu_offload must be a CPUOffload, got {value!r}: pass "
             "CPUOffload(offload_params=False), or None"
-        )
-    if value.offload_params:
-        raise ValueError(
-            "cpu_offload=CPUOffload(offload_params=True) is not available in this "
-            "version: leave cpu_offload out"
         )
     return value
 
@@ -209,17 +218,18 @@ def _check_mixed_precision(value: Any) -> MixedPrecision:
             raise ValueError(
                 f"mixed_precision.{field} must be None or one of {names}, got {dtype!r}"
             )
-    if value.buffer_dtype is not None:
-        raise ValueError(
-            f"mixed_precision.buffer_dtype={value.buffer_dtype} is not available in "
-            "this version: leave it None and convert the buffers before wrapping"
-        )
-    if value.keep_low_precision_grads:
-        raise ValueError(
-            "mixed_precision.keep_low_precision_grads=True is not available in this "
-            "version: leave it False, the gradients then have the parameters' dtype"
-        )
+    _check_buffer_dtype(value.buffer_dtype)
     return value
+
+
+def _check_buffer_dtype(dtype: Any) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            "mixed_precision.buffer_dtype must be None or a floating dtype such as "
+            f"torch.bfloat16, got {dtype!r}: other buffers are left alone"
+        )
 
 
 def _check_init_fn(value: Any) -> Callable[[nn.Module], Any] | None:
@@ -241,23 +251,33 @@ def _as_tuple(argument: str, value: Any) -> tuple[Any, ...]:
 def _check_ignored(
     ignored_modules: Any, ignored_states: Any
 ) -> tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]:
+    """Return the ignored modules and parameters; one of the two is empty.
+
+    Source:
+        The checks and their messages: ``_init_ignored_module_states`` (torch 2.13,
+        ``fsdp/_init_utils.py``).
+    """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
-            "ignored_modules and ignored_states were both given: pass only "
-            "ignored_states"
+            "Cannot pass both ignored_modules and ignored_states at the same time: "
+            "pass only ignored_states"
         )
     modules = _as_tuple("ignored_modules", ignored_modules)
     states = _as_tuple("ignored_states", ignored_states)
-    if states and all(isinstance(state, nn.Parameter) for state in states):
+    if not all(isinstance(module, nn.Module) for module in modules):
+        raise ValueError(
+            "ignored_modules expects nn.Module list elements but got types "
+            f"{_types_of(modules)}: pass parameters as ignored_states"
+        )
+    if all(isinstance(state, nn.Module) for state in states):
+        return modules or states, ()
+    if all(isinstance(state, nn.Parameter) for state in states):
         return (), states
-    argument = "ignored_states" if states else "ignored_modules"
-    modules = states or modules
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            kinds = sorted({type(item).__name__ for item in modules})
-            raise TypeError(
-                f"{argument} must hold modules"
-                f"{' only or parameters only' if states else ''}, got "
-                f"{', '.join(kinds)}"
-            )
-    return modules, ()
+    raise ValueError(
+        "ignored_states expects all nn.Parameter or all nn.Module list elements but "
+        f"got types {_types_of(states)}: name the parameters of the modules instead"
+    )
+
+
+def _types_of(values: Iterable[Any]) -> list[type]:
+    return sorted({type(value) for value in values}, key=repr)

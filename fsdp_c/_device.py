@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fsdp_c._foreign_groups import ForeignGroup
+
 CPU = torch.device("cpu")
 
 
@@ -106,7 +108,7 @@ def choose_device(
 
 def _accelerator_of_group(process_group: ProcessGroup) -> torch.device | None:
     accelerator = current_accelerator()
-    if accelerator is None:
+    if accelerator is None or isinstance(process_group, ForeignGroup):
         return None
     # As "cpu:gloo,cuda:nccl".
     pairs = dist.get_backend_config(process_group).split(",")

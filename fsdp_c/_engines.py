@@ -7,6 +7,8 @@ makes a new engine with all units, and theirs move: no root is final, so calling
 a submodule, or summoning it, first does no harm.
 """
 
+from weakref import WeakSet
+
 from torch import nn
 
 from fsdp_c import _native
@@ -26,11 +28,24 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
         for each in modules:
             each._originals.check()
         engine = _native.Engine([each._unit for each in modules])
+        members = WeakSet(modules)
         for each in modules:
+            each._engine_members = members
             each._engine = engine
             each._is_root = each is module
+            if each._unit_buffers is not None:
+                each._unit_buffers.activate(is_training=each.wrapped.training)
     assert module._engine is not None
     return module._engine
+
+
+def release_engine(module: ShardedModule) -> None:
+    """Let the engine of ``module`` go, for all its units; the next call makes one."""
+    if module._engine is None:
+        return
+    for each in module._engine_members:
+        each._engine = None
+        each._is_root = None
 
 
 def ensure_engines(module: nn.Module) -> list[_native.Engine]:

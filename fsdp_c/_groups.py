@@ -7,6 +7,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import ShardingStrategy
 
+from fsdp_c._default_groups import node_groups
+from fsdp_c._foreign_groups import ForeignGroup, RankAndSize
 from fsdp_c._torch_compat import HYBRID_SHARD_ZERO2
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
@@ -32,6 +34,9 @@ def choose_groups(
     strategy: ShardingStrategy,
 ) -> Groups:
     """Return the groups for the constructor's ``process_group`` or ``device_mesh``.
+
+    Objects with ``rank()`` and ``size()`` only are accepted as groups, as FSDP1 does;
+    see :class:`fsdp_c._foreign_groups.ForeignGroup`.
 
     Raises:
         TypeError: An argument is of a wrong type.
@@ -74,14 +79,7 @@ def _single_group(
             )
         return mesh.get_group(0)
     if process_group is None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ValueError(
-                "process_group is None and there is no default process group: call "
-                "torch.distributed.init_process_group() first, or pass a group"
-            )
-        default = dist.group.WORLD
-        assert default is not None  # initialised
-        return default
+        return _default_group()
     if isinstance(process_group, tuple):
         raise ValueError(
             "process_group is a tuple, which only HYBRID_SHARD and "
@@ -102,16 +100,29 @@ def _hybrid_groups(
                 "2-D mesh (replicate, shard)"
             )
         return mesh.get_group(1), mesh.get_group(0)
+    if process_group is None:
+        return node_groups(_default_group())
     if not isinstance(process_group, tuple) or len(process_group) != 2:
         raise ValueError(
-            f"{strategy.name} with process_group={process_group!r} is not available "
-            "in this version: pass process_group=(shard_group, replica_group), or a "
-            "2-D device_mesh (replicate, shard)"
+            f"{strategy.name} takes two groups, got process_group={process_group!r}: "
+            "pass process_group=(shard_group, replica_group), a 2-D device_mesh "
+            "(replicate, shard), or neither, to shard inside each node"
         )
     return (
         _check_group("process_group[0]", process_group[0]),
         _check_group("process_group[1]", process_group[1]),
     )
+
+
+def _default_group() -> ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "process_group is None and there is no default process group: call "
+            "torch.distributed.init_process_group() first, or pass a group"
+        )
+    default = dist.group.WORLD
+    assert default is not None  # initialised
+    return default
 
 
 def _check_mesh(device_mesh: Any) -> DeviceMesh:
@@ -129,9 +140,11 @@ def _check_group(argument: str, group: Any) -> ProcessGroup:
             f"{argument} does not contain this rank (new_group() returned "
             "NON_GROUP_MEMBER): wrap the model only on the ranks of the group"
         )
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"{argument} must be a torch.distributed.ProcessGroup, got {group!r}: "
-            "make one with torch.distributed.new_group()"
-        )
-    return group
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, RankAndSize) and not isinstance(group, type):
+        return ForeignGroup(group)
+    raise TypeError(
+        f"{argument} must be a torch.distributed.ProcessGroup, got {group!r}: "
+        "make one with torch.distributed.new_group()"
+    )

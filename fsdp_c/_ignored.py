@@ -38,8 +38,9 @@ def find_ignored(module: nn.Module, config: Config) -> Ignored:
         modules.update(m for m in ignored.modules() if not isinstance(m, ShardedModule))
     if module in modules:
         warnings.warn(
-            "the wrapped module itself is among the ignored modules, so none of its "
-            "parameters is sharded",
+            "Trying to ignore the top-level module passed into the FSDP constructor "
+            "itself will result in all parameters being ignored: name the modules "
+            "inside it instead",
             stacklevel=4,
         )
     for nested in sharded_modules(module):

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_c import _native
 from fsdp_c._names import FLAT_PARAM
+from fsdp_c._torch_compat import IN_BACKWARD_OPTIMIZERS
 from fsdp_c._uses import ParamUse
 
 
@@ -49,6 +50,13 @@ class FlatParameter(nn.Parameter):
         self._shapes = tuple(shapes)
         self._numels = tuple(shape.numel() for shape in shapes)
 
+    def become(self, other: "FlatParameter") -> None:
+        """Take over the shard of ``other``, and what it holds."""
+        self.data = other.data
+        self.requires_grad_(other.requires_grad)
+        self._fqns, self._shapes = other._fqns, other._shapes
+        self._numels = other._numels
+
 
 class Originals:
     """A unit's original parameters, and what stands in for them.
@@ -86,12 +94,39 @@ class Originals:
         self._order = {use.module: tuple(use.module._parameters) for use in uses}
         self._flat_params: dict[str, FlatParameter] = {}
         if self._hides:
-            self._flat_params = {
-                FLAT_PARAM if segment == 0 else f"{FLAT_PARAM}_{segment}": param
-                for segment, param in enumerate(self.make_flat_params())
-            }
-            unit.bind_flat_params(list(self._flat_params.values()))
+            self._bind(self.make_flat_params())
             self._hide()
+
+    def unbind(self) -> None:
+        """Let go of the unit; :meth:`rebind` must follow."""
+        del self._unit
+
+    def rebind(self, unit: _native.Unit) -> None:
+        """Go on with ``unit``, which shards the same parameters in another form.
+
+        Flat parameters stay the same objects, unless their number changes.
+        """
+        self._unit = unit
+        if not self._hides:
+            return
+        new = self.make_flat_params()
+        old = list(self._flat_params.values())
+        if len(old) == len(new):
+            for flat_param, like in zip(old, new, strict=True):
+                flat_param.become(like)
+            self._bind(old)
+            return
+        for name in self._flat_params:
+            self._module._parameters.pop(name, None)
+        self._bind(new)
+        self._module._parameters.update(self._flat_params)
+
+    def _bind(self, flat_params: Sequence[FlatParameter]) -> None:
+        self._flat_params = {
+            FLAT_PARAM if segment == 0 else f"{FLAT_PARAM}_{segment}": param
+            for segment, param in enumerate(flat_params)
+        }
+        self._unit.bind_flat_params(list(flat_params))
 
     @property
     def uses(self) -> tuple[ParamUse, ...]:
@@ -129,18 +164,23 @@ class Originals:
         """Check that every use still holds the parameter that is sharded.
 
         Raises:
-            RuntimeError: One was replaced or removed after wrapping.
+            RuntimeError: One was replaced or removed after wrapping, or has an
+                optimizer that is to step in backward.
         """
         is_hidden = self._hides and self._num_shows == 0
         for module, name, fqn, param in self._uses:
             places = module.__dict__ if is_hidden else module._parameters
             if places.get(name) is not param:
                 raise RuntimeError(
-                    f"parameter {fqn!r} of unit {self._unit.name!r} was replaced or "
-                    "removed after wrapping: change the module before wrapping it, "
-                    "or copy new values into the parameter inside "
+                    f"Cannot writeback to parameter {fqn!r} of unit "
+                    f"{self._unit.name!r}: it was replaced or removed after wrapping; "
+                    "change the module before wrapping it, or copy new values into "
+                    "the parameter inside "
                     "FullyShardedDataParallel.summon_full_params()"
                 )
+            _check_no_optimizer(param, fqn)
+        for name, flat_param in self._flat_params.items():
+            _check_no_optimizer(flat_param, name)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -175,3 +215,12 @@ class Originals:
                 params[name] = params.pop(name)  # to the end
             for name in [name for name in params if name not in order]:
                 params[name] = params.pop(name)
+
+
+def _check_no_optimizer(param: nn.Parameter, name: str) -> None:
+    if getattr(param, IN_BACKWARD_OPTIMIZERS, None):
+        raise RuntimeError(
+            f"parameter {name!r} has an optimizer from _apply_optimizer_in_backward(), "
+            "which is only supported with use_orig_params=True in torch's FSDP1, and "
+            "not at all here: step an optimizer after backward"
+        )

@@ -1,6 +1,5 @@
 """FullyShardedDataParallel: FSDP1's class, executed by fsdp_c._native."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,15 +23,20 @@ from torch.distributed.fsdp.api import (
 )
 
 from fsdp_c import _state_dict
-from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._attributes import Attributes
+from fsdp_c._base import sharded_modules
+from fsdp_c._buffers import UnitBuffers
+from fsdp_c._clip import clip_grad_norm
 from fsdp_c._config import make_config
 from fsdp_c._conversion import convert
 from fsdp_c._device import choose_device
 from fsdp_c._engines import ensure_engine
+from fsdp_c._foreign_groups import as_given
+from fsdp_c._forward_methods import bind_forward_method
 from fsdp_c._ignored import find_ignored
 from fsdp_c._materialize import materialize
 from fsdp_c._names import WRAPPED_MODULE, clean_name
-from fsdp_c._originals import FlatParameter, Originals
+from fsdp_c._originals import Originals
 from fsdp_c._params import (
     collect_uses,
     move_to_device,
@@ -41,17 +45,12 @@ from fsdp_c._params import (
 )
 from fsdp_c._summon import summon_full_params, summoned
 from fsdp_c._sync import broadcast_from_first
-from fsdp_c._torch_compat import (
-    CHECKPOINT_WRAPPED_MODULE,
-    ActivationWrapper,
-    Policy,
-    TrainingState,
-)
+from fsdp_c._torch_compat import Policy, TrainingState
 from fsdp_c._uses import mark_sharded
 from fsdp_c._wrap import auto_wrap
 
 
-class FullyShardedDataParallel(ShardedModule):
+class FullyShardedDataParallel(Attributes):
     """Shards a module's parameters, gradients and optimizer state over ranks.
 
     The interface is that of ``torch.distributed.fsdp.FullyShardedDataParallel``
@@ -64,14 +63,16 @@ class FullyShardedDataParallel(ShardedModule):
     Args:
         module: The module to wrap.
         process_group: The group to shard over; the default group if None. For
-            HYBRID_SHARD a tuple ``(shard_group, replica_group)``.
+            HYBRID_SHARD a tuple ``(shard_group, replica_group)``, or None to shard
+            over this node's ranks and replicate over the nodes.
         sharding_strategy: FULL_SHARD if None.
-        cpu_offload: Not available in this version.
+        cpu_offload: Keep shards and gradients in host memory. On the CPU they
+            are there anyway.
         auto_wrap_policy: Decides which modules inside become units of their own: a
             torch policy object, or a callable
             ``policy(module=, recurse=, nonwrapped_numel=)``.
         backward_prefetch: When to gather the next unit in backward.
-        mixed_precision: dtypes of parameters, of gradient reduction, of inputs.
+        mixed_precision: dtypes of parameters, gradient reduction, buffers, inputs.
         ignored_modules: Modules to leave alone, with all in them.
         param_init_fn: Gives a module with meta parameters real ones.
         device_id: The device to compute on: an int, str or torch.device. If None,
@@ -148,9 +149,9 @@ class FullyShardedDataParallel(ShardedModule):
         config = make_config(arguments)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
-                f"{type(module).__name__} has no forward of its own, so its "
-                "parameters will not be gathered when its children are called: wrap "
-                "the children instead",
+                "FSDP will not all-gather parameters for containers that do not "
+                f"implement forward: {type(module).__name__}; wrap its children "
+                "instead",
                 stacklevel=3,
             )
         ignored = find_ignored(module, config)
@@ -197,10 +198,19 @@ class FullyShardedDataParallel(ShardedModule):
         self._ignored_params = ignored.params
         self._unit = unit
         self._engine = None
-        self._is_root: bool | None = None
+        self._is_root = None
         self._loading = None
         self._shows_clean_names = False
-        self.process_group = group
+        self._forward_methods = frozenset()
+        self._unit_buffers = None
+        if config.mixed_precision.buffer_dtype is not None:
+            self._unit_buffers = UnitBuffers(
+                module,
+                [current for _, current in own_modules(module, ignored.modules)],
+                dtype=config.mixed_precision.buffer_dtype,
+                is_full_in_eval=config.full_precision_in_eval,
+            )
+        self.process_group = as_given(group)
         self.rank = group.rank()
         self.world_size = group.size()
         self.compute_device = device
@@ -251,22 +261,6 @@ class FullyShardedDataParallel(ShardedModule):
         wrapped: Any = self._modules[WRAPPED_MODULE]
         return self._unit.forward(wrapped, args, kwargs)
 
-    def _ensure_root(self, method: str) -> None:
-        ensure_engine(self)
-        if not self._is_root:
-            raise RuntimeError(
-                f"{method} should only be called on the root FSDP instance, the "
-                f"outermost one: unit {self._unit.name!r} runs inside another"
-            )
-
-    def _assert_idle(self, method: str) -> None:
-        if self.training_state is not TrainingState.IDLE:
-            raise RuntimeError(
-                f"{method}() was called in state {self.training_state.name}: call it "
-                "between steps; after an exception in the middle of one, call "
-                "fsdp_c.reset(model) first"
-            )
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward accumulate unsharded gradients without reducing them.
@@ -313,28 +307,14 @@ class FullyShardedDataParallel(ShardedModule):
         """
         self._ensure_root("clip_grad_norm_")
         self._assert_idle("clip_grad_norm_")
-        try:
-            limit, power = float(max_norm), float(norm_type)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                "max_norm and norm_type must be numbers, got "
-                f"{max_norm!r} and {norm_type!r}"
-            ) from error
-        if not power > 0:
-            raise ValueError(
-                f"norm_type must be > 0 or infinity, got {norm_type!r}: 2.0 is usual"
-            )
-        if math.isnan(limit):
-            raise ValueError(f"max_norm must be a number, got {max_norm!r}")
-        for each in sharded_modules(self):
-            each._originals.check()
-        others = [
-            param
-            for _, param in unsharded_params(self, frozenset())
-            if param.grad is not None
-        ]
-        with torch.no_grad():
-            return ensure_engine(self).clip_grad_norm(others, limit, power)
+        return clip_grad_norm(self, max_norm, norm_type)
+
+    def train(self, mode: bool = True) -> "FullyShardedDataParallel":
+        """Set the mode; with ``FSDP_USE_FULL_PREC_IN_EVAL=1`` buffers follow it."""
+        super().train(mode)
+        if self._unit_buffers is not None:
+            self._unit_buffers.follow(is_training=mode)
+        return self
 
     # Whole parameters ------------------------------------------------------
 
@@ -379,7 +359,11 @@ class FullyShardedDataParallel(ShardedModule):
         """Apply ``fn`` to all modules, with the whole parameters of their unit.
 
         What ``fn`` writes is kept; it must write the same on all ranks.
+
+        Raises:
+            ValueError: Inside forward, backward or summon_full_params.
         """
+        self._assert_state(TrainingState.IDLE)
         ensure_engine(self)
         with summoned(self, writeback=True):
             super().apply(fn)
@@ -513,16 +497,6 @@ class FullyShardedDataParallel(ShardedModule):
 
     # Looking at it ---------------------------------------------------------
 
-    @property
-    def module(self) -> nn.Module:
-        """The user's module, without an activation checkpointing wrapper."""
-        wrapped = self.wrapped
-        if isinstance(wrapped, ActivationWrapper):
-            inner = getattr(wrapped, CHECKPOINT_WRAPPED_MODULE)
-            assert isinstance(inner, nn.Module)
-            return inner
-        return wrapped
-
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
@@ -540,48 +514,6 @@ class FullyShardedDataParallel(ShardedModule):
         ]
         return [each for each in found if each.check_is_root()] if root_only else found
 
-    def check_is_root(self) -> bool:
-        """Return whether this module runs as the outermost of its engine."""
-        ensure_engine(self)
-        return bool(self._is_root)
-
-    @property
-    def training_state(self) -> TrainingState:
-        """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
-        if self._unit.is_summoned or self._shows_clean_names:
-            return TrainingState.SUMMON_FULL_PARAMS
-        engine = self._engine
-        if engine is not None and (engine.in_forward or engine.in_backward):
-            return TrainingState.FORWARD_BACKWARD
-        return TrainingState.IDLE
-
-    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Raise ValueError unless the training state is ``state``, or one of them."""
-        expected = state if isinstance(state, list) else [state]
-        if self.training_state not in expected:
-            raise ValueError(
-                f"unit {self._unit.name!r} on rank {self.rank} is in state "
-                f"{self.training_state.name}, expected one of "
-                f"{[each.name for each in expected]}"
-            )
-
-    @property
-    def _has_params(self) -> bool:
-        """Whether this unit shards any parameter."""
-        return bool(self._originals.uses)
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        """The first segment's flat parameter; with use_orig_params a new view."""
-        registered = self._originals.first_flat_param()
-        if registered is not None or not self._has_params:
-            return registered
-        return self._originals.make_flat_params()[0]
-
-    @property
-    def _inter_node_pg(self) -> ProcessGroup | None:
-        return self._config.groups.inter_node_group
-
     def __getattr__(self, name: str) -> Any:
         """Look missing attributes up in the wrapped module."""
         try:
@@ -590,26 +522,25 @@ class FullyShardedDataParallel(ShardedModule):
             modules = self.__dict__.get("_modules", {})
             if WRAPPED_MODULE not in modules:
                 raise
-        return getattr(modules[WRAPPED_MODULE], name)
+        value = getattr(modules[WRAPPED_MODULE], name)
+        if name in self._forward_methods:
+            return bind_forward_method(self, value)
+        return value
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, as an ``nn.Sequential``."""
         wrapped: Any = self.wrapped
         return wrapped[key]
 
-    def extra_repr(self) -> str:
-        """Say how the module is sharded."""
-        return (
-            f"{self.sharding_strategy.name}, rank={self.rank}, "
-            f"world_size={self.world_size}"
-        )
-
     # What a sharded module cannot do ---------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move buffers; parameters must stay where and what they are.
+        """Convert parameters and buffers, for ``to()``, ``half()``, ``cuda()``.
 
-        Called by ``to()``, ``half()``, ``cuda()`` and the like.
+        All ranks must call it, between steps and without gradients.
+
+        Raises:
+            RuntimeError: A unit has gradients, or is inside a step.
         """
         convert(self, fn, recurse=recurse)
         return self

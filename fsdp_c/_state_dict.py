@@ -181,8 +181,11 @@ def _own_memory(
     """Copy what lies in memory of the unit or of its modules' buffers.
 
     Nested units have copied theirs, ignored parameters stay what they are. Tensors
-    that were one tensor (shared parameters) stay one.
+    that were one tensor (shared parameters) stay one. Buffers get back the dtype
+    that they had before ``buffer_dtype``.
     """
+    buffers = module._unit_buffers
+    dtypes = {} if buffers is None else buffers.original_dtypes
     storages = {_storage_of(use.param) for use in module._originals.uses}
     for _, current in own_modules(module.wrapped, module._ignored_modules):
         storages.update(_storage_of(b) for b in current.buffers(recurse=False))
@@ -198,7 +201,8 @@ def _own_memory(
         copy = copies.get(place)
         if copy is None:
             device = torch.device("cpu") if offload_to_cpu else value.device
-            copy = value.detach().to(device, copy=True)
+            dtype = dtypes.get(clean_name(key[len(prefix) :]), value.dtype)
+            copy = value.detach().to(device, dtype, copy=True)
             copies[place] = copy.requires_grad_(value.requires_grad)
         target[key] = copy
 

@@ -20,11 +20,15 @@ __all__ = [
     "CHECKPOINT_PREFIX",
     "CHECKPOINT_WRAPPED_MODULE",
     "HYBRID_SHARD_ZERO2",
+    "IN_BACKWARD_OPTIMIZERS",
     "ActivationWrapper",
     "Policy",
     "TrainingState",
     "run_policy",
 ]
+
+# What torch.distributed.optim._apply_optimizer_in_backward() leaves on parameters.
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 

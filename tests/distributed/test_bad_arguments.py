@@ -70,7 +70,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "device word": ({"device_id": "nowhere"}, (RuntimeError, ValueError), "nowhere"),  # type: ignore[dict-item]
     "device kind": ({"device_id": 1.5}, TypeError, "device_id"),
     "ignored number": ({"ignored_modules": 3}, TypeError, "ignored_modules"),
-    "ignored not a module": ({"ignored_modules": [3]}, TypeError, "ignored_modules"),
+    "ignored not a module": ({"ignored_modules": [3]}, ValueError, "ignored_modules"),
     "init_fn number": ({"param_init_fn": 3}, TypeError, "param_init_fn"),
     "unknown": ({"shard_strategy": None}, TypeError, "shard_strategy"),
 }

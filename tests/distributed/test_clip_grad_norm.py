@@ -18,6 +18,8 @@ from helpers.models import CASES, MLP, Block
 from helpers.reference import Differential
 
 
+@pytest.mark.trap(15)
+@pytest.mark.trap(16)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
@@ -52,6 +54,7 @@ def test_equals_the_unsharded_norm(
         differential.check()
 
 
+@pytest.mark.trap(15)
 @distributed(world_size=2)
 def test_mixed_strategies(rank: int, world_size: int) -> None:
     """Parameters that are not sharded count once, those that are by the shard."""
@@ -75,6 +78,7 @@ def test_mixed_strategies(rank: int, world_size: int) -> None:
         differential.step()
 
 
+@pytest.mark.trap(15)
 @distributed(world_size=2)
 def test_mixed_dtypes(rank: int, world_size: int) -> None:
     """bf16 and fp32 gradients have one norm."""

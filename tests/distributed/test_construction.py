@@ -17,6 +17,7 @@ from helpers.models import CASES, MLP, Block, Transformer, TransformerBlock, los
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
 
 
+@pytest.mark.trap(27)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
 def test_sync_module_states(rank: int, world_size: int, use_orig_params: bool) -> None:
@@ -236,6 +237,7 @@ def test_models_side_by_side(rank: int, world_size: int) -> None:
     second.train(1)
 
 
+@pytest.mark.trap(6)
 @distributed(world_size=2)
 def test_submodule_of_root_runs_first(rank: int, world_size: int) -> None:
     """A nested unit that runs on its own before the root does not break it."""

@@ -31,6 +31,7 @@ def _differential(
     )
 
 
+@pytest.mark.trap(10)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["mlp", "uneven", "called_twice", "unused"])
@@ -48,6 +49,7 @@ def test_no_sync(
         differential.check()
 
 
+@pytest.mark.trap(11)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))

@@ -63,6 +63,7 @@ def _train(groups: Any, strategy: str, use_orig: bool) -> None:
     differential.check()
 
 
+@pytest.mark.trap(14)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
@@ -78,6 +79,8 @@ def test_two_ranks(
     _check(rank, shape, strategy, use_orig_params)
 
 
+@pytest.mark.trap(13)
+@pytest.mark.trap(14)
 @pytest.mark.parametrize("shape", [(3, 1), (1, 3)])
 @distributed(world_size=3)
 def test_three_ranks(rank: int, world_size: int, shape: tuple[int, int]) -> None:
@@ -85,6 +88,7 @@ def test_three_ranks(rank: int, world_size: int, shape: tuple[int, int]) -> None
     _check(rank, shape, "HYBRID_SHARD", True)
 
 
+@pytest.mark.trap(14)
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)
 def test_four_ranks(rank: int, world_size: int, shape: tuple[int, int]) -> None:

@@ -185,6 +185,7 @@ def test_no_allocation_after_the_second_step(
         assert stats["num_iterations"] == before["num_iterations"] + step + 1
 
 
+@pytest.mark.trap(8)
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @distributed(world_size=(2, 3))
 def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) -> None:
@@ -206,6 +207,7 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
         assert stats["arena_nbytes"] == 2 * param_nbytes + 2 * grad_nbytes
 
 
+@pytest.mark.trap(8)
 @distributed(world_size=2)
 def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
     """Parameters stay unsharded from forward to backward: one block per unit more."""
@@ -273,6 +275,7 @@ def test_number_of_collectives(rank: int, world_size: int) -> None:
             assert depth - 2 <= num_prefetches <= depth - 1
 
 
+@pytest.mark.trap(7)
 @distributed(world_size=2)
 def test_checkpointing_gathers_once_in_backward(rank: int, world_size: int) -> None:
     """Recomputation and backward share one gather (DESIGN.md, section 7)."""
@@ -296,6 +299,7 @@ def test_checkpointing_gathers_once_in_backward(rank: int, world_size: int) -> N
     assert after["num_all_gathers"] - before["num_all_gathers"] <= 2 * 4
 
 
+@pytest.mark.trap(10)
 @distributed(world_size=2)
 def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
     """After a no_sync backward parameters are given back, gradients are kept."""

@@ -13,6 +13,7 @@ from helpers.models import CASES, Block
 from helpers.reference import Differential, assert_same
 
 
+@pytest.mark.trap(22)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16", None])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -148,6 +149,7 @@ def test_what_is_cast(rank: int, world_size: int) -> None:
     assert out.dtype == torch.bfloat16
 
 
+@pytest.mark.trap(20)
 @distributed(world_size=2)
 def test_buffer_dtype(rank: int, world_size: int) -> None:
     """Floating buffers are cast when buffer_dtype is given."""
@@ -201,6 +203,7 @@ def test_gradient_of_the_input(
     assert_same("input gradient", x.grad, y.grad, 1e-6)
 
 
+@pytest.mark.trap(22)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_low_precision_gradients_are_kept_on_request(

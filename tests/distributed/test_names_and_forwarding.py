@@ -61,6 +61,7 @@ def test_flat_parameters(rank: int, world_size: int) -> None:
     assert numel <= sum(p.numel() for p in params) * world_size < numel + 4 * 64
 
 
+@pytest.mark.trap(17)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_sharded_shapes(rank: int, world_size: int, use_orig_params: bool) -> None:

@@ -23,6 +23,7 @@ from helpers.models import (
 from helpers.reference import Differential
 
 
+@pytest.mark.trap(4)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("kind", OUTPUT_KINDS)
@@ -158,6 +159,7 @@ def test_same_tensor_twice_and_input_returned(rank: int, world_size: int) -> Non
     differential.train(3)
 
 
+@pytest.mark.trap(4)
 @distributed(world_size=2)
 def test_output_changed_in_place(rank: int, world_size: int) -> None:
     """An in-place operation on a unit's output that is a view (pytorch#181832)."""

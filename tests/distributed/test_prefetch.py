@@ -68,6 +68,7 @@ class _Skips(nn.Module):
         return self.out(x)
 
 
+@pytest.mark.trap(9)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
@@ -124,6 +125,7 @@ class _Early(nn.Module):
         return {"early": early, "late": x}
 
 
+@pytest.mark.trap(9)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_backward_of_a_part(rank: int, world_size: int, use_orig_params: bool) -> None:

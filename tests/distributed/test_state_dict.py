@@ -36,6 +36,7 @@ def _wrap(model: str, module: Any, **kwargs: Any) -> Any:
     return fsdp(module, auto_wrap_policy=policy, **kwargs)
 
 
+@pytest.mark.trap(16)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", CASES)
@@ -167,6 +168,7 @@ def test_mixed_precision_saves_full_precision(rank: int, world_size: int) -> Non
     assert_same_tensors("state", full_state_dict(model), reference.state_dict(), 0.0)
 
 
+@pytest.mark.trap(26)
 @distributed(world_size=2)
 def test_rank0_only(rank: int, world_size: int) -> None:
     """Only rank 0 gets the dict, although all ranks call."""

@@ -11,6 +11,11 @@ from helpers.reference import Differential
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
+@pytest.mark.trap(1)
+@pytest.mark.trap(2)
+@pytest.mark.trap(3)
+@pytest.mark.trap(24)
+@pytest.mark.trap(30)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", CASES)

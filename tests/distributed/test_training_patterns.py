@@ -52,6 +52,7 @@ def test_several_forwards_before_one_backward(
         differential.check()
 
 
+@pytest.mark.trap(5)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("order", ["same", "reversed"])
@@ -368,6 +369,7 @@ def test_parameters_written_between_steps(
     differential.train(1)
 
 
+@pytest.mark.trap(18)
 @distributed(world_size=2)
 def test_parameter_data_replaced_between_steps(rank: int, world_size: int) -> None:
     """`param.data = ...` of the shard's shape is written back to the shard."""
@@ -379,6 +381,7 @@ def test_parameter_data_replaced_between_steps(rank: int, world_size: int) -> No
     differential.train(2)
 
 
+@pytest.mark.trap(18)
 @distributed(world_size=2)
 def test_gradients_changed_between_backward_and_step(
     rank: int, world_size: int
@@ -418,6 +421,7 @@ def test_parameter_replaced_after_wrapping(rank: int, world_size: int) -> None:
     assert bool((state["fc1.weight"] == 0).all())
 
 
+@pytest.mark.trap(19)
 @distributed(world_size=2)
 def test_frozen_between_steps(rank: int, world_size: int) -> None:
     """requires_grad_ toggled after wrapping, as for staged fine-tuning."""

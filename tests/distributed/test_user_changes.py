@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from helpers.distributed import distributed
@@ -17,6 +18,7 @@ def _same(model: torch.nn.Module, reference: torch.nn.Module) -> None:
             torch.testing.assert_close(mine, expected)
 
 
+@pytest.mark.trap(18)
 @distributed(world_size=2)
 def test_replaced_data_of_a_gradient_is_used(rank: int, world_size: int) -> None:
     """`param.grad.data = x`, and a backward that adds to it."""

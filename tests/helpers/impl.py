@@ -26,6 +26,7 @@ def _name(name: str) -> Any:
 
 
 BackwardPrefetch: Any = _name("BackwardPrefetch")
+CPUOffload: Any = _name("CPUOffload")
 FullStateDictConfig: Any = _name("FullStateDictConfig")
 MixedPrecision: Any = _name("MixedPrecision")
 ShardingStrategy: Any = _name("ShardingStrategy")
@@ -58,3 +59,22 @@ def needs_fsdp_c(reason: str) -> None:
     """Skip the test where torch's FSDP stands in."""
     if IS_TORCH:
         pytest.skip(f"torch's FSDP1: {reason}")
+
+
+def memory_stats(model: nn.Module) -> dict[str, int]:
+    """Return fsdp_c.memory_stats; skip the test where torch stands in."""
+    needs_fsdp_c("has no memory_stats")
+    stats: dict[str, int] = _names.memory_stats(model)
+    return stats
+
+
+def unit_states(model: nn.Module) -> set[str]:
+    """Return the states of all units; skip the test where torch stands in."""
+    needs_fsdp_c("has no states of units")
+    return {each._unit.state for each in FSDP.fsdp_modules(model)}
+
+
+def assert_idle(model: nn.Module) -> None:
+    """Fail unless every unit is sharded and no unsharded memory is held."""
+    assert unit_states(model) == {"SHARDED"}
+    assert memory_stats(model)["held_nbytes"] == 0

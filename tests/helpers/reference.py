@@ -8,7 +8,8 @@ losses, every gradient and every parameter, by clean name.
 Note [Gathering without knowing the layout]
 With use_orig_params=True each parameter is, between steps, this rank's slice of the
 flattened parameter; slices follow each other in rank order and may be empty. (Where
-nothing is sharded, each rank holds the whole.) With use_orig_params=False parameters
+nothing is sharded, each rank holds the whole; where replicas are sharded, each of
+them does.) With use_orig_params=False parameters
 come from the full state dict, and so do gradients: each flat parameter is overwritten
 with its gradient for the time of one state dict, which is exact in any layout.
 """
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
 
-from helpers.impl import FSDP, StateDictType
-from helpers.models import Case, Inputs, loss_of
+from helpers.impl import FSDP, ShardingStrategy, StateDictType, fsdp
+from helpers.models import CASES, Case, Inputs, loss_of
 from helpers.seeds import generator
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -92,16 +94,26 @@ def assert_same_tensors(
 
 
 def _whole(name: str, pieces: list[Tensor], shape: torch.Size) -> Tensor:
-    """Return the parameter of ``shape`` that the ranks' pieces make up."""
+    """Return the parameter of ``shape`` that the ranks' pieces make up.
+
+    Once, or once per replica: those must be equal.
+    """
     numels = [piece.numel() for piece in pieces]
-    if sum(numels) == shape.numel():
-        return torch.cat([piece.flatten() for piece in pieces]).reshape(shape)
-    assert all(numel == shape.numel() for numel in numels), (
-        f"{name}: the ranks hold {numels} elements of {shape.numel()}"
-    )
-    for rank, piece in enumerate(pieces):
-        assert torch.equal(piece, pieces[0]), f"{name}: ranks 0 and {rank} differ"
-    return pieces[0].reshape(shape)
+    replicas: list[Tensor] = []
+    begin, found = 0, 0
+    for end, numel in enumerate(numels, 1):
+        found += numel
+        if found == shape.numel():
+            flat = torch.cat([piece.flatten() for piece in pieces[begin:end]])
+            replicas.append(flat.reshape(shape))
+            begin, found = end, 0
+    # What follows the last whole replica can only be empty.
+    message = f"{name}: the ranks hold {numels} elements of {shape.numel()}"
+    assert replicas, message
+    assert found == 0, message
+    for index, replica in enumerate(replicas):
+        assert torch.equal(replica, replicas[0]), f"{name}: replica {index} differs"
+    return replicas[0]
 
 
 def gather_orig(
@@ -219,6 +231,44 @@ class Differential:
         return cls(
             case.build, wrap, case.inputs, use_orig_params=use_orig_params, **kwargs
         )
+
+    @classmethod
+    def of_units(
+        cls,
+        build: Callable[[], nn.Module],
+        unit_classes: Iterable[type[nn.Module]],
+        inputs: Callable[[torch.Generator], Inputs],
+        *,
+        use_orig_params: bool = True,
+        strategy: str = "FULL_SHARD",
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+        param_dtype: torch.dtype | None = None,
+        tolerance: float | None = None,
+        **kwargs: Any,
+    ) -> "Differential":
+        """Wrap the modules of ``unit_classes``; ``kwargs`` go to the wrapper."""
+        classes = set(unit_classes)
+        return cls(
+            build,
+            lambda module: fsdp(
+                module,
+                auto_wrap_policy=ModuleWrapPolicy(classes) if classes else None,
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=use_orig_params,
+                **kwargs,
+            ),
+            inputs,
+            use_orig_params=use_orig_params,
+            optimizer=optimizer,
+            param_dtype=param_dtype,
+            tolerance=tolerance,
+        )
+
+    @classmethod
+    def of_model(cls, model: str, **kwargs: Any) -> "Differential":
+        """Wrap the units of ``CASES[model]``; see ``of_units``."""
+        case = CASES[model]
+        return cls.of_units(case.build, case.unit_classes, case.inputs, **kwargs)
 
     def batches(self) -> list[Inputs]:
         """Return the next batch of every rank."""

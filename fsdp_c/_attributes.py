@@ -1,0 +1,114 @@
+"""What users and tools read off a wrapped module, under FSDP1's names."""
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp.api import ShardingStrategy
+
+from fsdp_c._base import ShardedModule
+from fsdp_c._engines import ensure_engine
+from fsdp_c._originals import FlatParameter
+from fsdp_c._torch_compat import (
+    CHECKPOINT_WRAPPED_MODULE,
+    ActivationWrapper,
+    TrainingState,
+)
+
+
+class FlatParamHandle:
+    """A unit's flat parameter, under the name ``_handle`` of FSDP1.
+
+    Only for looking: units are driven by the native engine.
+
+    Attributes:
+        flat_param: The first segment's flat parameter, sharded.
+    """
+
+    def __init__(self, flat_param: FlatParameter) -> None:
+        self.flat_param = flat_param
+
+
+class Attributes(ShardedModule):
+    """The part of FullyShardedDataParallel that only looks."""
+
+    sharding_strategy: ShardingStrategy
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module, without an activation checkpointing wrapper."""
+        wrapped = self.wrapped
+        if isinstance(wrapped, ActivationWrapper):
+            inner = getattr(wrapped, CHECKPOINT_WRAPPED_MODULE)
+            assert isinstance(inner, nn.Module)
+            return inner
+        return wrapped
+
+    def check_is_root(self) -> bool:
+        """Return whether this module runs as the outermost of its engine."""
+        ensure_engine(self)
+        return bool(self._is_root)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
+        if self._unit.is_summoned or self._shows_clean_names:
+            return TrainingState.SUMMON_FULL_PARAMS
+        engine = self._engine
+        if engine is not None and (engine.in_forward or engine.in_backward):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Raise ValueError unless the training state is ``state``, or one of them."""
+        expected = state if isinstance(state, list) else [state]
+        if self.training_state not in expected:
+            raise ValueError(
+                f"unit {self._unit.name!r} on rank {self.rank} is expected to be in "
+                f"states {[each.name for each in expected]} but is in "
+                f"{self.training_state.name}"
+            )
+
+    def _assert_idle(self, method: str) -> None:
+        if self.training_state is not TrainingState.IDLE:
+            raise RuntimeError(
+                f"{method}() was called in state {self.training_state.name}: call it "
+                "between steps; after an exception in the middle of one, call "
+                "fsdp_c.reset(model) first"
+            )
+
+    def _ensure_root(self, method: str) -> None:
+        ensure_engine(self)
+        if not self._is_root:
+            raise RuntimeError(
+                f"{method} should only be called on the root FSDP instance, the "
+                f"outermost one: unit {self._unit.name!r} runs inside another"
+            )
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether this unit shards any parameter."""
+        return bool(self._originals.uses)
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        """The first segment's flat parameter; with use_orig_params a new view."""
+        registered = self._originals.first_flat_param()
+        if registered is not None or not self._has_params:
+            return registered
+        return self._originals.make_flat_params()[0]
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        """The flat parameter, as FSDP1 shows it; None without parameters."""
+        flat_param = self._flat_param
+        return None if flat_param is None else FlatParamHandle(flat_param)
+
+    @property
+    def _inter_node_pg(self) -> ProcessGroup | None:
+        return self._config.groups.inter_node_group
+
+    def extra_repr(self) -> str:
+        """Say how the module is sharded."""
+        return (
+            f"{self.sharding_strategy.name}, rank={self.rank}, "
+            f"world_size={self.world_size}"
+        )

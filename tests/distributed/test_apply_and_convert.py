@@ -1,0 +1,221 @@
+"""apply() and the conversions after wrapping: to(), half(), double(), float()."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, MixedPrecision, fsdp, needs_fsdp_c
+from helpers.models import CASES, MLP, Block, vectors
+from helpers.reference import (
+    Differential,
+    assert_same_tensors,
+    full_state_dict,
+)
+
+
+def _wrap(model: nn.Module, *, use_orig_params: bool, **kwargs: Any) -> Any:
+    return fsdp(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        **kwargs,
+    )
+
+
+def _doubles(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.double() for tensor in vectors(generator))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("has_run", [True, False])
+@distributed(world_size=(2, 3, 4))
+def test_double(
+    rank: int, world_size: int, has_run: bool, use_orig_params: bool
+) -> None:
+    """Before the first step and after some: the model trains on, in fp64."""
+    needs_fsdp_c("is not asked")
+    differential = Differential.of_case(
+        CASES["mlp"],
+        lambda model: _wrap(model, use_orig_params=use_orig_params),
+        use_orig_params=use_orig_params,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+    )
+    model = differential.model
+    if has_run:
+        differential.train(2)
+        differential.zero_grad()
+    before = [id(param) for param in model.parameters()]
+    assert model.double() is model
+    differential.reference.double()
+    assert [id(param) for param in model.parameters()] == before
+    assert all(param.dtype == torch.float64 for param in model.parameters())
+    differential.inputs = _doubles
+    differential.train(2)
+    differential.zero_grad()
+    model.float()
+    differential.reference.float()
+    differential.inputs = vectors
+    differential.train(1)
+
+
+@distributed(world_size=2)
+def test_one_unit_of_several(rank: int, world_size: int) -> None:
+    """The units around it go on with it, whatever ran before."""
+    needs_fsdp_c("is not asked")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Block()
+            self.second = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            dtype = next(self.second.parameters()).dtype
+            return self.second(self.first(x).to(dtype))
+
+    reference = Net()
+    model = _wrap(copy.deepcopy(reference), use_orig_params=True)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        torch.testing.assert_close(model(x), reference(x))
+        model(x).sum().backward()
+        model.zero_grad()
+        model.second.double()
+        reference.second.double()
+        assert model(x).dtype == torch.float64
+    state = full_state_dict(model)
+    assert state["first.fc1.weight"].dtype == torch.float32
+    assert state["second.fc1.weight"].dtype == torch.float64
+    assert_same_tensors("state", state, dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_dtypes_that_become_one(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Two segments, hence two flat parameters, become one."""
+    needs_fsdp_c("refuses mixed dtypes in one unit")
+    reference = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4).double())
+    model = fsdp(copy.deepcopy(reference), use_orig_params=use_orig_params)
+    assert len(model._unit.segments) == 2
+    model.double()
+    reference.double()
+    assert len(model._unit.segments) == 1
+    if not use_orig_params:
+        assert len(list(model.parameters())) == 1
+    x = torch.randn(3, 6, dtype=torch.float64)
+    model(x).sum().backward()
+    assert_same_tensors("state", full_state_dict(model), dict(reference.state_dict()))
+
+
+@distributed(world_size=2)
+def test_what_changes_nothing(rank: int, world_size: int) -> None:
+    """The same dtype and device: not even a collective, with gradients too."""
+    needs_fsdp_c("is not asked")
+    model = _wrap(MLP(1), use_orig_params=True)
+    model(torch.randn(4, 6)).sum().backward()
+    units = [each._unit for each in FSDP.fsdp_modules(model)]
+    if rank == 0:
+        model.to("cpu").float().to(dtype=torch.float32).cpu()
+    assert [each._unit for each in FSDP.fsdp_modules(model)] == units
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+@distributed(world_size=2)
+def test_shared_memory_leaves_shards_alone(rank: int, world_size: int) -> None:
+    """What works in place must not move memory that the engine knows."""
+    needs_fsdp_c("is not asked")
+    reference = MLP(1)
+    model = _wrap(copy.deepcopy(reference), use_orig_params=True)
+    model.share_memory()
+    x = torch.randn(4, 6)
+    model(x).sum().backward()
+    assert_same_tensors("state", full_state_dict(model), dict(reference.state_dict()))
+
+
+@distributed(world_size=2)
+def test_buffers_and_ignored_modules(rank: int, world_size: int) -> None:
+    """They are converted as well; a buffer's new dtype is the state dict's."""
+    needs_fsdp_c("restores the buffer's dtype from before")
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model = fsdp(
+        net,
+        ignored_modules=[net[2]],
+        mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
+    )
+    model.double()
+    assert net[2].weight.dtype == torch.float64
+    state = full_state_dict(model)
+    assert all(
+        value.dtype == torch.float64
+        for name, value in state.items()
+        if "num_batches" not in name
+    )
+    assert net[1].running_mean.dtype == torch.bfloat16
+
+
+@distributed(world_size=2)
+def test_with_gradients(rank: int, world_size: int) -> None:
+    """Gradients would not fit: the message says what to call."""
+    needs_fsdp_c("converts gradients too")
+    model = _wrap(MLP(1), use_orig_params=False)
+    model(torch.randn(4, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"has gradients.*zero_grad"):
+        model.half()
+    model.zero_grad()
+    model.double()
+    model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
+
+
+@distributed(world_size=2)
+def test_inside_a_summon(rank: int, world_size: int) -> None:
+    """Neither conversions nor apply()."""
+    needs_fsdp_c("is not asked")
+    model = _wrap(MLP(1), use_orig_params=True)
+    with FSDP.summon_full_params(model):
+        with pytest.raises(RuntimeError, match="between steps"):
+            model.half()
+        with pytest.raises(ValueError, match=r"expected to be in states.*IDLE"):
+            model.apply(lambda module: None)
+    model(torch.randn(4, 6)).sum().backward()
+
+
+@distributed(world_size=2)
+def test_clip_without_gradients(rank: int, world_size: int) -> None:
+    """A warning and a norm of 0, not an error."""
+    model = _wrap(MLP(1), use_orig_params=True)
+    with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
+        norm = model.clip_grad_norm_(1.0)
+    assert norm.item() == 0.0
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_handle(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """FSDP1's name for the flat parameter, for looking only."""
+    model = _wrap(MLP(1), use_orig_params=use_orig_params)
+    model(torch.randn(4, 6)).sum().backward()
+    for each in FSDP.fsdp_modules(model):
+        flat_param = each._handle.flat_param
+        assert flat_param.dim() == 1
+        assert "weight" in flat_param._fqns[0]
+        assert use_orig_params or flat_param.grad is not None
+    assert fsdp(nn.ReLU())._handle is None
+
+
+@distributed(world_size=2)
+def test_optimizer_in_backward(rank: int, world_size: int) -> None:
+    """Refused before it silently does nothing."""
+    needs_fsdp_c("supports it with use_orig_params=True")
+    for use_orig_params in (True, False):
+        model = _wrap(MLP(1), use_orig_params=use_orig_params)
+        for param in model.parameters():
+            param._in_backward_optimizers = [torch.optim.SGD([param], 0.1)]  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
+            model(torch.randn(4, 6))

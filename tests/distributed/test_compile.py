@@ -1,0 +1,188 @@
+"""torch.compile of the block inside a unit: one graph, no recompiles, same numbers."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from helpers.distributed import distributed
+from helpers.impl import MixedPrecision, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import MLP, Block, TransformerBlock, loss_of, vectors
+from helpers.reference import Differential
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+TIMEOUT_S = 240.0
+
+
+@contextlib.contextmanager
+def _dynamo() -> Iterator[None]:
+    """Begin and end without compiled code; count from zero; start no threads."""
+    with contextlib.suppress(ImportError):
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        with torch._inductor.config.patch(compile_threads=1):
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+def _compile_blocks(
+    differential: Differential, backend: Any, *, block: type[nn.Module] = Block
+) -> None:
+    """Compile the forward of every block of the sharded model, in place."""
+    for module in list(differential.model.modules()):
+        if isinstance(module, block):
+            module.compile(backend=backend, fullgraph=True, dynamic=False)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_block_inside_a_unit(
+    rank: int, world_size: int, backend: str, strategy: str, use_orig_params: bool
+) -> None:
+    """One graph serves all blocks and all steps; gradients equal the reference's."""
+    needs_fsdp_c("is free to do otherwise")
+    with _dynamo():
+        counter = CompileCounterWithBackend(backend)
+        differential = Differential.of_model(
+            "mlp", strategy=strategy, use_orig_params=use_orig_params
+        )
+        _compile_blocks(differential, counter)
+        differential.train(1)
+        num_frames = counter.frame_count
+        assert num_frames >= 1
+        differential.train(3)
+        differential.zero_grad()
+        differential.accumulate(2, no_sync=True)
+        differential.check()
+        differential.step()
+        assert counter.frame_count == num_frames, "recompiled after the first step"
+        assert not counters["graph_break"]
+        del differential
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("place", ["before wrapping", "torch.compile"])
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_compiled_module_is_wrapped(
+    rank: int, world_size: int, place: str, strategy: str
+) -> None:
+    """Compiled first, by compile() or torch.compile(), then made a unit."""
+    needs_fsdp_c("is free to do otherwise")
+    counter = CompileCounterWithBackend("aot_eager")
+    kwargs = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": True,
+    }
+
+    def wrap(model: nn.Module) -> Any:
+        assert isinstance(model, MLP)
+        for index, block in enumerate(model.blocks):
+            compiled: Any = block
+            if place == "torch.compile":
+                compiled = torch.compile(block, backend=counter, fullgraph=True)
+            else:
+                block.compile(backend=counter, fullgraph=True)
+            model.blocks[index] = fsdp(compiled, **kwargs)
+        return fsdp(model, **kwargs)
+
+    with _dynamo():
+        differential = Differential(MLP, wrap, vectors, use_orig_params=True)
+        differential.train(1)
+        num_frames = counter.frame_count
+        assert num_frames >= 1
+        differential.train(2)
+        assert counter.frame_count == num_frames
+        del differential
+
+
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_mixed_precision(rank: int, world_size: int) -> None:
+    """The graph is made for the bf16 parameters that forward sees."""
+    with _dynamo():
+        counter = CompileCounterWithBackend("aot_eager")
+        differential = Differential.of_model(
+            "transformer",
+            param_dtype=torch.bfloat16,
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            ),
+        )
+        _compile_blocks(differential, counter, block=TransformerBlock)
+        differential.train(1)
+        num_frames = counter.frame_count
+        assert num_frames >= 1
+        differential.train(2)
+        assert counter.frame_count == num_frames
+        del differential
+
+
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_evaluation_between_steps(rank: int, world_size: int) -> None:
+    """Grad mode and training mode are guarded: one more graph, then none."""
+    needs_fsdp_c("is free to do otherwise")
+    with _dynamo():
+        counter = CompileCounterWithBackend("aot_eager")
+        differential = Differential.of_model("mlp")
+        _compile_blocks(differential, counter)
+        for _ in range(2):
+            differential.train(1)
+            differential.evaluate()
+        num_frames = counter.frame_count
+        for _ in range(2):
+            differential.train(1)
+            differential.evaluate()
+        assert counter.frame_count == num_frames
+        del differential
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_inductor(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Compiled kernels read and write the unsharded memory of every step."""
+    needs_fsdp_c("is free to do otherwise")
+    with _dynamo():
+        counter = CompileCounterWithBackend("inductor")
+        differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
+        _compile_blocks(differential, counter)
+        differential.train(1)
+        num_frames = counter.frame_count
+        assert num_frames >= 1
+        differential.train(2)
+        assert counter.frame_count == num_frames
+        del differential
+
+
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_whole_model_breaks_at_units(rank: int, world_size: int) -> None:
+    """torch.compile of the wrapped root: graphs break at units, results are right."""
+    needs_fsdp_c("is free to do otherwise")
+    with _dynamo():
+        differential = Differential.of_units(lambda: MLP(2), {Block}, vectors)
+        sharded = differential.model
+        compiled = torch.compile(sharded, backend="aot_eager")
+        for _ in range(3):
+            differential.zero_grad()
+            batches = differential.batches()
+            mean, expected = differential.reference_forward(batches)
+            loss = loss_of(compiled(*batches[rank]))
+            differential.check_loss(loss, expected)
+            mean.backward()
+            loss.backward()
+            differential.check()
+            differential.step()
+        del differential, sharded, compiled, loss, mean

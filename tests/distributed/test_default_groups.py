@@ -1,0 +1,168 @@
+"""HYBRID_SHARD without groups, and process groups that are not c10d's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import CASES, Block
+from helpers.reference import Differential
+
+
+def _with_local_world_size(value: str | None, body: Callable[[], Any]) -> None:
+    """Run ``body``, which returns a wrapped module or None; destroy its groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        if value is None:
+            patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        else:
+            patch.setenv("LOCAL_WORLD_SIZE", value)
+        model = body()
+    if model is not None:
+        dist.destroy_process_group(model.process_group)
+        dist.destroy_process_group(model._inter_node_pg)
+
+
+def _wrap(model: nn.Module, strategy: str, use_orig_params: bool) -> Any:
+    return fsdp(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+    )
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group))
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@distributed(world_size=4)
+def test_two_nodes_of_two(rank: int, world_size: int, strategy: str) -> None:
+    """Shards inside a node, replicas across nodes, and the numbers are right."""
+    needs_fsdp_c("counts accelerators, not LOCAL_WORLD_SIZE")
+
+    def body() -> Any:
+        differential = Differential.of_case(
+            CASES["mlp"],
+            lambda model: _wrap(model, strategy, use_orig_params=False),
+            use_orig_params=False,
+        )
+        differential.train(2)
+        root = differential.model
+        assert _ranks(root.process_group) == ([0, 1] if rank < 2 else [2, 3])
+        assert _ranks(root._inter_node_pg) == [rank % 2, rank % 2 + 2]
+        assert (root.world_size, root.rank) == (2, rank % 2)
+        return root
+
+    _with_local_world_size("2", body)
+
+
+@distributed(world_size=(2, 3))
+def test_one_node(rank: int, world_size: int) -> None:
+    """Without LOCAL_WORLD_SIZE and accelerators all ranks shard."""
+    needs_fsdp_c("needs an accelerator to count")
+
+    def body() -> Any:
+        differential = Differential.of_case(
+            CASES["mlp"],
+            lambda model: _wrap(model, "HYBRID_SHARD", use_orig_params=True),
+            use_orig_params=True,
+        )
+        differential.train(2)
+        assert differential.model.process_group.size() == world_size
+        assert differential.model._inter_node_pg.size() == 1
+        return differential.model
+
+    _with_local_world_size(None, body)
+
+
+@distributed(world_size=3)
+def test_a_node_per_rank(rank: int, world_size: int) -> None:
+    """Nothing to shard over: replicas only."""
+    needs_fsdp_c("does not average over the replicas of an (n, 1) mesh")
+
+    def body() -> Any:
+        differential = Differential.of_case(
+            CASES["mlp"],
+            lambda model: _wrap(model, "HYBRID_SHARD", use_orig_params=False),
+            use_orig_params=False,
+        )
+        differential.train(2)
+        assert differential.model._inter_node_pg.size() == 3
+        return differential.model
+
+    _with_local_world_size("1", body)
+
+
+@distributed(world_size=2)
+def test_groups_are_made_once(rank: int, world_size: int) -> None:
+    """All units, and all models, share them."""
+    needs_fsdp_c("makes new ones for every model")
+
+    def body() -> Any:
+        models = [_wrap(CASES["mlp"].build(), "HYBRID_SHARD", True) for _ in range(2)]
+        units = [unit for model in models for unit in FSDP.fsdp_modules(model)]
+        assert len(units) == 8
+        assert len({id(unit.process_group) for unit in units}) == 1
+        assert len({id(unit._inter_node_pg) for unit in units}) == 1
+        return models[0]
+
+    _with_local_world_size("2", body)
+
+
+@pytest.mark.parametrize("value", ["2", "0", "many"])
+@distributed(world_size=3)
+def test_a_size_that_does_not_fit(rank: int, world_size: int, value: str) -> None:
+    """The message names both numbers, or the word."""
+    needs_fsdp_c("does not read LOCAL_WORLD_SIZE")
+
+    def body() -> Any:
+        with pytest.raises(ValueError, match=rf"{value}.*LOCAL_WORLD_SIZE|{value}"):
+            _wrap(CASES["mlp"].build(), "HYBRID_SHARD", True)
+        return None
+
+    _with_local_world_size(value, body)
+
+
+class RankAndSize:
+    """As much of a process group as wrapping needs."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=2)
+def test_group_with_rank_and_size_only(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """Wraps and can be looked at; running it raises."""
+    needs_fsdp_c("fails differently")
+    group: Any = RankAndSize()
+    module = nn.Linear(8, 4, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(32.0).view(4, 8))
+    model = fsdp(
+        module,
+        process_group=group,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+    assert model.process_group is group
+    assert (model.rank, model.world_size) == (1, 4)
+    if strategy == "NO_SHARD":
+        with pytest.raises(RuntimeError, match="RankAndSize, which cannot communicate"):
+            model(torch.ones(1, 8)).sum().backward()
+        return
+    assert model.weight.tolist() == [float(i) for i in range(8, 16)]
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 8))

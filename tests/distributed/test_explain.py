@@ -1,0 +1,118 @@
+"""explain: a row per unit, with dtypes and sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import IS_TORCH, MixedPrecision, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import MLP, Block
+
+if not IS_TORCH:
+    import fsdp_c
+
+    explain: Any = fsdp_c.explain
+
+BLOCK_NUMEL = 6 * 10 + 10 + 10 * 6 + 6
+ROOT_NUMEL = (6 * 6 + 6) + (6 * 3 + 3)
+
+
+@distributed(world_size=(2, 3))
+def test_mixed_precision(rank: int, world_size: int) -> None:
+    """Dtypes of every stage; sizes agree with the parameters."""
+    needs_fsdp_c("has no explain")
+    model = fsdp(
+        MLP(2),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
+        use_orig_params=True,
+    )
+    plan = explain(model)
+    assert [unit.name for unit in plan.units] == ["", "blocks.0", "blocks.1"]
+    for unit in plan.units:
+        assert unit.strategy == "FULL_SHARD"
+        assert unit.world_size == world_size
+        assert unit.master_dtypes == (torch.float32,)
+        assert unit.compute_dtypes == (torch.bfloat16,)
+        assert unit.reduce_dtypes == (torch.float32,)
+        assert unit.buffer_dtypes == ()
+        assert unit.frozen_share == 0.0
+        padded_numel = unit.numel + unit.padding_numel
+        assert unit.shard_nbytes * world_size == 4 * padded_numel
+    assert [unit.numel for unit in plan.units] == [ROOT_NUMEL, BLOCK_NUMEL, BLOCK_NUMEL]
+    assert plan.numel == ROOT_NUMEL + 2 * BLOCK_NUMEL
+    shards = [s for each in model.fsdp_modules(model) for s in each._unit.shards]
+    assert plan.shard_nbytes == sum(shard.nbytes for shard in shards)
+    assert plan.padding_numel == sum(unit.padding_numel for unit in plan.units)
+
+
+@distributed(world_size=2)
+def test_frozen_mixed_and_buffers(rank: int, world_size: int) -> None:
+    """Several segments in one unit; a unit that trains nothing."""
+    needs_fsdp_c("refuses mixed dtypes in one unit")
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    net[0].weight.requires_grad_(False)
+    net[0].bias.data = net[0].bias.data.double()
+    net[2].requires_grad_(False)
+    net[2] = fsdp(net[2], sharding_strategy=ShardingStrategy.NO_SHARD)
+    model = fsdp(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    root, frozen = explain(model).units
+    assert root.master_dtypes == (torch.float32, torch.float64)
+    assert root.reduce_dtypes == (torch.float64, torch.float32)
+    assert root.buffer_dtypes == (torch.bfloat16,)
+    assert (root.numel, root.frozen_numel) == (12 + 3 + 6, 12)
+    assert root.frozen_share == pytest.approx(12 / 21)
+    assert frozen.strategy == "NO_SHARD"
+    assert frozen.world_size == 1
+    assert frozen.reduce_dtypes == ()
+    assert frozen.frozen_share == 1.0
+    assert frozen.shard_nbytes >= 4 * 8
+
+
+@distributed(world_size=2)
+def test_table_and_rows(rank: int, world_size: int) -> None:
+    """The table has a line per unit and a total; rows are plain data."""
+    needs_fsdp_c("has no explain")
+    plan = explain(fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block})))
+    lines = str(plan).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "unit",
+        "(root)",
+        "blocks.0",
+        "total",
+    ]
+    assert lines[2].split()[1:6] == [
+        "FULL_SHARD",
+        "2",
+        "float32",
+        "float32",
+        "float32",
+    ]
+    assert lines[3].split()[1] == f"{ROOT_NUMEL + BLOCK_NUMEL}"
+    row = plan.rows()[1]
+    assert row["name"] == "blocks.0"
+    assert row["master_dtypes"] == ["float32"]
+    assert row["numel"] == BLOCK_NUMEL
+
+
+@distributed(world_size=2)
+def test_without_parameters(rank: int, world_size: int) -> None:
+    """A unit may be empty."""
+    needs_fsdp_c("has no explain")
+    (unit,) = explain(fsdp(nn.ReLU())).units
+    assert (unit.numel, unit.shard_nbytes, unit.frozen_share) == (0, 0, 0.0)
+
+
+@distributed(world_size=2)
+def test_errors(rank: int, world_size: int) -> None:
+    """What is not a wrapped model is named."""
+    needs_fsdp_c("has no explain")
+    with pytest.raises(TypeError, match="int"):
+        explain(3)
+    with pytest.raises(ValueError, match="Linear"):
+        explain(nn.Linear(2, 2))

@@ -1,0 +1,163 @@
+"""register_forward_method: other methods than forward run with whole parameters."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, IS_TORCH, MixedPrecision, fsdp, needs_fsdp_c
+from helpers.models import Block
+from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.seeds import generator
+
+if not IS_TORCH:
+    import fsdp_c
+
+    register: Any = fsdp_c.register_forward_method
+
+
+class Coder(nn.Module):
+    """A module that is run by two methods besides forward."""
+
+    size = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Block()
+        self.decoder = Block()
+        self.gain = nn.Parameter(torch.tensor([1.5, -0.5, 1.0]))
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        assert self.gain.shape == (3,)
+        return {"code": self.encoder(x) * self.gain.repeat(2) * scale}
+
+    def decode(self, code: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.decoder(code["code"])
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.encode(x)["code"]
+
+    async def wait(self, x: Tensor) -> Tensor:
+        return self.encode(x)["code"]
+
+
+def _methods(model: Any, x: Tensor) -> Tensor:
+    """Run them, forward too, so that each unit runs in several calls."""
+    code = model.encode(x, scale=0.5)
+    out: Tensor = model.decode(code).square().mean() + model(x).square().mean()
+    return out
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("has_policy", [True, False])
+@distributed(world_size=(2, 3, 4))
+def test_training(
+    rank: int, world_size: int, has_policy: bool, use_orig_params: bool
+) -> None:
+    """Losses and weights are those of the unsharded model."""
+    needs_fsdp_c("has no register_forward_method")
+    reference = Coder()
+    model = fsdp(
+        copy.deepcopy(reference),
+        auto_wrap_policy=ModuleWrapPolicy({Block}) if has_policy else None,
+        use_orig_params=use_orig_params,
+    )
+    register(model, "encode")
+    register(model, "decode")
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (reference, model)]
+    for step in range(3):
+        batches = [
+            torch.randn(4, 6, generator=generator("batch", step, r))
+            for r in range(world_size)
+        ]
+        losses = [_methods(reference, batch) for batch in batches]
+        loss = _methods(model, batches[rank])
+        torch.testing.assert_close(loss, losses[rank])
+        torch.stack(losses).mean().backward()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(reference.state_dict())
+    assert_same_tensors("parameter", full_state_dict(model), expected)
+
+
+@distributed(world_size=2)
+def test_nested_unit(rank: int, world_size: int) -> None:
+    """A parent's forward calls the registered method of a unit inside it."""
+    needs_fsdp_c("has no register_forward_method")
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.coder = fsdp(Coder(), use_orig_params=True)
+            register(self.coder, "encode")
+            self.out = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out(self.coder.encode(x)["code"])
+            return out
+
+    torch.manual_seed(0)
+    model = fsdp(Parent(), use_orig_params=True)
+    model(torch.randn(4, 6)).sum().backward()
+    with FSDP.summon_full_params(model):
+        assert model.coder.gain.shape == (3,)
+    for name, param in model.named_parameters():
+        if "decoder" in name:
+            assert param.grad is None or not param.grad.any(), name
+        elif param.numel() > 0:
+            assert param.grad is not None, name
+
+
+@distributed(world_size=2)
+def test_inputs_are_cast(rank: int, world_size: int) -> None:
+    """As forward casts them."""
+    needs_fsdp_c("has no register_forward_method")
+    model = fsdp(Coder(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    register(model, "encode")
+    assert model.encode(torch.randn(4, 6))["code"].dtype == torch.bfloat16
+
+
+@distributed(world_size=2)
+def test_without_registration(rank: int, world_size: int) -> None:
+    """The method sees the shards; other attributes are looked up as before."""
+    needs_fsdp_c("has no register_forward_method")
+    model = fsdp(Coder(), use_orig_params=True)
+    with pytest.raises((AssertionError, RuntimeError)):
+        model.encode(torch.randn(4, 6))
+    register(model, "encode")
+    model.encode(torch.randn(4, 6))
+    assert model.size == 3
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+
+
+@distributed(world_size=2)
+def test_errors(rank: int, world_size: int) -> None:
+    """Every message names what was given."""
+    needs_fsdp_c("has no register_forward_method")
+    model = fsdp(Coder(), use_orig_params=True)
+    rows: list[tuple[Any, Any, type[Exception], str]] = [
+        (Coder(), "encode", TypeError, "Coder"),
+        (model, 3, TypeError, "method_name"),
+        (model, "size", TypeError, "size.*int"),
+        (model, "encoder", TypeError, "encoder.*Block"),
+        (model, "translate", AttributeError, "translate"),
+        (model, "forward", ValueError, "forward"),
+        (model, "state_dict", ValueError, "state_dict"),
+        (model, "stream", ValueError, "stream"),
+        (model, "wait", ValueError, "wait"),
+    ]
+    for module, name, exception, part in rows:
+        with pytest.raises(exception, match=part):
+            register(module, name)

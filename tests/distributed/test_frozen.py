@@ -1,0 +1,325 @@
+"""Units that mix frozen and trainable parameters, dtypes and quantised weights."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from helpers.distributed import distributed
+from helpers.impl import (
+    FSDP,
+    MixedPrecision,
+    assert_idle,
+    memory_stats,
+    needs_fsdp_c,
+)
+from helpers.models import DIM, Block, loss_of, vectors
+from helpers.reference import (
+    Differential,
+    assert_same_tensors,
+    clean_name,
+    full_state_dict,
+)
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+RANKS = (2, 3, 4)
+
+
+class _Quantised(nn.Module):
+    """A linear layer of uint8 codes and their scales; the scales may train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (DIM, DIM), dtype=torch.uint8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(DIM, 1) / 128.0)
+        self.zero = nn.Parameter(torch.tensor(128.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.codes.dtype == torch.uint8
+        weight = (self.codes.to(x.dtype) - self.zero.to(x.dtype)) * self.scale
+        return F.linear(x, weight)
+
+
+class _Adapted(nn.Module):
+    """A frozen layer and a trainable low-rank adapter beside it: LoRA."""
+
+    def __init__(self, base: nn.Module | None = None) -> None:
+        super().__init__()
+        self.base = base or nn.Linear(DIM, DIM)
+        self.base.requires_grad_(False)
+        self.lora_a = nn.Linear(DIM, 2, bias=False)
+        self.lora_b = nn.Linear(2, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
+        return out
+
+
+class _Everything(nn.Module):
+    """fp32, bf16, fp64 and uint8, frozen and trainable, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantised = _Adapted(_Quantised())
+        self.low = nn.Linear(DIM, DIM).to(torch.bfloat16)
+        self.low_frozen = nn.Linear(DIM, DIM).to(torch.bfloat16).requires_grad_(False)
+        self.high = nn.Linear(DIM, DIM).double()
+        self.high.bias.requires_grad_(False)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.quantised(x)) * self.gate
+        low = self.low_frozen(torch.tanh(self.low(x.to(torch.bfloat16))))
+        return x + self.high(low.double()).to(x.dtype)
+
+
+class _Stack(nn.Module):
+    """Layers of one kind, in a row."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _trainable_nbytes(model: nn.Module, world_size: int) -> int:
+    """Return the least bytes that the trainable parameters' gradients can take."""
+    nbytes = sum(
+        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+    )
+    return nbytes // world_size
+
+
+def _check_gradient_memory(differential: Differential, *, num_units: int = 1) -> None:
+    """Fail if frozen parameters have gradient memory; padding is allowed for."""
+    ranks = differential.world_size
+    if differential.model.sharding_strategy.name == "NO_SHARD":
+        ranks = 1
+    least = _trainable_nbytes(differential.reference, ranks)
+    nbytes = memory_stats(differential.model)["grad_shard_nbytes"]
+    # Each parameter begins at a multiple of 16 bytes of the smallest dtype, and
+    # each segment is padded to whole such steps: at most 128 bytes of fp64.
+    num_trainable = sum(p.requires_grad for p in differential.reference.parameters())
+    most = least + 128 * (num_trainable + 4 * num_units)
+    assert least <= nbytes <= most, f"{least} <= {nbytes} <= {most}"
+    for param in differential.model.parameters():
+        assert param.requires_grad or param.grad is None
+
+
+@pytest.mark.trap(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=RANKS)
+def test_everything_in_one_unit(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """Four dtypes, frozen and trainable; alone and with a nested unit of them."""
+    needs_fsdp_c("refuses mixed dtypes in a unit")
+    for build, units in (
+        (_Everything, ()),
+        (lambda: _Stack([_Everything(), _Everything()]), {_Everything}),
+    ):
+        differential = Differential.of_units(
+            build,
+            units,
+            vectors,
+            strategy=strategy,
+            use_orig_params=use_orig_params,
+            tolerance=4e-2,
+        )
+        before = {n: t.clone() for n, t in full_state_dict(differential.model).items()}
+        differential.train(3)
+        _check_gradient_memory(differential, num_units=len(units) * 2 or 1)
+        state = full_state_dict(differential.model)
+        for name, param in differential.reference.named_parameters():
+            assert state[name].dtype == param.dtype
+            if not param.requires_grad:
+                assert torch.equal(state[name], before[name]), name
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=RANKS)
+def test_quantised_weights_under_mixed_precision(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """Integers keep their dtype, floating parameters compute in bf16."""
+    needs_fsdp_c("refuses integer parameters")
+    differential = Differential.of_units(
+        lambda: _Stack(_Adapted(_Quantised()) for _ in range(2)),
+        {_Adapted},
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        param_dtype=torch.bfloat16,
+        tolerance=4e-2,
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
+    )
+    differential.train(2)
+    _check_gradient_memory(differential, num_units=3)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("units", ["one", "adapters inside"])
+@distributed(world_size=RANKS)
+def test_adapters_without_units_of_their_own(
+    rank: int, world_size: int, units: str, strategy: str, use_orig_params: bool
+) -> None:
+    """LoRA: accumulation, clipping and evaluation, with the base frozen."""
+    if not use_orig_params:
+        needs_fsdp_c("refuses frozen and trainable parameters in a unit")
+    differential = Differential.of_units(
+        lambda: _Stack(_Adapted() for _ in range(3)),
+        {_Adapted} if units == "adapters inside" else (),
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    differential.train(2)
+    differential.zero_grad()
+    differential.accumulate(3, no_sync=True)
+    differential.check()
+    differential.clip(0.01)
+    differential.check()
+    differential.step()
+    differential.evaluate()
+    differential.train(1)
+    _check_gradient_memory(differential, num_units=4)
+
+
+@distributed(world_size=RANKS)
+def test_frozen_units_are_not_reduced(rank: int, world_size: int) -> None:
+    """A frozen unit has no gradient memory and no reduction, and is gathered."""
+
+    def build() -> nn.Module:
+        layers = [Block() for _ in range(4)]
+        for layer in layers[::2]:
+            layer.requires_grad_(False)
+        return _Stack(layers)
+
+    differential = Differential.of_units(build, {Block}, vectors)
+    differential.train(2)
+    before = memory_stats(differential.model)
+    differential.train(1)
+    after = memory_stats(differential.model)
+    assert after["num_reduces"] - before["num_reduces"] == 2
+    assert after["num_all_gathers"] > before["num_all_gathers"]
+    _check_gradient_memory(differential, num_units=2)
+
+
+def _toggle(differential: Differential, names: Iterable[str], value: bool) -> None:
+    """Set requires_grad of whole modules in both models."""
+    for name in names:
+        for model in (differential.reference, differential.model):
+            model.get_submodule(_path(model, name)).requires_grad_(value)
+
+
+def _path(model: nn.Module, name: str) -> str:
+    """Return the name of the module ``name`` with the names of wrappers in it."""
+    return next(
+        n for n, _ in model.named_modules() if clean_name(n + ".") == name + "."
+    )
+
+
+@pytest.mark.trap(19)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("at_wrapping", ["trainable", "frozen"])
+@pytest.mark.parametrize("unit", ["whole", "part"])
+@distributed(world_size=RANKS)
+def test_requires_grad_is_toggled_between_steps(
+    rank: int, world_size: int, unit: str, at_wrapping: str, strategy: str
+) -> None:
+    """Both directions, with optimizer state built, for a unit and for a part."""
+    needs_fsdp_c("decides at construction what is trainable")
+    names = ["layers.1"] if unit == "whole" else ["layers.1.fc1", "layers.2.fc2"]
+
+    def build() -> nn.Module:
+        model = _Stack(Block() for _ in range(3))
+        if at_wrapping == "frozen":
+            for name in names:
+                model.get_submodule(name).requires_grad_(False)
+        return model
+
+    differential = Differential.of_units(build, {Block}, vectors, strategy=strategy)
+    is_trainable = at_wrapping == "trainable"
+    differential.train(1)
+    for _ in range(4):
+        is_trainable = not is_trainable
+        _toggle(differential, names, is_trainable)
+        differential.zero_grad()
+        differential.train(1)
+        differential.zero_grad()
+        differential.accumulate(2, no_sync=True)
+        differential.check()
+        differential.step()
+        assert_idle(differential.model)
+        for name, param in differential.model.named_parameters():
+            if any(clean_name(name).startswith(prefix) for prefix in names):
+                assert param.requires_grad == is_trainable
+                if not is_trainable:
+                    assert param.grad is None or not param.grad.any(), name
+
+
+@pytest.mark.trap(19)
+@distributed(world_size=RANKS)
+def test_everything_is_frozen_for_a_while(rank: int, world_size: int) -> None:
+    """No parameter requires grad: forward and the input's gradient still work."""
+    needs_fsdp_c("decides at construction what is trainable")
+    differential = Differential.of_model("mlp")
+    differential.train(1)
+    both: tuple[Any, ...] = (differential.model, differential.reference)
+    for model in both:
+        model.requires_grad_(False)
+    differential.zero_grad()
+    before = full_state_dict(differential.model)
+    (batch,) = differential.batches()[rank]
+    gradients = []
+    for model in both:
+        x = batch.clone().requires_grad_()
+        loss_of(model(x)).backward()
+        assert x.grad is not None
+        gradients.append({"x": x.grad})
+    assert_same_tensors("input gradient", *gradients)
+    assert not differential.model(batch).requires_grad
+    assert_idle(differential.model)
+    assert_same_tensors("state", full_state_dict(differential.model), before, 0.0)
+    for model in both:
+        model.requires_grad_(True)
+    differential.train(2)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=RANKS)
+def test_writes_to_frozen_parameters_are_seen(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Merging an adapter into its frozen base, inside a summon."""
+    if not use_orig_params:
+        needs_fsdp_c("refuses frozen and trainable parameters in a unit")
+    differential = Differential.of_units(
+        lambda: _Stack(_Adapted() for _ in range(2)),
+        {_Adapted},
+        vectors,
+        use_orig_params=use_orig_params,
+    )
+    differential.train(1)
+    both: tuple[Any, ...] = (differential.model, differential.reference)
+    with FSDP.summon_full_params(differential.model), torch.no_grad():
+        for model in both:
+            for layer in model.layers:
+                layer.base.weight.add_(layer.lora_b.weight @ layer.lora_a.weight)
+                layer.lora_b.weight.zero_()
+    differential.zero_grad()
+    differential.check()
+    differential.train(2)

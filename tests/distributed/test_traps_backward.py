@@ -1,0 +1,383 @@
+"""Traps around backward: hooks that never fire, frozen units, prefetch, recompute.
+
+What a number stands for is in tests/lint/test_traps.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers.distributed import distributed
+from helpers.impl import (
+    BackwardPrefetch,
+    assert_idle,
+    memory_stats,
+    needs_fsdp_c,
+    unit_states,
+)
+from helpers.models import DIM, Block, loss_of, vectors
+from helpers.reference import Differential
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+class _Passes(Block):
+    """A unit that hands its input on; on demand it uses its parameters."""
+
+    uses_params = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.uses_params else x * 2.0
+
+
+class _Chain(nn.Module):
+    """Blocks of one class, nothing else."""
+
+    def __init__(self, block: type[nn.Module] = Block, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.trap(1)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["one unit", "all units"])
+@distributed(world_size=(2, 3))
+def test_unit_gets_no_gradient(
+    rank: int, world_size: int, where: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Pre-backward fires and no gradient comes: the unit is resharded all the same."""
+    differential = Differential.of_units(
+        lambda: _Chain(_Passes),
+        {_Passes},
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    both: tuple[Any, ...] = (differential.reference, differential.model)
+    for used in ((0, 1, 2, 3), () if where == "all units" else (0, 1, 3), (0, 1, 2, 3)):
+        for model in both:
+            for index, block in enumerate(model.blocks):
+                getattr(block, "module", block).uses_params = index in used
+        differential.zero_grad()
+        batches = differential.batches()
+        for (batch,) in batches:
+            batch.requires_grad_()
+        mean, expected = differential.reference_forward(batches)
+        loss = loss_of(differential.model(*batches[rank]))
+        differential.check_loss(loss, expected)
+        mean.backward()
+        loss.backward()
+        assert_idle(differential.model)
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+class _Side(nn.Module):
+    """A frozen unit whose output does not reach the loss, beside the main path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.side = Block().requires_grad_(False)
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.side(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.trap(1)
+@pytest.mark.trap(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("frozen", [True, False])
+@distributed(world_size=(2, 3))
+def test_unit_whose_output_is_dropped(
+    rank: int, world_size: int, frozen: bool, strategy: str, use_orig_params: bool
+) -> None:
+    """Its input gets a gradient, it has no backward: unsharded for nothing."""
+    differential = Differential.of_units(
+        _Side, {Block}, vectors, strategy=strategy, use_orig_params=use_orig_params
+    )
+    if not frozen:
+        for model in (differential.reference, differential.model):
+            model.requires_grad_(True)
+    for _ in range(3):
+        differential.zero_grad()
+        differential.forward_backward()
+        assert_idle(differential.model)
+        differential.check()
+        differential.step()
+        # The frozen weights are replaced: a stale unsharded copy would show.
+        with torch.no_grad():
+            for model in (differential.reference, differential.model):
+                for param in model.parameters():
+                    param.mul_(0.9)
+
+
+@pytest.mark.trap(3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("input_requires_grad", [True, False])
+@pytest.mark.parametrize("num_frozen", [0, 2])
+@distributed(world_size=(2, 3))
+def test_first_unit_without_a_gradient_of_its_input(
+    rank: int,
+    world_size: int,
+    num_frozen: int,
+    input_requires_grad: bool,
+    use_orig_params: bool,
+) -> None:
+    """The units that run first are reduced and resharded whatever the input is."""
+
+    def build() -> nn.Module:
+        model = _Chain()
+        for block in model.blocks[:num_frozen]:
+            block.requires_grad_(False)
+        return model
+
+    differential = Differential.of_units(
+        build, {Block}, vectors, use_orig_params=use_orig_params
+    )
+    for _ in range(3):
+        differential.zero_grad()
+        batches = differential.batches()
+        if input_requires_grad:
+            for (batch,) in batches:
+                batch.requires_grad_()
+        before = memory_stats(differential.model)["num_reduces"]
+        mean, _ = differential.reference_forward(batches)
+        mean.backward()
+        loss_of(differential.model(*batches[rank])).backward()
+        assert_idle(differential.model)
+        stats = memory_stats(differential.model)
+        assert stats["num_reduces"] - before == 4 - num_frozen
+        differential.check()
+        differential.step()
+
+
+def _gathers_per_step(differential: Differential, num_steps: int = 2) -> int:
+    """Return the all-gathers of the last of ``num_steps`` steps."""
+    counts = [0]
+    for _ in range(num_steps):
+        differential.train(1)
+        counts.append(memory_stats(differential.model)["num_all_gathers"])
+    return counts[-1] - counts[-2]
+
+
+class _Checkpointed(nn.Module):
+    """Checkpoints around the units, or inside them."""
+
+    def __init__(self, use_reentrant: bool, around: bool, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.around = around
+        self.blocks = nn.ModuleList(
+            Block() if around else _Inside(use_reentrant) for _ in range(num_blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            if self.around:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+            else:
+                x = block(x)
+        return x
+
+
+class _Inside(nn.Module):
+    """A unit that recomputes its block."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return out
+
+
+@pytest.mark.trap(7)
+@pytest.mark.parametrize("forward_prefetch", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("around", [True, False])
+@distributed(world_size=2)
+def test_recomputation_gathers_once(
+    rank: int,
+    world_size: int,
+    around: bool,
+    use_reentrant: bool,
+    forward_prefetch: bool,
+) -> None:
+    """Two gathers per unit, for checkpoint(unit) as for unit(checkpoint)."""
+    needs_fsdp_c("gathers a third time for checkpoint(FSDP(module))")
+    differential = Differential.of_units(
+        lambda: _Checkpointed(use_reentrant, around),
+        {Block if around else _Inside},
+        vectors,
+        forward_prefetch=forward_prefetch,
+    )
+    assert _gathers_per_step(differential, 3) <= 2 * 4
+
+
+@pytest.mark.trap(29)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("frozen", [(0,), (0, 1), (1, 2), (3,)])
+@distributed(world_size=(2, 3))
+def test_frozen_units_under_reentrant_checkpoint(
+    rank: int,
+    world_size: int,
+    frozen: tuple[int, ...],
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """Recomputing one in backward is no forward: it prefetches nothing ahead."""
+
+    def build() -> nn.Module:
+        model = _Checkpointed(use_reentrant=True, around=True)
+        for index in frozen:
+            model.blocks[index].requires_grad_(False)
+        return model
+
+    differential = Differential.of_units(
+        build,
+        {Block},
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        forward_prefetch=True,
+    )
+    for _ in range(3):
+        before = memory_stats(differential.model)["num_all_gathers"]
+        differential.zero_grad()
+        differential.forward_backward()
+        assert_idle(differential.model)
+        num_gathers = memory_stats(differential.model)["num_all_gathers"] - before
+        assert num_gathers <= 2 * 4
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+class _Outer(nn.Module):
+    """A unit whose own layer runs after the unit inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.after = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.inner(x))
+        return out
+
+
+def _trace(model: Any) -> list[str]:
+    """Return the collectives issued so far, the last ones at the end."""
+    needs_fsdp_c("has no trace")
+    lines: list[str] = model._engine.trace().splitlines()
+    return lines
+
+
+@pytest.mark.trap(9)
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@distributed(world_size=2)
+def test_backward_gathers_in_reverse_post_forward_order(
+    rank: int, world_size: int, prefetch: str | None
+) -> None:
+    """A nested unit ends before the one around it: in backward it comes after it."""
+    differential = Differential.of_units(
+        lambda: _Chain(_Outer, 2),
+        {Block, _Outer},
+        vectors,
+        backward_prefetch=prefetch and BackwardPrefetch[prefetch],
+    )
+    differential.train(2)
+    differential.zero_grad()
+    mean, mine = differential.forward()
+    num_before = len(_trace(differential.model))
+    before = memory_stats(differential.model)
+    mean.backward()
+    mine.backward()
+    lines = _trace(differential.model)[num_before:]
+    gathered = [line.rpartition("blocks.")[2] for line in lines if "all_gather" in line]
+    assert gathered == ["1", "1.inner", "0", "0.inner"]
+    num_prefetches = (
+        memory_stats(differential.model)["num_prefetches"] - before["num_prefetches"]
+    )
+    assert num_prefetches == (0 if prefetch is None else 3)
+    differential.check()
+
+
+@pytest.mark.trap(9)
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=(2, 3))
+def test_prefetch_for_a_unit_that_backward_does_not_reach(
+    rank: int, world_size: int, strategy: str, prefetch: str
+) -> None:
+    """Backward ends in the middle: what is in flight is dropped and not used again."""
+    differential = Differential.of_units(
+        _Chain,
+        {Block},
+        vectors,
+        strategy=strategy,
+        backward_prefetch=BackwardPrefetch[prefetch],
+    )
+    both: tuple[Any, ...] = (differential.reference, differential.model)
+    differential.train(2)
+    for _ in range(2):
+        differential.zero_grad()
+        handles = [
+            model.blocks[1].register_forward_hook(lambda m, i, out: out.detach())
+            for model in both
+        ]
+        differential.forward_backward()
+        for handle in handles:
+            handle.remove()
+        assert_idle(differential.model)
+        differential.check()
+        differential.step()
+        differential.train(1)
+
+
+@pytest.mark.trap(5)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3, 4))
+def test_forward_of_the_next_batch_before_this_backward(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """One forward ahead, as in a pipeline; each backward ends for itself."""
+    needs_fsdp_c("frees and reduces only in the first backward, silently or not")
+    differential = Differential.of_model(
+        "called_twice", strategy=strategy, use_orig_params=use_orig_params
+    )
+    ahead = differential.forward()
+    for _ in range(4):
+        mean, mine = ahead
+        ahead = differential.forward()
+        mean.backward()
+        mine.backward()
+        assert unit_states(differential.model) <= {"SHARDED", "UNSHARDED"}
+        differential.check()
+    for loss in ahead:
+        loss.backward()
+    assert_idle(differential.model)
+    differential.check()
+    differential.step()
+    differential.train(1)

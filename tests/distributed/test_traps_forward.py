@@ -1,0 +1,254 @@
+"""Traps around forward: outputs, roots, names, shared parameters, warnings.
+
+What a number stands for is in tests/lint/test_traps.py.
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from helpers.distributed import distributed
+from helpers.impl import (
+    FSDP,
+    FullStateDictConfig,
+    StateDictType,
+    fsdp,
+    needs_fsdp_c,
+)
+from helpers.models import CASES, DIM, MLP, Block, vectors
+from helpers.reference import (
+    Differential,
+    assert_same,
+    assert_same_tensors,
+    clean_name,
+    full_state_dict,
+)
+
+
+class _Recurrent(nn.Module):
+    """A unit whose only output is a PackedSequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(DIM, DIM)
+
+    def forward(self, packed: PackedSequence) -> PackedSequence:
+        out: PackedSequence = self.rnn(packed)[0]
+        return out
+
+
+class _RecurrentNet(nn.Module):
+    """Two such units; the root returns a PackedSequence too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Recurrent() for _ in range(2))
+
+    def forward(self, x: Tensor) -> PackedSequence:
+        sequences = torch.stack([x, x.sin(), x.cos()])
+        packed = pack_padded_sequence(sequences, torch.tensor([3, 2, 2, 1]))
+        for layer in self.layers:
+            packed = layer(packed)
+        return packed
+
+
+@pytest.mark.trap(4)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=(2, 3))
+def test_packed_sequences(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """Backward starts from the tensor inside a PackedSequence."""
+    differential = Differential.of_units(
+        _RecurrentNet,
+        {_Recurrent},
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    differential.train(2)
+    assert type(differential.model(*differential.batches()[rank])) is PackedSequence
+
+
+@pytest.mark.trap(6)
+@pytest.mark.parametrize("first", ["summon", "state_dict", "forward", "clip"])
+@distributed(world_size=(2, 3))
+def test_nested_unit_is_used_before_the_root(
+    rank: int, world_size: int, first: str
+) -> None:
+    """Whatever a nested unit does first, it does not become the root for good."""
+    needs_fsdp_c("decides the root at the first use")
+    differential = Differential.of_model("mlp")
+    block = differential.model.blocks[1]
+    if first == "summon":
+        with FSDP.summon_full_params(block):
+            assert block.fc1.weight.shape == (10, 6)
+    elif first == "state_dict":
+        expected = differential.reference.get_submodule("blocks.1").state_dict()
+        assert_same_tensors("state", full_state_dict(block), expected)
+    elif first == "forward":
+        block(torch.randn(4, 6)).sum().backward()
+        block.zero_grad()
+    else:
+        block.clip_grad_norm_(1.0)
+    differential.train(2)
+    assert differential.model.check_is_root()
+    assert not block.check_is_root()
+    differential.zero_grad()
+    differential.accumulate(2, no_sync=True)
+    differential.clip(0.1)
+    differential.check()
+
+
+class _TiedAcross(nn.Module):
+    """A parameter that two units and the root share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[2].fc1.weight = self.blocks[0].fc1.weight
+        self.inp = nn.Linear(DIM, DIM)
+        self.out = nn.Linear(DIM, DIM, bias=False)
+        self.out.weight = self.inp.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+@pytest.mark.trap(24)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=(2, 3))
+def test_parameter_shared_between_units(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """It goes to the lowest common unit, here the root, under its first name."""
+    needs_fsdp_c("does not support it")
+    with pytest.warns(UserWarning, match=r"shared between units: blocks\.0\.fc1\.we"):
+        differential = Differential.of_units(
+            _TiedAcross,
+            {Block},
+            vectors,
+            strategy=strategy,
+            use_orig_params=use_orig_params,
+        )
+    differential.train(3)
+    state = full_state_dict(differential.model)
+    expected = differential.reference.state_dict()
+    assert list(state) == list(expected)
+    assert_same_tensors("state", state, expected)
+    model = differential.model
+    assert model.out.weight is model.inp.weight
+    assert model.blocks[2].fc1.weight is model.blocks[0].fc1.weight
+
+
+@pytest.mark.trap(17)
+@distributed(world_size=(2, 3, 4))
+def test_parameters_of_all_ranks_have_the_same_names(
+    rank: int, world_size: int
+) -> None:
+    """Numels differ, some are zero, and names and order are the same everywhere."""
+    model = fsdp(CASES["uneven"].build(), use_orig_params=True)
+    mine = [(clean_name(n), p.numel(), p.dim()) for n, p in model.named_parameters()]
+    theirs: list[Any] = [None] * world_size
+    dist.all_gather_object(theirs, mine)
+    expected = [n for n, _ in CASES["uneven"].build().named_parameters()]
+    for each in theirs:
+        assert [name for name, _, _ in each] == expected
+        assert {dim for _, _, dim in each} == {1}
+    numels = {tuple(numel for _, numel, _ in each) for each in theirs}
+    assert len(numels) == world_size
+    assert all(0 in each for each in numels)
+
+
+@pytest.mark.trap(17)
+@pytest.mark.parametrize("groups", ["by_name", "before_wrapping"])
+@distributed(world_size=(2, 3))
+def test_weight_decay_groups(rank: int, world_size: int, groups: str) -> None:
+    """Groups built by name, or by the number of dimensions before wrapping."""
+
+    def optimizer(decays: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [
+                {"params": decays, "weight_decay": 0.5},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=0.05,
+            eps=1e-4,
+        )
+
+    def by_name(model: nn.Module) -> torch.optim.Optimizer:
+        named = list(model.named_parameters())
+        return optimizer(
+            [p for n, p in named if not n.endswith("bias")],
+            [p for n, p in named if n.endswith("bias")],
+        )
+
+    def by_dim(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return optimizer(
+            [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+        )
+
+    made = []
+    if groups == "before_wrapping":
+        needs_fsdp_c("makes new Parameter objects when it wraps")
+
+    def wrap(module: nn.Module) -> Any:
+        if groups == "before_wrapping":
+            made.append(by_dim(module))
+        return fsdp(module, use_orig_params=True)
+
+    differential = Differential(
+        lambda: MLP(2), wrap, vectors, use_orig_params=True, tolerance=1e-3
+    )
+    differential.reference_optimizer = by_dim(differential.reference)
+    differential.optimizer = made[0] if made else by_name(differential.model)
+    differential.train(3)
+
+
+@pytest.mark.trap(31)
+@distributed(world_size=2)
+def test_nothing_warns(rank: int, world_size: int) -> None:
+    """No deprecated collective is called in a step, a state dict or a summon."""
+    needs_fsdp_c("warns of its own functions")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        differential = Differential.of_model("transformer")
+        differential.train(2)
+        differential.zero_grad()
+        differential.accumulate(2, no_sync=True)
+        differential.clip(0.1)
+        state = full_state_dict(differential.model)
+        differential.model.load_state_dict(state)
+        with FSDP.summon_full_params(differential.model):
+            pass
+
+
+@pytest.mark.trap(26)
+@distributed(world_size=(2, 3))
+def test_rank0_only_state_dict_is_whole(rank: int, world_size: int) -> None:
+    """Rank 0's dict has the values that other ranks hold; theirs are empty."""
+    needs_fsdp_c("crashes on the CPU")
+    differential = Differential.of_model("uneven", use_orig_params=False)
+    differential.train(1)
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(
+        differential.model, StateDictType.FULL_STATE_DICT, config
+    ):
+        state = differential.model.state_dict()
+    assert bool(state) == (rank == 0)
+    for name, tensor in state.items():
+        expected = differential.reference.state_dict()[name]
+        assert_same(name, tensor, expected, differential.tolerance)
+    differential.train(1)

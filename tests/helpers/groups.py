@@ -1,0 +1,35 @@
+"""Process groups of tests, destroyed at the end."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def hybrid_groups(
+    num_replicas: int, num_shards: int
+) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """Yield this rank's shard group and replica group; all ranks make all.
+
+    The ranks of a shard group follow each other, as in a device mesh
+    ``(replicate, shard)``.
+    """
+    rank = dist.get_rank()
+    assert num_replicas * num_shards == dist.get_world_size()
+    shard_ranks = [
+        [replica * num_shards + shard for shard in range(num_shards)]
+        for replica in range(num_replicas)
+    ]
+    replica_ranks = [list(ranks) for ranks in zip(*shard_ranks, strict=True)]
+    mine = []
+    for all_ranks in (shard_ranks, replica_ranks):
+        groups = [(ranks, dist.new_group(ranks)) for ranks in all_ranks]
+        mine.append(next(group for ranks, group in groups if rank in ranks))
+    try:
+        yield mine[0], mine[1]
+    finally:
+        gc.collect()  # models hold groups
+        for group in mine:
+            dist.destroy_process_group(group)

@@ -1,0 +1,420 @@
+"""Random training programs: a model, its wrapping and a training loop as plain data.
+
+A program is drawn from its seed. Its model is a tree of nodes, each of which maps
+`[batch, dim]` to the same shape; some of them are units. Models are fp64, so that
+an error cannot hide in rounding; where a program computes or reduces in fp32, its
+tolerance says so.
+"""
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers.impl import (
+    IS_TORCH,
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    fsdp,
+)
+
+# torch's FSDP1 has no norm of fp64 gradients.
+DTYPE = torch.float32 if IS_TORCH else torch.float64
+WORLD_SIZES = (2, 3, 4)
+
+LEAVES = (
+    "linear",
+    "low_rank",
+    "scale",
+    "norm",
+    "tied",
+    "unused",
+    "frozen",
+    "constant",
+    "adapter",
+    "stopped",
+    "single",
+)
+BRANCHES = ("seq", "residual", "parallel", "twice", "packed", "never", "checkpoint")
+MODES = ("sync", "no_sync", "accumulate")
+EVENTS = ("evaluate", "lost_forward", "state_dict", "summon", "write")
+PRECISIONS = ("none", "param", "reduce", "both")
+# What torch's FSDP1 cannot do, in these programs.
+_ONLY_FSDP_C = {
+    "constant",  # scalars
+    "never",  # a NO_SHARD unit that never runs loses its parameters' names
+    "single",  # two dtypes in a unit
+    "toggle",
+    "hybrid",
+    "precision",  # of fp64 parameters
+    "summon",
+}
+
+
+def left_out() -> frozenset[str]:
+    """Return the kinds and features that programs do without.
+
+    ``FSDP_C_RANDOM_WITHOUT=adapter,toggle`` looks for the next bug behind a known
+    one. Programs are other ones then, under the same seeds.
+    """
+    names = set(os.environ.get("FSDP_C_RANDOM_WITHOUT", "").split(",")) - {""}
+    return frozenset(names | (_ONLY_FSDP_C if IS_TORCH else set()))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A node of the program."""
+
+    kind: str
+    is_unit: bool
+    strategy: str | None = None
+    """The unit's own strategy; None: the model's."""
+    option: int = 0
+    children: "tuple[Spec, ...]" = ()
+
+    def show(self, depth: int = 0) -> str:
+        """Return the tree as indented text."""
+        unit = f" unit {self.strategy or ''}".rstrip() if self.is_unit else ""
+        line = f"{'  ' * depth}{self.kind} option={self.option}{unit}"
+        return "\n".join([line, *(c.show(depth + 1) for c in self.children)])
+
+    def kinds(self) -> set[str]:
+        """Return the kinds of all nodes."""
+        return {self.kind}.union(*(child.kinds() for child in self.children))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step."""
+
+    num_micro_batches: int
+    num_forwards: int
+    mode: str
+    set_to_none: bool
+    clips: tuple[float, float] | None
+    """(max_norm, norm_type)."""
+    toggled: int | None
+    """The node whose parameters are frozen in this step."""
+    between: str | None
+    """What happens between two micro batches."""
+    after: tuple[str, ...]
+    """What happens after the step."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole case."""
+
+    seed: int
+    world_size: int
+    dim: int
+    root: Spec
+    use_orig_params: bool
+    strategy: str
+    mesh: tuple[int, int] | None
+    """(replicas, shards) of a hybrid strategy."""
+    precision: str
+    backward_prefetch: str | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    input_requires_grad: bool
+    optimizer: str
+    steps: tuple[Step, ...] = field(default=())
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """The dtype that the units compute in; None: their own."""
+        return torch.float32 if self.precision in ("param", "both") else None
+
+    @property
+    def tolerance(self) -> float:
+        """Of every comparison, as a part of the largest element."""
+        if IS_TORCH:
+            return 2e-4
+        is_single = self.precision != "none" or "single" in self.root.kinds()
+        return 2e-3 if is_single else 1e-8
+
+    def show(self) -> str:
+        """Return everything that reproduces the case."""
+        facts = {k: v for k, v in vars(self).items() if k not in ("root", "steps")}
+        steps = "\n".join(f"  {step}" for step in self.steps)
+        return f"{facts}\n{self.root.show()}\nsteps:\n{steps}"
+
+
+class _Drawer:
+    """Draws one program."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.seed = seed
+        self.left_out = left_out()
+
+    def choice(self, *options: Any) -> Any:
+        """Return one of ``options`` that is not left out."""
+        return self.rng.choice([o for o in options if o not in self.left_out])
+
+    def chance(self, probability: float, feature: str = "") -> bool:
+        """Return True with ``probability``, unless ``feature`` is left out."""
+        return self.rng.random() < probability and feature not in self.left_out
+
+    def spec(self, depth: int, without: frozenset[str], one_strategy: bool) -> Spec:
+        """Return a node with its children."""
+        is_branch = depth > 0 and self.chance(0.75)
+        kinds = [k for k in (BRANCHES if is_branch else LEAVES) if k not in without]
+        kind = self.choice(*kinds)
+        num_children = 0
+        if is_branch:
+            num_children = self.rng.randint(1, 4) if kind in ("seq", "parallel") else 1
+        children = tuple(
+            self.spec(depth - 1, without, one_strategy) for _ in range(num_children)
+        )
+        is_unit = self.chance(0.45)
+        strategy = None
+        if not one_strategy and is_unit and self.chance(0.3):
+            strategy = self.choice("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        return Spec(kind, is_unit, strategy, self.rng.randrange(1 << 16), children)
+
+    def step(self, use_orig_params: bool) -> Step:
+        """Return an optimizer step."""
+        mode = self.choice("sync", "sync", *MODES[1:])
+        norm_type = self.rng.choice([1.0, 2.0, 2.0, 3.0, float("inf"), 0.0])
+        norm_type = norm_type or round(self.rng.uniform(0.5, 4.0), 2)
+        max_norm = 10 ** self.rng.uniform(-2, 1)
+        num_events = self.rng.choice([0, 0, 0, 1, 1, 2])
+        toggles = use_orig_params and self.chance(0.2, "toggle")
+        return Step(
+            num_micro_batches=1 if mode == "sync" else self.rng.randint(2, 3),
+            num_forwards=self.rng.choice([1, 1, 1, 2]),
+            mode=mode,
+            set_to_none=toggles or self.chance(0.7),
+            clips=(max_norm, norm_type) if self.chance(0.4, "clip") else None,
+            toggled=self.rng.randrange(1 << 16) if toggles else None,
+            between=self.choice(*EVENTS, None) if self.chance(0.3) else None,
+            after=tuple(self.choice(*EVENTS, None) or "" for _ in range(num_events)),
+        )
+
+    def program(self) -> Program:
+        """Return the program."""
+        world_size = WORLD_SIZES[self.seed % len(WORLD_SIZES)]
+        use_orig_params = self.chance(0.6)
+        is_hybrid = self.chance(0.25, "hybrid")
+        precision = (
+            self.choice(*PRECISIONS[1:]) if self.chance(0.25, "precision") else "none"
+        )
+        without = set()
+        if IS_TORCH and not use_orig_params:
+            without |= {"frozen", "adapter"}
+        if precision in ("param", "both"):
+            without |= {"checkpoint"}  # the reference recomputes without its casts
+        if not self.chance(0.25):
+            without |= {"single"}
+        one_strategy = self.chance(0.6)
+        strategy = self.choice("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        shapes = [
+            (n, world_size // n)
+            for n in range(1, world_size + 1)
+            if world_size % n == 0
+        ]
+        if is_hybrid:
+            strategy = self.choice("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        return Program(
+            seed=self.seed,
+            world_size=world_size,
+            dim=self.rng.choice([2, 3, 5, 8, 13]),
+            root=Spec(
+                "seq",
+                is_unit=True,
+                option=0,
+                children=tuple(
+                    self.spec(3, frozenset(without), one_strategy)
+                    for _ in range(self.rng.randint(1, 4))
+                ),
+            ),
+            use_orig_params=use_orig_params,
+            strategy=strategy,
+            mesh=self.rng.choice(shapes) if is_hybrid else None,
+            precision=precision,
+            backward_prefetch=self.rng.choice(
+                ["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None]
+            ),
+            forward_prefetch=self.chance(0.3),
+            limit_all_gathers=self.chance(0.7),
+            input_requires_grad=self.chance(0.4),
+            optimizer=self.rng.choice(["sgd", "momentum", "adam"]),
+            steps=tuple(
+                self.step(use_orig_params) for _ in range(self.rng.randint(2, 4))
+            ),
+        )
+
+
+def draw_program(seed: int) -> Program:
+    """Return the program of ``seed``; its world size is drawn too."""
+    return _Drawer(seed).program()
+
+
+class Node(nn.Module):
+    """A node of the program as a module."""
+
+    def __init__(self, spec: Spec, dim: int) -> None:
+        """Make parameters and children."""
+        super().__init__()
+        self.spec = spec
+        self.children_ = nn.ModuleList(Node(child, dim) for child in spec.children)
+        option = spec.option
+        bias = option % 3 != 0
+        kind = spec.kind
+        if kind in ("linear", "frozen", "unused", "adapter", "stopped", "single"):
+            self.fc = nn.Linear(dim, dim, bias=bias, dtype=DTYPE)
+        if kind == "single":
+            self.fc = self.fc.float()
+        if kind == "frozen":
+            self.fc.weight.requires_grad_(False)
+        if kind == "adapter":
+            self.fc.requires_grad_(False)
+        if kind == "unused":
+            self.extra = nn.Parameter(torch.randn(option % 29 + 1, dtype=DTYPE))
+        if kind in ("low_rank", "adapter"):
+            rank = option % 37 + 1
+            self.down = nn.Linear(dim, rank, bias=bias, dtype=DTYPE)
+            self.up = nn.Linear(rank, dim, dtype=DTYPE)
+        if kind == "scale":
+            self.gain = nn.Parameter(torch.randn(dim, dtype=DTYPE))
+        if kind == "constant":
+            self.gain = nn.Parameter(torch.randn((), dtype=DTYPE))
+        if kind == "norm":
+            self.norm = nn.LayerNorm(dim, dtype=DTYPE)
+            with torch.no_grad():
+                self.norm.bias.normal_()
+        if kind == "tied":
+            self.first = nn.Linear(dim, dim, dtype=DTYPE)
+            self.second = nn.Linear(dim, dim, bias=bias, dtype=DTYPE)
+            self.second.weight = self.first.weight
+
+    def own_params(self) -> list[nn.Parameter]:
+        """Return the parameters of this node, without its children's."""
+        return [
+            param
+            for name, param in self.named_parameters()
+            if not name.startswith("children_")
+        ]
+
+    def forward(self, x: Tensor) -> Any:
+        """Map ``[batch, dim]`` to the same shape; a packed node to a dict."""
+        out: Tensor = self._leaf(x) if not self.children_ else self._branch(x)
+        if self.spec.kind == "packed":
+            return {"out": out, "aside": [out * 0.5, None]}
+        return out
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        run: dict[str, Callable[[], Tensor]] = {
+            "scale": lambda: x * self.gain,
+            "constant": lambda: x * self.gain,
+            "low_rank": lambda: self.up(torch.tanh(self.down(x))),
+            "norm": lambda: self.norm(x),
+            "tied": lambda: self.second(torch.tanh(self.first(x))),
+            "adapter": lambda: torch.tanh(self.fc(x) + self.up(self.down(x))),
+            "stopped": lambda: torch.tanh(
+                F.linear(torch.sin(x), self.fc.weight.detach()) + self.fc(x)
+            ),
+            "single": lambda: torch.tanh(self.fc(x.float()).to(x.dtype)),
+        }
+        return run.get(self.spec.kind, lambda: torch.tanh(self.fc(x)))()
+
+    def _branch(self, x: Tensor) -> Tensor:
+        kind = self.spec.kind
+        if kind == "never":  # a child that does not run
+            return torch.sin(x)
+        if kind == "parallel":
+            outs = [_call(child, x) for child in self.children_]
+            return torch.stack(outs).mean(0)
+        if kind == "checkpoint":
+            reentrant = self.spec.option % 2 == 0
+            out: Tensor = checkpoint(
+                _call, self.children_[0], x, use_reentrant=reentrant
+            )
+            return out
+        y = x
+        for child in self.children_:
+            y = _call(child, y)
+        if kind == "twice":
+            y = _call(self.children_[0], torch.tanh(y))
+        return x + y if kind == "residual" else y
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor:
+    out = module(x)
+    if isinstance(out, dict):
+        return out["out"] + out["aside"][0] if out["aside"][1] is None else x
+    tensor: Tensor = out
+    return tensor
+
+
+class Net(nn.Module):
+    """The root: an input layer, so that every case has a trained parameter."""
+
+    def __init__(self, program: Program) -> None:
+        """Make the tree."""
+        super().__init__()
+        self.inp = nn.Linear(program.dim, program.dim, dtype=DTYPE)
+        self.body = Node(program.root, program.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, dim]`` to the same shape."""
+        return _call(self.body, self.inp(x))
+
+
+def wrap(module: nn.Module, program: Program, groups: Any) -> Any:
+    """Wrap the units from the leaves up; ``groups`` are those of its mesh."""
+    prefetch = program.backward_prefetch
+    reduces = program.precision in ("reduce", "both")
+    kwargs: dict[str, Any] = {
+        "use_orig_params": program.use_orig_params,
+        "backward_prefetch": prefetch and BackwardPrefetch[prefetch],
+        "forward_prefetch": program.forward_prefetch,
+        "limit_all_gathers": program.limit_all_gathers,
+    }
+    if program.precision != "none":
+        kwargs["mixed_precision"] = MixedPrecision(
+            param_dtype=program.param_dtype,
+            # fp64 gradients that are reduced in fp32, or fp32 ones in fp64.
+            reduce_dtype=torch.float32
+            if program.precision == "reduce"
+            else (DTYPE if reduces else None),
+        )
+
+    def make(module: nn.Module, own_strategy: str | None) -> Any:
+        strategy = own_strategy or program.strategy
+        return fsdp(
+            module,
+            sharding_strategy=ShardingStrategy[strategy],
+            process_group=groups if "HYBRID" in strategy else None,
+            **kwargs,
+        )
+
+    def visit(node: Node) -> None:
+        for index, child in enumerate(node.children_):
+            assert isinstance(child, Node)
+            visit(child)
+            if child.spec.is_unit:
+                node.children_[index] = make(child, child.spec.strategy)
+
+    assert isinstance(module, Net)
+    visit(module.body)
+    return make(module, None)
+
+
+def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return the maker of an optimizer by its name in a program."""
+    makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+        "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
+    }
+    return makers[name]
