@@ -39,6 +39,10 @@ static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
       FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
     }
   }
+  /* The user may write the shards on the host now. */
+  if (engine->offloads) {
+    FSDP_TRY(fsdp_engine_priv_join_host_copies(engine, error));
+  }
 done:
   return status;
 }
@@ -69,6 +73,9 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   }
   if (engine->depth == 0) FSDP_TRY(begin_iteration(unit, error));
   FSDP_TRY(fsdp_order_pre_forward(engine->order, unit->index, error));
+  if (unit->is_full != unit->wants_full) { /* kept, or prefetched too early */
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  }
   FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
   if (unit->options.forward_prefetch) {
     FSDP_TRY(fsdp_engine_priv_prefetch(

@@ -25,6 +25,9 @@ fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
     unit->grad_data[i] = has_grad ? (char *)block + segment->grad_offset : NULL;
     unit->scratch_data[i] =
         has_scratch ? (char *)block + segment->scratch_offset : NULL;
+    unit->stage_data[i] = has_grad && unit->options.offloads
+                              ? (char *)block + segment->grad_stage_offset
+                              : NULL;
   }
 done:
   return status;
@@ -80,7 +83,8 @@ static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment,
   if (num_items == 0) return FSDP_OK;
   return ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
                    unit->segments[segment].options.reduce_dtype, unit->items,
-                   num_items, unit->options.prescale, error);
+                   num_items,
+                   unit->has_reduce_hook ? 1.0 : unit->options.prescale, error);
 }
 
 fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
