@@ -52,6 +52,12 @@ c10::DispatchKeySet keys_of(c10::Device device) {
   return at::empty({0}, at::TensorOptions().device(device)).key_set();
 }
 
+at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype) {
+  const at::TensorOptions options = at::TensorOptions().dtype(dtype);
+  return unit.offloads ? options.device(c10::kCPU).pinned_memory(true)
+                       : options.device(unit.device);
+}
+
 void refuse(const Unit &unit, const std::string &what, const at::Tensor &value,
             const std::string &remedy) {
   throw std::invalid_argument(c10::str(

@@ -12,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/TensorOptions.h>
 
 #include <atomic>
 #include <memory>
@@ -54,15 +55,17 @@ struct Segment {
   at::ScalarType compute = at::ScalarType::Undefined;
   at::ScalarType reduce = at::ScalarType::Undefined;
   at::ScalarType grad = at::ScalarType::Undefined;  // of grad_shard
-  at::Tensor shard;       // [shard_numel], master
+  bool is_trainable = false;                        // as the core has it
+  bool wants_grad = false;  // some parameter requires grad now
+  at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
   at::Tensor flat_param;  // use_orig_params=False
   StoragePtr unsharded;
-  StoragePtr full;            // on the unit's device
-  StoragePtr full_on_host;    // null until a summon needs it
-  StoragePtr unsharded_grad;  // null until no_sync needs it
-  StoragePtr partial_grad;    // likewise, no_sync(sharded=True)
-  StoragePtr full_grad;       // of a summon with gradients
+  StoragePtr full;                 // on the unit's device
+  StoragePtr full_on_host;         // null until a summon needs it
+  StoragePtr unsharded_grad;       // null until no_sync needs it
+  StoragePtr partial_grad;         // likewise, no_sync(sharded=True)
+  StoragePtr full_grad;            // of a summon with gradients
   at::Tensor flat_unsharded_grad;  // use_orig_params=False
   at::Tensor flat_partial_grad;    // likewise
 };
@@ -80,12 +83,20 @@ struct Param {
   at::Tensor grad;            // view of the sharded gradient
   at::Tensor unsharded_grad;  // view of the unsharded one
   at::Tensor partial_grad;    // view of the partial one
+  at::Tensor full_grad;       // view of the summoned one, while it is open
   NodePtr accumulator;
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
 
   int64_t numel() const { return unsharded.numel(); }
   int64_t local_numel() const { return in_param.end - in_param.begin; }
+};
+
+// Where the user sees gradients: on a parameter or on a flat parameter.
+struct GradPlace {
+  at::Tensor *holder;
+  Segment *segment;
+  Param *param;  // nullptr: the holder is the segment's flat parameter
 };
 
 // What hooks hold: the unit may die before the graph does.
@@ -112,11 +123,15 @@ struct Unit : std::enable_shared_from_this<Unit> {
   int32_t param_dtype_code = -1;  // -1: no cast
   Group shard_group;
   Group replica_group;
+  int32_t smallest_itemsize = 1;    // of the layout's alignment
+  fsdp_unit_options settings = {};  // without what points somewhere
   fsdp_param_table *table = nullptr;
   fsdp_flat_layout *layout = nullptr;
   std::vector<int64_t> param_of_use;
   std::vector<Segment> segments;
   std::vector<Param> params;
+  std::vector<GradPlace> grad_places;  // unit_grads.cpp
+  uint64_t marked_version = 0;         // unit_views.cpp
   fsdp_unit *core = nullptr;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<UnitHandle> handle;
@@ -140,6 +155,8 @@ const c10::StorageImpl *storage_of(const at::Tensor &tensor);
 bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage);
 // The dispatch keys of a plain tensor on `device`.
 c10::DispatchKeySet keys_of(c10::Device device);
+// Options of the unit's shards and sharded gradients.
+at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype);
 // Raises: the user replaced `what` by `value`.
 [[noreturn]] void refuse(const Unit &unit, const std::string &what,
                          const at::Tensor &value, const std::string &remedy);
@@ -151,6 +168,11 @@ void add_view_ops(fsdp_device_ops *ops);
 void make_views(Unit &unit);
 // Points every parameter at its sharded view.
 void show_sharded(Unit &unit);
+// Tells the core which segments have parameters that require grad now.
+void follow_requires_grad(Unit &unit);
+// Makes `tensor` the unit's parameter in the place of the one before: its value
+// goes into the shard, its memory away.
+void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 
 // unit_grads.cpp: the functions of the port that show gradients.
 void add_grad_ops(fsdp_device_ops *ops);
@@ -162,6 +184,7 @@ void add_hook_ops(fsdp_device_ops *ops);
 // Makes the grad accumulators of trainable parameters and hooks them; the
 // parameters are unsharded, because an accumulator remembers sizes and dtype.
 void hook_accumulators(Unit &unit);
+void unhook_accumulator(Param &param);
 void unhook_accumulators(Unit &unit);
 // input_hooks.cpp: see Note [Frozen parameters].
 // How many of the unit's forward calls will have their inputs' gradients

@@ -134,11 +134,65 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
   };
 }
 
+// Version counters only grow: their sum tells whether any of them did.
+uint64_t sum_of_versions(const Unit &unit) {
+  uint64_t sum = 0;
+  for (const Param &param : unit.params) sum += param.tensor._version();
+  for (const Segment &segment : unit.segments) {
+    if (segment.flat_param.defined()) sum += segment.flat_param._version();
+  }
+  return sum;
+}
+
+void mark_params(void * /*context*/, void *owner) {
+  Unit &unit = unit_of(owner);
+  unit.marked_version = sum_of_versions(unit);
+}
+
+bool params_changed(void * /*context*/, void *owner) {
+  const Unit &unit = unit_of(owner);
+  for (const Param &param : unit.params) {
+    if (!is_over(param.tensor, storage_of(param.sharded))) return true;
+  }
+  for (const Segment &segment : unit.segments) {
+    if (segment.flat_param.defined() &&
+        !is_over(segment.flat_param, storage_of(segment.shard))) {
+      return true;
+    }
+  }
+  return sum_of_versions(unit) != unit.marked_version;
+}
+
 }  // namespace
+
+void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
+  Param &param = unit.params[index];
+  const at::ScalarType master =
+      unit.segments[static_cast<size_t>(param.segment)].master;
+  if (tensor.scalar_type() != master) {
+    refuse(unit, c10::str("parameter ", index), tensor,
+           c10::str("expected dtype ", master));
+  }
+  const at::Tensor old = param.tensor;
+  param.tensor = tensor;
+  try {
+    write_back(unit, param, param.sharded, index);
+  } catch (...) {
+    param.tensor = old;
+    throw;
+  }
+  unhook_accumulator(param);
+  show(param, param.sharded);
+  // Whoever still holds the old one must not write into the shard.
+  old.unsafeGetTensorImpl()->shallow_copy_from(
+      old.detach().clone().getIntrusivePtr());
+}
 
 void add_view_ops(fsdp_device_ops *ops) {
   ops->show_params = show_params;
   ops->take_params = take_params;
+  ops->mark_params = mark_params;
+  ops->params_changed = params_changed;
 }
 
 void make_views(Unit &unit) {
@@ -157,8 +211,7 @@ void make_views(Unit &unit) {
     // A lone rank holds the whole parameter and can show its shape.
     param.sharded = make_view(
         segment.shard.storage().getWeakStorageImpl().lock(),
-        segment.shard.key_set(),
-        segment.master,
+        segment.shard.key_set(), segment.master,
         is_alone ? at::IntArrayRef(param.sizes) : at::IntArrayRef(local),
         segment.shard.storage_offset() + param.in_shard.begin);
     param.unsharded = make_view(segment.unsharded, keys, segment.compute,

@@ -40,12 +40,12 @@ typedef struct fsdp_pack_item {
 
 /* What a unit's parameters, or their gradients, are views of. */
 typedef enum fsdp_view {
-  FSDP_VIEW_SHARDED = 0, /* the shard; of gradients: the sharded gradient */
-  FSDP_VIEW_UNSHARDED,   /* a block in compute (gradients: reduce) dtype */
-  FSDP_VIEW_FULL,        /* a block in master (gradients: grad) dtype */
+  FSDP_VIEW_SHARDED = 0,  /* the shard; of gradients: the sharded gradient */
+  FSDP_VIEW_UNSHARDED,    /* a block in compute (gradients: reduce) dtype */
+  FSDP_VIEW_FULL,         /* a block in master (gradients: grad) dtype */
   FSDP_VIEW_FULL_ON_HOST, /* the same in host memory */
-  FSDP_VIEW_PARTIAL      /* gradients only: this rank's part of the sum over
-                            the micro-batches so far, in reduce dtype */
+  FSDP_VIEW_PARTIAL       /* gradients only: this rank's part of the sum over
+                             the micro-batches so far, in reduce dtype */
 } fsdp_view;
 
 typedef struct fsdp_device_ops {
@@ -151,6 +151,11 @@ typedef struct fsdp_device_ops {
    * cheap. */
   fsdp_status (*take_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, fsdp_error *error);
+  /* Whether the user changed parameters (values, or memory) since the last
+   * mark_params; both while they are views of SHARDED. Cannot fail. A write
+   * through `param.data` is not seen. */
+  void (*mark_params)(void *context, void *owner);
+  bool (*params_changed)(void *context, void *owner);
   /* Takes the gradients that the user sees off the parameters before a
    * backward writes new ones. A gradient that is not the engine's own view is
    * copied in; where the user cleared one while others stand, its range in

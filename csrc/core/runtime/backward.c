@@ -17,7 +17,7 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
 
   open_backward(engine);
   if (unit->entered_backward) return FSDP_OK;
-  if (unit->num_trainable > 0) {
+  if (unit->grad_nbytes > 0) {
     const bool holds = fsdp_unit_priv_holds_grads(unit);
     FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
                              holds ? unit->grad_data : NULL, &any_live, error));
@@ -173,17 +173,35 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (unit->state == FSDP_UNIT_FAILED) {
       FSDP_TRY(fsdp_unit_priv_check(unit, error));
     }
-    const bool is_kept = unit->has_partial && engine->sync == FSDP_SYNC_REDUCE &&
+    const bool is_kept = unit->has_partial &&
+                         engine->sync == FSDP_SYNC_REDUCE &&
                          unit->state != FSDP_UNIT_REDUCING;
     if (unit->is_reduce_ready) continue;
     if (!fsdp_unit_priv_holds_grads(unit) && !is_kept) continue;
     if (engine->sync != FSDP_SYNC_REDUCE && !unit->entered_backward) continue;
     /* Kept by an earlier no_sync; the user may have cleared them since. */
     FSDP_TRY(enter_backward(unit, error));
-    if (unit->has_partial) FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
+    if (unit->has_partial)
+      FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
     if (!fsdp_unit_priv_holds_grads(unit)) continue;
     FSDP_TRY(complete_grads(unit, error));
   }
+done:
+  return status;
+}
+
+/* The unit stays unsharded until the next micro-batch, but the user sees the
+ * shards: parameters may be stepped, saved or changed now. */
+static fsdp_status keep_unsharded(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  if (unit->is_resident) return fsdp_unit_priv_reshard(unit, error);
+  FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, error));
+  ops->mark_params(ops->context, unit->options.owner);
+  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_HIDE, error));
+  unit->is_kept = true;
 done:
   return status;
 }
@@ -194,10 +212,11 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   /* A prefetch in flight is dropped in any case: it may be of old weights. */
-  if (unit->state == FSDP_UNIT_UNSHARDING) {
+  if (unit->state == FSDP_UNIT_UNSHARDING && !unit->is_kept) {
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
+  if (unit->state == FSDP_UNIT_UNSHARDED) FSDP_TRY(keep_unsharded(unit, error));
   if (unit->entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_holds_grads(unit)) {
       FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
@@ -239,10 +258,13 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   FSDP_TRY(complete_leftovers(engine, &local));
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));
+  /* The user reads gradients and writes shards on the host now. */
+  if (engine->offloads) {
+    FSDP_TRY(fsdp_engine_priv_join_host_copies(engine, &local));
+  }
   for (size_t i = 0; i < engine->num_units; i++) {
     FSDP_TRY(finish_unit(engine->units[i], &local));
   }
-  engine->keeps_unsharded = engine->sync == FSDP_SYNC_NONE;
   engine->in_backward = false;
   FSDP_TRY(fsdp_arena_plan(engine->arena, &local));
 done:

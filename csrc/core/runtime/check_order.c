@@ -31,8 +31,8 @@ static fsdp_status exchange(fsdp_unit *unit, const void *mine, size_t nbytes,
   const fsdp_group *group = &unit->options.shard_group;
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(ops->exchange(ops->context, group, mine, (int64_t)nbytes, all,
-                         error));
+  FSDP_TRY(
+      ops->exchange(ops->context, group, mine, (int64_t)nbytes, all, error));
   *is_same = true;
   for (int64_t rank = 0; rank < group->world_size; rank++) {
     if (memcmp((char *)all + (size_t)rank * nbytes, mine, nbytes) != 0) {
@@ -53,14 +53,13 @@ static void describe(const char *steps, int64_t world_size, char *report) {
            strcmp(step, steps + (size_t)(last + 1) * STEP_NBYTES) == 0) {
       last++;
     }
-    const int written =
-        last > rank
-            ? snprintf(report + used, REPORT_NBYTES - used,
-                       "%sranks %" PRId64 "-%" PRId64 ": %s",
-                       used > 0 ? "; " : "", rank, last, step)
-            : snprintf(report + used, REPORT_NBYTES - used,
-                       "%srank %" PRId64 ": %s", used > 0 ? "; " : "", rank,
-                       step);
+    const int written = last > rank
+                            ? snprintf(report + used, REPORT_NBYTES - used,
+                                       "%sranks %" PRId64 "-%" PRId64 ": %s",
+                                       used > 0 ? "; " : "", rank, last, step)
+                            : snprintf(report + used, REPORT_NBYTES - used,
+                                       "%srank %" PRId64 ": %s",
+                                       used > 0 ? "; " : "", rank, step);
     if (written < 0 || used + (size_t)written >= REPORT_NBYTES) return;
     used += (size_t)written;
     rank = last;
@@ -95,7 +94,8 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   status = FSDP_FAIL(
       error, FSDP_INVALID_STATE,
       "the ranks run their units in different orders; until collective %" PRId64
-      " (iteration %" PRId64 ") they agreed, now %s. All ranks must run the "
+      " (iteration %" PRId64
+      ") they agreed, now %s. All ranks must run the "
       "same units in the same order",
       engine->num_order_checks - 1, engine->num_iterations, report);
 done:

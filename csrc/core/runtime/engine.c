@@ -81,7 +81,9 @@ static void detach_unit(fsdp_unit *unit) {
 
 void fsdp_engine_destroy(fsdp_engine *engine) {
   if (engine == NULL) return;
-  if (engine->num_units > 0) fsdp_engine_reset(engine);
+  if (engine->host_copy_done != NULL) { /* made completely */
+    fsdp_engine_reset(engine);          /* joins the lanes */
+  }
   while (engine->num_units > 0) {
     detach_unit(engine->units[engine->num_units - 1]);
   }
@@ -138,25 +140,30 @@ static void reset_unit(fsdp_unit *unit) {
     (void)!ops->show_params(ops->context, unit->options.owner,
                             FSDP_VIEW_SHARDED, NULL, NULL);
   }
+  unit->is_kept = false;
   unit->ran_forward = false;
   unit->entered_backward = false;
   unit->is_reduce_ready = false;
   (void)!fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESET, NULL);
 }
 
-void fsdp_engine_reset(fsdp_engine *engine) {
+/* What comes next may reuse everything that the lanes work on now. */
+static void join_lanes(fsdp_engine *engine) {
   for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
     /* Work still in flight may fail once more; the first error was reported. */
     (void)!fsdp_engine_priv_wait_lane(
         engine, FSDP_LANE_COMPUTE, (fsdp_lane)lane, engine->compute_done, NULL);
   }
-  for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
   if (engine->offloads) (void)!fsdp_engine_priv_join_host_copies(engine, NULL);
+}
+
+void fsdp_engine_reset(fsdp_engine *engine) {
+  join_lanes(engine);
+  for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
   engine->order_fingerprint = 0; /* the ranks failed at different places */
   fsdp_engine_priv_reset_reduces(engine);
   fsdp_order_begin(engine->order);
   engine->in_backward = false;
-  engine->keeps_unsharded = false;
   engine->depth = 0;
   engine->root = NULL;
 }
@@ -171,9 +178,10 @@ void fsdp_engine_get_stats(const fsdp_engine *engine,
     for (int64_t j = 0; j < unit->num_segments; j++) {
       const fsdp_segment *segment = unit->segments[j].layout;
       stats->shard_nbytes += segment->shard_numel * segment->dtype.itemsize;
-      if (segment->requires_grad && unit->had_reduce) {
+      if (unit->segments[j].has_grad_shard) {
         stats->grad_shard_nbytes +=
-            segment->shard_numel * unit->segments[j].options.grad_dtype.itemsize;
+            segment->shard_numel *
+            unit->segments[j].options.grad_dtype.itemsize;
       }
     }
     if (unit->partial_block != NULL) {
@@ -191,84 +199,6 @@ const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine) {
 }
 
 /* Unit -------------------------------------------------------------------- */
-
-/* Appends `numel` elements to a block of `*nbytes`. offset [out]. */
-static bool place_in_block(int64_t numel, int32_t itemsize, int64_t *nbytes,
-                           int64_t *offset) {
-  int64_t begin;
-  int64_t length;
-  return fsdp_round_up_i64(*nbytes, FSDP_SEGMENT_ALIGNMENT_NBYTES, &begin) &&
-         fsdp_mul_i64(numel, itemsize, &length) &&
-         fsdp_add_i64(begin, length, nbytes) && ((void)(*offset = begin), true);
-}
-
-/* Places of one segment in the parameter blocks. */
-static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
-  const fsdp_segment *layout = segment->layout;
-  const fsdp_dtype dtype = segment->options.param_dtype;
-  const bool has_cast = !fsdp_dtype_equal(dtype, layout->dtype);
-  const bool is_alone = self->options.shard_group.world_size == 1;
-
-  segment->is_resident = layout->padded_numel == 0 ||
-                         (is_alone && !has_cast && !self->options.offloads);
-  self->has_cast = self->has_cast || has_cast;
-  if (!place_in_block(layout->padded_numel, layout->dtype.itemsize,
-                      &self->full_nbytes, &segment->full_offset)) {
-    return false;
-  }
-  if (segment->is_resident) return true;
-  self->is_resident = false;
-  if (!place_in_block(layout->padded_numel, dtype.itemsize, &self->param_nbytes,
-                      &segment->param_offset)) {
-    return false;
-  }
-  return !self->options.offloads || !has_cast ||
-         place_in_block(layout->shard_numel, layout->dtype.itemsize,
-                        &self->param_nbytes, &segment->param_stage_offset);
-}
-
-/* Places of one trainable segment in the gradient blocks. */
-static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
-  const fsdp_segment *layout = segment->layout;
-  const int32_t reduce_itemsize = segment->options.reduce_dtype.itemsize;
-  const int32_t grad_itemsize = segment->options.grad_dtype.itemsize;
-
-  self->num_trainable++;
-  if (!place_in_block(layout->padded_numel, reduce_itemsize, &self->grad_nbytes,
-                      &segment->grad_offset)) {
-    return false;
-  }
-  if (self->options.needs_reduce_scratch &&
-      !place_in_block(layout->padded_numel, reduce_itemsize, &self->grad_nbytes,
-                      &segment->scratch_offset)) {
-    return false;
-  }
-  if (self->options.offloads &&
-      !place_in_block(layout->shard_numel, grad_itemsize, &self->grad_nbytes,
-                      &segment->grad_stage_offset)) {
-    return false;
-  }
-  return place_in_block(layout->shard_numel, reduce_itemsize,
-                        &self->partial_nbytes, &segment->partial_offset) &&
-         place_in_block(layout->padded_numel, grad_itemsize,
-                        &self->full_grad_nbytes, &segment->full_grad_offset);
-}
-
-/* Lays the segments out in the unit's kinds of block. */
-static fsdp_status place_unit_segments(fsdp_unit *self, fsdp_error *error) {
-  self->is_resident = true;
-  for (int64_t i = 0; i < self->num_segments; i++) {
-    fsdp_unit_segment *segment = &self->segments[i];
-    if (!place_params(self, segment) ||
-        (segment->layout->requires_grad && !place_grads(self, segment))) {
-      return FSDP_FAIL(error, FSDP_OVERFLOW,
-                       "unit '%s': segment %" PRId64 " of %" PRId64
-                       " elements does not fit in int64 bytes",
-                       self->name, i, segment->layout->padded_numel);
-    }
-  }
-  return FSDP_OK;
-}
 
 static fsdp_status check_group(const char *name, const char *what,
                                const fsdp_group *group, fsdp_error *error) {
@@ -347,7 +277,7 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
     self->segments[i].layout =
         fsdp_flat_layout_segment(options->layout, (int64_t)i);
   }
-  FSDP_TRY(place_unit_segments(self, error));
+  FSDP_TRY(fsdp_unit_priv_place_segments(self, error));
   *unit = self;
   self = NULL;
   goto done;
@@ -362,8 +292,9 @@ done:
 void fsdp_unit_destroy(fsdp_unit *unit) {
   if (unit == NULL) return;
   if (unit->engine != NULL) {
-    /* An all-gather in flight ends before its block is used again. */
+    /* Collectives in flight end before their memory is used again. */
     (void)!fsdp_unit_priv_reshard(unit, NULL);
+    join_lanes(unit->engine);
     reset_unit(unit);
     detach_unit(unit);
   }

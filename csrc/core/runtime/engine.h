@@ -92,13 +92,13 @@ typedef struct fsdp_grad {
 typedef struct fsdp_engine_stats {
   fsdp_arena_stats arena;
   int64_t num_units;
-  int64_t shard_nbytes;      /* of all segments of all units, this rank */
-  int64_t grad_shard_nbytes; /* of the sharded gradients allocated so far */
+  int64_t shard_nbytes;        /* of all segments of all units, this rank */
+  int64_t grad_shard_nbytes;   /* of the sharded gradients allocated so far */
   int64_t partial_grad_nbytes; /* likewise of partial ones (FSDP_SYNC_SHARD) */
-  int64_t num_iterations;    /* forwards of an outermost unit */
-  int64_t num_all_gathers;   /* unshards that communicated, all-time */
-  int64_t num_reduces;       /* reductions issued, all-time */
-  int64_t num_prefetches;    /* unshards issued ahead of their use */
+  int64_t num_iterations;      /* forwards of an outermost unit */
+  int64_t num_all_gathers;     /* unshards that communicated, all-time */
+  int64_t num_reduces;         /* reductions issued, all-time */
+  int64_t num_prefetches;      /* unshards issued ahead of their use */
 } fsdp_engine_stats;
 
 /* ops is copied; its context must outlive the engine. engine [out] new. */
@@ -141,6 +141,20 @@ void fsdp_engine_set_order_check(fsdp_engine *engine, bool is_on);
  * its next forward on (evaluation in full precision). */
 void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full);
 bool fsdp_unit_full_precision(const fsdp_unit *unit);
+
+/*
+ * Whether the segment's parameters require grad; at first as in the layout. A
+ * frozen segment has no gradient and is not reduced. All ranks must agree.
+ * Freezing waits until the gradients that the unit holds have been reduced.
+ *
+ * FSDP_INVALID_STATE  unfreezing while the unit holds gradients that were not
+ *                     reduced yet.
+ */
+FSDP_NODISCARD fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit,
+                                                   int64_t segment,
+                                                   bool is_trainable,
+                                                   fsdp_error *error);
+bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
 
 /* Whether the port's reduce_hook stands for the unit's reductions; it scales
  * as it sees fit. */

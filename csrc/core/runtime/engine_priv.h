@@ -20,7 +20,10 @@ enum { FSDP_PACK_THRESHOLD_NBYTES = 1 << 20 };
 typedef struct fsdp_unit_segment {
   fsdp_segment_options options;
   const fsdp_segment *layout; /* borrowed */
-  bool is_resident; /* one rank, no cast: the shard is the unsharded segment */
+  bool is_resident;  /* one rank, no cast: the shard is the unsharded segment */
+  bool is_trainable; /* place.c: some parameter requires grad */
+  bool has_grad_place; /* place.c: it ever was */
+  bool has_grad_shard; /* reduce_unit.c: the sharded gradient is allocated */
   /* Bytes from the start of the parameter block. */
   int64_t param_offset;
   int64_t param_stage_offset; /* the shard before its cast, if offloaded */
@@ -40,6 +43,7 @@ typedef struct fsdp_summoned {
   void *host_block; /* in host memory; NULL: none */
   void **data;      /* segments in one of them; NULL entries: not in it */
   bool is_shown;    /* the user sees it */
+  bool is_live;     /* gradients that the user saw: there were any at the end */
 } fsdp_summoned;
 
 struct fsdp_unit {
@@ -50,9 +54,8 @@ struct fsdp_unit {
 
   int64_t num_segments;
   fsdp_unit_segment *segments;
-  int64_t num_trainable; /* segments that require grad */
-  bool is_resident;      /* every segment is */
-  bool has_cast;         /* some segment's parameters have another dtype */
+  bool is_resident; /* every segment is */
+  bool has_cast;    /* some segment's parameters have another dtype */
   /* Bytes of the unit's blocks; 0: needs none. */
   int64_t param_nbytes;
   int64_t grad_nbytes;
@@ -68,6 +71,8 @@ struct fsdp_unit {
   fsdp_error first_error; /* meaningful in FAILED */
   fsdp_event *unsharded;  /* unshard.c: after the all-gather */
   void **param_data;      /* unshard.c: unsharded segments */
+  bool is_kept;           /* backward.c: UNSHARDING, and the block is complete:
+                             kept from one micro-batch to the next */
   bool is_full;           /* unshard.c: this unshard is in master dtype */
   bool wants_full;        /* engine.c: the next one will be */
 
@@ -85,7 +90,6 @@ struct fsdp_unit {
   fsdp_pack_item *items; /* grads.c: scratch, 2 * num_params + num_segments */
 
   bool has_sharded_grad; /* reduce.c: the sharded gradient holds a value */
-  bool had_reduce;       /* reduce.c: the sharded gradient is allocated */
   bool is_reduce_ready;  /* reduce.c: gradient complete, reduction not issued */
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool has_reduce_hook;    /* engine.c */
@@ -110,12 +114,11 @@ struct fsdp_engine {
   size_t units_capacity;
 
   fsdp_sync sync;
-  bool checks_order;    /* check_order.c */
-  bool offloads;        /* some unit does */
-  bool in_backward;     /* backward.c */
-  int64_t depth;        /* forward.c: units inside forward now */
-  fsdp_unit *root;      /* forward.c: outermost unit of this iteration */
-  bool keeps_unsharded; /* backward.c: the last backward was without sync */
+  bool checks_order; /* check_order.c */
+  bool offloads;     /* some unit does */
+  bool in_backward;  /* backward.c */
+  int64_t depth;     /* forward.c: units inside forward now */
+  fsdp_unit *root;   /* forward.c: outermost unit of this iteration */
 
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
@@ -145,6 +148,11 @@ static inline void *fsdp_priv_slot(void *segment, int64_t rank,
                                    int64_t shard_numel, fsdp_dtype dtype) {
   return (char *)segment + rank * shard_numel * dtype.itemsize;
 }
+
+/* place.c */
+/* Lays the segments out in the unit's kinds of block. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_place_segments(fsdp_unit *self,
+                                                         fsdp_error *error);
 
 /* failure.c */
 /* FSDP_OK, or the error that put the unit into FAILED. */
@@ -203,8 +211,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_broadcast_whole(fsdp_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_keep_own_piece(fsdp_unit *unit,
                                                          bool is_grad,
                                                          fsdp_error *error);
-/* Frees the block after the work now on `lane`. */
-void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad, fsdp_lane lane);
+/* Frees the block after the work now on COMPUTE. */
+void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad);
+/* Frees both after a failure, whatever is still using them. */
+void fsdp_unit_priv_abandon_whole(fsdp_unit *unit);
 
 /* summon.c */
 /* Ends a summon without writing back, whatever fails. Nothing happens if the
@@ -242,8 +252,7 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit,
  * sharded gradient, or, with FSDP_SYNC_SHARD, to the partial one. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit,
                                                          fsdp_error *error);
-/* Frees the partial gradient; its last use was on REDUCE or COMPUTE, and
- * COMPUTE waited for it. */
+/* Frees the partial gradient; COMPUTE waited for the lane that used it. */
 void fsdp_unit_priv_free_partial(fsdp_unit *unit);
 
 /* reduce.c */

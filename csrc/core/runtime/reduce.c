@@ -110,10 +110,6 @@ fsdp_status fsdp_engine_priv_finish_reduces(fsdp_engine *engine,
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
                                       FSDP_LANE_REPLICATE,
                                       engine->replicate_done, error));
-  /* The optimizer reads offloaded gradients on the host. */
-  if (engine->offloads) {
-    FSDP_TRY(fsdp_engine_priv_join_host_copies(engine, error));
-  }
   record_order(engine);
 done:
   return status;

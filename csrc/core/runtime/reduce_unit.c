@@ -15,9 +15,9 @@
 /* This rank's piece of segment `index`'s gradient. */
 static void *own_slot(const fsdp_unit *unit, int64_t index) {
   const fsdp_unit_segment *segment = &unit->segments[index];
-  return fsdp_priv_slot(
-      unit->grad_data[index], unit->options.shard_group.rank,
-      segment->layout->shard_numel, segment->options.reduce_dtype);
+  return fsdp_priv_slot(unit->grad_data[index], unit->options.shard_group.rank,
+                        segment->layout->shard_numel,
+                        segment->options.reduce_dtype);
 }
 
 static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
@@ -75,7 +75,8 @@ done:
   return status;
 }
 
-/* Partial gradient ---------------------------------------------------------- */
+/* Partial gradient ----------------------------------------------------------
+ */
 
 static fsdp_status take_partial(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
@@ -86,7 +87,7 @@ static fsdp_status take_partial(fsdp_unit *unit, fsdp_error *error) {
                             &unit->partial_block, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->partial_data[i] =
-        unit->segments[i].layout->requires_grad
+        unit->segments[i].has_grad_place
             ? (char *)unit->partial_block + unit->segments[i].partial_offset
             : NULL;
   }
@@ -119,12 +120,16 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   unit->has_partial = false;
   if (unit->partial_block == NULL) return;
+  /* If the record fails, the older event is what is left to wait for. */
+  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
+                           NULL);
   ops->block_free(ops->context, unit->partial_block, unit->partial_nbytes,
-                  NULL);
+                  unit->unsharded);
   unit->partial_block = NULL;
 }
 
-/* Sharded gradient ---------------------------------------------------------- */
+/* Sharded gradient ----------------------------------------------------------
+ */
 
 /* The segment's sharded gradient on the device: itself, or a staging copy. */
 static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, void *host,
@@ -163,9 +168,8 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
   const fsdp_device_ops *ops = &engine->ops;
   const double num_ranks = (double)unit->options.shard_group.world_size *
                            (double)unit->options.replica_group.world_size;
-  const double scale = unit->has_reduce_hook
-                           ? 1.0
-                           : 1.0 / (unit->options.prescale * num_ranks);
+  const double scale =
+      unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * num_ranks);
   fsdp_status status = FSDP_OK;
 
   if (unit->options.offloads) { /* it may use the staging memory now */
@@ -181,6 +185,7 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
     if (unit->grad_data[i] == NULL) continue;
     FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i, &grad_shard,
                              error));
+    unit->segments[i].has_grad_shard = true;
     FSDP_TRY(bring_grad(unit, i, grad_shard, lane, &target, error));
     FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
                              own_slot(unit, i), segment->options.reduce_dtype,
@@ -193,7 +198,6 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
   }
   *last_use = unit->options.offloads ? FSDP_LANE_HOST_COPY : lane;
   unit->has_sharded_grad = true;
-  unit->had_reduce = true;
 done:
   return status;
 }

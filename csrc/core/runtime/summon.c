@@ -15,6 +15,11 @@ static bool is_shown_here(const fsdp_unit *unit) {
          unit->options.shard_group.rank == 0;
 }
 
+/* Whether a summon moves the parameters at all. */
+static bool moves_params(const fsdp_unit *unit) {
+  return unit->full_nbytes > 0 && (!unit->is_resident || unit->summon.on_host);
+}
+
 /* Gathers, and where this rank shows it, moves it to where it is shown. */
 static fsdp_status bring_whole(fsdp_unit *unit, bool is_grad,
                                fsdp_error *error) {
@@ -22,7 +27,7 @@ static fsdp_status bring_whole(fsdp_unit *unit, bool is_grad,
 
   FSDP_TRY(fsdp_unit_priv_gather_whole(unit, is_grad, error));
   if (!is_shown_here(unit)) {
-    fsdp_unit_priv_free_whole(unit, is_grad, FSDP_LANE_COMPUTE);
+    fsdp_unit_priv_free_whole(unit, is_grad);
   } else if (unit->summon.on_host) {
     FSDP_TRY(fsdp_unit_priv_move_to_host(unit, is_grad, error));
   }
@@ -34,8 +39,7 @@ static fsdp_status summon_params(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
 
-  if (unit->num_segments == 0) return FSDP_OK;
-  if (unit->is_resident && !unit->summon.on_host) return FSDP_OK;
+  if (!moves_params(unit)) return FSDP_OK;
   FSDP_TRY(bring_whole(unit, false, error));
   if (is_shown_here(unit)) {
     FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
@@ -102,6 +106,16 @@ done:
   return status;
 }
 
+/* Takes the blocks away from the user, then frees them. */
+static void abandon(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  if (unit->whole.is_shown) { /* best effort: an error was reported */
+    (void)!ops->show_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, NULL);
+  }
+  fsdp_unit_priv_abandon_whole(unit);
+}
+
 fsdp_status fsdp_unit_summon(fsdp_unit *unit,
                              const fsdp_summon_options *options,
                              fsdp_error *error) {
@@ -134,10 +148,10 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit,
   unit->is_summoned = true;
 done:
   if (status != FSDP_OK) {
-    /* The gather may still be writing; nothing on COMPUTE has read it. */
-    fsdp_unit_priv_free_whole(unit, false, FSDP_LANE_UNSHARD);
-    fsdp_unit_priv_free_whole(unit, true, FSDP_LANE_UNSHARD);
-    if (is_enqueued) fsdp_unit_priv_fail(unit, &local);
+    if (is_enqueued) {
+      abandon(unit);
+      fsdp_unit_priv_fail(unit, &local);
+    }
     if (error != NULL) *error = local;
   }
   return status;
@@ -160,13 +174,13 @@ static fsdp_status write_back_resident(fsdp_unit *unit, fsdp_error *error) {
                                       error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_segment *segment = unit->segments[i].layout;
+    if (segment->padded_numel == 0) continue;
     FSDP_TRY(ops->broadcast(ops->context, FSDP_LANE_UNSHARD, group,
                             unit->segments[i].options.shard,
                             segment->padded_numel, 0, segment->dtype, error));
   }
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                      FSDP_LANE_UNSHARD, unit->unsharded,
-                                      error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
 done:
   return status;
 }
@@ -177,21 +191,23 @@ static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
   fsdp_status status = FSDP_OK;
 
   if (unit->num_segments == 0) return FSDP_OK;
-  if (unit->is_resident && !unit->summon.on_host) {
+  if (!moves_params(unit)) {
     return writeback ? write_back_resident(unit, error) : FSDP_OK;
   }
-  if (writeback && unit->whole.is_shown) {
-    FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                              whole_view(unit), unit->whole.data, error));
+  /* Off the block first: if something fails, the next try goes on from here. */
+  if (unit->whole.is_shown) {
+    if (writeback) {
+      FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
+                                whole_view(unit), unit->whole.data, error));
+    }
+    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, error));
+    unit->whole.is_shown = false;
   }
   if (writeback && unit->summon.on_first_rank_only) {
     FSDP_TRY(fsdp_unit_priv_broadcast_whole(unit, false, error));
   }
   if (writeback) FSDP_TRY(fsdp_unit_priv_keep_own_piece(unit, false, error));
-  if (unit->whole.is_shown) {
-    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, error));
-  }
 done:
   return status;
 }
@@ -199,25 +215,31 @@ done:
 static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
                                  fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
-  bool any_live = false;
+  fsdp_summoned *whole = &unit->whole_grad;
   fsdp_status status = FSDP_OK;
 
   if (!unit->has_whole_grads) return FSDP_OK;
-  if (unit->whole_grad.is_shown) {
+  if (whole->is_shown) {
     FSDP_TRY(ops->take_full_grads(ops->context, unit->options.owner,
-                                  whole_view(unit), unit->whole_grad.data,
-                                  &any_live, error));
+                                  whole_view(unit), whole->data,
+                                  &whole->is_live, error));
+    whole->is_shown = false;
+  } else if (writeback && !is_shown_here(unit)) { /* the first rank's replace
+                                                     what this one shows */
+    FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
+                             &whole->is_live, error));
   }
   if (writeback && unit->summon.on_first_rank_only) {
-    FSDP_TRY(agree(unit, false, &any_live, error));
-    if (any_live) {
+    FSDP_TRY(agree(unit, false, &whole->is_live, error));
+    if (whole->is_live) {
       FSDP_TRY(fsdp_unit_priv_broadcast_whole(unit, true, error));
     }
   }
   if (writeback) {
-    if (any_live) FSDP_TRY(fsdp_unit_priv_keep_own_piece(unit, true, error));
-    unit->has_sharded_grad = any_live;
-    unit->had_reduce = unit->had_reduce || any_live;
+    if (whole->is_live) {
+      FSDP_TRY(fsdp_unit_priv_keep_own_piece(unit, true, error));
+    }
+    unit->has_sharded_grad = whole->is_live;
   }
   if (unit->has_sharded_grad) {
     FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
@@ -238,8 +260,8 @@ fsdp_status fsdp_unit_dismiss(fsdp_unit *unit, bool writeback,
   }
   FSDP_TRY(dismiss_params(unit, writeback, error));
   FSDP_TRY(dismiss_grads(unit, writeback, error));
-  fsdp_unit_priv_free_whole(unit, false, FSDP_LANE_COMPUTE);
-  fsdp_unit_priv_free_whole(unit, true, FSDP_LANE_COMPUTE);
+  fsdp_unit_priv_free_whole(unit, false);
+  fsdp_unit_priv_free_whole(unit, true);
   unit->is_summoned = false;
 done:
   return status;
@@ -248,8 +270,7 @@ done:
 void fsdp_unit_priv_end_summon(fsdp_unit *unit) {
   if (!unit->is_summoned) return;
   if (fsdp_unit_dismiss(unit, false, NULL) == FSDP_OK) return;
-  fsdp_unit_priv_free_whole(unit, false, FSDP_LANE_COMPUTE);
-  fsdp_unit_priv_free_whole(unit, true, FSDP_LANE_COMPUTE);
+  abandon(unit);
   unit->is_summoned = false;
 }
 

@@ -33,6 +33,7 @@ static fsdp_status get_shard(fsdp_unit *unit, int64_t segment, bool is_grad,
                              void **shard, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   if (is_grad) {
+    unit->segments[segment].has_grad_shard = true;
     return ops->grad_shard(ops->context, unit->options.owner, segment, shard,
                            error);
   }
@@ -46,9 +47,8 @@ static void place_whole(fsdp_unit *unit, bool is_grad, void *block) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const int64_t offset =
         is_grad ? segment->full_grad_offset : segment->full_offset;
-    whole->data[i] = is_grad && !segment->layout->requires_grad
-                         ? NULL
-                         : (char *)block + offset;
+    whole->data[i] =
+        is_grad && !segment->is_trainable ? NULL : (char *)block + offset;
   }
 }
 
@@ -118,35 +118,12 @@ static fsdp_status gather_slots(fsdp_unit *unit, bool is_grad,
       input = own_slot(unit, i, is_grad);
     }
     FSDP_TRY(ops->all_gather(ops->context, FSDP_LANE_UNSHARD, group,
-                             whole->data[i], input, unit->segments[i].layout->shard_numel,
+                             whole->data[i], input,
+                             unit->segments[i].layout->shard_numel,
                              dtype_of(unit, i, is_grad), error));
   }
   FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
   engine->num_all_gathers++;
-done:
-  return status;
-}
-
-fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit, bool is_grad,
-                                        fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_summoned *whole = whole_of(unit, is_grad);
-  fsdp_status status = FSDP_OK;
-
-  FSDP_TRY(take_block(unit, is_grad, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (whole->data[i] == NULL || sends_shard(unit, is_grad)) continue;
-    FSDP_TRY(fill_own_slot(unit, i, is_grad, error));
-  }
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
-                                      FSDP_LANE_COMPUTE, engine->compute_done,
-                                      error));
-  if (unit->options.shard_group.world_size > 1) {
-    FSDP_TRY(gather_slots(unit, is_grad, error));
-  }
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                      FSDP_LANE_UNSHARD, unit->unsharded,
-                                      error));
 done:
   return status;
 }
@@ -162,12 +139,38 @@ done:
   return status;
 }
 
-static void free_device_block(fsdp_unit *unit, bool is_grad, fsdp_lane lane) {
+fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit, bool is_grad,
+                                        fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_summoned *whole = whole_of(unit, is_grad);
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(take_block(unit, is_grad, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (whole->data[i] == NULL || sends_shard(unit, is_grad)) continue;
+    FSDP_TRY(fill_own_slot(unit, i, is_grad, error));
+  }
+  /* The user may write the shards on the host as soon as this is over. */
+  if (unit->options.offloads) FSDP_TRY(join_compute(unit, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                      FSDP_LANE_COMPUTE, engine->compute_done,
+                                      error));
+  if (unit->options.shard_group.world_size > 1) {
+    FSDP_TRY(gather_slots(unit, is_grad, error));
+  }
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
+done:
+  return status;
+}
+
+static void free_device_block(fsdp_unit *unit, bool is_grad) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_summoned *whole = whole_of(unit, is_grad);
   if (whole->block == NULL) return;
   /* If the record fails, the older event is what is left to wait for. */
-  (void)!ops->event_record(ops->context, unit->unsharded, lane, NULL);
+  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
+                           NULL);
   ops->block_free(ops->context, whole->block, whole_nbytes(unit, is_grad),
                   unit->unsharded);
   whole->block = NULL;
@@ -184,7 +187,7 @@ fsdp_status fsdp_unit_priv_move_to_host(fsdp_unit *unit, bool is_grad,
   FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_COMPUTE, whole->host_block,
                              whole->block, nbytes, error));
   FSDP_TRY(join_compute(unit, error));
-  free_device_block(unit, is_grad, FSDP_LANE_COMPUTE);
+  free_device_block(unit, is_grad);
   place_whole(unit, is_grad, whole->host_block);
 done:
   return status;
@@ -217,8 +220,8 @@ static fsdp_status bring_to_device(fsdp_unit *unit, bool is_grad,
   fsdp_summoned *whole = whole_of(unit, is_grad);
   fsdp_status status = FSDP_OK;
 
-  if (whole->block != NULL) return FSDP_OK;
-  FSDP_TRY(take_block(unit, is_grad, error));
+  /* With both blocks an earlier try did not get to the end of this. */
+  if (whole->block == NULL) FSDP_TRY(take_block(unit, is_grad, error));
   if (whole->host_block != NULL) {
     FSDP_TRY(ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, whole->block,
                                  whole->host_block, whole_nbytes(unit, is_grad),
@@ -241,15 +244,14 @@ fsdp_status fsdp_unit_priv_broadcast_whole(fsdp_unit *unit, bool is_grad,
                                       FSDP_LANE_COMPUTE, engine->compute_done,
                                       error));
   if (unit->options.shard_group.rank == 0) {
-    FSDP_TRY(broadcast_over(unit, is_grad, &unit->options.replica_group, error));
+    FSDP_TRY(
+        broadcast_over(unit, is_grad, &unit->options.replica_group, error));
   }
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                      FSDP_LANE_UNSHARD, unit->unsharded,
-                                      error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
   FSDP_TRY(broadcast_over(unit, is_grad, &unit->options.shard_group, error));
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                      FSDP_LANE_UNSHARD, unit->unsharded,
-                                      error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
 done:
   return status;
 }
@@ -295,18 +297,32 @@ fsdp_status fsdp_unit_priv_keep_own_piece(fsdp_unit *unit, bool is_grad,
   if (from_host || unit->options.offloads) {
     FSDP_TRY(join_compute(unit, error));
   }
+  if (!is_grad) { /* a backward may come before the next iteration */
+    FSDP_TRY(fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_UNSHARD,
+                                        FSDP_LANE_COMPUTE,
+                                        unit->engine->compute_done, error));
+  }
 done:
   return status;
 }
 
-void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad, fsdp_lane lane) {
+void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_summoned *whole = whole_of(unit, is_grad);
 
-  free_device_block(unit, is_grad, lane);
+  free_device_block(unit, is_grad);
   if (whole->host_block != NULL) {
     ops->host_free(ops->context, whole->host_block);
     whole->host_block = NULL;
   }
   whole->is_shown = false;
+}
+
+void fsdp_unit_priv_abandon_whole(fsdp_unit *unit) {
+  /* Errors have nobody to go to: another one was reported. */
+  (void)!fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_COMPUTE,
+                                    FSDP_LANE_UNSHARD, unit->unsharded, NULL);
+  (void)!join_compute(unit, NULL);
+  fsdp_unit_priv_free_whole(unit, false);
+  fsdp_unit_priv_free_whole(unit, true);
 }

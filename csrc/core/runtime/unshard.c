@@ -13,10 +13,9 @@ static fsdp_dtype param_dtype(const fsdp_unit *unit, int64_t segment) {
 
 /* Where this rank's own piece of an unsharded segment lies. */
 static void *own_slot(const fsdp_unit *unit, int64_t segment) {
-  return fsdp_priv_slot(unit->param_data[segment],
-                        unit->options.shard_group.rank,
-                        unit->segments[segment].layout->shard_numel,
-                        param_dtype(unit, segment));
+  return fsdp_priv_slot(
+      unit->param_data[segment], unit->options.shard_group.rank,
+      unit->segments[segment].layout->shard_numel, param_dtype(unit, segment));
 }
 
 static int64_t param_client(const fsdp_unit *unit) {
@@ -136,7 +135,8 @@ fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   fsdp_error local = {0};
   void *block = NULL;
-  fsdp_lane last_use = FSDP_LANE_UNSHARD; /* of the block, if it is given back */
+  fsdp_lane last_use =
+      FSDP_LANE_UNSHARD; /* of the block, if it is given back */
   bool is_enqueued = false;
 
   if (unit->state != FSDP_UNIT_SHARDED && unit->state != FSDP_UNIT_REDUCING) {
@@ -187,11 +187,12 @@ fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
   if (!unit->is_resident) {
     FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
                              &local));
-    FSDP_TRY(ops->show_params(
-        ops->context, unit->options.owner,
-        unit->is_full ? FSDP_VIEW_FULL : FSDP_VIEW_UNSHARDED, unit->param_data,
-        &local));
+    FSDP_TRY(
+        ops->show_params(ops->context, unit->options.owner,
+                         unit->is_full ? FSDP_VIEW_FULL : FSDP_VIEW_UNSHARDED,
+                         unit->param_data, &local));
   }
+  unit->is_kept = false;
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_WAIT, &local));
 done:
   if (status != FSDP_OK) {
@@ -207,6 +208,7 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   fsdp_error local = {0};
   /* A prefetch that nobody used is still being written by its own lane. */
   const bool is_shown = unit->state == FSDP_UNIT_UNSHARDED;
+  const bool was_used = is_shown || unit->is_kept;
 
   if (unit->state != FSDP_UNIT_UNSHARDED &&
       unit->state != FSDP_UNIT_UNSHARDING) {
@@ -217,10 +219,16 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
       FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
                                 FSDP_VIEW_SHARDED, NULL, &local));
     }
+    /* Nobody reads the shards any more when the optimizer steps them. */
+    if (!was_used) {
+      FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
+                               &local));
+    }
     FSDP_TRY(fsdp_arena_give(unit->engine->arena, param_client(unit),
-                             is_shown ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
+                             was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
                              &local));
   }
+  unit->is_kept = false;
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESHARD, &local));
 done:
   if (status != FSDP_OK) {
