@@ -101,6 +101,8 @@ class Config:
             forward_prefetch=self.forward_prefetch,
             cast_forward_inputs=precision.cast_forward_inputs,
             cast_root_forward_inputs=precision.cast_root_forward_inputs,
+            keep_low_precision_grads=precision.keep_low_precision_grads,
+            offloads=self.cpu_offload.offload_params,
         )
 
 

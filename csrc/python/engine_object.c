@@ -95,7 +95,7 @@ static fsdp_torch_engine *engine_of(PyObject *object) {
 static PyObject *engine_get_sync(PyObject *object, void *Py_UNUSED(closure)) {
   fsdp_torch_engine *engine = engine_of(object);
   if (engine == NULL) return NULL;
-  return PyBool_FromLong(fsdp_engine_sync(fsdp_torch_engine_core(engine)));
+  return PyLong_FromLong(fsdp_engine_get_sync(fsdp_torch_engine_core(engine)));
 }
 
 static int engine_set_sync(PyObject *object, PyObject *value,
@@ -104,11 +104,17 @@ static int engine_set_sync(PyObject *object, PyObject *value,
     PyErr_SetString(PyExc_AttributeError, "sync cannot be deleted");
     return -1;
   }
-  const int sync = PyObject_IsTrue(value);
-  if (sync < 0) return -1;
+  const long sync = PyLong_AsLong(value);
+  if (sync == -1 && PyErr_Occurred()) return -1;
+  if (sync < FSDP_SYNC_NONE || sync > FSDP_SYNC_SHARD) {
+    PyErr_Format(PyExc_ValueError,
+                 "sync must be SYNC_NONE, SYNC_REDUCE or SYNC_SHARD, got %ld",
+                 sync);
+    return -1;
+  }
   fsdp_torch_engine *engine = engine_of(object);
   if (engine == NULL) return -1;
-  fsdp_engine_set_sync(fsdp_torch_engine_core(engine), sync != 0);
+  fsdp_engine_set_sync(fsdp_torch_engine_core(engine), (fsdp_sync)sync);
   return 0;
 }
 
@@ -129,6 +135,15 @@ static PyObject *engine_get_in_backward(PyObject *object,
 }
 
 /* Methods ------------------------------------------------------------------ */
+
+static PyObject *engine_check_order(PyObject *object, PyObject *value) {
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  const int is_on = PyObject_IsTrue(value);
+  if (is_on < 0) return NULL;
+  fsdp_engine_set_order_check(fsdp_torch_engine_core(engine), is_on != 0);
+  Py_RETURN_NONE;
+}
 
 static PyObject *engine_reset(PyObject *object, PyObject *Py_UNUSED(ignored)) {
   fsdp_torch_engine *engine = engine_of(object);
@@ -160,6 +175,7 @@ static PyObject *engine_memory_stats(PyObject *object,
       {"num_units", stats.num_units},
       {"shard_nbytes", stats.shard_nbytes},
       {"grad_shard_nbytes", stats.grad_shard_nbytes},
+      {"partial_grad_nbytes", stats.partial_grad_nbytes},
       {"num_iterations", stats.num_iterations},
       {"num_all_gathers", stats.num_all_gathers},
       {"num_reduces", stats.num_reduces},
@@ -240,6 +256,9 @@ PyDoc_STRVAR(engine_doc,
 PyDoc_STRVAR(engine_reset_doc,
              "reset($self, /)\n--\n\n"
              "Drop what an unfinished step left; all units are SHARDED after.");
+PyDoc_STRVAR(engine_check_order_doc,
+             "check_order($self, is_on, /)\n--\n\n"
+             "Whether to compare the ranks before every collective.");
 PyDoc_STRVAR(engine_memory_stats_doc,
              "memory_stats($self, /)\n--\n\n"
              "Counts and bytes that the engine holds on this rank.");
@@ -255,6 +274,7 @@ PyDoc_STRVAR(
 
 static PyMethodDef engine_methods[] = {
     {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
+    {"check_order", engine_check_order, METH_O, engine_check_order_doc},
     {"memory_stats", engine_memory_stats, METH_NOARGS, engine_memory_stats_doc},
     {"trace", engine_trace, METH_NOARGS, engine_trace_doc},
     {"clip_grad_norm", (PyCFunction)(void (*)(void))engine_clip_grad_norm,
@@ -264,7 +284,8 @@ static PyMethodDef engine_methods[] = {
 
 static PyGetSetDef engine_getset[] = {
     {"sync", engine_get_sync, engine_set_sync,
-     "Whether backward reduces gradients (default) or keeps them unsharded.",
+     "What backward does with gradients: SYNC_REDUCE (default), SYNC_NONE or\n"
+     "SYNC_SHARD.",
      NULL},
     {"in_forward", engine_get_in_forward, NULL, "Whether a forward is running.",
      NULL},

@@ -66,16 +66,31 @@ static PyObject *import_name(const char *module_name, const char *name) {
   return value;
 }
 
+static int add_constants(PyObject *module) {
+  const struct {
+    const char *name;
+    long value;
+  } constants[] = {
+      {"PREFETCH_NONE", FSDP_PREFETCH_NONE},
+      {"PREFETCH_PRE", FSDP_PREFETCH_PRE},
+      {"PREFETCH_POST", FSDP_PREFETCH_POST},
+      {"SYNC_NONE", FSDP_SYNC_NONE},
+      {"SYNC_REDUCE", FSDP_SYNC_REDUCE},
+      {"SYNC_SHARD", FSDP_SYNC_SHARD},
+  };
+  for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
+    if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) <
+        0) {
+      return -1;
+    }
+  }
+  return 0;
+}
+
 static int module_exec(PyObject *module) {
   module_state *state = PyModule_GetState(module);
 
-  if (PyModule_AddIntConstant(module, "PREFETCH_NONE", FSDP_PREFETCH_NONE) <
-          0 ||
-      PyModule_AddIntConstant(module, "PREFETCH_PRE", FSDP_PREFETCH_PRE) < 0 ||
-      PyModule_AddIntConstant(module, "PREFETCH_POST", FSDP_PREFETCH_POST) <
-          0) {
-    return -1;
-  }
+  if (add_constants(module) < 0) return -1;
   state->packed_sequence = import_name("torch.nn.utils.rnn", "PackedSequence");
   if (state->packed_sequence == NULL) return -1;
   state->mapping = import_name("collections.abc", "Mapping");

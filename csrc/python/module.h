@@ -38,6 +38,8 @@ typedef struct module_state {
 typedef struct unit_object {
   PyObject_HEAD
   fsdp_torch_unit *unit;
+  PyObject *watched;   /* tuple of (dict, key, value), or NULL: see watch() */
+  PyObject *on_change; /* callable; NULL exactly when `watched` is */
 } unit_object;
 
 extern PyType_Spec fsdp_unit_object_spec;

@@ -1,8 +1,8 @@
 /*
  * The Unit type: Python's view of one unit, and the forward call.
  *
- * A unit_object owns no PyObject (the tensors belong to the bridge), so it has
- * no garbage collector support.
+ * The tensors belong to the bridge; of Python's objects a unit holds what it
+ * watches.
  */
 #include "python/nested.h"
 
@@ -28,6 +28,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "forward_prefetch",
                                          "cast_forward_inputs",
                                          "cast_root_forward_inputs",
+                                         "keep_low_precision_grads",
+                                         "offloads",
                                          NULL};
   const char *name;
   /* All borrowed. */
@@ -36,12 +38,14 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
   int use_orig_params, reshard_after_forward;
   int reshard_after_backward_without_sync, backward_prefetch, forward_prefetch;
   int cast_forward_inputs, cast_root_forward_inputs;
+  int keep_low_precision_grads, offloads;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sO$OOOOOpppippp:Unit", FSDP_KEYWORDS(keywords), &name,
-          &params, &shard_group, &replica_group, &device, &param_dtype,
+          args, kwargs, "sO$OOOOOpppippppp:Unit", FSDP_KEYWORDS(keywords),
+          &name, &params, &shard_group, &replica_group, &device, &param_dtype,
           &reduce_dtype, &use_orig_params, &reshard_after_forward,
           &reshard_after_backward_without_sync, &backward_prefetch,
-          &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs)) {
+          &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
+          &keep_low_precision_grads, &offloads)) {
     return NULL;
   }
   if (backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -76,6 +80,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .forward_prefetch = forward_prefetch != 0,
       .cast_forward_inputs = cast_forward_inputs != 0,
       .cast_root_forward_inputs = cast_root_forward_inputs != 0,
+      .keep_low_precision_grads = keep_low_precision_grads != 0,
+      .offloads = offloads != 0,
   };
   fsdp_error error = {0};
   if (fsdp_torch_unit_create(&options, &self->unit, &error) != FSDP_OK) {
@@ -87,9 +93,26 @@ done:
   return (PyObject *)self;
 }
 
+static int unit_traverse(PyObject *object, visitproc visit, void *arg) {
+  const unit_object *self = (unit_object *)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->watched);
+  Py_VISIT(self->on_change);
+  return 0;
+}
+
+static int unit_clear(PyObject *object) {
+  unit_object *self = (unit_object *)object;
+  Py_CLEAR(self->watched);
+  Py_CLEAR(self->on_change);
+  return 0;
+}
+
 static void unit_dealloc(PyObject *object) {
   unit_object *self = (unit_object *)object;
   PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(object);
+  (void)unit_clear(object); /* always 0 */
   fsdp_torch_unit_destroy(self->unit);
   self->unit = NULL;
   type->tp_free(self);
@@ -146,6 +169,52 @@ static void abandon(fsdp_torch_unit *unit) {
   PyErr_Restore(type, value, traceback);
 }
 
+/* Calls on_change if the value of a watched key is another object now. 0, or
+ * -1 with an exception. */
+static int check_watched(const unit_object *self) {
+  if (self->watched == NULL) return 0;
+  const Py_ssize_t num_items = PyTuple_GET_SIZE(self->watched);
+  for (Py_ssize_t i = 0; i < num_items; i++) {
+    PyObject *item = PyTuple_GET_ITEM(self->watched, i); /* borrowed */
+    PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(item, 0),
+                                              PyTuple_GET_ITEM(item, 1));
+    if (value == PyTuple_GET_ITEM(item, 2)) continue;
+    if (value == NULL && PyErr_Occurred()) return -1;
+    PyObject *result = PyObject_CallNoArgs(self->on_change);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+  }
+  return 0;
+}
+
+static int hook_input(PyObject *tensor, void *context) {
+  fsdp_error error = {0};
+  if (fsdp_torch_inputs_hook(context, tensor, &error) == FSDP_OK) return 0;
+  fsdp_torch_set_python_error(&error);
+  return -1;
+}
+
+/* Hooks the inputs of a unit with frozen parameters. 0, or -1 with an
+ * exception. */
+static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
+                       PyObject *args, PyObject *kwargs) {
+  fsdp_torch_inputs *inputs = NULL;
+  fsdp_error error = {0};
+  int result = -1;
+
+  if (!fsdp_torch_unit_wants_inputs(unit)) return 0;
+  if (fsdp_torch_inputs_create(unit, &inputs, &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return -1;
+  }
+  if (fsdp_nested_visit(state, args, hook_input, inputs) == 0 &&
+      fsdp_nested_visit(state, kwargs, hook_input, inputs) == 0) {
+    result = 0;
+  }
+  fsdp_torch_inputs_destroy(inputs);
+  return result;
+}
+
 /* Runs `module` between pre_forward and post_forward. */
 static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
                              PyObject *module, PyObject *args,
@@ -154,6 +223,7 @@ static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
   fsdp_status status;
   PyObject *output;
 
+  if (hook_inputs(state, unit, args, kwargs) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS;
   status = fsdp_torch_unit_pre_forward(unit, &error);
   Py_END_ALLOW_THREADS;
@@ -202,6 +272,7 @@ static PyObject *unit_forward(PyObject *object, PyObject *const *args,
                         Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
   }
 
+  if (check_watched((unit_object *)object) < 0) return NULL;
   cast_context context = {.unit = unit};
   fsdp_torch_unit_input_cast(unit, &context.cast);
   if (!context.cast.is_needed) {
@@ -224,12 +295,26 @@ done:
 
 /* Whole parameters --------------------------------------------------------- */
 
-static PyObject *unit_summon(PyObject *object, PyObject *Py_UNUSED(ignored)) {
+static PyObject *unit_summon(PyObject *object, PyObject *args,
+                             PyObject *kwargs) {
+  static const char *const keywords[] = {"on_first_rank_only", "on_host",
+                                         "with_grads", NULL};
   fsdp_torch_unit *unit = unit_of(object);
   fsdp_error error = {0};
   fsdp_status status;
+  int on_first_rank_only = 0, on_host = 0, with_grads = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$ppp:summon",
+                                   FSDP_KEYWORDS(keywords), &on_first_rank_only,
+                                   &on_host, &with_grads)) {
+    return NULL;
+  }
+  const fsdp_summon_options options = {
+      .on_first_rank_only = on_first_rank_only != 0,
+      .on_host = on_host != 0,
+      .with_grads = with_grads != 0,
+  };
   Py_BEGIN_ALLOW_THREADS;
-  status = fsdp_torch_unit_summon(unit, &error);
+  status = fsdp_torch_unit_summon(unit, &options, &error);
   Py_END_ALLOW_THREADS;
   if (status != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
@@ -272,6 +357,84 @@ static PyObject *unit_bind_flat_params(PyObject *object, PyObject *params) {
     return NULL;
   }
   Py_RETURN_NONE;
+}
+
+/* Changes ------------------------------------------------------------------ */
+
+static PyObject *unit_watch(PyObject *object, PyObject *args) {
+  unit_object *self = (unit_object *)object;
+  PyObject *sequence, *on_change; /* borrowed */
+  if (!PyArg_ParseTuple(args, "OO:watch", &sequence, &on_change)) return NULL;
+  if (!PyCallable_Check(on_change)) {
+    return PyErr_Format(PyExc_TypeError, "on_change must be callable, got %R",
+                        on_change);
+  }
+  PyObject *items = PySequence_Tuple(sequence);
+  if (items == NULL) return NULL;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+    PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed */
+    if (PyTuple_CheckExact(item) && PyTuple_GET_SIZE(item) == 3 &&
+        PyDict_Check(PyTuple_GET_ITEM(item, 0))) {
+      continue;
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "items[%zd] must be a tuple (dict, key, value), got %R", i,
+                 item);
+    Py_DECREF(items);
+    return NULL;
+  }
+  Py_XSETREF(self->watched, items);
+  Py_XSETREF(self->on_change, Py_NewRef(on_change));
+  Py_RETURN_NONE;
+}
+
+static PyObject *unit_replace_param(PyObject *object, PyObject *args) {
+  fsdp_torch_unit *unit = unit_of(object);
+  fsdp_error error = {0};
+  long long index;
+  PyObject *tensor; /* borrowed */
+  if (!PyArg_ParseTuple(args, "LO:replace_param", &index, &tensor)) return NULL;
+  const long long num_params =
+      fsdp_flat_layout_num_params(fsdp_torch_unit_layout(unit));
+  if (index < 0 || index >= num_params) {
+    return PyErr_Format(PyExc_IndexError, "param %lld must be in [0, %lld)",
+                        index, num_params);
+  }
+  if (fsdp_torch_unit_replace_param(unit, index, tensor, &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *unit_set_reduce_hook(PyObject *object, PyObject *args) {
+  fsdp_error error = {0};
+  PyObject *state, *hook; /* borrowed */
+  if (!PyArg_ParseTuple(args, "OO:set_reduce_hook", &state, &hook)) return NULL;
+  if (fsdp_torch_unit_set_reduce_hook(unit_of(object), state, hook, &error) !=
+      FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *unit_clone(PyObject *object, PyObject *params) {
+  PyTypeObject *type = Py_TYPE(object);
+  fsdp_error error = {0};
+  unit_object *self = NULL;
+  PyObject *uses = PySequence_Fast(params, "params must be a sequence");
+  if (uses == NULL) return NULL;
+  self = (unit_object *)type->tp_alloc(type, 0); /* all fields NULL */
+  if (self != NULL &&
+      fsdp_torch_unit_clone(unit_of(object), PySequence_Fast_ITEMS(uses),
+                            PySequence_Fast_GET_SIZE(uses), &self->unit,
+                            &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    Py_CLEAR(self);
+  }
+  Py_DECREF(uses);
+  return (PyObject *)self;
 }
 
 /* Layout ------------------------------------------------------------------- */
@@ -351,6 +514,24 @@ static PyObject *unit_get_state(PyObject *object, void *Py_UNUSED(closure)) {
       fsdp_unit_get_state(fsdp_torch_unit_core(unit_of(object)))));
 }
 
+static PyObject *unit_get_full_precision(PyObject *object,
+                                         void *Py_UNUSED(closure)) {
+  return PyBool_FromLong(
+      fsdp_unit_full_precision(fsdp_torch_unit_core(unit_of(object))));
+}
+
+static int unit_set_full_precision(PyObject *object, PyObject *value,
+                                   void *Py_UNUSED(closure)) {
+  if (value == NULL) {
+    PyErr_SetString(PyExc_AttributeError, "full_precision cannot be deleted");
+    return -1;
+  }
+  const int is_full = PyObject_IsTrue(value);
+  if (is_full < 0) return -1;
+  fsdp_torch_unit_set_full_precision(unit_of(object), is_full != 0);
+  return 0;
+}
+
 static PyObject *unit_get_is_summoned(PyObject *object,
                                       void *Py_UNUSED(closure)) {
   return PyBool_FromLong(
@@ -395,7 +576,8 @@ PyDoc_STRVAR(
     "Unit(name, params, *, shard_group, replica_group, device, param_dtype,\n"
     "     reduce_dtype, use_orig_params, reshard_after_forward,\n"
     "     reshard_after_backward_without_sync, backward_prefetch,\n"
-    "     forward_prefetch, cast_forward_inputs, cast_root_forward_inputs)\n"
+    "     forward_prefetch, cast_forward_inputs, cast_root_forward_inputs,\n"
+    "     keep_low_precision_grads, offloads)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"
@@ -405,8 +587,22 @@ PyDoc_STRVAR(unit_forward_doc,
              "forward($self, module, args, kwargs, /)\n--\n\n"
              "Run module(*args, **kwargs) with whole parameters.");
 PyDoc_STRVAR(unit_summon_doc,
-             "summon($self, /)\n--\n\n"
+             "summon($self, /, *, on_first_rank_only=False, on_host=False,\n"
+             "       with_grads=False)\n--\n\n"
              "Show whole parameters in their own dtype, between steps.");
+PyDoc_STRVAR(unit_watch_doc,
+             "watch($self, items, on_change, /)\n--\n\n"
+             "Let forward call on_change() first if, of an item (dict, key,\n"
+             "value), dict[key] is another object now.");
+PyDoc_STRVAR(unit_replace_doc,
+             "replace_param($self, param, tensor, /)\n--\n\n"
+             "Make `tensor` the unit's parameter number `param`.");
+PyDoc_STRVAR(unit_hook_doc,
+             "set_reduce_hook($self, state, hook, /)\n--\n\n"
+             "Let hook(state, grad[, output]) reduce the gradients.");
+PyDoc_STRVAR(unit_clone_doc,
+             "clone($self, params, /)\n--\n\n"
+             "Return a unit with a copy of the shards, shown by `params`.");
 PyDoc_STRVAR(unit_dismiss_doc,
              "dismiss($self, /, writeback)\n--\n\n"
              "End a summon; with writeback, keep what was written.");
@@ -421,7 +617,12 @@ PyDoc_STRVAR(unit_intersect_doc,
 static PyMethodDef unit_methods[] = {
     {"forward", (PyCFunction)(void (*)(void))unit_forward, METH_FASTCALL,
      unit_forward_doc},
-    {"summon", unit_summon, METH_NOARGS, unit_summon_doc},
+    {"summon", (PyCFunction)(void (*)(void))unit_summon,
+     METH_VARARGS | METH_KEYWORDS, unit_summon_doc},
+    {"watch", unit_watch, METH_VARARGS, unit_watch_doc},
+    {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
+    {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},
+    {"clone", unit_clone, METH_O, unit_clone_doc},
     {"dismiss", (PyCFunction)(void (*)(void))unit_dismiss,
      METH_VARARGS | METH_KEYWORDS, unit_dismiss_doc},
     {"bind_flat_params", unit_bind_flat_params, METH_O, unit_bind_doc},
@@ -433,6 +634,8 @@ static PyMethodDef unit_methods[] = {
 static PyGetSetDef unit_getset[] = {
     {"name", unit_get_name, NULL, "Name for messages.", NULL},
     {"state", unit_get_state, NULL, "Lifecycle state, as 'SHARDED'.", NULL},
+    {"full_precision", unit_get_full_precision, unit_set_full_precision,
+     "Whether the next forward runs in the parameters' own dtype.", NULL},
     {"is_summoned", unit_get_is_summoned, NULL,
      "Whether whole parameters are shown between steps.", NULL},
     {"pending_grads", unit_get_pending_grads, NULL,
@@ -454,16 +657,17 @@ static PyType_Slot unit_slots[] = {
     {Py_tp_doc, FSDP_SLOT(unit_doc)},
     {Py_tp_new, FSDP_SLOT(unit_new)},
     {Py_tp_dealloc, FSDP_SLOT(unit_dealloc)},
+    {Py_tp_traverse, FSDP_SLOT(unit_traverse)},
+    {Py_tp_clear, FSDP_SLOT(unit_clear)},
     {Py_tp_repr, FSDP_SLOT(unit_repr)},
     {Py_tp_methods, FSDP_SLOT(unit_methods)},
     {Py_tp_getset, FSDP_SLOT(unit_getset)},
     {0, NULL},
 };
 
-/* No Py_TPFLAGS_HAVE_GC: the object owns no PyObject other than its type. */
 PyType_Spec fsdp_unit_object_spec = {
     .name = "fsdp_c._native.Unit",
     .basicsize = sizeof(unit_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = unit_slots,
 };

@@ -65,6 +65,8 @@ typedef struct fsdp_torch_unit_options {
   bool forward_prefetch;
   bool cast_forward_inputs;
   bool cast_root_forward_inputs;
+  bool keep_low_precision_grads; /* sharded gradients in param_dtype */
+  bool offloads;                 /* shards and gradients in host memory */
 } fsdp_torch_unit_options;
 
 /*
@@ -81,6 +83,39 @@ typedef struct fsdp_torch_unit_options {
 FSDP_NODISCARD fsdp_status
 fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
                        fsdp_torch_unit **unit, fsdp_error *error);
+
+/*
+ * A unit like `source`, with a copy of its shards and no gradients: `uses` are
+ * other parameter objects, of any values, shared in the same way; they become
+ * views of the copy. unit [out] new reference. GIL.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
+                                                 struct _object *const *uses,
+                                                 int64_t num_uses,
+                                                 fsdp_torch_unit **unit,
+                                                 fsdp_error *error);
+
+/*
+ * Makes `tensor` the unit's parameter `index` in the place of the one before.
+ * Its values, this rank's part or all of them, are copied into the shard; it
+ * becomes a view of it. Between steps only. GIL.
+ *
+ * FSDP_INVALID_ARGUMENT  another dtype or number of elements.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_replace_param(fsdp_torch_unit *unit,
+                                                         int64_t index,
+                                                         struct _object *tensor,
+                                                         fsdp_error *error);
+
+/* Lets hook(state, grad) or, where the unit is sharded, hook(state, grad,
+ * output) stand for the unit's reductions: `grad` is a segment's unsharded
+ * gradient, `output` (1-D, shard_numel) receives this rank's piece. GIL. */
+FSDP_NODISCARD fsdp_status
+fsdp_torch_unit_set_reduce_hook(fsdp_torch_unit *unit, struct _object *state,
+                                struct _object *hook, fsdp_error *error);
+
+/* See fsdp_unit_set_full_precision. */
+void fsdp_torch_unit_set_full_precision(fsdp_torch_unit *unit, bool is_full);
 
 /* Removes the unit from its engine and its hooks from autograd. The parameters
  * stay views of the shard. Accepts NULL. GIL. Cannot fail. */
@@ -127,6 +162,23 @@ struct _object *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
                                            const fsdp_torch_cast *cast,
                                            struct _object *tensor);
 
+/* The inputs of one forward call, whose gradients tell when backward has left
+ * the unit: see Note [Frozen parameters]. */
+typedef struct fsdp_torch_inputs fsdp_torch_inputs;
+
+/* Whether the unit needs that. GIL. */
+bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit);
+/* inputs [out] new reference; the hooks share its content. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
+                                                    fsdp_torch_inputs **inputs,
+                                                    fsdp_error *error);
+/* Hooks one input tensor, if it requires grad. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs,
+                                                  struct _object *tensor,
+                                                  fsdp_error *error);
+/* Accepts NULL. Cannot fail. GIL. */
+void fsdp_torch_inputs_destroy(fsdp_torch_inputs *inputs);
+
 /* may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
                                                        fsdp_error *error);
@@ -145,8 +197,9 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 /* Whole parameters --------------------------------------------------------- */
 
 /* may block */
-FSDP_NODISCARD fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit,
-                                                  fsdp_error *error);
+FSDP_NODISCARD fsdp_status
+fsdp_torch_unit_summon(fsdp_torch_unit *unit,
+                       const fsdp_summon_options *options, fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_dismiss(fsdp_torch_unit *unit,
                                                    bool writeback,
                                                    fsdp_error *error);

@@ -39,6 +39,33 @@ WorkPtr reduce_scatter_base(ProcessGroup &group, at::Tensor &output,
   }
 }
 
+// The forms that a group written in Python can override.
+template <typename ProcessGroup>
+WorkPtr all_gather_base_coalesced(ProcessGroup &group,
+                                  std::vector<at::Tensor> &outputs,
+                                  std::vector<at::Tensor> &inputs) {
+  if constexpr (requires {
+                  group.all_gather_single_coalesced(outputs, inputs);
+                }) {
+    return group.all_gather_single_coalesced(outputs, inputs);
+  } else {
+    return group.allgather_into_tensor_coalesced(outputs, inputs);
+  }
+}
+
+template <typename ProcessGroup>
+WorkPtr reduce_scatter_base_coalesced(ProcessGroup &group,
+                                      std::vector<at::Tensor> &outputs,
+                                      std::vector<at::Tensor> &inputs) {
+  if constexpr (requires {
+                  group.reduce_scatter_single_coalesced(outputs, inputs);
+                }) {
+    return group.reduce_scatter_single_coalesced(outputs, inputs);
+  } else {
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs);
+  }
+}
+
 // Every rank sends and receives equal pieces.
 template <typename ProcessGroup>
 WorkPtr all_to_all_base(ProcessGroup &group, at::Tensor &output,

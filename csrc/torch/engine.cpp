@@ -31,15 +31,21 @@ namespace {
 // elements. A null group means that each rank holds all of them.
 struct NormPart {
   c10d::ProcessGroup *group = nullptr;
+  c10::Device device;  // of all `grads`
   std::vector<at::Tensor> grads;
 };
 
 void add_grad(std::vector<NormPart> &parts, c10d::ProcessGroup *group,
-              const at::Tensor &holder) {
+              c10::Device device, const at::Tensor &holder) {
   auto part = parts.begin();
-  while (part != parts.end() && part->group != group) part++;
+  while (part != parts.end() &&
+         (part->group != group || part->device != device)) {
+    part++;
+  }
   // A rank without gradients takes part in the group's sum all the same.
-  if (part == parts.end()) part = parts.insert(part, NormPart{group, {}});
+  if (part == parts.end()) {
+    part = parts.insert(part, NormPart{group, device, {}});
+  }
   if (holder.defined() && holder.grad().defined() &&
       holder.grad().numel() > 0) {
     part->grads.push_back(holder.grad());
@@ -49,16 +55,13 @@ void add_grad(std::vector<NormPart> &parts, c10d::ProcessGroup *group,
 void add_unit(std::vector<NormPart> &parts, const Unit &unit) {
   c10d::ProcessGroup *group = unit.shard_group.process_group.get();
   if (group != nullptr && group->getSize() == 1) group = nullptr;
+  const c10::Device device = unit.offloads ? c10::kCPU : unit.device;
   for (const Segment &segment : unit.segments) {
-    if (!segment.layout->requires_grad) continue;
-    add_grad(parts, group, segment.flat_param);
+    add_grad(parts, group, device, segment.flat_param);
   }
   if (!unit.use_orig_params) return;
   for (const Param &param : unit.params) {
-    if (unit.segments[static_cast<size_t>(param.segment)]
-            .layout->requires_grad) {
-      add_grad(parts, group, param.tensor);
-    }
+    add_grad(parts, group, device, param.tensor);
   }
 }
 
@@ -78,7 +81,8 @@ at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
   const bool is_max = std::isinf(norm_type);
   at::Tensor total = at::zeros({}, options);
   for (const NormPart &part : parts) {
-    std::vector<at::Tensor> term = {local_term(part, norm_type, options)};
+    std::vector<at::Tensor> term = {
+        local_term(part, norm_type, options).to(options.device())};
     if (part.group != nullptr) {
       c10d::AllreduceOptions reduction;
       reduction.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
@@ -90,16 +94,16 @@ at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
   return is_max ? total : total.pow(1.0 / norm_type);
 }
 
-// The widest master dtype of the trainable parameters: the same on all ranks,
+// The widest dtype of the sharded gradients: the same on all ranks,
 // those without gradients included.
 at::ScalarType norm_dtype(const std::vector<Unit *> &units) {
   at::ScalarType dtype = at::ScalarType::Undefined;
   for (const Unit *unit : units) {
     for (const Segment &segment : unit->segments) {
-      if (!segment.layout->requires_grad) continue;
+      if (!segment.layout->requires_grad && !segment.is_trainable) continue;
       dtype = dtype == at::ScalarType::Undefined
-                  ? segment.master
-                  : c10::promoteTypes(dtype, segment.master);
+                  ? segment.grad
+                  : c10::promoteTypes(dtype, segment.grad);
     }
   }
   return dtype == at::ScalarType::Undefined ? at::kFloat : dtype;
@@ -116,7 +120,8 @@ at::Tensor clip(std::vector<NormPart> &parts, double max_norm, double norm_type,
   // Always multiply: deciding it would make the host wait for the device.
   const at::Tensor scale = (max_norm / (norm + 1e-6)).clamp_max(1.0);
   for (NormPart &part : parts) {
-    if (!part.grads.empty()) at::_foreach_mul_(part.grads, scale);
+    if (part.grads.empty()) continue;
+    at::_foreach_mul_(part.grads, scale.to(part.grads.front().device()));
   }
   return norm.to(dtype);  // as FSDP1 returns it
 }
@@ -140,6 +145,8 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     auto self = std::make_shared<Engine>(units[0]->self->device);
     fsdp_device_ops ops = self->provider.ops();
     fsdp_torch::add_view_ops(&ops);
+    fsdp_torch::add_grad_ops(&ops);
+    fsdp_torch::add_hook_ops(&ops);
     fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
     for (int64_t i = 0; i < num_units && status == FSDP_OK; i++) {
       fsdp_torch::Unit &unit = *units[i]->self;
@@ -196,7 +203,8 @@ fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,
       if (!THPVariable_Check(extra_params[i])) {
         throw std::invalid_argument("a parameter is not a tensor");
       }
-      fsdp_torch::add_grad(parts, nullptr, THPVariable_Unpack(extra_params[i]));
+      const at::Tensor &param = THPVariable_Unpack(extra_params[i]);
+      fsdp_torch::add_grad(parts, nullptr, param.device(), param);
     }
     at::Tensor result;
     {

@@ -85,6 +85,7 @@ void expect_grads(Unit &unit) {
     param.expected_in = graph_task;
     num_grads++;
   }
+  num_grads += count_input_calls(unit);
   fsdp_unit_expect_grads(unit.core, num_grads);
 }
 
@@ -182,12 +183,14 @@ void hook_accumulators(Unit &unit) {
   }
 }
 
+void unhook_accumulator(Param &param) {
+  if (!param.accumulator) return;
+  param.accumulator->del_post_hook(param.hook);
+  param.accumulator = nullptr;
+}
+
 void unhook_accumulators(Unit &unit) {
-  for (Param &param : unit.params) {
-    if (!param.accumulator) continue;
-    param.accumulator->del_post_hook(param.hook);
-    param.accumulator = nullptr;
-  }
+  for (Param &param : unit.params) unhook_accumulator(param);
 }
 
 }  // namespace fsdp_torch

@@ -1,15 +1,13 @@
-// Memory, ordering, copies and collectives for the engine, over torch.
+// Memory, ordering and copies for the engine, over torch.
 #include "torch/provider.hpp"
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
 #include <optional>
 
-#include "torch/compat.hpp"
 #include "torch/guard.hpp"
 
 // A point on a lane: a ticket on the host, an event of the device elsewhere.
@@ -51,14 +49,8 @@ at::Tensor Provider::view(void *data, int64_t numel, fsdp_dtype dtype) const {
       at::TensorOptions().dtype(scalar_type(dtype)).device(device_));
 }
 
-template <typename Body>
-void Provider::on_lane(fsdp_lane lane, Body &&body) const {
-  if (!has_streams_ || lane == FSDP_LANE_COMPUTE) {
-    body();
-    return;
-  }
-  const c10::StreamGuard guard(streams_[lane]);
-  body();
+at::Tensor Provider::host_view(void *data, int64_t nbytes) {
+  return at::from_blob(data, {nbytes}, at::TensorOptions().dtype(at::kByte));
 }
 
 void *Provider::allocate(int64_t nbytes) {
@@ -78,6 +70,29 @@ void Provider::free_block(void *block, fsdp_event *last_use) {
     }
   }
   blocks_.erase(block);
+}
+
+// Pinned, so that copies need not wait for the host.
+void *Provider::allocate_on_host(int64_t nbytes) {
+  at::Tensor block = at::empty(
+      {nbytes},
+      at::TensorOptions().dtype(at::kByte).pinned_memory(has_streams_));
+  void *data = block.data_ptr();
+  host_blocks_.emplace(data, std::move(block));
+  return data;
+}
+
+void Provider::free_on_host(void *block) {
+  host_blocks_.erase(block);
+}
+
+void Provider::synchronize(fsdp_event *event) {
+  if (!event->is_recorded) return;
+  if (has_streams_) {
+    event->event->synchronize();
+  } else {
+    run_until(host_lanes_[event->lane], event->ticket);
+  }
 }
 
 void Provider::record(fsdp_event *event, fsdp_lane lane) {
@@ -124,27 +139,31 @@ void Provider::add_step(fsdp_lane lane, std::function<void()> step) {
   queue.num_added++;
 }
 
+// After a failure the rest, up to the ticket, still has to end, because its
+// memory will be reused; its steps would only work on garbage.
 void Provider::run_until(HostLane &lane, uint64_t ticket) {
+  std::exception_ptr failure;
   while (lane.num_done < ticket && !lane.items.empty()) {
     const HostItem item = std::move(lane.items.front());
     lane.items.pop_front();
-    lane.num_done++;  // also when it throws: it will not run again
-    if (item.work != nullptr) {
-      item.work->wait();
-    } else {
-      item.step();
+    lane.num_done++;
+    try {
+      if (item.work != nullptr) {
+        item.work->wait();
+      } else if (!failure) {
+        item.step();
+      }
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
     }
   }
+  if (failure) std::rethrow_exception(failure);
 }
 
 namespace {
 
 Provider &self(void *context) {
   return *static_cast<Provider *>(context);
-}
-
-const Group &backend_of(const fsdp_group *group) {
-  return *static_cast<const Group *>(group->handle);
 }
 
 fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
@@ -162,6 +181,18 @@ void block_free(void *context, void *block, int64_t /*nbytes*/,
     self(context).free_block(block, last_use);
   } catch (...) {
   }
+}
+
+fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
+                       fsdp_error *error) {
+  GUARDED(error) {
+    *block = self(context).allocate_on_host(nbytes);
+    return FSDP_OK;
+  };
+}
+
+void host_free(void *context, void *block) {
+  self(context).free_on_host(block);
 }
 
 fsdp_status event_create(void * /*context*/, fsdp_event **event,
@@ -188,6 +219,44 @@ fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
                        fsdp_error *error) {
   GUARDED(error) {
     self(context).wait(lane, event);
+    return FSDP_OK;
+  };
+}
+
+fsdp_status event_synchronize(void *context, fsdp_event *event,
+                              fsdp_error *error) {
+  GUARDED(error) {
+    self(context).synchronize(event);
+    return FSDP_OK;
+  };
+}
+
+fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
+                           const void *host, int64_t nbytes,
+                           fsdp_error *error) {
+  GUARDED(error) {
+    const Provider &provider = self(context);
+    const fsdp_dtype bytes = {static_cast<int32_t>(at::kByte), 1};
+    provider.on_lane(lane, [&] {
+      provider.view(device, nbytes, bytes)
+          .copy_(Provider::host_view(const_cast<void *>(host), nbytes),
+                 /*non_blocking=*/true);
+    });
+    return FSDP_OK;
+  };
+}
+
+fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
+                         const void *device, int64_t nbytes,
+                         fsdp_error *error) {
+  GUARDED(error) {
+    const Provider &provider = self(context);
+    const fsdp_dtype bytes = {static_cast<int32_t>(at::kByte), 1};
+    provider.on_lane(lane, [&] {
+      Provider::host_view(host, nbytes)
+          .copy_(provider.view(const_cast<void *>(device), nbytes, bytes),
+                 /*non_blocking=*/true);
+    });
     return FSDP_OK;
   };
 }
@@ -298,130 +367,6 @@ fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
   };
 }
 
-// Collectives ---------------------------------------------------------------
-
-// Grouping: with NCCL through c10d each call is a launch of its own; the
-// native NCCL provider merges them.
-fsdp_status group_begin(void * /*context*/, fsdp_lane /*lane*/,
-                        const fsdp_group * /*group*/, fsdp_error * /*error*/) {
-  return FSDP_OK;
-}
-
-fsdp_status group_end(void * /*context*/, fsdp_lane /*lane*/,
-                      const fsdp_group * /*group*/, fsdp_error * /*error*/) {
-  return FSDP_OK;
-}
-
-// gloo gathers through a buffer of its own and copies twice. One broadcast per
-// rank, all in flight together and in place, is faster for few ranks; with
-// many, its world_size messages of log(world_size) hops are not.
-constexpr int64_t kMaxBroadcastRanks = 8;
-
-void gather_by_broadcasts(Provider &provider, fsdp_lane lane,
-                          const fsdp_group *group, void *output,
-                          const void *input, int64_t shard_numel,
-                          fsdp_dtype dtype) {
-  const int64_t nbytes = shard_numel * dtype.itemsize;
-  char *slot = static_cast<char *>(output) + group->rank * nbytes;
-  if (slot != input) std::memcpy(slot, input, static_cast<size_t>(nbytes));
-  for (int64_t root = 0; root < group->world_size; root++) {
-    std::vector<at::Tensor> piece = {provider.view(
-        static_cast<char *>(output) + root * nbytes, shard_numel, dtype)};
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    provider.add_work(
-        lane, backend_of(group).process_group->broadcast(piece, options));
-  }
-}
-
-fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
-                       void *output, const void *input, int64_t shard_numel,
-                       fsdp_dtype dtype, fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = self(context);
-    const Group &backend = backend_of(group);
-    if (shard_numel == 0) return FSDP_OK;
-    if (backend.is_gloo && group->world_size <= kMaxBroadcastRanks) {
-      gather_by_broadcasts(provider, lane, group, output, input, shard_numel,
-                           dtype);
-      return FSDP_OK;
-    }
-    at::Tensor whole =
-        provider.view(output, shard_numel * group->world_size, dtype);
-    at::Tensor piece =
-        provider.view(const_cast<void *>(input), shard_numel, dtype);
-    c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(lane, [&] {
-      work = all_gather_base(*backend.process_group, whole, piece);
-    });
-    provider.add_work(lane, std::move(work));
-    return FSDP_OK;
-  };
-}
-
-// Each rank sends its part for every other rank and adds up what it got: half
-// the time of gloo's own reduce-scatter, and the sum's order is that of the
-// ranks.
-void reduce_by_all_to_all(Provider &provider, fsdp_lane lane,
-                          const fsdp_group *group, void *buffer, void *scratch,
-                          int64_t shard_numel, fsdp_dtype dtype) {
-  const int64_t numel = shard_numel * group->world_size;
-  at::Tensor received = provider.view(scratch, numel, dtype);
-  at::Tensor sent = provider.view(buffer, numel, dtype);
-  provider.add_work(
-      lane, all_to_all_base(*backend_of(group).process_group, received, sent));
-  at::Tensor own = sent.narrow(0, group->rank * shard_numel, shard_numel);
-  const int64_t world_size = group->world_size;
-  provider.add_step(lane, [received, own, world_size]() mutable {
-    const at::Tensor pieces = received.view({world_size, -1});
-    if (world_size == 2) {
-      at::add_out(own, pieces[0], pieces[1]);
-    } else {
-      at::sum_out(own, pieces, /*dim=*/{0});
-    }
-  });
-}
-
-fsdp_status reduce_scatter(void *context, fsdp_lane lane,
-                           const fsdp_group *group, void *buffer, void *scratch,
-                           int64_t shard_numel, fsdp_dtype dtype,
-                           fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = self(context);
-    if (shard_numel == 0) return FSDP_OK;
-    if (scratch != nullptr) {
-      reduce_by_all_to_all(provider, lane, group, buffer, scratch, shard_numel,
-                           dtype);
-      return FSDP_OK;
-    }
-    at::Tensor whole =
-        provider.view(buffer, shard_numel * group->world_size, dtype);
-    at::Tensor own = whole.narrow(0, group->rank * shard_numel, shard_numel);
-    c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(lane, [&] {
-      work = reduce_scatter_base(*backend_of(group).process_group, own, whole);
-    });
-    provider.add_work(lane, std::move(work));
-    return FSDP_OK;
-  };
-}
-
-fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
-                       void *buffer, int64_t numel, fsdp_dtype dtype,
-                       fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = self(context);
-    if (numel == 0) return FSDP_OK;
-    std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
-    c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(lane, [&] {
-      work = backend_of(group).process_group->allreduce(tensors);
-    });
-    provider.add_work(lane, std::move(work));
-    return FSDP_OK;
-  };
-}
-
 }  // namespace
 
 fsdp_device_ops Provider::ops() {
@@ -433,14 +378,15 @@ fsdp_device_ops Provider::ops() {
   table.event_destroy = event_destroy;
   table.event_record = event_record;
   table.event_wait = event_wait;
+  table.event_synchronize = event_synchronize;
+  table.host_alloc = host_alloc;
+  table.host_free = host_free;
+  table.copy_to_device = copy_to_device;
+  table.copy_to_host = copy_to_host;
   table.cast = cast;
   table.pack = pack;
   table.accumulate = accumulate;
-  table.group_begin = group_begin;
-  table.group_end = group_end;
-  table.all_gather = all_gather;
-  table.reduce_scatter = reduce_scatter;
-  table.all_reduce = all_reduce;
+  add_collective_ops(&table);
   return table;
 }
 

@@ -1,9 +1,11 @@
 // The provider: fills the port from ATen, c10 streams and c10d, for one device.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <array>
@@ -21,6 +23,9 @@ namespace fsdp_torch {
 struct Group {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
   bool is_gloo = false;
+  // Without one (a group written in Python) only the calls that Python can
+  // override work.
+  bool has_backend = true;
 };
 
 class Provider {
@@ -39,9 +44,24 @@ class Provider {
   // A tensor over memory that somebody else owns.
   at::Tensor view(void *data, int64_t numel, fsdp_dtype dtype) const;
 
+  // The same of host memory.
+  static at::Tensor host_view(void *data, int64_t nbytes);
+
+  void *allocate_on_host(int64_t nbytes);
+  void free_on_host(void *block);
+  // The host waits for the event.
+  void synchronize(fsdp_event *event);
+
   // Runs `body` with the lane's stream as the current one.
   template <typename Body>
-  void on_lane(fsdp_lane lane, Body &&body) const;
+  void on_lane(fsdp_lane lane, Body &&body) const {
+    if (!has_streams_ || lane == FSDP_LANE_COMPUTE) {
+      body();
+      return;
+    }
+    const c10::StreamGuard guard(streams_[lane]);
+    body();
+  }
 
   // Queues `work` on a host lane; makes a stream lane wait for it.
   void add_work(fsdp_lane lane, c10::intrusive_ptr<c10d::Work> work);
@@ -49,6 +69,7 @@ class Provider {
   void add_step(fsdp_lane lane, std::function<void()> step);
 
   bool has_streams() const { return has_streams_; }
+  c10::Device device() const { return device_; }
 
  private:
   // Note [Lanes on a host device] in device_ops.h.
@@ -68,6 +89,10 @@ class Provider {
   std::vector<c10::Stream> streams_;  // by lane; COMPUTE is the current one
   std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
   std::unordered_map<void *, c10::DataPtr> blocks_;
+  std::unordered_map<void *, at::Tensor> host_blocks_;
 };
+
+// collectives.cpp
+void add_collective_ops(fsdp_device_ops *ops);
 
 }  // namespace fsdp_torch

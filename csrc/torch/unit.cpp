@@ -1,13 +1,11 @@
-// Units: flattening parameters, and the calls around a unit's forward.
+// Units: flattening parameters into shards, copying a unit, taking it apart.
 #include "torch/unit.hpp"
 
 #include <ATen/ATen.h>
 #include <Python.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -43,14 +41,14 @@ Group group_from(PyObject *object, c10::Device device) {
         group.process_group->getBackend(device.type())->getBackendName() ==
         "gloo";
   } catch (const std::exception &) {
-    group.is_gloo = false;  // a user's own group: only the general calls
+    group.has_backend = false;  // a user's own group
   }
   return group;
 }
 
-fsdp_group core_group(Group &group) {
+fsdp_group core_group(const Group &group) {
   fsdp_group result = {};
-  result.handle = &group;
+  result.handle = const_cast<Group *>(&group);
   result.world_size = group.process_group ? group.process_group->getSize() : 1;
   result.rank = group.process_group ? group.process_group->getRank() : 0;
   return result;
@@ -73,7 +71,7 @@ void check_param(const std::string &unit, size_t index, PyObject *object) {
 }
 
 // How each segment is held, from the unit's dtypes.
-void choose_dtypes(Unit &unit, PyObject *param_dtype, PyObject *reduce_dtype) {
+void choose_dtypes(Unit &unit, const fsdp_torch_unit_options &options) {
   const auto num_segments = fsdp_flat_layout_num_segments(unit.layout);
   for (int64_t i = 0; i < num_segments; i++) {
     Segment segment;
@@ -82,9 +80,11 @@ void choose_dtypes(Unit &unit, PyObject *param_dtype, PyObject *reduce_dtype) {
     segment.compute = segment.master;
     segment.reduce = segment.master;
     if (c10::isFloatingType(segment.master)) {
-      segment.compute = dtype_or(param_dtype, segment.master);
-      segment.reduce = dtype_or(reduce_dtype, segment.compute);
+      segment.compute = dtype_or(options.param_dtype, segment.master);
+      segment.reduce = dtype_or(options.reduce_dtype, segment.compute);
     }
+    segment.grad =
+        options.keep_low_precision_grads ? segment.compute : segment.master;
     unit.segments.push_back(std::move(segment));
   }
 }
@@ -103,8 +103,23 @@ int32_t smallest_itemsize(const std::vector<fsdp_param_spec> &specs,
   return smallest;
 }
 
-fsdp_status make_layout(Unit &unit, const fsdp_torch_unit_options &options,
-                        int64_t world_size, fsdp_error *error) {
+// Makes the table and the layout of `specs`, one per use.
+fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
+                        fsdp_error *error) {
+  const auto num_uses = static_cast<int64_t>(specs.size());
+  const fsdp_status status =
+      fsdp_param_table_create(specs.data(), num_uses, &unit.table, error);
+  if (status != FSDP_OK) return status;
+  for (int64_t i = 0; i < num_uses; i++) {
+    unit.param_of_use.push_back(fsdp_param_table_param_of_use(unit.table, i));
+  }
+  return fsdp_flat_layout_create(unit.table,
+                                 core_group(unit.shard_group).world_size,
+                                 unit.smallest_itemsize, &unit.layout, error);
+}
+
+std::vector<fsdp_param_spec> specs_of(const Unit &unit,
+                                      const fsdp_torch_unit_options &options) {
   std::vector<fsdp_param_spec> specs;
   for (int64_t i = 0; i < options.num_uses; i++) {
     check_param(unit.name, static_cast<size_t>(i), options.uses[i]);
@@ -116,40 +131,40 @@ fsdp_status make_layout(Unit &unit, const fsdp_torch_unit_options &options,
     spec.requires_grad = tensor.requires_grad();
     specs.push_back(spec);
   }
-  fsdp_status status = fsdp_param_table_create(specs.data(), options.num_uses,
-                                               &unit.table, error);
-  if (status != FSDP_OK) return status;
-  for (int64_t i = 0; i < options.num_uses; i++) {
-    unit.param_of_use.push_back(fsdp_param_table_param_of_use(unit.table, i));
-  }
-  return fsdp_flat_layout_create(
-      unit.table, world_size,
-      smallest_itemsize(specs, options.param_dtype, options.reduce_dtype),
-      &unit.layout, error);
+  return specs;
 }
 
-// Copies this rank's part of every parameter into fresh shards.
-void fill_shards(Unit &unit, const fsdp_torch_unit_options &options,
-                 int64_t rank) {
+void make_shards(Unit &unit) {
   for (Segment &segment : unit.segments) {
-    segment.shard = at::zeros(
-        {segment.layout->shard_numel},
-        at::TensorOptions().dtype(segment.master).device(unit.device));
+    segment.shard = at::zeros({segment.layout->shard_numel},
+                              shard_options(unit, segment.master));
   }
+}
+
+// The unit's parameter number `index`, without views.
+Param make_param(const Unit &unit, int64_t index, const at::Tensor &tensor,
+                 at::IntArrayRef sizes) {
+  Param param;
+  param.tensor = tensor;
+  param.sizes = sizes.vec();
+  param.segment = fsdp_flat_layout_slot(unit.layout, index)->segment;
+  fsdp_flat_layout_intersect(unit.layout, core_group(unit.shard_group).rank,
+                             index, &param.in_param, &param.in_shard);
+  return param;
+}
+
+// Copies this rank's part of every parameter into the shards.
+void fill_shards(Unit &unit, const fsdp_torch_unit_options &options) {
   const int64_t num_params = fsdp_flat_layout_num_params(unit.layout);
   for (int64_t i = 0; i < num_params; i++) {
-    Param param;
-    param.tensor = THPVariable_Unpack(
+    const at::Tensor &tensor = THPVariable_Unpack(
         options.uses[fsdp_param_table_first_use(unit.table, i)]);
-    param.sizes = param.tensor.sizes().vec();
-    param.segment = fsdp_flat_layout_slot(unit.layout, i)->segment;
-    fsdp_flat_layout_intersect(unit.layout, rank, i, &param.in_param,
-                               &param.in_shard);
+    Param param = make_param(unit, i, tensor, tensor.sizes());
     if (param.local_numel() > 0) {
       unit.segments[static_cast<size_t>(param.segment)]
           .shard.slice(0, param.in_shard.begin, param.in_shard.end)
-          .copy_(param.tensor.detach().reshape({-1}).slice(
-              0, param.in_param.begin, param.in_param.end));
+          .copy_(tensor.detach().reshape({-1}).slice(0, param.in_param.begin,
+                                                     param.in_param.end));
     }
     unit.params.push_back(std::move(param));
   }
@@ -163,17 +178,37 @@ double fp16_prescale(int64_t num_ranks) {
   return 1.0 / static_cast<double>(factor);
 }
 
-fsdp_status make_core(Unit &unit, const fsdp_torch_unit_options &options,
-                      fsdp_error *error) {
-  fsdp_unit_options core = {};
-  std::vector<fsdp_segment_options> segments;
+// What of the options does not depend on the parameters.
+void choose_settings(Unit &unit, const fsdp_torch_unit_options &options) {
+  fsdp_unit_options &settings = unit.settings;
   bool has_fp16 = false;
+  for (const Segment &segment : unit.segments) {
+    has_fp16 = has_fp16 || segment.reduce == at::ScalarType::Half;
+  }
+  const int64_t shard_world_size = core_group(unit.shard_group).world_size;
+  settings.reshard_after_forward = options.reshard_after_forward;
+  settings.reshard_after_backward_without_sync =
+      options.reshard_after_backward_without_sync;
+  settings.backward_prefetch = options.backward_prefetch;
+  settings.forward_prefetch = options.forward_prefetch;
+  settings.prescale =
+      has_fp16 ? fp16_prescale(shard_world_size *
+                               core_group(unit.replica_group).world_size)
+               : 1.0;
+  settings.needs_reduce_scratch =
+      unit.shard_group.is_gloo && shard_world_size > 1;
+  settings.offloads = unit.offloads;
+}
+
+fsdp_status make_core(Unit &unit, fsdp_error *error) {
+  fsdp_unit_options core = unit.settings;
+  std::vector<fsdp_segment_options> segments;
   for (const Segment &segment : unit.segments) {
     fsdp_segment_options item = {};
     item.param_dtype = core_dtype(segment.compute);
     item.reduce_dtype = core_dtype(segment.reduce);
+    item.grad_dtype = core_dtype(segment.grad);
     item.shard = segment.shard.data_ptr();
-    has_fp16 = has_fp16 || segment.reduce == at::ScalarType::Half;
     segments.push_back(item);
   }
   core.name = unit.name.c_str();
@@ -182,23 +217,20 @@ fsdp_status make_core(Unit &unit, const fsdp_torch_unit_options &options,
   core.segments = segments.data();
   core.shard_group = core_group(unit.shard_group);
   core.replica_group = core_group(unit.replica_group);
-  core.reshard_after_forward = options.reshard_after_forward;
-  core.reshard_after_backward_without_sync =
-      options.reshard_after_backward_without_sync;
-  core.backward_prefetch = options.backward_prefetch;
-  core.forward_prefetch = options.forward_prefetch;
-  core.prescale = has_fp16 ? fp16_prescale(core.shard_group.world_size *
-                                           core.replica_group.world_size)
-                           : 1.0;
-  core.needs_reduce_scratch =
-      unit.shard_group.is_gloo && core.shard_group.world_size > 1;
   return fsdp_unit_create(&core, &unit.core, error);
 }
 
-// Whether a forward that runs now is activation checkpointing's, in backward.
-bool is_recomputation(const Engine &engine) {
-  return torch::autograd::get_current_graph_task_id() != -1 &&
-         fsdp_engine_in_backward(engine.core);
+// Views, core and handle; the parameters then show the shards.
+fsdp_status finish_unit(Unit &unit, fsdp_error *error) {
+  make_views(unit);
+  const fsdp_status status = make_core(unit, error);
+  if (status != FSDP_OK) return status;
+  for (Segment &segment : unit.segments) {
+    segment.is_trainable = segment.layout->requires_grad;
+  }
+  unit.handle = std::make_shared<UnitHandle>();
+  unit.handle->unit = &unit;
+  return FSDP_OK;
 }
 
 }  // namespace
@@ -220,7 +252,6 @@ Unit::~Unit() {
 
 }  // namespace fsdp_torch
 
-using fsdp_torch::Engine;
 using fsdp_torch::Unit;
 
 extern "C" {
@@ -250,23 +281,24 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
       self->param_dtype_code = static_cast<int32_t>(
           fsdp_torch::dtype_or(options->param_dtype, at::ScalarType::Float));
     }
+    // On the CPU, shards are in host memory and need no copies.
+    self->offloads = options->offloads && !self->device.is_cpu();
     self->shard_group =
         fsdp_torch::group_from(options->shard_group, self->device);
     self->replica_group =
         fsdp_torch::group_from(options->replica_group, self->device);
-    const fsdp_group shard_group = fsdp_torch::core_group(self->shard_group);
 
-    fsdp_status status =
-        fsdp_torch::make_layout(*self, *options, shard_group.world_size, error);
+    const auto specs = fsdp_torch::specs_of(*self, *options);
+    self->smallest_itemsize = fsdp_torch::smallest_itemsize(
+        specs, options->param_dtype, options->reduce_dtype);
+    fsdp_status status = fsdp_torch::make_layout(*self, specs, error);
     if (status != FSDP_OK) return status;
-    fsdp_torch::choose_dtypes(*self, options->param_dtype,
-                              options->reduce_dtype);
-    fsdp_torch::fill_shards(*self, *options, shard_group.rank);
-    fsdp_torch::make_views(*self);
-    status = fsdp_torch::make_core(*self, *options, error);
+    fsdp_torch::choose_dtypes(*self, *options);
+    fsdp_torch::choose_settings(*self, *options);
+    fsdp_torch::make_shards(*self);
+    fsdp_torch::fill_shards(*self, *options);
+    status = fsdp_torch::finish_unit(*self, error);
     if (status != FSDP_OK) return status;
-    self->handle = std::make_shared<fsdp_torch::UnitHandle>();
-    self->handle->unit = self.get();
     auto *result = new fsdp_torch_unit{self};
     fsdp_torch::show_sharded(*self);  // the parameters' old memory goes
     *unit = result;
@@ -274,8 +306,78 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
   };
 }
 
+fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
+                                  PyObject *const *uses, int64_t num_uses,
+                                  fsdp_torch_unit **unit, fsdp_error *error) {
+  GUARDED(error) {
+    const at::NoGradGuard no_grad;
+    const Unit &from = *source->self;
+    if (num_uses != static_cast<int64_t>(from.param_of_use.size())) {
+      throw std::invalid_argument("a clone needs one parameter per use");
+    }
+    auto self = std::make_shared<Unit>();
+    self->name = from.name;
+    self->device = from.device;
+    self->use_orig_params = from.use_orig_params;
+    self->offloads = from.offloads;
+    self->cast_forward_inputs = from.cast_forward_inputs;
+    self->cast_root_forward_inputs = from.cast_root_forward_inputs;
+    self->param_dtype_code = from.param_dtype_code;
+    self->shard_group = from.shard_group;
+    self->replica_group = from.replica_group;
+    self->smallest_itemsize = from.smallest_itemsize;
+    self->settings = from.settings;
+    std::vector<fsdp_param_spec> specs;
+    for (int64_t i = 0; i < num_uses; i++) {
+      fsdp_torch::check_param(self->name, static_cast<size_t>(i), uses[i]);
+      const int64_t index = from.param_of_use[static_cast<size_t>(i)];
+      fsdp_param_spec spec = *fsdp_param_table_spec(from.table, index);
+      spec.key = reinterpret_cast<uint64_t>(
+          THPVariable_Unpack(uses[i]).unsafeGetTensorImpl());
+      specs.push_back(spec);
+    }
+    fsdp_status status = fsdp_torch::make_layout(*self, specs, error);
+    if (status != FSDP_OK) return status;
+    if (self->param_of_use != from.param_of_use) {
+      throw std::invalid_argument("the parameters are shared in another way");
+    }
+    for (size_t i = 0; i < from.segments.size(); i++) {
+      const fsdp_torch::Segment &like = from.segments[i];
+      fsdp_torch::Segment segment;
+      segment.layout =
+          fsdp_flat_layout_segment(self->layout, static_cast<int64_t>(i));
+      segment.master = like.master;
+      segment.compute = like.compute;
+      segment.reduce = like.reduce;
+      segment.grad = like.grad;
+      self->segments.push_back(std::move(segment));
+    }
+    fsdp_torch::make_shards(*self);
+    for (size_t i = 0; i < from.segments.size(); i++) {
+      self->segments[i].shard.copy_(from.segments[i].shard);
+    }
+    for (size_t i = 0; i < from.params.size(); i++) {
+      const int64_t first =
+          fsdp_param_table_first_use(self->table, static_cast<int64_t>(i));
+      self->params.push_back(fsdp_torch::make_param(
+          *self, static_cast<int64_t>(i), THPVariable_Unpack(uses[first]),
+          from.params[i].sizes));
+    }
+    status = fsdp_torch::finish_unit(*self, error);
+    if (status != FSDP_OK) return status;
+    auto *result = new fsdp_torch_unit{self};
+    fsdp_torch::show_sharded(*self);
+    *unit = result;
+    return FSDP_OK;
+  };
+}
+
 void fsdp_torch_unit_destroy(fsdp_torch_unit *unit) {
   delete unit;
+}
+
+void fsdp_torch_unit_set_full_precision(fsdp_torch_unit *unit, bool is_full) {
+  fsdp_unit_set_full_precision(unit->self->core, is_full);
 }
 
 const fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit) {
@@ -320,6 +422,7 @@ fsdp_status fsdp_torch_unit_bind_flat_params(fsdp_torch_unit *unit,
                        unit->self->name.c_str(), segments.size(),
                        static_cast<long long>(num_flat_params));
     }
+    unit->self->grad_places.clear();
     for (size_t i = 0; i < segments.size(); i++) {
       if (!THPVariable_Check(flat_params[i])) {
         throw std::invalid_argument("a flat parameter is not a tensor");
@@ -330,91 +433,15 @@ fsdp_status fsdp_torch_unit_bind_flat_params(fsdp_torch_unit *unit,
   };
 }
 
-void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
-                                fsdp_torch_cast *cast) {
-  const Unit &self = *unit->self;
-  const fsdp_engine *core = self.engine ? self.engine->core : nullptr;
-  const bool is_root = core != nullptr && !fsdp_engine_in_forward(core) &&
-                       !fsdp_engine_in_backward(core);
-  const bool is_wanted =
-      self.cast_forward_inputs || (is_root && self.cast_root_forward_inputs);
-  const bool is_cast = is_wanted && !fsdp_unit_is_summoned(self.core);
-  cast->dtype_code = is_cast ? self.param_dtype_code : -1;
-  cast->is_needed = cast->dtype_code >= 0 || (is_root && !self.device.is_cpu());
-}
-
-PyObject *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
-                                     const fsdp_torch_cast *cast,
-                                     PyObject *tensor) {
-  HANDLE_TH_ERRORS
-  const at::Tensor &input = THPVariable_Unpack(tensor);
-  const bool is_cast = cast->dtype_code >= 0 && input.is_floating_point();
-  const auto dtype = is_cast ? static_cast<at::ScalarType>(cast->dtype_code)
-                             : input.scalar_type();
-  if (input.scalar_type() == dtype && input.device() == unit->self->device) {
-    return Py_NewRef(tensor);
-  }
-  return THPVariable_Wrap(
-      input.to(unit->self->device, dtype, /*non_blocking=*/true));
-  END_HANDLE_TH_ERRORS
-}
-
-fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
-                                        fsdp_error *error) {
+fsdp_status fsdp_torch_unit_replace_param(fsdp_torch_unit *unit, int64_t index,
+                                          PyObject *tensor, fsdp_error *error) {
   GUARDED(error) {
-    Unit &self = *unit->self;
-    if (!self.engine) return fsdp_unit_pre_forward(self.core, false, error);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
-    self.engine->recover();
-    const bool in_backward = fsdp_torch::is_recomputation(*self.engine);
-    const fsdp_status status =
-        fsdp_unit_pre_forward(self.core, in_backward, error);
-    if (status == FSDP_OK && c10::GradMode::is_enabled() &&
-        !fsdp_unit_is_summoned(self.core)) {
-      fsdp_torch::hook_accumulators(self);
-    }
-    return status;
-  };
-}
-
-fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
-                                         bool expects_backward,
-                                         fsdp_error *error) {
-  GUARDED(error) {
-    Unit &self = *unit->self;
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
-    const bool in_backward = fsdp_torch::is_recomputation(*self.engine);
-    return fsdp_unit_post_forward(self.core, in_backward, expects_backward,
-                                  error);
-  };
-}
-
-void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) noexcept {
-  Unit &self = *unit->self;
-  if (!self.engine) return;
-  const std::lock_guard<std::mutex> lock(self.engine->mutex);
-  fsdp_unit_abandon_forward(self.core,
-                            fsdp_torch::is_recomputation(*self.engine));
-}
-
-fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit, fsdp_error *error) {
-  GUARDED(error) {
-    Unit &self = *unit->self;
-    if (!self.engine) return fsdp_unit_summon(self.core, error);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
-    self.engine->recover();
-    return fsdp_unit_summon(self.core, error);
-  };
-}
-
-fsdp_status fsdp_torch_unit_dismiss(fsdp_torch_unit *unit, bool writeback,
-                                    fsdp_error *error) {
-  GUARDED(error) {
-    Unit &self = *unit->self;
-    if (!self.engine) return fsdp_unit_dismiss(self.core, writeback, error);
-    const std::lock_guard<std::mutex> lock(self.engine->mutex);
     const at::NoGradGuard no_grad;
-    return fsdp_unit_dismiss(self.core, writeback, error);
+    Unit &self = *unit->self;
+    fsdp_torch::check_param(self.name, static_cast<size_t>(index), tensor);
+    fsdp_torch::replace_param(self, static_cast<size_t>(index),
+                              THPVariable_Unpack(tensor));
+    return FSDP_OK;
   };
 }
 

@@ -12,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/TensorOptions.h>
 
 #include <atomic>
 #include <memory>
@@ -46,18 +47,27 @@ struct Engine {
   std::atomic<bool> is_aborted{false};
 };
 
+using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
+
 struct Segment {
   const fsdp_segment *layout = nullptr;  // borrowed
   at::ScalarType master = at::ScalarType::Undefined;
   at::ScalarType compute = at::ScalarType::Undefined;
   at::ScalarType reduce = at::ScalarType::Undefined;
-  at::Tensor shard;       // [shard_numel], master
-  at::Tensor grad_shard;  // likewise; undefined until the first reduction
+  at::ScalarType grad = at::ScalarType::Undefined;  // of grad_shard
+  bool is_trainable = false;                        // as the core has it
+  bool wants_grad = false;  // some parameter requires grad now
+  at::Tensor shard;         // [shard_numel], master
+  at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
   at::Tensor flat_param;  // use_orig_params=False
-  c10::intrusive_ptr<c10::StorageImpl> unsharded;
-  c10::intrusive_ptr<c10::StorageImpl> full;
-  c10::intrusive_ptr<c10::StorageImpl> unsharded_grad;
+  StoragePtr unsharded;
+  StoragePtr full;                 // on the unit's device
+  StoragePtr full_on_host;         // null until a summon needs it
+  StoragePtr unsharded_grad;       // null until no_sync needs it
+  StoragePtr partial_grad;         // likewise, no_sync(sharded=True)
+  StoragePtr full_grad;            // of a summon with gradients
   at::Tensor flat_unsharded_grad;  // use_orig_params=False
+  at::Tensor flat_partial_grad;    // likewise
 };
 
 struct Param {
@@ -69,19 +79,34 @@ struct Param {
   at::Tensor sharded;
   at::Tensor unsharded;
   at::Tensor full;
+  at::Tensor full_on_host;
   at::Tensor grad;            // view of the sharded gradient
   at::Tensor unsharded_grad;  // view of the unsharded one
+  at::Tensor partial_grad;    // view of the partial one
+  at::Tensor full_grad;       // view of the summoned one, while it is open
   NodePtr accumulator;
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
 
+  int64_t numel() const { return unsharded.numel(); }
   int64_t local_numel() const { return in_param.end - in_param.begin; }
+};
+
+// Where the user sees gradients: on a parameter or on a flat parameter.
+struct GradPlace {
+  at::Tensor *holder;
+  Segment *segment;
+  Param *param;  // nullptr: the holder is the segment's flat parameter
 };
 
 // What hooks hold: the unit may die before the graph does.
 struct UnitHandle {
   Unit *unit = nullptr;
 };
+
+// The user's communication hook: hook(state, grad[, output]). Needs the GIL.
+struct ReduceHook;
+struct InputCall;
 
 struct Unit : std::enable_shared_from_this<Unit> {
   Unit() = default;
@@ -92,34 +117,81 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::string name;
   c10::Device device{c10::DeviceType::CPU};
   bool use_orig_params = true;
+  bool offloads = false;  // shards are in host memory, the device is elsewhere
   bool cast_forward_inputs = false;
   bool cast_root_forward_inputs = false;
   int32_t param_dtype_code = -1;  // -1: no cast
   Group shard_group;
   Group replica_group;
+  int32_t smallest_itemsize = 1;    // of the layout's alignment
+  fsdp_unit_options settings = {};  // without what points somewhere
   fsdp_param_table *table = nullptr;
   fsdp_flat_layout *layout = nullptr;
   std::vector<int64_t> param_of_use;
   std::vector<Segment> segments;
   std::vector<Param> params;
+  std::vector<GradPlace> grad_places;  // unit_grads.cpp
+  uint64_t marked_version = 0;         // unit_views.cpp
   fsdp_unit *core = nullptr;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<UnitHandle> handle;
   int graph_task = -1;  // in which the expected gradients were counted
+  std::shared_ptr<ReduceHook> reduce_hook;  // null: none
+  // Forward calls whose inputs are hooked; see Note [Frozen parameters].
+  std::vector<std::weak_ptr<InputCall>> input_calls;
 };
 
-// unit_views.cpp: the functions of the port that touch tensors.
+// storage_views.cpp: views over storages that come and go.
+StoragePtr empty_storage(c10::Device device);
+// A view that may lie over a storage that holds nothing yet.
+at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
+                     at::ScalarType dtype, at::IntArrayRef sizes,
+                     int64_t offset);
+// Points the storage at memory that somebody else owns.
+void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
+// Empties it; reading it is an error that names the unit.
+void detach(const Unit &unit, c10::StorageImpl &storage);
+const c10::StorageImpl *storage_of(const at::Tensor &tensor);
+bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage);
+// The dispatch keys of a plain tensor on `device`.
+c10::DispatchKeySet keys_of(c10::Device device);
+// Options of the unit's shards and sharded gradients.
+at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype);
+// Raises: the user replaced `what` by `value`.
+[[noreturn]] void refuse(const Unit &unit, const std::string &what,
+                         const at::Tensor &value, const std::string &remedy);
+Unit &unit_of(void *owner);
+
+// unit_views.cpp: the functions of the port that show parameters.
 void add_view_ops(fsdp_device_ops *ops);
 // Makes the view tables. The shards exist.
 void make_views(Unit &unit);
 // Points every parameter at its sharded view.
 void show_sharded(Unit &unit);
+// Tells the core which segments have parameters that require grad now.
+void follow_requires_grad(Unit &unit);
+// Makes `tensor` the unit's parameter in the place of the one before: its value
+// goes into the shard, its memory away.
+void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
+
+// unit_grads.cpp: the functions of the port that show gradients.
+void add_grad_ops(fsdp_device_ops *ops);
+
+// reduce_hook.cpp
+void add_hook_ops(fsdp_device_ops *ops);
 
 // hooks.cpp
 // Makes the grad accumulators of trainable parameters and hooks them; the
 // parameters are unsharded, because an accumulator remembers sizes and dtype.
 void hook_accumulators(Unit &unit);
+void unhook_accumulator(Param &param);
 void unhook_accumulators(Unit &unit);
+// input_hooks.cpp: see Note [Frozen parameters].
+// How many of the unit's forward calls will have their inputs' gradients
+// computed in the running graph task.
+int64_t count_input_calls(Unit &unit);
+// Whether the running graph task computes what `node` receives.
+bool will_receive(torch::autograd::Node *node);
 
 }  // namespace fsdp_torch
 

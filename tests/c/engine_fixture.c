@@ -3,7 +3,6 @@
  */
 #include "engine_fixture.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 #include "base/alloc.h"
@@ -72,6 +71,25 @@ static fsdp_status show_params(void *context, void *owner, fsdp_view view,
   return FSDP_OK;
 }
 
+/* Leaves the mean over the ranks, which is the gradient, in this rank's slot.
+ */
+static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
+                               int64_t segment, void *buffer,
+                               fsdp_error *error) {
+  model_unit *unit = owner;
+  const fsdp_segment *layout = fsdp_flat_layout_segment(unit->layout, segment);
+  const int64_t nbytes = layout->shard_numel * unit->reduce_itemsize[segment];
+  const fsdp_status status = recorder_ops(context)->reduce_hook(
+      context, owner, lane, segment, buffer, error);
+  if (status != FSDP_OK) return status;
+  recorder_touch(context, (int)lane, buffer, nbytes * unit->world_size, true);
+  for (int64_t rank = 0; rank < unit->world_size; rank++) {
+    if (rank == unit->rank) continue;
+    memset((char *)buffer + rank * nbytes, 0xCD, (size_t)nbytes);
+  }
+  return FSDP_OK;
+}
+
 static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
                               void *const *segments, fsdp_error *error) {
   model_unit *unit = owner;
@@ -80,6 +98,7 @@ static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
   if (status != FSDP_OK) return status;
   unit->has_grads = true;
   unit->grad_view = view;
+  unit->has_reduced = unit->has_reduced || view == FSDP_VIEW_SHARDED;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->grads[i] = segments == NULL ? NULL : segments[i];
   }
@@ -90,6 +109,9 @@ static void grad_release(void *context, void *token) {
   model_grad *grad = token;
   recorder_ops(context)->grad_release(context, token);
   grad->num_releases++;
+  if (grad->data != NULL) {
+    recorder_forget(context, grad->data, grad->nbytes, FSDP_LANE_COMPUTE);
+  }
   free(grad->data);
   grad->data = NULL;
 }
@@ -112,7 +134,25 @@ void model_init(model *self, const model_options *options) {
   self->ops = *recorder_ops(self->device);
   self->ops.show_params = show_params;
   self->ops.show_grads = show_grads;
+  self->ops.reduce_hook = reduce_hook;
   self->ops.grad_release = grad_release;
+}
+
+static fsdp_dtype grad_dtype(const model *self, const fsdp_segment *segment) {
+  return self->options.grad_dtype.code != 0 ? self->options.grad_dtype
+                                            : segment->dtype;
+}
+
+/* `numel` elements of a unit's shard or sharded gradient. */
+static void *make_shard(model *self, const model_unit *unit, const char *what,
+                        int64_t segment, int64_t numel, fsdp_dtype dtype) {
+  char name[32];
+  void *data = must_calloc(numel, dtype.itemsize);
+  snprintf(name, sizeof name, "%.8s.%s%" PRId64, unit->name, what, segment);
+  if (self->options.offloads) {
+    recorder_name_host_memory(self->device, data, numel * dtype.itemsize, name);
+  }
+  return data;
 }
 
 /* Fills the shards with numbers that tell units and places apart. */
@@ -122,13 +162,13 @@ static void plan_segments(model *self, int64_t index) {
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, i);
     const int64_t numel = segment->shard_numel;
-    unit->shards[i] = must_calloc(numel, segment->dtype.itemsize);
+    unit->shards[i] = make_shard(self, unit, "shard", i, numel, segment->dtype);
     for (int64_t j = 0; j < numel; j++) {
       model_write(unit->shards[i], segment->dtype, j,
                   (double)(8 * index + 4 * i + j % 4));
     }
-    if (!segment->requires_grad) continue;
-    unit->grad_shards[i] = must_calloc(numel, segment->dtype.itemsize);
+    unit->grad_shards[i] =
+        make_shard(self, unit, "grad", i, numel, grad_dtype(self, segment));
     unit->expected[i] = must_calloc(segment->padded_numel, sizeof(double));
     recorder_set_grad_shard(self->device, unit, i, unit->grad_shards[i]);
   }
@@ -180,7 +220,8 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
   const model_options *options = &self->options;
   model_unit *unit = &self->units[index];
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    const fsdp_dtype master = fsdp_flat_layout_segment(unit->layout, i)->dtype;
+    const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, i);
+    const fsdp_dtype master = segment->dtype;
     const bool is_cast =
         options->param_dtype.code != 0 && master.code != RECORDER_U8.code;
     const fsdp_dtype param_dtype = is_cast ? options->param_dtype : master;
@@ -188,8 +229,12 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
         .param_dtype = param_dtype,
         .reduce_dtype = options->reduce_dtype.code != 0 ? options->reduce_dtype
                                                         : param_dtype,
+        .grad_dtype = grad_dtype(self, segment),
         .shard = unit->shards[i]};
+    unit->reduce_itemsize[i] = segments[i].reduce_dtype.itemsize;
   }
+  unit->rank = options->rank;
+  unit->world_size = options->world_size;
   return (fsdp_unit_options){
       .name = unit->name,
       .owner = unit,
@@ -206,7 +251,8 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .backward_prefetch = options->backward_prefetch,
       .forward_prefetch = options->forward_prefetch,
       .prescale = options->prescale,
-      .needs_reduce_scratch = options->needs_reduce_scratch};
+      .needs_reduce_scratch = options->needs_reduce_scratch,
+      .offloads = options->offloads};
 }
 
 fsdp_status model_build(model *self, fsdp_error *error) {
@@ -238,68 +284,43 @@ void model_start_tree(model *self, const model_options *options,
   model_start(self);
 }
 
+/* Nobody may be reading a shard in host memory when its unit is gone. */
+static void free_shards(model *self, model_unit *unit) {
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, i);
+    model_touch_shard(self, unit->shards[i],
+                      segment->shard_numel * segment->dtype.itemsize, true);
+    free(unit->shards[i]);
+    free(unit->expected[i]);
+    model_touch_shard(self, unit->grad_shards[i],
+                      segment->shard_numel * grad_dtype(self, segment).itemsize,
+                      true);
+    free(unit->grad_shards[i]);
+  }
+}
+
 void model_fini(model *self) {
   for (int64_t i = self->num_units; i-- > 0;) {
-    model_unit *unit = &self->units[i];
-    fsdp_unit_destroy(unit->unit);
-    fsdp_flat_layout_destroy(unit->layout);
-    fsdp_param_table_destroy(unit->table);
-    for (int64_t j = 0; j < unit->num_segments; j++) {
-      free(unit->shards[j]);
-      free(unit->grad_shards[j]);
-      free(unit->expected[j]);
-    }
+    fsdp_unit_destroy(self->units[i].unit);
   }
   fsdp_engine_destroy(self->engine);
+  for (int64_t i = self->num_units; i-- > 0;) {
+    model_unit *unit = &self->units[i];
+    free_shards(self, unit);
+    fsdp_flat_layout_destroy(unit->layout);
+    fsdp_param_table_destroy(unit->table);
+  }
   for (int64_t i = 0; i < self->num_grads; i++) {
     CHECK_I64(self->grads[i].num_releases, 1);
   }
   CHECK_I64(recorder_live_blocks(self->device), 0);
   CHECK_I64(recorder_live_events(self->device), 0);
   CHECK_I64(fsdp_alloc_live(), 0);
+  CHECK_TEXT(recorder_race(self->device), "");
   recorder_destroy(self->device);
 }
 
 /* --- Calls of the engine ------------------------------------------------- */
-
-/* What is shown is the shard of this rank, once for each rank. */
-static void check_params(model *self, int64_t index) {
-  fsdp_segment_options options[MODEL_MAX_SEGMENTS];
-  const model_unit *unit = &self->units[index];
-  (void)model_unit_options(self, index, options);
-  if (unit->view == FSDP_VIEW_SHARDED) return; /* resident, or no parameters */
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, i);
-    const fsdp_dtype dtype =
-        unit->view == FSDP_VIEW_FULL ? segment->dtype : options[i].param_dtype;
-    int64_t num_wrong = 0;
-    for (int64_t j = 0; j < segment->padded_numel; j++) {
-      const double expected =
-          model_read(unit->shards[i], segment->dtype, j % segment->shard_numel);
-      num_wrong += model_read(unit->params[i], dtype, j) != expected;
-    }
-    CHECK_I64(num_wrong, 0);
-  }
-}
-
-/* Whether an unshard moves the parameters at all. */
-static bool is_shown(const model *self, int64_t index) {
-  const model_unit *unit = &self->units[index];
-  int64_t numel = 0;
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    numel += fsdp_flat_layout_segment(unit->layout, i)->padded_numel;
-  }
-  return numel > 0 &&
-         (self->options.world_size > 1 || self->options.param_dtype.code != 0);
-}
-
-static void check_unsharded(model *self, int64_t index) {
-  CHECK_I64(model_state(self, index), FSDP_UNIT_UNSHARDED);
-  if (is_shown(self, index)) {
-    CHECK_I64(self->units[index].view, FSDP_VIEW_UNSHARDED);
-  }
-  check_params(self, index);
-}
 
 fsdp_status model_enter(model *self, int64_t unit, fsdp_error *error) {
   self->current = unit;
@@ -310,7 +331,7 @@ fsdp_status model_enter(model *self, int64_t unit, fsdp_error *error) {
     return status;
   }
   if (!fsdp_unit_is_summoned(self->units[unit].unit)) {
-    check_unsharded(self, unit);
+    model_check_unsharded(self, unit);
   }
   return FSDP_OK;
 }
@@ -326,7 +347,7 @@ fsdp_status model_pre_backward(model *self, int64_t unit, fsdp_error *error) {
   self->current = unit;
   const fsdp_status status =
       fsdp_unit_pre_backward(self->units[unit].unit, error);
-  if (status == FSDP_OK) check_unsharded(self, unit);
+  if (status == FSDP_OK) model_check_unsharded(self, unit);
   return status;
 }
 
@@ -341,7 +362,10 @@ fsdp_status model_give_grad(model *self, int64_t index, int64_t param,
   self->current = index;
   const fsdp_dtype dtype = options[slot->segment].param_dtype;
   model_grad *grad = &self->grads[self->num_grads++];
+  grad->nbytes = slot->numel * dtype.itemsize;
   grad->data = must_calloc(slot->numel, dtype.itemsize);
+  recorder_touch(self->device, FSDP_LANE_COMPUTE, grad->data, grad->nbytes,
+                 true);
   for (int64_t i = 0; i < slot->numel; i++) {
     const double value =
         (double)(param + self->salt % 3 + 1) + 0.25 * (double)(i % 4);
@@ -356,6 +380,11 @@ fsdp_status model_give_grad(model *self, int64_t index, int64_t param,
   return fsdp_unit_grad_ready(unit->unit, &handed, error);
 }
 
+static bool is_trainable(const model_unit *unit, int64_t param) {
+  return fsdp_unit_is_trainable(
+      unit->unit, fsdp_flat_layout_slot(unit->layout, param)->segment);
+}
+
 fsdp_status model_give_grads(model *self, int64_t index, fsdp_error *error) {
   model_unit *unit = &self->units[index];
   const int64_t num_params = fsdp_flat_layout_num_params(unit->layout);
@@ -363,19 +392,22 @@ fsdp_status model_give_grads(model *self, int64_t index, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < num_params; i++) {
-    num_trainable += fsdp_param_table_spec(unit->table, i)->requires_grad;
+    num_trainable += is_trainable(unit, i);
   }
-  if (num_trainable == 0) {
-    self->current = index;
-    return fsdp_unit_end_backward(unit->unit, error);
-  }
-  fsdp_unit_expect_grads(unit->unit, num_trainable);
+  const bool has_frozen = num_trainable < num_params;
+  fsdp_unit_expect_grads(unit->unit, num_trainable + has_frozen);
   for (int64_t i = num_params; i-- > 0;) {
-    if (!fsdp_param_table_spec(unit->table, i)->requires_grad) continue;
+    if (!is_trainable(unit, i)) continue;
     FSDP_TRY(model_give_grad(self, index, i, true, error));
   }
+  if (has_frozen) FSDP_TRY(model_give_inputs(self, index, error));
 done:
   return status;
+}
+
+fsdp_status model_give_inputs(model *self, int64_t index, fsdp_error *error) {
+  self->current = index;
+  return fsdp_unit_inputs_ready(self->units[index].unit, error);
 }
 
 fsdp_status model_finish(model *self, fsdp_error *error) {
@@ -384,6 +416,7 @@ fsdp_status model_finish(model *self, fsdp_error *error) {
   if (status == FSDP_OK) {
     self->salt++;
     recorder_set_grads_live(self->device, true);
+    recorder_set_params_changed(self->device, false);
   }
   return status;
 }
@@ -433,8 +466,8 @@ void model_zero_grad(model *self) {
   for (int64_t i = 0; i < self->num_units; i++) {
     model_unit *unit = &self->units[i];
     unit->has_grads = false;
+    unit->has_reduced = false;
     for (int64_t j = 0; j < unit->num_segments; j++) {
-      if (unit->expected[j] == NULL) continue;
       const int64_t numel =
           fsdp_flat_layout_segment(unit->layout, j)->padded_numel;
       memset(unit->expected[j], 0, (size_t)numel * sizeof(double));
@@ -443,10 +476,13 @@ void model_zero_grad(model *self) {
 }
 
 void model_optimizer_step(model *self) {
+  recorder_set_params_changed(self->device, true);
   for (int64_t i = 0; i < self->num_units; i++) {
     model_unit *unit = &self->units[i];
     for (int64_t j = 0; j < unit->num_segments; j++) {
       const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, j);
+      model_touch_shard(self, unit->shards[j],
+                        segment->shard_numel * segment->dtype.itemsize, true);
       for (int64_t k = 0; k < segment->shard_numel; k++) {
         const double value = model_read(unit->shards[j], segment->dtype, k);
         model_write(unit->shards[j], segment->dtype, k,
@@ -454,99 +490,4 @@ void model_optimizer_step(model *self) {
       }
     }
   }
-}
-
-/* --- Looking ------------------------------------------------------------- */
-
-/* Numbers outside the range of a segment's gradient that differ from the
- * expected ones; the padding must be zero. */
-static int64_t count_wrong(const double *expected, const void *actual,
-                           fsdp_dtype dtype, int64_t numel, double scale) {
-  int64_t num_wrong = 0;
-  for (int64_t i = 0; i < numel; i++) {
-    const double value = scale * model_read(actual, dtype, i);
-    num_wrong += !(fabs(value - expected[i]) <= 1e-6 * fabs(expected[i]));
-  }
-  return num_wrong;
-}
-
-void model_check_grads(model *self) {
-  fsdp_segment_options options[MODEL_MAX_SEGMENTS];
-  for (int64_t i = 0; i < self->num_units; i++) {
-    const model_unit *unit = &self->units[i];
-    (void)model_unit_options(self, i, options);
-    for (int64_t j = 0; j < unit->num_segments; j++) {
-      const fsdp_segment *segment = fsdp_flat_layout_segment(unit->layout, j);
-      if (!segment->requires_grad || segment->padded_numel == 0) continue;
-      CHECK(unit->has_grads);
-      if (unit->grad_view == FSDP_VIEW_UNSHARDED) {
-        CHECK_I64(count_wrong(unit->expected[j], unit->grads[j],
-                              options[j].reduce_dtype, segment->padded_numel,
-                              1 / self->options.prescale),
-                  0);
-        continue;
-      }
-      const int64_t begin = self->options.rank * segment->shard_numel;
-      CHECK_I64(count_wrong(unit->expected[j] + begin, unit->grad_shards[j],
-                            segment->dtype, segment->shard_numel, 1),
-                0);
-    }
-  }
-}
-
-void model_check_states(const model *self, fsdp_unit_state state) {
-  for (int64_t i = 0; i < self->num_units; i++) {
-    CHECK_I64(model_state(self, i), state);
-  }
-}
-
-fsdp_unit_state model_state(const model *self, int64_t unit) {
-  return fsdp_unit_get_state(self->units[unit].unit);
-}
-
-fsdp_engine_stats model_stats(const model *self) {
-  fsdp_engine_stats stats;
-  fsdp_engine_get_stats(self->engine, &stats);
-  return stats;
-}
-
-/* The unit whose first segment has shards of so many elements. */
-static const char *name_of_numel(const model *self, int64_t shard_numel) {
-  for (int64_t i = 0; i < self->num_units; i++) {
-    const model_unit *unit = &self->units[i];
-    if (unit->num_segments > 0 &&
-        fsdp_flat_layout_segment(unit->layout, 0)->shard_numel == shard_numel) {
-      return unit->name;
-    }
-  }
-  return "?";
-}
-
-const char *model_schedule(model *self) {
-  const char *line = recorder_tape(self->device);
-  size_t length = 0;
-  self->schedule[0] = '\0';
-  while (*line != '\0') {
-    const char *end = strchr(line, '\n') + 1;
-    char word[16];
-    char lane[16];
-    char group[16];
-    long long numel = 0;
-    char *out = self->schedule + length;
-    const size_t room = sizeof self->schedule - length;
-    int written = 0;
-    const bool is_collective =
-        strncmp(line, "all_", 4) == 0 || strncmp(line, "reduce_", 7) == 0;
-    if (is_collective &&
-        sscanf(line, "%15s %15s %15s %lld", word, lane, group, &numel) == 4) {
-      written = snprintf(out, room, "%s %s\n", word,
-                         name_of_numel(self, (int64_t)numel));
-    } else if (strncmp(line, "show", 4) == 0) {
-      written = snprintf(out, room, "%.*s", (int)(end - line), line);
-    }
-    if (written < 0 || (size_t)written >= room) abort();
-    length += (size_t)written;
-    line = end;
-  }
-  return self->schedule;
 }

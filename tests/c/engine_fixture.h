@@ -40,17 +40,20 @@ typedef struct model_options {
   int64_t num_replicas;
   fsdp_dtype param_dtype;  /* code 0: the master dtype */
   fsdp_dtype reduce_dtype; /* code 0: param_dtype */
+  fsdp_dtype grad_dtype;   /* code 0: the master dtype */
   bool reshard_after_forward;
   bool reshard_after_backward_without_sync;
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   double prescale;
   bool needs_reduce_scratch;
+  bool offloads;
 } model_options;
 
 /* A gradient that was handed over; the token of its fsdp_grad. */
 typedef struct model_grad {
   void *data; /* freed at the release: a later read is seen by ASan */
+  int64_t nbytes;
   int64_t num_releases;
 } model_grad;
 
@@ -60,14 +63,18 @@ typedef struct model_unit {
   fsdp_flat_layout *layout;
   int64_t num_segments;
   void *shards[MODEL_MAX_SEGMENTS];
-  void *grad_shards[MODEL_MAX_SEGMENTS]; /* NULL: frozen */
-  double *expected[MODEL_MAX_SEGMENTS];  /* sum of gradients, whole segment */
-  fsdp_view view;                        /* what show_params said last */
+  void *grad_shards[MODEL_MAX_SEGMENTS];
+  double *expected[MODEL_MAX_SEGMENTS]; /* sum of gradients, whole segment */
+  fsdp_view view;                       /* what show_params said last */
   void *params[MODEL_MAX_SEGMENTS];
-  bool has_grads; /* show_grads was called since the last zero_grad */
+  bool has_grads;   /* show_grads was called since the last zero_grad */
+  bool has_reduced; /* sharded ones were shown since then */
   fsdp_view grad_view;
   void *grads[MODEL_MAX_SEGMENTS];
   fsdp_unit *unit;
+  int32_t reduce_itemsize[MODEL_MAX_SEGMENTS];
+  int64_t rank;
+  int64_t world_size;
 } model_unit;
 
 typedef struct model {
@@ -131,13 +138,15 @@ FSDP_NODISCARD fsdp_status model_leave(model *self, int64_t unit,
 FSDP_NODISCARD fsdp_status model_pre_backward(model *self, int64_t unit,
                                               fsdp_error *error);
 /* Expects and hands over the gradients of all trainable parameters, last one
- * first; of a frozen unit: ends its backward. */
+ * first, and, of a unit with frozen ones, then those of its inputs. */
 FSDP_NODISCARD fsdp_status model_give_grads(model *self, int64_t unit,
                                             fsdp_error *error);
 /* Hands over one gradient, as an expected one or not. */
 FSDP_NODISCARD fsdp_status model_give_grad(model *self, int64_t unit,
                                            int64_t param, bool is_expected,
                                            fsdp_error *error);
+FSDP_NODISCARD fsdp_status model_give_inputs(model *self, int64_t unit,
+                                             fsdp_error *error);
 FSDP_NODISCARD fsdp_status model_finish(model *self, fsdp_error *error);
 
 /* Forward of the whole model. After a failure it leaves forward as the bridge
@@ -152,9 +161,20 @@ void model_step(model *self);
 void model_zero_grad(model *self);
 void model_optimizer_step(model *self);
 
-/* The sharded (or, held unsharded, the unsharded) gradients are the sum of
- * what was handed over since the last zero_grad. */
+/* The sharded (or, held unsharded, the unsharded; or the partial) gradients
+ * are the sum of what was handed over since the last zero_grad. */
 void model_check_grads(model *self);
+
+/* What is shown as unsharded or whole is the shard of this rank, once for each
+ * rank. */
+void model_check_params(model *self, int64_t unit);
+/* The unit is UNSHARDED, too, and shown in the dtype that it should be. */
+void model_check_unsharded(model *self, int64_t unit);
+
+/* The test reads or writes a shard, or a sharded gradient: on the compute lane
+ * or, offloaded, on the host. */
+void model_touch_shard(model *self, const void *data, int64_t nbytes,
+                       bool is_write);
 
 void model_check_states(const model *self, fsdp_unit_state state);
 fsdp_unit_state model_state(const model *self, int64_t unit);

@@ -3,23 +3,32 @@
  * tape, runs each operation at once, and fails on request.
  *
  *   alloc 64                      free 64 [after e1]
+ *   host_alloc 64                 host_free 64
  *   event e1                      destroy e1
  *   record e1 compute             wait unshard e1
+ *   synchronize e1
  *   cast unshard 4 f32->bf16
+ *   copy_to_device host_copy 16   copy_to_host host_copy 16   (16: bytes)
  *   pack compute bf16 x0.5 5@0 3@8+ zero4@16      ("+": added)
  *   accumulate reduce 4 bf16->f32 x0.25 [add]
  *   group_begin unshard g0        group_end unshard g0
  *   all_gather unshard g0 4 f32   (4: shard_numel)
  *   reduce_scatter reduce g0 4 f32 [scratch]
  *   all_reduce replicate g1 4 f32
+ *   broadcast unshard g0 8 f32 from 0
+ *   reduce_hook unit0 reduce 0    exchange g0 8               (8: bytes)
  *   show unit0 unsharded          show_grads unit0 sharded
  *   take_params unit0 sharded     take_grads unit0 [unsharded]
+ *   take_full_grads unit0 full
+ *   mark_params unit0             params_changed unit0
  *   grad_shard unit0 1            release t1
  *
  * Names are given in order of first sight: e1, e2, ... (events), t1, t2, ...
- * (tokens), unit0, ... (owners), g0, ... (group handles), b1, ... (blocks).
- * Collectives compute as if every rank held the same data. Memory is touched
- * for real, so ASan sees every read and write out of bounds.
+ * (tokens), unit0, ... (owners), g0, ... (group handles), b1, ... (blocks), h1,
+ * ... (blocks in host memory). Collectives compute as if every rank held the
+ * same data. Memory is touched for real, so ASan sees every read and write out
+ * of bounds. Nothing runs later than it is enqueued, but the recorder knows
+ * what might: recorder_race().
  */
 #ifndef FSDP_TESTS_RECORDER_H
 #define FSDP_TESTS_RECORDER_H
@@ -37,6 +46,10 @@
 #define RECORDER_U8 ((fsdp_dtype){.code = 4, .itemsize = 1})
 
 typedef struct recorder recorder;
+
+/* What rank `rank` sends in an exchange in which this rank sends `mine`. */
+typedef void (*recorder_exchange)(void *context, int64_t rank, const void *mine,
+                                  int64_t nbytes, void *theirs);
 
 /* New; exits the process when memory is out (it does not use fsdp_calloc). */
 recorder *recorder_create(void);
@@ -60,6 +73,9 @@ void recorder_show_memory(recorder *self, bool is_shown);
  * name is copied. */
 void recorder_name_memory(recorder *self, const void *data, int64_t nbytes,
                           const char *name);
+/* The same for memory on the host: only the copies may touch it. */
+void recorder_name_host_memory(recorder *self, const void *data, int64_t nbytes,
+                               const char *name);
 void recorder_name_owner(recorder *self, const void *owner, const char *name);
 
 /* Operation number `index` from now (0 = the next) of those that can fail
@@ -75,12 +91,35 @@ int64_t recorder_live_blocks(const recorder *self);
 int64_t recorder_live_nbytes(const recorder *self);
 int64_t recorder_live_events(const recorder *self);
 
-/* What take_grads answers from now on; false at first. */
+/* What take_grads and take_full_grads answer from now on; false at first. */
 void recorder_set_grads_live(recorder *self, bool any_live);
+
+/* What params_changed answers from now on; false at first. */
+void recorder_set_params_changed(recorder *self, bool changed);
 
 /* The memory that grad_shard answers with; borrowed. Without it the recorder
  * answers with 4096 zeroed bytes of its own. */
 void recorder_set_grad_shard(recorder *self, void *owner, int64_t segment,
                              void *data);
+
+/* What another rank broadcasts: `first`, `first` + 1, ...; 0 at first. */
+void recorder_set_broadcast(recorder *self, double first);
+
+/* How other ranks answer in an exchange; without it they send the same. */
+void recorder_set_exchange(recorder *self, recorder_exchange exchange,
+                           void *context);
+
+/* The first time that two lanes touched the same memory, one of them writing,
+ * and nothing said in which order; "" if there was none, or if a record of an
+ * event was made to fail. */
+const char *recorder_race(const recorder *self);
+
+/* Work of the test itself: on a lane, or (RECORDER_HOST) done by the host. */
+#define RECORDER_HOST_LANE ((int)FSDP_NUM_LANES)
+void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
+                    bool is_write);
+/* Memory that the test frees after the work now on `lane`. */
+void recorder_forget(recorder *self, const void *data, int64_t nbytes,
+                     int lane);
 
 #endif /* FSDP_TESTS_RECORDER_H */

@@ -217,7 +217,7 @@ static void test_unit_without_parameters(void) {
              "show_grads a sharded\n");
   model_check_grads(&m);
   model_check_states(&m, FSDP_UNIT_SHARDED);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, NULL), FSDP_OK);
   CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
   model_step(&m);
   CHECK_I64(model_stats(&m).num_units, 2);

@@ -68,16 +68,16 @@ static void check_no_sync(const model_options *options) {
   model_start(&m);
   for (int step = 0; step < 3; step++) {
     model_zero_grad(&m);
-    fsdp_engine_set_sync(m.engine, false);
+    fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
     for (int i = 0; i < 2; i++) {
       recorder_clear(m.device);
       model_step(&m);
       CHECK(strstr(recorder_tape(m.device), "reduce ") == NULL);
       CHECK_I64(m.units[0].grad_view, FSDP_VIEW_UNSHARDED);
       model_check_grads(&m);
-      model_check_states(&m, keeps ? FSDP_UNIT_UNSHARDED : FSDP_UNIT_SHARDED);
+      model_check_states(&m, keeps ? FSDP_UNIT_UNSHARDING : FSDP_UNIT_SHARDED);
     }
-    fsdp_engine_set_sync(m.engine, true);
+    fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
     const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
     model_step(&m);
     if (keeps) CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers);
@@ -106,12 +106,61 @@ static void test_no_sync_then_sync(void) {
   check_no_sync(&options);
 }
 
+/* Parameters kept between micro-batches are hidden in between, and gathered
+ * again if the user changed them there. */
+static void test_kept_parameters(void) {
+  model_options options = model_default_options();
+  options.reshard_after_backward_without_sync = false;
+  model_start_tree(&m, &options, 1);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
+  model_step(&m);
+  CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
+  recorder_clear(m.device);
+  model_step(&m); /* on what was kept: a reshards after its forward */
+  CHECK_TEXT(model_schedule(&m),
+             "show root unsharded\n"
+             "show a unsharded\n"
+             "show a sharded\n"
+             "all_gather a\n"
+             "show a unsharded\n"
+             "show root sharded\n"
+             "show_grads root unsharded\n"
+             "show a sharded\n"
+             "show_grads a unsharded\n");
+  model_optimizer_step(&m);
+  const int64_t num_before = model_stats(&m).num_all_gathers;
+  CHECK_I64(num_before, num_all_gathers + 1);
+  model_step(&m); /* with the new values */
+  CHECK_I64(model_stats(&m).num_all_gathers, num_before + 3);
+  /* One that does not run is given back. */
+  enter(0);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  leave(0);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
+  fsdp_engine_reset(m.engine);
+  model_zero_grad(&m);
+  model_step(&m);
+  model_check_grads(&m);
+  /* Kept, and destroyed, or summoned, or moved. */
+  CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_dismiss(m.units[1].unit, true, NULL), FSDP_OK);
+  model_step(&m);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
+  model_step(&m);
+  model_check_grads(&m);
+  model_check_states(&m, FSDP_UNIT_SHARDED);
+  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  model_fini(&m);
+}
+
 static void test_sync_then_no_sync_then_sync(void) {
   model_start_tree(&m, NULL, 1);
   model_step(&m); /* sharded */
-  fsdp_engine_set_sync(m.engine, false);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
   model_step(&m); /* unsharded, beside it */
-  fsdp_engine_set_sync(m.engine, true);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
   model_step(&m);
   model_check_grads(&m); /* all three */
   model_fini(&m);
@@ -120,9 +169,9 @@ static void test_sync_then_no_sync_then_sync(void) {
 /* Gradients kept without sync that the user cleared do not come back. */
 static void test_cleared_unsharded_gradients_stay_cleared(void) {
   model_start_tree(&m, NULL, 2);
-  fsdp_engine_set_sync(m.engine, false);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
   model_step(&m);
-  fsdp_engine_set_sync(m.engine, true);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
   model_zero_grad(&m);
   enter(0); /* b takes no part in this step */
   enter(1);
@@ -147,9 +196,9 @@ static void test_cleared_unsharded_gradients_stay_cleared(void) {
  * backward that reduces: reduced at its end. */
 static void test_kept_gradients_are_reduced_at_the_end(void) {
   model_start_tree(&m, NULL, 1);
-  fsdp_engine_set_sync(m.engine, false);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
   model_step(&m);
-  fsdp_engine_set_sync(m.engine, true);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
   enter(0);
   leave(0);
   pre_backward(0);
@@ -170,7 +219,7 @@ static void test_unused_parameters_are_zero(void) {
   model_plan(&m, "u", specs, 3);
   model_start(&m);
   for (int i = 0; i < 2; i++) {
-    fsdp_engine_set_sync(m.engine, i == 1);
+    fsdp_engine_set_sync(m.engine, i == 1 ? FSDP_SYNC_REDUCE : FSDP_SYNC_NONE);
     model_zero_grad(&m);
     forward();
     pre_backward(0);
@@ -270,7 +319,7 @@ static void test_forward_inside_an_open_backward_is_refused(void) {
  * in units that the broken backward did not reach. */
 static void test_reset_in_the_middle(void) {
   model_start_tree(&m, NULL, 2);
-  fsdp_engine_set_sync(m.engine, false);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
   model_step(&m);
   forward();
   pre_backward(0);
@@ -284,7 +333,7 @@ static void test_reset_in_the_middle(void) {
   CHECK(!fsdp_engine_in_backward(m.engine));
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
-  fsdp_engine_set_sync(m.engine, true);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
   model_step(&m);
   model_check_grads(&m);
   model_fini(&m);
@@ -390,6 +439,7 @@ int main(void) {
       CHECK_TEST(test_accumulates_over_backwards),
       CHECK_TEST(test_users_own_gradient_is_added_to),
       CHECK_TEST(test_no_sync_then_sync),
+      CHECK_TEST(test_kept_parameters),
       CHECK_TEST(test_sync_then_no_sync_then_sync),
       CHECK_TEST(test_cleared_unsharded_gradients_stay_cleared),
       CHECK_TEST(test_kept_gradients_are_reduced_at_the_end),

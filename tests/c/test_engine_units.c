@@ -79,7 +79,7 @@ static void test_names_and_engine_of_a_unit(void) {
   CHECK_I64(fsdp_unit_pending_grads(unit), 0);
   fsdp_unit_expect_grads(unit, 3);
   CHECK_I64(fsdp_unit_pending_grads(unit), 3);
-  CHECK(fsdp_engine_sync(m.engine));
+  CHECK(fsdp_engine_get_sync(m.engine) == FSDP_SYNC_REDUCE);
   CHECK(!fsdp_engine_in_forward(m.engine));
   enter(0);
   CHECK(fsdp_engine_in_forward(m.engine));
@@ -182,7 +182,7 @@ static void test_engine_may_go_before_its_units(void) {
   enter(0);
   enter(1); /* in the middle of a step; unit b is summoned below */
   fsdp_engine_reset(m.engine);
-  CHECK_I64(fsdp_unit_summon(m.units[2].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[2].unit, NULL, NULL), FSDP_OK);
   fsdp_engine_destroy(m.engine);
   m.engine = NULL;
   model_check_states(&m, FSDP_UNIT_SHARDED);
@@ -197,8 +197,9 @@ static void test_engine_may_go_before_its_units(void) {
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,
              "backward reached unit 'root' after its engine was destroyed");
-  CHECK_I64(fsdp_unit_end_backward(m.units[0].unit, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &error), FSDP_INVALID_STATE);
+  CHECK_I64(fsdp_unit_inputs_ready(m.units[0].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, &error),
+            FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,
              "the parameters of unit 'root' cannot be summoned "
              "before it was added to an engine");
@@ -234,7 +235,7 @@ static void test_summon_and_write_back(void) {
   model_plan_simple(&m, "u", 8);
   model_start(&m);
   fsdp_unit *unit = m.units[0].unit;
-  CHECK_I64(fsdp_unit_summon(unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
   CHECK(fsdp_unit_is_summoned(unit));
   CHECK_I64(m.units[0].view, FSDP_VIEW_FULL);
   float *full = m.units[0].params[0];
@@ -255,14 +256,16 @@ static void test_summon_and_write_back(void) {
              "group_begin unshard g0\n"
              "all_gather unshard g0 8 f32\n"
              "group_end unshard g0\n"
-             "record e4 unshard\n"
-             "wait compute e4\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
              "show u full\n"
              "take_params u full\n"
-             "cast compute 8 f32->f32\n"
              "show u sharded\n"
-             "record e4 compute\n"
-             "free 64 after e4\n");
+             "cast compute 8 f32->f32\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "record e5 compute\n"
+             "free 64 after e5\n");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
   model_fini(&m);
 }
@@ -270,15 +273,15 @@ static void test_summon_and_write_back(void) {
 static void test_dismiss_without_writeback(void) {
   model_start_tree(&m, NULL, 0);
   fsdp_unit *unit = m.units[0].unit;
-  CHECK_I64(fsdp_unit_summon(unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
   ((float *)m.units[0].params[0])[0] = 77;
   recorder_clear(m.device);
   CHECK_I64(fsdp_unit_dismiss(unit, false, NULL), FSDP_OK);
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
   CHECK_TEXT(recorder_tape(m.device),
              "show root sharded\n"
-             "record e4 compute\n"
-             "free 32 after e4\n");
+             "record e5 compute\n"
+             "free 32 after e5\n");
   model_fini(&m);
 }
 
@@ -287,20 +290,22 @@ static void test_summon_on_one_rank(void) {
   model_options options = model_default_options();
   options.world_size = 1;
   model_start_tree(&m, &options, 0);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, NULL), FSDP_OK);
   CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device), "take_params root sharded\n");
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_params root sharded\n"
+             "take_params root sharded\n"); /* the user may write to it */
   model_fini(&m);
 
   options.param_dtype = RECORDER_BF16;
   model_init(&m, &options);
   model_plan_simple(&m, "root", 8);
   model_start(&m);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, NULL), FSDP_OK);
   ((float *)m.units[0].params[0])[3] = 55;
   CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
   CHECK(((float *)m.units[0].shards[0])[3] == 55);
-  CHECK(strstr(recorder_tape(m.device), "cast unshard 8 f32->f32\n") != NULL);
+  CHECK(strstr(recorder_tape(m.device), "cast compute 8 f32->f32\n") != NULL);
   CHECK(strstr(recorder_tape(m.device), "all_gather") == NULL);
   model_fini(&m);
 }
@@ -308,7 +313,7 @@ static void test_summon_on_one_rank(void) {
 /* A summoned unit runs on the whole parameters; the others as always. */
 static void test_forward_of_a_summoned_unit(void) {
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL, NULL), FSDP_OK);
   recorder_clear(m.device);
   forward(false);
   CHECK_TEXT(model_schedule(&m),
@@ -322,7 +327,7 @@ static void test_forward_of_a_summoned_unit(void) {
   CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
   CHECK_I64(fsdp_unit_dismiss(m.units[1].unit, false, NULL), FSDP_OK);
   model_step(&m);
-  CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL, NULL), FSDP_OK);
   fsdp_unit_destroy(m.units[1].unit); /* dismisses it */
   m.units[1].unit = NULL;
   CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED);
@@ -331,7 +336,8 @@ static void test_forward_of_a_summoned_unit(void) {
 
 static void check_summon_refused(int64_t unit, const char *message) {
   fsdp_error error;
-  CHECK_I64(fsdp_unit_summon(m.units[unit].unit, &error), FSDP_INVALID_STATE);
+  CHECK_I64(fsdp_unit_summon(m.units[unit].unit, NULL, &error),
+            FSDP_INVALID_STATE);
   CHECK_TEXT(error.message, message);
 }
 
@@ -352,7 +358,7 @@ static void test_summon_at_the_wrong_moment(void) {
       1, "the parameters of unit 'a' cannot be summoned inside backward");
   fsdp_engine_reset(m.engine);
   forward(true); /* the root is kept for its backward: a summon reshards it */
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, NULL), FSDP_OK);
   CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
   check_summon_refused(0,
                        "the parameters of unit 'root' cannot be summoned "

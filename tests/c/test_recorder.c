@@ -133,6 +133,164 @@ static void test_data_operations(void) {
   recorder_destroy(device);
 }
 
+static void double_rank(void *context, int64_t rank, const void *mine,
+                        int64_t nbytes, void *theirs) {
+  (void)context;
+  (void)mine;
+  memset(theirs, (int)(2 * rank), (size_t)nbytes);
+}
+
+static void test_host_memory(void) {
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  void *const it = ops->context;
+  const fsdp_lane lane = FSDP_LANE_HOST_COPY;
+  int owner = 0;
+  int handle = 0;
+  const fsdp_group group = {&handle, 1, 3};
+  float shard[2] = {1, 2};
+  char mine = 9;
+  char all[3] = {0, 0, 0};
+  void *block = NULL;
+  void *host = NULL;
+  fsdp_event *event = NULL;
+  bool any_live = true;
+
+  recorder_show_memory(device, true);
+  recorder_name_host_memory(device, shard, sizeof shard, "shard");
+  CHECK_I64(ops->block_alloc(it, 8, &block, NULL), FSDP_OK);
+  CHECK_I64(ops->host_alloc(it, 8, &host, NULL), FSDP_OK);
+  CHECK_I64(ops->event_create(it, &event, NULL), FSDP_OK);
+  CHECK_I64(ops->copy_to_device(it, lane, block, shard, 8, NULL), FSDP_OK);
+  CHECK_I64(ops->broadcast(it, lane, &group, block, 1, 1, RECORDER_F32, NULL),
+            FSDP_OK);
+  CHECK(memcmp(block, shard, 8) == 0);
+  recorder_set_broadcast(device, 5);
+  CHECK_I64(ops->broadcast(it, lane, &group, block, 2, 0, RECORDER_F32, NULL),
+            FSDP_OK);
+  CHECK_I64(ops->copy_to_host(it, lane, host, block, 8, NULL), FSDP_OK);
+  CHECK(((float *)host)[0] == 5 && ((float *)host)[1] == 6);
+  CHECK_I64(ops->event_record(it, event, lane, NULL), FSDP_OK);
+  CHECK_I64(ops->event_synchronize(it, event, NULL), FSDP_OK);
+  CHECK_I64(ops->exchange(it, &group, &mine, 1, all, NULL), FSDP_OK);
+  CHECK(all[0] == 9 && all[1] == 9 && all[2] == 9);
+  recorder_set_exchange(device, double_rank, NULL);
+  CHECK_I64(ops->exchange(it, &group, &mine, 1, all, NULL), FSDP_OK);
+  CHECK(all[0] == 0 && all[1] == 9 && all[2] == 4);
+  CHECK_I64(ops->reduce_hook(it, &owner, lane, 2, block, NULL), FSDP_OK);
+  CHECK_I64(ops->take_full_grads(it, &owner, FSDP_VIEW_FULL_ON_HOST, NULL,
+                                 &any_live, NULL),
+            FSDP_OK);
+  CHECK(!any_live);
+  ops->mark_params(it, &owner);
+  CHECK(!ops->params_changed(it, &owner));
+  recorder_set_params_changed(device, true);
+  CHECK(ops->params_changed(it, &owner));
+  CHECK_I64(recorder_live_blocks(device), 2);
+  CHECK_I64(recorder_live_nbytes(device), 8); /* of the device */
+  ops->host_free(it, host);
+  ops->block_free(it, block, 8, event);
+  CHECK_TEXT(recorder_race(device), "");
+  CHECK_TEXT(recorder_tape(device),
+             "alloc 8 b1\n"
+             "host_alloc 8 h1\n"
+             "event e1\n"
+             "copy_to_device host_copy 8 b1 <- shard\n"
+             "broadcast host_copy g0 1 f32 from 1 b1\n"
+             "broadcast host_copy g0 2 f32 from 0 b1\n"
+             "copy_to_host host_copy 8 h1 <- b1\n"
+             "record e1 host_copy\n"
+             "synchronize e1\n"
+             "exchange g0 1\n"
+             "exchange g0 1\n"
+             "reduce_hook unit0 host_copy 2 b1\n"
+             "take_full_grads unit0 full_on_host\n"
+             "mark_params unit0\n"
+             "params_changed unit0\n"
+             "params_changed unit0\n"
+             "host_free h1\n"
+             "free 8 b1 after e1\n");
+  CHECK_I64(recorder_live_blocks(device), 0);
+  recorder_destroy(device);
+}
+
+/* --- Races --------------------------------------------------------------- */
+
+/* A write on one lane, then an access on another, which `waits` for the first,
+ * or for a third that did. */
+static const char *race_of(const char *name, bool is_write, bool waits,
+                           bool through_another) {
+  static char text[256];
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  fsdp_event *event = NULL;
+  char data[8];
+  recorder_name_memory(device, data, sizeof data, name);
+  CHECK_I64(ops->event_create(ops->context, &event, NULL), FSDP_OK);
+  recorder_touch(device, FSDP_LANE_REDUCE, data + 4, 4, true);
+  fsdp_lane from = FSDP_LANE_REDUCE;
+  if (through_another) {
+    CHECK_I64(ops->event_record(ops->context, event, from, NULL), FSDP_OK);
+    from = FSDP_LANE_REPLICATE;
+    CHECK_I64(ops->event_wait(ops->context, from, event, NULL), FSDP_OK);
+  }
+  if (waits) {
+    CHECK_I64(ops->event_record(ops->context, event, from, NULL), FSDP_OK);
+    CHECK_I64(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, event, NULL),
+              FSDP_OK);
+  }
+  recorder_touch(device, FSDP_LANE_COMPUTE, data, 4, true); /* beside it */
+  recorder_touch(device, FSDP_LANE_COMPUTE, data + 2, 4, is_write);
+  snprintf(text, sizeof text, "%s", recorder_race(device));
+  recorder_destroy(device);
+  return text;
+}
+
+static void test_races(void) {
+  CHECK_TEXT(race_of("x", false, true, false), "");
+  CHECK_TEXT(race_of("x", true, true, true), "");
+  CHECK_TEXT(race_of("x", false, false, false),
+             "read by compute, not after write of x+4 by reduce (event e1)");
+  CHECK_TEXT(race_of("x", true, false, true),
+             "write by compute, not after write of x+4 by reduce (wait "
+             "replicate e1)");
+}
+
+/* Reads do not race; the host and its lanes do; so does what is freed. */
+static void test_races_of_readers_and_the_host(void) {
+  recorder *device = recorder_create();
+  const fsdp_device_ops *ops = recorder_ops(device);
+  fsdp_event *event = NULL;
+  void *block = NULL;
+  CHECK_I64(ops->event_create(ops->context, &event, NULL), FSDP_OK);
+  CHECK_I64(ops->block_alloc(ops->context, 8, &block, NULL), FSDP_OK);
+  recorder_touch(device, RECORDER_HOST_LANE, block, 8, true);
+  /* What the host did is over when it enqueues. */
+  recorder_touch(device, FSDP_LANE_COMPUTE, block, 8, false);
+  recorder_touch(device, FSDP_LANE_UNSHARD, block, 8, false);
+  CHECK_TEXT(recorder_race(device), "");
+  CHECK_I64(ops->event_record(ops->context, event, FSDP_LANE_UNSHARD, NULL),
+            FSDP_OK);
+  CHECK_I64(ops->event_synchronize(ops->context, event, NULL), FSDP_OK);
+  ops->block_free(ops->context, block, 8, event);
+  CHECK_TEXT(recorder_race(device),
+             "free, not after read of b1 by compute (free 8 after e1)");
+  /* A record that was made to fail may leave that behind. */
+  recorder_fail_at(device, 0);
+  CHECK_I64(ops->event_record(ops->context, event, FSDP_LANE_UNSHARD, NULL),
+            FSDP_BACKEND);
+  CHECK_TEXT(recorder_race(device), "");
+  recorder_destroy(device);
+
+  char data = 0;
+  device = recorder_create();
+  recorder_touch(device, FSDP_LANE_UNSHARD, &data, 1, false);
+  recorder_forget(device, &data, 1, FSDP_LANE_UNSHARD);
+  recorder_touch(device, RECORDER_HOST_LANE, &data, 1, true);
+  CHECK_TEXT(recorder_race(device), "");
+  recorder_destroy(device);
+}
+
 static void test_chosen_call_fails_once(void) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
@@ -161,6 +319,9 @@ int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_lines_and_names),
       CHECK_TEST(test_data_operations),
+      CHECK_TEST(test_host_memory),
+      CHECK_TEST(test_races),
+      CHECK_TEST(test_races_of_readers_and_the_host),
       CHECK_TEST(test_chosen_call_fails_once),
   };
   return CHECK_RUN(tests);

@@ -9,9 +9,9 @@
  * FAILED. The letter of the next state (S, G = UNSHARDING, U, R, F), or '.'. */
 static const char *const table[FSDP_NUM_UNIT_EVENTS] = {
     [FSDP_EVENT_UNSHARD] = "G..G.", [FSDP_EVENT_WAIT] = ".U...",
-    [FSDP_EVENT_RESHARD] = ".SS..", [FSDP_EVENT_REDUCE] = "RRRR.",
-    [FSDP_EVENT_FINISH] = "S.US.",  [FSDP_EVENT_FAIL] = "FFFFF",
-    [FSDP_EVENT_RESET] = "SSSSS",
+    [FSDP_EVENT_HIDE] = "..G..",    [FSDP_EVENT_RESHARD] = ".SS..",
+    [FSDP_EVENT_REDUCE] = "RRRR.",  [FSDP_EVENT_FINISH] = "SGUS.",
+    [FSDP_EVENT_FAIL] = "FFFFF",    [FSDP_EVENT_RESET] = "SSSSS",
 };
 
 static void test_every_transition(void) {
@@ -44,8 +44,9 @@ static void test_every_transition(void) {
 static void test_names(void) {
   static const char *const states[] = {"SHARDED",  "UNSHARDING", "UNSHARDED",
                                        "REDUCING", "FAILED",     "UNKNOWN"};
-  static const char *const events[] = {"UNSHARD", "WAIT", "RESHARD", "REDUCE",
-                                       "FINISH",  "FAIL", "RESET",   "UNKNOWN"};
+  static const char *const events[] = {"UNSHARD", "WAIT",   "HIDE",
+                                       "RESHARD", "REDUCE", "FINISH",
+                                       "FAIL",    "RESET",  "UNKNOWN"};
   for (int i = 0; i <= FSDP_NUM_UNIT_STATES; i++) {
     CHECK_TEXT(fsdp_unit_state_name((fsdp_unit_state)i), states[i]);
   }

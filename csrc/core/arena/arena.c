@@ -267,6 +267,21 @@ no_memory:
   return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "client %" PRId64, id);
 }
 
+fsdp_status fsdp_arena_resize_client(fsdp_arena *arena, int64_t client,
+                                     int64_t nbytes, fsdp_error *error) {
+  assert(client >= 0 && client < arena->stats.num_clients && nbytes >= 1);
+  client_state *resized = &arena->clients[client];
+
+  if (resized->held != NONE) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "client %" PRId64 " holds a block", client);
+  }
+  resized->nbytes = nbytes;
+  resized->planned = NONE; /* its block may be too small */
+  arena->is_dirty = true;
+  return FSDP_OK;
+}
+
 fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client, fsdp_lane lane,
                             void **data, fsdp_error *error) {
   const fsdp_device_ops *ops = arena->ops;

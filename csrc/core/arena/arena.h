@@ -63,6 +63,13 @@ FSDP_NODISCARD fsdp_status fsdp_arena_add_client(fsdp_arena *arena,
                                                  int64_t *client,
                                                  fsdp_error *error);
 
+/* Lets the client need `nbytes` (>= 1) from its next take on.
+ * FSDP_INVALID_STATE: it holds a block. */
+FSDP_NODISCARD fsdp_status fsdp_arena_resize_client(fsdp_arena *arena,
+                                                    int64_t client,
+                                                    int64_t nbytes,
+                                                    fsdp_error *error);
+
 /*
  * Gives `client` a block for work on `lane`, which waits for the block's free
  * event. data [out] borrowed until the block is given back.

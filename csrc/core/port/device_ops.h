@@ -40,9 +40,12 @@ typedef struct fsdp_pack_item {
 
 /* What a unit's parameters, or their gradients, are views of. */
 typedef enum fsdp_view {
-  FSDP_VIEW_SHARDED = 0, /* the shard; of gradients: the sharded gradient */
-  FSDP_VIEW_UNSHARDED,   /* a block in compute (gradients: reduce) dtype */
-  FSDP_VIEW_FULL         /* a block in master dtype (parameters only) */
+  FSDP_VIEW_SHARDED = 0,  /* the shard; of gradients: the sharded gradient */
+  FSDP_VIEW_UNSHARDED,    /* a block in compute (gradients: reduce) dtype */
+  FSDP_VIEW_FULL,         /* a block in master (gradients: grad) dtype */
+  FSDP_VIEW_FULL_ON_HOST, /* the same in host memory */
+  FSDP_VIEW_PARTIAL       /* gradients only: this rank's part of the sum over
+                             the micro-batches so far, in reduce dtype */
 } fsdp_view;
 
 typedef struct fsdp_device_ops {
@@ -55,6 +58,10 @@ typedef struct fsdp_device_ops {
    * happened; may block the host. Cannot fail. */
   void (*block_free)(void *context, void *block, int64_t nbytes,
                      fsdp_event *last_use);
+  /* The same in host memory (pinned where there is an accelerator). */
+  fsdp_status (*host_alloc)(void *context, int64_t nbytes, void **block,
+                            fsdp_error *error);
+  void (*host_free)(void *context, void *block);
 
   /* Ordering. event [out] new, as if already happened. */
   fsdp_status (*event_create)(void *context, fsdp_event **event,
@@ -66,12 +73,22 @@ typedef struct fsdp_device_ops {
   /* Later work on `lane` starts after the event. */
   fsdp_status (*event_wait)(void *context, fsdp_lane lane, fsdp_event *event,
                             fsdp_error *error);
+  /* The host waits for the event. */
+  fsdp_status (*event_synchronize)(void *context, fsdp_event *event,
+                                   fsdp_error *error);
 
   /* Data. `cast` copies, converting when the dtypes differ. */
   fsdp_status (*cast)(void *context, fsdp_lane lane, void *destination,
                       fsdp_dtype destination_dtype, const void *source,
                       fsdp_dtype source_dtype, int64_t numel,
                       fsdp_error *error);
+  /* Bytes between the device and host memory. */
+  fsdp_status (*copy_to_device)(void *context, fsdp_lane lane, void *device,
+                                const void *host, int64_t nbytes,
+                                fsdp_error *error);
+  fsdp_status (*copy_to_host)(void *context, fsdp_lane lane, void *host,
+                              const void *device, int64_t nbytes,
+                              fsdp_error *error);
   /* destination[item.offset ...] = scale * item.data (or += with item.add),
    * for all items in one launch where the device can. */
   fsdp_status (*pack)(void *context, fsdp_lane lane, void *destination,
@@ -95,6 +112,10 @@ typedef struct fsdp_device_ops {
                             const fsdp_group *group, void *output,
                             const void *input, int64_t shard_numel,
                             fsdp_dtype dtype, fsdp_error *error);
+  /* Every rank gets what `root` holds in `buffer`. */
+  fsdp_status (*broadcast)(void *context, fsdp_lane lane,
+                           const fsdp_group *group, void *buffer, int64_t numel,
+                           int64_t root, fsdp_dtype dtype, fsdp_error *error);
   /* Sums `buffer` (world_size * shard_numel) over the ranks; this rank's slot
    * of `buffer` holds its piece of the sum, the other slots are undefined.
    * `scratch` is as large as `buffer` if the unit was created with
@@ -107,18 +128,34 @@ typedef struct fsdp_device_ops {
   fsdp_status (*all_reduce)(void *context, fsdp_lane lane,
                             const fsdp_group *group, void *buffer,
                             int64_t numel, fsdp_dtype dtype, fsdp_error *error);
+  /* The user's communication hook, in place of a unit's reductions: runs it on
+   * `buffer` (padded_numel elements of segment `segment`) and leaves this
+   * rank's piece of the result in its slot of `buffer`. */
+  fsdp_status (*reduce_hook)(void *context, void *owner, fsdp_lane lane,
+                             int64_t segment, void *buffer, fsdp_error *error);
+  /* For diagnosis: `mine` (nbytes, on the host) of each rank, in rank order, in
+   * `all`. The host waits for it. */
+  fsdp_status (*exchange)(void *context, const fsdp_group *group,
+                          const void *mine, int64_t nbytes, void *all,
+                          fsdp_error *error);
 
   /* Views. `owner` is the token that the unit was created with.
-   * show_params points the unit's parameters at `view`. For UNSHARDED and FULL
-   * `segments[i]` is the memory of segment i, padded_numel elements long; for
-   * SHARDED it is NULL and the unsharded storages are emptied. */
+   * show_params points the unit's parameters at `view`. For SHARDED `segments`
+   * is NULL and the unsharded storages are emptied; for the others
+   * `segments[i]` is the memory of segment i, padded_numel elements long. */
   fsdp_status (*show_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, fsdp_error *error);
   /* Looks for parameters whose memory the user replaced (`param.data = ...`)
-   * while they were views of `view` (SHARDED or FULL; `segments` as above), and
-   * copies their values in. The usual case, nothing replaced, is cheap. */
+   * while they were views of `view` (SHARDED or one of the FULL; `segments` as
+   * above), and copies their values in. The usual case, nothing replaced, is
+   * cheap. */
   fsdp_status (*take_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, fsdp_error *error);
+  /* Whether the user changed parameters (values, or memory) since the last
+   * mark_params; both while they are views of SHARDED. Cannot fail. A write
+   * through `param.data` is not seen. */
+  void (*mark_params)(void *context, void *owner);
+  bool (*params_changed)(void *context, void *owner);
   /* Takes the gradients that the user sees off the parameters before a
    * backward writes new ones. A gradient that is not the engine's own view is
    * copied in; where the user cleared one while others stand, its range in
@@ -127,12 +164,19 @@ typedef struct fsdp_device_ops {
   fsdp_status (*take_grads)(void *context, void *owner, bool unsharded_live,
                             void *const *unsharded_segments, bool *any_live,
                             fsdp_error *error);
-  /* Lets the user see the gradients: sharded ones, or (no_sync) the unsharded
-   * ones in `segments` (entries of frozen segments are NULL). */
+  /* The same for gradients shown as one of the FULL views of `segments`: one
+   * that the user set is copied in, the range of one that was cleared zeroed.
+   * The parameters have no gradients after it. */
+  fsdp_status (*take_full_grads)(void *context, void *owner, fsdp_view view,
+                                 void *const *segments, bool *any_live,
+                                 fsdp_error *error);
+  /* Lets the user see the gradients: sharded ones, or those in `segments`
+   * (entries of frozen segments are NULL): of UNSHARDED and the FULL
+   * padded_numel elements, of PARTIAL shard_numel. */
   fsdp_status (*show_grads)(void *context, void *owner, fsdp_view view,
                             void *const *segments, fsdp_error *error);
-  /* The sharded gradient of a trainable segment, in master dtype, allocated at
-   * the first call. data [out] borrowed. */
+  /* The sharded gradient of a trainable segment, in grad dtype (in host memory
+   * if the unit offloads), allocated at the first call. data [out] borrowed. */
   fsdp_status (*grad_shard)(void *context, void *owner, int64_t segment,
                             void **data, fsdp_error *error);
   /* Frees a gradient that was handed over by fsdp_unit_grad_ready. All work

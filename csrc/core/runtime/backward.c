@@ -17,12 +17,13 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
 
   open_backward(engine);
   if (unit->entered_backward) return FSDP_OK;
-  if (unit->num_trainable > 0) {
+  if (unit->grad_nbytes > 0) {
     const bool holds = fsdp_unit_priv_holds_grads(unit);
     FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
                              holds ? unit->grad_data : NULL, &any_live, error));
     unit->has_sharded_grad = unit->has_sharded_grad && any_live;
-    if (any_live && !holds && !unit->has_sharded_grad) {
+    unit->has_partial = unit->has_partial && any_live;
+    if (any_live && !holds && !unit->has_partial && !unit->has_sharded_grad) {
       /* The user set gradients before any backward; they are in the shard. */
       unit->has_sharded_grad = true;
     }
@@ -87,7 +88,7 @@ void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads) {
 
 /* Reshards, but for a unit that stays unsharded between micro-batches. */
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
-  if (!unit->engine->sync &&
+  if (unit->engine->sync == FSDP_SYNC_NONE &&
       !unit->options.reshard_after_backward_without_sync) {
     return FSDP_OK;
   }
@@ -101,9 +102,21 @@ static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
 
   FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
   FSDP_TRY(reshard_after_backward(unit, error));
-  if (engine->sync && unit->grad_nbytes > 0) {
+  if (engine->sync != FSDP_SYNC_NONE && fsdp_unit_priv_holds_grads(unit)) {
     FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
     FSDP_TRY(fsdp_unit_priv_submit_reduce(unit, error));
+  }
+done:
+  return status;
+}
+
+/* One of the expected gradients is there. */
+static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (--unit->expected_grads > 0) return FSDP_OK;
+  FSDP_TRY(complete_grads(unit, error));
+  if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
+    FSDP_TRY(fsdp_engine_priv_prefetch_backward(unit->engine, error));
   }
 done:
   return status;
@@ -121,14 +134,7 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   is_taken = true;
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->expected_grads > 0) {
-    unit->expected_grads--;
-    if (unit->expected_grads == 0) {
-      FSDP_TRY(complete_grads(unit, &local));
-      if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
-        FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, &local));
-      }
-      return FSDP_OK;
-    }
+    FSDP_TRY(count_grad(unit, &local));
   }
   if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES) {
     FSDP_TRY(fsdp_unit_priv_pack_grads(unit, &local));
@@ -142,19 +148,18 @@ done:
   return status;
 }
 
-fsdp_status fsdp_unit_end_backward(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
+fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
 
-  if (engine == NULL || !engine->in_backward || unit->num_trainable > 0 ||
-      unit->state != FSDP_UNIT_UNSHARDED) {
-    return FSDP_OK;
-  }
-  FSDP_TRY(reshard_after_backward(unit, error));
-  if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
-    FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, error));
-  }
+  if (unit->expected_grads == 0) return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_check(unit, &local));
+  FSDP_TRY(count_grad(unit, &local));
 done:
+  if (status != FSDP_OK) {
+    fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
+  }
   return status;
 }
 
@@ -168,13 +173,35 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (unit->state == FSDP_UNIT_FAILED) {
       FSDP_TRY(fsdp_unit_priv_check(unit, error));
     }
-    if (!fsdp_unit_priv_holds_grads(unit) || unit->is_reduce_ready) continue;
-    if (!engine->sync && !unit->entered_backward) continue;
+    const bool is_kept = unit->has_partial &&
+                         engine->sync == FSDP_SYNC_REDUCE &&
+                         unit->state != FSDP_UNIT_REDUCING;
+    if (unit->is_reduce_ready) continue;
+    if (!fsdp_unit_priv_holds_grads(unit) && !is_kept) continue;
+    if (engine->sync != FSDP_SYNC_REDUCE && !unit->entered_backward) continue;
     /* Kept by an earlier no_sync; the user may have cleared them since. */
     FSDP_TRY(enter_backward(unit, error));
+    if (unit->has_partial)
+      FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
     if (!fsdp_unit_priv_holds_grads(unit)) continue;
     FSDP_TRY(complete_grads(unit, error));
   }
+done:
+  return status;
+}
+
+/* The unit stays unsharded until the next micro-batch, but the user sees the
+ * shards: parameters may be stepped, saved or changed now. */
+static fsdp_status keep_unsharded(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  if (unit->is_resident) return fsdp_unit_priv_reshard(unit, error);
+  FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, error));
+  ops->mark_params(ops->context, unit->options.owner);
+  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_HIDE, error));
+  unit->is_kept = true;
 done:
   return status;
 }
@@ -185,15 +212,19 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   /* A prefetch in flight is dropped in any case: it may be of old weights. */
-  if (unit->state == FSDP_UNIT_UNSHARDING) {
+  if (unit->state == FSDP_UNIT_UNSHARDING && !unit->is_kept) {
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
+  if (unit->state == FSDP_UNIT_UNSHARDED) FSDP_TRY(keep_unsharded(unit, error));
   if (unit->entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_holds_grads(unit)) {
       FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
       FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
                                FSDP_VIEW_UNSHARDED, unit->grad_data, error));
+    } else if (unit->has_partial) {
+      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
+                               FSDP_VIEW_PARTIAL, unit->partial_data, error));
     } else if (unit->has_sharded_grad) {
       FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
                                FSDP_VIEW_SHARDED, NULL, error));
@@ -227,10 +258,13 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   FSDP_TRY(complete_leftovers(engine, &local));
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));
+  /* The user reads gradients and writes shards on the host now. */
+  if (engine->offloads) {
+    FSDP_TRY(fsdp_engine_priv_join_host_copies(engine, &local));
+  }
   for (size_t i = 0; i < engine->num_units; i++) {
     FSDP_TRY(finish_unit(engine->units[i], &local));
   }
-  engine->keeps_unsharded = !engine->sync;
   engine->in_backward = false;
   FSDP_TRY(fsdp_arena_plan(engine->arena, &local));
 done:

@@ -17,12 +17,13 @@ fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "engine");
   }
   self->ops = *ops;
-  self->sync = true;
+  self->sync = FSDP_SYNC_REDUCE;
   FSDP_TRY(fsdp_arena_create(&self->ops, &self->arena, error));
   FSDP_TRY(fsdp_order_create(&self->order, error));
   FSDP_TRY(ops->event_create(ops->context, &self->compute_done, error));
   FSDP_TRY(ops->event_create(ops->context, &self->reduce_done, error));
   FSDP_TRY(ops->event_create(ops->context, &self->replicate_done, error));
+  FSDP_TRY(ops->event_create(ops->context, &self->host_copy_done, error));
   *engine = self;
   self = NULL;
 done:
@@ -62,6 +63,7 @@ static void detach_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
   if (engine == NULL) return;
   fsdp_unit_priv_end_summon(unit);
+  fsdp_unit_priv_free_partial(unit);
   forget_unit(engine, unit);
   destroy_event(engine, unit->unsharded);
   unit->unsharded = NULL;
@@ -74,17 +76,21 @@ static void detach_unit(fsdp_unit *unit) {
   unit->engine = NULL;
   unit->param_client = -1;
   unit->grad_client = -1;
+  unit->full_client = -1;
 }
 
 void fsdp_engine_destroy(fsdp_engine *engine) {
   if (engine == NULL) return;
-  if (engine->num_units > 0) fsdp_engine_reset(engine);
+  if (engine->host_copy_done != NULL) { /* made completely */
+    fsdp_engine_reset(engine);          /* joins the lanes */
+  }
   while (engine->num_units > 0) {
     detach_unit(engine->units[engine->num_units - 1]);
   }
   destroy_event(engine, engine->compute_done);
   destroy_event(engine, engine->reduce_done);
   destroy_event(engine, engine->replicate_done);
+  destroy_event(engine, engine->host_copy_done);
   fsdp_order_destroy(engine->order);
   fsdp_arena_destroy(engine->arena);
   fsdp_free(engine->recorded_reduces);
@@ -93,11 +99,11 @@ void fsdp_engine_destroy(fsdp_engine *engine) {
   fsdp_free(engine);
 }
 
-void fsdp_engine_set_sync(fsdp_engine *engine, bool sync) {
+void fsdp_engine_set_sync(fsdp_engine *engine, fsdp_sync sync) {
   engine->sync = sync;
 }
 
-bool fsdp_engine_sync(const fsdp_engine *engine) {
+fsdp_sync fsdp_engine_get_sync(const fsdp_engine *engine) {
   return engine->sync;
 }
 
@@ -121,33 +127,43 @@ static void reset_unit(fsdp_unit *unit) {
   if (unit->entered_backward || unit->state == FSDP_UNIT_FAILED) {
     (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
     unit->has_sharded_grad = false; /* may be half accumulated */
+    unit->has_partial = false;
   }
-  if (unit->param_nbytes > 0 &&
-      fsdp_arena_data(engine->arena, unit->param_client) != NULL) {
-    (void)!fsdp_arena_give(engine->arena, unit->param_client, FSDP_LANE_COMPUTE,
-                           NULL);
+  const int64_t clients[] = {unit->param_client, unit->full_client};
+  for (size_t i = 0; i < sizeof clients / sizeof *clients; i++) {
+    if (clients[i] < 0 || fsdp_arena_data(engine->arena, clients[i]) == NULL) {
+      continue;
+    }
+    (void)!fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL);
   }
   if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
     (void)!ops->show_params(ops->context, unit->options.owner,
                             FSDP_VIEW_SHARDED, NULL, NULL);
   }
+  unit->is_kept = false;
   unit->ran_forward = false;
   unit->entered_backward = false;
   unit->is_reduce_ready = false;
   (void)!fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESET, NULL);
 }
 
-void fsdp_engine_reset(fsdp_engine *engine) {
+/* What comes next may reuse everything that the lanes work on now. */
+static void join_lanes(fsdp_engine *engine) {
   for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
     /* Work still in flight may fail once more; the first error was reported. */
     (void)!fsdp_engine_priv_wait_lane(
         engine, FSDP_LANE_COMPUTE, (fsdp_lane)lane, engine->compute_done, NULL);
   }
+  if (engine->offloads) (void)!fsdp_engine_priv_join_host_copies(engine, NULL);
+}
+
+void fsdp_engine_reset(fsdp_engine *engine) {
+  join_lanes(engine);
   for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
+  engine->order_fingerprint = 0; /* the ranks failed at different places */
   fsdp_engine_priv_reset_reduces(engine);
   fsdp_order_begin(engine->order);
   engine->in_backward = false;
-  engine->keeps_unsharded = false;
   engine->depth = 0;
   engine->root = NULL;
 }
@@ -161,11 +177,15 @@ void fsdp_engine_get_stats(const fsdp_engine *engine,
     const fsdp_unit *unit = engine->units[i];
     for (int64_t j = 0; j < unit->num_segments; j++) {
       const fsdp_segment *segment = unit->segments[j].layout;
-      const int64_t nbytes = segment->shard_numel * segment->dtype.itemsize;
-      stats->shard_nbytes += nbytes;
-      if (segment->requires_grad && unit->had_reduce) {
-        stats->grad_shard_nbytes += nbytes;
+      stats->shard_nbytes += segment->shard_numel * segment->dtype.itemsize;
+      if (unit->segments[j].has_grad_shard) {
+        stats->grad_shard_nbytes +=
+            segment->shard_numel *
+            unit->segments[j].options.grad_dtype.itemsize;
       }
+    }
+    if (unit->partial_block != NULL) {
+      stats->partial_grad_nbytes += unit->partial_nbytes;
     }
   }
   stats->num_iterations = engine->num_iterations;
@@ -179,58 +199,6 @@ const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine) {
 }
 
 /* Unit -------------------------------------------------------------------- */
-
-/* Appends `numel` elements to a block of `*nbytes`. offset [out]. */
-static bool place_in_block(int64_t numel, int32_t itemsize, int64_t *nbytes,
-                           int64_t *offset) {
-  int64_t begin;
-  int64_t length;
-  return fsdp_round_up_i64(*nbytes, FSDP_SEGMENT_ALIGNMENT_NBYTES, &begin) &&
-         fsdp_mul_i64(numel, itemsize, &length) &&
-         fsdp_add_i64(begin, length, nbytes) && ((void)(*offset = begin), true);
-}
-
-/* Lays the segments out in the three kinds of block. */
-static fsdp_status place_unit_segments(fsdp_unit *self, fsdp_error *error) {
-  const bool is_alone = self->options.shard_group.world_size == 1;
-
-  self->is_resident = true;
-  for (int64_t i = 0; i < self->num_segments; i++) {
-    fsdp_unit_segment *segment = &self->segments[i];
-    const fsdp_segment *layout = segment->layout;
-    const int64_t numel = layout->padded_numel;
-    const int32_t param_itemsize = segment->options.param_dtype.itemsize;
-    bool fits = true;
-    segment->is_resident =
-        numel == 0 ||
-        (is_alone &&
-         fsdp_dtype_equal(segment->options.param_dtype, layout->dtype));
-    if (!segment->is_resident) {
-      self->is_resident = false;
-      fits = place_in_block(numel, param_itemsize, &self->param_nbytes,
-                            &segment->param_offset);
-    }
-    if (layout->requires_grad) {
-      const int32_t itemsize = segment->options.reduce_dtype.itemsize;
-      self->num_trainable++;
-      fits = fits && place_in_block(numel, itemsize, &self->grad_nbytes,
-                                    &segment->grad_offset);
-      if (self->options.needs_reduce_scratch) {
-        fits = fits && place_in_block(numel, itemsize, &self->grad_nbytes,
-                                      &segment->scratch_offset);
-      }
-    }
-    fits = fits && place_in_block(numel, layout->dtype.itemsize,
-                                  &self->full_nbytes, &segment->full_offset);
-    if (!fits) {
-      return FSDP_FAIL(error, FSDP_OVERFLOW,
-                       "unit '%s': segment %" PRId64 " of %" PRId64
-                       " elements does not fit in int64 bytes",
-                       self->name, i, numel);
-    }
-  }
-  return FSDP_OK;
-}
 
 static fsdp_status check_group(const char *name, const char *what,
                                const fsdp_group *group, fsdp_error *error) {
@@ -279,6 +247,7 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->options.segments = NULL; /* copied into `segments` below */
   self->param_client = -1;
   self->grad_client = -1;
+  self->full_client = -1;
   self->reduce_position = -1;
   self->num_segments = (int64_t)num_segments;
   self->name = fsdp_strdup(options->name);
@@ -286,14 +255,20 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->param_data = fsdp_calloc(num_segments, sizeof *self->param_data);
   self->grad_data = fsdp_calloc(num_segments, sizeof *self->grad_data);
   self->scratch_data = fsdp_calloc(num_segments, sizeof *self->scratch_data);
-  self->full_data = fsdp_calloc(num_segments, sizeof *self->full_data);
+  self->stage_data = fsdp_calloc(num_segments, sizeof *self->stage_data);
+  self->partial_data = fsdp_calloc(num_segments, sizeof *self->partial_data);
+  self->whole.data = fsdp_calloc(num_segments, sizeof *self->whole.data);
+  self->whole_grad.data =
+      fsdp_calloc(num_segments, sizeof *self->whole_grad.data);
   self->is_filled = fsdp_calloc(num_params, sizeof *self->is_filled);
   self->pending = fsdp_calloc(num_params, sizeof *self->pending);
   self->items = fsdp_calloc(2 * num_params + num_segments, sizeof *self->items);
   if (self->name == NULL || self->segments == NULL ||
       self->param_data == NULL || self->grad_data == NULL ||
-      self->scratch_data == NULL || self->full_data == NULL ||
-      self->is_filled == NULL || self->pending == NULL || self->items == NULL) {
+      self->scratch_data == NULL || self->stage_data == NULL ||
+      self->partial_data == NULL || self->whole.data == NULL ||
+      self->whole_grad.data == NULL || self->is_filled == NULL ||
+      self->pending == NULL || self->items == NULL) {
     goto no_memory;
   }
   self->options.name = self->name;
@@ -302,7 +277,7 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
     self->segments[i].layout =
         fsdp_flat_layout_segment(options->layout, (int64_t)i);
   }
-  FSDP_TRY(place_unit_segments(self, error));
+  FSDP_TRY(fsdp_unit_priv_place_segments(self, error));
   *unit = self;
   self = NULL;
   goto done;
@@ -317,15 +292,19 @@ done:
 void fsdp_unit_destroy(fsdp_unit *unit) {
   if (unit == NULL) return;
   if (unit->engine != NULL) {
-    /* An all-gather in flight ends before its block is used again. */
+    /* Collectives in flight end before their memory is used again. */
     (void)!fsdp_unit_priv_reshard(unit, NULL);
+    join_lanes(unit->engine);
     reset_unit(unit);
     detach_unit(unit);
   }
   fsdp_free(unit->items);
   fsdp_free(unit->pending);
   fsdp_free(unit->is_filled);
-  fsdp_free(unit->full_data);
+  fsdp_free(unit->whole_grad.data);
+  fsdp_free(unit->whole.data);
+  fsdp_free(unit->partial_data);
+  fsdp_free(unit->stage_data);
   fsdp_free(unit->scratch_data);
   fsdp_free(unit->grad_data);
   fsdp_free(unit->param_data);
@@ -341,7 +320,7 @@ static fsdp_status check_can_leave(const fsdp_unit *unit, fsdp_error *error) {
 
   if (engine == NULL) return FSDP_OK;
   if (engine->depth > 0 || engine->in_backward || unit->is_summoned ||
-      fsdp_unit_priv_holds_grads(unit)) {
+      fsdp_unit_priv_holds_grads(unit) || unit->has_partial) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
                      "unit '%s' cannot join another FSDP root now: its own "
                      "is in the middle of a step (forward, backward, no_sync "
@@ -389,6 +368,7 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
   unit->engine = engine;
   unit->index = (int64_t)engine->num_units;
   engine->units[engine->num_units++] = unit;
+  engine->offloads = engine->offloads || unit->options.offloads;
 done:
   destroy_event(engine, event);
   return status;
@@ -408,4 +388,16 @@ fsdp_engine *fsdp_unit_engine(const fsdp_unit *unit) {
 
 int64_t fsdp_unit_pending_grads(const fsdp_unit *unit) {
   return unit->expected_grads;
+}
+
+void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full) {
+  unit->wants_full = is_full && unit->has_cast;
+}
+
+bool fsdp_unit_full_precision(const fsdp_unit *unit) {
+  return unit->wants_full;
+}
+
+void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook) {
+  unit->has_reduce_hook = has_hook;
 }

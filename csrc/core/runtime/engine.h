@@ -39,12 +39,22 @@ typedef enum fsdp_prefetch {
   FSDP_PREFETCH_POST /* after them */
 } fsdp_prefetch;
 
+/* What a backward does with its gradients. */
+typedef enum fsdp_sync {
+  FSDP_SYNC_NONE = 0, /* keeps them unsharded, without communication */
+  FSDP_SYNC_REDUCE,   /* reduces them to the mean over all ranks (usual) */
+  FSDP_SYNC_SHARD     /* sums them over the shard group and keeps the sum
+                         sharded, in reduce dtype; replicas do not talk */
+} fsdp_sync;
+
 /* How one segment of a unit is held. */
 typedef struct fsdp_segment_options {
   fsdp_dtype param_dtype;  /* of the unsharded parameters in forward */
   fsdp_dtype reduce_dtype; /* of the unsharded gradients; unused if frozen */
-  void *shard;             /* shard_numel elements of the segment's dtype;
-                              borrowed, outlives the unit */
+  fsdp_dtype grad_dtype;   /* of the sharded gradient; likewise */
+  void *shard;             /* shard_numel elements of the segment's dtype, in
+                              host memory if the unit offloads; borrowed,
+                              outlives the unit */
 } fsdp_segment_options;
 
 typedef struct fsdp_unit_options {
@@ -65,6 +75,9 @@ typedef struct fsdp_unit_options {
   /* The provider's reduce_scatter wants a second buffer (gloo: one all-to-all
    * and a local sum take half the time of its reduce-scatter). */
   bool needs_reduce_scratch;
+  /* Shards and sharded gradients are in host memory, the device is elsewhere.
+   * Copies run on the lane HOST_COPY, through the unit's blocks. */
+  bool offloads;
 } fsdp_unit_options;
 
 /* A gradient that autograd has finished. */
@@ -79,12 +92,13 @@ typedef struct fsdp_grad {
 typedef struct fsdp_engine_stats {
   fsdp_arena_stats arena;
   int64_t num_units;
-  int64_t shard_nbytes;      /* of all segments of all units, this rank */
-  int64_t grad_shard_nbytes; /* of the sharded gradients allocated so far */
-  int64_t num_iterations;    /* forwards of an outermost unit */
-  int64_t num_all_gathers;   /* unshards that communicated, all-time */
-  int64_t num_reduces;       /* reductions issued, all-time */
-  int64_t num_prefetches;    /* unshards issued ahead of their use */
+  int64_t shard_nbytes;        /* of all segments of all units, this rank */
+  int64_t grad_shard_nbytes;   /* of the sharded gradients allocated so far */
+  int64_t partial_grad_nbytes; /* likewise of partial ones (FSDP_SYNC_SHARD) */
+  int64_t num_iterations;      /* forwards of an outermost unit */
+  int64_t num_all_gathers;     /* unshards that communicated, all-time */
+  int64_t num_reduces;         /* reductions issued, all-time */
+  int64_t num_prefetches;      /* unshards issued ahead of their use */
 } fsdp_engine_stats;
 
 /* ops is copied; its context must outlive the engine. engine [out] new. */
@@ -114,10 +128,37 @@ FSDP_NODISCARD fsdp_status fsdp_engine_add_unit(fsdp_engine *engine,
                                                 fsdp_unit *unit,
                                                 fsdp_error *error);
 
-/* Whether later backward passes reduce (default) or, inside no_sync, keep
- * unsharded gradients. */
-void fsdp_engine_set_sync(fsdp_engine *engine, bool sync);
-bool fsdp_engine_sync(const fsdp_engine *engine);
+/* What later backward passes do with their gradients; REDUCE at first. What
+ * NONE and SHARD kept is part of the next REDUCE. */
+void fsdp_engine_set_sync(fsdp_engine *engine, fsdp_sync sync);
+fsdp_sync fsdp_engine_get_sync(const fsdp_engine *engine);
+
+/* Checks before every unshard and reduction that all ranks of the group are
+ * about to do the same; see Note [Checking the order]. Off at first. */
+void fsdp_engine_set_order_check(fsdp_engine *engine, bool is_on);
+
+/* Whether the unit is unsharded in master dtype instead of param dtype, from
+ * its next forward on (evaluation in full precision). */
+void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full);
+bool fsdp_unit_full_precision(const fsdp_unit *unit);
+
+/*
+ * Whether the segment's parameters require grad; at first as in the layout. A
+ * frozen segment has no gradient and is not reduced. All ranks must agree.
+ * Freezing waits until the gradients that the unit holds have been reduced.
+ *
+ * FSDP_INVALID_STATE  unfreezing while the unit holds gradients that were not
+ *                     reduced yet.
+ */
+FSDP_NODISCARD fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit,
+                                                   int64_t segment,
+                                                   bool is_trainable,
+                                                   fsdp_error *error);
+bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
+
+/* Whether the port's reduce_hook stands for the unit's reductions; it scales
+ * as it sees fit. */
+void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
 
 /*
  * pre_forward: unshards the unit (unless a prefetch did), makes the compute
@@ -148,19 +189,24 @@ void fsdp_unit_abandon_forward(fsdp_unit *unit, bool in_backward);
 FSDP_NODISCARD fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit,
                                                   fsdp_error *error);
 
-/* Says that `num_grads` more gradients of the unit will come in this backward;
- * the reduction starts when all expected ones have. */
+/*
+ * Says that `num_grads` more gradients of the unit will come in this backward.
+ * When all have, the unit is resharded and its reduction starts.
+ *
+ * A frozen parameter has no gradient that would tell when backward is done with
+ * it. The gradients of the inputs of a unit with frozen parameters therefore
+ * count as one more: fsdp_unit_inputs_ready() says that they have come.
+ */
 void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads);
 
-/* Hands over a gradient. The last expected one reshards the unit and starts
- * its reduction. The token is released in every case. */
+/* Hands over a gradient. The token is released in every case. */
 FSDP_NODISCARD fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit,
                                                 const fsdp_grad *grad,
                                                 fsdp_error *error);
 
-/* Reshards a unit whose backward is over although no gradient of its own
- * parameters came (a frozen unit). Nothing happens if it is not unsharded. */
-FSDP_NODISCARD fsdp_status fsdp_unit_end_backward(fsdp_unit *unit,
+/* One of the expected, without a gradient of its own. Nothing happens if none
+ * is expected. */
+FSDP_NODISCARD fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit,
                                                   fsdp_error *error);
 
 /* End of backward: reduces what is left, reshards what is left, drops unused
@@ -180,17 +226,29 @@ bool fsdp_engine_in_forward(const fsdp_engine *engine);
  * after it, failed ones too. The way back after an exception. */
 void fsdp_engine_reset(fsdp_engine *engine);
 
+/* What a summon shows, and where. */
+typedef struct fsdp_summon_options {
+  bool on_first_rank_only; /* the other ranks of the shard group take part, and
+                              go on seeing their shards */
+  bool on_host;            /* in host memory; the device holds it in passing */
+  bool with_grads;         /* whole gradients too, in grad dtype */
+} fsdp_summon_options;
+
 /*
  * Unshards the unit in master dtype into memory of its own (not the arena) and
  * shows the parameters in it, on the compute lane. For reading and writing
- * whole parameters between steps.
+ * whole parameters between steps. All ranks of the group must call, with the
+ * same options.
  *
  * FSDP_INVALID_STATE  the unit is summoned already or inside forward/backward.
  */
-FSDP_NODISCARD fsdp_status fsdp_unit_summon(fsdp_unit *unit, fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_unit_summon(fsdp_unit *unit,
+                                            const fsdp_summon_options *options,
+                                            fsdp_error *error);
 
-/* Ends a summon; with `writeback` this rank's part of every parameter is
- * copied into its shard first. */
+/* Ends a summon; with `writeback` this rank's part of every parameter (and
+ * gradient) is copied into its shard first; of an on_first_rank_only summon it
+ * comes from rank 0. All ranks must call, with the same `writeback`. */
 FSDP_NODISCARD fsdp_status fsdp_unit_dismiss(fsdp_unit *unit, bool writeback,
                                              fsdp_error *error);
 

@@ -20,12 +20,31 @@ enum { FSDP_PACK_THRESHOLD_NBYTES = 1 << 20 };
 typedef struct fsdp_unit_segment {
   fsdp_segment_options options;
   const fsdp_segment *layout; /* borrowed */
-  bool is_resident; /* one rank, no cast: the shard is the unsharded segment */
-  int64_t param_offset;   /* bytes from the start of the parameter block */
-  int64_t grad_offset;    /* bytes from the start of the gradient block */
-  int64_t scratch_offset; /* likewise, if the reduction needs scratch */
-  int64_t full_offset;    /* bytes from the start of a summoned block */
+  bool is_resident;  /* one rank, no cast: the shard is the unsharded segment */
+  bool is_trainable; /* place.c: some parameter requires grad */
+  bool has_grad_place; /* place.c: it ever was */
+  bool has_grad_shard; /* reduce_unit.c: the sharded gradient is allocated */
+  /* Bytes from the start of the parameter block. */
+  int64_t param_offset;
+  int64_t param_stage_offset; /* the shard before its cast, if offloaded */
+  /* Bytes from the start of the gradient block. */
+  int64_t grad_offset;
+  int64_t scratch_offset;    /* if the reduction needs scratch */
+  int64_t grad_stage_offset; /* the sharded gradient on the device, likewise */
+  /* Bytes from the start of other blocks. */
+  int64_t full_offset;      /* of whole parameters in master dtype */
+  int64_t full_grad_offset; /* of whole gradients in grad dtype */
+  int64_t partial_offset;   /* of the partial gradient */
 } fsdp_unit_segment;
+
+/* Whole parameters, or whole gradients, of a unit in memory of their own. */
+typedef struct fsdp_summoned {
+  void *block;      /* on the device; NULL: none */
+  void *host_block; /* in host memory; NULL: none */
+  void **data;      /* segments in one of them; NULL entries: not in it */
+  bool is_shown;    /* the user sees it */
+  bool is_live;     /* gradients that the user saw: there were any at the end */
+} fsdp_summoned;
 
 struct fsdp_unit {
   fsdp_unit_options options; /* name points at `name`, segments at `segments` */
@@ -35,18 +54,27 @@ struct fsdp_unit {
 
   int64_t num_segments;
   fsdp_unit_segment *segments;
-  int64_t num_trainable; /* segments that require grad */
-  bool is_resident;      /* every segment is */
-  int64_t param_nbytes;  /* of a parameter block; 0: needs none */
-  int64_t grad_nbytes;   /* of a gradient block; 0: needs none */
-  int64_t full_nbytes;   /* of a summoned block */
-  int64_t param_client;  /* in the engine's arena; -1: none */
+  bool is_resident; /* every segment is */
+  bool has_cast;    /* some segment's parameters have another dtype */
+  /* Bytes of the unit's blocks; 0: needs none. */
+  int64_t param_nbytes;
+  int64_t grad_nbytes;
+  int64_t full_nbytes;
+  int64_t full_grad_nbytes;
+  int64_t partial_nbytes;
+  /* In the engine's arena; -1: none. */
+  int64_t param_client;
   int64_t grad_client;
+  int64_t full_client; /* whole parameters in master dtype; made at first use */
 
   fsdp_unit_state state;
   fsdp_error first_error; /* meaningful in FAILED */
   fsdp_event *unsharded;  /* unshard.c: after the all-gather */
   void **param_data;      /* unshard.c: unsharded segments */
+  bool is_kept;           /* backward.c: UNSHARDING, and the block is complete:
+                             kept from one micro-batch to the next */
+  bool is_full;           /* unshard.c: this unshard is in master dtype */
+  bool wants_full;        /* engine.c: the next one will be */
 
   bool ran_forward;       /* forward.c: since the last end of backward */
   bool entered_backward;  /* backward.c: in the open backward */
@@ -54,6 +82,7 @@ struct fsdp_unit {
 
   void **grad_data;    /* grads.c: unsharded gradients; valid while held */
   void **scratch_data; /* grads.c: likewise; NULL entries: no scratch */
+  void **stage_data;   /* grads.c: likewise; NULL entries: not offloaded */
   uint8_t *is_filled; /* grads.c: per parameter: grad_data holds its gradient */
   fsdp_grad *pending; /* grads.c: handed over, not packed; num_params places */
   int64_t num_pending;
@@ -61,13 +90,19 @@ struct fsdp_unit {
   fsdp_pack_item *items; /* grads.c: scratch, 2 * num_params + num_segments */
 
   bool has_sharded_grad; /* reduce.c: the sharded gradient holds a value */
-  bool had_reduce;       /* reduce.c: the sharded gradient is allocated */
   bool is_reduce_ready;  /* reduce.c: gradient complete, reduction not issued */
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
+  bool has_reduce_hook;    /* engine.c */
 
-  bool is_summoned; /* summon.c */
-  void *full_block; /* summon.c */
-  void **full_data; /* summon.c */
+  bool has_partial;    /* reduce_unit.c: the partial gradient holds a value */
+  void *partial_block; /* reduce_unit.c: kept once it was needed */
+  void **partial_data; /* reduce_unit.c: NULL entries: frozen */
+
+  bool is_summoned;           /* summon.c */
+  fsdp_summon_options summon; /* summon.c: of the open summon */
+  bool has_whole_grads;       /* summon.c: some rank shows whole gradients */
+  fsdp_summoned whole;        /* summoned.c: its parameters */
+  fsdp_summoned whole_grad;   /* summoned.c: its gradients */
 };
 
 struct fsdp_engine {
@@ -78,15 +113,17 @@ struct fsdp_engine {
   size_t num_units;
   size_t units_capacity;
 
-  bool sync;
-  bool in_backward;     /* backward.c */
-  int64_t depth;        /* forward.c: units inside forward now */
-  fsdp_unit *root;      /* forward.c: outermost unit of this iteration */
-  bool keeps_unsharded; /* backward.c: the last backward was without sync */
+  fsdp_sync sync;
+  bool checks_order; /* check_order.c */
+  bool offloads;     /* some unit does */
+  bool in_backward;  /* backward.c */
+  int64_t depth;     /* forward.c: units inside forward now */
+  fsdp_unit *root;   /* forward.c: outermost unit of this iteration */
 
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
   fsdp_event *replicate_done;
+  fsdp_event *host_copy_done;
 
   /* reduce.c: the order of reductions in the last backward and in this one. */
   fsdp_unit **recorded_reduces;
@@ -101,8 +138,21 @@ struct fsdp_engine {
   int64_t num_all_gathers;
   int64_t num_reduces;
   int64_t num_prefetches;
+  uint64_t order_fingerprint; /* check_order.c: of all collectives so far */
+  int64_t num_order_checks;   /* check_order.c */
   fsdp_trace trace;
 };
+
+/* The start of `rank`'s piece in a segment of `shard_numel` per rank. */
+static inline void *fsdp_priv_slot(void *segment, int64_t rank,
+                                   int64_t shard_numel, fsdp_dtype dtype) {
+  return (char *)segment + rank * shard_numel * dtype.itemsize;
+}
+
+/* place.c */
+/* Lays the segments out in the unit's kinds of block. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_place_segments(fsdp_unit *self,
+                                                         fsdp_error *error);
 
 /* failure.c */
 /* FSDP_OK, or the error that put the unit into FAILED. */
@@ -115,6 +165,17 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
                                                       fsdp_lane waiter,
                                                       fsdp_lane recorder,
                                                       fsdp_event *event,
+                                                      fsdp_error *error);
+
+/* The host waits for all work now on HOST_COPY. */
+FSDP_NODISCARD fsdp_status
+fsdp_engine_priv_join_host_copies(fsdp_engine *engine, fsdp_error *error);
+
+/* check_order.c */
+/* Compares the unit's next collective with that of the other ranks of its
+ * shard group, if the engine checks the order. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit,
+                                                      const char *operation,
                                                       fsdp_error *error);
 
 /* unshard.c */
@@ -132,6 +193,28 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
                                                      int64_t index,
                                                      fsdp_error *error);
+
+/* summoned.c: parameters (`is_grad` false) or gradients of a unit, whole. */
+/* Gathers the shards into a new block on the device; lane COMPUTE. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit,
+                                                       bool is_grad,
+                                                       fsdp_error *error);
+/* Moves the block to host memory. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_move_to_host(fsdp_unit *unit,
+                                                       bool is_grad,
+                                                       fsdp_error *error);
+/* Gives every rank the block of the first one. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_broadcast_whole(fsdp_unit *unit,
+                                                          bool is_grad,
+                                                          fsdp_error *error);
+/* Copies this rank's piece of the block into its shards. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_keep_own_piece(fsdp_unit *unit,
+                                                         bool is_grad,
+                                                         fsdp_error *error);
+/* Frees the block after the work now on COMPUTE. */
+void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad);
+/* Frees both after a failure, whatever is still using them. */
+void fsdp_unit_priv_abandon_whole(fsdp_unit *unit);
 
 /* summon.c */
 /* Ends a summon without writing back, whatever fails. Nothing happens if the
@@ -163,6 +246,14 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit,
                                                      fsdp_lane lane,
                                                      fsdp_error *error);
+
+/* reduce_unit.c */
+/* Enqueues the unit's reduction: from the complete gradient block to the
+ * sharded gradient, or, with FSDP_SYNC_SHARD, to the partial one. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit,
+                                                         fsdp_error *error);
+/* Frees the partial gradient; COMPUTE waited for the lane that used it. */
+void fsdp_unit_priv_free_partial(fsdp_unit *unit);
 
 /* reduce.c */
 /* Says that the unit's gradient is complete. Issues its reduction, and those

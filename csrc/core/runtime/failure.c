@@ -26,3 +26,14 @@ fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine, fsdp_lane waiter,
 done:
   return status;
 }
+
+fsdp_status fsdp_engine_priv_join_host_copies(fsdp_engine *engine,
+                                              fsdp_error *error) {
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(ops->event_record(ops->context, engine->host_copy_done,
+                             FSDP_LANE_HOST_COPY, error));
+  FSDP_TRY(ops->event_synchronize(ops->context, engine->host_copy_done, error));
+done:
+  return status;
+}

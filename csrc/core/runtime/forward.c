@@ -2,13 +2,19 @@
 #include "runtime/engine_priv.h"
 
 /* Gives back what an earlier iteration kept for a backward that never came (or
- * came partly): its weights may be from before the optimizer's step. */
+ * came partly), and what it kept between micro-batches if the user changed the
+ * weights since. */
 static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
+  const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
-  if (engine->keeps_unsharded) return FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
-    if (engine->units[i]->state == FSDP_UNIT_FAILED) continue;
-    FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
+    fsdp_unit *unit = engine->units[i];
+    if (unit->state == FSDP_UNIT_FAILED) continue;
+    if (unit->is_kept &&
+        !ops->params_changed(ops->context, unit->options.owner)) {
+      continue;
+    }
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
 done:
   return status;
@@ -38,6 +44,10 @@ static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
     if (engine->units[i]->state == FSDP_UNIT_UNSHARDING) {
       FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
     }
+  }
+  /* The user may write the shards on the host now. */
+  if (engine->offloads) {
+    FSDP_TRY(fsdp_engine_priv_join_host_copies(engine, error));
   }
 done:
   return status;
@@ -69,6 +79,9 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   }
   if (engine->depth == 0) FSDP_TRY(begin_iteration(unit, error));
   FSDP_TRY(fsdp_order_pre_forward(engine->order, unit->index, error));
+  if (unit->is_full != unit->wants_full) { /* kept, or prefetched too early */
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  }
   FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
   if (unit->options.forward_prefetch) {
     FSDP_TRY(fsdp_engine_priv_prefetch(

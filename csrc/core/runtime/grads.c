@@ -20,11 +20,14 @@ fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
                            FSDP_LANE_COMPUTE, &block, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const bool has_grad = segment->layout->requires_grad;
+    const bool has_grad = segment->is_trainable;
     const bool has_scratch = has_grad && unit->options.needs_reduce_scratch;
     unit->grad_data[i] = has_grad ? (char *)block + segment->grad_offset : NULL;
     unit->scratch_data[i] =
         has_scratch ? (char *)block + segment->scratch_offset : NULL;
+    unit->stage_data[i] = has_grad && unit->options.offloads
+                              ? (char *)block + segment->grad_stage_offset
+                              : NULL;
   }
 done:
   return status;
@@ -80,7 +83,8 @@ static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment,
   if (num_items == 0) return FSDP_OK;
   return ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
                    unit->segments[segment].options.reduce_dtype, unit->items,
-                   num_items, unit->options.prescale, error);
+                   num_items,
+                   unit->has_reduce_hook ? 1.0 : unit->options.prescale, error);
 }
 
 fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
@@ -89,7 +93,7 @@ fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
 
   if (unit->num_pending == 0) return FSDP_OK;
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (!unit->segments[i].layout->requires_grad) continue;
+    if (!unit->segments[i].is_trainable) continue;
     FSDP_TRY(pack_segment(unit, i, error));
   }
 done:
@@ -131,7 +135,7 @@ fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (!unit->segments[i].layout->requires_grad) continue;
+    if (!unit->segments[i].is_trainable) continue;
     const int64_t num_items = unfilled_items(unit, i);
     if (num_items == 0) continue;
     FSDP_TRY(ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[i],

@@ -1,5 +1,5 @@
 /*
- * Reduce: a complete gradient block becomes a part of the sharded gradient.
+ * Reduce: when a unit's complete gradient is reduced.
  *
  * Note [Order of reductions]
  * All ranks must issue their collectives in one order, also where gradients
@@ -10,107 +10,6 @@
  */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
-
-/* The start of the piece of segment `index`'s gradient that this rank keeps. */
-static void *own_slot(const fsdp_unit *unit, int64_t index) {
-  const fsdp_unit_segment *segment = &unit->segments[index];
-  return (char *)unit->grad_data[index] +
-         unit->options.shard_group.rank * segment->layout->shard_numel *
-             segment->options.reduce_dtype.itemsize;
-}
-
-static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
-  const fsdp_group *group = &unit->options.shard_group;
-  fsdp_status status = FSDP_OK;
-
-  fsdp_trace_add(&engine->trace, "reduce_scatter", unit->name);
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REDUCE, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->reduce_scatter(
-        ops->context, FSDP_LANE_REDUCE, group, unit->grad_data[i],
-        unit->scratch_data[i], unit->segments[i].layout->shard_numel,
-        unit->segments[i].options.reduce_dtype, error));
-  }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REDUCE, group, error));
-done:
-  return status;
-}
-
-static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
-  const fsdp_group *group = &unit->options.replica_group;
-  fsdp_status status = FSDP_OK;
-
-  fsdp_trace_add(&engine->trace, "all_reduce", unit->name);
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REPLICATE, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->all_reduce(ops->context, FSDP_LANE_REPLICATE, group,
-                             own_slot(unit, i),
-                             unit->segments[i].layout->shard_numel,
-                             unit->segments[i].options.reduce_dtype, error));
-  }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REPLICATE, group, error));
-done:
-  return status;
-}
-
-/* Adds the reduced pieces to the sharded gradient, scaled to the mean over all
- * ranks. */
-static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
-                                       fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  const double num_ranks = (double)unit->options.shard_group.world_size *
-                           (double)unit->options.replica_group.world_size;
-  fsdp_status status = FSDP_OK;
-
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    const fsdp_unit_segment *segment = &unit->segments[i];
-    void *grad_shard = NULL;
-    if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i, &grad_shard,
-                             error));
-    FSDP_TRY(ops->accumulate(ops->context, lane, grad_shard,
-                             segment->layout->dtype, own_slot(unit, i),
-                             segment->options.reduce_dtype,
-                             segment->layout->shard_numel,
-                             1.0 / (unit->options.prescale * num_ranks),
-                             unit->has_sharded_grad, error));
-  }
-done:
-  return status;
-}
-
-/* Enqueues everything from the packed block to the sharded gradient. */
-static fsdp_status enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const bool has_shards = unit->options.shard_group.world_size > 1;
-  const bool has_replicas = unit->options.replica_group.world_size > 1;
-  fsdp_lane lane =
-      has_shards || !has_replicas ? FSDP_LANE_REDUCE : FSDP_LANE_REPLICATE;
-  fsdp_status status = FSDP_OK;
-
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_COMPUTE,
-                                      engine->compute_done, error));
-  if (has_shards) FSDP_TRY(reduce_scatter_segments(unit, error));
-  if (has_replicas) {
-    if (has_shards) {
-      FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_REPLICATE,
-                                          FSDP_LANE_REDUCE, engine->reduce_done,
-                                          error));
-      lane = FSDP_LANE_REPLICATE;
-    }
-    FSDP_TRY(all_reduce_segments(unit, error));
-  }
-  FSDP_TRY(accumulate_segments(unit, lane, error));
-  FSDP_TRY(fsdp_unit_priv_drop_grads(unit, lane, error));
-done:
-  return status;
-}
 
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
@@ -124,10 +23,8 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
     status = FSDP_FAIL(&local, FSDP_OUT_OF_MEMORY, "record of reductions");
     goto done;
   }
-  FSDP_TRY(enqueue_reduce(unit, &local));
+  FSDP_TRY(fsdp_unit_priv_enqueue_reduce(unit, &local));
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_REDUCE, &local));
-  unit->has_sharded_grad = true;
-  unit->had_reduce = true;
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
   engine->num_reduces++;
 done:

@@ -1,61 +1,126 @@
 /*
- * Summon: a unit's whole parameters in master dtype, between steps, in memory
+ * Summon: a unit's whole parameters (and gradients), between steps, in memory
  * of their own.
  */
+#include "base/alloc.h"
 #include "runtime/engine_priv.h"
 
-static char *own_slot(const fsdp_unit *unit, int64_t index) {
-  const fsdp_segment *segment = unit->segments[index].layout;
-  return (char *)unit->full_data[index] + unit->options.shard_group.rank *
-                                              segment->shard_numel *
-                                              segment->dtype.itemsize;
+static fsdp_view whole_view(const fsdp_unit *unit) {
+  return unit->summon.on_host ? FSDP_VIEW_FULL_ON_HOST : FSDP_VIEW_FULL;
 }
 
-static fsdp_status gather_full(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
-  const fsdp_group *group = &unit->options.shard_group;
+/* Whether this rank shows what was gathered. */
+static bool is_shown_here(const fsdp_unit *unit) {
+  return !unit->summon.on_first_rank_only ||
+         unit->options.shard_group.rank == 0;
+}
+
+/* Whether a summon moves the parameters at all. */
+static bool moves_params(const fsdp_unit *unit) {
+  return unit->full_nbytes > 0 && (!unit->is_resident || unit->summon.on_host);
+}
+
+/* Gathers, and where this rank shows it, moves it to where it is shown. */
+static fsdp_status bring_whole(fsdp_unit *unit, bool is_grad,
+                               fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
-  if (group->world_size == 1) {
-    for (int64_t i = 0; i < unit->num_segments; i++) {
-      const fsdp_segment *segment = unit->segments[i].layout;
-      FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, unit->full_data[i],
-                         segment->dtype, unit->segments[i].options.shard,
-                         segment->dtype, segment->shard_numel, error));
-    }
-    return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_gather_whole(unit, is_grad, error));
+  if (!is_shown_here(unit)) {
+    fsdp_unit_priv_free_whole(unit, is_grad);
+  } else if (unit->summon.on_host) {
+    FSDP_TRY(fsdp_unit_priv_move_to_host(unit, is_grad, error));
   }
-  fsdp_trace_add(&engine->trace, "all_gather (summon)", unit->name);
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    const fsdp_segment *segment = unit->segments[i].layout;
-    FSDP_TRY(ops->all_gather(ops->context, FSDP_LANE_UNSHARD, group,
-                             unit->full_data[i],
-                             unit->segments[i].options.shard,
-                             segment->shard_numel, segment->dtype, error));
-  }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
-  engine->num_all_gathers++;
 done:
   return status;
 }
 
-/* Frees the block after the work now on `lane`. */
-static void free_full_block(fsdp_unit *unit, fsdp_lane lane) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
-  if (unit->full_block == NULL) return;
-  /* If the record fails, the older event is what is left to wait for. */
-  (void)!ops->event_record(ops->context, unit->unsharded, lane, NULL);
-  ops->block_free(ops->context, unit->full_block, unit->full_nbytes,
-                  unit->unsharded);
-  unit->full_block = NULL;
+static fsdp_status summon_params(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  if (!moves_params(unit)) return FSDP_OK;
+  FSDP_TRY(bring_whole(unit, false, error));
+  if (is_shown_here(unit)) {
+    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                              whole_view(unit), unit->whole.data, error));
+    unit->whole.is_shown = true;
+  }
+done:
+  return status;
 }
 
-fsdp_status fsdp_unit_summon(fsdp_unit *unit, fsdp_error *error) {
+/* What `flag` is on the first rank of the shard group or, with `any`, whether
+ * it is set on any rank. The host waits for the answer. */
+static fsdp_status agree(fsdp_unit *unit, bool any, bool *flag,
+                         fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_group *group = &unit->options.shard_group;
+  const uint8_t mine = *flag ? 1 : 0;
+  uint8_t *all = NULL;
+  fsdp_status status = FSDP_OK;
+
+  if (group->world_size == 1) return FSDP_OK;
+  all = fsdp_calloc((size_t)group->world_size, sizeof *all);
+  if (all == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "summon of unit '%s'",
+                     unit->name);
+  }
+  FSDP_TRY(ops->exchange(ops->context, group, &mine, 1, all, error));
+  *flag = all[0] != 0;
+  for (int64_t rank = 1; any && rank < group->world_size; rank++) {
+    *flag = *flag || all[rank] != 0;
+  }
+done:
+  fsdp_free(all);
+  return status;
+}
+
+/* Gradients that are not sharded yet (no_sync) are whole, or partial: they stay
+ * as they are. */
+static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  bool has_grads = false;
+  fsdp_status status = FSDP_OK;
+
+  if (unit->full_grad_nbytes == 0 || fsdp_unit_priv_holds_grads(unit) ||
+      unit->has_partial) {
+    return FSDP_OK;
+  }
+  FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
+                           &has_grads, error));
+  unit->has_sharded_grad = has_grads;
+  FSDP_TRY(agree(unit, true, &has_grads, error));
+  if (!has_grads) return FSDP_OK;
+  FSDP_TRY(bring_whole(unit, true, error));
+  if (is_shown_here(unit)) {
+    FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
+                             whole_view(unit), unit->whole_grad.data, error));
+    unit->whole_grad.is_shown = true;
+  } else if (unit->has_sharded_grad) {
+    FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
+                             FSDP_VIEW_SHARDED, NULL, error));
+  }
+  unit->has_whole_grads = true;
+done:
+  return status;
+}
+
+/* Takes the blocks away from the user, then frees them. */
+static void abandon(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  if (unit->whole.is_shown) { /* best effort: an error was reported */
+    (void)!ops->show_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, NULL);
+  }
+  fsdp_unit_priv_abandon_whole(unit);
+}
+
+fsdp_status fsdp_unit_summon(fsdp_unit *unit,
+                             const fsdp_summon_options *options,
+                             fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = engine == NULL ? NULL : &engine->ops;
+  const fsdp_summon_options usual = {0};
   fsdp_status status = FSDP_OK;
   fsdp_error local = {0};
   bool is_enqueued = false;
@@ -70,34 +135,117 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit, fsdp_error *error) {
         : engine->in_backward ? "inside backward"
                               : "inside forward");
   }
+  unit->summon = options != NULL ? *options : usual;
+  unit->has_whole_grads = false;
   FSDP_TRY(fsdp_unit_priv_reshard(unit, &local)); /* kept for a backward */
-  if (unit->num_segments > 0 && !unit->is_resident) {
-    FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, &local));
-    FSDP_TRY(ops->block_alloc(ops->context, unit->full_nbytes,
-                              &unit->full_block, &local));
-    for (int64_t i = 0; i < unit->num_segments; i++) {
-      unit->full_data[i] =
-          (char *)unit->full_block + unit->segments[i].full_offset;
-    }
-    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
-                                        FSDP_LANE_COMPUTE, engine->compute_done,
-                                        &local));
-    is_enqueued = true;
-    FSDP_TRY(gather_full(unit, &local));
-    FSDP_TRY(fsdp_engine_priv_wait_lane(
-        engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, &local));
-    FSDP_TRY(ops->show_params(ops->context, unit->options.owner, FSDP_VIEW_FULL,
-                              unit->full_data, &local));
+  if (unit->num_segments > 0) {
+    FSDP_TRY(engine->ops.take_params(engine->ops.context, unit->options.owner,
+                                     FSDP_VIEW_SHARDED, NULL, &local));
   }
+  is_enqueued = true;
+  FSDP_TRY(summon_params(unit, &local));
+  if (unit->summon.with_grads) FSDP_TRY(summon_grads(unit, &local));
   unit->is_summoned = true;
 done:
   if (status != FSDP_OK) {
-    /* The gather may still be writing; nothing on COMPUTE has read it. */
-    free_full_block(unit, FSDP_LANE_UNSHARD);
-    if (is_enqueued) fsdp_unit_priv_fail(unit, &local);
+    if (is_enqueued) {
+      abandon(unit);
+      fsdp_unit_priv_fail(unit, &local);
+    }
     if (error != NULL) *error = local;
   }
+  return status;
+}
+
+/* The parameter's shards are shown as a whole: only a replica can differ. */
+static fsdp_status write_back_resident(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_group *group = &unit->options.replica_group;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, error));
+  if (!unit->summon.on_first_rank_only || group->world_size == 1) {
+    return FSDP_OK;
+  }
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                      FSDP_LANE_COMPUTE, engine->compute_done,
+                                      error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_segment *segment = unit->segments[i].layout;
+    if (segment->padded_numel == 0) continue;
+    FSDP_TRY(ops->broadcast(ops->context, FSDP_LANE_UNSHARD, group,
+                            unit->segments[i].options.shard,
+                            segment->padded_numel, 0, segment->dtype, error));
+  }
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
+done:
+  return status;
+}
+
+static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
+                                  fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  if (unit->num_segments == 0) return FSDP_OK;
+  if (!moves_params(unit)) {
+    return writeback ? write_back_resident(unit, error) : FSDP_OK;
+  }
+  /* Off the block first: if something fails, the next try goes on from here. */
+  if (unit->whole.is_shown) {
+    if (writeback) {
+      FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
+                                whole_view(unit), unit->whole.data, error));
+    }
+    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, error));
+    unit->whole.is_shown = false;
+  }
+  if (writeback && unit->summon.on_first_rank_only) {
+    FSDP_TRY(fsdp_unit_priv_broadcast_whole(unit, false, error));
+  }
+  if (writeback) FSDP_TRY(fsdp_unit_priv_keep_own_piece(unit, false, error));
+done:
+  return status;
+}
+
+static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
+                                 fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_summoned *whole = &unit->whole_grad;
+  fsdp_status status = FSDP_OK;
+
+  if (!unit->has_whole_grads) return FSDP_OK;
+  if (whole->is_shown) {
+    FSDP_TRY(ops->take_full_grads(ops->context, unit->options.owner,
+                                  whole_view(unit), whole->data,
+                                  &whole->is_live, error));
+    whole->is_shown = false;
+  } else if (writeback && !is_shown_here(unit)) { /* the first rank's replace
+                                                     what this one shows */
+    FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
+                             &whole->is_live, error));
+  }
+  if (writeback && unit->summon.on_first_rank_only) {
+    FSDP_TRY(agree(unit, false, &whole->is_live, error));
+    if (whole->is_live) {
+      FSDP_TRY(fsdp_unit_priv_broadcast_whole(unit, true, error));
+    }
+  }
+  if (writeback) {
+    if (whole->is_live) {
+      FSDP_TRY(fsdp_unit_priv_keep_own_piece(unit, true, error));
+    }
+    unit->has_sharded_grad = whole->is_live;
+  }
+  if (unit->has_sharded_grad) {
+    FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
+                             FSDP_VIEW_SHARDED, NULL, error));
+  }
+done:
   return status;
 }
 
@@ -110,27 +258,10 @@ fsdp_status fsdp_unit_dismiss(fsdp_unit *unit, bool writeback,
                      "the parameters of unit '%s' are not summoned",
                      unit->name);
   }
-  if (unit->full_block != NULL) {
-    const fsdp_device_ops *ops = &unit->engine->ops;
-    if (writeback) {
-      FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                                FSDP_VIEW_FULL, unit->full_data, error));
-    }
-    for (int64_t i = 0; writeback && i < unit->num_segments; i++) {
-      const fsdp_segment *segment = unit->segments[i].layout;
-      FSDP_TRY(ops->cast(ops->context, FSDP_LANE_COMPUTE,
-                         unit->segments[i].options.shard, segment->dtype,
-                         own_slot(unit, i), segment->dtype,
-                         segment->shard_numel, error));
-    }
-    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, error));
-  } else if (writeback && unit->num_segments > 0) {
-    const fsdp_device_ops *ops = &unit->engine->ops;
-    FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, error));
-  }
-  free_full_block(unit, FSDP_LANE_COMPUTE);
+  FSDP_TRY(dismiss_params(unit, writeback, error));
+  FSDP_TRY(dismiss_grads(unit, writeback, error));
+  fsdp_unit_priv_free_whole(unit, false);
+  fsdp_unit_priv_free_whole(unit, true);
   unit->is_summoned = false;
 done:
   return status;
@@ -139,7 +270,7 @@ done:
 void fsdp_unit_priv_end_summon(fsdp_unit *unit) {
   if (!unit->is_summoned) return;
   if (fsdp_unit_dismiss(unit, false, NULL) == FSDP_OK) return;
-  free_full_block(unit, FSDP_LANE_COMPUTE);
+  abandon(unit);
   unit->is_summoned = false;
 }
 

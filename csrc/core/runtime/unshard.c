@@ -2,51 +2,108 @@
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
 
-static char *at_nbytes(void *base, int64_t nbytes) {
+static void *at_nbytes(void *base, int64_t nbytes) {
   return (char *)base + nbytes;
 }
 
-/* Where rank's own piece of an unsharded segment lies. */
-static char *own_slot(const fsdp_unit *unit, int64_t segment) {
-  const fsdp_unit_segment *self = &unit->segments[segment];
-  return at_nbytes(unit->param_data[segment],
-                   unit->options.shard_group.rank * self->layout->shard_numel *
-                       self->options.param_dtype.itemsize);
+static fsdp_dtype param_dtype(const fsdp_unit *unit, int64_t segment) {
+  return unit->is_full ? unit->segments[segment].layout->dtype
+                       : unit->segments[segment].options.param_dtype;
+}
+
+/* Where this rank's own piece of an unsharded segment lies. */
+static void *own_slot(const fsdp_unit *unit, int64_t segment) {
+  return fsdp_priv_slot(
+      unit->param_data[segment], unit->options.shard_group.rank,
+      unit->segments[segment].layout->shard_numel, param_dtype(unit, segment));
+}
+
+static int64_t param_client(const fsdp_unit *unit) {
+  return unit->is_full ? unit->full_client : unit->param_client;
 }
 
 /* Points param_data at the segments of `block`. */
 static void place_segments(fsdp_unit *unit, void *block) {
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    unit->param_data[i] = segment->is_resident
-                              ? segment->options.shard
-                              : at_nbytes(block, segment->param_offset);
+    const int64_t offset =
+        unit->is_full ? segment->full_offset : segment->param_offset;
+    unit->param_data[i] = segment->is_resident ? segment->options.shard
+                                               : at_nbytes(block, offset);
   }
 }
 
-/* Casts the shard of each segment whose parameters have another dtype into its
- * slot of the block; a lone rank copies all that is not resident. */
-static fsdp_status cast_shards(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  const bool is_alone = unit->options.shard_group.world_size == 1;
+/* Takes the block that this unshard needs. */
+static fsdp_status take_block(fsdp_unit *unit, void **block,
+                              fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  if (unit->is_full && unit->full_client < 0) {
+    FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->full_nbytes,
+                                   &unit->full_client, error));
+  }
+  FSDP_TRY(fsdp_arena_take(
+      engine->arena, param_client(unit),
+      unit->options.offloads ? FSDP_LANE_HOST_COPY : FSDP_LANE_UNSHARD, block,
+      error));
+done:
+  return status;
+}
+
+/* Brings the shards to the device: into their slots, or, where a cast follows,
+ * beside them. */
+static fsdp_status upload_shards(fsdp_unit *unit, void *block,
+                                 fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const fsdp_dtype to = segment->options.param_dtype;
+    const fsdp_dtype dtype = segment->layout->dtype;
+    if (segment->is_resident) continue;
+    void *target = fsdp_dtype_equal(param_dtype(unit, i), dtype)
+                       ? own_slot(unit, i)
+                       : at_nbytes(block, segment->param_stage_offset);
+    FSDP_TRY(ops->copy_to_device(
+        ops->context, FSDP_LANE_HOST_COPY, target, segment->options.shard,
+        segment->layout->shard_numel * dtype.itemsize, error));
+  }
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                      FSDP_LANE_HOST_COPY,
+                                      engine->host_copy_done, error));
+done:
+  return status;
+}
+
+/* Casts the shard of each segment whose parameters have another dtype into its
+ * slot of the block; a lone rank copies all that is not resident. */
+static fsdp_status cast_shards(fsdp_unit *unit, void *block,
+                               fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const bool is_alone = unit->options.shard_group.world_size == 1;
+  const bool offloads = unit->options.offloads;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const fsdp_dtype to = param_dtype(unit, i);
     const fsdp_dtype from = segment->layout->dtype;
     if (segment->is_resident) continue;
-    if (!is_alone && fsdp_dtype_equal(to, from)) continue;
+    if ((!is_alone || offloads) && fsdp_dtype_equal(to, from)) continue;
+    const void *source = offloads
+                             ? at_nbytes(block, segment->param_stage_offset)
+                             : segment->options.shard;
     FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, own_slot(unit, i), to,
-                       segment->options.shard, from,
-                       segment->layout->shard_numel, error));
+                       source, from, segment->layout->shard_numel, error));
   }
 done:
   return status;
 }
 
 /* One grouped all-gather of all segments. The shard itself is the send buffer
- * where no cast stands between. */
+ * where nothing stands between. */
 static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
@@ -58,13 +115,13 @@ static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const fsdp_dtype dtype = segment->options.param_dtype;
-    const void *input = fsdp_dtype_equal(dtype, segment->layout->dtype)
-                            ? segment->options.shard
-                            : own_slot(unit, i);
-    FSDP_TRY(ops->all_gather(ops->context, FSDP_LANE_UNSHARD, group,
-                             unit->param_data[i], input,
-                             segment->layout->shard_numel, dtype, error));
+    const fsdp_dtype dtype = param_dtype(unit, i);
+    const bool sends_shard = !unit->options.offloads &&
+                             fsdp_dtype_equal(dtype, segment->layout->dtype);
+    FSDP_TRY(ops->all_gather(
+        ops->context, FSDP_LANE_UNSHARD, group, unit->param_data[i],
+        sends_shard ? segment->options.shard : own_slot(unit, i),
+        segment->layout->shard_numel, dtype, error));
   }
   FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
   engine->num_all_gathers++;
@@ -78,6 +135,8 @@ fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   fsdp_error local = {0};
   void *block = NULL;
+  fsdp_lane last_use =
+      FSDP_LANE_UNSHARD; /* of the block, if it is given back */
   bool is_enqueued = false;
 
   if (unit->state != FSDP_UNIT_SHARDED && unit->state != FSDP_UNIT_REDUCING) {
@@ -85,13 +144,19 @@ fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
   }
   FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
                             FSDP_VIEW_SHARDED, NULL, &local));
-  if (unit->param_nbytes > 0) {
-    FSDP_TRY(fsdp_arena_take(engine->arena, unit->param_client,
-                             FSDP_LANE_UNSHARD, &block, &local));
+  FSDP_TRY(fsdp_unit_priv_check_order(unit, "all_gather", &local));
+  unit->is_full = unit->wants_full;
+  if (!unit->is_resident) {
+    FSDP_TRY(take_block(unit, &block, &local));
   }
   place_segments(unit, block);
   if (!unit->is_resident) {
-    FSDP_TRY(cast_shards(unit, &local));
+    if (unit->options.offloads) {
+      last_use = FSDP_LANE_HOST_COPY;
+      FSDP_TRY(upload_shards(unit, block, &local));
+      last_use = FSDP_LANE_UNSHARD;
+    }
+    FSDP_TRY(cast_shards(unit, block, &local));
     is_enqueued = true;
     FSDP_TRY(gather_segments(unit, &local));
     FSDP_TRY(ops->event_record(ops->context, unit->unsharded, FSDP_LANE_UNSHARD,
@@ -102,8 +167,7 @@ done:
   if (status != FSDP_OK) {
     if (block != NULL) {
       /* Best effort: the first error is the one to report. */
-      (void)!fsdp_arena_give(engine->arena, unit->param_client,
-                             FSDP_LANE_UNSHARD, NULL);
+      (void)!fsdp_arena_give(engine->arena, param_client(unit), last_use, NULL);
     }
     /* A collective that may have been enqueued cannot be taken back. */
     if (is_enqueued) fsdp_unit_priv_fail(unit, &local);
@@ -123,9 +187,12 @@ fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
   if (!unit->is_resident) {
     FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
                              &local));
-    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                              FSDP_VIEW_UNSHARDED, unit->param_data, &local));
+    FSDP_TRY(
+        ops->show_params(ops->context, unit->options.owner,
+                         unit->is_full ? FSDP_VIEW_FULL : FSDP_VIEW_UNSHARDED,
+                         unit->param_data, &local));
   }
+  unit->is_kept = false;
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_WAIT, &local));
 done:
   if (status != FSDP_OK) {
@@ -141,6 +208,7 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   fsdp_error local = {0};
   /* A prefetch that nobody used is still being written by its own lane. */
   const bool is_shown = unit->state == FSDP_UNIT_UNSHARDED;
+  const bool was_used = is_shown || unit->is_kept;
 
   if (unit->state != FSDP_UNIT_UNSHARDED &&
       unit->state != FSDP_UNIT_UNSHARDING) {
@@ -151,12 +219,16 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
       FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
                                 FSDP_VIEW_SHARDED, NULL, &local));
     }
-    if (unit->param_nbytes > 0) {
-      FSDP_TRY(fsdp_arena_give(unit->engine->arena, unit->param_client,
-                               is_shown ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
+    /* Nobody reads the shards any more when the optimizer steps them. */
+    if (!was_used) {
+      FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
                                &local));
     }
+    FSDP_TRY(fsdp_arena_give(unit->engine->arena, param_client(unit),
+                             was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
+                             &local));
   }
+  unit->is_kept = false;
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESHARD, &local));
 done:
   if (status != FSDP_OK) {

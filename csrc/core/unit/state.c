@@ -13,9 +13,9 @@ static const char *const state_names[FSDP_NUM_UNIT_STATES] = {
 
 static const char *const event_names[FSDP_NUM_UNIT_EVENTS] = {
     [FSDP_EVENT_UNSHARD] = "UNSHARD", [FSDP_EVENT_WAIT] = "WAIT",
-    [FSDP_EVENT_RESHARD] = "RESHARD", [FSDP_EVENT_REDUCE] = "REDUCE",
-    [FSDP_EVENT_FINISH] = "FINISH",   [FSDP_EVENT_FAIL] = "FAIL",
-    [FSDP_EVENT_RESET] = "RESET",
+    [FSDP_EVENT_HIDE] = "HIDE",       [FSDP_EVENT_RESHARD] = "RESHARD",
+    [FSDP_EVENT_REDUCE] = "REDUCE",   [FSDP_EVENT_FINISH] = "FINISH",
+    [FSDP_EVENT_FAIL] = "FAIL",       [FSDP_EVENT_RESET] = "RESET",
 };
 
 /* TO(X) is the state X plus one, so that an absent cell, 0, means "none". */
@@ -25,6 +25,7 @@ static const unsigned char
         [FSDP_EVENT_UNSHARD] = {[FSDP_UNIT_SHARDED] = TO(UNSHARDING),
                                 [FSDP_UNIT_REDUCING] = TO(UNSHARDING)},
         [FSDP_EVENT_WAIT] = {[FSDP_UNIT_UNSHARDING] = TO(UNSHARDED)},
+        [FSDP_EVENT_HIDE] = {[FSDP_UNIT_UNSHARDED] = TO(UNSHARDING)},
         [FSDP_EVENT_RESHARD] = {[FSDP_UNIT_UNSHARDING] = TO(SHARDED),
                                 [FSDP_UNIT_UNSHARDED] = TO(SHARDED)},
         [FSDP_EVENT_REDUCE] = {[FSDP_UNIT_SHARDED] = TO(REDUCING),
@@ -33,6 +34,7 @@ static const unsigned char
                                [FSDP_UNIT_REDUCING] = TO(REDUCING)},
         [FSDP_EVENT_FINISH] = {[FSDP_UNIT_REDUCING] = TO(SHARDED),
                                [FSDP_UNIT_SHARDED] = TO(SHARDED),
+                               [FSDP_UNIT_UNSHARDING] = TO(UNSHARDING),
                                [FSDP_UNIT_UNSHARDED] = TO(UNSHARDED)},
         [FSDP_EVENT_FAIL] = {[FSDP_UNIT_SHARDED] = TO(FAILED),
                              [FSDP_UNIT_UNSHARDING] = TO(FAILED),

@@ -2,7 +2,8 @@
  * A unit's one lifecycle variable, and the table of its transitions.
  *
  *   SHARDED     only the shard is held; parameters are views of it
- *   UNSHARDING  a block is held and an all-gather into it is in flight
+ *   UNSHARDING  a block is held and an all-gather into it is in flight, or was
+ *               and the parameters are hidden (kept between micro-batches)
  *   UNSHARDED   parameters are views of the block
  *   REDUCING    the block is given back and this backward's gradients are on
  *               the reduce lane; weights are about to be stepped, so nothing
@@ -30,6 +31,7 @@ typedef enum fsdp_unit_state {
 typedef enum fsdp_unit_event {
   FSDP_EVENT_UNSHARD = 0, /* an all-gather was issued */
   FSDP_EVENT_WAIT,        /* the compute lane waits for it; views are set */
+  FSDP_EVENT_HIDE,        /* views are of the shard again; the block is kept */
   FSDP_EVENT_RESHARD,     /* the block was given back */
   FSDP_EVENT_REDUCE,      /* a reduction was issued, the block given back */
   FSDP_EVENT_FINISH,      /* end of backward */
@@ -48,9 +50,10 @@ const char *fsdp_unit_event_name(fsdp_unit_event event);
  *   event    from -> to
  *   UNSHARD  SHARDED | REDUCING -> UNSHARDING
  *   WAIT     UNSHARDING -> UNSHARDED
+ *   HIDE     UNSHARDED -> UNSHARDING
  *   RESHARD  UNSHARDING | UNSHARDED -> SHARDED
  *   REDUCE   SHARDED | UNSHARDING | UNSHARDED | REDUCING -> REDUCING
- *   FINISH   REDUCING -> SHARDED; SHARDED, UNSHARDED stay
+ *   FINISH   REDUCING -> SHARDED; SHARDED, UNSHARDING, UNSHARDED stay
  *   FAIL     any -> FAILED
  *   RESET    any -> SHARDED
  *

@@ -1,0 +1,158 @@
+/*
+ * Where a unit's segments lie in its blocks: unsharded parameters, gradients
+ * with scratch and staging memory, whole parameters and gradients of a summon,
+ * partial gradients.
+ */
+#include <inttypes.h>
+
+#include "base/arith.h"
+#include "runtime/engine_priv.h"
+
+/* Appends `numel` elements to a block of `*nbytes`. offset [out]. */
+static bool place_in_block(int64_t numel, int32_t itemsize, int64_t *nbytes,
+                           int64_t *offset) {
+  int64_t begin;
+  int64_t length;
+  return fsdp_round_up_i64(*nbytes, FSDP_SEGMENT_ALIGNMENT_NBYTES, &begin) &&
+         fsdp_mul_i64(numel, itemsize, &length) &&
+         fsdp_add_i64(begin, length, nbytes) && ((void)(*offset = begin), true);
+}
+
+/* Places of one segment in the parameter blocks. */
+static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
+  const fsdp_segment *layout = segment->layout;
+  const fsdp_dtype dtype = segment->options.param_dtype;
+  const bool has_cast = !fsdp_dtype_equal(dtype, layout->dtype);
+  const bool is_alone = self->options.shard_group.world_size == 1;
+
+  segment->is_resident = layout->padded_numel == 0 ||
+                         (is_alone && !has_cast && !self->options.offloads);
+  self->has_cast = self->has_cast || has_cast;
+  if (!place_in_block(layout->padded_numel, layout->dtype.itemsize,
+                      &self->full_nbytes, &segment->full_offset)) {
+    return false;
+  }
+  if (segment->is_resident) return true;
+  self->is_resident = false;
+  if (!place_in_block(layout->padded_numel, dtype.itemsize, &self->param_nbytes,
+                      &segment->param_offset)) {
+    return false;
+  }
+  return !self->options.offloads || !has_cast ||
+         place_in_block(layout->shard_numel, layout->dtype.itemsize,
+                        &self->param_nbytes, &segment->param_stage_offset);
+}
+
+/* Places of one trainable segment in the gradient blocks. */
+static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
+  const fsdp_segment *layout = segment->layout;
+  const int32_t reduce_itemsize = segment->options.reduce_dtype.itemsize;
+  const int32_t grad_itemsize = segment->options.grad_dtype.itemsize;
+
+  segment->has_grad_place = true;
+  if (!place_in_block(layout->padded_numel, reduce_itemsize, &self->grad_nbytes,
+                      &segment->grad_offset)) {
+    return false;
+  }
+  if (self->options.needs_reduce_scratch &&
+      !place_in_block(layout->padded_numel, reduce_itemsize, &self->grad_nbytes,
+                      &segment->scratch_offset)) {
+    return false;
+  }
+  if (self->options.offloads &&
+      !place_in_block(layout->shard_numel, grad_itemsize, &self->grad_nbytes,
+                      &segment->grad_stage_offset)) {
+    return false;
+  }
+  return place_in_block(layout->shard_numel, reduce_itemsize,
+                        &self->partial_nbytes, &segment->partial_offset) &&
+         place_in_block(layout->padded_numel, grad_itemsize,
+                        &self->full_grad_nbytes, &segment->full_grad_offset);
+}
+
+static fsdp_status does_not_fit(const fsdp_unit *self, int64_t segment,
+                                fsdp_error *error) {
+  return FSDP_FAIL(error, FSDP_OVERFLOW,
+                   "unit '%s': segment %" PRId64 " of %" PRId64
+                   " elements does not fit in int64 bytes",
+                   self->name, segment,
+                   self->segments[segment].layout->padded_numel);
+}
+
+/* Lays the segments out in the unit's kinds of block. */
+fsdp_status fsdp_unit_priv_place_segments(fsdp_unit *self, fsdp_error *error) {
+  self->is_resident = true;
+  for (int64_t i = 0; i < self->num_segments; i++) {
+    fsdp_unit_segment *segment = &self->segments[i];
+    if (!place_params(self, segment) ||
+        (segment->layout->requires_grad && !place_grads(self, segment))) {
+      return does_not_fit(self, i, error);
+    }
+    segment->is_trainable = segment->layout->requires_grad;
+  }
+  return FSDP_OK;
+}
+
+/* Gives a segment that was frozen so far its place at the end of the gradient
+ * blocks. A unit without an engine gets its arena client when it joins one. */
+static fsdp_status add_grad_place(fsdp_unit *unit, int64_t segment,
+                                  fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_unit_segment *self = &unit->segments[segment];
+  const fsdp_unit_segment segment_before = *self;
+  const int64_t grad_nbytes = unit->grad_nbytes;
+  const int64_t partial_nbytes = unit->partial_nbytes;
+  const int64_t full_grad_nbytes = unit->full_grad_nbytes;
+  fsdp_status status = FSDP_OK;
+
+  if (engine != NULL) {
+    fsdp_unit_priv_free_partial(unit); /* too small soon; it holds no value */
+  }
+  if (!place_grads(unit, self)) {
+    status = does_not_fit(unit, segment, error);
+    goto done;
+  }
+  if (engine == NULL || unit->grad_nbytes == 0) return FSDP_OK;
+  if (unit->grad_client >= 0) {
+    FSDP_TRY(fsdp_arena_resize_client(engine->arena, unit->grad_client,
+                                      unit->grad_nbytes, error));
+  } else {
+    FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->grad_nbytes,
+                                   &unit->grad_client, error));
+  }
+done:
+  if (status != FSDP_OK) { /* the unit is as it was */
+    *self = segment_before;
+    unit->grad_nbytes = grad_nbytes;
+    unit->partial_nbytes = partial_nbytes;
+    unit->full_grad_nbytes = full_grad_nbytes;
+  }
+  return status;
+}
+
+fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit, int64_t segment,
+                                    bool is_trainable, fsdp_error *error) {
+  fsdp_unit_segment *self = &unit->segments[segment];
+  fsdp_status status = FSDP_OK;
+
+  if (self->is_trainable == is_trainable) return FSDP_OK;
+  if (unit->engine != NULL && (unit->engine->in_backward || unit->has_partial ||
+                               fsdp_unit_priv_holds_grads(unit))) {
+    if (!is_trainable) return FSDP_OK; /* not yet */
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "parameters of unit '%s' were unfrozen in the middle of a "
+                     "gradient accumulation (backward or no_sync): set "
+                     "requires_grad between optimizer steps",
+                     unit->name);
+  }
+  if (is_trainable && !self->has_grad_place) {
+    FSDP_TRY(add_grad_place(unit, segment, error));
+  }
+  self->is_trainable = is_trainable;
+done:
+  return status;
+}
+
+bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment) {
+  return unit->segments[segment].is_trainable;
+}

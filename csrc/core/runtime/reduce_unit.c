@@ -1,0 +1,256 @@
+/*
+ * One unit's reduction: from a complete gradient block to the sharded gradient.
+ *
+ *   lane REDUCE      reduce_scatter; + the partial gradient, if there is one
+ *   lane REPLICATE   all_reduce of this rank's slot, if there are replicas
+ *   the last of them accumulate into the sharded gradient, scaled to the mean
+ *   lane HOST_COPY   the same through the device, if the unit offloads
+ *
+ * With FSDP_SYNC_SHARD it ends after the first line: the slot is added to the
+ * partial gradient, which the next FSDP_SYNC_REDUCE takes in. A communication
+ * hook stands for all collectives and the scaling.
+ */
+#include "runtime/engine_priv.h"
+
+/* This rank's piece of segment `index`'s gradient. */
+static void *own_slot(const fsdp_unit *unit, int64_t index) {
+  const fsdp_unit_segment *segment = &unit->segments[index];
+  return fsdp_priv_slot(unit->grad_data[index], unit->options.shard_group.rank,
+                        segment->layout->shard_numel,
+                        segment->options.reduce_dtype);
+}
+
+static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_group *group = &unit->options.shard_group;
+  fsdp_status status = FSDP_OK;
+
+  fsdp_trace_add(&engine->trace, "reduce_scatter", unit->name);
+  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REDUCE, group, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->grad_data[i] == NULL) continue;
+    FSDP_TRY(ops->reduce_scatter(
+        ops->context, FSDP_LANE_REDUCE, group, unit->grad_data[i],
+        unit->scratch_data[i], unit->segments[i].layout->shard_numel,
+        unit->segments[i].options.reduce_dtype, error));
+  }
+  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REDUCE, group, error));
+done:
+  return status;
+}
+
+static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_group *group = &unit->options.replica_group;
+  fsdp_status status = FSDP_OK;
+
+  fsdp_trace_add(&engine->trace, "all_reduce", unit->name);
+  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REPLICATE, group, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->grad_data[i] == NULL) continue;
+    FSDP_TRY(ops->all_reduce(ops->context, FSDP_LANE_REPLICATE, group,
+                             own_slot(unit, i),
+                             unit->segments[i].layout->shard_numel,
+                             unit->segments[i].options.reduce_dtype, error));
+  }
+  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REPLICATE, group, error));
+done:
+  return status;
+}
+
+static fsdp_status run_hook(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  fsdp_trace_add(&engine->trace, "reduce_hook", unit->name);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->grad_data[i] == NULL) continue;
+    FSDP_TRY(ops->reduce_hook(ops->context, unit->options.owner,
+                              FSDP_LANE_REDUCE, i, unit->grad_data[i], error));
+  }
+done:
+  return status;
+}
+
+/* Partial gradient ----------------------------------------------------------
+ */
+
+static fsdp_status take_partial(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  if (unit->partial_block != NULL) return FSDP_OK;
+  FSDP_TRY(ops->block_alloc(ops->context, unit->partial_nbytes,
+                            &unit->partial_block, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->partial_data[i] =
+        unit->segments[i].has_grad_place
+            ? (char *)unit->partial_block + unit->segments[i].partial_offset
+            : NULL;
+  }
+done:
+  return status;
+}
+
+/* partial (+)= slot, or the other way round. */
+static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
+                               fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const fsdp_dtype dtype = segment->options.reduce_dtype;
+    if (unit->grad_data[i] == NULL) continue;
+    void *slot = own_slot(unit, i);
+    void *partial = unit->partial_data[i];
+    FSDP_TRY(ops->accumulate(ops->context, lane, to_slot ? slot : partial,
+                             dtype, to_slot ? partial : slot, dtype,
+                             segment->layout->shard_numel, 1.0,
+                             to_slot || unit->has_partial, error));
+  }
+done:
+  return status;
+}
+
+void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  unit->has_partial = false;
+  if (unit->partial_block == NULL) return;
+  /* If the record fails, the older event is what is left to wait for. */
+  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
+                           NULL);
+  ops->block_free(ops->context, unit->partial_block, unit->partial_nbytes,
+                  unit->unsharded);
+  unit->partial_block = NULL;
+}
+
+/* Sharded gradient ----------------------------------------------------------
+ */
+
+/* The segment's sharded gradient on the device: itself, or a staging copy. */
+static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, void *host,
+                              fsdp_lane lane, void **target,
+                              fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_unit_segment *segment = &unit->segments[index];
+  fsdp_status status = FSDP_OK;
+
+  *target = host;
+  if (!unit->options.offloads) return FSDP_OK;
+  *target = unit->stage_data[index];
+  if (!unit->has_sharded_grad) return FSDP_OK;
+  FSDP_TRY(ops->copy_to_device(
+      ops->context, FSDP_LANE_HOST_COPY, *target, host,
+      segment->layout->shard_numel * segment->options.grad_dtype.itemsize,
+      error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_HOST_COPY,
+                                      engine->host_copy_done, error));
+done:
+  return status;
+}
+
+/* The event of `lane`: its last record was waited for at once. */
+static fsdp_event *lane_event(const fsdp_engine *engine, fsdp_lane lane) {
+  return lane == FSDP_LANE_REDUCE ? engine->reduce_done
+                                  : engine->replicate_done;
+}
+
+/* Adds the reduced pieces to the sharded gradient, scaled to the mean over all
+ * ranks. last_use [out] the lane after which the gradient block is free. */
+static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
+                                       fsdp_lane *last_use, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const double num_ranks = (double)unit->options.shard_group.world_size *
+                           (double)unit->options.replica_group.world_size;
+  const double scale =
+      unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * num_ranks);
+  fsdp_status status = FSDP_OK;
+
+  if (unit->options.offloads) { /* it may use the staging memory now */
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_HOST_COPY, lane,
+                                        lane_event(engine, lane), error));
+  }
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const int64_t numel = segment->layout->shard_numel;
+    const fsdp_dtype dtype = segment->options.grad_dtype;
+    void *grad_shard = NULL;
+    void *target = NULL;
+    if (unit->grad_data[i] == NULL) continue;
+    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i, &grad_shard,
+                             error));
+    unit->segments[i].has_grad_shard = true;
+    FSDP_TRY(bring_grad(unit, i, grad_shard, lane, &target, error));
+    FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
+                             own_slot(unit, i), segment->options.reduce_dtype,
+                             numel, scale, unit->has_sharded_grad, error));
+    if (!unit->options.offloads) continue;
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_HOST_COPY, lane,
+                                        lane_event(engine, lane), error));
+    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_HOST_COPY, grad_shard,
+                               target, numel * dtype.itemsize, error));
+  }
+  *last_use = unit->options.offloads ? FSDP_LANE_HOST_COPY : lane;
+  unit->has_sharded_grad = true;
+done:
+  return status;
+}
+
+/* Sums over the ranks. lane [in, out] where the result is ready. */
+static fsdp_status reduce_over_replicas(fsdp_unit *unit, fsdp_lane *lane,
+                                        fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  if (*lane == FSDP_LANE_REDUCE) {
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_REPLICATE,
+                                        FSDP_LANE_REDUCE, engine->reduce_done,
+                                        error));
+    *lane = FSDP_LANE_REPLICATE;
+  }
+  FSDP_TRY(all_reduce_segments(unit, error));
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const bool has_shards = unit->options.shard_group.world_size > 1;
+  const bool has_replicas =
+      unit->options.replica_group.world_size > 1 && !unit->has_reduce_hook;
+  const bool ends_partial = engine->sync == FSDP_SYNC_SHARD;
+  /* Without replicas or shards one lane is as good as another. */
+  fsdp_lane lane =
+      has_shards || !has_replicas ? FSDP_LANE_REDUCE : FSDP_LANE_REPLICATE;
+  fsdp_lane last_use = lane;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(fsdp_unit_priv_check_order(unit, "reduce_scatter", error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_COMPUTE,
+                                      engine->compute_done, error));
+  if (unit->has_reduce_hook) {
+    FSDP_TRY(run_hook(unit, error));
+  } else if (has_shards) {
+    FSDP_TRY(reduce_scatter_segments(unit, error));
+  }
+  if (ends_partial) {
+    FSDP_TRY(take_partial(unit, error));
+    FSDP_TRY(add_partial(unit, lane, false, error));
+    last_use = lane;
+    unit->has_partial = true;
+  } else {
+    if (unit->has_partial) FSDP_TRY(add_partial(unit, lane, true, error));
+    if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
+    FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
+    unit->has_partial = false;
+  }
+  FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
+done:
+  return status;
+}

@@ -1,0 +1,328 @@
+/*
+ * Whole segments in memory of their own: gathered from the shards, moved to the
+ * host, broadcast, and written back. Parameters are in master dtype, gradients
+ * in grad dtype.
+ */
+#include <string.h>
+
+#include "runtime/engine_priv.h"
+
+static fsdp_summoned *whole_of(fsdp_unit *unit, bool is_grad) {
+  return is_grad ? &unit->whole_grad : &unit->whole;
+}
+
+static int64_t whole_nbytes(const fsdp_unit *unit, bool is_grad) {
+  return is_grad ? unit->full_grad_nbytes : unit->full_nbytes;
+}
+
+static fsdp_dtype dtype_of(const fsdp_unit *unit, int64_t segment,
+                           bool is_grad) {
+  return is_grad ? unit->segments[segment].options.grad_dtype
+                 : unit->segments[segment].layout->dtype;
+}
+
+static void *own_slot(fsdp_unit *unit, int64_t segment, bool is_grad) {
+  return fsdp_priv_slot(whole_of(unit, is_grad)->data[segment],
+                        unit->options.shard_group.rank,
+                        unit->segments[segment].layout->shard_numel,
+                        dtype_of(unit, segment, is_grad));
+}
+
+/* The shard of the segment, or its sharded gradient. */
+static fsdp_status get_shard(fsdp_unit *unit, int64_t segment, bool is_grad,
+                             void **shard, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  if (is_grad) {
+    unit->segments[segment].has_grad_shard = true;
+    return ops->grad_shard(ops->context, unit->options.owner, segment, shard,
+                           error);
+  }
+  *shard = unit->segments[segment].options.shard;
+  return FSDP_OK;
+}
+
+static void place_whole(fsdp_unit *unit, bool is_grad, void *block) {
+  fsdp_summoned *whole = whole_of(unit, is_grad);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const int64_t offset =
+        is_grad ? segment->full_grad_offset : segment->full_offset;
+    whole->data[i] =
+        is_grad && !segment->is_trainable ? NULL : (char *)block + offset;
+  }
+}
+
+static fsdp_status take_block(fsdp_unit *unit, bool is_grad,
+                              fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_summoned *whole = whole_of(unit, is_grad);
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(ops->block_alloc(ops->context, whole_nbytes(unit, is_grad),
+                            &whole->block, error));
+  place_whole(unit, is_grad, whole->block);
+done:
+  return status;
+}
+
+/* Whether the shard itself can be the send buffer of the all-gather. */
+static bool sends_shard(const fsdp_unit *unit, bool is_grad) {
+  return unit->options.shard_group.world_size > 1 && !unit->options.offloads &&
+         (!is_grad || unit->has_sharded_grad);
+}
+
+/* Copies this rank's shard into its slot; zeros for a gradient it lacks. */
+static fsdp_status fill_own_slot(fsdp_unit *unit, int64_t segment, bool is_grad,
+                                 fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_dtype dtype = dtype_of(unit, segment, is_grad);
+  const int64_t numel = unit->segments[segment].layout->shard_numel;
+  void *slot = own_slot(unit, segment, is_grad);
+  void *shard = NULL;
+  fsdp_status status = FSDP_OK;
+
+  if (numel == 0) return FSDP_OK;
+  if (is_grad && !unit->has_sharded_grad) {
+    const fsdp_pack_item zeros = {.data = NULL, .dtype = dtype, .numel = numel};
+    return ops->pack(ops->context, FSDP_LANE_COMPUTE, slot, dtype, &zeros, 1,
+                     1.0, error);
+  }
+  FSDP_TRY(get_shard(unit, segment, is_grad, &shard, error));
+  if (unit->options.offloads) {
+    FSDP_TRY(ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, slot, shard,
+                                 numel * dtype.itemsize, error));
+  } else {
+    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_COMPUTE, slot, dtype, shard,
+                       dtype, numel, error));
+  }
+done:
+  return status;
+}
+
+static fsdp_status gather_slots(fsdp_unit *unit, bool is_grad,
+                                fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_group *group = &unit->options.shard_group;
+  const fsdp_summoned *whole = whole_of(unit, is_grad);
+  fsdp_status status = FSDP_OK;
+
+  fsdp_trace_add(&engine->trace, "all_gather (summon)", unit->name);
+  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    void *input = NULL;
+    if (whole->data[i] == NULL) continue;
+    if (sends_shard(unit, is_grad)) {
+      FSDP_TRY(get_shard(unit, i, is_grad, &input, error));
+    } else {
+      input = own_slot(unit, i, is_grad);
+    }
+    FSDP_TRY(ops->all_gather(ops->context, FSDP_LANE_UNSHARD, group,
+                             whole->data[i], input,
+                             unit->segments[i].layout->shard_numel,
+                             dtype_of(unit, i, is_grad), error));
+  }
+  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
+  engine->num_all_gathers++;
+done:
+  return status;
+}
+
+/* The host waits for the work now on COMPUTE. */
+static fsdp_status join_compute(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
+                             error));
+  FSDP_TRY(ops->event_synchronize(ops->context, unit->unsharded, error));
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit, bool is_grad,
+                                        fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_summoned *whole = whole_of(unit, is_grad);
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(take_block(unit, is_grad, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (whole->data[i] == NULL || sends_shard(unit, is_grad)) continue;
+    FSDP_TRY(fill_own_slot(unit, i, is_grad, error));
+  }
+  /* The user may write the shards on the host as soon as this is over. */
+  if (unit->options.offloads) FSDP_TRY(join_compute(unit, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                      FSDP_LANE_COMPUTE, engine->compute_done,
+                                      error));
+  if (unit->options.shard_group.world_size > 1) {
+    FSDP_TRY(gather_slots(unit, is_grad, error));
+  }
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
+done:
+  return status;
+}
+
+static void free_device_block(fsdp_unit *unit, bool is_grad) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_summoned *whole = whole_of(unit, is_grad);
+  if (whole->block == NULL) return;
+  /* If the record fails, the older event is what is left to wait for. */
+  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
+                           NULL);
+  ops->block_free(ops->context, whole->block, whole_nbytes(unit, is_grad),
+                  unit->unsharded);
+  whole->block = NULL;
+}
+
+fsdp_status fsdp_unit_priv_move_to_host(fsdp_unit *unit, bool is_grad,
+                                        fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const int64_t nbytes = whole_nbytes(unit, is_grad);
+  fsdp_summoned *whole = whole_of(unit, is_grad);
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(ops->host_alloc(ops->context, nbytes, &whole->host_block, error));
+  FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_COMPUTE, whole->host_block,
+                             whole->block, nbytes, error));
+  FSDP_TRY(join_compute(unit, error));
+  free_device_block(unit, is_grad);
+  place_whole(unit, is_grad, whole->host_block);
+done:
+  return status;
+}
+
+static fsdp_status broadcast_over(fsdp_unit *unit, bool is_grad,
+                                  const fsdp_group *group, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_summoned *whole = whole_of(unit, is_grad);
+  fsdp_status status = FSDP_OK;
+
+  if (group->world_size == 1) return FSDP_OK;
+  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (whole->data[i] == NULL) continue;
+    FSDP_TRY(ops->broadcast(ops->context, FSDP_LANE_UNSHARD, group,
+                            whole->data[i],
+                            unit->segments[i].layout->padded_numel, 0,
+                            dtype_of(unit, i, is_grad), error));
+  }
+  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
+done:
+  return status;
+}
+
+/* The first rank's block, on the device of every rank. */
+static fsdp_status bring_to_device(fsdp_unit *unit, bool is_grad,
+                                   fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_summoned *whole = whole_of(unit, is_grad);
+  fsdp_status status = FSDP_OK;
+
+  /* With both blocks an earlier try did not get to the end of this. */
+  if (whole->block == NULL) FSDP_TRY(take_block(unit, is_grad, error));
+  if (whole->host_block != NULL) {
+    FSDP_TRY(ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, whole->block,
+                                 whole->host_block, whole_nbytes(unit, is_grad),
+                                 error));
+    FSDP_TRY(join_compute(unit, error));
+    ops->host_free(ops->context, whole->host_block);
+    whole->host_block = NULL;
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_broadcast_whole(fsdp_unit *unit, bool is_grad,
+                                           fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(bring_to_device(unit, is_grad, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                      FSDP_LANE_COMPUTE, engine->compute_done,
+                                      error));
+  if (unit->options.shard_group.rank == 0) {
+    FSDP_TRY(
+        broadcast_over(unit, is_grad, &unit->options.replica_group, error));
+  }
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
+  FSDP_TRY(broadcast_over(unit, is_grad, &unit->options.shard_group, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
+done:
+  return status;
+}
+
+/* Copies between memory of which each may be on the host. */
+static fsdp_status move_elements(fsdp_unit *unit, void *to, bool to_host,
+                                 const void *from, bool from_host,
+                                 int64_t numel, fsdp_dtype dtype,
+                                 fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const int64_t nbytes = numel * dtype.itemsize;
+  if (to_host && from_host) {
+    memcpy(to, from, (size_t)nbytes);
+    return FSDP_OK;
+  }
+  if (to_host) {
+    return ops->copy_to_host(ops->context, FSDP_LANE_COMPUTE, to, from, nbytes,
+                             error);
+  }
+  if (from_host) {
+    return ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, to, from,
+                               nbytes, error);
+  }
+  return ops->cast(ops->context, FSDP_LANE_COMPUTE, to, dtype, from, dtype,
+                   numel, error);
+}
+
+fsdp_status fsdp_unit_priv_keep_own_piece(fsdp_unit *unit, bool is_grad,
+                                          fsdp_error *error) {
+  const fsdp_summoned *whole = whole_of(unit, is_grad);
+  const bool from_host = whole->host_block != NULL;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const int64_t numel = unit->segments[i].layout->shard_numel;
+    void *shard = NULL;
+    if (whole->data[i] == NULL || numel == 0) continue;
+    FSDP_TRY(get_shard(unit, i, is_grad, &shard, error));
+    FSDP_TRY(move_elements(unit, shard, unit->options.offloads,
+                           own_slot(unit, i, is_grad), from_host, numel,
+                           dtype_of(unit, i, is_grad), error));
+  }
+  if (from_host || unit->options.offloads) {
+    FSDP_TRY(join_compute(unit, error));
+  }
+  if (!is_grad) { /* a backward may come before the next iteration */
+    FSDP_TRY(fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_UNSHARD,
+                                        FSDP_LANE_COMPUTE,
+                                        unit->engine->compute_done, error));
+  }
+done:
+  return status;
+}
+
+void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_summoned *whole = whole_of(unit, is_grad);
+
+  free_device_block(unit, is_grad);
+  if (whole->host_block != NULL) {
+    ops->host_free(ops->context, whole->host_block);
+    whole->host_block = NULL;
+  }
+  whole->is_shown = false;
+}
+
+void fsdp_unit_priv_abandon_whole(fsdp_unit *unit) {
+  /* Errors have nobody to go to: another one was reported. */
+  (void)!fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_COMPUTE,
+                                    FSDP_LANE_UNSHARD, unit->unsharded, NULL);
+  (void)!join_compute(unit, NULL);
+  fsdp_unit_priv_free_whole(unit, false);
+  fsdp_unit_priv_free_whole(unit, true);
+}

@@ -1,0 +1,206 @@
+// Collectives for the engine, over c10d.
+#include <ATen/ATen.h>
+
+#include <cstring>
+
+#include "torch/compat.hpp"
+#include "torch/guard.hpp"
+#include "torch/provider.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+Provider &self(void *context) {
+  return *static_cast<Provider *>(context);
+}
+
+const Group &backend_of(const fsdp_group *group) {
+  return *static_cast<const Group *>(group->handle);
+}
+
+// Grouping: with NCCL through c10d each call is a launch of its own; the
+// native NCCL provider merges them.
+fsdp_status group_begin(void * /*context*/, fsdp_lane /*lane*/,
+                        const fsdp_group * /*group*/, fsdp_error * /*error*/) {
+  return FSDP_OK;
+}
+
+fsdp_status group_end(void * /*context*/, fsdp_lane /*lane*/,
+                      const fsdp_group * /*group*/, fsdp_error * /*error*/) {
+  return FSDP_OK;
+}
+
+WorkPtr gather(const Group &group, at::Tensor &whole, at::Tensor &piece) {
+  c10d::ProcessGroup &process_group = *group.process_group;
+  if (group.has_backend) return all_gather_base(process_group, whole, piece);
+  std::vector<at::Tensor> outputs = {whole};
+  std::vector<at::Tensor> inputs = {piece};
+  return all_gather_base_coalesced(process_group, outputs, inputs);
+}
+
+WorkPtr scatter_sum(const Group &group, at::Tensor &piece, at::Tensor &whole) {
+  c10d::ProcessGroup &process_group = *group.process_group;
+  if (group.has_backend) {
+    return reduce_scatter_base(process_group, piece, whole);
+  }
+  std::vector<at::Tensor> outputs = {piece};
+  std::vector<at::Tensor> inputs = {whole};
+  return reduce_scatter_base_coalesced(process_group, outputs, inputs);
+}
+
+// gloo gathers through a buffer of its own and copies twice. One broadcast per
+// rank, all in flight together and in place, is faster for few ranks; with
+// many, its world_size messages of log(world_size) hops are not.
+constexpr int64_t kMaxBroadcastRanks = 8;
+
+void gather_by_broadcasts(Provider &provider, fsdp_lane lane,
+                          const fsdp_group *group, void *output,
+                          const void *input, int64_t shard_numel,
+                          fsdp_dtype dtype) {
+  const int64_t nbytes = shard_numel * dtype.itemsize;
+  char *slot = static_cast<char *>(output) + group->rank * nbytes;
+  if (slot != input) std::memcpy(slot, input, static_cast<size_t>(nbytes));
+  for (int64_t root = 0; root < group->world_size; root++) {
+    std::vector<at::Tensor> piece = {provider.view(
+        static_cast<char *>(output) + root * nbytes, shard_numel, dtype)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    provider.add_work(
+        lane, backend_of(group).process_group->broadcast(piece, options));
+  }
+}
+
+fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
+                       void *output, const void *input, int64_t shard_numel,
+                       fsdp_dtype dtype, fsdp_error *error) {
+  GUARDED(error) {
+    Provider &provider = self(context);
+    const Group &backend = backend_of(group);
+    if (shard_numel == 0) return FSDP_OK;
+    if (backend.is_gloo && group->world_size <= kMaxBroadcastRanks) {
+      gather_by_broadcasts(provider, lane, group, output, input, shard_numel,
+                           dtype);
+      return FSDP_OK;
+    }
+    at::Tensor whole =
+        provider.view(output, shard_numel * group->world_size, dtype);
+    at::Tensor piece =
+        provider.view(const_cast<void *>(input), shard_numel, dtype);
+    c10::intrusive_ptr<c10d::Work> work;
+    provider.on_lane(lane, [&] { work = gather(backend, whole, piece); });
+    provider.add_work(lane, std::move(work));
+    return FSDP_OK;
+  };
+}
+
+// Each rank sends its part for every other rank and adds up what it got: half
+// the time of gloo's own reduce-scatter, and the sum's order is that of the
+// ranks.
+void reduce_by_all_to_all(Provider &provider, fsdp_lane lane,
+                          const fsdp_group *group, void *buffer, void *scratch,
+                          int64_t shard_numel, fsdp_dtype dtype) {
+  const int64_t numel = shard_numel * group->world_size;
+  at::Tensor received = provider.view(scratch, numel, dtype);
+  at::Tensor sent = provider.view(buffer, numel, dtype);
+  provider.add_work(
+      lane, all_to_all_base(*backend_of(group).process_group, received, sent));
+  at::Tensor own = sent.narrow(0, group->rank * shard_numel, shard_numel);
+  const int64_t world_size = group->world_size;
+  provider.add_step(lane, [received, own, world_size]() mutable {
+    const at::Tensor pieces = received.view({world_size, -1});
+    if (world_size == 2) {
+      at::add_out(own, pieces[0], pieces[1]);
+    } else {
+      at::sum_out(own, pieces, /*dim=*/{0});
+    }
+  });
+}
+
+fsdp_status reduce_scatter(void *context, fsdp_lane lane,
+                           const fsdp_group *group, void *buffer, void *scratch,
+                           int64_t shard_numel, fsdp_dtype dtype,
+                           fsdp_error *error) {
+  GUARDED(error) {
+    Provider &provider = self(context);
+    if (shard_numel == 0) return FSDP_OK;
+    if (scratch != nullptr) {
+      reduce_by_all_to_all(provider, lane, group, buffer, scratch, shard_numel,
+                           dtype);
+      return FSDP_OK;
+    }
+    at::Tensor whole =
+        provider.view(buffer, shard_numel * group->world_size, dtype);
+    at::Tensor own = whole.narrow(0, group->rank * shard_numel, shard_numel);
+    c10::intrusive_ptr<c10d::Work> work;
+    provider.on_lane(
+        lane, [&] { work = scatter_sum(backend_of(group), own, whole); });
+    provider.add_work(lane, std::move(work));
+    return FSDP_OK;
+  };
+}
+
+fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
+                       void *buffer, int64_t numel, fsdp_dtype dtype,
+                       fsdp_error *error) {
+  GUARDED(error) {
+    Provider &provider = self(context);
+    if (numel == 0) return FSDP_OK;
+    std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
+    c10::intrusive_ptr<c10d::Work> work;
+    provider.on_lane(lane, [&] {
+      work = backend_of(group).process_group->allreduce(tensors);
+    });
+    provider.add_work(lane, std::move(work));
+    return FSDP_OK;
+  };
+}
+
+fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
+                      void *buffer, int64_t numel, int64_t root,
+                      fsdp_dtype dtype, fsdp_error *error) {
+  GUARDED(error) {
+    Provider &provider = self(context);
+    if (numel == 0) return FSDP_OK;
+    std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    c10::intrusive_ptr<c10d::Work> work;
+    provider.on_lane(lane, [&] {
+      work = backend_of(group).process_group->broadcast(tensors, options);
+    });
+    provider.add_work(lane, std::move(work));
+    return FSDP_OK;
+  };
+}
+
+fsdp_status exchange(void *context, const fsdp_group *group, const void *mine,
+                     int64_t nbytes, void *all, fsdp_error *error) {
+  GUARDED(error) {
+    const Provider &provider = self(context);
+    const at::TensorOptions options =
+        at::TensorOptions().dtype(at::kByte).device(provider.device());
+    at::Tensor piece =
+        Provider::host_view(const_cast<void *>(mine), nbytes)
+            .to(provider.device(), /*dtype=*/at::kByte, /*non_blocking=*/false,
+                /*copy=*/true);
+    at::Tensor whole = at::empty({nbytes * group->world_size}, options);
+    const WorkPtr work = gather(backend_of(group), whole, piece);
+    if (work) work->wait();
+    Provider::host_view(all, whole.numel()).copy_(whole);
+    return FSDP_OK;
+  };
+}
+
+}  // namespace
+
+void add_collective_ops(fsdp_device_ops *ops) {
+  ops->group_begin = group_begin;
+  ops->group_end = group_end;
+  ops->all_gather = all_gather;
+  ops->broadcast = broadcast;
+  ops->reduce_scatter = reduce_scatter;
+  ops->all_reduce = all_reduce;
+  ops->exchange = exchange;
+}
+
+}  // namespace fsdp_torch

@@ -1,0 +1,126 @@
+// Note [Frozen parameters]
+// Autograd tells when it is done with a trainable parameter: its gradient
+// comes. Of a frozen one it says nothing, and a unit that is resharded when its
+// trainable gradients are there may be one whose frozen layers still have to
+// pass a gradient on (an adapter behind a frozen layer). Autograd runs the
+// nodes of one thread in the reverse order of their creation. The nodes that
+// made a unit's inputs are older than all nodes inside it, so once the inputs
+// have their gradients, backward has left the unit. A unit with frozen
+// parameters therefore waits for them too; where no input requires grad, for
+// the end of backward.
+#include <Python.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+
+// The inputs of one forward call.
+struct InputCall {
+  std::shared_ptr<UnitHandle> handle;
+  // Not owned: the hooks of these nodes own this object.
+  std::vector<torch::autograd::Node *> nodes;
+  int graph_task = -1;  // in which `missing` was counted
+  int64_t missing = 0;
+
+  // Counts the inputs whose gradients will come; how many.
+  int64_t begin(int current) {
+    graph_task = current;
+    missing = std::count_if(nodes.begin(), nodes.end(), will_receive);
+    return missing;
+  }
+
+  void on_grad() {
+    const int current = torch::autograd::get_current_graph_task_id();
+    if (graph_task != current || missing == 0 || --missing > 0) return;
+    if (handle->unit == nullptr) return;
+    Unit &unit = *handle->unit;
+    const std::shared_ptr<Engine> engine = unit.engine;
+    const std::lock_guard<std::mutex> lock(engine->mutex);
+    fsdp_error error = {};
+    if (fsdp_unit_inputs_ready(unit.core, &error) != FSDP_OK) {
+      throw_error(error);
+    }
+  }
+};
+
+bool will_receive(torch::autograd::Node *node) {
+  const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr || nodes->find(node) == nodes->end()) return false;
+  const auto *infos = torch::autograd::get_current_graph_task_exec_info();
+  if (infos == nullptr || infos->empty()) return true;
+  const auto info = infos->find(node);
+  return info != infos->end() && info->second.should_execute();
+}
+
+int64_t count_input_calls(Unit &unit) {
+  const int current = torch::autograd::get_current_graph_task_id();
+  int64_t num_calls = 0;
+  for (const std::weak_ptr<InputCall> &item : unit.input_calls) {
+    const std::shared_ptr<InputCall> call = item.lock();
+    if (call && call->begin(current) > 0) num_calls++;
+  }
+  return num_calls;
+}
+
+}  // namespace fsdp_torch
+
+using fsdp_torch::InputCall;
+
+struct fsdp_torch_inputs {
+  std::shared_ptr<InputCall> call;
+};
+
+extern "C" {
+
+bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) {
+  if (!c10::GradMode::is_enabled()) return false;
+  const auto &params = unit->self->params;
+  return std::any_of(params.begin(), params.end(), [](const auto &param) {
+    return !param.tensor.requires_grad();
+  });
+}
+
+fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
+                                     fsdp_torch_inputs **inputs,
+                                     fsdp_error *error) {
+  GUARDED(error) {
+    fsdp_torch::Unit &self = *unit->self;
+    auto &calls = self.input_calls;
+    calls.erase(std::remove_if(calls.begin(), calls.end(),
+                               [](const auto &call) { return call.expired(); }),
+                calls.end());
+    auto call = std::make_shared<InputCall>();
+    call->handle = self.handle;
+    calls.push_back(call);
+    *inputs = new fsdp_torch_inputs{std::move(call)};
+    return FSDP_OK;
+  };
+}
+
+fsdp_status fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor,
+                                   fsdp_error *error) {
+  GUARDED(error) {
+    const at::Tensor &input = THPVariable_Unpack(tensor);
+    if (!input.requires_grad()) return FSDP_OK;
+    const std::shared_ptr<InputCall> call = inputs->call;
+    auto *node = torch::autograd::impl::gradient_edge(input).function.get();
+    call->nodes.push_back(node);
+    input.register_hook(
+        [call](const at::Tensor & /*grad*/) { call->on_grad(); });
+    return FSDP_OK;
+  };
+}
+
+void fsdp_torch_inputs_destroy(fsdp_torch_inputs *inputs) {
+  delete inputs;
+}
+
+}  // extern "C"

@@ -1,0 +1,72 @@
+// Views over storages that are pointed at memory and away from it.
+#include <ATen/ATen.h>
+
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+
+StoragePtr empty_storage(c10::Device device) {
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
+      /*allocator=*/nullptr, /*resizable=*/false);
+}
+
+at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
+                     at::ScalarType dtype, at::IntArrayRef sizes,
+                     int64_t offset) {
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+  view.unsafeGetTensorImpl()->set_storage_offset(offset);
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return view;
+}
+
+void attach(c10::StorageImpl &storage, void *data, int64_t nbytes) {
+  const c10::Device device = storage.device();
+  allow_access(storage);
+  storage.set_data_ptr_noswap(c10::DataPtr(data, device));
+  storage.set_nbytes(static_cast<size_t>(nbytes));
+}
+
+void detach(const Unit &unit, c10::StorageImpl &storage) {
+  if (storage.nbytes() == 0) return;
+  const c10::Device device = storage.device();
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device));
+  storage.set_nbytes(0);
+  refuse_access(storage,
+                "FSDP unit '" + unit.name +
+                    "' is sharded now: this tensor was a view of its "
+                    "unsharded parameters. Keep a clone, or read it inside "
+                    "summon_full_params.");
+}
+
+const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage) {
+  return tensor.has_storage() && storage_of(tensor) == storage;
+}
+
+c10::DispatchKeySet keys_of(c10::Device device) {
+  return at::empty({0}, at::TensorOptions().device(device)).key_set();
+}
+
+at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype) {
+  const at::TensorOptions options = at::TensorOptions().dtype(dtype);
+  return unit.offloads ? options.device(c10::kCPU).pinned_memory(true)
+                       : options.device(unit.device);
+}
+
+void refuse(const Unit &unit, const std::string &what, const at::Tensor &value,
+            const std::string &remedy) {
+  throw std::invalid_argument(c10::str(
+      "FSDP unit '", unit.name, "': ", what, " was replaced by a ",
+      value.scalar_type(), " tensor of shape ", value.sizes(), "; ", remedy));
+}
+
+Unit &unit_of(void *owner) {
+  return *static_cast<Unit *>(owner);
+}
+
+}  // namespace fsdp_torch

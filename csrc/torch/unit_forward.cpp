@@ -1,0 +1,123 @@
+// The calls around a unit's forward, and summons.
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/unit.hpp"
+
+using fsdp_torch::Engine;
+using fsdp_torch::Unit;
+
+namespace {
+
+// Whether a forward that runs now is activation checkpointing's, in backward.
+bool is_recomputation(const Engine &engine) {
+  return torch::autograd::get_current_graph_task_id() != -1 &&
+         fsdp_engine_in_backward(engine.core);
+}
+
+}  // namespace
+
+extern "C" {
+
+void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
+                                fsdp_torch_cast *cast) {
+  const Unit &self = *unit->self;
+  const fsdp_engine *core = self.engine ? self.engine->core : nullptr;
+  const bool is_root = core != nullptr && !fsdp_engine_in_forward(core) &&
+                       !fsdp_engine_in_backward(core);
+  const bool is_wanted =
+      self.cast_forward_inputs || (is_root && self.cast_root_forward_inputs);
+  const bool is_cast = is_wanted && !fsdp_unit_is_summoned(self.core) &&
+                       !fsdp_unit_full_precision(self.core);
+  cast->dtype_code = is_cast ? self.param_dtype_code : -1;
+  cast->is_needed = cast->dtype_code >= 0 || (is_root && !self.device.is_cpu());
+}
+
+PyObject *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
+                                     const fsdp_torch_cast *cast,
+                                     PyObject *tensor) {
+  HANDLE_TH_ERRORS
+  const at::Tensor &input = THPVariable_Unpack(tensor);
+  const bool is_cast = cast->dtype_code >= 0 && input.is_floating_point();
+  const auto dtype = is_cast ? static_cast<at::ScalarType>(cast->dtype_code)
+                             : input.scalar_type();
+  if (input.scalar_type() == dtype && input.device() == unit->self->device) {
+    return Py_NewRef(tensor);
+  }
+  return THPVariable_Wrap(
+      input.to(unit->self->device, dtype, /*non_blocking=*/true));
+  END_HANDLE_TH_ERRORS
+}
+
+fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
+                                        fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    if (!self.engine) return fsdp_unit_pre_forward(self.core, false, error);
+    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    self.engine->recover();
+    const bool in_backward = is_recomputation(*self.engine);
+    if (!in_backward && c10::GradMode::is_enabled()) {
+      fsdp_torch::follow_requires_grad(self);
+    }
+    const fsdp_status status =
+        fsdp_unit_pre_forward(self.core, in_backward, error);
+    if (status == FSDP_OK && c10::GradMode::is_enabled() &&
+        !fsdp_unit_is_summoned(self.core)) {
+      fsdp_torch::hook_accumulators(self);
+    }
+    return status;
+  };
+}
+
+fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
+                                         bool expects_backward,
+                                         fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const bool in_backward = is_recomputation(*self.engine);
+    return fsdp_unit_post_forward(self.core, in_backward, expects_backward,
+                                  error);
+  };
+}
+
+void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) noexcept {
+  Unit &self = *unit->self;
+  if (!self.engine) return;
+  const std::lock_guard<std::mutex> lock(self.engine->mutex);
+  fsdp_unit_abandon_forward(self.core, is_recomputation(*self.engine));
+}
+
+fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit,
+                                   const fsdp_summon_options *options,
+                                   fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    fsdp_summon_options here = *options;
+    here.on_host = here.on_host && !self.device.is_cpu(); /* it is there */
+    if (!self.engine) return fsdp_unit_summon(self.core, &here, error);
+    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    self.engine->recover();
+    const at::NoGradGuard no_grad;
+    return fsdp_unit_summon(self.core, &here, error);
+  };
+}
+
+fsdp_status fsdp_torch_unit_dismiss(fsdp_torch_unit *unit, bool writeback,
+                                    fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    if (!self.engine) return fsdp_unit_dismiss(self.core, writeback, error);
+    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    const at::NoGradGuard no_grad;
+    return fsdp_unit_dismiss(self.core, writeback, error);
+  };
+}
+
+}  // extern "C"

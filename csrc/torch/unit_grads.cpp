@@ -1,0 +1,330 @@
+// Gradients: what the user sees on the parameters, and what happens when the
+// user sets or clears them.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "torch/guard.hpp"
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+Segment &segment_of(Unit &unit, const Param &param) {
+  return unit.segments[static_cast<size_t>(param.segment)];
+}
+
+size_t index_of(const Unit &unit, const GradPlace &place) {
+  return static_cast<size_t>(place.segment - unit.segments.data());
+}
+
+int64_t nbytes_of(int64_t numel, at::ScalarType dtype) {
+  return numel * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+void ensure_grad_shard(const Unit &unit, Segment &segment) {
+  if (segment.grad_shard.defined()) return;
+  segment.grad_shard = at::zeros({segment.layout->shard_numel},
+                                 shard_options(unit, segment.grad));
+}
+
+// The places, found once: a hot path walks them.
+const std::vector<GradPlace> &grad_places(Unit &unit) {
+  if (!unit.grad_places.empty()) return unit.grad_places;
+  if (unit.use_orig_params) {
+    for (Param &param : unit.params) {
+      Segment &segment = segment_of(unit, param);
+      if (segment.is_trainable) {
+        unit.grad_places.push_back({&param.tensor, &segment, &param});
+      }
+    }
+  } else {
+    for (Segment &segment : unit.segments) {
+      if (segment.is_trainable && segment.flat_param.defined()) {
+        unit.grad_places.push_back({&segment.flat_param, &segment, nullptr});
+      }
+    }
+  }
+  return unit.grad_places;
+}
+
+// Views -----------------------------------------------------------------------
+
+// The piece of `param` in a tensor like the segment's shard.
+at::Tensor view_of_piece(const StoragePtr &storage, int64_t storage_offset,
+                         c10::DispatchKeySet keys, at::ScalarType dtype,
+                         const Param &param) {
+  return make_view(storage, keys, dtype, param.sharded.sizes(),
+                   storage_offset + param.in_shard.begin);
+}
+
+const at::Tensor &sharded_grad_view(Unit &unit, Param &param) {
+  Segment &segment = segment_of(unit, param);
+  // `param.grad.data = ...` points our own view elsewhere: then make a new one.
+  const bool is_ours = param.grad.defined() &&
+                       is_over(param.grad, storage_of(segment.grad_shard));
+  if (!is_ours && segment.grad_shard.defined()) {
+    param.grad =
+        view_of_piece(segment.grad_shard.storage().getWeakStorageImpl().lock(),
+                      segment.grad_shard.storage_offset(),
+                      param.sharded.key_set(), segment.grad, param);
+  }
+  return param.grad;
+}
+
+at::Tensor sharded_grad(Unit &unit, const GradPlace &place) {
+  return place.param != nullptr ? sharded_grad_view(unit, *place.param)
+                                : place.segment->grad_shard;
+}
+
+// The view of the unsharded gradient, over `data` from now on.
+at::Tensor unsharded_grad(Unit &unit, const GradPlace &place, void *data) {
+  Segment &segment = *place.segment;
+  const int64_t numel = segment.layout->padded_numel;
+  if (!segment.unsharded_grad) {
+    segment.unsharded_grad = empty_storage(unit.device);
+  }
+  attach(*segment.unsharded_grad, data, nbytes_of(numel, segment.reduce));
+  at::Tensor &view = place.param != nullptr ? place.param->unsharded_grad
+                                            : segment.flat_unsharded_grad;
+  if (view.defined()) return view;
+  const c10::DispatchKeySet keys = keys_of(unit.device);
+  if (place.param == nullptr) {
+    view = make_view(segment.unsharded_grad, keys, segment.reduce, {numel}, 0);
+  } else {
+    view =
+        make_view(segment.unsharded_grad, keys, segment.reduce,
+                  place.param->sizes, place.param->unsharded.storage_offset());
+  }
+  return view;
+}
+
+// The view of the partial gradient, over `data` from now on.
+at::Tensor partial_grad(Unit &unit, const GradPlace &place, void *data) {
+  Segment &segment = *place.segment;
+  const int64_t numel = segment.layout->shard_numel;
+  if (!segment.partial_grad) segment.partial_grad = empty_storage(unit.device);
+  attach(*segment.partial_grad, data, nbytes_of(numel, segment.reduce));
+  at::Tensor &view = place.param != nullptr ? place.param->partial_grad
+                                            : segment.flat_partial_grad;
+  if (view.defined()) return view;
+  const c10::DispatchKeySet keys = keys_of(unit.device);
+  view = place.param == nullptr
+             ? make_view(segment.partial_grad, keys, segment.reduce, {numel}, 0)
+             : view_of_piece(segment.partial_grad, 0, keys, segment.reduce,
+                             *place.param);
+  return view;
+}
+
+// A rank that holds nothing of a parameter has no gradient of it, nor has a
+// parameter that was frozen after wrapping.
+bool has_sharded_piece(const GradPlace &place) {
+  return place.param == nullptr ||
+         (place.param->local_numel() > 0 && place.holder->requires_grad());
+}
+
+// Taking ----------------------------------------------------------------------
+
+// Copies in a gradient that the user set.
+void adopt_grad(Unit &unit, const GradPlace &place, const at::Tensor &grad) {
+  ensure_grad_shard(unit, *place.segment);
+  at::Tensor target = sharded_grad(unit, place);  // not `grad`, even if it was
+  if (grad.numel() != target.numel()) {
+    refuse(
+        unit, "the gradient of a parameter", grad,
+        c10::str("expected ", target.numel(), " elements, this rank's shard"));
+  }
+  target.copy_(grad.detach().reshape(target.sizes()));
+}
+
+bool lies_over(const at::Tensor &tensor, const StoragePtr &storage) {
+  return storage && is_over(tensor, storage.get());
+}
+
+bool take_one_grad(Unit &unit, const GradPlace &place) {
+  at::Tensor &grad = place.holder->mutable_grad();
+  if (!grad.defined()) return false;
+  const Segment &segment = *place.segment;
+  const bool is_ours = (segment.grad_shard.defined() &&
+                        is_over(grad, storage_of(segment.grad_shard))) ||
+                       lies_over(grad, segment.unsharded_grad) ||
+                       lies_over(grad, segment.partial_grad);
+  if (!is_ours) adopt_grad(unit, place, grad);
+  grad = at::Tensor();
+  return true;
+}
+
+void zero_taken_grad(Unit &unit, const GradPlace &place, void *unsharded) {
+  const at::Tensor sharded = sharded_grad(unit, place);
+  if (sharded.defined()) sharded.zero_();
+  if (unsharded != nullptr) unsharded_grad(unit, place, unsharded).zero_();
+  const at::Tensor &partial = place.param != nullptr
+                                  ? place.param->partial_grad
+                                  : place.segment->flat_partial_grad;
+  if (partial.defined() && partial.storage().nbytes() > 0) partial.zero_();
+}
+
+// The port --------------------------------------------------------------------
+
+fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
+                       void *const *unsharded, bool *any_live,
+                       fsdp_error *error) {
+  GUARDED(error) {
+    Unit &unit = unit_of(owner);
+    std::vector<const GradPlace *> cleared;
+    bool any = false;
+    for (const GradPlace &place : grad_places(unit)) {
+      if (take_one_grad(unit, place)) {
+        any = true;
+      } else {
+        cleared.push_back(&place);
+      }
+    }
+    for (size_t i = 0; any && i < cleared.size(); i++) {
+      zero_taken_grad(
+          unit, *cleared[i],
+          unsharded_live ? unsharded[index_of(unit, *cleared[i])] : nullptr);
+    }
+    *any_live = any;
+    return FSDP_OK;
+  };
+}
+
+// Whole gradients stand on the original parameters, also where a flat parameter
+// stands for them.
+fsdp_status take_full_grads(void * /*context*/, void *owner, fsdp_view /*view*/,
+                            void *const * /*data*/, bool *any_live,
+                            fsdp_error *error) {
+  GUARDED(error) {
+    Unit &unit = unit_of(owner);
+    bool any = false;
+    for (Param &param : unit.params) {
+      const Segment &segment = segment_of(unit, param);
+      if (!segment.is_trainable) continue;
+      at::Tensor &grad = param.tensor.mutable_grad();
+      at::Tensor whole = param.full_grad;
+      if (!grad.defined()) {
+        whole.zero_();
+      } else if (!lies_over(grad, segment.full_grad)) {
+        if (grad.numel() != whole.numel()) {
+          refuse(unit, "the gradient of a parameter", grad,
+                 c10::str("expected ", whole.numel(), " elements, all of it"));
+        }
+        whole.copy_(grad.detach().reshape(whole.sizes()));
+      }
+      any = any || grad.defined();
+      grad = at::Tensor();
+      param.full_grad = at::Tensor();
+    }
+    for (Segment &segment : unit.segments) {
+      if (segment.full_grad) detach(unit, *segment.full_grad);
+    }
+    *any_live = any;
+    return FSDP_OK;
+  };
+}
+
+void show_full_grads(Unit &unit, c10::Device device, void *const *data) {
+  const c10::DispatchKeySet keys = keys_of(device);
+  for (size_t i = 0; i < unit.segments.size(); i++) {
+    Segment &segment = unit.segments[i];
+    if (!segment.is_trainable) continue;
+    segment.full_grad = empty_storage(device);
+    attach(*segment.full_grad, data[i],
+           nbytes_of(segment.layout->padded_numel, segment.grad));
+  }
+  for (Param &param : unit.params) {
+    const Segment &segment = segment_of(unit, param);
+    if (!segment.is_trainable) continue;
+    param.full_grad = make_view(segment.full_grad, keys, segment.grad,
+                                param.sizes, param.unsharded.storage_offset());
+    if (param.tensor.requires_grad()) {
+      param.tensor.mutable_grad() = param.full_grad;
+    }
+  }
+}
+
+fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
+                       void *const *data, fsdp_error *error) {
+  GUARDED(error) {
+    Unit &unit = unit_of(owner);
+    if (view == FSDP_VIEW_FULL || view == FSDP_VIEW_FULL_ON_HOST) {
+      show_full_grads(unit, view == FSDP_VIEW_FULL ? unit.device : c10::kCPU,
+                      data);
+      return FSDP_OK;
+    }
+    for (const GradPlace &place : grad_places(unit)) {
+      if (view == FSDP_VIEW_UNSHARDED) {
+        place.holder->mutable_grad() =
+            unsharded_grad(unit, place, data[index_of(unit, place)]);
+        continue;
+      }
+      if (!has_sharded_piece(place)) continue;
+      place.holder->mutable_grad() =
+          view == FSDP_VIEW_PARTIAL
+              ? partial_grad(unit, place, data[index_of(unit, place)])
+              : sharded_grad(unit, place);
+    }
+    if (view == FSDP_VIEW_UNSHARDED) return FSDP_OK;
+    for (Segment &segment : unit.segments) {
+      if (segment.unsharded_grad) detach(unit, *segment.unsharded_grad);
+      if (segment.partial_grad && view == FSDP_VIEW_SHARDED) {
+        detach(unit, *segment.partial_grad);
+      }
+    }
+    return FSDP_OK;
+  };
+}
+
+fsdp_status grad_shard(void * /*context*/, void *owner, int64_t index,
+                       void **data, fsdp_error *error) {
+  GUARDED(error) {
+    Unit &unit = unit_of(owner);
+    Segment &segment = unit.segments[static_cast<size_t>(index)];
+    ensure_grad_shard(unit, segment);
+    *data = segment.grad_shard.data_ptr();
+    return FSDP_OK;
+  };
+}
+
+void grad_release(void * /*context*/, void *token) {
+  // The token is the reference that hooks.cpp released from its tensor.
+  (void)c10::intrusive_ptr<c10::TensorImpl>::reclaim(
+      static_cast<c10::TensorImpl *>(token));
+}
+
+}  // namespace
+
+void follow_requires_grad(Unit &unit) {
+  for (Segment &segment : unit.segments) segment.wants_grad = false;
+  for (Param &param : unit.params) {
+    Segment &segment = segment_of(unit, param);
+    // With use_orig_params=False the user sets it on the flat parameter.
+    if (segment.flat_param.defined() &&
+        param.tensor.requires_grad() != segment.flat_param.requires_grad()) {
+      param.tensor.set_requires_grad(segment.flat_param.requires_grad());
+    }
+    segment.wants_grad = segment.wants_grad || param.tensor.requires_grad();
+  }
+  for (size_t i = 0; i < unit.segments.size(); i++) {
+    Segment &segment = unit.segments[i];
+    const auto index = static_cast<int64_t>(i);
+    if (segment.wants_grad == segment.is_trainable) continue;
+    fsdp_error error = {};
+    if (fsdp_unit_set_trainable(unit.core, index, segment.wants_grad, &error) !=
+        FSDP_OK) {
+      throw_error(error);
+    }
+    segment.is_trainable = fsdp_unit_is_trainable(unit.core, index);
+    unit.grad_places.clear();
+  }
+}
+
+void add_grad_ops(fsdp_device_ops *ops) {
+  ops->take_grads = take_grads;
+  ops->take_full_grads = take_full_grads;
+  ops->show_grads = show_grads;
+  ops->grad_shard = grad_shard;
+  ops->grad_release = grad_release;
+}
+
+}  // namespace fsdp_torch

@@ -1,0 +1,42 @@
+/*
+ * Engine failures: every call of the port, and every allocation, of some work
+ * fails once. The unit whose call failed is SHARDED or FAILED then, a reset
+ * brings all of them back, and the next steps are right.
+ */
+#ifndef FSDP_TESTS_ENGINE_FAILURES_H
+#define FSDP_TESTS_ENGINE_FAILURES_H
+
+#include "engine_fixture.h"
+
+/* What is to meet the failures; it stops at the first one. */
+typedef fsdp_status (*failures_work)(model *m, fsdp_error *error);
+/* Called after the model has started. */
+typedef void (*failures_prepare)(model *m);
+
+/* Units root, mixed, frozen and c. */
+void failures_plan(model *m, const model_options *options);
+
+/* One micro-batch that does `sync` with its gradients. */
+FSDP_NODISCARD fsdp_status failures_step(model *m, fsdp_sync sync,
+                                         fsdp_error *error);
+/* One without sync and one with it: a work. */
+FSDP_NODISCARD fsdp_status failures_train(model *m, fsdp_error *error);
+
+/* What must hold after any failure inside a step. */
+void failures_check(model *m, fsdp_status status);
+/* Resets, and does two steps. */
+void failures_check_recovers(model *m);
+
+/* Work number `num_before` meets every failure once. prepare may be NULL. */
+void failures_every_call(model *m, const model_options *options,
+                         failures_prepare prepare, failures_work work,
+                         int num_before);
+/* The same for the first work, when nothing is known and blocks are allocated,
+ * and for the third: prefetches, recorded orders, a plan. */
+void failures_every_call_of_steps(model *m, const model_options *options,
+                                  failures_prepare prepare, failures_work work);
+/* Making the model and two works. */
+void failures_every_allocation(model *m, const model_options *options,
+                               failures_prepare prepare, failures_work work);
+
+#endif /* FSDP_TESTS_ENGINE_FAILURES_H */

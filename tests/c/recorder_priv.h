@@ -1,0 +1,137 @@
+/* What the recorder's files share. */
+#ifndef FSDP_TESTS_RECORDER_PRIV_H
+#define FSDP_TESTS_RECORDER_PRIV_H
+
+#include <inttypes.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "recorder.h"
+
+enum { RECORDER_NAME_NBYTES = 32 };
+
+enum { RECORDER_HOST = FSDP_NUM_LANES, RECORDER_NUM_LANES };
+
+/* For each lane, and the host, how much of its work has happened before. */
+typedef struct recorder_clock {
+  int64_t done[RECORDER_NUM_LANES];
+} recorder_clock;
+
+/* A lane touched memory. */
+typedef struct access {
+  const char *begin;
+  const char *end;
+  int lane;
+  int64_t time; /* of that lane */
+  bool is_write;
+} access;
+
+struct fsdp_event {
+  int64_t number;
+  recorder_clock clock; /* of its last record */
+  fsdp_event *next;     /* list of the live ones */
+};
+
+/* A block, or memory that a test named. */
+typedef struct memory {
+  const char *data; /* NULL: freed */
+  int64_t nbytes;
+  char name[RECORDER_NAME_NBYTES];
+  bool is_block;
+  bool is_host;
+} memory;
+
+/* Something known by its pointer: an owner, a group handle, a token. */
+typedef struct named {
+  const void *pointer;
+  char name[RECORDER_NAME_NBYTES];
+} named;
+
+typedef struct named_list {
+  named *items;
+  int64_t num_items;
+} named_list;
+
+typedef struct grad_shard {
+  void *owner;
+  int64_t segment;
+  void *data;
+  bool is_owned;
+} grad_shard;
+
+struct recorder {
+  fsdp_device_ops ops;
+  char *tape;
+  size_t tape_length;
+  size_t tape_capacity;
+  bool shows_memory;
+  int64_t fail_at;
+  int64_t num_calls;
+  memory *memories;
+  int64_t num_memories;
+  int64_t num_blocks_ever;
+  int64_t num_host_blocks_ever;
+  int64_t live_blocks;
+  int64_t live_nbytes;
+  fsdp_event *events;
+  int64_t num_events_ever;
+  int64_t live_events;
+  named_list owners;
+  named_list groups;
+  named_list tokens;
+  grad_shard *grad_shards;
+  int64_t num_grad_shards;
+  bool grads_live;
+  bool params_changed;
+  double broadcast_first;
+  recorder_exchange exchange;
+  void *exchange_context;
+  recorder_clock clocks[RECORDER_NUM_LANES];
+  access *accesses;
+  int64_t num_accesses;
+  char race[256];    /* the first one */
+  bool lacks_record; /* one failed: an event says less than it should */
+};
+
+void *recorder_priv_must(void *pointer);
+void *recorder_priv_append_item(void *items, int64_t num_items, size_t nbytes);
+void recorder_priv_die(const char *what);
+
+const char *recorder_priv_lane_name(fsdp_lane lane);
+const char *recorder_priv_dtype_name(fsdp_dtype dtype);
+const char *recorder_priv_view_name(fsdp_view view);
+const char *recorder_priv_find_name(named_list *list, const void *pointer,
+                                    const char *prefix, int64_t first_number);
+const char *recorder_priv_owner_name(recorder *self, const void *owner);
+const char *recorder_priv_group_name(recorder *self, const fsdp_group *group);
+memory *recorder_priv_add_memory(recorder *self, const void *data,
+                                 int64_t nbytes);
+/* "b1+16" into `text`; "" unless memory is shown. */
+const char *recorder_priv_memory_name(const recorder *self, const char *before,
+                                      const void *data, char *text,
+                                      size_t text_nbytes);
+
+/* A line of an operation that cannot fail. */
+void recorder_priv_write_line(recorder *self, const char *format, ...)
+    FSDP_PRINTF(2, 3);
+/* Starts an operation that can fail: its line, or the injected failure. */
+fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
+                                fsdp_error *error, const char *format, ...)
+    FSDP_PRINTF(4, 5);
+
+/* recorder_port.c */
+void recorder_priv_fill_ops(fsdp_device_ops *ops);
+void recorder_priv_free_block(recorder *self, memory *block);
+grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
+                                         int64_t segment, void *data);
+
+/* recorder_races.c */
+void recorder_priv_record(recorder *self, fsdp_event *event, fsdp_lane lane);
+void recorder_priv_wait(recorder *self, int lane, const fsdp_event *event);
+/* Memory goes after `event` (NULL: now, as the host sees it). */
+void recorder_priv_forget(recorder *self, const void *data, int64_t nbytes,
+                          const fsdp_event *event);
+
+#endif /* FSDP_TESTS_RECORDER_PRIV_H */

@@ -1,0 +1,222 @@
+/*
+ * Tests of runtime/: the check that all ranks run their units in one order.
+ */
+#include "engine_failures.h"
+
+static model m; /* each test makes and frees it */
+
+/* What another rank is about to do; "": the same as this one. */
+typedef struct other_ranks {
+  const char *steps[4]; /* of each rank */
+  int64_t num_exchanges;
+  int64_t differs_at; /* exchange of the first difference; -1: none */
+} other_ranks;
+
+static void answer(void *context, int64_t rank, const void *mine,
+                   int64_t nbytes, void *theirs) {
+  other_ranks *others = context;
+  const char *step = others->steps[rank];
+  (void)mine;
+  if (rank == 1) others->num_exchanges++; /* every exchange asks it once */
+  if (others->differs_at < 0 || others->num_exchanges <= others->differs_at ||
+      step == NULL) {
+    return;
+  }
+  memset(theirs, 0, (size_t)nbytes);
+  if (nbytes == 8) {
+    *(char *)theirs = 1; /* another fingerprint */
+  } else {
+    snprintf(theirs, (size_t)nbytes, "%s", step);
+  }
+}
+
+static void turn_on(model *self) {
+  fsdp_engine_set_order_check(self->engine, true);
+}
+
+/* Before each unshard and each reduction, 8 bytes. */
+static void test_same_order_passes(void) {
+  other_ranks others = {.differs_at = -1};
+  model_start_tree(&m, NULL, 1);
+  turn_on(&m);
+  recorder_set_exchange(m.device, answer, &others);
+  recorder_clear(m.device);
+  model_step(&m);
+  model_check_grads(&m);
+  CHECK_I64(others.num_exchanges, 3 + 2); /* unshards, reductions */
+  CHECK(strstr(recorder_tape(m.device),
+               "take_params root sharded\nexchange g0 8\n") != NULL);
+  CHECK(strstr(recorder_tape(m.device), "exchange g0 160\n") == NULL);
+  model_step(&m);
+  CHECK_I64(others.num_exchanges, 2 * (3 + 2));
+  fsdp_engine_set_order_check(m.engine, false);
+  model_step(&m);
+  CHECK_I64(others.num_exchanges, 2 * (3 + 2));
+  model_fini(&m);
+}
+
+/* Keeps the fingerprints that this rank sends. */
+typedef struct sent {
+  uint64_t prints[16];
+  int64_t num;
+} sent;
+
+static void keep(void *context, int64_t rank, const void *mine, int64_t nbytes,
+                 void *theirs) {
+  sent *kept = context;
+  (void)rank;
+  (void)theirs;
+  if (nbytes == 8 && kept->num < 16) {
+    memcpy(&kept->prints[kept->num++], mine, 8);
+  }
+}
+
+/* Runs `first`, then `second`, without backward. */
+static sent run_in_order(int64_t first, int64_t second) {
+  const int64_t order[] = {first, second};
+  sent kept = {.num = 0};
+  model_start_tree(&m, NULL, 2);
+  turn_on(&m);
+  recorder_set_exchange(m.device, keep, &kept);
+  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  for (int i = 0; i < 2; i++) {
+    CHECK_I64(model_enter(&m, order[i], NULL), FSDP_OK);
+    CHECK_I64(model_leave(&m, order[i], false, NULL), FSDP_OK);
+  }
+  CHECK_I64(model_leave(&m, 0, false, NULL), FSDP_OK);
+  fsdp_engine_reset(m.engine); /* starts anew */
+  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  CHECK_I64(model_leave(&m, 0, false, NULL), FSDP_OK);
+  model_fini(&m);
+  CHECK_I64(kept.num, 4);
+  return kept;
+}
+
+/* Equal orders have equal fingerprints; others differ, and stay different. */
+static void test_fingerprints(void) {
+  const sent ab = run_in_order(1, 2);
+  const sent again = run_in_order(1, 2);
+  const sent ba = run_in_order(2, 1);
+  CHECK(memcmp(ab.prints, again.prints, sizeof ab.prints) == 0);
+  CHECK(ab.prints[0] == ba.prints[0]);
+  CHECK(ab.prints[1] != ba.prints[1]);
+  CHECK(ab.prints[2] != ba.prints[2]);
+  CHECK(ab.prints[3] == ab.prints[0]);
+}
+
+/* A rank that gathers another unit: both say so. */
+static void test_other_unit(void) {
+  other_ranks others = {.differs_at = 1};
+  fsdp_error error;
+  others.steps[1] = "all_gather of unit 'b'";
+  model_start_tree(&m, NULL, 2);
+  turn_on(&m);
+  recorder_set_exchange(m.device, answer, &others);
+  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  CHECK_I64(model_enter(&m, 1, &error), FSDP_INVALID_STATE);
+  CHECK_TEXT(error.message,
+             "the ranks run their units in different orders; until collective "
+             "1 (iteration 1) they agreed, now rank 0: all_gather of unit 'a'; "
+             "rank 1: all_gather of unit 'b'. All ranks must run the same "
+             "units in the same order");
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED); /* nothing was issued */
+  fsdp_unit_abandon_forward(m.units[0].unit, false);
+  others.differs_at = -1;
+  failures_check_recovers(&m);
+  model_fini(&m);
+}
+
+/* Neighbours that agree are named together. */
+static void test_many_ranks(void) {
+  other_ranks others = {.differs_at = 0};
+  model_options options = model_default_options();
+  fsdp_error error;
+  options.world_size = 4;
+  others.steps[2] = "reduce_scatter of unit 'x'";
+  others.steps[3] = "reduce_scatter of unit 'x'";
+  model_start_tree(&m, &options, 1);
+  turn_on(&m);
+  recorder_set_exchange(m.device, answer, &others);
+  CHECK_I64(model_enter(&m, 0, &error), FSDP_INVALID_STATE);
+  CHECK(strstr(error.message,
+               "until collective 0 (iteration 1) they agreed, now ranks 0-1: "
+               "all_gather of unit 'root'; ranks 2-3: reduce_scatter of unit "
+               "'x'. All") != NULL);
+  model_fini(&m);
+}
+
+/* A report that does not fit is cut, not the message's end. */
+static void test_long_names(void) {
+  char name[200];
+  other_ranks others = {.differs_at = 0};
+  model_options options = model_default_options();
+  fsdp_error error;
+  memset(name, 'n', sizeof name);
+  name[sizeof name - 1] = '\0';
+  options.world_size = 4;
+  others.steps[1] = name;
+  others.steps[2] = "all_gather of unit 'b'";
+  others.steps[3] = name;
+  model_init(&m, &options);
+  model_plan_simple(&m, name, 4);
+  model_start(&m);
+  turn_on(&m);
+  recorder_set_exchange(m.device, answer, &others);
+  CHECK_I64(model_enter(&m, 0, &error), FSDP_INVALID_STATE);
+  CHECK(strstr(error.message, "rank 1: nnn") != NULL);
+  model_fini(&m);
+}
+
+/* A reduction that differs fails the unit. */
+static void test_other_reduction(void) {
+  other_ranks others = {.differs_at = 3};
+  fsdp_error error;
+  others.steps[1] = "reduce_scatter of unit 'root'";
+  model_start_tree(&m, NULL, 1);
+  turn_on(&m);
+  recorder_set_exchange(m.device, answer, &others);
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  CHECK_I64(model_backward(&m, &error), FSDP_INVALID_STATE);
+  CHECK(strstr(error.message,
+               "now rank 0: reduce_scatter of unit 'a'; rank 1: reduce_scatter "
+               "of unit 'root'. All") != NULL);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_FAILED);
+  others.differs_at = -1;
+  failures_check_recovers(&m);
+  model_fini(&m);
+}
+
+/* Alone, a rank has nobody to ask. */
+static void test_one_rank(void) {
+  model_options options = model_default_options();
+  options.world_size = 1;
+  model_start_tree(&m, &options, 1);
+  turn_on(&m);
+  model_step(&m);
+  CHECK(strstr(recorder_tape(m.device), "exchange") == NULL);
+  model_fini(&m);
+}
+
+static void test_every_call_can_fail(void) {
+  const model_options options = model_default_options();
+  failures_every_call_of_steps(&m, &options, turn_on, failures_train);
+}
+
+static void test_every_allocation_can_fail(void) {
+  failures_every_allocation(&m, NULL, turn_on, failures_train);
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_same_order_passes),
+      CHECK_TEST(test_fingerprints),
+      CHECK_TEST(test_other_unit),
+      CHECK_TEST(test_many_ranks),
+      CHECK_TEST(test_long_names),
+      CHECK_TEST(test_other_reduction),
+      CHECK_TEST(test_one_rank),
+      CHECK_TEST(test_every_call_can_fail),
+      CHECK_TEST(test_every_allocation_can_fail),
+  };
+  return CHECK_RUN(tests);
+}

@@ -1,0 +1,374 @@
+/*
+ * Tests of runtime/: partial gradients (FSDP_SYNC_SHARD), which are summed over
+ * the shard group in every micro-batch, and over the replicas in the last one.
+ */
+#include "base/alloc.h"
+#include "engine_failures.h"
+
+static model m; /* each test makes and frees it */
+
+static void step(fsdp_sync sync) {
+  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  CHECK_I64(failures_step(&m, sync, &error), FSDP_OK);
+  CHECK_TEXT(error.message, "");
+}
+
+static int64_t count_lines(const char *word) {
+  const char *line = recorder_tape(m.device);
+  int64_t num_lines = 0;
+  while ((line = strstr(line, word)) != NULL) {
+    num_lines++;
+    line++;
+  }
+  return num_lines;
+}
+
+/* Rank 1 of two, four replicas: the first micro-batch, a second, the last. */
+static void test_window(void) {
+  model_options options = model_default_options();
+  options.rank = 1;
+  options.num_replicas = 4;
+  model_init(&m, &options);
+  model_plan_simple(&m, "u", 4);
+  recorder_show_memory(m.device, true);
+  recorder_name_memory(m.device, m.units[0].grad_shards[0], 16, "grad");
+  model_start(&m);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_SHARD);
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  recorder_clear(m.device);
+  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_grads u\n"
+             "event e7\n"
+             "alloc 32 b2\n"
+             "pack compute f32 x1 8@0 b2\n"
+             "release t1\n"
+             "show u sharded\n"
+             "record e6 compute\n"
+             "record e1 compute\n"
+             "wait reduce e1\n"
+             "group_begin reduce g0\n"
+             "reduce_scatter reduce g0 4 f32 b2\n"
+             "group_end reduce g0\n"
+             "alloc 16 b3\n"
+             "accumulate reduce 4 f32->f32 x1 b3 <- b2+16\n"
+             "record e7 reduce\n"
+             "record e2 reduce\n"
+             "wait compute e2\n"
+             "record e3 replicate\n"
+             "wait compute e3\n"
+             "show_grads u partial\n");
+  model_check_grads(&m);
+  CHECK_I64(m.units[0].grad_view, FSDP_VIEW_PARTIAL);
+  CHECK_I64(model_stats(&m).partial_grad_nbytes, 16);
+  CHECK_I64(model_stats(&m).grad_shard_nbytes, 0);
+
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  recorder_clear(m.device);
+  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_grads u\n"
+             "wait compute e7\n"
+             "pack compute f32 x1 8@0 b2\n"
+             "release t2\n"
+             "show u sharded\n"
+             "record e6 compute\n"
+             "record e1 compute\n"
+             "wait reduce e1\n"
+             "group_begin reduce g0\n"
+             "reduce_scatter reduce g0 4 f32 b2\n"
+             "group_end reduce g0\n"
+             "accumulate reduce 4 f32->f32 x1 add b3 <- b2+16\n"
+             "record e7 reduce\n"
+             "record e2 reduce\n"
+             "wait compute e2\n"
+             "record e3 replicate\n"
+             "wait compute e3\n"
+             "show_grads u partial\n");
+  model_check_grads(&m);
+
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  recorder_clear(m.device);
+  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_grads u\n"
+             "wait compute e7\n"
+             "pack compute f32 x1 8@0 b2\n"
+             "release t3\n"
+             "show u sharded\n"
+             "record e6 compute\n"
+             "record e1 compute\n"
+             "wait reduce e1\n"
+             "group_begin reduce g0\n"
+             "reduce_scatter reduce g0 4 f32 b2\n"
+             "group_end reduce g0\n"
+             "accumulate reduce 4 f32->f32 x1 add b2+16 <- b3\n"
+             "record e2 reduce\n"
+             "wait replicate e2\n"
+             "group_begin replicate g1\n"
+             "all_reduce replicate g1 4 f32 b2+16\n"
+             "group_end replicate g1\n"
+             "grad_shard u 0\n"
+             "accumulate replicate 4 f32->f32 x0.125 grad <- b2+16\n"
+             "record e7 replicate\n"
+             "record e2 reduce\n"
+             "wait compute e2\n"
+             "record e3 replicate\n"
+             "wait compute e3\n"
+             "show_grads u sharded\n");
+  model_check_grads(&m);
+  CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
+  CHECK_I64(model_stats(&m).partial_grad_nbytes, 16); /* kept for the next */
+  model_fini(&m);
+}
+
+/* --- Numbers ------------------------------------------------------------- */
+
+/* Windows of three micro-batches. Nothing is allocated from the third on. */
+static void check_windows(const model_options *options) {
+  int64_t num_live = 0;
+  model_init(&m, options);
+  model_plan_simple(&m, "root", 8);
+  model_plan_mixed(&m, "mixed");
+  model_plan_simple(&m, "b", 16);
+  model_start(&m);
+  for (int window = 0; window < 4; window++) {
+    model_zero_grad(&m);
+    recorder_clear(m.device);
+    if (window == 2) num_live = fsdp_alloc_live();
+    for (int i = 0; i < 2; i++) {
+      step(FSDP_SYNC_SHARD);
+      model_check_states(&m, FSDP_UNIT_SHARDED);
+      CHECK_I64(m.units[2].grad_view, FSDP_VIEW_PARTIAL);
+      model_check_grads(&m);
+    }
+    CHECK_I64(count_lines("all_reduce"), 0);
+    step(FSDP_SYNC_REDUCE);
+    model_check_grads(&m);
+    CHECK_I64(m.units[2].grad_view, FSDP_VIEW_SHARDED);
+    CHECK_I64(count_lines("all_reduce"), options->num_replicas > 1 ? 4 : 0);
+    CHECK_I64(count_lines("reduce_scatter"),
+              options->world_size > 1 ? 3 * 4 : 0);
+    CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+    if (window >= 2) CHECK(strstr(recorder_tape(m.device), "alloc ") == NULL);
+    model_optimizer_step(&m);
+  }
+  CHECK_I64(fsdp_alloc_live(), num_live);
+  model_fini(&m);
+}
+
+static void test_windows(void) {
+  for (int64_t world_size = 1; world_size < 3; world_size++) {
+    for (int64_t replicas = 1; replicas < 3; replicas++) {
+      model_options options = model_default_options();
+      options.world_size = world_size;
+      options.rank = world_size - 1;
+      options.num_replicas = replicas;
+      check_windows(&options);
+      options.param_dtype = RECORDER_BF16;
+      options.reduce_dtype = RECORDER_F32;
+      options.grad_dtype = RECORDER_F32;
+      options.prescale = 0.25;
+      options.needs_reduce_scratch = true;
+      check_windows(&options);
+      options.offloads = true;
+      check_windows(&options);
+    }
+  }
+}
+
+/* Every order of two kinds of micro-batch before the reduction. */
+static void test_mixed_with_no_sync(void) {
+  for (int kinds = 0; kinds < 16; kinds++) {
+    model_options options = model_default_options();
+    options.num_replicas = 2;
+    options.prescale = 0.5;
+    options.reshard_after_backward_without_sync = kinds % 3 != 0;
+    model_start_tree(&m, &options, 2);
+    for (int window = 0; window < 2; window++) {
+      bool is_partial = false; /* all of it */
+      for (int i = 0; i < 4; i++) {
+        is_partial = (kinds >> i & 1) != 0;
+        step(is_partial ? FSDP_SYNC_SHARD : FSDP_SYNC_NONE);
+        CHECK_I64(m.units[1].grad_view,
+                  is_partial ? FSDP_VIEW_PARTIAL : FSDP_VIEW_UNSHARDED);
+        if (is_partial) model_check_grads(&m);
+      }
+      step(FSDP_SYNC_REDUCE);
+      model_check_grads(&m);
+      CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+      if (window == 0) continue;
+      step(FSDP_SYNC_SHARD); /* beside a sharded gradient */
+      model_check_grads(&m);
+      step(FSDP_SYNC_REDUCE);
+      model_check_grads(&m);
+    }
+    model_fini(&m);
+  }
+}
+
+/* --- Units that are missing ---------------------------------------------- */
+
+/* A backward of the root and of unit a; b runs forward if `is_entered`. */
+static void step_without_b(fsdp_sync sync, bool is_entered) {
+  fsdp_engine_set_sync(m.engine, sync);
+  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  for (int64_t i = 1; i < (is_entered ? 3 : 2); i++) {
+    CHECK_I64(model_enter(&m, i, NULL), FSDP_OK);
+    CHECK_I64(model_leave(&m, i, true, NULL), FSDP_OK);
+  }
+  CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
+  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
+  if (is_entered) CHECK_I64(model_pre_backward(&m, 2, NULL), FSDP_OK);
+  CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
+  CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
+  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
+  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
+  model_check_states(&m, FSDP_UNIT_SHARDED);
+}
+
+/* What b kept is reduced at the end of the last backward all the same. */
+static void test_unit_without_gradients_in_the_last(void) {
+  for (int is_entered = 0; is_entered < 2; is_entered++) {
+    for (int64_t world_size = 1; world_size < 3; world_size++) {
+      model_options options = model_default_options();
+      options.world_size = world_size;
+      options.num_replicas = 2;
+      model_start_tree(&m, &options, 2);
+      step(FSDP_SYNC_SHARD);
+      step_without_b(FSDP_SYNC_SHARD, is_entered != 0);
+      CHECK_I64(model_stats(&m).num_reduces, 3 + 2);
+      model_check_grads(&m);
+      step_without_b(FSDP_SYNC_REDUCE, is_entered != 0);
+      CHECK_I64(model_stats(&m).num_reduces, 3 + 2 + 3);
+      model_check_grads(&m);
+      CHECK_I64(m.units[2].grad_view, FSDP_VIEW_SHARDED);
+      model_zero_grad(&m);
+      step_without_b(FSDP_SYNC_REDUCE, is_entered != 0); /* no more of b */
+      CHECK_I64(model_stats(&m).num_reduces, 3 + 2 + 3 + 2);
+      CHECK(!m.units[2].has_grads);
+      model_fini(&m);
+    }
+  }
+}
+
+/* Cleared in between, it does not come back. */
+static void test_cleared_in_between(void) {
+  model_start_tree(&m, NULL, 2);
+  step(FSDP_SYNC_SHARD);
+  model_zero_grad(&m);
+  step(FSDP_SYNC_SHARD); /* starts anew */
+  model_check_grads(&m);
+  model_zero_grad(&m);
+  step(FSDP_SYNC_REDUCE);
+  model_check_grads(&m);
+  model_zero_grad(&m);
+  step(FSDP_SYNC_SHARD);
+  model_zero_grad(&m);
+  const int64_t num_reduces = model_stats(&m).num_reduces;
+  step_without_b(FSDP_SYNC_REDUCE, false);
+  CHECK_I64(model_stats(&m).num_reduces, num_reduces + 2);
+  CHECK(m.units[1].has_grads);
+  CHECK(!m.units[2].has_grads);
+  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  model_fini(&m);
+}
+
+/* A window that a failure cut: what took part in the broken backward is gone,
+ * the others keep what they had. */
+static void test_reset_in_between(void) {
+  model_start_tree(&m, NULL, 2);
+  step(FSDP_SYNC_SHARD);
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
+  CHECK_I64(model_pre_backward(&m, 2, NULL), FSDP_OK);
+  CHECK_I64(model_give_grads(&m, 2, NULL), FSDP_OK);
+  fsdp_engine_reset(m.engine);
+  model_check_states(&m, FSDP_UNIT_SHARDED);
+  memset(m.units[0].expected[0], 0, 8 * sizeof(double));
+  memset(m.units[2].expected[0], 0, 24 * sizeof(double));
+  step(FSDP_SYNC_REDUCE);
+  model_check_grads(&m);
+  model_fini(&m);
+}
+
+/* --- Moving and going ---------------------------------------------------- */
+
+static void test_partial_gradient_holds_the_unit(void) {
+  fsdp_engine *other = NULL;
+  model_start_tree(&m, NULL, 1);
+  CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+  step(FSDP_SYNC_SHARD);
+  CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL),
+            FSDP_INVALID_STATE);
+  step(FSDP_SYNC_REDUCE);
+  CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL), FSDP_OK);
+  CHECK_I64(model_stats(&m).partial_grad_nbytes, 4 * 4); /* of the root */
+  CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
+  fsdp_engine_destroy(other);
+  model_zero_grad(&m);
+  step(FSDP_SYNC_SHARD);
+  step(FSDP_SYNC_REDUCE);
+  model_check_grads(&m);
+  model_fini(&m);
+}
+
+/* A unit that goes while its partial gradient is still being written. */
+static void test_unit_goes_inside_backward(void) {
+  model_start_tree(&m, NULL, 1);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_SHARD);
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
+  CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
+  CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
+  recorder_clear(m.device);
+  fsdp_unit_destroy(m.units[1].unit);
+  m.units[1].unit = NULL;
+  CHECK(strstr(recorder_tape(m.device), "record e1 reduce\nwait compute e1\n"));
+  CHECK(strstr(recorder_tape(m.device), "free 32 after e"));
+  fsdp_engine_reset(m.engine);
+  model_fini(&m);
+}
+
+/* --- Failures ------------------------------------------------------------ */
+
+static fsdp_status train(model *self, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(failures_step(self, FSDP_SYNC_SHARD, error));
+  FSDP_TRY(failures_step(self, FSDP_SYNC_SHARD, error));
+  FSDP_TRY(failures_step(self, FSDP_SYNC_REDUCE, error));
+done:
+  return status;
+}
+
+static void test_every_call_can_fail(void) {
+  model_options options = model_default_options();
+  options.num_replicas = 2;
+  failures_every_call_of_steps(&m, &options, NULL, train);
+  options.world_size = 1;
+  options.param_dtype = RECORDER_BF16;
+  failures_every_call(&m, &options, NULL, train, 0);
+  options.offloads = true;
+  failures_every_call(&m, &options, NULL, train, 0);
+}
+
+static void test_every_allocation_can_fail(void) {
+  failures_every_allocation(&m, NULL, NULL, train);
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_window),
+      CHECK_TEST(test_windows),
+      CHECK_TEST(test_mixed_with_no_sync),
+      CHECK_TEST(test_unit_without_gradients_in_the_last),
+      CHECK_TEST(test_cleared_in_between),
+      CHECK_TEST(test_reset_in_between),
+      CHECK_TEST(test_partial_gradient_holds_the_unit),
+      CHECK_TEST(test_unit_goes_inside_backward),
+      CHECK_TEST(test_every_call_can_fail),
+      CHECK_TEST(test_every_allocation_can_fail),
+  };
+  return CHECK_RUN(tests);
+}

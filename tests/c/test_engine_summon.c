@@ -1,0 +1,560 @@
+/*
+ * Tests of runtime/: summons with options. On the first rank only, in host
+ * memory, with gradients; on either rank of two, alone, with replicas, with
+ * casts, offloaded. (The usual summon is in test_engine_units.c.)
+ */
+#include "base/alloc.h"
+#include "engine_failures.h"
+
+static model m; /* each test makes and frees it */
+
+enum { FIRST_ONLY = 1, ON_HOST = 2, WITH_GRADS = 4, NUM_COMBINATIONS = 8 };
+
+/* What a summoned unit is made of: one segment, `numel` elements a rank. */
+enum { NUMEL = 8 };
+
+static fsdp_summon_options summon_options(int bits) {
+  return (fsdp_summon_options){.on_first_rank_only = (bits & FIRST_ONLY) != 0,
+                               .on_host = (bits & ON_HOST) != 0,
+                               .with_grads = (bits & WITH_GRADS) != 0};
+}
+
+static model_options two_ranks(int64_t rank) {
+  model_options options = model_default_options();
+  options.rank = rank;
+  return options;
+}
+
+/* One unit after a step: it has a sharded gradient. */
+static void start(const model_options *options) {
+  model_init(&m, options);
+  model_plan_simple(&m, "u", NUMEL);
+  recorder_show_memory(m.device, true);
+  if (!options->offloads) {
+    recorder_name_memory(m.device, m.units[0].shards[0], 4 * NUMEL, "shard");
+    recorder_name_memory(m.device, m.units[0].grad_shards[0], 4 * NUMEL,
+                         "grad");
+  }
+  model_start(&m);
+  model_step(&m);
+  recorder_clear(m.device);
+}
+
+static bool is_shown_here(int bits) {
+  return (bits & FIRST_ONLY) == 0 || m.options.rank == 0;
+}
+
+/* The shard itself is the whole parameter. */
+static bool is_resident(void) {
+  return m.options.world_size == 1 && m.options.param_dtype.code == 0 &&
+         !m.options.offloads;
+}
+
+static void touch_whole(const void *data, int bits, bool is_write) {
+  recorder_touch(m.device,
+                 (bits & ON_HOST) != 0 ? RECORDER_HOST_LANE : FSDP_LANE_COMPUTE,
+                 data, 4 * NUMEL * m.options.world_size, is_write);
+}
+
+static float *shard(void) {
+  model_touch_shard(&m, m.units[0].shards[0], 4 * NUMEL, false);
+  return m.units[0].shards[0];
+}
+
+static float *grad_shard(void) {
+  model_touch_shard(&m, m.units[0].grad_shards[0], 4 * NUMEL, false);
+  return m.units[0].grad_shards[0];
+}
+
+/* `first`, `first` + 1, ... as another rank would broadcast it. */
+static void write_whole(float *data, int bits, double first) {
+  touch_whole(data, bits, true);
+  for (int64_t i = 0; i < NUMEL * m.options.world_size; i++) {
+    data[i] = (float)(first + (double)i);
+  }
+}
+
+/* --- Tapes --------------------------------------------------------------- */
+
+/* Rank 0 writes back what it alone sees: over the replicas, then the shards. */
+static void test_first_rank(void) {
+  model_options options = two_ranks(0);
+  const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
+  options.num_replicas = 2;
+  start(&options);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_params u sharded\n"
+             "alloc 64 b3\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "group_begin unshard g0\n"
+             "all_gather unshard g0 8 f32 b3 <- shard\n"
+             "group_end unshard g0\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "show u full\n"
+             "take_params u full\n"
+             "show u sharded\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "group_begin unshard g1\n"
+             "broadcast unshard g1 16 f32 from 0 b3\n"
+             "group_end unshard g1\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "group_begin unshard g0\n"
+             "broadcast unshard g0 16 f32 from 0 b3\n"
+             "group_end unshard g0\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "cast compute 8 f32->f32 shard <- b3\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "record e5 compute\n"
+             "free 64 b3 after e5\n");
+  model_fini(&m);
+}
+
+/* Rank 1 helps to gather, gives the memory back, and gets what rank 0 wrote. */
+static void test_other_rank(void) {
+  model_options options = two_ranks(1);
+  const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
+  options.num_replicas = 2;
+  start(&options);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_params u sharded\n"
+             "alloc 64 b3\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "group_begin unshard g0\n"
+             "all_gather unshard g0 8 f32 b3 <- shard\n"
+             "group_end unshard g0\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "record e5 compute\n"
+             "free 64 b3 after e5\n");
+  recorder_clear(m.device);
+  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "alloc 64 b4\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "group_begin unshard g0\n"
+             "broadcast unshard g0 16 f32 from 0 b4\n"
+             "group_end unshard g0\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "cast compute 8 f32->f32 shard <- b4+32\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "record e5 compute\n"
+             "free 64 b4 after e5\n");
+  model_fini(&m);
+}
+
+/* Shards and whole parameters in host memory, the device in between. */
+static void test_offloaded_on_host_with_gradients(void) {
+  model_options options = two_ranks(1);
+  const fsdp_summon_options on_host = summon_options(ON_HOST | WITH_GRADS);
+  options.offloads = true;
+  start(&options);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &on_host, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_params u sharded\n"
+             "alloc 64 b3\n"
+             "copy_to_device compute 32 b3+32 <- u.shard0\n"
+             "record e5 compute\n"
+             "synchronize e5\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "group_begin unshard g0\n"
+             "all_gather unshard g0 8 f32 b3 <- b3+32\n"
+             "group_end unshard g0\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "host_alloc 64 h1\n"
+             "copy_to_host compute 64 h1 <- b3\n"
+             "record e5 compute\n"
+             "synchronize e5\n"
+             "record e5 compute\n"
+             "free 64 b3 after e5\n"
+             "show u full_on_host\n"
+             "take_grads u\n"
+             "exchange g0 1\n"
+             "alloc 64 b4\n"
+             "grad_shard u 0\n"
+             "copy_to_device compute 32 b4+32 <- u.grad0\n"
+             "record e5 compute\n"
+             "synchronize e5\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "group_begin unshard g0\n"
+             "all_gather unshard g0 8 f32 b4 <- b4+32\n"
+             "group_end unshard g0\n"
+             "record e5 unshard\n"
+             "wait compute e5\n"
+             "host_alloc 64 h2\n"
+             "copy_to_host compute 64 h2 <- b4\n"
+             "record e5 compute\n"
+             "synchronize e5\n"
+             "record e5 compute\n"
+             "free 64 b4 after e5\n"
+             "show_grads u full_on_host\n");
+  recorder_clear(m.device);
+  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_params u full_on_host\n"
+             "show u sharded\n"
+             "record e5 compute\n"
+             "synchronize e5\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "take_full_grads u full_on_host\n"
+             "grad_shard u 0\n"
+             "record e5 compute\n"
+             "synchronize e5\n"
+             "show_grads u sharded\n"
+             "host_free h1\n"
+             "host_free h2\n");
+  model_fini(&m);
+}
+
+/* One rank with replicas: the shard itself is what is broadcast. */
+static void test_resident_on_first_rank(void) {
+  model_options options = model_default_options();
+  const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
+  options.world_size = 1;
+  options.num_replicas = 2;
+  start(&options);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_tape(m.device),
+             "take_params u sharded\n"
+             "take_params u sharded\n"
+             "record e1 compute\n"
+             "wait unshard e1\n"
+             "broadcast unshard g0 8 f32 from 0 shard\n"
+             "record e5 unshard\n"
+             "wait compute e5\n");
+  model_step(&m);
+  model_fini(&m);
+}
+
+/* --- Numbers ------------------------------------------------------------- */
+
+static void check_shown(int bits) {
+  model_unit *unit = &m.units[0];
+  const bool is_whole = is_shown_here(bits) && !is_resident();
+  const fsdp_view view =
+      (bits & ON_HOST) != 0 ? FSDP_VIEW_FULL_ON_HOST : FSDP_VIEW_FULL;
+  if (is_shown_here(bits) && (is_whole || (bits & ON_HOST) != 0)) {
+    CHECK_I64(unit->view, view);
+    model_check_params(&m, 0);
+  } else {
+    CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
+  }
+  CHECK(unit->has_grads);
+  if (is_shown_here(bits) && (bits & WITH_GRADS) != 0) {
+    CHECK_I64(unit->grad_view, view);
+    const float *whole = unit->grads[0];
+    const float *piece = grad_shard();
+    touch_whole(whole, bits, false);
+    for (int64_t i = 0; i < NUMEL * m.options.world_size; i++) {
+      CHECK(whole[i] == piece[i % NUMEL]);
+    }
+  } else {
+    CHECK_I64(unit->grad_view, FSDP_VIEW_SHARDED);
+  }
+}
+
+/* Both ways out of one combination; the step after it goes on from there. */
+static void check_combination(const model_options *options, int bits,
+                              bool writeback) {
+  enum { PARAMS = 100, GRADS = 60 };
+  const fsdp_summon_options how = summon_options(bits);
+  float params_before[NUMEL];
+  float grads_before[NUMEL];
+  start(options);
+  model_unit *unit = &m.units[0];
+  memcpy(params_before, shard(), sizeof params_before);
+  memcpy(grads_before, grad_shard(), sizeof grads_before);
+  const int64_t num_blocks = recorder_live_blocks(m.device);
+
+  CHECK_I64(fsdp_unit_summon(unit->unit, &how, NULL), FSDP_OK);
+  check_shown(bits);
+  const bool writes_params = unit->view != FSDP_VIEW_SHARDED;
+  const bool writes_grads = unit->grad_view != FSDP_VIEW_SHARDED;
+  if (writes_params) write_whole(unit->params[0], bits, PARAMS);
+  if (writes_grads) write_whole(unit->grads[0], bits, GRADS);
+  if (!is_shown_here(bits)) { /* the other ranks' shards are their own */
+    recorder_set_broadcast(m.device, PARAMS);
+    model_optimizer_step(&m);
+    memcpy(params_before, shard(), sizeof params_before);
+  }
+  CHECK_I64(fsdp_unit_dismiss(unit->unit, writeback, NULL), FSDP_OK);
+  CHECK(!fsdp_unit_is_summoned(unit->unit));
+  CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
+  CHECK_I64(unit->grad_view, FSDP_VIEW_SHARDED);
+  CHECK_I64(recorder_live_blocks(m.device), num_blocks);
+
+  const double first = (double)(m.options.rank * NUMEL);
+  const bool gets_params = writes_params || !is_shown_here(bits);
+  const bool gets_grads = writes_grads;
+  const float *params = shard();
+  const float *grads = grad_shard();
+  for (int64_t i = 0; i < NUMEL; i++) {
+    const float param = (float)(PARAMS + first + (double)i);
+    const float grad = (float)(GRADS + first + (double)i);
+    CHECK(params[i] == (writeback && gets_params ? param : params_before[i]));
+    if (!is_shown_here(bits)) continue; /* one broadcast for both */
+    CHECK(grads[i] == (writeback && gets_grads ? grad : grads_before[i]));
+    if (writeback && gets_grads) unit->expected[0][(int64_t)first + i] = grad;
+  }
+  if (is_shown_here(bits) || !writeback) {
+    model_step(&m); /* added to what was written */
+    model_check_grads(&m);
+  }
+  model_fini(&m);
+}
+
+static void test_combinations(void) {
+  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+    for (int kinds = 0; kinds < 32; kinds++) {
+      model_options options = model_default_options();
+      options.world_size = (kinds & 1) != 0 ? 2 : 1;
+      options.rank = (kinds & 3) == 3 ? 1 : 0;
+      if ((kinds & 3) == 2) continue; /* rank 1 of one */
+      options.num_replicas = (kinds & 4) != 0 ? 2 : 1;
+      options.offloads = (kinds & 8) != 0;
+      if ((kinds & 16) != 0) {
+        options.param_dtype = RECORDER_BF16;
+        options.reduce_dtype = RECORDER_F32;
+      }
+      check_combination(&options, bits, false);
+      check_combination(&options, bits, true);
+    }
+  }
+}
+
+/* The other rank gets the first one's gradients. */
+static void test_gradients_of_the_first_rank(void) {
+  const model_options options = two_ranks(1);
+  const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
+  start(&options);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+  recorder_set_broadcast(m.device, 40);
+  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  const float *grads = grad_shard();
+  for (int64_t i = 0; i < NUMEL; i++) {
+    CHECK(grads[i] == (float)(40 + NUMEL + i));
+  }
+  model_fini(&m);
+}
+
+/* --- Gradients that are not there ---------------------------------------- */
+
+static void answer_no(void *context, int64_t rank, const void *mine,
+                      int64_t nbytes, void *theirs) {
+  (void)context;
+  (void)rank;
+  (void)mine;
+  memset(theirs, 0, (size_t)nbytes);
+}
+
+static void answer_yes(void *context, int64_t rank, const void *mine,
+                       int64_t nbytes, void *theirs) {
+  (void)context;
+  (void)rank;
+  (void)mine;
+  memset(theirs, 1, (size_t)nbytes);
+}
+
+/* No rank has any: nothing is gathered, nothing is shown. */
+static void test_no_gradients(void) {
+  const model_options options = two_ranks(0);
+  const fsdp_summon_options how = summon_options(WITH_GRADS);
+  start(&options);
+  model_zero_grad(&m);
+  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+  CHECK(!m.units[0].has_grads);
+  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  CHECK(!m.units[0].has_grads);
+  CHECK(strstr(recorder_tape(m.device), "exchange g0 1\n") != NULL);
+  CHECK(strstr(recorder_tape(m.device), "take_full_grads") == NULL);
+  model_step(&m);
+  model_check_grads(&m);
+  model_fini(&m);
+}
+
+/* Only another rank has some: this one's piece is zero. Without a write-back it
+ * has none afterwards; with one, what the user made of it. */
+static void test_gradients_of_another_rank(void) {
+  for (int offloads = 0; offloads < 2; offloads++) {
+    model_options options = two_ranks(1);
+    const fsdp_summon_options how = summon_options(WITH_GRADS);
+    options.offloads = offloads != 0;
+    start(&options);
+    model_zero_grad(&m);
+    recorder_set_exchange(m.device, answer_yes, NULL);
+    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 zero8@0") !=
+          NULL);
+    const float *whole = m.units[0].grads[0];
+    for (int64_t i = 0; i < 2 * NUMEL; i++) CHECK(whole[i] == 0);
+    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, false, NULL), FSDP_OK);
+    CHECK(m.units[0].grad_view != FSDP_VIEW_SHARDED); /* not shown again */
+    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    write_whole(m.units[0].grads[0], 0, 16);
+    recorder_set_grads_live(m.device, true);
+    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+    CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
+    CHECK(grad_shard()[0] == 16 + NUMEL);
+    model_fini(&m);
+  }
+}
+
+/* The user clears them while they are whole: gone on every rank. */
+static void test_cleared_gradients(void) {
+  for (int64_t rank = 0; rank < 2; rank++) {
+    const model_options options = two_ranks(rank);
+    const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
+    start(&options);
+    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    recorder_clear(m.device);
+    if (rank == 0) {
+      model_zero_grad(&m);
+    } else {
+      recorder_set_exchange(m.device, answer_no, NULL);
+    }
+    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+    /* Rank 1 still saw its sharded ones: they are taken away. */
+    CHECK(strstr(recorder_tape(m.device),
+                 rank == 0 ? "take_full_grads u full\nexchange g0 1\n"
+                           : "take_grads u\nexchange g0 1\n") != NULL);
+    CHECK(strstr(recorder_tape(m.device), "show_grads") == NULL);
+    model_zero_grad(&m);
+    model_step(&m);
+    model_check_grads(&m);
+    model_fini(&m);
+  }
+}
+
+/* --- Failures ------------------------------------------------------------ */
+
+enum { MAX_CALLS = 200 };
+
+/* After a failure nothing is left over. A summon that failed shows the shards,
+ * a dismissal that failed is done by the next one. False: no call failed. */
+static bool fail_call(const model_options *options, int bits, int64_t index) {
+  enum { PARAMS = 100, GRADS = 60 };
+  const fsdp_summon_options how = summon_options(bits);
+  start(options);
+  model_unit *unit = &m.units[0];
+  recorder_set_broadcast(m.device, PARAMS);
+  const int64_t num_blocks = recorder_live_blocks(m.device);
+  const int64_t num_before = recorder_num_calls(m.device);
+  recorder_fail_at(m.device, index);
+  fsdp_status status = fsdp_unit_summon(unit->unit, &how, NULL);
+  if (status != FSDP_OK) {
+    recorder_fail_at(m.device, -1);
+    CHECK(!fsdp_unit_is_summoned(unit->unit));
+    CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
+  } else {
+    const bool writes_params = unit->view != FSDP_VIEW_SHARDED;
+    const bool writes_grads = unit->grad_view != FSDP_VIEW_SHARDED;
+    if (writes_params) write_whole(unit->params[0], bits, PARAMS);
+    if (writes_grads) write_whole(unit->grads[0], bits, GRADS);
+    if (fsdp_unit_dismiss(unit->unit, true, NULL) != FSDP_OK) {
+      recorder_fail_at(m.device, -1);
+      CHECK(fsdp_unit_is_summoned(unit->unit));
+      const bool is_taken =
+          strstr(recorder_tape(m.device), "take_full_grads") != NULL;
+      recorder_set_grads_live(m.device, !is_taken); /* not once more */
+      CHECK_I64(fsdp_unit_dismiss(unit->unit, true, NULL), FSDP_OK);
+      recorder_set_grads_live(m.device, true);
+    }
+    const float first = (float)(PARAMS + m.options.rank * NUMEL);
+    CHECK(shard()[0] == (writes_params || !is_shown_here(bits) ? first : 0));
+    if (writes_grads) {
+      CHECK(grad_shard()[0] == (float)(GRADS + m.options.rank * NUMEL));
+      CHECK_I64(unit->grad_view, FSDP_VIEW_SHARDED);
+    }
+  }
+  const int64_t num_calls = recorder_num_calls(m.device) - num_before;
+  recorder_fail_at(m.device, -1);
+  CHECK_I64(recorder_live_blocks(m.device), num_blocks);
+  CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
+  failures_check_recovers(&m);
+  model_fini(&m);
+  return num_calls > index;
+}
+
+static void test_every_call_can_fail(void) {
+  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+    for (int kinds = 0; kinds < 6; kinds++) {
+      model_options options = model_default_options();
+      options.world_size = kinds == 3 || kinds == 5 ? 1 : 2;
+      options.rank = kinds == 1 ? 1 : 0;
+      options.num_replicas = kinds == 0 || kinds == 3 ? 2 : 1;
+      options.offloads = kinds == 2 || kinds == 5;
+      if (kinds == 4) options.param_dtype = RECORDER_BF16;
+      for (int64_t i = 0; i < MAX_CALLS; i++) {
+        const int64_t num_failures = check_num_failures;
+        const bool goes_on = fail_call(&options, bits, i);
+        if (check_num_failures > num_failures) {
+          printf("  combination %d of kind %d, call %" PRId64 "\n", bits, kinds,
+                 i);
+          return;
+        }
+        if (!goes_on) break;
+      }
+    }
+  }
+}
+
+/* The ranks' agreement on gradients needs some memory. */
+static void test_every_allocation_can_fail(void) {
+  const model_options options = two_ranks(0);
+  const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
+  for (int64_t i = 0;; i++) {
+    start(&options);
+    fsdp_alloc_fail_at(i);
+    fsdp_status status = fsdp_unit_summon(m.units[0].unit, &how, NULL);
+    const bool is_summoned = status == FSDP_OK;
+    if (is_summoned) status = fsdp_unit_dismiss(m.units[0].unit, true, NULL);
+    fsdp_alloc_fail_at(-1);
+    if (is_summoned && status != FSDP_OK) {
+      CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+    }
+    failures_check_recovers(&m);
+    model_fini(&m);
+    if (status != FSDP_OK) {
+      CHECK_I64(status, FSDP_OUT_OF_MEMORY);
+      continue;
+    }
+    CHECK_I64(i, 2);
+    break;
+  }
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_first_rank),
+      CHECK_TEST(test_other_rank),
+      CHECK_TEST(test_offloaded_on_host_with_gradients),
+      CHECK_TEST(test_resident_on_first_rank),
+      CHECK_TEST(test_combinations),
+      CHECK_TEST(test_gradients_of_the_first_rank),
+      CHECK_TEST(test_no_gradients),
+      CHECK_TEST(test_gradients_of_another_rank),
+      CHECK_TEST(test_cleared_gradients),
+      CHECK_TEST(test_every_call_can_fail),
+      CHECK_TEST(test_every_allocation_can_fail),
+  };
+  return CHECK_RUN(tests);
+}

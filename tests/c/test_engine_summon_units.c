@@ -1,0 +1,125 @@
+/*
+ * Tests of runtime/: summons of units of all kinds, with all options.
+ */
+#include "engine_failures.h"
+
+static model m; /* each test makes and frees it */
+
+enum { FIRST_ONLY = 1, ON_HOST = 2, WITH_GRADS = 4, NUM_COMBINATIONS = 8 };
+
+static fsdp_summon_options summon_options(int bits) {
+  return (fsdp_summon_options){.on_first_rank_only = (bits & FIRST_ONLY) != 0,
+                               .on_host = (bits & ON_HOST) != 0,
+                               .with_grads = (bits & WITH_GRADS) != 0};
+}
+
+static model_options two_ranks(int64_t rank) {
+  model_options options = model_default_options();
+  options.rank = rank;
+  return options;
+}
+
+static bool is_shown_here(int bits, int64_t rank) {
+  return (bits & FIRST_ONLY) == 0 || rank == 0;
+}
+
+/* Gradients that are not sharded yet stay as they are. */
+static void test_unreduced_gradients_stay(void) {
+  static const fsdp_sync kinds[] = {FSDP_SYNC_NONE, FSDP_SYNC_SHARD};
+  const fsdp_summon_options how = summon_options(WITH_GRADS);
+  for (int i = 0; i < 2; i++) {
+    model_start_tree(&m, NULL, 0);
+    CHECK_I64(failures_step(&m, kinds[i], NULL), FSDP_OK);
+    const fsdp_view view = m.units[0].grad_view;
+    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    CHECK_I64(m.units[0].grad_view, view);
+    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+    CHECK_I64(m.units[0].grad_view, view);
+    model_check_grads(&m);
+    CHECK_I64(failures_step(&m, FSDP_SYNC_REDUCE, NULL), FSDP_OK);
+    model_check_grads(&m);
+    model_fini(&m);
+  }
+}
+
+static void test_mixed_segments(void) {
+  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+    for (int64_t rank = 0; rank < 2; rank++) {
+      const model_options options = two_ranks(rank);
+      const fsdp_summon_options how = summon_options(bits);
+      model_init(&m, &options);
+      model_plan_mixed(&m, "u");
+      model_start(&m);
+      model_step(&m);
+      model_check_grads(&m);
+      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      model_check_params(&m, 0);
+      if ((bits & WITH_GRADS) != 0 && is_shown_here(bits, rank)) {
+        CHECK(m.units[0].grads[0] != NULL && m.units[0].grads[2] != NULL);
+        CHECK(m.units[0].grads[1] == NULL && m.units[0].grads[3] == NULL);
+      }
+      /* Nothing is shown on the other rank that could be written back. */
+      CHECK_I64(
+          fsdp_unit_dismiss(m.units[0].unit, is_shown_here(bits, rank), NULL),
+          FSDP_OK);
+      model_step(&m);
+      model_check_grads(&m);
+      model_fini(&m);
+    }
+  }
+}
+
+/* Nothing to show, anywhere. */
+static void test_units_without_elements(void) {
+  const fsdp_param_spec empty = {0, 0, RECORDER_F32, true};
+  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+    for (int64_t num_params = 0; num_params < 2; num_params++) {
+      model_options options = two_ranks(0);
+      const fsdp_summon_options how = summon_options(bits);
+      options.num_replicas = 2;
+      options.offloads = num_params == 1;
+      model_init(&m, &options);
+      model_plan(&m, "u", &empty, num_params);
+      model_start(&m);
+      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+      CHECK(strstr(recorder_tape(m.device), "alloc") == NULL);
+      CHECK(strstr(recorder_tape(m.device), "broadcast") == NULL);
+      model_step(&m);
+      model_fini(&m);
+    }
+  }
+}
+
+/* A unit, or its engine, that goes while it is summoned. */
+static void test_summoned_unit_goes(void) {
+  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+    for (int is_engine = 0; is_engine < 2; is_engine++) {
+      const model_options options = two_ranks(0);
+      const fsdp_summon_options how = summon_options(bits);
+      model_start_tree(&m, &options, 0);
+      model_step(&m);
+      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      if (is_engine) {
+        fsdp_engine_destroy(m.engine);
+        m.engine = NULL;
+      } else {
+        fsdp_unit_destroy(m.units[0].unit);
+        m.units[0].unit = NULL;
+      }
+      CHECK_I64(m.units[0].view, FSDP_VIEW_SHARDED);
+      CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
+      model_fini(&m);
+    }
+  }
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_unreduced_gradients_stay),
+      CHECK_TEST(test_mixed_segments),
+      CHECK_TEST(test_units_without_elements),
+      CHECK_TEST(test_summoned_unit_goes),
+  };
+  return CHECK_RUN(tests);
+}
