@@ -91,10 +91,13 @@ class Attributes(ShardedModule):
     @property
     def _flat_param(self) -> FlatParameter | None:
         """The first segment's flat parameter; with use_orig_params a new view."""
-        registered = self._originals.first_flat_param()
-        if registered is not None or not self._has_params:
-            return registered
-        return self._originals.make_flat_params()[0]
+        params = self.params
+        return params[0] if params else None
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """This unit's flat parameters; with use_orig_params new views."""
+        return self._originals.flat_params() or self._originals.make_flat_params()
 
     @property
     def _handle(self) -> FlatParamHandle | None:

@@ -1,7 +1,8 @@
 """What the files of this package know about a wrapped module: its state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -19,6 +20,13 @@ from fsdp_c._names import WRAPPED_MODULE
 from fsdp_c._originals import Originals
 
 
+class CommHook(NamedTuple):
+    """What register_comm_hook was given."""
+
+    state: Any
+    function: Callable[..., Any]
+
+
 class ShardedModule(nn.Module):
     """Base of FullyShardedDataParallel: the fields, without the behaviour."""
 
@@ -33,6 +41,7 @@ class ShardedModule(nn.Module):
     # The modules whose units are in the engine.
     _engine_members: "WeakSet[ShardedModule]"
     _originals: Originals
+    _comm_hook: CommHook | None
     # With mixed_precision.buffer_dtype.
     _unit_buffers: UnitBuffers | None
     # Names of methods that run like forward, see fsdp_c._forward_methods.
@@ -48,12 +57,27 @@ class ShardedModule(nn.Module):
     # Inside summon_full_params: names of parameters and buffers are clean.
     _shows_clean_names: bool
 
+    def adopt_unit(self, unit: _native.Unit) -> None:
+        """Make ``unit`` the native unit of this module."""
+        self._unit = unit
+        unit.full_precision = (
+            self._config.full_precision_in_eval and not self.wrapped.training
+        )
+        if self._comm_hook is not None:
+            unit.set_reduce_hook(*self._comm_hook)
+
     @property
     def wrapped(self) -> nn.Module:
         """The registered child: the user's module, or a wrapper around it."""
         module = self._modules[WRAPPED_MODULE]
         assert module is not None
         return module
+
+    @property
+    def is_first_in_shard_group(self) -> bool:
+        """Whether this rank is the one that a rank0_only summon shows."""
+        group = self._config.groups.shard_group
+        return group is None or group.rank() == 0
 
     def end_load(self) -> None:
         """End an unfinished load_state_dict: keep what was loaded."""

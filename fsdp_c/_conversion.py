@@ -99,7 +99,7 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
     del module._unit
     for param, result in converted.items():
         param.data = result
-    module._unit = module._config.make_unit(name, params, device)
+    module.adopt_unit(module._config.make_unit(name, params, device))
     module.compute_device = device
     module._originals.rebind(module._unit)
 

@@ -5,11 +5,16 @@ A wrapped module that is called without an engine makes one over all units in it
 and becomes their root. When a module that contains it is called later, that one
 makes a new engine with all units, and theirs move: no root is final, so calling
 a submodule, or summoning it, first does no harm.
+
+With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare, before every
+collective, what they are about to do: where a branch makes them run their units in
+different orders, all raise an error that names the units.
 """
 
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c import _native
 from fsdp_c._base import ShardedModule, sharded_modules
@@ -28,6 +33,7 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
         for each in modules:
             each._originals.check()
         engine = _native.Engine([each._unit for each in modules])
+        engine.check_order(_is_debugging())
         members = WeakSet(modules)
         for each in modules:
             each._engine_members = members
@@ -37,6 +43,11 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
                 each._unit_buffers.activate(is_training=each.wrapped.training)
     assert module._engine is not None
     return module._engine
+
+
+def _is_debugging() -> bool:
+    """Whether ``TORCH_DISTRIBUTED_DEBUG`` is INFO or DETAIL."""
+    return bool(c10d.get_debug_level() != c10d.DebugLevel.OFF)
 
 
 def release_engine(module: ShardedModule) -> None:

@@ -1,5 +1,6 @@
 """Original and flat parameters of a unit: which of them the module registers."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from fsdp_c import _native
 from fsdp_c._names import FLAT_PARAM
 from fsdp_c._torch_compat import IN_BACKWARD_OPTIMIZERS
-from fsdp_c._uses import ParamUse
+from fsdp_c._uses import ParamUse, mark_sharded
 
 
 class FlatParameter(nn.Parameter):
@@ -96,6 +97,7 @@ class Originals:
         if self._hides:
             self._bind(self.make_flat_params())
             self._hide()
+        self._watch()
 
     def unbind(self) -> None:
         """Let go of the unit; :meth:`rebind` must follow."""
@@ -107,6 +109,7 @@ class Originals:
         Flat parameters stay the same objects, unless their number changes.
         """
         self._unit = unit
+        self._watch()
         if not self._hides:
             return
         new = self.make_flat_params()
@@ -156,31 +159,94 @@ class Originals:
             )
         return flat_params
 
-    def first_flat_param(self) -> FlatParameter | None:
-        """Return the registered flat parameter of the first segment, or None."""
-        return self._flat_params.get(FLAT_PARAM)
+    def flat_params(self) -> list[FlatParameter]:
+        """Return the registered flat parameters, one per segment."""
+        return list(self._flat_params.values())
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Unsharded shapes, by use."""
+        return self._shapes
+
+    def _watch(self) -> None:
+        """Let the unit notice, before its forward, parameters that were replaced.
+
+        Hidden parameters are not among those that a user would replace.
+        """
+        if self._hides or not self._uses:
+            return
+        owner = weakref.ref(self)  # the unit must not keep this object
+
+        def check() -> None:
+            originals = owner()
+            if originals is not None:
+                originals.check()
+
+        self._unit.watch(
+            [(use.module._parameters, use.name, use.param) for use in self._uses],
+            check,
+        )
 
     def check(self) -> None:
-        """Check that every use still holds the parameter that is sharded.
+        """Take over parameters that the user replaced by other objects.
+
+        Their values go into the shard, they become views of it. A replaced flat
+        parameter, or one that is gone, is an error.
 
         Raises:
-            RuntimeError: One was replaced or removed after wrapping, or has an
-                optimizer that is to step in backward.
+            RuntimeError: One was removed after wrapping, replaced in one of several
+                places that share it, by one with another number of elements or
+                dtype, or has an optimizer that is to step in backward.
         """
         is_hidden = self._hides and self._num_shows == 0
-        for module, name, fqn, param in self._uses:
-            places = module.__dict__ if is_hidden else module._parameters
-            if places.get(name) is not param:
-                raise RuntimeError(
-                    f"Cannot writeback to parameter {fqn!r} of unit "
-                    f"{self._unit.name!r}: it was replaced or removed after wrapping; "
-                    "change the module before wrapping it, or copy new values into "
-                    "the parameter inside "
-                    "FullyShardedDataParallel.summon_full_params()"
-                )
-            _check_no_optimizer(param, fqn)
+        current = [
+            (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)
+            for use in self._uses
+        ]
+        if any(
+            now is not use.param for now, use in zip(current, self._uses, strict=True)
+        ):
+            self._take_over(current)
+        for use in self._uses:
+            _check_no_optimizer(use.param, use.fqn)
         for name, flat_param in self._flat_params.items():
             _check_no_optimizer(flat_param, name)
+
+    def _replace(self, index: int, now: nn.Parameter, fqn: str) -> None:
+        try:
+            self._unit.replace_param(index, now)
+        except ValueError as error:
+            raise RuntimeError(
+                f"Cannot writeback to parameter {fqn!r} of unit {self._unit.name!r}, "
+                f"which was replaced: {error}"
+            ) from error
+
+    def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:
+        params = self._unit.param_of_use
+        new: dict[int, nn.Parameter] = {}
+        for index, now, use in zip(params, current, self._uses, strict=True):
+            if (
+                self._hides
+                or not isinstance(now, nn.Parameter)
+                or new.setdefault(index, now) is not now
+            ):
+                raise RuntimeError(
+                    f"Cannot writeback to parameter {use.fqn!r} of unit "
+                    f"{self._unit.name!r}: it was removed after wrapping, or replaced "
+                    "in one of the places that share it; change the module before "
+                    "wrapping it, or copy new values into the parameter inside "
+                    "FullyShardedDataParallel.summon_full_params()"
+                )
+        for index, now in new.items():
+            use = self._uses[params.index(index)]
+            if now is not use.param:
+                self._replace(index, now, use.fqn)
+                mark_sharded(now, self._unit.name)
+        self._uses = tuple(
+            use._replace(param=new[index])
+            for index, use in zip(params, self._uses, strict=True)
+        )
+        self._watch()
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -22,13 +22,15 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c import _state_dict
+from fsdp_c import _native, _state_dict
 from fsdp_c._attributes import Attributes
 from fsdp_c._base import sharded_modules
 from fsdp_c._buffers import UnitBuffers
 from fsdp_c._clip import clip_grad_norm
+from fsdp_c._comm_hooks import register_comm_hook
 from fsdp_c._config import make_config
 from fsdp_c._conversion import convert
+from fsdp_c._copy import copy_sharded
 from fsdp_c._device import choose_device
 from fsdp_c._engines import ensure_engine
 from fsdp_c._foreign_groups import as_given
@@ -196,7 +198,7 @@ class FullyShardedDataParallel(Attributes):
         self._config = config
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.params
-        self._unit = unit
+        self._comm_hook = None
         self._engine = None
         self._is_root = None
         self._loading = None
@@ -226,6 +228,7 @@ class FullyShardedDataParallel(Attributes):
         self._state_dict_config = FullStateDictConfig()
         self._optim_state_dict_config = FullOptimStateDictConfig()
         self.register_module(WRAPPED_MODULE, module)
+        self.adopt_unit(unit)
         self._originals = Originals(
             module, unit, uses, shapes, use_orig_params=config.use_orig_params
         )
@@ -262,10 +265,17 @@ class FullyShardedDataParallel(Attributes):
         return self._unit.forward(wrapped, args, kwargs)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate unsharded gradients without reducing them.
+    def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
+        """Let backward accumulate gradients without reducing them to the mean.
 
-        The first backward after the context reduces them. For the root only.
+        The first backward after the context does that. For the root only.
+
+        Args:
+            sharded: False: keep whole gradients, without communication (FSDP1's
+                meaning; memory of the whole model's gradients). True: sum them over
+                the sharding group in every backward and keep only this rank's part,
+                in reduce dtype; replicas (HYBRID_SHARD) communicate once, in the
+                first backward after the context.
 
         Raises:
             RuntimeError: Called on a nested wrapped module, or inside a step.
@@ -274,11 +284,32 @@ class FullyShardedDataParallel(Attributes):
         self._assert_idle("no_sync")
         engine = ensure_engine(self)
         before = engine.sync
-        engine.sync = False
+        engine.sync = _native.SYNC_SHARD if sharded else _native.SYNC_NONE
         try:
             yield
         finally:
             engine.sync = before
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the gradients, in place of the unit's own reduction.
+
+        For every unit and backward it is called with a segment's unsharded gradient
+        in reduce dtype (1-D, padding included, of this rank's batch): with NO_SHARD
+        as ``hook(state, grad)``, which leaves the result in ``grad``; else as
+        ``hook(state, grad, output)``, which leaves this rank's piece in ``output``
+        (1-D, ``grad.numel() / world_size`` elements). It does its own scaling. The
+        hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` fit.
+
+        Args:
+            state: Passed on to the hook.
+            hook: Runs on autograd's thread.
+
+        Raises:
+            AssertionError: Called on a nested wrapped module, with a hybrid strategy,
+                or a hook is registered already.
+            ValueError: ``hook`` is not callable.
+        """
+        register_comm_hook(self, state, hook)
 
     def clip_grad_norm_(
         self, max_norm: float | int, norm_type: float | int = 2.0
@@ -310,8 +341,13 @@ class FullyShardedDataParallel(Attributes):
         return clip_grad_norm(self, max_norm, norm_type)
 
     def train(self, mode: bool = True) -> "FullyShardedDataParallel":
-        """Set the mode; with ``FSDP_USE_FULL_PREC_IN_EVAL=1`` buffers follow it."""
+        """Set the mode.
+
+        With ``FSDP_USE_FULL_PREC_IN_EVAL=1`` parameters, inputs and buffers are not
+        cast in eval mode.
+        """
         super().train(mode)
+        self._unit.full_precision = self._config.full_precision_in_eval and not mode
         if self._unit_buffers is not None:
             self._unit_buffers.follow(is_training=mode)
         return self
@@ -337,13 +373,17 @@ class FullyShardedDataParallel(Attributes):
             recurse: Also the units inside ``module``'s own.
             writeback: Keep what is written; each rank keeps the part that it holds,
                 so write the same on all ranks.
-            rank0_only: The other ranks take part but see their shards.
-            offload_to_cpu: Not available in this version.
-            with_grads: Not available in this version.
+            rank0_only: Only rank 0 of each sharding group shows them; the other ranks
+                take part but see their shards. With ``writeback`` all ranks get
+                what rank 0 has written (of HYBRID_SHARD and NO_SHARD: the first
+                replica's), which FSDP1 refuses.
+            offload_to_cpu: Show them in host memory; the device holds one unit at a
+                time.
+            with_grads: Show whole gradients in ``param.grad`` as well, also with
+                ``use_orig_params=False``; with ``writeback`` they are kept.
+                Gradients that no_sync() left unreduced stay as they are.
 
         Raises:
-            NotImplementedError: ``writeback`` with ``rank0_only``, as in FSDP1.
-            ValueError: An argument is not available in this version.
             RuntimeError: Inside forward or backward, or summoned already.
         """
         return summon_full_params(
@@ -545,12 +585,10 @@ class FullyShardedDataParallel(Attributes):
         convert(self, fn, recurse=recurse)
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "a FullyShardedDataParallel module cannot be copied: its memory belongs "
-            "to the engine; copy the module before wrapping it, or load "
-            "state_dict() into another wrapped one"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """Return a copy with its own shards, without gradients; between steps."""
+        copied: FullyShardedDataParallel = copy_sharded(self, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

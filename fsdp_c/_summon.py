@@ -24,6 +24,7 @@ def summoned(
     """
     with ExitStack() as stack:
         if not module._unit.is_summoned:
+            module._originals.check()
             module._unit.summon()
             stack.callback(module._unit.dismiss, writeback)
         stack.enter_context(module._originals.shown())
@@ -56,19 +57,6 @@ def summon_full_params(
 
     See ``FullyShardedDataParallel.summon_full_params``.
     """
-    if writeback and rank0_only:
-        raise NotImplementedError(
-            "writeback=True with rank0_only=True: the other ranks would keep their "
-            "old parts; pass writeback=False, or rank0_only=False"
-        )
-    for argument, value in (
-        ("offload_to_cpu", offload_to_cpu),
-        ("with_grads", with_grads),
-    ):
-        if value:
-            raise ValueError(
-                f"{argument}=True is not available in this version: leave it False"
-            )
     ensure_engines(module)
     modules = [each for each in sharded_modules(module) if recurse or each is module]
     for each in modules:
@@ -77,15 +65,17 @@ def summon_full_params(
                 f"the parameters of unit {each._unit.name!r} are summoned already: "
                 "summon_full_params() cannot be nested"
             )
+    for each in modules:
+        each._originals.check()
     with ExitStack() as stack:
         for each in modules:
-            if rank0_only and each.rank != 0:
-                # Takes part in the all-gather only.
-                each._unit.summon()
-                each._unit.dismiss(writeback=False)
-                stack.enter_context(_clean_names(each))
-            else:
-                stack.enter_context(
-                    summoned(each, writeback=writeback, clean_names=True)
-                )
+            each._unit.summon(
+                on_first_rank_only=rank0_only,
+                on_host=offload_to_cpu,
+                with_grads=with_grads,
+            )
+            stack.callback(each._unit.dismiss, writeback)
+            if not rank0_only or each.is_first_in_shard_group:
+                stack.enter_context(each._originals.shown())
+            stack.enter_context(_clean_names(each))
         yield

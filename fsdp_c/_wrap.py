@@ -107,7 +107,7 @@ class _Wrapper:
         self._casts = config.mixed_precision.param_dtype is not None
         # What a visited module became: a wrapped one, or itself.
         self._visited: dict[nn.Module, nn.Module] = {}
-        self._users = _users_of_shared_params(root, ignored)
+        self._chains = _chains_of_shared_params(root, ignored)
         self._hoisted: set[nn.Parameter] = set()
 
     # Policies as objects ---------------------------------------------------
@@ -213,12 +213,12 @@ class _Wrapper:
         self, module: nn.Module, path: str, arguments: Mapping[str, Any]
     ) -> nn.Module:
         left_out: set[nn.Parameter] = set()
-        if self._users:
-            inside = set(module.modules())
+        if self._chains:
             left_out = {
                 param
-                for param, users in self._users.items()
-                if not users <= inside and not users.isdisjoint(inside)
+                for param, chains in self._chains.items()
+                if any(module in chain for chain in chains)
+                and not all(module in chain for chain in chains)
             }
             self._hoisted |= left_out
         if self._casts and self._is_full_precision(module):
@@ -252,13 +252,23 @@ class _Wrapper:
         )
 
 
-def _users_of_shared_params(
+def _chains_of_shared_params(
     root: nn.Module, ignored: Ignored
-) -> dict[nn.Parameter, set[nn.Module]]:
-    """Return the modules that hold each parameter which several modules hold."""
-    users: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in root.modules():
+) -> dict[nn.Parameter, list[frozenset[nn.Module]]]:
+    """Return, of each parameter with several places, the modules above each place.
+
+    A place is a path from ``root``: a module that two others hold has two.
+    """
+    chains: dict[nn.Parameter, list[frozenset[nn.Module]]] = {}
+    stack: list[tuple[nn.Module, frozenset[nn.Module]]] = [(root, frozenset({root}))]
+    while stack:
+        module, chain = stack.pop()
         for param in module._parameters.values():
             if param is not None and param not in ignored.params:
-                users.setdefault(param, set()).add(module)
-    return {param: modules for param, modules in users.items() if len(modules) > 1}
+                chains.setdefault(param, []).append(chain)
+        stack.extend(
+            (child, chain | {child})
+            for child in module._modules.values()
+            if child is not None
+        )
+    return {param: places for param, places in chains.items() if len(places) > 1}

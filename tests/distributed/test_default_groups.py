@@ -1,5 +1,6 @@
 """HYBRID_SHARD without groups, and process groups that are not c10d's."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +167,61 @@ def test_group_with_rank_and_size_only(
     assert model.weight.tolist() == [float(i) for i in range(8, 16)]
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 8))
+
+
+@distributed(world_size=2)
+def test_group_of_one(rank: int, world_size: int) -> None:
+    """Nothing to shard over: NO_SHARD, with FSDP1's warning unless it was asked for."""
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    group = groups[rank]
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        strategy = ShardingStrategy[name]
+        with pytest.warns(UserWarning, match=f"NO_SHARD.*{strategy}.*world size is 1"):
+            model = fsdp(
+                nn.Linear(3, 3), process_group=group, sharding_strategy=strategy
+            )
+        assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp(
+            nn.Linear(3, 3),
+            process_group=group,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+        )
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
+@distributed(world_size=2)
+def test_container_without_forward(
+    rank: int, world_size: int, container: type[nn.Module]
+) -> None:
+    """Its children would run sharded: a warning says so."""
+    module = container()
+    module.add_module("0", nn.Linear(3, 3))
+    if container is nn.ModuleList:
+        with pytest.warns(UserWarning, match="do not implement forward.*ModuleList"):
+            fsdp(module)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp(module)
+
+
+@distributed(world_size=2)
+def test_ignored_states(rank: int, world_size: int) -> None:
+    """FSDP1's messages, which scripts may match."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weight = module[0].weight
+    for kwargs, part in (
+        ({"ignored_modules": [weight]}, "ignored_modules expects nn.Module.*Parameter"),
+        ({"ignored_states": [weight, module[1]]}, "ignored_states expects all nn.Para"),
+        (
+            {"ignored_modules": [module[0]], "ignored_states": [weight]},
+            "Cannot pass both ignored_modules and ignored_states",
+        ),
+    ):
+        with pytest.raises(ValueError, match=part):
+            fsdp(module, **kwargs)
+    with pytest.warns(UserWarning, match="Trying to ignore the top-level module"):
+        fsdp(module, ignored_modules=[module])

@@ -22,7 +22,7 @@ from helpers.models import Inputs, loss_of
 from helpers.random_programs import (
     BRANCHES,
     DTYPE,
-    EVENTS,
+    EVENTS_AFTER,
     LEAVES,
     MODES,
     PRECISIONS,
@@ -38,8 +38,8 @@ from helpers.random_programs import (
 )
 from helpers.reference import (
     Differential,
+    assert_same,
     assert_same_tensors,
-    clean_name,
     full_state_dict,
 )
 
@@ -96,8 +96,7 @@ class _Run:
             if index == 1:
                 self.happen(step.between or "")
             is_last = index == step.num_micro_batches - 1
-            keeps = step.mode == "no_sync" and not is_last
-            with differential.model.no_sync() if keeps else contextlib.nullcontext():
+            with contextlib.nullcontext() if is_last else self.no_sync(step.mode):
                 differential.forward_backward(step.num_forwards)
         differential.check()
         if step.clips is not None:
@@ -105,6 +104,17 @@ class _Run:
             differential.check()
         differential.step()
         differential.check()
+
+    def no_sync(self, mode: str) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a micro batch that is not the last one."""
+        model = self.differential.model
+        contexts: dict[str, Any] = {
+            "no_sync": model.no_sync,
+            "sharded_no_sync": lambda: model.no_sync(sharded=True),
+        }
+        context: contextlib.AbstractContextManager[None]
+        context = contexts.get(mode, contextlib.nullcontext)()
+        return context
 
     @contextlib.contextmanager
     def toggled(self, step: Step) -> Iterator[None]:
@@ -132,6 +142,8 @@ class _Run:
             self.round_trip()
         elif event == "summon":
             self.write_summoned()
+        elif event == "summon_grads":
+            self.summon_grads()
         elif event == "write":
             with torch.no_grad():
                 for model in self.both:
@@ -152,11 +164,34 @@ class _Run:
     def write_summoned(self) -> None:
         """Write one parameter in both models, inside a summon."""
         model, reference = self.both
-        names = [clean_name(name) for name, _ in reference.named_parameters()]
+        names = [name for name, _ in reference.named_parameters()]
         name = names[self.program.seed % len(names)]
         with FSDP.summon_full_params(model), torch.no_grad():
             for each in self.both:
                 dict(each.named_parameters())[name].mul_(1.03)
+
+    def summon_grads(self) -> None:
+        """Compare and change whole gradients, inside a summon."""
+        model, reference = self.both
+        is_offloaded = bool(self.program.seed % 2)
+        with (
+            FSDP.summon_full_params(
+                model, with_grads=True, offload_to_cpu=is_offloaded
+            ),
+            torch.no_grad(),
+        ):
+            mine = dict(model.named_parameters())
+            for name, param in reference.named_parameters():
+                if param.grad is None:
+                    continue
+                grad = mine[name].grad
+                assert grad is not None, name
+                assert_same(
+                    f"gradient {name}", grad, param.grad, self.program.tolerance
+                )
+                for each in (grad, param.grad):
+                    each.mul_(0.5)
+        self.differential.check()
 
 
 def _run_cases(rank: int, world_size: int, cases: tuple[int, ...]) -> None:
@@ -193,7 +228,7 @@ def test_programs_cover_everything() -> None:
     assert kinds == set(LEAVES + BRANCHES) - left_out()
     assert {step.mode for step in steps} == set(MODES) - left_out()
     events = {event for step in steps for event in (*step.after, step.between)}
-    assert events - {"", None} == set(EVENTS) - left_out()
+    assert events - {"", None} == set(EVENTS_AFTER) - left_out()
     assert {p.world_size for p in programs} == set(WORLD_SIZES)
     if not left_out():
         assert {p.precision for p in programs} == set(PRECISIONS)
@@ -201,6 +236,7 @@ def test_programs_cover_everything() -> None:
         assert {p.mesh for p in programs} >= {None, (2, 2), (4, 1), (1, 4)}
         assert {p.mesh for p in programs} - {None} <= meshes
         assert any(step.toggled is not None for step in steps)
+        assert {p.offloads for p in programs} == {True, False}
     net = Net(programs[0])
     x = torch.zeros(2, programs[0].dim, dtype=DTYPE)
     assert loss_of(net(x)).isfinite()

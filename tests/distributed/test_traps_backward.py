@@ -381,3 +381,27 @@ def test_forward_of_the_next_batch_before_this_backward(
     differential.check()
     differential.step()
     differential.train(1)
+
+
+@pytest.mark.trap(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_frozen_units_are_resharded_inside_backward(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Memory does not grow with their number: not only the end gives it back."""
+    arena_nbytes = []
+    for num_blocks in (4, 9):
+
+        def build(num_blocks: int = num_blocks) -> nn.Module:
+            model = _Chain(num_blocks=num_blocks)
+            for block in model.blocks[1:]:
+                block.requires_grad_(False)
+            return model
+
+        differential = Differential.of_units(
+            build, {Block}, vectors, use_orig_params=use_orig_params
+        )
+        differential.train(3)
+        arena_nbytes.append(memory_stats(differential.model)["arena_nbytes"])
+    assert arena_nbytes[0] == arena_nbytes[1]

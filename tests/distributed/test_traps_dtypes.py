@@ -3,6 +3,8 @@
 What a number stands for is in tests/lint/test_traps.py.
 """
 
+import contextlib
+import copy
 import warnings
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, MixedPrecision, fsdp
+from helpers.impl import FSDP, MixedPrecision, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import Block
 from helpers.reference import assert_same_tensors, full_state_dict
 
@@ -161,3 +163,74 @@ def test_batch_norm_statistics_are_those_of_fp32(rank: int, world_size: int) -> 
         {"mean": expected.running_mean},
         1e-6,
     )
+
+
+@pytest.mark.trap(22)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("mode", ["sync", "no_sync", "outside"])
+@distributed(world_size=(2, 3))
+def test_dtype_of_gradients(
+    rank: int,
+    world_size: int,
+    mode: str,
+    strategy: str,
+    keeps: bool,
+    use_orig_params: bool,
+) -> None:
+    """fp32 as the parameters, or bf16 on request; fresh, accumulated and cleared."""
+    needs_fsdp_c("has rules of its own for accumulated ones")
+    dtype = torch.bfloat16 if keeps else torch.float32
+    torch.manual_seed(0)
+    reference = Block()
+    model = fsdp(
+        copy.deepcopy(reference),
+        sharding_strategy=ShardingStrategy[strategy],
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, keep_low_precision_grads=keeps
+        ),
+        use_orig_params=use_orig_params,
+    )
+    x = torch.randn(4, 6)
+    for num_backwards in (2, 1, 3):
+        for index in range(num_backwards):
+            keeps_sync = mode != "no_sync" or index == num_backwards - 1
+            if mode == "sync":
+                model.zero_grad(set_to_none=index > 0)
+            with contextlib.nullcontext() if keeps_sync else model.no_sync():
+                model(x).float().square().mean().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert grads
+        assert {grad.dtype for grad in grads} == {dtype}
+        for param in model.parameters():
+            assert param.dtype == torch.float32
+            param.grad = None
+    model(x).float().square().mean().backward()
+    reference(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    norm = model.clip_grad_norm_(0.1)
+    assert norm.item() == pytest.approx(expected.item(), rel=0.05)
+
+
+@pytest.mark.trap(22)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_gradient_of_the_parameters_dtype_may_be_assigned(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Before and after a backward in bf16; the next one adds to it."""
+    needs_fsdp_c("is free to do otherwise")
+    model = fsdp(
+        nn.Linear(6, 6, bias=False),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
+        use_orig_params=use_orig_params,
+    )
+    (param,) = model.parameters()
+    for _ in range(2):
+        param.grad = torch.full_like(param, 100.0)
+        model(torch.zeros(2, 6)).float().sum().backward()
+        assert param.grad.dtype == torch.float32
+        assert param.grad[: 36 // world_size].eq(100.0).all()

@@ -15,6 +15,7 @@ from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     FSDP,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     assert_idle,
@@ -76,9 +77,14 @@ def test_ways_to_enter_no_sync(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))
 def test_what_no_sync_keeps(rank: int, world_size: int, strategy: str) -> None:
-    """FULL_SHARD frees parameters after such a backward, SHARD_GRAD_OP keeps them."""
+    """FULL_SHARD frees parameters after such a backward, SHARD_GRAD_OP keeps them.
+
+    The sharded gradients that were cleared are freed and not made before a reduction.
+    """
     differential = Differential.of_model("mlp", strategy=strategy)
     differential.train(2)
+    trained = memory_stats(differential.model)
+    assert trained["grad_shard_nbytes"] > 0
     differential.zero_grad()
     counts = []
     with differential.model.no_sync():
@@ -88,13 +94,17 @@ def test_what_no_sync_keeps(rank: int, world_size: int, strategy: str) -> None:
             after = memory_stats(differential.model)
             counts.append(after["num_all_gathers"] - before["num_all_gathers"])
             assert after["num_reduces"] == before["num_reduces"]
-            assert after["grad_shard_nbytes"] == before["grad_shard_nbytes"]
+            assert after["grad_shard_nbytes"] == 0
+            assert after["scratch_nbytes"] == trained["scratch_nbytes"]
     first, second, third = counts
     if strategy == "FULL_SHARD":
         assert first == second == third > 4  # four units
     else:
         assert (first, second, third) == ((4, 0, 0) if first else (0, 0, 0))
     differential.forward_backward()
+    reduced = memory_stats(differential.model)
+    for key in ("grad_shard_nbytes", "scratch_nbytes"):
+        assert reduced[key] == trained[key], key
     assert_idle(differential.model)
     differential.check()
 
@@ -461,3 +471,35 @@ def test_block_is_reduced_twice_in_one_backward(rank: int, world_size: int) -> N
         differential.check()
     differential.step()
     differential.check()
+
+
+@pytest.mark.trap(11)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("mode", ["outside", "no_sync", "mixed", "keep"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3))
+def test_accumulation_with_offload(
+    rank: int, world_size: int, strategy: str, mode: str, use_orig_params: bool
+) -> None:
+    """Gradients on the host are added to, with and without no_sync."""
+    needs_fsdp_c("overwrites, and knows no no_sync with offload")
+    differential = Differential.of_model(
+        "uneven",
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        cpu_offload=CPUOffload(offload_params=True),
+    )
+    for index in range(3):
+        if mode != "keep":
+            differential.zero_grad(set_to_none=index != 1)
+        if mode in ("outside", "mixed", "keep"):
+            differential.accumulate(2, no_sync=False)
+        if mode in ("no_sync", "mixed"):
+            differential.accumulate(3, no_sync=True)
+        differential.check()
+        differential.clip(0.1)
+        differential.check()
+        differential.step()
+        differential.check()
+        differential.evaluate()
+    assert {p.device.type for p in differential.model.parameters()} == {"cpu"}

@@ -295,7 +295,7 @@ def test_ranks_use_different_parameters_of_a_unit(
 ) -> None:
     """A parameter that some ranks do not use counts as zero there."""
     differential = Differential(
-        lambda: _Experts(RANKS[-1]),
+        lambda: _Experts(world_size),
         lambda module: fsdp(module, use_orig_params=use_orig_params),
         vectors,
         use_orig_params=use_orig_params,
@@ -303,11 +303,41 @@ def test_ranks_use_different_parameters_of_a_unit(
     for step in range(3):
         differential.zero_grad()
         for index, (batch,) in enumerate(differential.batches()):
-            expert = torch.tensor((index + step) % RANKS[-1])
+            expert = torch.tensor((index + step) % world_size)
             out = differential.reference(batch, expert)
             (loss_of(out) / world_size).backward()
             if index == rank:
                 loss_of(differential.model(batch, expert)).backward()
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+@pytest.mark.trap(5)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", ["step", "write", "backward"])
+@distributed(world_size=RANKS)
+def test_forward_whose_loss_is_dropped(
+    rank: int, world_size: int, what: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Then a step, a write or another backward: on the shards, and not lost."""
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
+    differential.train(1)
+    for _ in range(2):
+        differential.zero_grad()
+        differential.forward_backward()
+        differential.forward()
+        if what == "step":
+            differential.step()
+        elif what == "write":
+            with torch.no_grad():
+                for model in (differential.model, differential.reference):
+                    for param in model.parameters():
+                        param.mul_(0.9)
+        differential.forward_backward()
         differential.check()
         differential.step()
         differential.check()

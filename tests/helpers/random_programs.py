@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.impl import (
     IS_TORCH,
     BackwardPrefetch,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     fsdp,
@@ -43,8 +44,10 @@ LEAVES = (
     "single",
 )
 BRANCHES = ("seq", "residual", "parallel", "twice", "packed", "never", "checkpoint")
-MODES = ("sync", "no_sync", "accumulate")
+MODES = ("sync", "no_sync", "sharded_no_sync", "accumulate")
 EVENTS = ("evaluate", "lost_forward", "state_dict", "summon", "write")
+# With gradients of all ranks, so only after a step.
+EVENTS_AFTER = (*EVENTS, "summon_grads")
 PRECISIONS = ("none", "param", "reduce", "both")
 # What torch's FSDP1 cannot do, in these programs.
 _ONLY_FSDP_C = {
@@ -52,7 +55,10 @@ _ONLY_FSDP_C = {
     "never",  # a NO_SHARD unit that never runs loses its parameters' names
     "single",  # two dtypes in a unit
     "toggle",
+    "sharded_no_sync",
+    "summon_grads",
     "hybrid",
+    "offload",
     "precision",  # of fp64 parameters
     "summon",
 }
@@ -125,6 +131,7 @@ class Program:
     forward_prefetch: bool
     limit_all_gathers: bool
     input_requires_grad: bool
+    offloads: bool
     optimizer: str
     steps: tuple[Step, ...] = field(default=())
 
@@ -197,14 +204,14 @@ class _Drawer:
             clips=(max_norm, norm_type) if self.chance(0.4, "clip") else None,
             toggled=self.rng.randrange(1 << 16) if toggles else None,
             between=self.choice(*EVENTS, None) if self.chance(0.3) else None,
-            after=tuple(self.choice(*EVENTS, None) or "" for _ in range(num_events)),
+            after=tuple(self.choice(*EVENTS_AFTER, "") for _ in range(num_events)),
         )
 
     def program(self) -> Program:
         """Return the program."""
         world_size = WORLD_SIZES[self.seed % len(WORLD_SIZES)]
         use_orig_params = self.chance(0.6)
-        is_hybrid = self.chance(0.25, "hybrid")
+        is_hybrid = self.chance(0.35, "hybrid")
         precision = (
             self.choice(*PRECISIONS[1:]) if self.chance(0.25, "precision") else "none"
         )
@@ -239,7 +246,7 @@ class _Drawer:
             ),
             use_orig_params=use_orig_params,
             strategy=strategy,
-            mesh=self.rng.choice(shapes) if is_hybrid else None,
+            mesh=shapes[self.seed // 3 % len(shapes)] if is_hybrid else None,
             precision=precision,
             backward_prefetch=self.rng.choice(
                 ["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None]
@@ -247,6 +254,7 @@ class _Drawer:
             forward_prefetch=self.chance(0.3),
             limit_all_gathers=self.chance(0.7),
             input_requires_grad=self.chance(0.4),
+            offloads=self.chance(0.2, "offload"),
             optimizer=self.rng.choice(["sgd", "momentum", "adam"]),
             steps=tuple(
                 self.step(use_orig_params) for _ in range(self.rng.randint(2, 4))
@@ -379,6 +387,7 @@ def wrap(module: nn.Module, program: Program, groups: Any) -> Any:
         "backward_prefetch": prefetch and BackwardPrefetch[prefetch],
         "forward_prefetch": program.forward_prefetch,
         "limit_all_gathers": program.limit_all_gathers,
+        "cpu_offload": CPUOffload(offload_params=program.offloads),
     }
     if program.precision != "none":
         kwargs["mixed_precision"] = MixedPrecision(
