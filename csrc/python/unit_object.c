@@ -194,7 +194,7 @@ static int hook_input(PyObject *tensor, void *context) {
   return -1;
 }
 
-/* Hooks the inputs of a unit with frozen parameters. 0, or -1 with an
+/* Hooks the inputs: see Note [Leaving a unit in backward]. 0, or -1 with an
  * exception. */
 static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
                        PyObject *args, PyObject *kwargs) {
@@ -538,6 +538,12 @@ static PyObject *unit_get_is_summoned(PyObject *object,
       fsdp_unit_is_summoned(fsdp_torch_unit_core(unit_of(object))));
 }
 
+static PyObject *unit_get_holds_grads(PyObject *object,
+                                      void *Py_UNUSED(closure)) {
+  return PyBool_FromLong(
+      fsdp_unit_holds_grads(fsdp_torch_unit_core(unit_of(object))));
+}
+
 static PyObject *unit_get_pending_grads(PyObject *object,
                                         void *Py_UNUSED(closure)) {
   return PyLong_FromLongLong(
@@ -638,6 +644,8 @@ static PyGetSetDef unit_getset[] = {
      "Whether the next forward runs in the parameters' own dtype.", NULL},
     {"is_summoned", unit_get_is_summoned, NULL,
      "Whether whole parameters are shown between steps.", NULL},
+    {"holds_grads", unit_get_holds_grads, NULL,
+     "Whether gradients of a no_sync backward wait to be reduced.", NULL},
     {"pending_grads", unit_get_pending_grads, NULL,
      "Gradients that this backward still has to deliver.", NULL},
     {"param_of_use", unit_get_param_of_use, NULL,

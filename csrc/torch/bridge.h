@@ -163,7 +163,7 @@ struct _object *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
                                            struct _object *tensor);
 
 /* The inputs of one forward call, whose gradients tell when backward has left
- * the unit: see Note [Frozen parameters]. */
+ * the unit: see Note [Leaving a unit in backward]. */
 typedef struct fsdp_torch_inputs fsdp_torch_inputs;
 
 /* Whether the unit needs that. GIL. */

@@ -1,13 +1,14 @@
-// Note [Frozen parameters]
+// Note [Leaving a unit in backward]
 // Autograd tells when it is done with a trainable parameter: its gradient
-// comes. Of a frozen one it says nothing, and a unit that is resharded when its
-// trainable gradients are there may be one whose frozen layers still have to
-// pass a gradient on (an adapter behind a frozen layer). Autograd runs the
-// nodes of one thread in the reverse order of their creation. The nodes that
-// made a unit's inputs are older than all nodes inside it, so once the inputs
-// have their gradients, backward has left the unit. A unit with frozen
-// parameters therefore waits for them too; where no input requires grad, for
-// the end of backward.
+// comes. Of others it says nothing: of a frozen one, of one whose gradient comes
+// in a graph task of its own (reentrant checkpointing of a part of the unit), of
+// an unused one. When some parameter of a unit is of that kind, the unit cannot
+// be resharded as soon as the gradients that are announced have come: a frozen
+// layer may still have to pass a gradient on. Autograd runs the nodes of one
+// thread in the reverse order of their creation, and the nodes that made a
+// unit's inputs are older than all nodes inside it. So once the inputs have
+// their gradients, backward has left the unit. Where no input requires grad, it
+// has at the end of backward.
 #include <Python.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -76,16 +77,13 @@ using fsdp_torch::InputCall;
 
 struct fsdp_torch_inputs {
   std::shared_ptr<InputCall> call;
+  bool hooks_leaves = false;
 };
 
 extern "C" {
 
 bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) {
-  if (!c10::GradMode::is_enabled()) return false;
-  const auto &params = unit->self->params;
-  return std::any_of(params.begin(), params.end(), [](const auto &param) {
-    return !param.tensor.requires_grad();
-  });
+  return c10::GradMode::is_enabled() && !unit->self->params.empty();
 }
 
 fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
@@ -100,7 +98,10 @@ fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
     auto call = std::make_shared<InputCall>();
     call->handle = self.handle;
     calls.push_back(call);
-    *inputs = new fsdp_torch_inputs{std::move(call)};
+    const bool has_frozen =
+        std::any_of(self.params.begin(), self.params.end(),
+                    [](const auto &p) { return !p.tensor.requires_grad(); });
+    *inputs = new fsdp_torch_inputs{std::move(call), has_frozen};
     return FSDP_OK;
   };
 }
@@ -110,6 +111,9 @@ fsdp_status fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor,
   GUARDED(error) {
     const at::Tensor &input = THPVariable_Unpack(tensor);
     if (!input.requires_grad()) return FSDP_OK;
+    // A leaf keeps its hooks, and may be the input of many steps. Without
+    // frozen parameters the end of backward will do.
+    if (input.is_leaf() && !inputs->hooks_leaves) return FSDP_OK;
     const std::shared_ptr<InputCall> call = inputs->call;
     auto *node = torch::autograd::impl::gradient_edge(input).function.get();
     call->nodes.push_back(node);

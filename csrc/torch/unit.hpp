@@ -83,6 +83,7 @@ struct Param {
   at::Tensor grad;            // view of the sharded gradient
   at::Tensor unsharded_grad;  // view of the unsharded one
   at::Tensor partial_grad;    // view of the partial one
+  at::Tensor hidden_grad;     // the user's, during forward
   at::Tensor full_grad;       // view of the summoned one, while it is open
   NodePtr accumulator;
   uintptr_t hook = 0;
@@ -137,7 +138,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::shared_ptr<UnitHandle> handle;
   int graph_task = -1;  // in which the expected gradients were counted
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
-  // Forward calls whose inputs are hooked; see Note [Frozen parameters].
+  // Forward calls whose inputs are hooked; see Note [Leaving a unit in backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
 };
 
@@ -168,6 +169,10 @@ void add_view_ops(fsdp_device_ops *ops);
 void make_views(Unit &unit);
 // Points every parameter at its sharded view.
 void show_sharded(Unit &unit);
+// Forward sees whole parameters; a sharded gradient on them is of another shape,
+// which torch.compile refuses. It stands aside from pre_forward to post_forward.
+void hide_grads(Unit &unit);
+void show_hidden_grads(Unit &unit);
 // Tells the core which segments have parameters that require grad now.
 void follow_requires_grad(Unit &unit);
 // Makes `tensor` the unit's parameter in the place of the one before: its value
@@ -186,7 +191,7 @@ void add_hook_ops(fsdp_device_ops *ops);
 void hook_accumulators(Unit &unit);
 void unhook_accumulator(Param &param);
 void unhook_accumulators(Unit &unit);
-// input_hooks.cpp: see Note [Frozen parameters].
+// input_hooks.cpp: see Note [Leaving a unit in backward].
 // How many of the unit's forward calls will have their inputs' gradients
 // computed in the running graph task.
 int64_t count_input_calls(Unit &unit);

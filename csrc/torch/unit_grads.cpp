@@ -294,6 +294,24 @@ void grad_release(void * /*context*/, void *token) {
 
 }  // namespace
 
+void hide_grads(Unit &unit) {
+  if (!unit.use_orig_params) return;  // they are on the flat parameters
+  for (Param &param : unit.params) {
+    at::Tensor &grad = param.tensor.mutable_grad();
+    if (grad.defined()) param.hidden_grad = std::move(grad);
+  }
+}
+
+void show_hidden_grads(Unit &unit) {
+  for (Param &param : unit.params) {
+    if (!param.hidden_grad.defined()) continue;
+    at::Tensor hidden = std::move(param.hidden_grad);
+    param.hidden_grad = at::Tensor();
+    at::Tensor &grad = param.tensor.mutable_grad();
+    if (!grad.defined()) grad = std::move(hidden);
+  }
+}
+
 void follow_requires_grad(Unit &unit) {
   for (Segment &segment : unit.segments) segment.wants_grad = false;
   for (Param &param : unit.params) {

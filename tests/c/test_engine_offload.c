@@ -386,7 +386,7 @@ static void test_every_call_can_fail(void) {
   options.backward_prefetch = FSDP_PREFETCH_POST;
   failures_every_call_of_steps(&m, &options, NULL, failures_train);
   options = offload_options(1, 0);
-  failures_every_call_of_steps(&m, &options, NULL, failures_train);
+  failures_every_call(&m, &options, NULL, failures_train, 0);
 }
 
 static void test_every_allocation_can_fail(void) {

@@ -153,3 +153,8 @@ fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
   if (!fsdp_unit_priv_holds_grads(unit)) return FSDP_OK;
   return fsdp_arena_give(unit->engine->arena, unit->grad_client, lane, error);
 }
+
+bool fsdp_unit_holds_grads(const fsdp_unit *unit) {
+  return unit->has_partial ||
+         (unit->engine != NULL && fsdp_unit_priv_holds_grads(unit));
+}
