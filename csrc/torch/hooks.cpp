@@ -91,9 +91,12 @@ void expect_grads(Unit &unit) {
     param.expected_in = graph_task;
     num_grads++;
   }
-  // One more that may never come keeps the unit to the end of backward.
+  const InputCalls inputs = count_input_calls(unit);
   if (!comes_all) {
-    num_grads += std::max<int64_t>(count_input_calls(unit), 1);
+    // One more that may never come keeps the unit to the end of backward.
+    num_grads += std::max<int64_t>(inputs.num_calls, 1);
+  } else if (!inputs.is_shared) {
+    num_grads += inputs.num_calls;
   }
   fsdp_unit_expect_grads(unit.core, num_grads);
 }

@@ -1,14 +1,17 @@
 // Note [Leaving a unit in backward]
 // Autograd tells when it is done with a trainable parameter: its gradient
-// comes. Of others it says nothing: of a frozen one, of one whose gradient comes
-// in a graph task of its own (reentrant checkpointing of a part of the unit), of
-// an unused one. When some parameter of a unit is of that kind, the unit cannot
-// be resharded as soon as the gradients that are announced have come: a frozen
+// comes. Of others it says nothing: of a frozen one, of one whose gradient
+// comes in a graph task of its own (reentrant checkpointing of a part of the
+// unit), of an unused one, of one that is also used detached. So a unit cannot
+// simply be resharded when the gradients that are announced have come: a frozen
 // layer may still have to pass a gradient on. Autograd runs the nodes of one
 // thread in the reverse order of their creation, and the nodes that made a
 // unit's inputs are older than all nodes inside it. So once the inputs have
-// their gradients, backward has left the unit. Where no input requires grad, it
-// has at the end of backward.
+// their gradients, backward has left the unit. Two cases have no such end, or a
+// late one: no input requires grad, or several units share an input, whose
+// gradient is complete when backward has left all of them. If all parameters of
+// the unit are announced, it then ends with their gradients; if not, with the
+// inputs after all, or with the end of backward.
 #include <Python.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -26,6 +29,7 @@ namespace fsdp_torch {
 // The inputs of one forward call.
 struct InputCall {
   std::shared_ptr<UnitHandle> handle;
+  bool is_shared = false;  // another unit has one of the inputs, too
   // Not owned: the hooks of these nodes own this object.
   std::vector<torch::autograd::Node *> nodes;
   int graph_task = -1;  // in which `missing` was counted
@@ -61,15 +65,34 @@ bool will_receive(torch::autograd::Node *node) {
   return info != infos->end() && info->second.should_execute();
 }
 
-int64_t count_input_calls(Unit &unit) {
+InputCalls count_input_calls(Unit &unit) {
   const int current = torch::autograd::get_current_graph_task_id();
-  int64_t num_calls = 0;
+  InputCalls result;
   for (const std::weak_ptr<InputCall> &item : unit.input_calls) {
     const std::shared_ptr<InputCall> call = item.lock();
-    if (call && call->begin(current) > 0) num_calls++;
+    if (!call || call->begin(current) == 0) continue;
+    result.num_calls++;
+    result.is_shared = result.is_shared || call->is_shared;
   }
-  return num_calls;
+  return result;
 }
+
+namespace {
+
+// Notes that `call` has the input made by `node`; finds others that have it.
+void note_user(Engine &engine, torch::autograd::Node *node,
+               const std::shared_ptr<InputCall> &call) {
+  std::weak_ptr<InputCall> &first = engine.input_users[node];
+  const std::shared_ptr<InputCall> other = first.lock();
+  if (!other) {
+    first = call;
+  } else if (other->handle != call->handle) {
+    other->is_shared = true;
+    call->is_shared = true;
+  }
+}
+
+}  // namespace
 
 }  // namespace fsdp_torch
 
@@ -82,7 +105,7 @@ struct fsdp_torch_inputs {
 
 extern "C" {
 
-bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) {
+bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) noexcept {
   return c10::GradMode::is_enabled() && !unit->self->params.empty();
 }
 
@@ -95,6 +118,10 @@ fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
     calls.erase(std::remove_if(calls.begin(), calls.end(),
                                [](const auto &call) { return call.expired(); }),
                 calls.end());
+    if (self.engine && !fsdp_engine_in_forward(self.engine->core) &&
+        !fsdp_engine_in_backward(self.engine->core)) {
+      self.engine->input_users.clear();  // an iteration begins
+    }
     auto call = std::make_shared<InputCall>();
     call->handle = self.handle;
     calls.push_back(call);
@@ -117,6 +144,8 @@ fsdp_status fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor,
     const std::shared_ptr<InputCall> call = inputs->call;
     auto *node = torch::autograd::impl::gradient_edge(input).function.get();
     call->nodes.push_back(node);
+    fsdp_torch::Unit &unit = *call->handle->unit;
+    if (unit.engine) fsdp_torch::note_user(*unit.engine, node, call);
     input.register_hook(
         [call](const at::Tensor & /*grad*/) { call->on_grad(); });
     return FSDP_OK;

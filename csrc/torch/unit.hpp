@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "layout/flat_layout.h"
@@ -29,6 +30,7 @@
 namespace fsdp_torch {
 
 struct Unit;
+struct InputCall;
 
 // One engine with its provider and its lock. Units share it.
 struct Engine {
@@ -44,6 +46,10 @@ struct Engine {
   Provider provider;
   fsdp_engine *core = nullptr;
   std::vector<Unit *> units;  // not owned; each removes itself
+  // Of this iteration: the first call that has the input made by a node. See
+  // Note [Leaving a unit in backward].
+  std::unordered_map<const torch::autograd::Node *, std::weak_ptr<InputCall>>
+      input_users;
   std::atomic<bool> is_aborted{false};
 };
 
@@ -107,7 +113,6 @@ struct UnitHandle {
 
 // The user's communication hook: hook(state, grad[, output]). Needs the GIL.
 struct ReduceHook;
-struct InputCall;
 
 struct Unit : std::enable_shared_from_this<Unit> {
   Unit() = default;
@@ -138,7 +143,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::shared_ptr<UnitHandle> handle;
   int graph_task = -1;  // in which the expected gradients were counted
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
-  // Forward calls whose inputs are hooked; see Note [Leaving a unit in backward].
+  // Forward calls whose inputs are hooked; see Note [Leaving a unit in
+  // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
 };
 
@@ -169,8 +175,9 @@ void add_view_ops(fsdp_device_ops *ops);
 void make_views(Unit &unit);
 // Points every parameter at its sharded view.
 void show_sharded(Unit &unit);
-// Forward sees whole parameters; a sharded gradient on them is of another shape,
-// which torch.compile refuses. It stands aside from pre_forward to post_forward.
+// Forward sees whole parameters; a sharded gradient on them is of another
+// shape, which torch.compile refuses. It stands aside from pre_forward to
+// post_forward.
 void hide_grads(Unit &unit);
 void show_hidden_grads(Unit &unit);
 // Tells the core which segments have parameters that require grad now.
@@ -192,9 +199,13 @@ void hook_accumulators(Unit &unit);
 void unhook_accumulator(Param &param);
 void unhook_accumulators(Unit &unit);
 // input_hooks.cpp: see Note [Leaving a unit in backward].
-// How many of the unit's forward calls will have their inputs' gradients
-// computed in the running graph task.
-int64_t count_input_calls(Unit &unit);
+// The unit's forward calls whose inputs' gradients the running graph task
+// computes.
+struct InputCalls {
+  int64_t num_calls = 0;
+  bool is_shared = false;  // another unit has one of the inputs, too
+};
+InputCalls count_input_calls(Unit &unit);
 // Whether the running graph task computes what `node` receives.
 bool will_receive(torch::autograd::Node *node);
 

@@ -106,6 +106,10 @@ void recorder_forget(recorder *self, const void *data, int64_t nbytes,
   recorder_priv_forget(self, data, nbytes, &event);
 }
 
+void recorder_clear_race(recorder *self) {
+  self->race[0] = '\0';
+}
+
 const char *recorder_race(const recorder *self) {
   return self->lacks_record ? "" : self->race;
 }

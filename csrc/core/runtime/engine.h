@@ -95,6 +95,7 @@ typedef struct fsdp_engine_stats {
   int64_t shard_nbytes;        /* of all segments of all units, this rank */
   int64_t grad_shard_nbytes;   /* of the sharded gradients allocated so far */
   int64_t partial_grad_nbytes; /* likewise of partial ones (FSDP_SYNC_SHARD) */
+  int64_t scratch_nbytes;      /* of the scratch memory for reductions */
   int64_t num_iterations;      /* forwards of an outermost unit */
   int64_t num_all_gathers;     /* unshards that communicated, all-time */
   int64_t num_reduces;         /* reductions issued, all-time */
