@@ -61,43 +61,50 @@ static int check_watched(const unit_object *self) {
   return 0;
 }
 
-static int hook_input(PyObject *tensor, void *context) {
-  fsdp_error error = {0};
-  if (fsdp_torch_inputs_hook(context, tensor, &error) == FSDP_OK) return 0;
-  fsdp_torch_set_python_error(&error);
-  return -1;
+static PyObject *hook_input(PyObject *tensor, void *context) {
+  return fsdp_torch_inputs_hook(context, tensor);
 }
 
-/* Hooks the inputs: see Note [Leaving a unit in backward]. 0, or -1 with an
- * exception. */
+/* Hooks the inputs: see Note [Leaving a unit in backward]. Replaces both by new
+ * references to what the module gets. 0, or -1 with an exception. */
 static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
-                       PyObject *args, PyObject *kwargs) {
+                       PyObject **args, PyObject **kwargs) {
   fsdp_torch_inputs *inputs = NULL;
   fsdp_error error = {0};
-  int result = -1;
+  PyObject *own_args = NULL;
+  PyObject *own_kwargs = NULL;
 
-  if (!fsdp_torch_unit_wants_inputs(unit)) return 0;
+  if (!fsdp_torch_unit_wants_inputs(unit)) {
+    Py_INCREF(*args);
+    Py_INCREF(*kwargs);
+    return 0;
+  }
   if (fsdp_torch_inputs_create(unit, &inputs, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     return -1;
   }
-  if (fsdp_nested_visit(state, args, hook_input, inputs) == 0 &&
-      fsdp_nested_visit(state, kwargs, hook_input, inputs) == 0) {
-    result = 0;
+  own_args = fsdp_nested_map(state, *args, hook_input, inputs);
+  if (own_args != NULL) {
+    own_kwargs = fsdp_nested_map(state, *kwargs, hook_input, inputs);
   }
   fsdp_torch_inputs_destroy(inputs);
-  return result;
+  if (own_kwargs == NULL) {
+    Py_XDECREF(own_args);
+    return -1;
+  }
+  *args = own_args;
+  *kwargs = own_kwargs;
+  return 0;
 }
 
 /* Runs `module` between pre_forward and post_forward. */
-static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
-                             PyObject *module, PyObject *args,
-                             PyObject *kwargs) {
+static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
+                            PyObject *module, PyObject *args,
+                            PyObject *kwargs) {
   fsdp_error error = {0};
   fsdp_status status;
   PyObject *output;
 
-  if (hook_inputs(state, unit, args, kwargs) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS;
   status = fsdp_torch_unit_pre_forward(unit, &error);
   Py_END_ALLOW_THREADS;
@@ -126,6 +133,16 @@ fail:
   abandon(unit);
   Py_XDECREF(output);
   return NULL;
+}
+
+static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
+                             PyObject *module, PyObject *args,
+                             PyObject *kwargs) {
+  if (hook_inputs(state, unit, &args, &kwargs) < 0) return NULL;
+  PyObject *output = run_module(state, unit, module, args, kwargs);
+  Py_DECREF(args);
+  Py_DECREF(kwargs);
+  return output;
 }
 
 PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,

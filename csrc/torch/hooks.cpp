@@ -91,13 +91,9 @@ void expect_grads(Unit &unit) {
     param.expected_in = graph_task;
     num_grads++;
   }
-  const InputCalls inputs = count_input_calls(unit);
-  if (!comes_all) {
-    // One more that may never come keeps the unit to the end of backward.
-    num_grads += std::max<int64_t>(inputs.num_calls, 1);
-  } else if (!inputs.is_shared) {
-    num_grads += inputs.num_calls;
-  }
+  const int64_t num_calls = count_input_calls(unit);
+  // One more that never comes keeps the unit to the end of backward.
+  num_grads += comes_all ? num_calls : std::max<int64_t>(num_calls, 1);
   fsdp_unit_expect_grads(unit.core, num_grads);
 }
 

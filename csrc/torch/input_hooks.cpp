@@ -3,16 +3,18 @@
 // comes. Of others it says nothing: of a frozen one, of one whose gradient
 // comes in a graph task of its own (reentrant checkpointing of a part of the
 // unit), of an unused one, of one that is also used detached. So a unit cannot
-// simply be resharded when the gradients that are announced have come: a frozen
-// layer may still have to pass a gradient on. Autograd runs the nodes of one
-// thread in the reverse order of their creation, and the nodes that made a
-// unit's inputs are older than all nodes inside it. So once the inputs have
-// their gradients, backward has left the unit. Two cases have no such end, or a
-// late one: no input requires grad, or several units share an input, whose
-// gradient is complete when backward has left all of them. If all parameters of
-// the unit are announced, it then ends with their gradients; if not, with the
-// inputs after all, or with the end of backward.
+// be resharded when the gradients that are announced have come: a frozen layer
+// may still have to pass a gradient on. Autograd runs the nodes of one thread
+// in the reverse order of their creation, and the nodes that made a unit's
+// inputs are older than all nodes inside it. So once the inputs have their
+// gradients, backward has left the unit. An input that several units have is
+// complete only when backward has left all of them, and a leaf keeps its hooks
+// for ever: there the unit gets an alias of its own. Where no input requires
+// grad, the unit ends with its parameters' gradients if all are announced, else
+// with the backward.
+#include <ATen/ATen.h>
 #include <Python.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -29,7 +31,6 @@ namespace fsdp_torch {
 // The inputs of one forward call.
 struct InputCall {
   std::shared_ptr<UnitHandle> handle;
-  bool is_shared = false;  // another unit has one of the inputs, too
   // Not owned: the hooks of these nodes own this object.
   std::vector<torch::autograd::Node *> nodes;
   int graph_task = -1;  // in which `missing` was counted
@@ -65,42 +66,48 @@ bool will_receive(torch::autograd::Node *node) {
   return info != infos->end() && info->second.should_execute();
 }
 
-InputCalls count_input_calls(Unit &unit) {
+int64_t count_input_calls(Unit &unit) {
   const int current = torch::autograd::get_current_graph_task_id();
-  InputCalls result;
+  int64_t num_calls = 0;
   for (const std::weak_ptr<InputCall> &item : unit.input_calls) {
     const std::shared_ptr<InputCall> call = item.lock();
-    if (!call || call->begin(current) == 0) continue;
-    result.num_calls++;
-    result.is_shared = result.is_shared || call->is_shared;
+    if (call && call->begin(current) > 0) num_calls++;
   }
-  return result;
+  return num_calls;
 }
 
 namespace {
 
-// Notes that `call` has the input made by `node`; finds others that have it.
-void note_user(Engine &engine, torch::autograd::Node *node,
-               const std::shared_ptr<InputCall> &call) {
+// Whether another unit has the input made by `node` in this iteration.
+bool is_taken(Engine &engine, const torch::autograd::Node *node,
+              const std::shared_ptr<InputCall> &call) {
   std::weak_ptr<InputCall> &first = engine.input_users[node];
   const std::shared_ptr<InputCall> other = first.lock();
-  if (!other) {
-    first = call;
-  } else if (other->handle != call->handle) {
-    other->is_shared = true;
-    call->is_shared = true;
+  if (!other) first = call;
+  return other && other->handle != call->handle;
+}
+
+// The tensor that the unit gets for `input`: itself, or an alias.
+at::Tensor hook_input(const std::shared_ptr<InputCall> &call,
+                      const at::Tensor &input) {
+  at::Tensor own = input;
+  const Unit &unit = *call->handle->unit;
+  if (input.is_leaf() ||
+      (unit.engine && is_taken(*unit.engine, input.grad_fn().get(), call))) {
+    own = at::alias(input);
   }
+  call->nodes.push_back(own.grad_fn().get());
+  own.register_hook([call](const at::Tensor & /*grad*/) { call->on_grad(); });
+  return own;
 }
 
 }  // namespace
-
 }  // namespace fsdp_torch
 
 using fsdp_torch::InputCall;
 
 struct fsdp_torch_inputs {
   std::shared_ptr<InputCall> call;
-  bool hooks_leaves = false;
 };
 
 extern "C" {
@@ -125,31 +132,21 @@ fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
     auto call = std::make_shared<InputCall>();
     call->handle = self.handle;
     calls.push_back(call);
-    const bool has_frozen =
-        std::any_of(self.params.begin(), self.params.end(),
-                    [](const auto &p) { return !p.tensor.requires_grad(); });
-    *inputs = new fsdp_torch_inputs{std::move(call), has_frozen};
+    *inputs = new fsdp_torch_inputs{std::move(call)};
     return FSDP_OK;
   };
 }
 
-fsdp_status fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor,
-                                   fsdp_error *error) {
-  GUARDED(error) {
-    const at::Tensor &input = THPVariable_Unpack(tensor);
-    if (!input.requires_grad()) return FSDP_OK;
-    // A leaf keeps its hooks, and may be the input of many steps. Without
-    // frozen parameters the end of backward will do.
-    if (input.is_leaf() && !inputs->hooks_leaves) return FSDP_OK;
-    const std::shared_ptr<InputCall> call = inputs->call;
-    auto *node = torch::autograd::impl::gradient_edge(input).function.get();
-    call->nodes.push_back(node);
-    fsdp_torch::Unit &unit = *call->handle->unit;
-    if (unit.engine) fsdp_torch::note_user(*unit.engine, node, call);
-    input.register_hook(
-        [call](const at::Tensor & /*grad*/) { call->on_grad(); });
-    return FSDP_OK;
-  };
+PyObject *fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor) {
+  HANDLE_TH_ERRORS
+  const at::Tensor &input = THPVariable_Unpack(tensor);
+  if (!input.requires_grad()) return Py_NewRef(tensor);
+  const at::Tensor own = fsdp_torch::hook_input(inputs->call, input);
+  if (own.unsafeGetTensorImpl() == input.unsafeGetTensorImpl()) {
+    return Py_NewRef(tensor);
+  }
+  return THPVariable_Wrap(own);
+  END_HANDLE_TH_ERRORS
 }
 
 void fsdp_torch_inputs_destroy(fsdp_torch_inputs *inputs) {

@@ -199,13 +199,9 @@ void hook_accumulators(Unit &unit);
 void unhook_accumulator(Param &param);
 void unhook_accumulators(Unit &unit);
 // input_hooks.cpp: see Note [Leaving a unit in backward].
-// The unit's forward calls whose inputs' gradients the running graph task
-// computes.
-struct InputCalls {
-  int64_t num_calls = 0;
-  bool is_shared = false;  // another unit has one of the inputs, too
-};
-InputCalls count_input_calls(Unit &unit);
+// How many of the unit's forward calls will have their inputs' gradients
+// computed in the running graph task.
+int64_t count_input_calls(Unit &unit);
 // Whether the running graph task computes what `node` receives.
 bool will_receive(torch::autograd::Node *node);
 
