@@ -42,6 +42,10 @@ typedef struct unit_object {
   PyObject *on_change; /* callable; NULL exactly when `watched` is */
 } unit_object;
 
+/* unit_forward.c: Unit.forward(module, args, kwargs). */
+PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
+                                   Py_ssize_t num_args);
+
 extern PyType_Spec fsdp_unit_object_spec;
 extern PyType_Spec fsdp_engine_object_spec;
 

@@ -129,170 +129,6 @@ static PyObject *unit_repr(PyObject *object) {
                               fsdp_unit_state_name(fsdp_unit_get_state(core)));
 }
 
-/* Forward ------------------------------------------------------------------ */
-
-typedef struct cast_context {
-  const fsdp_torch_unit *unit;
-  fsdp_torch_cast cast;
-} cast_context;
-
-static PyObject *cast_tensor(PyObject *tensor, void *context) {
-  const cast_context *self = context;
-  return fsdp_torch_unit_cast_input(self->unit, &self->cast, tensor);
-}
-
-typedef struct hook_context {
-  fsdp_torch_unit *unit;
-  bool expects_backward; /* some output requires grad */
-} hook_context;
-
-static int hook_tensor(PyObject *tensor, void *context) {
-  hook_context *self = context;
-  fsdp_error error = {0};
-  bool is_hooked = false;
-  if (fsdp_torch_unit_hook_output(self->unit, tensor, &is_hooked, &error) !=
-      FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return -1;
-  }
-  self->expects_backward |= is_hooked;
-  return 0;
-}
-
-/* Leaves forward after a failure; keeps the Python exception that is set. */
-static void abandon(fsdp_torch_unit *unit) {
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  Py_BEGIN_ALLOW_THREADS;
-  fsdp_torch_unit_abandon_forward(unit);
-  Py_END_ALLOW_THREADS;
-  PyErr_Restore(type, value, traceback);
-}
-
-/* Calls on_change if the value of a watched key is another object now. 0, or
- * -1 with an exception. */
-static int check_watched(const unit_object *self) {
-  if (self->watched == NULL) return 0;
-  const Py_ssize_t num_items = PyTuple_GET_SIZE(self->watched);
-  for (Py_ssize_t i = 0; i < num_items; i++) {
-    PyObject *item = PyTuple_GET_ITEM(self->watched, i); /* borrowed */
-    PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(item, 0),
-                                              PyTuple_GET_ITEM(item, 1));
-    if (value == PyTuple_GET_ITEM(item, 2)) continue;
-    if (value == NULL && PyErr_Occurred()) return -1;
-    PyObject *result = PyObject_CallNoArgs(self->on_change);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-  }
-  return 0;
-}
-
-static int hook_input(PyObject *tensor, void *context) {
-  fsdp_error error = {0};
-  if (fsdp_torch_inputs_hook(context, tensor, &error) == FSDP_OK) return 0;
-  fsdp_torch_set_python_error(&error);
-  return -1;
-}
-
-/* Hooks the inputs of a unit with frozen parameters. 0, or -1 with an
- * exception. */
-static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
-                       PyObject *args, PyObject *kwargs) {
-  fsdp_torch_inputs *inputs = NULL;
-  fsdp_error error = {0};
-  int result = -1;
-
-  if (!fsdp_torch_unit_wants_inputs(unit)) return 0;
-  if (fsdp_torch_inputs_create(unit, &inputs, &error) != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return -1;
-  }
-  if (fsdp_nested_visit(state, args, hook_input, inputs) == 0 &&
-      fsdp_nested_visit(state, kwargs, hook_input, inputs) == 0) {
-    result = 0;
-  }
-  fsdp_torch_inputs_destroy(inputs);
-  return result;
-}
-
-/* Runs `module` between pre_forward and post_forward. */
-static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
-                             PyObject *module, PyObject *args,
-                             PyObject *kwargs) {
-  fsdp_error error = {0};
-  fsdp_status status;
-  PyObject *output;
-
-  if (hook_inputs(state, unit, args, kwargs) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS;
-  status = fsdp_torch_unit_pre_forward(unit, &error);
-  Py_END_ALLOW_THREADS;
-  if (status != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-
-  output =
-      PyObject_Call(module, args, PyDict_GET_SIZE(kwargs) == 0 ? NULL : kwargs);
-  if (output == NULL) goto fail;
-
-  hook_context hook = {.unit = unit, .expects_backward = false};
-  if (fsdp_nested_visit(state, output, hook_tensor, &hook) < 0) goto fail;
-
-  Py_BEGIN_ALLOW_THREADS;
-  status = fsdp_torch_unit_post_forward(unit, hook.expects_backward, &error);
-  Py_END_ALLOW_THREADS;
-  if (status != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    goto fail;
-  }
-  return output;
-
-fail:
-  abandon(unit);
-  Py_XDECREF(output);
-  return NULL;
-}
-
-static PyObject *unit_forward(PyObject *object, PyObject *const *args,
-                              Py_ssize_t num_args) {
-  fsdp_torch_unit *unit = unit_of(object);
-  const module_state *state = state_of_object(object);
-
-  if (num_args != 3) {
-    return PyErr_Format(PyExc_TypeError,
-                        "forward() takes module, args and kwargs, got %zd "
-                        "arguments",
-                        num_args);
-  }
-  if (!PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
-    return PyErr_Format(PyExc_TypeError,
-                        "forward() needs args as a tuple and kwargs as a "
-                        "dict, got %.100s and %.100s",
-                        Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
-  }
-
-  if (check_watched((unit_object *)object) < 0) return NULL;
-  cast_context context = {.unit = unit};
-  fsdp_torch_unit_input_cast(unit, &context.cast);
-  if (!context.cast.is_needed) {
-    return run_forward(state, unit, args[0], args[1], args[2]);
-  }
-
-  PyObject *output = NULL;
-  PyObject *inputs = NULL;
-  PyObject *keywords = NULL;
-  inputs = fsdp_nested_map(state, args[1], cast_tensor, &context);
-  if (inputs == NULL) goto done;
-  keywords = fsdp_nested_map(state, args[2], cast_tensor, &context);
-  if (keywords == NULL) goto done;
-  output = run_forward(state, unit, args[0], inputs, keywords);
-done:
-  Py_XDECREF(inputs);
-  Py_XDECREF(keywords);
-  return output;
-}
-
 /* Whole parameters --------------------------------------------------------- */
 
 static PyObject *unit_summon(PyObject *object, PyObject *args,
@@ -538,6 +374,12 @@ static PyObject *unit_get_is_summoned(PyObject *object,
       fsdp_unit_is_summoned(fsdp_torch_unit_core(unit_of(object))));
 }
 
+static PyObject *unit_get_holds_grads(PyObject *object,
+                                      void *Py_UNUSED(closure)) {
+  return PyBool_FromLong(
+      fsdp_unit_holds_grads(fsdp_torch_unit_core(unit_of(object))));
+}
+
 static PyObject *unit_get_pending_grads(PyObject *object,
                                         void *Py_UNUSED(closure)) {
   return PyLong_FromLongLong(
@@ -615,8 +457,8 @@ PyDoc_STRVAR(unit_intersect_doc,
              "shard, in elements; all 0 when the rank holds none of it.");
 
 static PyMethodDef unit_methods[] = {
-    {"forward", (PyCFunction)(void (*)(void))unit_forward, METH_FASTCALL,
-     unit_forward_doc},
+    {"forward", (PyCFunction)(void (*)(void))fsdp_unit_object_forward,
+     METH_FASTCALL, unit_forward_doc},
     {"summon", (PyCFunction)(void (*)(void))unit_summon,
      METH_VARARGS | METH_KEYWORDS, unit_summon_doc},
     {"watch", unit_watch, METH_VARARGS, unit_watch_doc},
@@ -638,6 +480,8 @@ static PyGetSetDef unit_getset[] = {
      "Whether the next forward runs in the parameters' own dtype.", NULL},
     {"is_summoned", unit_get_is_summoned, NULL,
      "Whether whole parameters are shown between steps.", NULL},
+    {"holds_grads", unit_get_holds_grads, NULL,
+     "Whether gradients of a no_sync backward wait to be reduced.", NULL},
     {"pending_grads", unit_get_pending_grads, NULL,
      "Gradients that this backward still has to deliver.", NULL},
     {"param_of_use", unit_get_param_of_use, NULL,

@@ -163,19 +163,19 @@ struct _object *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
                                            struct _object *tensor);
 
 /* The inputs of one forward call, whose gradients tell when backward has left
- * the unit: see Note [Frozen parameters]. */
+ * the unit: see Note [Leaving a unit in backward]. */
 typedef struct fsdp_torch_inputs fsdp_torch_inputs;
 
 /* Whether the unit needs that. GIL. */
-bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit);
+bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 /* inputs [out] new reference; the hooks share its content. GIL. */
 FSDP_NODISCARD fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
                                                     fsdp_torch_inputs **inputs,
                                                     fsdp_error *error);
-/* Hooks one input tensor, if it requires grad. GIL. */
-FSDP_NODISCARD fsdp_status fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs,
-                                                  struct _object *tensor,
-                                                  fsdp_error *error);
+/* Hooks one input tensor, if it requires grad. A new reference to what the unit
+ * gets for it: itself or an alias. NULL with a Python exception. GIL. */
+struct _object *fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs,
+                                       struct _object *tensor);
 /* Accepts NULL. Cannot fail. GIL. */
 void fsdp_torch_inputs_destroy(fsdp_torch_inputs *inputs);
 

@@ -14,8 +14,8 @@ Provider &self(void *context) {
   return *static_cast<Provider *>(context);
 }
 
-const Group &backend_of(const fsdp_group *group) {
-  return *static_cast<const Group *>(group->handle);
+Group &backend_of(const fsdp_group *group) {
+  return *static_cast<Group *>(group->handle);
 }
 
 // Grouping: with NCCL through c10d each call is a launch of its own; the
@@ -66,7 +66,8 @@ void gather_by_broadcasts(Provider &provider, fsdp_lane lane,
     c10d::BroadcastOptions options;
     options.rootRank = root;
     provider.add_work(
-        lane, backend_of(group).process_group->broadcast(piece, options));
+        lane, &backend_of(group),
+        backend_of(group).process_group->broadcast(piece, options));
   }
 }
 
@@ -88,7 +89,7 @@ fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
         provider.view(const_cast<void *>(input), shard_numel, dtype);
     c10::intrusive_ptr<c10d::Work> work;
     provider.on_lane(lane, [&] { work = gather(backend, whole, piece); });
-    provider.add_work(lane, std::move(work));
+    provider.add_work(lane, &backend_of(group), std::move(work));
     return FSDP_OK;
   };
 }
@@ -103,7 +104,8 @@ void reduce_by_all_to_all(Provider &provider, fsdp_lane lane,
   at::Tensor received = provider.view(scratch, numel, dtype);
   at::Tensor sent = provider.view(buffer, numel, dtype);
   provider.add_work(
-      lane, all_to_all_base(*backend_of(group).process_group, received, sent));
+      lane, &backend_of(group),
+      all_to_all_base(*backend_of(group).process_group, received, sent));
   at::Tensor own = sent.narrow(0, group->rank * shard_numel, shard_numel);
   const int64_t world_size = group->world_size;
   provider.add_step(lane, [received, own, world_size]() mutable {
@@ -134,7 +136,7 @@ fsdp_status reduce_scatter(void *context, fsdp_lane lane,
     c10::intrusive_ptr<c10d::Work> work;
     provider.on_lane(
         lane, [&] { work = scatter_sum(backend_of(group), own, whole); });
-    provider.add_work(lane, std::move(work));
+    provider.add_work(lane, &backend_of(group), std::move(work));
     return FSDP_OK;
   };
 }
@@ -150,7 +152,7 @@ fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
     provider.on_lane(lane, [&] {
       work = backend_of(group).process_group->allreduce(tensors);
     });
-    provider.add_work(lane, std::move(work));
+    provider.add_work(lane, &backend_of(group), std::move(work));
     return FSDP_OK;
   };
 }
@@ -168,7 +170,7 @@ fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
     provider.on_lane(lane, [&] {
       work = backend_of(group).process_group->broadcast(tensors, options);
     });
-    provider.add_work(lane, std::move(work));
+    provider.add_work(lane, &backend_of(group), std::move(work));
     return FSDP_OK;
   };
 }

@@ -27,6 +27,14 @@ void Engine::recover() {
 
 namespace {
 
+// "#17 all_gather of unit 'blocks.3'", for reports of failures.
+std::string last_operation(const fsdp_engine *engine) {
+  const fsdp_trace_entry *entry = fsdp_trace_last(fsdp_engine_trace(engine));
+  if (entry == nullptr) return "nothing yet";
+  return c10::str("#", entry->sequence, " ", entry->operation, " of unit '",
+                  entry->unit != nullptr ? entry->unit : "-", "'");
+}
+
 // Gradients whose norm one group sums up: every rank of it holds other
 // elements. A null group means that each rank holds all of them.
 struct NormPart {
@@ -148,6 +156,11 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_torch::add_grad_ops(&ops);
     fsdp_torch::add_hook_ops(&ops);
     fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
+    if (status != FSDP_OK) return status;
+    // The provider is a part of the engine and does not outlive it.
+    self->provider.position = [core = self->core] {
+      return fsdp_torch::last_operation(core);
+    };
     for (int64_t i = 0; i < num_units && status == FSDP_OK; i++) {
       fsdp_torch::Unit &unit = *units[i]->self;
       if (unit.device != units[0]->self->device) {

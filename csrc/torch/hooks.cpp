@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/unit.hpp"
@@ -80,12 +82,18 @@ void expect_grads(Unit &unit) {
   if (unit.graph_task == graph_task) return;
   unit.graph_task = graph_task;
   int64_t num_grads = 0;
+  bool comes_all = true;
   for (Param &param : unit.params) {
-    if (!param.accumulator || !will_run(param.accumulator.get())) continue;
+    if (!param.accumulator || !will_run(param.accumulator.get())) {
+      comes_all = false;
+      continue;
+    }
     param.expected_in = graph_task;
     num_grads++;
   }
-  num_grads += count_input_calls(unit);
+  const int64_t num_calls = count_input_calls(unit);
+  // One more that never comes keeps the unit to the end of backward.
+  num_grads += comes_all ? num_calls : std::max<int64_t>(num_calls, 1);
   fsdp_unit_expect_grads(unit.core, num_grads);
 }
 

@@ -1,14 +1,20 @@
-// Note [Frozen parameters]
+// Note [Leaving a unit in backward]
 // Autograd tells when it is done with a trainable parameter: its gradient
-// comes. Of a frozen one it says nothing, and a unit that is resharded when its
-// trainable gradients are there may be one whose frozen layers still have to
-// pass a gradient on (an adapter behind a frozen layer). Autograd runs the
-// nodes of one thread in the reverse order of their creation. The nodes that
-// made a unit's inputs are older than all nodes inside it, so once the inputs
-// have their gradients, backward has left the unit. A unit with frozen
-// parameters therefore waits for them too; where no input requires grad, for
-// the end of backward.
+// comes. Of others it says nothing: of a frozen one, of one whose gradient
+// comes in a graph task of its own (reentrant checkpointing of a part of the
+// unit), of an unused one, of one that is also used detached. So a unit cannot
+// be resharded when the gradients that are announced have come: a frozen layer
+// may still have to pass a gradient on. Autograd runs the nodes of one thread
+// in the reverse order of their creation, and the nodes that made a unit's
+// inputs are older than all nodes inside it. So once the inputs have their
+// gradients, backward has left the unit. An input that several units have is
+// complete only when backward has left all of them, and a leaf keeps its hooks
+// for ever: there the unit gets an alias of its own. Where no input requires
+// grad, the unit ends with its parameters' gradients if all are announced, else
+// with the backward.
+#include <ATen/ATen.h>
 #include <Python.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -70,6 +76,32 @@ int64_t count_input_calls(Unit &unit) {
   return num_calls;
 }
 
+namespace {
+
+// Whether another unit has the input made by `node` in this iteration.
+bool is_taken(Engine &engine, const torch::autograd::Node *node,
+              const std::shared_ptr<InputCall> &call) {
+  std::weak_ptr<InputCall> &first = engine.input_users[node];
+  const std::shared_ptr<InputCall> other = first.lock();
+  if (!other) first = call;
+  return other && other->handle != call->handle;
+}
+
+// The tensor that the unit gets for `input`: itself, or an alias.
+at::Tensor hook_input(const std::shared_ptr<InputCall> &call,
+                      const at::Tensor &input) {
+  at::Tensor own = input;
+  const Unit &unit = *call->handle->unit;
+  if (input.is_leaf() ||
+      (unit.engine && is_taken(*unit.engine, input.grad_fn().get(), call))) {
+    own = at::alias(input);
+  }
+  call->nodes.push_back(own.grad_fn().get());
+  own.register_hook([call](const at::Tensor & /*grad*/) { call->on_grad(); });
+  return own;
+}
+
+}  // namespace
 }  // namespace fsdp_torch
 
 using fsdp_torch::InputCall;
@@ -80,12 +112,8 @@ struct fsdp_torch_inputs {
 
 extern "C" {
 
-bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) {
-  if (!c10::GradMode::is_enabled()) return false;
-  const auto &params = unit->self->params;
-  return std::any_of(params.begin(), params.end(), [](const auto &param) {
-    return !param.tensor.requires_grad();
-  });
+bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) noexcept {
+  return c10::GradMode::is_enabled() && !unit->self->params.empty();
 }
 
 fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
@@ -97,6 +125,10 @@ fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
     calls.erase(std::remove_if(calls.begin(), calls.end(),
                                [](const auto &call) { return call.expired(); }),
                 calls.end());
+    if (self.engine && !fsdp_engine_in_forward(self.engine->core) &&
+        !fsdp_engine_in_backward(self.engine->core)) {
+      self.engine->input_users.clear();  // an iteration begins
+    }
     auto call = std::make_shared<InputCall>();
     call->handle = self.handle;
     calls.push_back(call);
@@ -105,18 +137,16 @@ fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
   };
 }
 
-fsdp_status fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor,
-                                   fsdp_error *error) {
-  GUARDED(error) {
-    const at::Tensor &input = THPVariable_Unpack(tensor);
-    if (!input.requires_grad()) return FSDP_OK;
-    const std::shared_ptr<InputCall> call = inputs->call;
-    auto *node = torch::autograd::impl::gradient_edge(input).function.get();
-    call->nodes.push_back(node);
-    input.register_hook(
-        [call](const at::Tensor & /*grad*/) { call->on_grad(); });
-    return FSDP_OK;
-  };
+PyObject *fsdp_torch_inputs_hook(fsdp_torch_inputs *inputs, PyObject *tensor) {
+  HANDLE_TH_ERRORS
+  const at::Tensor &input = THPVariable_Unpack(tensor);
+  if (!input.requires_grad()) return Py_NewRef(tensor);
+  const at::Tensor own = fsdp_torch::hook_input(inputs->call, input);
+  if (own.unsafeGetTensorImpl() == input.unsafeGetTensorImpl()) {
+    return Py_NewRef(tensor);
+  }
+  return THPVariable_Wrap(own);
+  END_HANDLE_TH_ERRORS
 }
 
 void fsdp_torch_inputs_destroy(fsdp_torch_inputs *inputs) {

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "torch/guard.hpp"
+#include "torch/post_mortem.hpp"
 
 // A point on a lane: a ticket on the host, an event of the device elsewhere.
 struct fsdp_event {
@@ -119,13 +120,15 @@ void Provider::wait(fsdp_lane lane, fsdp_event *event) {
                                                 : streams_[lane]);
 }
 
-void Provider::add_work(fsdp_lane lane, c10::intrusive_ptr<c10d::Work> work) {
+void Provider::add_work(fsdp_lane lane, Group *group,
+                        c10::intrusive_ptr<c10d::Work> work) {
   if (work == nullptr) return;  // some backends finish at once
   if (has_streams_) {
-    on_lane(lane, [&] { work->wait(); });  // enqueues; the host goes on
+    on_lane(lane,
+            [&] { wait_for(group, *work); });  // enqueues; the host goes on
     return;
   }
-  host_lanes_[lane].items.push_back({std::move(work), nullptr});
+  host_lanes_[lane].items.push_back({std::move(work), group, nullptr});
   host_lanes_[lane].num_added++;
 }
 
@@ -135,8 +138,23 @@ void Provider::add_step(fsdp_lane lane, std::function<void()> step) {
     on_lane(lane, step);
     return;
   }
-  queue.items.push_back({nullptr, std::move(step)});
+  queue.items.push_back({nullptr, nullptr, std::move(step)});
   queue.num_added++;
+}
+
+void Provider::wait_for(Group *group, c10d::Work &work) const {
+  const auto report = [&](const char *cause) {
+    return describe_failure(*group, cause, position ? position() : "");
+  };
+  try {
+    work.wait();
+  } catch (const c10::DistBackendError &e) {
+    C10_THROW_ERROR(DistBackendError, report(e.what_without_backtrace()));
+  } catch (const c10::Error &) {
+    throw;                             // of the tensors, not of the ranks
+  } catch (const std::exception &e) {  // gloo's
+    throw std::runtime_error(report(e.what()));
+  }
 }
 
 // After a failure the rest, up to the ticket, still has to end, because its
@@ -149,7 +167,7 @@ void Provider::run_until(HostLane &lane, uint64_t ticket) {
     lane.num_done++;
     try {
       if (item.work != nullptr) {
-        item.work->wait();
+        wait_for(item.group, *item.work);
       } else if (!failure) {
         item.step();
       }

@@ -26,6 +26,7 @@ struct Group {
   // Without one (a group written in Python) only the calls that Python can
   // override work.
   bool has_backend = true;
+  int64_t num_failures = 0;  // reported so far, see post_mortem.hpp
 };
 
 class Provider {
@@ -63,10 +64,14 @@ class Provider {
     body();
   }
 
-  // Queues `work` on a host lane; makes a stream lane wait for it.
-  void add_work(fsdp_lane lane, c10::intrusive_ptr<c10d::Work> work);
+  // Queues `work` of `group` on a host lane; makes a stream lane wait for it.
+  void add_work(fsdp_lane lane, Group *group,
+                c10::intrusive_ptr<c10d::Work> work);
   // Runs `step` after the lane's work so far; on a stream lane that is now.
   void add_step(fsdp_lane lane, std::function<void()> step);
+
+  // Says what this rank issued last, for reports of failures.
+  std::function<std::string()> position;
 
   bool has_streams() const { return has_streams_; }
   c10::Device device() const { return device_; }
@@ -75,6 +80,7 @@ class Provider {
   // Note [Lanes on a host device] in device_ops.h.
   struct HostItem {
     c10::intrusive_ptr<c10d::Work> work;
+    Group *group;  // of `work`
     std::function<void()> step;
   };
   struct HostLane {
@@ -83,6 +89,8 @@ class Provider {
     uint64_t num_done = 0;
   };
   void run_until(HostLane &lane, uint64_t ticket);
+  // Waits for `work`; a failure names what every rank was doing.
+  void wait_for(Group *group, c10d::Work &work) const;
 
   c10::Device device_;
   bool has_streams_;

@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "layout/flat_layout.h"
@@ -29,6 +30,7 @@
 namespace fsdp_torch {
 
 struct Unit;
+struct InputCall;
 
 // One engine with its provider and its lock. Units share it.
 struct Engine {
@@ -44,6 +46,10 @@ struct Engine {
   Provider provider;
   fsdp_engine *core = nullptr;
   std::vector<Unit *> units;  // not owned; each removes itself
+  // Of this iteration: the first call that has the input made by a node. See
+  // Note [Leaving a unit in backward].
+  std::unordered_map<const torch::autograd::Node *, std::weak_ptr<InputCall>>
+      input_users;
   std::atomic<bool> is_aborted{false};
 };
 
@@ -83,6 +89,7 @@ struct Param {
   at::Tensor grad;            // view of the sharded gradient
   at::Tensor unsharded_grad;  // view of the unsharded one
   at::Tensor partial_grad;    // view of the partial one
+  at::Tensor hidden_grad;     // the user's, during forward
   at::Tensor full_grad;       // view of the summoned one, while it is open
   NodePtr accumulator;
   uintptr_t hook = 0;
@@ -106,7 +113,6 @@ struct UnitHandle {
 
 // The user's communication hook: hook(state, grad[, output]). Needs the GIL.
 struct ReduceHook;
-struct InputCall;
 
 struct Unit : std::enable_shared_from_this<Unit> {
   Unit() = default;
@@ -137,7 +143,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::shared_ptr<UnitHandle> handle;
   int graph_task = -1;  // in which the expected gradients were counted
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
-  // Forward calls whose inputs are hooked; see Note [Frozen parameters].
+  // Forward calls whose inputs are hooked; see Note [Leaving a unit in
+  // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
 };
 
@@ -168,6 +175,11 @@ void add_view_ops(fsdp_device_ops *ops);
 void make_views(Unit &unit);
 // Points every parameter at its sharded view.
 void show_sharded(Unit &unit);
+// Forward sees whole parameters; a sharded gradient on them is of another
+// shape, which torch.compile refuses. It stands aside from pre_forward to
+// post_forward.
+void hide_grads(Unit &unit);
+void show_hidden_grads(Unit &unit);
 // Tells the core which segments have parameters that require grad now.
 void follow_requires_grad(Unit &unit);
 // Makes `tensor` the unit's parameter in the place of the one before: its value
@@ -186,7 +198,7 @@ void add_hook_ops(fsdp_device_ops *ops);
 void hook_accumulators(Unit &unit);
 void unhook_accumulator(Param &param);
 void unhook_accumulators(Unit &unit);
-// input_hooks.cpp: see Note [Frozen parameters].
+// input_hooks.cpp: see Note [Leaving a unit in backward].
 // How many of the unit's forward calls will have their inputs' gradients
 // computed in the running graph task.
 int64_t count_input_calls(Unit &unit);

@@ -67,6 +67,7 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     }
     const fsdp_status status =
         fsdp_unit_pre_forward(self.core, in_backward, error);
+    if (status == FSDP_OK && !in_backward) fsdp_torch::hide_grads(self);
     if (status == FSDP_OK && c10::GradMode::is_enabled() &&
         !fsdp_unit_is_summoned(self.core)) {
       fsdp_torch::hook_accumulators(self);
@@ -82,6 +83,7 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
     Unit &self = *unit->self;
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
     const bool in_backward = is_recomputation(*self.engine);
+    fsdp_torch::show_hidden_grads(self);
     return fsdp_unit_post_forward(self.core, in_backward, expects_backward,
                                   error);
   };
@@ -91,6 +93,7 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) noexcept {
   Unit &self = *unit->self;
   if (!self.engine) return;
   const std::lock_guard<std::mutex> lock(self.engine->mutex);
+  fsdp_torch::show_hidden_grads(self);
   fsdp_unit_abandon_forward(self.core, is_recomputation(*self.engine));
 }
 

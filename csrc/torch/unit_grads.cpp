@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "torch/guard.hpp"
 #include "torch/unit.hpp"
 
@@ -60,7 +62,7 @@ at::Tensor view_of_piece(const StoragePtr &storage, int64_t storage_offset,
 const at::Tensor &sharded_grad_view(Unit &unit, Param &param) {
   Segment &segment = segment_of(unit, param);
   // `param.grad.data = ...` points our own view elsewhere: then make a new one.
-  const bool is_ours = param.grad.defined() &&
+  const bool is_ours = param.grad.defined() && segment.grad_shard.defined() &&
                        is_over(param.grad, storage_of(segment.grad_shard));
   if (!is_ours && segment.grad_shard.defined()) {
     param.grad =
@@ -286,6 +288,19 @@ fsdp_status grad_shard(void * /*context*/, void *owner, int64_t index,
   };
 }
 
+bool grads_live(void * /*context*/, void *owner) {
+  const auto &places = grad_places(unit_of(owner));
+  return std::any_of(places.begin(), places.end(), [](const auto &place) {
+    return place.holder->grad().defined();
+  });
+}
+
+void grads_free(void * /*context*/, void *owner) {
+  Unit &unit = unit_of(owner);
+  for (Segment &segment : unit.segments) segment.grad_shard = at::Tensor();
+  for (Param &param : unit.params) param.grad = at::Tensor();
+}
+
 void grad_release(void * /*context*/, void *token) {
   // The token is the reference that hooks.cpp released from its tensor.
   (void)c10::intrusive_ptr<c10::TensorImpl>::reclaim(
@@ -293,6 +308,24 @@ void grad_release(void * /*context*/, void *token) {
 }
 
 }  // namespace
+
+void hide_grads(Unit &unit) {
+  if (!unit.use_orig_params) return;  // they are on the flat parameters
+  for (Param &param : unit.params) {
+    at::Tensor &grad = param.tensor.mutable_grad();
+    if (grad.defined()) param.hidden_grad = std::move(grad);
+  }
+}
+
+void show_hidden_grads(Unit &unit) {
+  for (Param &param : unit.params) {
+    if (!param.hidden_grad.defined()) continue;
+    at::Tensor hidden = std::move(param.hidden_grad);
+    param.hidden_grad = at::Tensor();
+    at::Tensor &grad = param.tensor.mutable_grad();
+    if (!grad.defined()) grad = std::move(hidden);
+  }
+}
 
 void follow_requires_grad(Unit &unit) {
   for (Segment &segment : unit.segments) segment.wants_grad = false;
@@ -323,6 +356,8 @@ void add_grad_ops(fsdp_device_ops *ops) {
   ops->take_grads = take_grads;
   ops->take_full_grads = take_full_grads;
   ops->show_grads = show_grads;
+  ops->grads_live = grads_live;
+  ops->grads_free = grads_free;
   ops->grad_shard = grad_shard;
   ops->grad_release = grad_release;
 }

@@ -33,8 +33,10 @@ void write_back(const Unit &unit, const Param &param, const at::Tensor &view,
   }
 }
 
-// FSDP_VIEW_SHARDED: the flat parameters, which the optimizer steps.
-void write_back_flat_params(Unit &unit) {
+// FSDP_VIEW_SHARDED: the flat parameters, which the optimizer steps. Whether
+// one was replaced.
+bool write_back_flat_params(Unit &unit) {
+  bool any_copied = false;
   for (size_t i = 0; i < unit.segments.size(); i++) {
     Segment &segment = unit.segments[i];
     if (!segment.flat_param.defined() ||
@@ -51,7 +53,9 @@ void write_back_flat_params(Unit &unit) {
     segment.shard.copy_(value.reshape({-1}));
     segment.flat_param.unsafeGetTensorImpl()->shallow_copy_from(
         segment.shard.getIntrusivePtr());
+    any_copied = true;
   }
+  return any_copied;
 }
 
 // The view that parameters have under `view`.
@@ -119,17 +123,22 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
 }
 
 fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
-                        void *const * /*data*/, fsdp_error *error) {
+                        void *const * /*data*/, bool *any_copied,
+                        fsdp_error *error) {
   GUARDED(error) {
     Unit &unit = unit_of(owner);
+    *any_copied = false;
     for (size_t i = 0; i < unit.params.size(); i++) {
       Param &param = unit.params[i];
       const at::Tensor &expected = view_of(param, view);
       if (is_over(param.tensor, storage_of(expected))) continue;
       write_back(unit, param, expected, i);
       show(param, expected);
+      *any_copied = true;
     }
-    if (view == FSDP_VIEW_SHARDED) write_back_flat_params(unit);
+    if (view == FSDP_VIEW_SHARDED && write_back_flat_params(unit)) {
+      *any_copied = true;
+    }
     return FSDP_OK;
   };
 }

@@ -40,9 +40,11 @@ void failures_check(model *m, fsdp_status status) {
     /* Never between. In a backward that raised this holds for the unit whose
      * call failed, or, if the engine's own did, for all; the others wait for
      * the reset. Outside of one it holds for all, but for those that are kept
-     * unsharded on purpose. */
+     * on purpose: hidden, or, inside forward, not yet. */
+    const bool is_hidden =
+        state == FSDP_UNIT_UNSHARDING && m->units[i].view == FSDP_VIEW_SHARDED;
     const bool is_kept = !in_backward && !m->options.reshard_after_forward &&
-                         state == FSDP_UNIT_UNSHARDED;
+                         (is_hidden || state == FSDP_UNIT_UNSHARDED);
     if (!in_backward || i == m->current || m->current == -1) {
       CHECK(is_kept || state == FSDP_UNIT_SHARDED || state == FSDP_UNIT_FAILED);
     }

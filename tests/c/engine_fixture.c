@@ -71,6 +71,41 @@ static fsdp_status show_params(void *context, void *owner, fsdp_view view,
   return FSDP_OK;
 }
 
+/* Parameters that the user replaced are copied by the host where one of the
+ * two is in host memory. */
+static fsdp_status take_params(void *context, void *owner, fsdp_view view,
+                               void *const *segments, bool *any_copied,
+                               fsdp_error *error) {
+  const model_unit *unit = owner;
+  const fsdp_status status = recorder_ops(context)->take_params(
+      context, owner, view, segments, any_copied, error);
+  if (status != FSDP_OK || !*any_copied) return status;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (view == FSDP_VIEW_SHARDED) {
+      recorder_touch(context,
+                     unit->offloads ? RECORDER_HOST_LANE : FSDP_LANE_COMPUTE,
+                     unit->shards[i], unit->shard_nbytes[i], true);
+    } else {
+      recorder_touch(context,
+                     view == FSDP_VIEW_FULL_ON_HOST ? RECORDER_HOST_LANE
+                                                    : FSDP_LANE_COMPUTE,
+                     segments[i], unit->full_nbytes[i], true);
+    }
+  }
+  return FSDP_OK;
+}
+
+/* Nobody may read what was freed. */
+static void grads_free(void *context, void *owner) {
+  model_unit *unit = owner;
+  recorder_ops(context)->grads_free(context, owner);
+  CHECK(!unit->has_grads);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    memset(unit->grad_shards[i], 0xCD, (size_t)unit->grad_shard_nbytes[i]);
+  }
+  unit->num_frees++;
+}
+
 /* Leaves the mean over the ranks, which is the gradient, in this rank's slot.
  */
 static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
@@ -133,6 +168,8 @@ void model_init(model *self, const model_options *options) {
   self->device = recorder_create();
   self->ops = *recorder_ops(self->device);
   self->ops.show_params = show_params;
+  self->ops.take_params = take_params;
+  self->ops.grads_free = grads_free;
   self->ops.show_grads = show_grads;
   self->ops.reduce_hook = reduce_hook;
   self->ops.grad_release = grad_release;
@@ -170,7 +207,11 @@ static void plan_segments(model *self, int64_t index) {
     unit->grad_shards[i] =
         make_shard(self, unit, "grad", i, numel, grad_dtype(self, segment));
     unit->expected[i] = must_calloc(segment->padded_numel, sizeof(double));
-    recorder_set_grad_shard(self->device, unit, i, unit->grad_shards[i]);
+    unit->shard_nbytes[i] = numel * segment->dtype.itemsize;
+    unit->full_nbytes[i] = segment->padded_numel * segment->dtype.itemsize;
+    unit->grad_shard_nbytes[i] = numel * grad_dtype(self, segment).itemsize;
+    recorder_set_grad_shard(self->device, unit, i, unit->grad_shards[i],
+                            unit->grad_shard_nbytes[i]);
   }
 }
 
@@ -183,6 +224,7 @@ void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
   if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS) abort();
 
   unit->name = name;
+  unit->offloads = self->options.offloads;
   for (int64_t i = 0; i < num_specs; i++) {
     keyed[i] = specs[i];
     keyed[i].key = (uint64_t)i;

@@ -64,8 +64,12 @@ typedef struct model_unit {
   int64_t num_segments;
   void *shards[MODEL_MAX_SEGMENTS];
   void *grad_shards[MODEL_MAX_SEGMENTS];
-  double *expected[MODEL_MAX_SEGMENTS]; /* sum of gradients, whole segment */
-  fsdp_view view;                       /* what show_params said last */
+  int64_t shard_nbytes[MODEL_MAX_SEGMENTS];
+  int64_t grad_shard_nbytes[MODEL_MAX_SEGMENTS];
+  int64_t full_nbytes[MODEL_MAX_SEGMENTS]; /* in master dtype */
+  int64_t num_frees;                       /* of the sharded gradients */
+  double *expected[MODEL_MAX_SEGMENTS];    /* sum of gradients, whole segment */
+  fsdp_view view;                          /* what show_params said last */
   void *params[MODEL_MAX_SEGMENTS];
   bool has_grads;   /* show_grads was called since the last zero_grad */
   bool has_reduced; /* sharded ones were shown since then */
@@ -75,6 +79,7 @@ typedef struct model_unit {
   int32_t reduce_itemsize[MODEL_MAX_SEGMENTS];
   int64_t rank;
   int64_t world_size;
+  bool offloads;
 } model_unit;
 
 typedef struct model {

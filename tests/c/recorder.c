@@ -240,13 +240,17 @@ void recorder_set_grads_live(recorder *self, bool any_live) {
   self->grads_live = any_live;
 }
 
+void recorder_set_params_copied(recorder *self, bool any_copied) {
+  self->params_copied = any_copied;
+}
+
 void recorder_set_params_changed(recorder *self, bool changed) {
   self->params_changed = changed;
 }
 
 void recorder_set_grad_shard(recorder *self, void *owner, int64_t segment,
-                             void *data) {
-  (void)recorder_priv_add_grad_shard(self, owner, segment, data);
+                             void *data, int64_t nbytes) {
+  (void)recorder_priv_add_grad_shard(self, owner, segment, data, nbytes);
 }
 
 void recorder_set_broadcast(recorder *self, double first) {

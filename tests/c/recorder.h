@@ -21,6 +21,7 @@
  *   take_params unit0 sharded     take_grads unit0 [unsharded]
  *   take_full_grads unit0 full
  *   mark_params unit0             params_changed unit0
+ *   grads_live unit0              grads_free unit0
  *   grad_shard unit0 1            release t1
  *
  * Names are given in order of first sight: e1, e2, ... (events), t1, t2, ...
@@ -91,16 +92,23 @@ int64_t recorder_live_blocks(const recorder *self);
 int64_t recorder_live_nbytes(const recorder *self);
 int64_t recorder_live_events(const recorder *self);
 
-/* What take_grads and take_full_grads answer from now on; false at first. */
+/* What take_grads, take_full_grads and grads_live answer from now on; false at
+ * first. */
 void recorder_set_grads_live(recorder *self, bool any_live);
+
+/* What take_params answers from now on; false at first. The test touches what
+ * the copy would. */
+void recorder_set_params_copied(recorder *self, bool any_copied);
 
 /* What params_changed answers from now on; false at first. */
 void recorder_set_params_changed(recorder *self, bool changed);
 
 /* The memory that grad_shard answers with; borrowed. Without it the recorder
- * answers with 4096 zeroed bytes of its own. */
+ * answers with 4096 bytes of its own. Either is zeroed on COMPUTE (by the host
+ * if it is there) at the first call, and at the first one after grads_free,
+ * unless take_grads found gradients before. */
 void recorder_set_grad_shard(recorder *self, void *owner, int64_t segment,
-                             void *data);
+                             void *data, int64_t nbytes);
 
 /* What another rank broadcasts: `first`, `first` + 1, ...; 0 at first. */
 void recorder_set_broadcast(recorder *self, double first);
@@ -113,6 +121,8 @@ void recorder_set_exchange(recorder *self, recorder_exchange exchange,
  * and nothing said in which order; "" if there was none, or if a record of an
  * event was made to fail. */
 const char *recorder_race(const recorder *self);
+/* A test that provoked one goes on. */
+void recorder_clear_race(recorder *self);
 
 /* Work of the test itself: on a lane, or (RECORDER_HOST) done by the host. */
 #define RECORDER_HOST_LANE ((int)FSDP_NUM_LANES)

@@ -363,12 +363,16 @@ static fsdp_status reduce_scatter(void *context, fsdp_lane lane,
                                   fsdp_dtype dtype, fsdp_error *error) {
   recorder *self = context;
   char to[2 * RECORDER_NAME_NBYTES];
+  char beside[2 * RECORDER_NAME_NBYTES] = "";
+  if (scratch != NULL) {
+    (void)recorder_priv_memory_name(self, " ", scratch, beside, sizeof beside);
+  }
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "reduce_scatter %s %s %" PRId64 " %s%s%s",
+      self, FSDP_BACKEND, error, "reduce_scatter %s %s %" PRId64 " %s%s%s%s",
       recorder_priv_lane_name(lane), recorder_priv_group_name(self, group),
       shard_numel, recorder_priv_dtype_name(dtype),
-      scratch == NULL ? "" : " scratch",
-      recorder_priv_memory_name(self, " ", buffer, to, sizeof to));
+      recorder_priv_memory_name(self, " ", buffer, to, sizeof to),
+      scratch == NULL ? "" : " scratch", beside);
   if (status != FSDP_OK) return status;
   const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
   touch(self, lane, buffer, group->world_size * (int64_t)nbytes, true);
@@ -443,11 +447,16 @@ static fsdp_status show_params(void *context, void *owner, fsdp_view view,
 }
 
 static fsdp_status take_params(void *context, void *owner, fsdp_view view,
-                               void *const *segments, fsdp_error *error) {
+                               void *const *segments, bool *any_copied,
+                               fsdp_error *error) {
+  recorder *self = context;
   (void)segments;
-  return recorder_priv_begin(context, FSDP_BACKEND, error, "take_params %s %s",
-                             recorder_priv_owner_name(context, owner),
-                             recorder_priv_view_name(view));
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "take_params %s %s",
+      recorder_priv_owner_name(self, owner), recorder_priv_view_name(view));
+  if (status != FSDP_OK) return status;
+  *any_copied = self->params_copied;
+  return FSDP_OK;
 }
 
 static void mark_params(void *context, void *owner) {
@@ -462,6 +471,23 @@ static bool params_changed(void *context, void *owner) {
   return self->params_changed;
 }
 
+/* Whether the owner's sharded gradients have memory. */
+static void set_grad_shards_made(recorder *self, const void *owner,
+                                 bool is_made) {
+  for (int64_t i = 0; i < self->num_grad_shards; i++) {
+    grad_shard *shard = &self->grad_shards[i];
+    if (shard->owner == owner) shard->is_made = is_made;
+  }
+}
+
+static bool has_grad_shard(const recorder *self, const void *owner) {
+  for (int64_t i = 0; i < self->num_grad_shards; i++) {
+    const grad_shard *shard = &self->grad_shards[i];
+    if (shard->owner == owner && shard->is_made) return true;
+  }
+  return false;
+}
+
 static fsdp_status take_grads(void *context, void *owner, bool unsharded_live,
                               void *const *unsharded_segments, bool *any_live,
                               fsdp_error *error) {
@@ -473,6 +499,9 @@ static fsdp_status take_grads(void *context, void *owner, bool unsharded_live,
                           unsharded_live ? " unsharded" : "");
   if (status != FSDP_OK) return status;
   *any_live = self->grads_live;
+  if (*any_live && !has_grad_shard(self, owner)) { /* the user's: copied in */
+    set_grad_shards_made(self, owner, true);
+  }
   return FSDP_OK;
 }
 
@@ -489,6 +518,19 @@ static fsdp_status take_full_grads(void *context, void *owner, fsdp_view view,
   return FSDP_OK;
 }
 
+static bool grads_live(void *context, void *owner) {
+  recorder *self = context;
+  recorder_priv_write_line(context, "grads_live %s",
+                           recorder_priv_owner_name(context, owner));
+  return self->grads_live;
+}
+
+static void grads_free(void *context, void *owner) {
+  recorder_priv_write_line(context, "grads_free %s",
+                           recorder_priv_owner_name(context, owner));
+  set_grad_shards_made(context, owner, false);
+}
+
 static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
                               void *const *segments, fsdp_error *error) {
   (void)segments;
@@ -498,11 +540,26 @@ static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
 }
 
 grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
-                                         int64_t segment, void *data) {
+                                         int64_t segment, void *data,
+                                         int64_t nbytes) {
   self->grad_shards = recorder_priv_append_item(
       self->grad_shards, self->num_grad_shards, sizeof(grad_shard));
   grad_shard *added = &self->grad_shards[self->num_grad_shards++];
-  *added = (grad_shard){.owner = owner, .segment = segment, .data = data};
+  *added = (grad_shard){
+      .owner = owner, .segment = segment, .data = data, .nbytes = nbytes};
+  return added;
+}
+
+static grad_shard *find_grad_shard(recorder *self, void *owner,
+                                   int64_t segment) {
+  for (int64_t i = 0; i < self->num_grad_shards; i++) {
+    grad_shard *known = &self->grad_shards[i];
+    if (known->owner == owner && known->segment == segment) return known;
+  }
+  grad_shard *added = recorder_priv_add_grad_shard(
+      self, owner, segment, recorder_priv_must(malloc(GRAD_SHARD_NBYTES)),
+      GRAD_SHARD_NBYTES);
+  added->is_owned = true;
   return added;
 }
 
@@ -513,16 +570,15 @@ static fsdp_status get_grad_shard(void *context, void *owner, int64_t segment,
       self, FSDP_OUT_OF_MEMORY, error, "grad_shard %s %" PRId64,
       recorder_priv_owner_name(self, owner), segment);
   if (status != FSDP_OK) return status;
-  for (int64_t i = 0; i < self->num_grad_shards; i++) {
-    const grad_shard *known = &self->grad_shards[i];
-    if (known->owner != owner || known->segment != segment) continue;
-    *data = known->data;
-    return FSDP_OK;
+  grad_shard *shard = find_grad_shard(self, owner, segment);
+  if (!shard->is_made) {
+    const int lane =
+        is_on_host(self, shard->data) ? RECORDER_HOST : (int)FSDP_LANE_COMPUTE;
+    recorder_touch(self, lane, shard->data, shard->nbytes, true);
+    memset(shard->data, 0, (size_t)shard->nbytes);
+    shard->is_made = true;
   }
-  grad_shard *added = recorder_priv_add_grad_shard(
-      self, owner, segment, recorder_priv_must(calloc(1, GRAD_SHARD_NBYTES)));
-  added->is_owned = true;
-  *data = added->data;
+  *data = shard->data;
   return FSDP_OK;
 }
 
@@ -562,6 +618,8 @@ void recorder_priv_fill_ops(fsdp_device_ops *ops) {
   ops->params_changed = params_changed;
   ops->take_grads = take_grads;
   ops->take_full_grads = take_full_grads;
+  ops->grads_live = grads_live;
+  ops->grads_free = grads_free;
   ops->show_grads = show_grads;
   ops->grad_shard = get_grad_shard;
   ops->grad_release = grad_release;

@@ -58,7 +58,9 @@ typedef struct grad_shard {
   void *owner;
   int64_t segment;
   void *data;
+  int64_t nbytes;
   bool is_owned;
+  bool is_made; /* allocated, as the engine knows it */
 } grad_shard;
 
 struct recorder {
@@ -84,6 +86,7 @@ struct recorder {
   grad_shard *grad_shards;
   int64_t num_grad_shards;
   bool grads_live;
+  bool params_copied;
   bool params_changed;
   double broadcast_first;
   recorder_exchange exchange;
@@ -125,7 +128,8 @@ fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
 void recorder_priv_fill_ops(fsdp_device_ops *ops);
 void recorder_priv_free_block(recorder *self, memory *block);
 grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
-                                         int64_t segment, void *data);
+                                         int64_t segment, void *data,
+                                         int64_t nbytes);
 
 /* recorder_races.c */
 void recorder_priv_record(recorder *self, fsdp_event *event, fsdp_lane lane);

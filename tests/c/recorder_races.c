@@ -50,7 +50,6 @@ static bool is_before(const access *earlier, const recorder_clock *clock) {
 void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
                     bool is_write) {
   recorder_clock *clock = &self->clocks[lane];
-  char what[64];
   int64_t num_kept = 0;
   if (nbytes == 0 || data == NULL) return;
   join(clock, &self->clocks[RECORDER_HOST]);
@@ -59,21 +58,24 @@ void recorder_touch(recorder *self, int lane, const void *data, int64_t nbytes,
                         .lane = lane,
                         .time = ++clock->done[lane],
                         .is_write = is_write};
-  snprintf(what, sizeof what, "%s by %s", is_write ? "write" : "read",
-           name_of_lane(lane));
   for (int64_t i = 0; i < self->num_accesses; i++) {
     const access *earlier = &self->accesses[i];
     const bool overlaps =
         earlier->begin < added.end && added.begin < earlier->end;
     if (overlaps && (is_write || earlier->is_write) &&
         !is_before(earlier, clock)) {
+      char what[64];
+      snprintf(what, sizeof what, "%s by %s", is_write ? "write" : "read",
+               name_of_lane(lane));
       note_race(self, earlier, what);
     }
     /* Whoever comes after this one comes after that one. */
     const bool is_covered =
         added.begin <= earlier->begin && earlier->end <= added.end &&
         (is_write || !earlier->is_write) && is_before(earlier, clock);
-    if (!is_covered) self->accesses[num_kept++] = *earlier;
+    if (is_covered) continue;
+    if (num_kept < i) self->accesses[num_kept] = *earlier;
+    num_kept++;
   }
   self->num_accesses = num_kept;
   self->accesses = recorder_priv_append_item(self->accesses, num_kept,
@@ -102,6 +104,10 @@ void recorder_forget(recorder *self, const void *data, int64_t nbytes,
                      int lane) {
   fsdp_event event = {.clock = self->clocks[lane]};
   recorder_priv_forget(self, data, nbytes, &event);
+}
+
+void recorder_clear_race(recorder *self) {
+  self->race[0] = '\0';
 }
 
 const char *recorder_race(const recorder *self) {

@@ -431,6 +431,36 @@ static void test_clients_added_later_keep_conflicts(void) {
   arena_fixture_destroy(arena, device);
 }
 
+/* A client that needs more from now on gets a block of its own size; the plan
+ * is made again. */
+static void test_resized_client(void) {
+  recorder *device = recorder_create();
+  const int64_t nbytes[] = {64, 32};
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
+  fsdp_error error;
+  for (int64_t i = 0; i < 2; i++) {
+    (void)arena_fixture_take(arena, i);
+    arena_fixture_give(arena, i);
+  }
+  CHECK_I64(fsdp_arena_plan(arena, NULL), FSDP_OK);
+  void *held = arena_fixture_take(arena, 1);
+  CHECK_I64(fsdp_arena_resize_client(arena, 1, 128, &error),
+            FSDP_INVALID_STATE);
+  CHECK_TEXT(error.message, "client 1 holds a block");
+  CHECK(fsdp_arena_data(arena, 1) == held);
+  arena_fixture_give(arena, 1);
+  CHECK_I64(fsdp_arena_resize_client(arena, 1, 128, NULL), FSDP_OK);
+  char *larger = arena_fixture_take(arena, 1);
+  memset(larger, 1, 128); /* ASan sees whether it is there */
+  arena_fixture_give(arena, 1);
+  CHECK_I64(fsdp_arena_plan(arena, NULL), FSDP_OK);
+  recorder_clear(device);
+  memset(arena_fixture_take(arena, 1), 1, 128);
+  arena_fixture_give(arena, 1);
+  CHECK(strstr(recorder_tape(device), "alloc") == NULL);
+  arena_fixture_destroy(arena, device);
+}
+
 int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_take_waits_for_the_free_event),
@@ -448,6 +478,7 @@ int main(void) {
       CHECK_TEST(test_every_port_call_can_fail),
       CHECK_TEST(test_every_allocation_can_fail),
       CHECK_TEST(test_clients_added_later_keep_conflicts),
+      CHECK_TEST(test_resized_client),
   };
   return CHECK_RUN(tests);
 }

@@ -56,6 +56,7 @@ static const char *backward_schedule(const model_options *options) {
 static void test_prefetch_before_the_gradients(void) {
   CHECK_TEXT(backward_schedule(NULL),
              "all_gather c\n" /* prefetched by the root, which was kept */
+             "show root unsharded\n"
              "all_gather b\n"
              "show c unsharded\n"
              "show c sharded\n"
@@ -77,6 +78,7 @@ static void test_prefetch_after_the_gradients(void) {
   model_options options = model_default_options();
   options.backward_prefetch = FSDP_PREFETCH_POST;
   CHECK_TEXT(backward_schedule(&options),
+             "show root unsharded\n"
              "all_gather c\n" /* by its own pre-backward */
              "show c unsharded\n"
              "show c sharded\n"
@@ -99,6 +101,7 @@ static void test_no_prefetch(void) {
   model_options options = model_default_options();
   options.backward_prefetch = FSDP_PREFETCH_NONE;
   CHECK_TEXT(backward_schedule(&options),
+             "show root unsharded\n"
              "all_gather c\n"
              "show c unsharded\n"
              "show c sharded\n"
@@ -121,10 +124,14 @@ static void test_shard_grad_op_gathers_once(void) {
   model_options options = model_default_options();
   options.reshard_after_forward = false;
   CHECK_TEXT(backward_schedule(&options),
+             "show root unsharded\n"
+             "show c unsharded\n"
              "show c sharded\n"
              "reduce_scatter c\n"
+             "show b unsharded\n"
              "show b sharded\n"
              "reduce_scatter b\n"
+             "show a unsharded\n"
              "show a sharded\n"
              "reduce_scatter a\n"
              "show root sharded\n"
@@ -149,7 +156,8 @@ static void test_reduced_unit_is_not_prefetched(void) {
              "all_gather b\n"
              "show b unsharded\n"
              "show b sharded\n"
-             "reduce_scatter b\n");
+             "reduce_scatter b\n"
+             "show root unsharded\n");
   give_grads(0);
   finish();
   model_check_grads(&m);
@@ -254,6 +262,7 @@ static void test_unit_called_twice(void) {
   finish();
   CHECK_TEXT(model_schedule(&m),
              "all_gather a\n"
+             "show root unsharded\n"
              "show a unsharded\n"
              "show a sharded\n"
              "reduce_scatter a\n"
@@ -305,6 +314,7 @@ static void test_frozen_unit(void) {
   recorder_clear(m.device);
   backward();
   CHECK_TEXT(model_schedule(&m),
+             "show root unsharded\n"
              "all_gather frozen\n"
              "show frozen unsharded\n"
              "show frozen sharded\n"

@@ -30,8 +30,9 @@ static void test_tree_gathers_unit_by_unit(void) {
              "show a sharded\n"
              "all_gather b\n"
              "show b unsharded\n"
-             "show b sharded\n"); /* the root is kept for its backward */
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_UNSHARDED);
+             "show b sharded\n"
+             "show root sharded\n"); /* hidden, kept for its backward */
+  CHECK_I64(model_state(&m, 0), FSDP_UNIT_UNSHARDING);
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
   model_fini(&m);
 }
@@ -132,17 +133,17 @@ static void test_stale_params_are_dropped(void) {
   options.reshard_after_forward = false;
   model_start_tree(&m, &options, 1);
   forward(true);
-  model_check_states(&m, FSDP_UNIT_UNSHARDED);
+  model_check_states(&m, FSDP_UNIT_UNSHARDING);
   model_optimizer_step(&m);
   recorder_clear(m.device);
   forward(true); /* checks the values */
   CHECK_TEXT(model_schedule(&m),
-             "show root sharded\n"
-             "show a sharded\n"
              "all_gather root\n"
              "show root unsharded\n"
              "all_gather a\n"
-             "show a unsharded\n");
+             "show a unsharded\n"
+             "show root sharded\n"
+             "show a sharded\n");
   model_fini(&m);
 }
 
@@ -162,7 +163,8 @@ static void test_unit_called_twice_in_forward(void) {
              "show a sharded\n"
              "all_gather a\n"
              "show a unsharded\n"
-             "show a sharded\n");
+             "show a sharded\n"
+             "show root sharded\n");
   model_fini(&m);
 }
 
@@ -190,7 +192,7 @@ static void test_outermost_unit_is_the_root(void) {
   model_start_tree(&m, NULL, 2);
   enter(1);
   leave(1, true);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
   CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
   CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
   CHECK_I64(model_finish(&m, NULL), FSDP_OK);

@@ -25,12 +25,15 @@ static void test_step(void) {
   CHECK_I64(model_backward(&m, NULL), FSDP_OK);
   CHECK_TEXT(recorder_tape(m.device),
              "take_grads root\n"
+             "wait compute e5\n"
+             "show root unsharded\n"
              "event e7\n"
              "alloc 32 b2\n"
              "pack compute f32 x1 8@0 b2\n"
              "release t1\n"
              "show root sharded\n"
              "record e6 compute\n"
+             "grad_shard root 0\n"
              "record e1 compute\n"
              "wait reduce e1\n"
              "reduce_hook root reduce 0 b2\n"

@@ -39,6 +39,8 @@ static void test_window(void) {
   CHECK_I64(model_backward(&m, NULL), FSDP_OK);
   CHECK_TEXT(recorder_tape(m.device),
              "take_grads u\n"
+             "wait compute e5\n"
+             "show u unsharded\n"
              "event e7\n"
              "alloc 32 b2\n"
              "pack compute f32 x1 8@0 b2\n"
@@ -68,6 +70,8 @@ static void test_window(void) {
   CHECK_I64(model_backward(&m, NULL), FSDP_OK);
   CHECK_TEXT(recorder_tape(m.device),
              "take_grads u\n"
+             "wait compute e5\n"
+             "show u unsharded\n"
              "wait compute e7\n"
              "pack compute f32 x1 8@0 b2\n"
              "release t2\n"
@@ -93,11 +97,14 @@ static void test_window(void) {
   CHECK_I64(model_backward(&m, NULL), FSDP_OK);
   CHECK_TEXT(recorder_tape(m.device),
              "take_grads u\n"
+             "wait compute e5\n"
+             "show u unsharded\n"
              "wait compute e7\n"
              "pack compute f32 x1 8@0 b2\n"
              "release t3\n"
              "show u sharded\n"
              "record e6 compute\n"
+             "grad_shard u 0\n"
              "record e1 compute\n"
              "wait reduce e1\n"
              "group_begin reduce g0\n"

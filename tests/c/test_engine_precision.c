@@ -147,7 +147,7 @@ static void test_switch_of_a_kept_unit(void) {
   options.reshard_after_forward = false;
   start_tree(&options, 1);
   forward(true);
-  CHECK_I64(m.units[1].view, FSDP_VIEW_UNSHARDED);
+  CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED); /* kept, but hidden */
   set_full(1, true);
   recorder_clear(m.device);
   CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
@@ -161,15 +161,15 @@ static void test_switch_of_a_kept_unit(void) {
   CHECK_I64(model_leave(&m, 1, true, NULL), FSDP_OK);
   CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
   CHECK_TEXT(model_schedule(&m),
-             "show root sharded\n"
-             "show a sharded\n"
              "all_gather root\n"
              "show root unsharded\n"
              "all_gather a\n"
              "show a full\n"
              "show a sharded\n"
              "all_gather a\n"
-             "show a unsharded\n");
+             "show a unsharded\n"
+             "show root sharded\n"
+             "show a sharded\n");
   CHECK_I64(model_backward(&m, NULL), FSDP_OK);
   model_check_grads(&m);
   /* Kept between micro-batches. */

@@ -114,12 +114,35 @@ static void test_summoned_unit_goes(void) {
   }
 }
 
+/* A unit that goes must let go of what it shows, whatever the port says. */
+static void test_every_call_of_going_can_fail(void) {
+  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+    for (int64_t i = 0;; i++) {
+      const model_options options = two_ranks(0);
+      const fsdp_summon_options how = summon_options(bits);
+      model_start_tree(&m, &options, 0);
+      model_step(&m);
+      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      const int64_t num_before = recorder_num_calls(m.device);
+      recorder_fail_at(m.device, i);
+      fsdp_unit_destroy(m.units[0].unit);
+      recorder_fail_at(m.device, -1);
+      m.units[0].unit = NULL;
+      const int64_t num_calls = recorder_num_calls(m.device) - num_before;
+      CHECK_I64(m.units[0].view, FSDP_VIEW_SHARDED);
+      model_fini(&m);
+      if (num_calls <= i) break;
+    }
+  }
+}
+
 int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_unreduced_gradients_stay),
       CHECK_TEST(test_mixed_segments),
       CHECK_TEST(test_units_without_elements),
       CHECK_TEST(test_summoned_unit_goes),
+      CHECK_TEST(test_every_call_of_going_can_fail),
   };
   return CHECK_RUN(tests);
 }

@@ -201,7 +201,7 @@ done:
 
 static void test_every_call_can_fail(void) {
   const model_options options = model_default_options();
-  failures_every_call_of_steps(&m, &options, NULL, unfreeze_and_train);
+  failures_every_call(&m, &options, NULL, unfreeze_and_train, 0);
 }
 
 static void test_every_allocation_can_fail(void) {

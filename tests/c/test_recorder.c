@@ -18,6 +18,7 @@ static void test_lines_and_names(void) {
   void *grad_shard = NULL;
   fsdp_event *event = NULL;
   bool any_live = true;
+  bool any_copied = true;
   const fsdp_lane lane = FSDP_LANE_UNSHARD;
 
   recorder_show_memory(device, true);
@@ -45,22 +46,39 @@ static void test_lines_and_names(void) {
   CHECK_I64(ops->event_wait(it, FSDP_LANE_COMPUTE, event, NULL), FSDP_OK);
   CHECK_I64(ops->show_params(it, &root, FSDP_VIEW_UNSHARDED, NULL, NULL),
             FSDP_OK);
-  CHECK_I64(ops->take_params(it, &owner, FSDP_VIEW_FULL, NULL, NULL), FSDP_OK);
+  CHECK_I64(
+      ops->take_params(it, &owner, FSDP_VIEW_FULL, NULL, &any_copied, NULL),
+      FSDP_OK);
+  CHECK(!any_copied);
+  recorder_set_params_copied(device, true);
+  CHECK_I64(
+      ops->take_params(it, &root, FSDP_VIEW_SHARDED, NULL, &any_copied, NULL),
+      FSDP_OK);
+  CHECK(any_copied);
+  CHECK(!ops->grads_live(it, &owner));
   CHECK_I64(ops->take_grads(it, &owner, true, NULL, &any_live, NULL), FSDP_OK);
   CHECK(!any_live);
   recorder_set_grads_live(device, true);
   CHECK_I64(ops->take_grads(it, &owner, false, NULL, &any_live, NULL), FSDP_OK);
   CHECK(any_live);
+  CHECK(ops->grads_live(it, &owner));
   CHECK_I64(ops->show_grads(it, &owner, FSDP_VIEW_SHARDED, NULL, NULL),
             FSDP_OK);
-  recorder_set_grad_shard(device, &owner, 1, shard);
+  recorder_set_grad_shard(device, &owner, 1, shard, sizeof shard);
   CHECK_I64(ops->grad_shard(it, &owner, 1, &grad_shard, NULL), FSDP_OK);
-  CHECK(grad_shard == shard);
+  CHECK(grad_shard == shard && shard[0] == 0 && shard[1] == 0);
   CHECK_I64(ops->grad_shard(it, &owner, 0, &grad_shard, NULL), FSDP_OK);
   CHECK(grad_shard != shard);
   void *again = NULL;
   CHECK_I64(ops->grad_shard(it, &owner, 0, &again, NULL), FSDP_OK);
   CHECK(again == grad_shard);
+  shard[0] = 7; /* kept, until it is made anew */
+  CHECK_I64(ops->grad_shard(it, &owner, 1, &again, NULL), FSDP_OK);
+  CHECK(again == shard && shard[0] == 7);
+  ops->grads_free(it, &owner);
+  CHECK(shard[0] == 7);
+  CHECK_I64(ops->grad_shard(it, &owner, 1, &again, NULL), FSDP_OK);
+  CHECK(again == shard && shard[0] == 0);
   ops->grad_release(it, &handle);
   CHECK_I64(recorder_live_nbytes(device), 16);
   ops->block_free(it, block, 16, event);
@@ -77,12 +95,18 @@ static void test_lines_and_names(void) {
              "wait compute e1\n"
              "show root unsharded\n"
              "take_params unit1 full\n"
+             "take_params root sharded\n"
+             "grads_live unit1\n"
              "take_grads unit1 unsharded\n"
              "take_grads unit1\n"
+             "grads_live unit1\n"
              "show_grads unit1 sharded\n"
              "grad_shard unit1 1\n"
              "grad_shard unit1 0\n"
              "grad_shard unit1 0\n"
+             "grad_shard unit1 1\n"
+             "grads_free unit1\n"
+             "grad_shard unit1 1\n"
              "release t1\n"
              "free 16 b1 after e1\n"
              "destroy e1\n");

@@ -147,10 +147,11 @@ typedef struct fsdp_device_ops {
                              void *const *segments, fsdp_error *error);
   /* Looks for parameters whose memory the user replaced (`param.data = ...`)
    * while they were views of `view` (SHARDED or one of the FULL; `segments` as
-   * above), and copies their values in. The usual case, nothing replaced, is
-   * cheap. */
+   * above), and copies their values in, on COMPUTE. The usual case, nothing
+   * replaced, is cheap. any_copied [out] whether one was. */
   fsdp_status (*take_params)(void *context, void *owner, fsdp_view view,
-                             void *const *segments, fsdp_error *error);
+                             void *const *segments, bool *any_copied,
+                             fsdp_error *error);
   /* Whether the user changed parameters (values, or memory) since the last
    * mark_params; both while they are views of SHARDED. Cannot fail. A write
    * through `param.data` is not seen. */
@@ -170,13 +171,18 @@ typedef struct fsdp_device_ops {
   fsdp_status (*take_full_grads)(void *context, void *owner, fsdp_view view,
                                  void *const *segments, bool *any_live,
                                  fsdp_error *error);
+  /* Whether the user still holds a gradient that was shown. */
+  bool (*grads_live)(void *context, void *owner);
+  /* Lets the memory of the sharded gradients go; grad_shard allocates anew. */
+  void (*grads_free)(void *context, void *owner);
   /* Lets the user see the gradients: sharded ones, or those in `segments`
    * (entries of frozen segments are NULL): of UNSHARDED and the FULL
    * padded_numel elements, of PARTIAL shard_numel. */
   fsdp_status (*show_grads)(void *context, void *owner, fsdp_view view,
                             void *const *segments, fsdp_error *error);
   /* The sharded gradient of a trainable segment, in grad dtype (in host memory
-   * if the unit offloads), allocated at the first call. data [out] borrowed. */
+   * if the unit offloads), allocated at the first call, and again after
+   * grads_free: zeros, written on COMPUTE. data [out] borrowed. */
   fsdp_status (*grad_shard)(void *context, void *owner, int64_t segment,
                             void **data, fsdp_error *error);
   /* Frees a gradient that was handed over by fsdp_unit_grad_ready. All work

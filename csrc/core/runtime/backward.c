@@ -21,7 +21,9 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
     const bool holds = fsdp_unit_priv_holds_grads(unit);
     FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
                              holds ? unit->grad_data : NULL, &any_live, error));
-    unit->has_sharded_grad = unit->has_sharded_grad && any_live;
+    if (!any_live && unit->has_sharded_grad) {
+      fsdp_unit_priv_free_grad_shards(unit);
+    }
     unit->has_partial = unit->has_partial && any_live;
     if (any_live && !holds && !unit->has_partial && !unit->has_sharded_grad) {
       /* The user set gradients before any backward; they are in the shard. */
@@ -47,7 +49,7 @@ fsdp_status fsdp_engine_priv_prefetch_backward(fsdp_engine *engine,
     if (unit->state == FSDP_UNIT_SHARDED && !unit->entered_backward) {
       return fsdp_engine_priv_prefetch(engine, index, error);
     }
-    if (unit->state == FSDP_UNIT_UNSHARDING) return FSDP_OK;
+    if (unit->state == FSDP_UNIT_UNSHARDING && !unit->is_kept) return FSDP_OK;
   }
 }
 
@@ -190,22 +192,6 @@ done:
   return status;
 }
 
-/* The unit stays unsharded until the next micro-batch, but the user sees the
- * shards: parameters may be stepped, saved or changed now. */
-static fsdp_status keep_unsharded(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  fsdp_status status = FSDP_OK;
-
-  if (unit->is_resident) return fsdp_unit_priv_reshard(unit, error);
-  FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, error));
-  ops->mark_params(ops->context, unit->options.owner);
-  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_HIDE, error));
-  unit->is_kept = true;
-done:
-  return status;
-}
-
 /* Brings one unit to rest and lets the user see its gradients. */
 static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
@@ -216,7 +202,8 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
-  if (unit->state == FSDP_UNIT_UNSHARDED) FSDP_TRY(keep_unsharded(unit, error));
+  FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+  unit->is_between_batches = true;
   if (unit->entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_holds_grads(unit)) {
       FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));

@@ -87,6 +87,7 @@ void fsdp_engine_destroy(fsdp_engine *engine) {
   while (engine->num_units > 0) {
     detach_unit(engine->units[engine->num_units - 1]);
   }
+  fsdp_engine_priv_free_scratch(engine);
   destroy_event(engine, engine->compute_done);
   destroy_event(engine, engine->reduce_done);
   destroy_event(engine, engine->replicate_done);
@@ -188,6 +189,7 @@ void fsdp_engine_get_stats(const fsdp_engine *engine,
       stats->partial_grad_nbytes += unit->partial_nbytes;
     }
   }
+  stats->scratch_nbytes = fsdp_engine_priv_scratch_nbytes(engine);
   stats->num_iterations = engine->num_iterations;
   stats->num_all_gathers = engine->num_all_gathers;
   stats->num_reduces = engine->num_reduces;
@@ -254,7 +256,6 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->segments = fsdp_calloc(num_segments, sizeof *self->segments);
   self->param_data = fsdp_calloc(num_segments, sizeof *self->param_data);
   self->grad_data = fsdp_calloc(num_segments, sizeof *self->grad_data);
-  self->scratch_data = fsdp_calloc(num_segments, sizeof *self->scratch_data);
   self->stage_data = fsdp_calloc(num_segments, sizeof *self->stage_data);
   self->partial_data = fsdp_calloc(num_segments, sizeof *self->partial_data);
   self->whole.data = fsdp_calloc(num_segments, sizeof *self->whole.data);
@@ -265,10 +266,9 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->items = fsdp_calloc(2 * num_params + num_segments, sizeof *self->items);
   if (self->name == NULL || self->segments == NULL ||
       self->param_data == NULL || self->grad_data == NULL ||
-      self->scratch_data == NULL || self->stage_data == NULL ||
-      self->partial_data == NULL || self->whole.data == NULL ||
-      self->whole_grad.data == NULL || self->is_filled == NULL ||
-      self->pending == NULL || self->items == NULL) {
+      self->stage_data == NULL || self->partial_data == NULL ||
+      self->whole.data == NULL || self->whole_grad.data == NULL ||
+      self->is_filled == NULL || self->pending == NULL || self->items == NULL) {
     goto no_memory;
   }
   self->options.name = self->name;
@@ -305,7 +305,6 @@ void fsdp_unit_destroy(fsdp_unit *unit) {
   fsdp_free(unit->whole.data);
   fsdp_free(unit->partial_data);
   fsdp_free(unit->stage_data);
-  fsdp_free(unit->scratch_data);
   fsdp_free(unit->grad_data);
   fsdp_free(unit->param_data);
   fsdp_free(unit->segments);

@@ -95,6 +95,7 @@ typedef struct fsdp_engine_stats {
   int64_t shard_nbytes;        /* of all segments of all units, this rank */
   int64_t grad_shard_nbytes;   /* of the sharded gradients allocated so far */
   int64_t partial_grad_nbytes; /* likewise of partial ones (FSDP_SYNC_SHARD) */
+  int64_t scratch_nbytes;      /* of the scratch memory for reductions */
   int64_t num_iterations;      /* forwards of an outermost unit */
   int64_t num_all_gathers;     /* unshards that communicated, all-time */
   int64_t num_reduces;         /* reductions issued, all-time */
@@ -193,9 +194,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit,
  * Says that `num_grads` more gradients of the unit will come in this backward.
  * When all have, the unit is resharded and its reduction starts.
  *
- * A frozen parameter has no gradient that would tell when backward is done with
- * it. The gradients of the inputs of a unit with frozen parameters therefore
- * count as one more: fsdp_unit_inputs_ready() says that they have come.
+ * Some parameters have no such gradient that would tell when backward is done
+ * with them (frozen ones, for example). Of a unit with one of those, the
+ * gradients of its inputs count as one more: fsdp_unit_inputs_ready() says that
+ * they have come.
  */
 void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads);
 
@@ -253,6 +255,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_dismiss(fsdp_unit *unit, bool writeback,
                                              fsdp_error *error);
 
 bool fsdp_unit_is_summoned(const fsdp_unit *unit);
+
+/* Whether the unit holds gradients that were not reduced to the mean yet. */
+bool fsdp_unit_holds_grads(const fsdp_unit *unit);
 
 fsdp_unit_state fsdp_unit_get_state(const fsdp_unit *unit);
 const char *fsdp_unit_name(const fsdp_unit *unit);    /* borrowed */

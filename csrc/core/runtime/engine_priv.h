@@ -29,12 +29,12 @@ typedef struct fsdp_unit_segment {
   int64_t param_stage_offset; /* the shard before its cast, if offloaded */
   /* Bytes from the start of the gradient block. */
   int64_t grad_offset;
-  int64_t scratch_offset;    /* if the reduction needs scratch */
   int64_t grad_stage_offset; /* the sharded gradient on the device, likewise */
   /* Bytes from the start of other blocks. */
   int64_t full_offset;      /* of whole parameters in master dtype */
   int64_t full_grad_offset; /* of whole gradients in grad dtype */
   int64_t partial_offset;   /* of the partial gradient */
+  int64_t scratch_offset;   /* of a reduction's scratch, if it needs one */
 } fsdp_unit_segment;
 
 /* Whole parameters, or whole gradients, of a unit in memory of their own. */
@@ -62,27 +62,28 @@ struct fsdp_unit {
   int64_t full_nbytes;
   int64_t full_grad_nbytes;
   int64_t partial_nbytes;
+  int64_t scratch_nbytes;
   /* In the engine's arena; -1: none. */
   int64_t param_client;
   int64_t grad_client;
   int64_t full_client; /* whole parameters in master dtype; made at first use */
 
   fsdp_unit_state state;
-  fsdp_error first_error; /* meaningful in FAILED */
-  fsdp_event *unsharded;  /* unshard.c: after the all-gather */
-  void **param_data;      /* unshard.c: unsharded segments */
-  bool is_kept;           /* backward.c: UNSHARDING, and the block is complete:
-                             kept from one micro-batch to the next */
-  bool is_full;           /* unshard.c: this unshard is in master dtype */
-  bool wants_full;        /* engine.c: the next one will be */
+  fsdp_error first_error;  /* meaningful in FAILED */
+  fsdp_event *unsharded;   /* unshard.c: after the all-gather */
+  void **param_data;       /* unshard.c: unsharded segments */
+  bool is_kept;            /* unshard.c: UNSHARDING, and the block was used:
+                              hidden until backward or the next forward */
+  bool is_between_batches; /* backward.c: kept by a backward without sync */
+  bool is_full;            /* unshard.c: this unshard is in master dtype */
+  bool wants_full;         /* engine.c: the next one will be */
 
   bool ran_forward;       /* forward.c: since the last end of backward */
   bool entered_backward;  /* backward.c: in the open backward */
   int64_t expected_grads; /* backward.c: still to come in the open backward */
 
-  void **grad_data;    /* grads.c: unsharded gradients; valid while held */
-  void **scratch_data; /* grads.c: likewise; NULL entries: no scratch */
-  void **stage_data;   /* grads.c: likewise; NULL entries: not offloaded */
+  void **grad_data;   /* grads.c: unsharded gradients; valid while held */
+  void **stage_data;  /* grads.c: likewise; NULL entries: not offloaded */
   uint8_t *is_filled; /* grads.c: per parameter: grad_data holds its gradient */
   fsdp_grad *pending; /* grads.c: handed over, not packed; num_params places */
   int64_t num_pending;
@@ -104,6 +105,15 @@ struct fsdp_unit {
   fsdp_summoned whole;        /* summoned.c: its parameters */
   fsdp_summoned whole_grad;   /* summoned.c: its gradients */
 };
+
+/* A second buffer for reductions. */
+typedef struct fsdp_scratch {
+  void *block; /* NULL: none */
+  int64_t nbytes;
+  fsdp_event *free_event; /* after its last use; NULL: never used */
+} fsdp_scratch;
+
+enum { FSDP_NUM_SCRATCHES = 2 };
 
 struct fsdp_engine {
   fsdp_device_ops ops;
@@ -133,6 +143,9 @@ struct fsdp_engine {
   size_t num_issued_reduces;
   size_t issued_capacity;
   size_t reduce_cursor; /* into recorded_reduces */
+
+  fsdp_scratch scratches[FSDP_NUM_SCRATCHES]; /* scratch.c; they take turns */
+  int64_t scratch_turn;                       /* scratch.c */
 
   int64_t num_iterations;
   int64_t num_all_gathers;
@@ -188,6 +201,11 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit,
 /* UNSHARDING or UNSHARDED -> SHARDED. Nothing happens in other states. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit,
                                                   fsdp_error *error);
+/* UNSHARDED -> UNSHARDING: the unit keeps its block, for a backward or the next
+ * micro-batch, but between forward and backward, and between steps, the user
+ * sees the shards: parameters may be stepped, saved or changed there. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
+                                               fsdp_error *error);
 /* Unshards `engine->units[index]` ahead of its use, if it is SHARDED; an index
  * below 0 is fine. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
@@ -246,6 +264,25 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit,
                                                      fsdp_lane lane,
                                                      fsdp_error *error);
+
+/* scratch.c */
+/* Memory that REDUCE may write: `nbytes` or more. Every take is followed by a
+ * give. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine,
+                                                         int64_t nbytes,
+                                                         void **data,
+                                                         fsdp_error *error);
+/* It is free after the work now on REDUCE. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_give_scratch(fsdp_engine *engine,
+                                                         fsdp_error *error);
+int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine);
+void fsdp_engine_priv_free_scratch(fsdp_engine *engine);
+
+/* grads.c */
+/* Lets sharded gradients go that the user cleared since the last step: their
+ * memory is free for the activations of the forward that begins. */
+void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit);
+void fsdp_unit_priv_free_grad_shards(fsdp_unit *unit);
 
 /* reduce_unit.c */
 /* Enqueues the unit's reduction: from the complete gradient block to the

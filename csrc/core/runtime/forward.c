@@ -10,7 +10,7 @@ static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
     if (unit->state == FSDP_UNIT_FAILED) continue;
-    if (unit->is_kept &&
+    if (unit->is_kept && unit->is_between_batches &&
         !ops->params_changed(ops->context, unit->options.owner)) {
       continue;
     }
@@ -26,6 +26,9 @@ static fsdp_status begin_iteration(fsdp_unit *root, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   FSDP_TRY(drop_stale_params(engine, error));
+  for (size_t i = 0; i < engine->num_units; i++) {
+    fsdp_unit_priv_drop_cleared_grads(engine->units[i]);
+  }
   /* Once per iteration: the optimizer wrote the shards on the compute lane. */
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
                                       FSDP_LANE_COMPUTE, engine->compute_done,
@@ -37,13 +40,16 @@ done:
   return status;
 }
 
-/* The outermost unit leaves: prefetches beyond the end are dropped. */
+/* The outermost unit leaves: prefetches beyond the end are dropped, what stays
+ * for backward is hidden. */
 static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
-    if (engine->units[i]->state == FSDP_UNIT_UNSHARDING) {
-      FSDP_TRY(fsdp_unit_priv_reshard(engine->units[i], error));
+    fsdp_unit *unit = engine->units[i];
+    if (unit->state == FSDP_UNIT_UNSHARDING && !unit->is_kept) {
+      FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
+    FSDP_TRY(fsdp_unit_priv_hide(unit, error));
   }
   /* The user may write the shards on the host now. */
   if (engine->offloads) {

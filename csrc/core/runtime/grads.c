@@ -21,10 +21,7 @@ fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const bool has_grad = segment->is_trainable;
-    const bool has_scratch = has_grad && unit->options.needs_reduce_scratch;
     unit->grad_data[i] = has_grad ? (char *)block + segment->grad_offset : NULL;
-    unit->scratch_data[i] =
-        has_scratch ? (char *)block + segment->scratch_offset : NULL;
     unit->stage_data[i] = has_grad && unit->options.offloads
                               ? (char *)block + segment->grad_stage_offset
                               : NULL;
@@ -152,4 +149,29 @@ fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
          (size_t)fsdp_flat_layout_num_params(unit->options.layout));
   if (!fsdp_unit_priv_holds_grads(unit)) return FSDP_OK;
   return fsdp_arena_give(unit->engine->arena, unit->grad_client, lane, error);
+}
+
+bool fsdp_unit_holds_grads(const fsdp_unit *unit) {
+  return unit->has_partial ||
+         (unit->engine != NULL && fsdp_unit_priv_holds_grads(unit));
+}
+
+void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  /* What a summoned unit's user sees is not the sharded gradient. */
+  if (!unit->has_sharded_grad || unit->has_partial || unit->is_summoned ||
+      fsdp_unit_priv_holds_grads(unit) ||
+      ops->grads_live(ops->context, unit->options.owner)) {
+    return;
+  }
+  fsdp_unit_priv_free_grad_shards(unit);
+}
+
+void fsdp_unit_priv_free_grad_shards(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  unit->has_sharded_grad = false;
+  ops->grads_free(ops->context, unit->options.owner);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->segments[i].has_grad_shard = false;
+  }
 }

@@ -1,7 +1,7 @@
 /*
  * Where a unit's segments lie in its blocks: unsharded parameters, gradients
- * with scratch and staging memory, whole parameters and gradients of a summon,
- * partial gradients.
+ * with staging memory, whole parameters and gradients of a summon, partial
+ * gradients, scratch.
  */
 #include <inttypes.h>
 
@@ -55,8 +55,8 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
     return false;
   }
   if (self->options.needs_reduce_scratch &&
-      !place_in_block(layout->padded_numel, reduce_itemsize, &self->grad_nbytes,
-                      &segment->scratch_offset)) {
+      !place_in_block(layout->padded_numel, reduce_itemsize,
+                      &self->scratch_nbytes, &segment->scratch_offset)) {
     return false;
   }
   if (self->options.offloads &&
@@ -101,6 +101,7 @@ static fsdp_status add_grad_place(fsdp_unit *unit, int64_t segment,
   fsdp_unit_segment *self = &unit->segments[segment];
   const fsdp_unit_segment segment_before = *self;
   const int64_t grad_nbytes = unit->grad_nbytes;
+  const int64_t scratch_nbytes = unit->scratch_nbytes;
   const int64_t partial_nbytes = unit->partial_nbytes;
   const int64_t full_grad_nbytes = unit->full_grad_nbytes;
   fsdp_status status = FSDP_OK;
@@ -124,6 +125,7 @@ done:
   if (status != FSDP_OK) { /* the unit is as it was */
     *self = segment_before;
     unit->grad_nbytes = grad_nbytes;
+    unit->scratch_nbytes = scratch_nbytes;
     unit->partial_nbytes = partial_nbytes;
     unit->full_grad_nbytes = full_grad_nbytes;
   }

@@ -25,18 +25,30 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &engine->ops;
   const fsdp_group *group = &unit->options.shard_group;
   fsdp_status status = FSDP_OK;
+  void *scratch = NULL;
 
   fsdp_trace_add(&engine->trace, "reduce_scatter", unit->name);
+  if (unit->scratch_nbytes > 0) {
+    FSDP_TRY(fsdp_engine_priv_take_scratch(engine, unit->scratch_nbytes,
+                                           &scratch, error));
+  }
   FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REDUCE, group, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
     if (unit->grad_data[i] == NULL) continue;
     FSDP_TRY(ops->reduce_scatter(
         ops->context, FSDP_LANE_REDUCE, group, unit->grad_data[i],
-        unit->scratch_data[i], unit->segments[i].layout->shard_numel,
-        unit->segments[i].options.reduce_dtype, error));
+        scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset,
+        segment->layout->shard_numel, segment->options.reduce_dtype, error));
   }
   FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REDUCE, group, error));
 done:
+  if (scratch != NULL) { /* also after a failure: REDUCE may be writing it */
+    const bool is_first = status == FSDP_OK;
+    const fsdp_status given =
+        fsdp_engine_priv_give_scratch(engine, is_first ? error : NULL);
+    if (is_first) status = given;
+  }
   return status;
 }
 
@@ -131,6 +143,24 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
 /* Sharded gradient ----------------------------------------------------------
  */
 
+/* Before the lanes wait for COMPUTE, where new ones are zeroed. */
+static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  void *data = NULL;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->grad_data[i] == NULL || unit->segments[i].has_grad_shard) {
+      continue;
+    }
+    FSDP_TRY(
+        ops->grad_shard(ops->context, unit->options.owner, i, &data, error));
+    unit->segments[i].has_grad_shard = true;
+  }
+done:
+  return status;
+}
+
 /* The segment's sharded gradient on the device: itself, or a staging copy. */
 static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, void *host,
                               fsdp_lane lane, void **target,
@@ -185,7 +215,6 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
     if (unit->grad_data[i] == NULL) continue;
     FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i, &grad_shard,
                              error));
-    unit->segments[i].has_grad_shard = true;
     FSDP_TRY(bring_grad(unit, i, grad_shard, lane, &target, error));
     FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
                              own_slot(unit, i), segment->options.reduce_dtype,
@@ -219,37 +248,58 @@ done:
   return status;
 }
 
+/* Adds the reduced slots to the partial gradient; the block is then free. */
+static fsdp_status end_partial(fsdp_unit *unit, fsdp_lane lane,
+                               fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(take_partial(unit, error));
+  FSDP_TRY(add_partial(unit, lane, false, error));
+  unit->has_partial = true;
+  FSDP_TRY(fsdp_unit_priv_drop_grads(unit, lane, error));
+done:
+  return status;
+}
+
 fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
+  const bool has_hook = unit->has_reduce_hook;
   const bool has_shards = unit->options.shard_group.world_size > 1;
   const bool has_replicas =
-      unit->options.replica_group.world_size > 1 && !unit->has_reduce_hook;
-  const bool ends_partial = engine->sync == FSDP_SYNC_SHARD;
-  /* Without replicas or shards one lane is as good as another. */
-  fsdp_lane lane =
-      has_shards || !has_replicas ? FSDP_LANE_REDUCE : FSDP_LANE_REPLICATE;
+      unit->options.replica_group.world_size > 1 && !has_hook;
+  const bool is_partial = engine->sync == FSDP_SYNC_SHARD;
+  /* Without anything to reduce one lane is as good as another. */
+  fsdp_lane lane = has_shards || has_hook || !has_replicas
+                       ? FSDP_LANE_REDUCE
+                       : FSDP_LANE_REPLICATE;
+  /* An all_reduce may follow at once: the sum must be there when it starts. */
+  const fsdp_lane partial_lane =
+      has_shards || has_hook ? FSDP_LANE_REDUCE : FSDP_LANE_COMPUTE;
   fsdp_lane last_use = lane;
   fsdp_status status = FSDP_OK;
 
   FSDP_TRY(fsdp_unit_priv_check_order(unit, "reduce_scatter", error));
+  if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
+    return end_partial(unit, partial_lane, error);
+  }
+  if (!is_partial) FSDP_TRY(make_grad_shards(unit, error));
+  if (unit->has_partial && partial_lane == FSDP_LANE_COMPUTE) {
+    FSDP_TRY(add_partial(unit, partial_lane, true, error));
+    unit->has_partial = false;
+  }
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_COMPUTE,
                                       engine->compute_done, error));
-  if (unit->has_reduce_hook) {
+  if (has_hook) {
     FSDP_TRY(run_hook(unit, error));
   } else if (has_shards) {
     FSDP_TRY(reduce_scatter_segments(unit, error));
   }
-  if (ends_partial) {
-    FSDP_TRY(take_partial(unit, error));
-    FSDP_TRY(add_partial(unit, lane, false, error));
-    last_use = lane;
-    unit->has_partial = true;
-  } else {
-    if (unit->has_partial) FSDP_TRY(add_partial(unit, lane, true, error));
-    if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
-    FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
+  if (is_partial) return end_partial(unit, partial_lane, error);
+  if (unit->has_partial) {
+    FSDP_TRY(add_partial(unit, partial_lane, true, error));
     unit->has_partial = false;
   }
+  if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
+  FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
 done:
   return status;

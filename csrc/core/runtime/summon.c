@@ -121,6 +121,7 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit,
                              fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_summon_options usual = {0};
+  bool any_copied = false; /* on COMPUTE, which every gather waits for */
   fsdp_status status = FSDP_OK;
   fsdp_error local = {0};
   bool is_enqueued = false;
@@ -140,7 +141,8 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit,
   FSDP_TRY(fsdp_unit_priv_reshard(unit, &local)); /* kept for a backward */
   if (unit->num_segments > 0) {
     FSDP_TRY(engine->ops.take_params(engine->ops.context, unit->options.owner,
-                                     FSDP_VIEW_SHARDED, NULL, &local));
+                                     FSDP_VIEW_SHARDED, NULL, &any_copied,
+                                     &local));
   }
   is_enqueued = true;
   FSDP_TRY(summon_params(unit, &local));
@@ -162,10 +164,11 @@ static fsdp_status write_back_resident(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   const fsdp_group *group = &unit->options.replica_group;
+  bool any_copied = false; /* the copy is on COMPUTE, as what follows */
   fsdp_status status = FSDP_OK;
 
   FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, error));
+                            FSDP_VIEW_SHARDED, NULL, &any_copied, error));
   if (!unit->summon.on_first_rank_only || group->world_size == 1) {
     return FSDP_OK;
   }
@@ -188,6 +191,7 @@ done:
 static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
                                   fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
+  bool any_copied = false; /* the copy is on COMPUTE, as what follows */
   fsdp_status status = FSDP_OK;
 
   if (unit->num_segments == 0) return FSDP_OK;
@@ -198,7 +202,8 @@ static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
   if (unit->whole.is_shown) {
     if (writeback) {
       FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                                whole_view(unit), unit->whole.data, error));
+                                whole_view(unit), unit->whole.data, &any_copied,
+                                error));
     }
     FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, error));

@@ -32,13 +32,16 @@ static void *own_slot(fsdp_unit *unit, int64_t segment, bool is_grad) {
 static fsdp_status get_shard(fsdp_unit *unit, int64_t segment, bool is_grad,
                              void **shard, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
   if (is_grad) {
+    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, segment, shard,
+                             error));
     unit->segments[segment].has_grad_shard = true;
-    return ops->grad_shard(ops->context, unit->options.owner, segment, shard,
-                           error);
+  } else {
+    *shard = unit->segments[segment].options.shard;
   }
-  *shard = unit->segments[segment].options.shard;
-  return FSDP_OK;
+done:
+  return status;
 }
 
 static void place_whole(fsdp_unit *unit, bool is_grad, void *block) {
@@ -147,8 +150,13 @@ fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit, bool is_grad,
 
   FSDP_TRY(take_block(unit, is_grad, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (whole->data[i] == NULL || sends_shard(unit, is_grad)) continue;
-    FSDP_TRY(fill_own_slot(unit, i, is_grad, error));
+    void *shard = NULL;
+    if (whole->data[i] == NULL) continue;
+    if (!sends_shard(unit, is_grad)) {
+      FSDP_TRY(fill_own_slot(unit, i, is_grad, error));
+    } else if (is_grad && !unit->segments[i].has_grad_shard) {
+      FSDP_TRY(get_shard(unit, i, is_grad, &shard, error)); /* zeros */
+    }
   }
   /* The user may write the shards on the host as soon as this is over. */
   if (unit->options.offloads) FSDP_TRY(join_compute(unit, error));

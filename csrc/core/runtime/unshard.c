@@ -138,12 +138,18 @@ fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
   fsdp_lane last_use =
       FSDP_LANE_UNSHARD; /* of the block, if it is given back */
   bool is_enqueued = false;
+  bool any_copied = false;
 
   if (unit->state != FSDP_UNIT_SHARDED && unit->state != FSDP_UNIT_REDUCING) {
     return fsdp_unit_priv_check(unit, error);
   }
   FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, &local));
+                            FSDP_VIEW_SHARDED, NULL, &any_copied, &local));
+  if (any_copied) {
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                        FSDP_LANE_COMPUTE, engine->compute_done,
+                                        &local));
+  }
   FSDP_TRY(fsdp_unit_priv_check_order(unit, "all_gather", &local));
   unit->is_full = unit->wants_full;
   if (!unit->is_resident) {
@@ -230,6 +236,26 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   }
   unit->is_kept = false;
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESHARD, &local));
+done:
+  if (status != FSDP_OK) {
+    fsdp_unit_priv_fail(unit, &local);
+    if (error != NULL) *error = local;
+  }
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+  fsdp_error local = {0};
+
+  if (unit->state != FSDP_UNIT_UNSHARDED || unit->is_resident) return FSDP_OK;
+  FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, &local));
+  ops->mark_params(ops->context, unit->options.owner);
+  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_HIDE, &local));
+  unit->is_kept = true;
+  unit->is_between_batches = false;
 done:
   if (status != FSDP_OK) {
     fsdp_unit_priv_fail(unit, &local);

@@ -1,0 +1,75 @@
+/*
+ * Scratch: the second buffer of a reduction, for providers that want one. Two
+ * blocks take turns, so that a reduction need not wait for the one before it;
+ * both are as large as the largest unit needs.
+ */
+#include "runtime/engine_priv.h"
+
+static int64_t largest_need(const fsdp_engine *engine, int64_t nbytes) {
+  for (size_t i = 0; i < engine->num_units; i++) {
+    if (engine->units[i]->scratch_nbytes > nbytes) {
+      nbytes = engine->units[i]->scratch_nbytes;
+    }
+  }
+  return nbytes;
+}
+
+static void free_one(fsdp_engine *engine, fsdp_scratch *scratch) {
+  const fsdp_device_ops *ops = &engine->ops;
+  if (scratch->block == NULL) return;
+  ops->block_free(ops->context, scratch->block, scratch->nbytes,
+                  scratch->free_event);
+  scratch->block = NULL;
+  scratch->nbytes = 0;
+}
+
+fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine, int64_t nbytes,
+                                          void **data, fsdp_error *error) {
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_scratch *scratch = &engine->scratches[engine->scratch_turn];
+  fsdp_status status = FSDP_OK;
+
+  if (scratch->nbytes >= nbytes) {
+    FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_REDUCE,
+                             scratch->free_event, error));
+  } else {
+    const int64_t need = largest_need(engine, nbytes);
+    if (scratch->free_event == NULL) {
+      FSDP_TRY(ops->event_create(ops->context, &scratch->free_event, error));
+    }
+    free_one(engine, scratch);
+    FSDP_TRY(ops->block_alloc(ops->context, need, &scratch->block, error));
+    scratch->nbytes = need;
+  }
+  *data = scratch->block;
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_priv_give_scratch(fsdp_engine *engine,
+                                          fsdp_error *error) {
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_scratch *scratch = &engine->scratches[engine->scratch_turn];
+
+  engine->scratch_turn = (engine->scratch_turn + 1) % FSDP_NUM_SCRATCHES;
+  return ops->event_record(ops->context, scratch->free_event, FSDP_LANE_REDUCE,
+                           error);
+}
+
+int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine) {
+  int64_t nbytes = 0;
+  for (int i = 0; i < FSDP_NUM_SCRATCHES; i++) {
+    nbytes += engine->scratches[i].nbytes;
+  }
+  return nbytes;
+}
+
+void fsdp_engine_priv_free_scratch(fsdp_engine *engine) {
+  for (int i = 0; i < FSDP_NUM_SCRATCHES; i++) {
+    fsdp_scratch *scratch = &engine->scratches[i];
+    free_one(engine, scratch);
+    if (scratch->free_event == NULL) continue;
+    engine->ops.event_destroy(engine->ops.context, scratch->free_event);
+    scratch->free_event = NULL;
+  }
+}

@@ -1,0 +1,204 @@
+/*
+ * Tests of runtime/: parameters whose memory the user replaced. They are copied
+ * into the shards on COMPUTE, so the lanes that read shards wait for it.
+ */
+#include "engine_failures.h"
+
+static model m; /* each test makes and frees it */
+
+/* The user replaces parameters, of every unit, before each of the next calls
+ * that look for it. */
+static void replace(bool is_on) {
+  recorder_set_params_copied(m.device, is_on);
+}
+
+static bool has_line(const char *lines) {
+  return strstr(recorder_tape(m.device), lines) != NULL;
+}
+
+static void step(void) {
+  model_zero_grad(&m);
+  model_step(&m);
+  model_check_grads(&m);
+}
+
+/* --- Waits --------------------------------------------------------------- */
+
+static void test_forward_and_backward(void) {
+  model_start_tree(&m, NULL, 1);
+  replace(true);
+  model_step(&m);
+  CHECK(
+      has_line("take_params root sharded\n"
+               "record e1 compute\n"
+               "wait unshard e1\n"));
+  CHECK(
+      has_line("take_params a sharded\n"
+               "record e1 compute\n"
+               "wait unshard e1\n"));
+  replace(false);
+  recorder_clear(m.device);
+  step();
+  CHECK(!has_line("take_params root sharded\nrecord e1 compute\n"));
+  model_check_grads(&m);
+  model_fini(&m);
+}
+
+/* The copy of one unit's parameters is not ordered by the wait of another. */
+static void test_each_unit_waits(void) {
+  model_options options = model_default_options();
+  options.forward_prefetch = true;
+  for (int with_casts = 0; with_casts < 2; with_casts++) {
+    if (with_casts) options.param_dtype = RECORDER_BF16;
+    for (int prefetch = 0; prefetch < 3; prefetch++) {
+      options.backward_prefetch = (fsdp_prefetch)prefetch;
+      model_start_tree(&m, &options, 3);
+      step();
+      for (int where = 0; where < 2; where++) {
+        model_zero_grad(&m);
+        replace(where == 0);
+        CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+        replace(where == 1); /* between forward and backward */
+        CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+        replace(false);
+        model_check_grads(&m);
+      }
+      model_fini(&m); /* finds races */
+    }
+  }
+}
+
+/* A bridge that copies and does not say so: the all-gathers read too early. It
+ * is what the tests above would find without the waits. */
+static fsdp_status take_params_silently(void *context, void *owner,
+                                        fsdp_view view, void *const *segments,
+                                        bool *any_copied, fsdp_error *error) {
+  const model_unit *unit = owner;
+  const fsdp_status status = recorder_ops(context)->take_params(
+      context, owner, view, segments, any_copied, error);
+  if (status != FSDP_OK || !*any_copied) return status;
+  recorder_touch(context, FSDP_LANE_COMPUTE, unit->shards[0],
+                 unit->shard_nbytes[0], true);
+  *any_copied = false;
+  return FSDP_OK;
+}
+
+static void test_without_the_wait(void) {
+  model_init(&m, NULL);
+  model_plan_simple(&m, "root", 4);
+  model_plan_simple(&m, "a", 8);
+  recorder_name_memory(m.device, m.units[1].shards[0], 32, "shard");
+  m.ops.take_params = take_params_silently;
+  model_start(&m);
+  model_step(&m);
+  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  replace(true);
+  CHECK_TEXT(recorder_race(m.device), "");
+  CHECK_I64(model_enter(&m, 1, NULL), FSDP_OK);
+  replace(false);
+  CHECK_TEXT(recorder_race(m.device),
+             "read by unshard, not after write of shard by compute (all_gather "
+             "unshard g0 8 f32)");
+  recorder_clear_race(m.device);
+  CHECK_I64(model_leave(&m, 1, true, NULL), FSDP_OK);
+  CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
+  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+  model_fini(&m);
+}
+
+/* The host copies what is in host memory; the upload needs no more. */
+static void test_in_host_memory(void) {
+  model_options options = model_default_options();
+  options.offloads = true;
+  for (int with_casts = 0; with_casts < 2; with_casts++) {
+    if (with_casts) options.param_dtype = RECORDER_BF16;
+    model_start_tree(&m, &options, 2);
+    step();
+    replace(true);
+    step();
+    replace(false);
+    step();
+    model_fini(&m);
+  }
+}
+
+/* Nothing is gathered: the shard is what the module reads, on COMPUTE. */
+static void test_one_rank(void) {
+  model_options options = model_default_options();
+  options.world_size = 1;
+  for (int with_casts = 0; with_casts < 2; with_casts++) {
+    if (with_casts) options.param_dtype = RECORDER_BF16;
+    model_start_tree(&m, &options, 2);
+    replace(true);
+    for (int i = 0; i < 2; i++) step();
+    model_fini(&m);
+  }
+}
+
+/* --- Summon -------------------------------------------------------------- */
+
+/* Replaced before or inside a summon, in a forward's wake: the backward that
+ * follows finds nothing replaced any more, and must not read too early. */
+static void check_summon(const model_options *options,
+                         const fsdp_summon_options *how) {
+  for (int when = 0; when < 2; when++) {
+    for (int writeback = 0; writeback < 2; writeback++) {
+      model_start_tree(&m, options, 1);
+      step();
+      model_zero_grad(&m);
+      CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+      for (int64_t i = 0; i < 2; i++) {
+        replace(when == 0);
+        CHECK_I64(fsdp_unit_summon(m.units[i].unit, how, NULL), FSDP_OK);
+        replace(when == 1);
+        CHECK_I64(fsdp_unit_dismiss(m.units[i].unit, writeback != 0, NULL),
+                  FSDP_OK);
+        replace(false);
+      }
+      CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+      model_check_grads(&m);
+      step();
+      model_fini(&m);
+    }
+  }
+}
+
+static void test_summon(void) {
+  for (int bits = 0; bits < 2 * 2 * 2; bits++) {
+    const fsdp_summon_options how = {.on_host = (bits & 1) != 0};
+    model_options options = model_default_options();
+    options.world_size = (bits & 2) != 0 ? 1 : 2;
+    if ((bits & 4) != 0) options.param_dtype = RECORDER_BF16;
+    check_summon(&options, &how);
+    options.offloads = true;
+    check_summon(&options, &how);
+  }
+}
+
+/* --- Failures ------------------------------------------------------------ */
+
+static void prepare(model *self) {
+  recorder_set_params_copied(self->device, true);
+}
+
+static void test_every_call_can_fail(void) {
+  model_options options = model_default_options();
+  options.forward_prefetch = true;
+  failures_every_call_of_steps(&m, &options, prepare, failures_train);
+  options.param_dtype = RECORDER_BF16;
+  options.offloads = true;
+  failures_every_call_of_steps(&m, &options, prepare, failures_train);
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_forward_and_backward),
+      CHECK_TEST(test_each_unit_waits),
+      CHECK_TEST(test_without_the_wait),
+      CHECK_TEST(test_in_host_memory),
+      CHECK_TEST(test_one_rank),
+      CHECK_TEST(test_summon),
+      CHECK_TEST(test_every_call_can_fail),
+  };
+  return CHECK_RUN(tests);
+}

@@ -1,0 +1,275 @@
+/*
+ * Tests of runtime/: the scratch blocks of reductions. Two of them take turns,
+ * whatever the number of units.
+ */
+#include "base/alloc.h"
+#include "engine_failures.h"
+
+static model m; /* each test makes and frees it */
+
+static model_options scratch_options(int64_t rank) {
+  model_options options = model_default_options();
+  options.rank = rank;
+  options.needs_reduce_scratch = true;
+  return options;
+}
+
+/* The scratch block of each reduction on the tape, in order: "b3 b4 ". */
+static const char *turns(void) {
+  static char text[512];
+  const char *line = recorder_tape(m.device);
+  text[0] = '\0';
+  while ((line = strstr(line, " scratch ")) != NULL) {
+    line += strlen(" scratch ");
+    strncat(text, line, strcspn(line, "+\n"));
+    strcat(text, " ");
+  }
+  recorder_clear(m.device);
+  return text;
+}
+
+static void step(void) {
+  model_zero_grad(&m);
+  model_optimizer_step(&m);
+  model_step(&m);
+  model_check_grads(&m);
+}
+
+static int64_t scratch_nbytes(void) {
+  return model_stats(&m).scratch_nbytes;
+}
+
+/* --- Turns --------------------------------------------------------------- */
+
+/* c, b, a and the root are reduced, in this order; c has the largest need. */
+static void test_two_blocks_take_turns(void) {
+  const model_options options = scratch_options(1);
+  model_start_tree(&m, &options, 3);
+  recorder_show_memory(m.device, true);
+  CHECK_I64(scratch_nbytes(), 0);
+  step();
+  CHECK_TEXT(turns(), "b7 b8 b7 b8 ");
+  CHECK_I64(scratch_nbytes(), 2 * 2 * 16 * 4);
+  for (int i = 0; i < 3; i++) step();
+  CHECK(strstr(recorder_tape(m.device), "alloc 128") == NULL);
+  CHECK_TEXT(turns(), "b7 b8 b7 b8 b7 b8 b7 b8 b7 b8 b7 b8 ");
+  CHECK_I64(scratch_nbytes(), 2 * 2 * 16 * 4);
+  CHECK_I64(recorder_live_nbytes(m.device),
+            model_stats(&m).arena.nbytes + scratch_nbytes());
+  model_fini(&m);
+}
+
+/* Of one unit the second step uses the second block. Each use waits for the
+ * one before it, and says when it is over. */
+static void test_one_unit(void) {
+  const model_options options = scratch_options(0);
+  model_start_tree(&m, &options, 0);
+  recorder_show_memory(m.device, true);
+  step();
+  CHECK_TEXT(turns(), "b3 ");
+  CHECK_I64(scratch_nbytes(), 32);
+  step();
+  CHECK_TEXT(turns(), "b4 ");
+  CHECK_I64(scratch_nbytes(), 2 * 32);
+  step();
+  CHECK(strstr(recorder_tape(m.device),
+               "wait reduce e1\n"
+               "wait reduce e8\n"
+               "group_begin reduce g0\n"
+               "reduce_scatter reduce g0 4 f32 b2 scratch b3\n"
+               "group_end reduce g0\n"
+               "record e8 reduce\n"
+               "grad_shard root 0\n"
+               "accumulate") != NULL);
+  CHECK_TEXT(turns(), "b3 ");
+  step();
+  CHECK_TEXT(turns(), "b4 ");
+  CHECK_I64(scratch_nbytes(), 2 * 32);
+  model_fini(&m);
+}
+
+/* However many equal layers: two blocks, each as large as one layer. */
+static void test_does_not_grow_with_depth(void) {
+  static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
+  for (int64_t num_units = 2; num_units < 8; num_units++) {
+    const model_options options = scratch_options(0);
+    model_init(&m, &options);
+    for (int64_t i = 0; i < num_units; i++) {
+      model_plan_simple(&m, names[i], 64);
+    }
+    model_start(&m);
+    for (int i = 0; i < 3; i++) {
+      step();
+      CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
+    }
+    model_fini(&m);
+  }
+}
+
+/* Segments lie at multiples of 256 bytes, as in the gradient block. */
+static void test_segments_of_one_unit(void) {
+  const model_options options = scratch_options(1);
+  model_init(&m, &options);
+  model_plan_mixed(&m, "u");
+  model_start(&m);
+  recorder_show_memory(m.device, true);
+  step();
+  CHECK_I64(scratch_nbytes(), 256 + 16 * 2);
+  CHECK(strstr(recorder_tape(m.device),
+               "reduce_scatter reduce g0 8 f32 b2 scratch b3\n"
+               "reduce_scatter reduce g0 8 bf16 b2+256 scratch b3+256\n") !=
+        NULL);
+  model_fini(&m);
+}
+
+/* --- How large ----------------------------------------------------------- */
+
+/* The root is reduced last and needs the most: the others' blocks are large
+ * enough for it at once. */
+static void test_as_large_as_the_largest_need(void) {
+  const model_options options = scratch_options(0);
+  model_init(&m, &options);
+  model_plan_simple(&m, "root", 64);
+  model_plan_simple(&m, "a", 4);
+  model_start(&m);
+  step();
+  CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
+  CHECK_I64(recorder_live_nbytes(m.device),
+            model_stats(&m).arena.nbytes + scratch_nbytes());
+  model_fini(&m);
+}
+
+/* A larger unit joins: a block that is too small for it is replaced. */
+static void test_grows(void) {
+  const model_options options = scratch_options(1);
+  fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
+  model_init(&m, &options);
+  model_plan_simple(&m, "root", 4);
+  model_plan_simple(&m, "a", 64);
+  m.num_units = 1;
+  model_start(&m);
+  for (int i = 0; i < 2; i++) step();
+  CHECK_I64(scratch_nbytes(), 2 * 32);
+  m.num_units = 2;
+  const fsdp_unit_options joining = model_unit_options(&m, 1, segments);
+  CHECK_I64(fsdp_unit_create(&joining, &m.units[1].unit, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
+  recorder_show_memory(m.device, true);
+  recorder_clear(m.device);
+  step(); /* a, root */
+  CHECK(strstr(recorder_tape(m.device), "free 32 b3 after e8\nalloc 512 b7\n"));
+  CHECK_TEXT(turns(), "b7 b4 ");
+  CHECK_I64(scratch_nbytes(), 512 + 32);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
+  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK); /* the root alone */
+  CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
+  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
+  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
+  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
+  step(); /* now a meets the other one */
+  CHECK_TEXT(turns(), "b7 b9 b7 ");
+  CHECK_I64(scratch_nbytes(), 2 * 512);
+  CHECK_I64(recorder_live_nbytes(m.device),
+            model_stats(&m).arena.nbytes + scratch_nbytes());
+  /* They outlive the unit that needed them, and go with the engine. */
+  fsdp_unit_destroy(m.units[1].unit);
+  m.units[1].unit = NULL;
+  CHECK_I64(scratch_nbytes(), 2 * 512);
+  model_fini(&m);
+}
+
+/* Nothing of it where nothing is reduce-scattered. */
+static void test_nobody_needs_it(void) {
+  for (int i = 0; i < 3; i++) {
+    model_options options = scratch_options(0);
+    if (i == 0) options.needs_reduce_scratch = false;
+    if (i == 1) options.world_size = 1;
+    if (i == 1) options.num_replicas = 2;
+    model_start_tree(&m, &options, 1);
+    for (int64_t unit = 0; i == 2 && unit < 2; unit++) {
+      fsdp_unit_set_reduce_hook(m.units[unit].unit, true);
+    }
+    for (int j = 0; j < 2; j++) step();
+    CHECK_I64(scratch_nbytes(), 0);
+    model_fini(&m);
+  }
+}
+
+/* A unit that cannot be unfrozen needs no more than before. The arena's book of
+ * clients grows with one of the numbers of units. */
+static void test_unfreezing_fails(void) {
+  static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
+  const fsdp_param_spec frozen = {0, 128, RECORDER_F32, false};
+  const model_options options = scratch_options(0);
+  int64_t num_refused = 0;
+  for (int64_t num_units = 1; num_units < 6; num_units++) {
+    model_init(&m, &options);
+    for (int64_t i = 0; i < num_units; i++) model_plan_simple(&m, names[i], 4);
+    model_plan(&m, "frozen", &frozen, 1);
+    model_plan(&m, "frozen too", &frozen, 1);
+    model_start(&m);
+    fsdp_unit *unit = m.units[num_units].unit;
+    for (int i = 0; i < 3; i++) {
+      fsdp_alloc_fail_at(0);
+      const fsdp_status status = fsdp_unit_set_trainable(unit, 0, true, NULL);
+      fsdp_alloc_fail_at(-1);
+      if (status == FSDP_OK) break;
+      CHECK_I64(status, FSDP_OUT_OF_MEMORY);
+      num_refused++;
+    }
+    CHECK_I64(fsdp_unit_set_trainable(unit, 0, true, NULL), FSDP_OK);
+    step();
+    CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
+    model_fini(&m);
+  }
+  CHECK(num_refused > 0);
+}
+
+/* --- Failures ------------------------------------------------------------ */
+
+static void test_every_call_can_fail(void) {
+  model_options options = scratch_options(0);
+  failures_every_call_of_steps(&m, &options, NULL, failures_train);
+  options.num_replicas = 2;
+  options.offloads = true;
+  failures_every_call_of_steps(&m, &options, NULL, failures_train);
+}
+
+/* Nobody resets: the engine goes, with a reduction that was not complete. */
+static void test_every_call_can_fail_before_the_end(void) {
+  for (int num_before = 0; num_before < 2; num_before++) {
+    for (int64_t i = 0;; i++) {
+      const model_options options = scratch_options(1);
+      const int64_t num_failures = check_num_failures;
+      fsdp_error error = {FSDP_OK, 0, NULL, ""};
+      failures_plan(&m, &options);
+      model_start(&m);
+      for (int j = 0; j < num_before; j++) step();
+      recorder_fail_at(m.device, i);
+      const fsdp_status status = failures_step(&m, FSDP_SYNC_REDUCE, &error);
+      recorder_fail_at(m.device, -1);
+      model_fini(&m); /* finds races, too */
+      if (check_num_failures > num_failures) {
+        printf("  call %" PRId64 " after %d steps: %s\n", i, num_before,
+               error.message);
+      }
+      if (status == FSDP_OK) break;
+    }
+  }
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_two_blocks_take_turns),
+      CHECK_TEST(test_one_unit),
+      CHECK_TEST(test_does_not_grow_with_depth),
+      CHECK_TEST(test_segments_of_one_unit),
+      CHECK_TEST(test_as_large_as_the_largest_need),
+      CHECK_TEST(test_grows),
+      CHECK_TEST(test_nobody_needs_it),
+      CHECK_TEST(test_unfreezing_fails),
+      CHECK_TEST(test_every_call_can_fail),
+      CHECK_TEST(test_every_call_can_fail_before_the_end),
+  };
+  return CHECK_RUN(tests);
+}
