@@ -114,18 +114,23 @@ struct ForwardCall {
   std::shared_ptr<Unit> unit;  // the graph keeps the unit alive
   int graph_task = -1;
 
-  void on_grad() {
+  // `node` made the output whose gradient has come. It may be the input of the
+  // unit behind this one, which is resharded before this one is prefetched
+  // from.
+  void on_grad(const Node *node) {
     const int current = torch::autograd::get_current_graph_task_id();
     if (graph_task == current) return;
     graph_task = current;
+    receive_input(*unit->engine, node);
     run_pre_backward(*unit);
   }
 };
 
 void hook_tensor(const at::Tensor &tensor,
                  const std::shared_ptr<ForwardCall> &call) {
+  const Node *node = tensor.grad_fn().get();
   tensor.register_hook(
-      [call](const at::Tensor & /*grad*/) { call->on_grad(); });
+      [call, node](const at::Tensor & /*grad*/) { call->on_grad(node); });
 }
 
 // Runs after AccumulateGrad: takes the gradient off the parameter.

@@ -30,24 +30,40 @@ namespace fsdp_torch {
 
 // The inputs of one forward call.
 struct InputCall {
+  struct Input {
+    torch::autograd::Node *node;  // not owned: its hook owns this object
+    int received_in = -1;         // graph task
+  };
+
   std::shared_ptr<UnitHandle> handle;
-  // Not owned: the hooks of these nodes own this object.
-  std::vector<torch::autograd::Node *> nodes;
+  std::vector<Input> inputs;
   int graph_task = -1;  // in which `missing` was counted
   int64_t missing = 0;
 
   // Counts the inputs whose gradients will come; how many.
   int64_t begin(int current) {
     graph_task = current;
-    missing = std::count_if(nodes.begin(), nodes.end(), will_receive);
+    missing = std::count_if(
+        inputs.begin(), inputs.end(),
+        [](const Input &input) { return will_receive(input.node); });
     return missing;
   }
 
-  void on_grad() {
+  // The input made by `node` has its gradient.
+  void on_grad(const torch::autograd::Node *node) {
     const int current = torch::autograd::get_current_graph_task_id();
-    if (graph_task != current || missing == 0 || --missing > 0) return;
+    if (graph_task != current) return;
+    for (Input &input : inputs) {
+      if (input.node != node || input.received_in == current) continue;
+      input.received_in = current;
+      if (--missing == 0) leave();
+    }
+  }
+
+ private:
+  void leave() const {
     if (handle->unit == nullptr) return;
-    Unit &unit = *handle->unit;
+    const Unit &unit = *handle->unit;
     const std::shared_ptr<Engine> engine = unit.engine;
     const std::lock_guard<std::mutex> lock(engine->mutex);
     fsdp_error error = {};
@@ -56,6 +72,12 @@ struct InputCall {
     }
   }
 };
+
+void receive_input(Engine &engine, const torch::autograd::Node *node) {
+  const auto found = engine.input_users.find(node);
+  if (found == engine.input_users.end()) return;
+  if (const auto call = found->second.lock()) call->on_grad(node);
+}
 
 bool will_receive(torch::autograd::Node *node) {
   const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
@@ -96,8 +118,10 @@ at::Tensor hook_input(const std::shared_ptr<InputCall> &call,
       (unit.engine && is_taken(*unit.engine, input.grad_fn().get(), call))) {
     own = at::alias(input);
   }
-  call->nodes.push_back(own.grad_fn().get());
-  own.register_hook([call](const at::Tensor & /*grad*/) { call->on_grad(); });
+  torch::autograd::Node *node = own.grad_fn().get();
+  call->inputs.push_back({node});
+  own.register_hook(
+      [call, node](const at::Tensor & /*grad*/) { call->on_grad(node); });
   return own;
 }
 

@@ -202,6 +202,9 @@ void unhook_accumulators(Unit &unit);
 // How many of the unit's forward calls will have their inputs' gradients
 // computed in the running graph task.
 int64_t count_input_calls(Unit &unit);
+// Tells the unit that has the input made by `node` that its gradient has come,
+// ahead of its own hook: a unit that made it must not start before.
+void receive_input(Engine &engine, const torch::autograd::Node *node);
 // Whether the running graph task computes what `node` receives.
 bool will_receive(torch::autograd::Node *node);
 
