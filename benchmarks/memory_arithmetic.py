@@ -8,7 +8,7 @@ in backward; what is live then follows from the sources named at each formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from implementations import FSDP1_ORIG, FSDP2, FSDP_C_ORIG, GPT, Block
@@ -28,7 +28,9 @@ class Memory:
     parameters: int
     gradients: int
     optimizer: int
-    unsharded: int  # unsharded parameters and gradients, buffers of collectives
+    # Unsharded parameters and gradients, buffers of collectives, and the sharded sum
+    # of an accumulation, which no parameter has as its gradient.
+    unsharded: int
 
     @property
     def total(self) -> int:
@@ -63,6 +65,7 @@ class _Units:
     block: list[nn.Parameter]
     root: list[nn.Parameter]
     head: list[nn.Parameter]  # of the root; its gradients come first of all
+    late: list[nn.Parameter]  # of the root, in front of the blocks: they come last
 
     @classmethod
     def of(cls, model: GPT) -> _Units:
@@ -74,7 +77,9 @@ class _Units:
         }
         root = [param for param in model.parameters() if param not in inside]
         head = list(model.head.parameters())
-        return cls(len(model.blocks), list(model.blocks[0].parameters()), root, head)
+        late = list(model.embedding.parameters())
+        block = list(model.blocks[0].parameters())
+        return cls(len(model.blocks), block, root, head, late)
 
 
 def _trainable(params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -85,59 +90,107 @@ def _frozen(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return [param for param in params if not param.requires_grad]
 
 
-def _pending_nbytes(block: list[nn.Parameter]) -> int:
-    """Return the most bytes of gradients that wait to be packed, last layer first."""
-    pending = most = 0
-    for param in reversed(_trainable(block)):
+def _pending_nbytes(params: Iterable[nn.Parameter], begin: int = 0) -> tuple[int, int]:
+    """Return the most bytes of gradients that wait to be packed, and those at the end.
+
+    ``params`` in the order of their gradients; ``begin`` wait already.
+    """
+    pending = most = begin
+    for param in _trainable(list(params)):
         pending += param.numel() * ITEMSIZE
         most = max(most, pending)
         if pending >= PACK_THRESHOLD_NBYTES:
             pending = 0
-    return most
+    return most, pending
+
+
+def _in_block(segments: Iterable[int]) -> int:
+    """Return the bytes of a block of segments of so many bytes."""
+    total = 0
+    for segment in segments:
+        total = _round_up(total, SEGMENT_ALIGNMENT_NBYTES) + segment
+    return total
+
+
+@dataclass(frozen=True)
+class FsdpC:
+    """Bytes that one rank's engine holds, each for the whole run but ``gradients``."""
+
+    shards: int
+    gradients: int  # of all units; a cleared one is freed and comes with its reduction
+    arena: int
+    scratch: int
+    partial: int
+    busiest: tuple[int, int]  # gradients, and gradients of autograd that wait
+
+    @classmethod
+    def of(
+        cls, model: GPT, world_size: int, *, gloo: bool, accumulation: str | None
+    ) -> FsdpC:
+        """Compute them for a run of steps that end with ``zero_grad()``.
+
+        Arena (docs/design.md, "The arena"): the root's parameters, two blocks of the
+        size of a unit's parameters, the root's gradients, two of the size of a unit's
+        gradients. A no_sync backward keeps the gradients of every unit instead of two.
+        Scratch: gloo's reduction wants two blocks for the largest unit's gradients.
+        no_sync(sharded=True) keeps one sharded sum per unit.
+        """
+        units = _Units.of(model)
+
+        def params_nbytes(params: list[nn.Parameter]) -> int:
+            segments = filter(None, (_trainable(params), _frozen(params)))
+            return _in_block(_flat_nbytes(segment, world_size) for segment in segments)
+
+        def shard_nbytes(params: list[nn.Parameter]) -> int:
+            return _flat_nbytes(params, world_size) // world_size
+
+        block_grads = _flat_nbytes(_trainable(units.block), world_size)
+        root_grads = _flat_nbytes(_trainable(units.root), world_size)
+        block_shard, root_shard = block_grads // world_size, root_grads // world_size
+        frozen = units.num_blocks * shard_nbytes(_frozen(units.block))
+        frozen += shard_nbytes(_frozen(units.root))
+        gradients = units.num_blocks * block_shard + root_shard
+        num_grad_blocks = units.num_blocks if accumulation == "unsharded" else 2
+
+        # In backward's order: the root's last layers, the blocks, the root's first.
+        late = set(units.late)
+        early = [param for param in reversed(units.root) if param not in late]
+        _, waiting = _pending_nbytes(early)
+        in_block, _ = _pending_nbytes(reversed(units.block))
+        at_end, _ = _pending_nbytes(units.late, waiting)
+        moments = [
+            ((units.num_blocks - 1) * block_shard, waiting + in_block),
+            (units.num_blocks * block_shard, at_end),
+            (gradients, 0),
+        ]
+        return cls(
+            shards=gradients + frozen,
+            gradients=gradients,
+            arena=params_nbytes(units.root)
+            + 2 * params_nbytes(units.block)
+            + root_grads
+            + num_grad_blocks * block_grads,
+            scratch=2 * max(block_grads, root_grads) if gloo else 0,
+            partial=gradients if accumulation == "sharded" else 0,
+            busiest=max(moments, key=sum),
+        )
 
 
 def fsdp_c(
     model: GPT, world_size: int, *, gloo: bool, accumulation: str | None
 ) -> Memory:
-    """Shards + gradient shards + blocks; all are kept for the whole run.
+    """Shards, the engine's blocks, and the gradients at the busiest moment.
 
-    Blocks (docs/design.md, "The arena"): the root's parameters, two of the size of a
-    unit's parameters, the root's gradients, two of the size of a unit's gradients. A
-    no_sync backward keeps the gradients of every unit instead of two. gloo's
-    reduction wants scratch of the same size beside every gradient segment.
-    A ``no_sync(sharded=True)`` keeps one more sharded gradient, the sum so far.
+    Gradients come while backward goes on. Most are there when the first block's
+    gradients wait to be packed, when the root's do, or at the end.
     """
-    units = _Units.of(model)
-
-    def params_nbytes(params: list[nn.Parameter]) -> int:
-        total = 0
-        for segment in filter(None, (_trainable(params), _frozen(params))):
-            total = _round_up(total, SEGMENT_ALIGNMENT_NBYTES)
-            total += _flat_nbytes(segment, world_size)
-        return total
-
-    def grads_nbytes(params: list[nn.Parameter]) -> int:
-        nbytes = _flat_nbytes(_trainable(params), world_size)
-        scratch = _round_up(nbytes, SEGMENT_ALIGNMENT_NBYTES) if gloo else 0
-        return nbytes + scratch
-
-    def shard_nbytes(select: Callable[[list[nn.Parameter]], list[nn.Parameter]]) -> int:
-        whole = units.num_blocks * _flat_nbytes(select(units.block), world_size)
-        return (whole + _flat_nbytes(select(units.root), world_size)) // world_size
-
-    trainable = shard_nbytes(_trainable)
-    num_grad_blocks = units.num_blocks if accumulation == "unsharded" else 2
-    arena = (
-        params_nbytes(units.root)
-        + 2 * params_nbytes(units.block)
-        + grads_nbytes(units.root)
-        + num_grad_blocks * grads_nbytes(units.block)
-    )
+    engine = FsdpC.of(model, world_size, gloo=gloo, accumulation=accumulation)
+    gradients, pending = engine.busiest
     return Memory(
-        parameters=trainable + shard_nbytes(_frozen),
-        gradients=trainable * (2 if accumulation == "sharded" else 1),
-        optimizer=NUM_ADAMW_STATES * trainable,
-        unsharded=arena + _pending_nbytes(units.block),
+        parameters=engine.shards,
+        gradients=gradients,
+        optimizer=NUM_ADAMW_STATES * engine.gradients,
+        unsharded=engine.arena + engine.scratch + engine.partial + pending,
     )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Iterator
+from time import sleep
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ ONE_BYTE = "one byte"
 BATCH = "batch"
 NUM_WARMUP_STEPS = {ONE_BYTE: 2, BATCH: 1}
 NUM_TRACED_STEPS = 2
+SETTLE_S = 0.1  # gloo's threads free the last collective's buffers after it has ended
 
 
 class Adapted(nn.Module):
@@ -168,6 +170,7 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
         for _ in range(NUM_WARMUP_STEPS[name]):
             step("warm-up", batch, time)
         for _ in range(NUM_TRACED_STEPS):
+            sleep(SETTLE_S)
             trace.begin(f"{name}: begin")
             step(name, batch, time)
         trace.begin("between")

@@ -82,15 +82,17 @@ The model has {model}.
 
 - **sum** is the peak of a step of one byte, which has next to no activations, and
   **parameters** (shards), **gradients** (shards), **optimizer** (state) and
-  **unsharded** are its parts at that moment: unsharded parameters and gradients, and
-  the buffers of collectives. fsdp_c's arena is all of this column but for gradients
-  that wait to be packed.
+  **unsharded** are its parts at that moment: unsharded parameters and gradients, the
+  buffers of collectives, and the sharded sum of an accumulation. fsdp_c's arena and
+  scratch, and that sum, are all of this column but for gradients that wait to be
+  packed.
 - **computed** is that sum from the layout (`benchmarks/memory_arithmetic.py`).
-  **without gloo** leaves out what only gloo needs: fsdp_c's scratch for reductions,
-  as large as each gradient block, and the buffers of gloo behind torch's collectives.
+  **without gloo** leaves out what only gloo needs: fsdp_c's two blocks of scratch for
+  reductions, each as large as the largest unit's gradients, and the buffers of gloo
+  behind torch's collectives.
 - **peak** is that of a step with a batch, **activations** what it has above **sum**.
-  fsdp_c keeps its blocks and gradient shards for the whole run, so they add to the
-  activations' own peak. torch allocates gradients while backward frees activations.
+  fsdp_c keeps its blocks for the whole run, so they add to the activations' own peak.
+  Gradients are made while backward frees activations, as torch's are.
 
 The figures of torch's FSDP differ from one run to the next by up to a shard of a block,
 probably because gloo frees its buffers on threads of its own.

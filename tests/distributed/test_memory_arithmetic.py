@@ -1,7 +1,7 @@
 """What benchmarks/memory.py computes for fsdp_c, against what the engine reports.
 
-The arithmetic counts shards, gradient shards and blocks; only the gradients that wait
-to be packed are not the engine's.
+The arithmetic counts shards, gradient shards and blocks. Only the gradients that wait
+to be packed are autograd's.
 """
 
 import sys
@@ -28,17 +28,39 @@ def _import_benchmarks() -> tuple[Any, Any]:
     return implementations, memory_arithmetic
 
 
-def _engine_nbytes(model: Any) -> int:
-    needs_fsdp_c("has no memory_stats")
-    if IS_TORCH:
-        return 0
+def _grad_nbytes(model: Any) -> int:
     import fsdp_c
 
-    stats = fsdp_c.memory_stats(model)
-    return sum(stats[f"{key}_nbytes"] for key in ("shard", "grad_shard", "arena"))
+    nbytes: int = fsdp_c.memory_stats(model)["grad_shard_nbytes"]
+    return nbytes
 
 
-@pytest.mark.parametrize("accumulation", [None, "unsharded"])
+def _train(
+    implementations: Any, module: Any, accumulation: str | None
+) -> tuple[Any, dict[str, int]]:
+    """Train ``module``; return the model and what its engine holds at the end."""
+    needs_fsdp_c("has no memory_stats")
+    if IS_TORCH:
+        return None, {}
+    import fsdp_c
+
+    model = fsdp(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({implementations.Block}),
+        use_orig_params=True,
+    )
+    tokens = torch.arange(8).view(1, 8)
+    options = {"sharded": True} if accumulation == "sharded" else {}
+    for _ in range(3):
+        model.zero_grad()
+        if accumulation is not None:
+            with model.no_sync(**options):
+                model(tokens, tokens).backward()
+        model(tokens, tokens).backward()
+    return model, fsdp_c.memory_stats(model)
+
+
+@pytest.mark.parametrize("accumulation", [None, "unsharded", "sharded"])
 @distributed(world_size=(2, 3))
 def test_arithmetic(rank: int, world_size: int, accumulation: str | None) -> None:
     """Of a GPT, without and with no_sync."""
@@ -46,26 +68,43 @@ def test_arithmetic(rank: int, world_size: int, accumulation: str | None) -> Non
     implementations, arithmetic = _import_benchmarks()
     torch.manual_seed(0)
     module = implementations.GPT(20, 4, 2)
-    units = arithmetic._Units.of(module)
-    expected = arithmetic.fsdp_c(
+    expected = arithmetic.FsdpC.of(
         module, world_size, gloo=True, accumulation=accumulation
     )
-    expected_nbytes = (
-        expected.parameters
-        + expected.gradients
-        + expected.unsharded
-        - arithmetic._pending_nbytes(units.block)
+    _, stats = _train(implementations, module, accumulation)
+    assert stats["shard_nbytes"] == expected.shards
+    assert stats["grad_shard_nbytes"] == expected.gradients
+    assert stats["arena_nbytes"] == expected.arena
+    assert stats["scratch_nbytes"] == expected.scratch
+    assert stats["partial_grad_nbytes"] == expected.partial
+
+
+@distributed(world_size=2)
+def test_gradients_at_the_busiest_moment(rank: int, world_size: int) -> None:
+    """All units but the root are reduced when the root's last gradient comes."""
+    needs_fsdp_c("has no memory_stats")
+    implementations, arithmetic = _import_benchmarks()
+    torch.manual_seed(0)
+    module = implementations.GPT(20, 4, 2)
+    expected = arithmetic.FsdpC.of(module, world_size, gloo=True, accumulation=None)
+    root = arithmetic._Units.of(module).root
+    # Below the threshold nothing of the root is packed before its end.
+    waiting = sum(param.numel() * 4 for param in root)
+    root_shard = arithmetic._flat_nbytes(root, world_size) // world_size
+    assert expected.busiest == (expected.gradients - root_shard, waiting)
+
+    model, stats = _train(implementations, module, None)
+    assert stats["grad_shard_nbytes"] == expected.gradients
+    seen = []
+    embedded: list[torch.Tensor] = []
+    handle = model.module.embedding.register_forward_hook(
+        lambda *args: embedded.append(args[-1])
     )
-    model = fsdp(
-        module,
-        auto_wrap_policy=ModuleWrapPolicy({implementations.Block}),
-        use_orig_params=True,
-    )
+    model.zero_grad()
     tokens = torch.arange(8).view(1, 8)
-    for _ in range(3):
-        if accumulation is not None:
-            with model.no_sync():
-                model(tokens, tokens).backward()
-        model(tokens, tokens).backward()
-        model.zero_grad()
-    assert _engine_nbytes(model) == expected_nbytes
+    loss = model(tokens, tokens)
+    handle.remove()
+    # Runs after backward has left the blocks.
+    embedded.pop().register_hook(lambda _: seen.append(_grad_nbytes(model)))
+    loss.backward()
+    assert seen == [expected.busiest[0]]

@@ -1,0 +1,369 @@
+"""register_comm_hook: the user's function in place of the gradient reduction."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import (
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    assert_idle,
+    fsdp,
+    needs_fsdp_c,
+)
+from helpers.models import Block, vectors
+from helpers.reference import Differential
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+NUM_UNITS = 4  # of the model "mlp"; each is one segment
+
+Hook = Callable[..., None]
+
+
+@dataclass
+class Call:
+    """What one call of a hook got."""
+
+    ndim: int
+    dtype: torch.dtype
+    numel: int
+    output_numel: int | None
+
+
+@dataclass
+class Record:
+    """The state of the hooks below."""
+
+    scale: float = 1.0
+    calls: list[Call] = field(default_factory=list)
+    raises_at: int = -1
+
+    def add(self, grad: Tensor, output: Tensor | None) -> None:
+        """Note a call, or raise in its place."""
+        if len(self.calls) == self.raises_at:
+            self.raises_at = -1
+            msg = "the hook has had enough"
+            raise KeyError(msg)
+        if output is not None:
+            assert output.dtype == grad.dtype
+            assert output.ndim == 1
+        self.calls.append(
+            Call(
+                grad.ndim,
+                grad.dtype,
+                grad.numel(),
+                None if output is None else output.numel(),
+            )
+        )
+
+
+def mean(state: Record, grad: Tensor, output: Tensor | None = None) -> None:
+    """Give ``state.scale`` times the mean over the ranks."""
+    state.add(grad, output)
+    if output is None:
+        dist.all_reduce(grad)
+    else:
+        dist.reduce_scatter_tensor(output, grad)
+    result = grad if output is None else output
+    result.mul_(state.scale / dist.get_world_size())
+
+
+def compressed(state: Record, grad: Tensor, output: Tensor | None = None) -> None:
+    """Communicate in bf16, and point the tensors at new memory."""
+    state.add(grad, output)
+    grad.data = grad.data.to(torch.bfloat16)
+    if output is None:
+        dist.all_reduce(grad)
+        grad.data = grad.data.to(torch.float32) / dist.get_world_size()
+    else:
+        output.data = output.data.to(torch.bfloat16)
+        dist.reduce_scatter_tensor(output, grad)
+        output.data = output.data.to(torch.float32) / dist.get_world_size()
+
+
+def _train(differential: Differential) -> None:
+    """Run steps, then accumulate in both ways."""
+    differential.train(2)
+    for no_sync in (False, True):
+        differential.zero_grad()
+        differential.accumulate(3, no_sync=no_sync)
+        differential.check()
+        differential.step()
+        differential.check()
+    if differential.param_dtype is None:
+        differential.clip(0.1)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3, 4))
+def test_default_hooks(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """torch's own hooks give the mean over the ranks."""
+    differential = Differential.of_model(
+        "uneven", strategy=strategy, use_orig_params=use_orig_params
+    )
+    is_whole = strategy == "NO_SHARD"
+    hook: Hook = (
+        default_hooks.allreduce_hook if is_whole else default_hooks.reduce_scatter_hook
+    )
+    state = default_hooks.DefaultState(process_group=dist.group.WORLD)
+    differential.model.register_comm_hook(state, hook)
+    _train(differential)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3))
+def test_own_hook(
+    rank: int, world_size: int, strategy: str, offloads: bool, use_orig_params: bool
+) -> None:
+    """It sees each unit's gradient once per backward; what it gives is taken."""
+    if offloads and strategy == "NO_SHARD":
+        needs_fsdp_c("has no offload with NO_SHARD")
+    differential = Differential.of_model(
+        "mlp",
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        cpu_offload=CPUOffload(offload_params=offloads),
+    )
+    record = Record(scale=3.0)
+    differential.model.register_comm_hook(record, mean)
+    numels = sorted(
+        sum(p.numel() for p in unit.parameters()) for unit in _units(differential)
+    )
+    for _ in range(2):
+        record.calls.clear()
+        differential.zero_grad()
+        differential.forward_backward()
+        for param in differential.reference.parameters():
+            assert param.grad is not None
+            param.grad *= 3.0
+        differential.check()
+        differential.step()
+        differential.check()
+
+        assert len(record.calls) == NUM_UNITS
+        for call, numel in zip(
+            sorted(record.calls, key=lambda c: c.numel), numels, strict=True
+        ):
+            assert call.ndim == 1
+            assert call.dtype == torch.float32
+            if strategy == "NO_SHARD":
+                assert call.output_numel is None
+                assert call.numel >= numel
+            else:
+                assert call.output_numel is not None
+                assert call.output_numel * world_size == call.numel
+                assert call.numel >= numel
+    assert_idle(differential.model)
+
+
+def _units(differential: Differential) -> list[nn.Module]:
+    """Return modules with the parameters of each unit of the reference."""
+    reference = differential.reference
+    blocks = [m for m in reference.modules() if isinstance(m, Block)]
+    root = nn.ModuleList(m for m in reference.children() if isinstance(m, nn.Linear))
+    return [root, *blocks]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3))
+def test_not_called_in_no_sync(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """The first backward after no_sync() hands it the sum."""
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
+    record = Record()
+    model = differential.model
+    model.register_comm_hook(record, mean)
+    differential.train(1)
+    assert len(record.calls) == NUM_UNITS
+    differential.zero_grad()
+    with model.no_sync():
+        differential.forward_backward()
+        differential.forward_backward()
+    assert len(record.calls) == NUM_UNITS
+    differential.forward_backward()
+    assert len(record.calls) == 2 * NUM_UNITS
+    differential.check()
+    differential.forward_backward()
+    assert len(record.calls) == 3 * NUM_UNITS
+    differential.check()
+    differential.evaluate()
+    assert len(record.calls) == 3 * NUM_UNITS
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3))
+def test_sharded_no_sync(rank: int, world_size: int, strategy: str) -> None:
+    """no_sync(sharded=True) accumulates what the reference has."""
+    needs_fsdp_c("has no no_sync(sharded=True)")
+    differential = Differential.of_model("mlp", strategy=strategy)
+    record = Record()
+    differential.model.register_comm_hook(record, mean)
+    for _ in range(2):
+        differential.zero_grad()
+        with differential.model.no_sync(sharded=True):
+            differential.forward_backward()
+            differential.forward_backward()
+        differential.forward_backward()
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_compression(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """A hook may communicate in bf16 and replace the data of its tensors."""
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params, tolerance=4e-2
+    )
+    record = Record()
+    differential.model.register_comm_hook(record, compressed)
+    differential.train(3)
+    assert {call.dtype for call in record.calls} == {torch.float32}
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_reduce_dtype(
+    rank: int, world_size: int, strategy: str, reduce_dtype: torch.dtype
+) -> None:
+    """The gradient comes in reduce dtype, whatever the parameters are in."""
+    needs_fsdp_c("calls its hook in another dtype")
+    differential = Differential.of_model(
+        "mlp",
+        strategy=strategy,
+        param_dtype=torch.bfloat16,
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+        ),
+    )
+    record = Record()
+    differential.model.register_comm_hook(record, mean)
+    differential.train(2)
+    assert {call.dtype for call in record.calls} == {reduce_dtype}
+    assert len(record.calls) == 2 * NUM_UNITS
+
+
+@pytest.mark.parametrize("model", ["mixed_dtype", "frozen", "unused", "called_twice"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_segments(rank: int, world_size: int, strategy: str, model: str) -> None:
+    """Once per trainable segment: one of each dtype, none that is frozen."""
+    needs_fsdp_c("wants units of one dtype, all trainable")
+    differential = Differential.of_model(model, strategy=strategy)
+    record = Record()
+    differential.model.register_comm_hook(record, mean)
+    num_calls = {"mixed_dtype": 2, "frozen": 2, "called_twice": 3}
+    for _ in range(2):
+        record.calls.clear()
+        differential.train(1)
+        if model != "unused":  # whether a unit without gradients is reduced is free
+            assert len(record.calls) == num_calls[model]
+    if model == "mixed_dtype":
+        assert {c.dtype for c in record.calls} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("raises_at", [0, 2, NUM_UNITS - 1])
+@distributed(world_size=2)
+def test_exception(
+    rank: int, world_size: int, raises_at: int, strategy: str, use_orig_params: bool
+) -> None:
+    """It reaches the user as it is; after reset() training goes on."""
+    needs_fsdp_c("has no reset()")
+    from fsdp_c import reset
+
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
+    record = Record()
+    differential.model.register_comm_hook(record, mean)
+    differential.train(1)
+    differential.zero_grad()
+    record.raises_at = len(record.calls) + raises_at
+    _, loss = differential.forward()
+    with pytest.raises(KeyError, match="had enough"):
+        loss.backward()
+    del loss
+    reset(differential.model)
+    differential.zero_grad()
+    assert_idle(differential.model)
+    differential.check()
+    differential.train(2)
+
+
+def _no_hook(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
+    """Stand in where no hook is called."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_bad_registrations(rank: int, world_size: int, strategy: str) -> None:
+    """Not on the root, twice, not callable; each leaves the model as it was."""
+    differential = Differential.of_model("mlp", strategy=strategy)
+    model = differential.model
+    differential.train(1)
+    with pytest.raises(AssertionError, match="root"):
+        model.blocks[0].register_comm_hook(None, _no_hook)
+    with pytest.raises(ValueError, match="callable"):
+        model.register_comm_hook(None, "mean")
+    differential.train(1)
+    record = Record()
+    model.register_comm_hook(record, mean)
+    with pytest.raises(AssertionError, match="already"):
+        model.register_comm_hook(None, _no_hook)
+    differential.train(1)
+    assert len(record.calls) == NUM_UNITS
+
+
+@distributed(world_size=2)
+def test_registration_in_accumulation(rank: int, world_size: int) -> None:
+    """Whole gradients from before would be scaled by another rule."""
+    needs_fsdp_c("does not look")
+    differential = Differential.of_model("mlp")
+    with differential.model.no_sync():
+        differential.forward_backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        differential.model.register_comm_hook(Record(), mean)
+    differential.forward_backward()
+    differential.check()
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@distributed(world_size=4)
+def test_hybrid_is_refused(rank: int, world_size: int, strategy: str) -> None:
+    """A hook over one group cannot reduce over two; training stays possible."""
+    with hybrid_groups(2, 2) as groups:
+        model = fsdp(
+            Block(),
+            process_group=groups,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=True,
+        )
+        with pytest.raises(AssertionError, match="hybrid"):
+            model.register_comm_hook(None, _no_hook)
+        model(*vectors(torch.Generator().manual_seed(rank))).sum().backward()
+        del model

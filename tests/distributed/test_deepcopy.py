@@ -1,0 +1,368 @@
+"""copy.deepcopy of a wrapped module: shards of its own, and the same behaviour."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import (
+    FSDP,
+    MixedPrecision,
+    ShardingStrategy,
+    assert_idle,
+    fsdp,
+    needs_fsdp_c,
+)
+from helpers.models import BATCH, CASES, DIM, Block, TiedBlock, vectors
+from helpers.reference import Differential, assert_same, full_state_dict
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+def _copy(differential: Differential) -> Differential:
+    """Return copies of both models, with optimizers of their own."""
+    needs_fsdp_c("cannot be copied")
+    reference = copy.deepcopy(differential.reference)
+    model = copy.deepcopy(differential.model)
+    assert all(param.grad is None for param in model.parameters())
+    reference.zero_grad()
+    return Differential(
+        lambda: reference,
+        lambda _module: model,
+        differential.inputs,
+        use_orig_params=differential.use_orig_params,
+        param_dtype=differential.param_dtype,
+    )
+
+
+def _check_copy(differential: Differential) -> None:
+    """Copy, train one and then the other; both follow their references."""
+    twin = _copy(differential)
+    model, other = differential.model, twin.model
+    assert [n for n, _ in model.named_parameters()] == [
+        n for n, _ in other.named_parameters()
+    ]
+    _assert_nothing_shared(model, other)
+    twin.check()
+    values = [p.detach().clone() for p in model.parameters()]
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    twin.train(2)
+    for param, value, grad in zip(model.parameters(), values, grads, strict=True):
+        assert torch.equal(param, value)
+        assert (param.grad is None) == (grad is None)
+        assert grad is None or torch.equal(param.grad, grad)
+    differential.check()
+    differential.zero_grad()
+    values = [p.detach().clone() for p in other.parameters()]
+    differential.train(2)
+    for param, value in zip(other.parameters(), values, strict=True):
+        assert torch.equal(param, value)
+    twin.train(1)
+    twin.evaluate()
+    assert_idle(model)
+    assert_idle(other)
+
+
+def _assert_nothing_shared(model: nn.Module, other: nn.Module) -> None:
+    mine = {id(p) for p in (*model.parameters(), *model.buffers(), *model.modules())}
+    theirs = {id(p) for p in (*other.parameters(), *other.buffers(), *other.modules())}
+    assert not mine & theirs
+    # Empty shards have no memory.
+    mine = {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
+    theirs = {p.untyped_storage().data_ptr() for p in other.parameters() if p.numel()}
+    assert not mine & theirs
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3))
+def test_copy_trains_alone(
+    rank: int, world_size: int, strategy: str, num_steps: int, use_orig_params: bool
+) -> None:
+    """Before the first step, and after some."""
+    differential = Differential.of_model(
+        "uneven", strategy=strategy, use_orig_params=use_orig_params
+    )
+    differential.train(num_steps)
+    _check_copy(differential)
+
+
+@pytest.mark.parametrize("model", ["tied", "transformer", "scalar", "mixed_dtype"])
+@distributed(world_size=4)
+def test_other_models(rank: int, world_size: int, model: str) -> None:
+    """Four ranks, and models whose parameters are special."""
+    differential = Differential.of_model(model)
+    differential.train(1)
+    _check_copy(differential)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=4)
+def test_replicas(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """The copy uses the same groups."""
+    with hybrid_groups(2, 2) as groups:
+
+        def wrap(module: nn.Module) -> Any:
+            return fsdp(
+                module,
+                process_group=groups,
+                sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                use_orig_params=use_orig_params,
+            )
+
+        differential = Differential(
+            CASES["mlp"].build, wrap, vectors, use_orig_params=use_orig_params
+        )
+        differential.train(1)
+        _check_copy(differential)
+        del differential
+
+
+@pytest.mark.trap(24)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_shared_parameters_stay_shared(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """In the copy the two layers are one parameter again, another one."""
+    differential = Differential.of_units(
+        CASES["tied"].build, {TiedBlock}, vectors, use_orig_params=use_orig_params
+    )
+    differential.train(1)
+    twin = _copy(differential)
+    with (
+        FSDP.summon_full_params(differential.model, writeback=False),
+        FSDP.summon_full_params(twin.model, writeback=False),
+    ):
+        tied, other = (d.model.module.tied for d in (differential, twin))
+        assert other.first.weight is other.second.weight
+        assert other.first.weight is not tied.first.weight
+        assert_same("weight", other.first.weight.detach(), tied.first.weight.detach())
+    twin.train(2)
+
+
+class Nested(nn.Module):
+    """Units inside a unit, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Block(), Middle(), Block())
+        self.out = nn.Linear(DIM, 2)
+        self.register_buffer("scale", 0.5 + torch.arange(DIM) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.inner(x * self.scale.to(x.dtype)))
+        return out
+
+
+class Middle(nn.Module):
+    """A unit with a unit and a buffer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("shift", torch.arange(DIM) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        out: Tensor = self.linear(self.block(x)) + self.shift.to(x.dtype)
+        return out
+
+
+@pytest.mark.trap(20)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("is_mixed", [False, True])
+@distributed(world_size=2)
+def test_nested_units_and_buffers(
+    rank: int, world_size: int, is_mixed: bool, num_steps: int, use_orig_params: bool
+) -> None:
+    """Buffers are copied; buffer_dtype holds for the copy, not for its state dict."""
+    dtype = torch.bfloat16 if is_mixed else None
+    differential = Differential.of_units(
+        Nested,
+        {Block, Middle},
+        vectors,
+        use_orig_params=use_orig_params,
+        param_dtype=dtype,
+        mixed_precision=MixedPrecision(
+            param_dtype=dtype, reduce_dtype=dtype and torch.float32, buffer_dtype=dtype
+        ),
+    )
+    differential.train(num_steps)
+    _check_copy(differential)
+    twin = _copy(differential)
+    counts = [
+        {n: int(b) for n, b in m.named_buffers() if "count" in n}
+        for m in (differential.model, twin.model)
+    ]
+    assert counts[0] == counts[1]
+    twin.train(1)
+    assert twin.model.module.scale.dtype == (dtype or torch.float32)
+    for model in (twin.model, differential.model):
+        state = full_state_dict(model)
+        expected = twin.reference.state_dict()
+        assert list(state) == list(expected)
+        for name in ("scale", "inner.1.shift"):
+            assert state[name].dtype == torch.float32
+            assert torch.equal(state[name], expected[name])
+
+
+@distributed(world_size=2)
+def test_hooks_come_along(rank: int, world_size: int) -> None:
+    """Forward hooks of wrapped and of inner modules run with the copy's modules."""
+    differential = Differential.of_model("mlp")
+    seen: list[nn.Module] = []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        seen.append(module)
+
+    model = differential.model
+    model.register_forward_hook(note)
+    model.blocks[1].register_forward_pre_hook(note)
+    model.module.inp.register_forward_hook(note)
+    differential.train(1)
+    assert seen == [model.module.inp, model.blocks[1], model]
+    twin = _copy(differential)
+    seen.clear()
+    twin.train(1)
+    other = twin.model
+    assert seen == [other.module.inp, other.blocks[1], other]
+    model.register_forward_hook(lambda *_: seen.clear())
+    seen.clear()
+    twin.train(1)
+    assert len(seen) == 3, "a hook of the original runs for the copy"
+    seen.clear()
+
+
+@distributed(world_size=2)
+def test_comm_hook_comes_along(rank: int, world_size: int) -> None:
+    """What the copy says about its hook is what its backward does."""
+    needs_fsdp_c("cannot be copied")
+    differential = Differential.of_model("mlp", strategy="NO_SHARD")
+    num_calls = [0]
+
+    def reduce(state: Any, grad: Tensor) -> None:
+        num_calls[0] += 1
+        torch.distributed.all_reduce(grad)
+        grad /= world_size
+
+    differential.model.register_comm_hook(None, reduce)
+    differential.train(1)
+    twin = _copy(differential)
+    before = num_calls[0]
+    twin.train(1)
+    assert num_calls[0] == before + 4
+    with pytest.raises(AssertionError, match="already"):
+        twin.model.register_comm_hook(None, reduce)
+
+
+@distributed(world_size=2)
+def test_settings_come_along(rank: int, world_size: int) -> None:
+    """Modes, frozen parameters, an ignored module, subclasses of names."""
+    needs_fsdp_c("cannot be copied")
+    differential = Differential.of_model("frozen")
+    twin = _copy(differential)
+    twin.train(2)
+    assert [p.requires_grad for p in twin.model.parameters()] == [
+        p.requires_grad for p in differential.model.parameters()
+    ]
+    module = nn.Sequential(Block(), Block())
+    model = fsdp(module, ignored_modules=[module[1]], use_orig_params=True)
+    model.eval()
+    other = copy.deepcopy(model)
+    assert not other.training
+    assert not other.module[0].training
+    assert other.module[1].fc1.weight is not module[1].fc1.weight
+    assert torch.equal(other.module[1].fc1.weight, module[1].fc1.weight)
+    assert other.module[1].fc1.weight.shape == (10, DIM)
+    x = torch.ones(BATCH, DIM)
+    assert_same("output", other(x).detach(), model(x).detach(), 0.0)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_plain_module_around_units(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """The wrapped modules are children of what is copied."""
+
+    def wrap(module: nn.Module) -> nn.Module:
+        assert isinstance(module, nn.Sequential)
+        return nn.Sequential(
+            *(fsdp(each, use_orig_params=use_orig_params) for each in module)
+        )
+
+    needs_fsdp_c("cannot be copied")
+    reference = nn.Sequential(Block(), Block())
+    model = wrap(copy.deepcopy(reference))
+    other = copy.deepcopy(model)
+    x = torch.randn(BATCH, DIM)
+    assert_same("output", other(x).detach(), reference(x).detach())
+    other(x).sum().backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+    assert_same("output", model(x).detach(), reference(x).detach())
+    assert not torch.equal(other(x), model(x))
+
+
+class _Copies(nn.Module):
+    """Copies a wrapped module in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.target: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.target:
+            copy.deepcopy(each)
+        out: Tensor = self.block(x)
+        return out
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("which", ["root", "unit"])
+@distributed(world_size=2)
+def test_inside_forward(
+    rank: int, world_size: int, which: str, use_orig_params: bool
+) -> None:
+    """Refused: parameters are whole there. Training goes on after reset()."""
+    needs_fsdp_c("has no reset()")
+    from fsdp_c import reset
+
+    differential = Differential.of_units(
+        _Copies, {Block}, vectors, use_orig_params=use_orig_params
+    )
+    model = differential.model
+    differential.train(1)
+    differential.zero_grad()
+    (batch,) = differential.batches()[rank]
+    model.module.target.append(model if which == "root" else model.module.block)
+    with pytest.raises(RuntimeError, match="copied"):
+        model(batch)
+    model.module.target.clear()
+    reset(model)
+    differential.train(2)
+
+
+@distributed(world_size=2)
+def test_inside_a_summon(rank: int, world_size: int) -> None:
+    """Refused as well; the summon stays open."""
+    needs_fsdp_c("cannot be copied")
+    differential = Differential.of_model("mlp")
+    with FSDP.summon_full_params(differential.model):
+        with pytest.raises(RuntimeError, match="copied"):
+            copy.deepcopy(differential.model)
+        assert [p.shape for p in differential.model.parameters()] == [
+            p.shape for p in differential.reference.parameters()
+        ]
+    differential.train(1)

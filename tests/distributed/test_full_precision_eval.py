@@ -1,0 +1,308 @@
+"""FSDP_USE_FULL_PREC_IN_EVAL=1: eval mode computes in the master dtype."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import (
+    FSDP,
+    MixedPrecision,
+    ShardingStrategy,
+    assert_idle,
+    fsdp,
+    memory_stats,
+)
+from helpers.models import BATCH, DIM, Block
+from helpers.reference import Differential, assert_same, full_state_dict
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+class Net(nn.Module):
+    """Blocks and a buffer; notes the dtype of what comes in."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.out = nn.Linear(DIM, 3)
+        self.register_buffer("scale", torch.linspace(0.7, 1.3, DIM))
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen |= {x.dtype, self.scale.dtype}
+        x = torch.tanh(self.inp(x)) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+def _inputs(generator: torch.Generator) -> tuple[Tensor, ...]:
+    return (torch.randn(BATCH, DIM, generator=generator),)
+
+
+@contextlib.contextmanager
+def _setting(value: str | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if value is None:
+            patch.delenv("FSDP_USE_FULL_PREC_IN_EVAL", raising=False)
+        else:
+            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
+        yield
+
+
+def _make(
+    strategy: str = "FULL_SHARD",
+    *,
+    use_orig_params: bool = True,
+    value: str | None = "1",
+    groups: Any = None,
+    reduce_dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Differential:
+    def wrap(module: nn.Module) -> Any:
+        with _setting(value):
+            return fsdp(
+                module,
+                process_group=groups,
+                sharding_strategy=ShardingStrategy[strategy],
+                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                mixed_precision=MixedPrecision(
+                    param_dtype=torch.bfloat16,
+                    reduce_dtype=reduce_dtype,
+                    buffer_dtype=torch.bfloat16,
+                ),
+                use_orig_params=use_orig_params,
+                **kwargs,
+            )
+
+    differential = Differential(
+        Net,
+        wrap,
+        _inputs,
+        use_orig_params=use_orig_params,
+        param_dtype=torch.bfloat16,
+    )
+    differential.reference.get_buffer("scale").data = differential.reference.get_buffer(
+        "scale"
+    ).data.bfloat16()
+    return differential
+
+
+def _train(differential: Differential, num_steps: int) -> None:
+    """Train in bf16, and see that it is."""
+    seen = differential.model.module.seen
+    seen.clear()
+    differential.train(num_steps)
+    assert seen == {torch.bfloat16}
+
+
+def _unsharded(differential: Differential) -> nn.Module:
+    """Return an unsharded fp32 model with the sharded one's weights."""
+    net = Net()
+    net.load_state_dict(full_state_dict(differential.model))
+    return net
+
+
+def _compare_eval(differential: Differential) -> None:
+    """Evaluate in full precision, against the unsharded model in fp32."""
+    expected = _unsharded(differential)
+    model = differential.model
+    model.module.seen.clear()
+    model.eval()
+    with torch.no_grad():
+        for index in range(3):
+            generator = torch.Generator().manual_seed(10 * index + differential.rank)
+            (x,) = _inputs(generator)
+            output = model(x)
+            assert output.dtype == torch.float32
+            assert_same("output", output, expected(x), 1e-6)
+    assert model.module.seen == {torch.float32}
+    assert_idle(model)
+    model.train()
+
+
+@pytest.mark.trap(20)
+@pytest.mark.trap(21)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("forward_prefetch", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3))
+def test_eval_is_exact(
+    rank: int,
+    world_size: int,
+    strategy: str,
+    forward_prefetch: bool,
+    use_orig_params: bool,
+) -> None:
+    """Before the first step, between steps, with prefetches of either dtype."""
+    differential = _make(
+        strategy, use_orig_params=use_orig_params, forward_prefetch=forward_prefetch
+    )
+    _compare_eval(differential)
+    _train(differential, 2)
+    _compare_eval(differential)
+    _train(differential, 2)
+    _compare_eval(differential)
+    _compare_eval(differential)
+
+
+@distributed(world_size=4)
+def test_replicas(rank: int, world_size: int) -> None:
+    """The same where shards have replicas."""
+    with hybrid_groups(2, 2) as groups:
+        differential = _make("HYBRID_SHARD", groups=groups)
+        _train(differential, 1)
+        _compare_eval(differential)
+        _train(differential, 1)
+        del differential
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_off(rank: int, world_size: int, strategy: str, value: str | None) -> None:
+    """Without the variable eval is in bf16, like training."""
+    differential = _make(strategy, value=value)
+    _train(differential, 1)
+    seen = differential.model.module.seen
+    seen.clear()
+    differential.model.eval()
+    with torch.no_grad():
+        (x,) = differential.batches()[rank]
+        assert differential.model(x).dtype == torch.bfloat16
+    assert seen == {torch.bfloat16}
+    differential.model.train()
+    differential.evaluate()
+    _train(differential, 1)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=(2, 3))
+def test_gradients_in_eval_mode(
+    rank: int,
+    world_size: int,
+    strategy: str,
+    reduce_dtype: torch.dtype | None,
+    use_orig_params: bool,
+) -> None:
+    """Backward is in fp32 as well; only the reduction may be in bf16."""
+    differential = _make(
+        strategy, use_orig_params=use_orig_params, reduce_dtype=reduce_dtype
+    )
+    _train(differential, 1)
+    for _ in range(2):
+        expected = _unsharded(differential)
+        differential.model.eval()
+        differential.zero_grad()
+        batches = differential.batches()
+        for batch in batches:
+            (expected(*batch).square().mean() / world_size).backward()
+        differential.model(*batches[rank]).square().mean().backward()
+        differential.model.train()
+        _, grads = differential.gather()
+        for name, param in expected.named_parameters():
+            assert param.grad is not None
+            tolerance = 2e-5 if reduce_dtype is torch.float32 else 4e-2
+            assert_same(f"gradient {name}", grads[name], param.grad, tolerance)
+        differential.zero_grad()
+        _train(differential, 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_mode_changes_in_mid_step(rank: int, world_size: int, strategy: str) -> None:
+    """A forward in each mode, then both backwards' turn."""
+    differential = _make(strategy, reduce_dtype=torch.float32)
+    model = differential.model
+    _train(differential, 1)
+    differential.zero_grad()
+    mean, loss = differential.forward()
+    _compare_eval(differential)
+    mean.backward()
+    loss.backward()
+    differential.check()
+    differential.step()
+    differential.zero_grad()
+    with model.no_sync():
+        differential.forward_backward()
+        _compare_eval(differential)
+    differential.forward_backward()
+    differential.check()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=2)
+def test_units_in_other_modes(rank: int, world_size: int, strategy: str) -> None:
+    """Each unit goes by its own mode; here one unit evaluates in fp32."""
+    differential = _make(strategy)
+    model = differential.model
+    _train(differential, 1)
+    dtypes: dict[int, torch.dtype] = {}
+    for index, block in enumerate(model.module.blocks):
+
+        def note(_module: Any, args: tuple[Tensor, ...], index: int = index) -> None:
+            dtypes[index] = args[0].dtype
+
+        block.module.register_forward_pre_hook(note)
+    model.module.blocks[1].eval()
+    (x,) = differential.batches()[rank]
+    with torch.no_grad():
+        model(x)
+    # The bf16 that comes into the middle block is not cast; its weights are fp32.
+    assert dtypes[0] == torch.bfloat16
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_memory_only_when_used(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """The variable costs nothing until a forward in eval mode."""
+    plain = _make(value=None, use_orig_params=use_orig_params)
+    differential = _make(use_orig_params=use_orig_params)
+    for each in (plain, differential):
+        _train(each, 3)
+    before = memory_stats(differential.model)
+    assert before["arena_nbytes"] == memory_stats(plain.model)["arena_nbytes"]
+    assert before["peak_nbytes"] == memory_stats(plain.model)["peak_nbytes"]
+    differential.model.eval()
+    differential.model.train()
+    assert memory_stats(differential.model)["arena_nbytes"] == before["arena_nbytes"]
+    _compare_eval(differential)
+    after = memory_stats(differential.model)
+    assert after["peak_nbytes"] > before["peak_nbytes"]
+    assert after["held_nbytes"] == 0
+    for _ in range(3):
+        _train(differential, 1)
+        _compare_eval(differential)
+    assert memory_stats(differential.model)["peak_nbytes"] == after["peak_nbytes"]
+
+
+@distributed(world_size=2)
+def test_summon_and_state_dict_in_eval_mode(rank: int, world_size: int) -> None:
+    """Both show the master values in either mode."""
+    differential = _make()
+    _train(differential, 1)
+    expected = full_state_dict(differential.model)
+    differential.model.eval()
+    state = full_state_dict(differential.model)
+    assert list(state) == list(expected)
+    for name, tensor in expected.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(state[name], tensor)
+    with FSDP.summon_full_params(differential.model):
+        for name, param in differential.model.named_parameters():
+            assert torch.equal(param, expected[name])
+    differential.model.train()
+    _train(differential, 1)

@@ -1,0 +1,270 @@
+"""Ranks that run their units in different orders: who is told what, and when."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers import distributed as helper
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import BATCH, DIM, Block, vectors
+from helpers.reference import Differential
+
+GROUP_TIMEOUT_S = 3.0
+
+
+class Ordered(nn.Module):
+    """Runs its blocks in the order that it is told."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.order = list(range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+@contextlib.contextmanager
+def _debugging(level: Any) -> Iterator[None]:
+    """Set c10d's debug level, which TORCH_DISTRIBUTED_DEBUG sets at first."""
+    before = c10d.get_debug_level()
+    c10d.set_debug_level(level)
+    try:
+        yield
+    finally:
+        c10d.set_debug_level(before)
+
+
+def _make(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differential:
+    return Differential.of_units(
+        Ordered,
+        {Block},
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        **kwargs,
+    )
+
+
+def _failure(action: Callable[[], object]) -> str:
+    """Return the message of the error that ``action`` raises, without its frames."""
+    try:
+        action()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("no error was raised")
+
+
+@pytest.mark.parametrize("level", ["INFO", "DETAIL"])
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=(2, 3, 4))
+def test_different_orders(
+    rank: int, world_size: int, strategy: str, num_steps: int, level: str
+) -> None:
+    """All ranks raise, at once, an error that names both units."""
+    needs_fsdp_c("says so in another way")
+    with _debugging(getattr(c10d.DebugLevel, level)):
+        differential = _make(strategy, use_orig_params=True)
+        differential.train(num_steps)
+        if rank == world_size - 1:
+            differential.model.module.order = [0, 2, 1, 3]
+        x = torch.ones(BATCH, DIM)
+        begin = time.monotonic()
+        message = _failure(lambda: differential.model(x))
+        assert time.monotonic() - begin < 5.0
+        assert "different orders" in message
+        assert "blocks.1" in message
+        assert "blocks.2" in message
+        assert f"rank {world_size - 1}: " in message
+        messages: list[Any] = [None] * world_size
+        dist.all_gather_object(messages, message)
+        assert len(set(messages)) == 1, messages
+        del differential
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_training_goes_on_after_reset(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """The exchanged messages leave the ranks in step."""
+    needs_fsdp_c("has no reset()")
+    from fsdp_c import reset
+
+    with _debugging(c10d.DebugLevel.INFO):
+        differential = _make("FULL_SHARD", use_orig_params)
+        differential.train(1)
+        module = differential.model.module
+        if rank == 0:
+            module.order = [0, 3, 1]
+        x = torch.ones(BATCH, DIM)
+        assert "different orders" in _failure(lambda: differential.model(x))
+        module.order = [0, 1, 2, 3]
+        reset(differential.model)
+        differential.train(2)
+        del differential, module
+
+
+@distributed(world_size=2)
+def test_rank_skips_a_unit(rank: int, world_size: int) -> None:
+    """The first difference may be a forward on one rank, a backward on another."""
+    needs_fsdp_c("says so in another way")
+    with _debugging(c10d.DebugLevel.INFO):
+        differential = _make("FULL_SHARD", use_orig_params=True)
+        differential.train(1)
+        if rank == 1:
+            differential.model.module.order = [0, 1, 2]
+        x = torch.ones(BATCH, DIM)
+        message = _failure(lambda: differential.model(x).sum().backward())
+        assert "different orders" in message
+        assert "blocks.3" in message
+        del differential
+
+
+@distributed(world_size=4)
+def test_replicas(rank: int, world_size: int) -> None:
+    """Shard groups compare for themselves: both differ here."""
+    needs_fsdp_c("says so in another way")
+    with hybrid_groups(2, 2) as groups, _debugging(c10d.DebugLevel.INFO):
+        model = fsdp(
+            Ordered(),
+            process_group=groups,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+        )
+        if rank % 2 == 1:
+            model.module.order = [3, 2, 1, 0]
+        x = torch.ones(BATCH, DIM)
+        message = _failure(lambda: model(x))
+        assert "blocks.0" in message
+        assert "blocks.3" in message
+        del model
+
+
+@pytest.mark.trap(9)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("forward_prefetch", [True, False])
+@distributed(world_size=(2, 3))
+def test_equal_orders_pass(
+    rank: int,
+    world_size: int,
+    forward_prefetch: bool,
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """Also where all ranks change the order: prefetches follow the new one."""
+    with _debugging(c10d.DebugLevel.INFO):
+        differential = _make(
+            strategy, use_orig_params, forward_prefetch=forward_prefetch
+        )
+        both: tuple[Any, ...] = (differential.reference, differential.model.module)
+        for order in ([0, 1, 2, 3], [3, 1, 0], [3, 1, 0], [2, 2, 1], [0, 1, 2, 3]):
+            for module in both:
+                module.order = order
+            differential.train(1)
+        differential.evaluate()
+        differential.accumulate(2, no_sync=True)
+        del differential, both, module
+
+
+@contextlib.contextmanager
+def _impatient_group() -> Iterator[dist.ProcessGroup]:
+    """Yield a group of all ranks whose collectives time out soon."""
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S), backend="gloo")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _wrap(group: dist.ProcessGroup) -> Any:
+    return fsdp(
+        Ordered(),
+        process_group=group,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+    )
+
+
+def _skips_in_eval(rank: int, world_size: int) -> None:
+    """Rank 1 skips a block: the others wait for it in the last one."""
+    with _impatient_group() as group:
+        model = _wrap(group)
+        if rank == 1:
+            model.module.order = [0, 1, 2]
+        begin = time.monotonic()
+        with torch.no_grad():
+            if rank == 1:
+                model(torch.ones(BATCH, DIM))
+            else:
+                message = _failure(lambda: model(torch.ones(BATCH, DIM)))
+                assert "What each rank issued last" in message
+                assert "blocks.3" in message
+                assert "rank 1: no answer" in message
+        # The others have nothing to wait for.
+        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 8.0
+        dist.barrier()
+        del model
+
+
+def _skips_in_training(rank: int, world_size: int) -> None:
+    """Rank 1 is in backward already: all wait, all say where."""
+    with _impatient_group() as group:
+        model = _wrap(group)
+        if rank == 1:
+            model.module.order = [0, 1]
+        begin = time.monotonic()
+        x = torch.ones(BATCH, DIM, requires_grad=True)
+        message = _failure(lambda: model(x).sum().backward())
+        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 8.0
+        assert "What each rank issued last" in message
+        assert "different units" in message
+        assert "no answer" not in message
+        assert "rank 0: " in message
+        assert "rank 1: " in message
+        assert "blocks." in message
+        assert "TORCH_DISTRIBUTED_DEBUG" in message
+        dist.barrier()
+        del model
+
+
+def _is_dead(rank: int, world_size: int) -> None:
+    """Rank 1 never comes: the others say so."""
+    with _impatient_group() as group:
+        model = _wrap(group)
+        if rank != 1:
+            message = _failure(lambda: model(torch.ones(BATCH, DIM)))
+            assert "rank 1: no answer" in message
+            assert "blocks.0" in message
+        dist.barrier()
+        del model
+
+
+@pytest.mark.parametrize("body", [_skips_in_eval, _skips_in_training, _is_dead])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_post_mortem(world_size: int, body: Callable[..., None]) -> None:
+    """Without the debug mode: when the group's timeout is over."""
+    needs_fsdp_c("says so in another way")
+    try:
+        helper.run_task(body, world_size, {}, timeout_s=40.0)
+    finally:
+        # A group that failed is not asked to serve the next test.
+        pool = helper._pools.pop(world_size, None)
+        if pool is not None:
+            pool.close()
