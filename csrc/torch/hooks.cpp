@@ -91,9 +91,8 @@ void expect_grads(Unit &unit) {
     param.expected_in = graph_task;
     num_grads++;
   }
-  const int64_t num_calls = count_input_calls(unit);
   // One more that never comes keeps the unit to the end of backward.
-  num_grads += comes_all ? num_calls : std::max<int64_t>(num_calls, 1);
+  if (!comes_all) num_grads += std::max<int64_t>(count_input_calls(unit), 1);
   fsdp_unit_expect_grads(unit.core, num_grads);
 }
 

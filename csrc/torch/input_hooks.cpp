@@ -2,16 +2,17 @@
 // Autograd tells when it is done with a trainable parameter: its gradient
 // comes. Of others it says nothing: of a frozen one, of one whose gradient
 // comes in a graph task of its own (reentrant checkpointing of a part of the
-// unit), of an unused one, of one that is also used detached. So a unit cannot
-// be resharded when the gradients that are announced have come: a frozen layer
-// may still have to pass a gradient on. Autograd runs the nodes of one thread
-// in the reverse order of their creation, and the nodes that made a unit's
-// inputs are older than all nodes inside it. So once the inputs have their
-// gradients, backward has left the unit. An input that several units have is
-// complete only when backward has left all of them, and a leaf keeps its hooks
-// for ever: there the unit gets an alias of its own. Where no input requires
-// grad, the unit ends with its parameters' gradients if all are announced, else
-// with the backward.
+// unit), of an unused one. A unit with one of those cannot be resharded when
+// the gradients that are announced have come: a frozen layer may still have to
+// pass a gradient on. Autograd runs the nodes of one thread in the reverse
+// order of their creation, and the nodes that made a unit's inputs are older
+// than all nodes inside it. So once the inputs have their gradients, backward
+// has left the unit. An input that several units have is complete only when
+// backward has left all of them, and a leaf keeps its hooks for ever: there the
+// unit gets an alias of its own. Where no input requires grad, the unit waits
+// for the end of backward. A unit whose parameters are all announced does not
+// wait: the units inside it may still have a long way to go. (It must not use a
+// parameter detached before it uses it otherwise; FSDP1 has the same limit.)
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
