@@ -344,7 +344,8 @@ class FullyShardedDataParallel(Attributes):
         """Set the mode.
 
         With ``FSDP_USE_FULL_PREC_IN_EVAL=1`` parameters, inputs and buffers are not
-        cast in eval mode.
+        cast in eval mode. Gradients of an eval forward are then rounded to param_dtype
+        all the same, once a training forward has run.
         """
         super().train(mode)
         self._unit.full_precision = self._config.full_precision_in_eval and not mode

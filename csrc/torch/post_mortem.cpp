@@ -49,12 +49,11 @@ std::string describe(Group &group, const std::string &cause,
                       : read(*store, prefix + std::to_string(other), deadline);
     differ = differ || (!theirs.empty() && theirs != position);
     is_missing = is_missing || theirs.empty();
-    if (theirs == position && other != rank) continue;  // nothing to see
     if (++num_listed > kMaxListedRanks) continue;
     text << (num_listed == 1 ? " rank " : "; rank ") << other << ": "
          << (theirs.empty() ? "no answer" : theirs);
   }
-  if (num_listed == 1) text << " (the others the same)";
+  if (num_listed > kMaxListedRanks) text << "; ...";
   text << ".";
   if (differ) {
     text << " The ranks are at different units: all must run the same units in "

@@ -109,7 +109,7 @@ def _train(differential: Differential) -> None:
 def test_default_hooks(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> None:
-    """torch's own hooks give the mean over the ranks."""
+    """The hooks of torch give the mean over the ranks."""
     differential = Differential.of_model(
         "uneven", strategy=strategy, use_orig_params=use_orig_params
     )

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers import distributed as helper
@@ -40,12 +39,12 @@ class Ordered(nn.Module):
 @contextlib.contextmanager
 def _debugging(level: Any) -> Iterator[None]:
     """Set c10d's debug level, which TORCH_DISTRIBUTED_DEBUG sets at first."""
-    before = c10d.get_debug_level()
-    c10d.set_debug_level(level)
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
     try:
         yield
     finally:
-        c10d.set_debug_level(before)
+        dist.set_debug_level(before)
 
 
 def _make(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differential:
@@ -59,13 +58,16 @@ def _make(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differential:
     )
 
 
-def _failure(action: Callable[[], object]) -> str:
-    """Return the message of the error that ``action`` raises, without its frames."""
+def _failure(model: nn.Module, x: Tensor, *, backward: bool = False) -> str:
+    """Return the message of the error in a step, without its frames."""
     try:
-        action()
+        out = model(x)
+        if backward:
+            out.sum().backward()
     except RuntimeError as error:
         return str(error)
-    raise AssertionError("no error was raised")
+    msg = "no error was raised"
+    raise AssertionError(msg)
 
 
 @pytest.mark.parametrize("level", ["INFO", "DETAIL"])
@@ -77,14 +79,14 @@ def test_different_orders(
 ) -> None:
     """All ranks raise, at once, an error that names both units."""
     needs_fsdp_c("says so in another way")
-    with _debugging(getattr(c10d.DebugLevel, level)):
+    with _debugging(getattr(dist.DebugLevel, level)):
         differential = _make(strategy, use_orig_params=True)
         differential.train(num_steps)
         if rank == world_size - 1:
             differential.model.module.order = [0, 2, 1, 3]
         x = torch.ones(BATCH, DIM)
         begin = time.monotonic()
-        message = _failure(lambda: differential.model(x))
+        message = _failure(differential.model, x)
         assert time.monotonic() - begin < 5.0
         assert "different orders" in message
         assert "blocks.1" in message
@@ -105,14 +107,14 @@ def test_training_goes_on_after_reset(
     needs_fsdp_c("has no reset()")
     from fsdp_c import reset
 
-    with _debugging(c10d.DebugLevel.INFO):
+    with _debugging(dist.DebugLevel.INFO):
         differential = _make("FULL_SHARD", use_orig_params)
         differential.train(1)
         module = differential.model.module
         if rank == 0:
             module.order = [0, 3, 1]
         x = torch.ones(BATCH, DIM)
-        assert "different orders" in _failure(lambda: differential.model(x))
+        assert "different orders" in _failure(differential.model, x)
         module.order = [0, 1, 2, 3]
         reset(differential.model)
         differential.train(2)
@@ -123,13 +125,13 @@ def test_training_goes_on_after_reset(
 def test_rank_skips_a_unit(rank: int, world_size: int) -> None:
     """The first difference may be a forward on one rank, a backward on another."""
     needs_fsdp_c("says so in another way")
-    with _debugging(c10d.DebugLevel.INFO):
+    with _debugging(dist.DebugLevel.INFO):
         differential = _make("FULL_SHARD", use_orig_params=True)
         differential.train(1)
         if rank == 1:
             differential.model.module.order = [0, 1, 2]
         x = torch.ones(BATCH, DIM)
-        message = _failure(lambda: differential.model(x).sum().backward())
+        message = _failure(differential.model, x, backward=True)
         assert "different orders" in message
         assert "blocks.3" in message
         del differential
@@ -139,7 +141,7 @@ def test_rank_skips_a_unit(rank: int, world_size: int) -> None:
 def test_replicas(rank: int, world_size: int) -> None:
     """Shard groups compare for themselves: both differ here."""
     needs_fsdp_c("says so in another way")
-    with hybrid_groups(2, 2) as groups, _debugging(c10d.DebugLevel.INFO):
+    with hybrid_groups(2, 2) as groups, _debugging(dist.DebugLevel.INFO):
         model = fsdp(
             Ordered(),
             process_group=groups,
@@ -150,7 +152,7 @@ def test_replicas(rank: int, world_size: int) -> None:
         if rank % 2 == 1:
             model.module.order = [3, 2, 1, 0]
         x = torch.ones(BATCH, DIM)
-        message = _failure(lambda: model(x))
+        message = _failure(model, x)
         assert "blocks.0" in message
         assert "blocks.3" in message
         del model
@@ -169,7 +171,7 @@ def test_equal_orders_pass(
     use_orig_params: bool,
 ) -> None:
     """Also where all ranks change the order: prefetches follow the new one."""
-    with _debugging(c10d.DebugLevel.INFO):
+    with _debugging(dist.DebugLevel.INFO):
         differential = _make(
             strategy, use_orig_params, forward_prefetch=forward_prefetch
         )
@@ -213,12 +215,12 @@ def _skips_in_eval(rank: int, world_size: int) -> None:
             if rank == 1:
                 model(torch.ones(BATCH, DIM))
             else:
-                message = _failure(lambda: model(torch.ones(BATCH, DIM)))
+                message = _failure(model, torch.ones(BATCH, DIM))
                 assert "What each rank issued last" in message
                 assert "blocks.3" in message
                 assert "rank 1: no answer" in message
         # The others have nothing to wait for.
-        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 8.0
+        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
         dist.barrier()
         del model
 
@@ -231,8 +233,8 @@ def _skips_in_training(rank: int, world_size: int) -> None:
             model.module.order = [0, 1]
         begin = time.monotonic()
         x = torch.ones(BATCH, DIM, requires_grad=True)
-        message = _failure(lambda: model(x).sum().backward())
-        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 8.0
+        message = _failure(model, x, backward=True)
+        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
         assert "What each rank issued last" in message
         assert "different units" in message
         assert "no answer" not in message
@@ -249,7 +251,7 @@ def _is_dead(rank: int, world_size: int) -> None:
     with _impatient_group() as group:
         model = _wrap(group)
         if rank != 1:
-            message = _failure(lambda: model(torch.ones(BATCH, DIM)))
+            message = _failure(model, torch.ones(BATCH, DIM))
             assert "rank 1: no answer" in message
             assert "blocks.0" in message
         dist.barrier()

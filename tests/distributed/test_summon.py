@@ -112,7 +112,7 @@ class _Look:
             not options["rank0_only"] or not is_sharded or dist.get_rank(group) == 0
         )
         # What every rank holds whole anyway is shown as it is, as in FSDP1.
-        self.is_resident = not is_sharded and not options["offload_to_cpu"]
+        self.is_resident = not is_sharded
         # Only the first rank's values count with rank0_only.
         self.factor = 0.9
         if options["rank0_only"] and differential.rank > 0:
@@ -170,7 +170,7 @@ class _Look:
         assert mine.grad is not None, name
         assert mine.grad.dtype == mine.dtype
         assert mine.grad.device.type == "cpu"
-        assert_same(f"gradient {name}", mine.grad, param.grad)
+        assert_same(f"gradient {name}", mine.grad, param.grad, 1e-4)
 
     def inside_sharded(self) -> None:
         """See no more elements than the shards have."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,7 +39,6 @@ LEAVES = (
     "frozen",
     "constant",
     "adapter",
-    "stopped",
     "single",
 )
 BRANCHES = ("seq", "residual", "parallel", "twice", "packed", "never", "checkpoint")
@@ -278,7 +276,7 @@ class Node(nn.Module):
         option = spec.option
         bias = option % 3 != 0
         kind = spec.kind
-        if kind in ("linear", "frozen", "unused", "adapter", "stopped", "single"):
+        if kind in ("linear", "frozen", "unused", "adapter", "single"):
             self.fc = nn.Linear(dim, dim, bias=bias, dtype=DTYPE)
         if kind == "single":
             self.fc = self.fc.float()
@@ -328,9 +326,6 @@ class Node(nn.Module):
             "norm": lambda: self.norm(x),
             "tied": lambda: self.second(torch.tanh(self.first(x))),
             "adapter": lambda: torch.tanh(self.fc(x) + self.up(self.down(x))),
-            "stopped": lambda: torch.tanh(
-                F.linear(torch.sin(x), self.fc.weight.detach()) + self.fc(x)
-            ),
             "single": lambda: torch.tanh(self.fc(x.float()).to(x.dtype)),
         }
         return run.get(self.spec.kind, lambda: torch.tanh(self.fc(x)))()

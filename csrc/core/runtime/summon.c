@@ -50,12 +50,11 @@ done:
   return status;
 }
 
-/* What `flag` is on the first rank of the shard group or, with `any`, whether
- * it is set on any rank. The host waits for the answer. */
-static fsdp_status agree(fsdp_unit *unit, bool any, bool *flag,
-                         fsdp_error *error) {
+/* What `flag` is on the first rank of `group` or, with `any`, whether it is set
+ * on any rank. The host waits for the answer. */
+static fsdp_status agree(fsdp_unit *unit, const fsdp_group *group, bool any,
+                         bool *flag, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
-  const fsdp_group *group = &unit->options.shard_group;
   const uint8_t mine = *flag ? 1 : 0;
   uint8_t *all = NULL;
   fsdp_status status = FSDP_OK;
@@ -76,6 +75,19 @@ done:
   return status;
 }
 
+/* What `flag` is on the rank whose values a write-back spreads: the first of
+ * the shard group of the first replica. */
+static fsdp_status follow_first(fsdp_unit *unit, bool *flag,
+                                fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (unit->options.shard_group.rank == 0) {
+    FSDP_TRY(agree(unit, &unit->options.replica_group, false, flag, error));
+  }
+  FSDP_TRY(agree(unit, &unit->options.shard_group, false, flag, error));
+done:
+  return status;
+}
+
 /* Gradients that are not sharded yet (no_sync) are whole, or partial: they stay
  * as they are. */
 static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
@@ -90,7 +102,7 @@ static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
                            &has_grads, error));
   unit->has_sharded_grad = has_grads;
-  FSDP_TRY(agree(unit, true, &has_grads, error));
+  FSDP_TRY(agree(unit, &unit->options.shard_group, true, &has_grads, error));
   if (!has_grads) return FSDP_OK;
   FSDP_TRY(bring_whole(unit, true, error));
   if (is_shown_here(unit)) {
@@ -235,7 +247,7 @@ static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
                              &whole->is_live, error));
   }
   if (writeback && unit->summon.on_first_rank_only) {
-    FSDP_TRY(agree(unit, false, &whole->is_live, error));
+    FSDP_TRY(follow_first(unit, &whole->is_live, error));
     if (whole->is_live) {
       FSDP_TRY(fsdp_unit_priv_broadcast_whole(unit, true, error));
     }
