@@ -89,7 +89,9 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
       num_frees: the arena of unsharded parameters and gradients; ``held`` are the
       blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far.
     * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
-      sharded gradients of this rank.
+      sharded gradients of this rank, those that are allocated now.
+    * partial_grad_nbytes, scratch_nbytes: sums of ``no_sync(sharded=True)``, and what
+      reductions over gloo need beside the arena.
     * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
 
     Several engines (wrapped modules without a common wrapped ancestor) add up.
