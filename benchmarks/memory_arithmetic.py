@@ -43,9 +43,10 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _flat_nbytes(params: Iterable[nn.Parameter], world_size: int) -> int:
     """Return the unsharded bytes of one flat parameter or segment, padded."""
-    numel = sum(_round_up(param.numel(), ALIGNMENT_NUMEL) for param in params)
-    shard_numel = _round_up(-(-numel // world_size), ALIGNMENT_NUMEL)
-    return shard_numel * world_size * ITEMSIZE
+    numel = 0
+    for param in params:
+        numel = _round_up(numel, ALIGNMENT_NUMEL) + param.numel()
+    return _round_up(numel, world_size) * ITEMSIZE
 
 
 def _dim0_nbytes(params: Iterable[nn.Parameter], world_size: int) -> int:

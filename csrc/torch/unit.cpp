@@ -89,18 +89,19 @@ void choose_dtypes(Unit &unit, const fsdp_torch_unit_options &options) {
   }
 }
 
-int32_t smallest_itemsize(const std::vector<fsdp_param_spec> &specs,
-                          PyObject *param_dtype, PyObject *reduce_dtype) {
-  int32_t smallest = 16;
-  for (const fsdp_param_spec &spec : specs) {
-    smallest = std::min(smallest, spec.dtype.itemsize);
+// FSDP1's alignment, for the same shapes: of parameters, and only with
+// use_orig_params. An accelerator aligns everything: its collectives and
+// kernels are slower over odd addresses, and on the CPU nothing is gained.
+fsdp_alignment choose_alignment(const Unit &unit, PyObject *param_dtype) {
+  fsdp_alignment alignment = {};
+  alignment.itemsize = FSDP_ALIGNMENT_NBYTES;  // the segment's own
+  if (param_dtype != nullptr) {
+    alignment.itemsize =
+        core_dtype(dtype_or(param_dtype, at::ScalarType::Float)).itemsize;
   }
-  for (PyObject *dtype : {param_dtype, reduce_dtype}) {
-    if (dtype == nullptr) continue;
-    smallest = std::min(
-        smallest, core_dtype(dtype_or(dtype, at::ScalarType::Float)).itemsize);
-  }
-  return smallest;
+  alignment.params = unit.use_orig_params || !unit.device.is_cpu();
+  alignment.shards = !unit.device.is_cpu();
+  return alignment;
 }
 
 // Makes the table and the layout of `specs`, one per use.
@@ -115,7 +116,7 @@ fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
   }
   return fsdp_flat_layout_create(unit.table,
                                  core_group(unit.shard_group).world_size,
-                                 unit.smallest_itemsize, &unit.layout, error);
+                                 unit.alignment, &unit.layout, error);
 }
 
 std::vector<fsdp_param_spec> specs_of(const Unit &unit,
@@ -289,8 +290,7 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
         fsdp_torch::group_from(options->replica_group, self->device);
 
     const auto specs = fsdp_torch::specs_of(*self, *options);
-    self->smallest_itemsize = fsdp_torch::smallest_itemsize(
-        specs, options->param_dtype, options->reduce_dtype);
+    self->alignment = fsdp_torch::choose_alignment(*self, options->param_dtype);
     fsdp_status status = fsdp_torch::make_layout(*self, specs, error);
     if (status != FSDP_OK) return status;
     fsdp_torch::choose_dtypes(*self, *options);
@@ -325,7 +325,7 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
     self->param_dtype_code = from.param_dtype_code;
     self->shard_group = from.shard_group;
     self->replica_group = from.replica_group;
-    self->smallest_itemsize = from.smallest_itemsize;
+    self->alignment = from.alignment;
     self->settings = from.settings;
     std::vector<fsdp_param_spec> specs;
     for (int64_t i = 0; i < num_uses; i++) {

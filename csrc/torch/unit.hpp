@@ -129,7 +129,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   int32_t param_dtype_code = -1;  // -1: no cast
   Group shard_group;
   Group replica_group;
-  int32_t smallest_itemsize = 1;    // of the layout's alignment
+  fsdp_alignment alignment = {};    // of the layout
   fsdp_unit_options settings = {};  // without what points somewhere
   fsdp_param_table *table = nullptr;
   fsdp_flat_layout *layout = nullptr;

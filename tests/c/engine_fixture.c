@@ -219,7 +219,7 @@ void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
                 int64_t num_specs) {
   enum { MAX_SPECS = 8 };
   fsdp_param_spec keyed[MAX_SPECS];
-  int32_t smallest_itemsize = 4;
+  fsdp_alignment alignment = {4, true, true};
   model_unit *unit = &self->units[self->num_units];
   if (num_specs > MAX_SPECS || self->num_units == MODEL_MAX_UNITS) abort();
 
@@ -230,12 +230,12 @@ void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
     keyed[i].key = (uint64_t)i;
   }
   if (self->options.param_dtype.code != 0) {
-    smallest_itemsize = self->options.param_dtype.itemsize;
+    alignment.itemsize = self->options.param_dtype.itemsize;
   }
   CHECK_I64(fsdp_param_table_create(keyed, num_specs, &unit->table, NULL),
             FSDP_OK);
   CHECK_I64(fsdp_flat_layout_create(unit->table, self->options.world_size,
-                                    smallest_itemsize, &unit->layout, NULL),
+                                    alignment, &unit->layout, NULL),
             FSDP_OK);
   plan_segments(self, self->num_units);
   recorder_name_owner(self->device, unit, name);

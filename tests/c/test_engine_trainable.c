@@ -167,7 +167,9 @@ static void test_what_does_not_fit(void) {
   fsdp_unit *unit = NULL;
   fsdp_error error;
   CHECK_I64(fsdp_param_table_create(&spec, 1, &table, NULL), FSDP_OK);
-  CHECK_I64(fsdp_flat_layout_create(table, 2, 1, &layout, NULL), FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_create(table, 2, (fsdp_alignment){1, true, true},
+                                    &layout, NULL),
+            FSDP_OK);
   const fsdp_segment_options segment = {.param_dtype = RECORDER_U8,
                                         .reduce_dtype = {9, 16},
                                         .grad_dtype = {9, 16}};

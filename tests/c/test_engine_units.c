@@ -54,7 +54,9 @@ static void test_unit_refuses_what_does_not_fit(void) {
   fsdp_param_table *table = NULL;
   fsdp_flat_layout *layout = NULL;
   CHECK_I64(fsdp_param_table_create(&spec, 1, &table, NULL), FSDP_OK);
-  CHECK_I64(fsdp_flat_layout_create(table, 2, 1, &layout, NULL), FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_create(table, 2, (fsdp_alignment){1, true, true},
+                                    &layout, NULL),
+            FSDP_OK);
   const fsdp_segment_options segment = {
       .param_dtype = RECORDER_U8, .reduce_dtype = {9, 16}, .shard = NULL};
   fsdp_unit_options options = {.name = "huge",

@@ -18,6 +18,11 @@ static fsdp_param_table *create_table(const fsdp_param_spec *uses,
   return table;
 }
 
+/* Everything aligned. */
+static fsdp_alignment aligned(int32_t itemsize) {
+  return (fsdp_alignment){itemsize, true, true};
+}
+
 /* --- Parameter table ----------------------------------------------------- */
 
 static void test_shared_parameters_count_once(void) {
@@ -41,7 +46,8 @@ static void test_table_of_nothing(void) {
   CHECK_I64(fsdp_param_table_num_uses(table), 0);
   CHECK_I64(fsdp_param_table_num_params(table), 0);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 2, 4, &layout, NULL), FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL),
+            FSDP_OK);
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 0);
   fsdp_flat_layout_destroy(layout);
   fsdp_param_table_destroy(table);
@@ -120,7 +126,8 @@ static void test_header_picture(void) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}, {2, 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 2, 4, &layout, NULL), FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL),
+            FSDP_OK);
   CHECK_I64(fsdp_flat_layout_world_size(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_params(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 1);
@@ -152,7 +159,8 @@ static void test_segments_in_order_of_appearance(void) {
                                   {5, 2, f32, false}};
   fsdp_param_table *table = create_table(uses, 5);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 1, 4, &layout, NULL), FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL),
+            FSDP_OK);
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
   const int64_t segments[] = {0, 1, 2, 0, 1};
   /* bf16 is aligned to 8 elements, f32 to 4. */
@@ -173,11 +181,11 @@ static void test_layout_refuses_wrong_arguments(void) {
   fsdp_param_table *table = create_table(NULL, 0);
   fsdp_flat_layout *layout = NULL;
   fsdp_error error;
-  CHECK_I64(fsdp_flat_layout_create(table, 0, 4, &layout, &error),
+  CHECK_I64(fsdp_flat_layout_create(table, 0, aligned(4), &layout, &error),
             FSDP_INVALID_ARGUMENT);
   CHECK_TEXT(error.message,
-             "need world_size >= 1 and smallest_itemsize >= 1, got 0 and 4");
-  CHECK_I64(fsdp_flat_layout_create(table, 2, 0, &layout, &error),
+             "need world_size >= 1 and itemsize >= 1, got 0 and 4");
+  CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(0), &layout, &error),
             FSDP_INVALID_ARGUMENT);
   CHECK(layout == NULL);
   fsdp_param_table_destroy(table);
@@ -200,9 +208,9 @@ static void test_layout_detects_overflow(void) {
     fsdp_param_table *table = create_table(uses, cases[i].second > 0 ? 2 : 1);
     fsdp_flat_layout *layout = NULL;
     fsdp_error error = {FSDP_OK, 0, NULL, ""};
-    CHECK_I64(
-        fsdp_flat_layout_create(table, cases[i].world_size, 4, &layout, &error),
-        FSDP_OVERFLOW);
+    CHECK_I64(fsdp_flat_layout_create(table, cases[i].world_size, aligned(4),
+                                      &layout, &error),
+              FSDP_OVERFLOW);
     CHECK_I64(error.status, FSDP_OVERFLOW);
     CHECK(layout == NULL);
     fsdp_param_table_destroy(table);
@@ -215,7 +223,8 @@ static void test_largest_segment_fits(void) {
   const fsdp_param_spec uses[] = {{1, INT64_MAX / 4 - 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 1);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 1, 4, &layout, NULL), FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL),
+            FSDP_OK);
   CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padding_numel, 0);
   fsdp_flat_layout_destroy(layout);
   fsdp_param_table_destroy(table);
@@ -234,14 +243,14 @@ typedef struct element {
  * many there are. */
 static int64_t write_flat(const fsdp_flat_layout *layout,
                           const fsdp_param_table *table, int64_t segment,
-                          int64_t world_size, int32_t smallest_itemsize,
+                          int64_t world_size, fsdp_alignment alignment,
                           element *flat) {
   const fsdp_segment *info = fsdp_flat_layout_segment(layout, segment);
-  const int32_t itemsize = info->dtype.itemsize < smallest_itemsize
+  const int32_t itemsize = info->dtype.itemsize < alignment.itemsize
                                ? info->dtype.itemsize
-                               : smallest_itemsize;
-  int64_t alignment = 1;
-  while (alignment * itemsize % FSDP_ALIGNMENT_NBYTES != 0) alignment++;
+                               : alignment.itemsize;
+  int64_t numel = 1;
+  while (numel * itemsize % FSDP_ALIGNMENT_NBYTES != 0) numel++;
   int64_t num = 0;
   for (int64_t i = 0; i < fsdp_param_table_num_params(table); i++) {
     const fsdp_param_spec *spec = fsdp_param_table_spec(table, i);
@@ -249,10 +258,12 @@ static int64_t write_flat(const fsdp_flat_layout *layout,
         spec->requires_grad != info->requires_grad) {
       continue;
     }
-    while (num % alignment != 0) flat[num++] = (element){PADDING, 0};
+    while (alignment.params && num % numel != 0) {
+      flat[num++] = (element){PADDING, 0};
+    }
     for (int64_t j = 0; j < spec->numel; j++) flat[num++] = (element){i, j};
   }
-  while (num % (alignment * world_size) != 0) {
+  while (num % ((alignment.shards ? numel : 1) * world_size) != 0) {
     flat[num++] = (element){PADDING, 0};
   }
   return num;
@@ -284,12 +295,12 @@ static bool ranges_equal(fsdp_range a, fsdp_range b) {
 
 static bool check_segment(const fsdp_flat_layout *layout,
                           const fsdp_param_table *table, int64_t segment,
-                          int32_t smallest_itemsize) {
+                          fsdp_alignment alignment) {
   static element flat[MAX_FLAT];
   const fsdp_segment *info = fsdp_flat_layout_segment(layout, segment);
   const int64_t world_size = fsdp_flat_layout_world_size(layout);
   const int64_t num =
-      write_flat(layout, table, segment, world_size, smallest_itemsize, flat);
+      write_flat(layout, table, segment, world_size, alignment, flat);
   int64_t num_real = 0;
   int64_t num_params = 0;
   bool ok = true;
@@ -330,7 +341,9 @@ static void test_layout_matches_written_out_flat_array(void) {
     const fsdp_dtype dtypes[] = {f32, bf16, u8};
     const int64_t num_params = check_random(&seed, MAX_PARAMS + 1);
     const int64_t world_size = 1 + check_random(&seed, 9);
-    const int32_t smallest = 1 << check_random(&seed, 4);
+    const fsdp_alignment alignment = {1 << check_random(&seed, 4),
+                                      check_random(&seed, 2) == 0,
+                                      check_random(&seed, 2) == 0};
     const int64_t max_numel = 1 + check_random(&seed, 100);
     fsdp_param_spec uses[MAX_PARAMS];
     for (int64_t i = 0; i < num_params; i++) {
@@ -341,10 +354,10 @@ static void test_layout_matches_written_out_flat_array(void) {
     fsdp_param_table *table = create_table(uses, num_params);
     fsdp_flat_layout *layout = NULL;
     bool ok = CHECK_I64(
-        fsdp_flat_layout_create(table, world_size, smallest, &layout, NULL),
+        fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL),
         FSDP_OK);
     for (int64_t i = 0; i < fsdp_flat_layout_num_segments(layout); i++) {
-      ok &= check_segment(layout, table, i, smallest);
+      ok &= check_segment(layout, table, i, alignment);
     }
     fsdp_flat_layout_destroy(layout);
     fsdp_param_table_destroy(table);
@@ -366,7 +379,7 @@ static void test_every_allocation_can_fail(void) {
     fsdp_alloc_fail_at(i);
     fsdp_status status = fsdp_param_table_create(uses, 2, &table, &error);
     if (status == FSDP_OK) {
-      status = fsdp_flat_layout_create(table, 2, 2, &layout, &error);
+      status = fsdp_flat_layout_create(table, 2, aligned(2), &layout, &error);
     } else {
       CHECK(table == NULL);
     }

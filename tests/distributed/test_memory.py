@@ -1,10 +1,11 @@
 """Memory in bytes, against arithmetic written here.
 
-A unit's segments, one per (dtype, requires_grad), hold each parameter at a multiple of
-16 bytes, in the smallest dtype of the unit; shards are equal and of whole such steps.
-A block holds the unsharded segments, each from a multiple of 256 bytes on. gloo's
-reduction needs as much again as the gradients it reduces: scratch, two blocks per
-engine that take turns, each as large as its largest unit needs.
+A unit's segments, one per (dtype, requires_grad), are cut into equal shards. With
+use_orig_params each parameter starts at a multiple of 16 bytes in the dtype that it is
+computed in (FSDP1's layout; an accelerator aligns shards too). A block holds the
+unsharded segments, each from a multiple of 256 bytes on. gloo's reduction needs as much
+again as the gradients it reduces: scratch, two blocks per engine that take turns, each
+as large as its largest unit needs.
 """
 
 from collections.abc import Iterable
@@ -65,18 +66,20 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _shards(
-    params: Iterable[Tensor], world_size: int, smallest_itemsize: int = 4
+    params: Iterable[Tensor],
+    world_size: int,
+    compute_itemsize: int = 16,
+    use_orig_params: bool = True,
 ) -> dict[tuple[torch.dtype, bool], int]:
     """Return the bytes of a shard of each segment, by (dtype, requires_grad)."""
-    params = list(params)
-    smallest = min([smallest_itemsize, *(p.element_size() for p in params)])
-    alignment = ALIGNMENT_NBYTES // smallest
     numels: dict[tuple[torch.dtype, bool], int] = {}
     for param in params:
+        alignment = ALIGNMENT_NBYTES // min(compute_itemsize, param.element_size())
         key = (param.dtype, param.requires_grad)
-        numels[key] = numels.get(key, 0) + _round_up(param.numel(), alignment)
+        offset = _round_up(numels.get(key, 0), alignment if use_orig_params else 1)
+        numels[key] = offset + param.numel()
     return {
-        (dtype, trains): _round_up(-(-numel // world_size), alignment) * dtype.itemsize
+        (dtype, trains): -(-numel // world_size) * dtype.itemsize
         for (dtype, trains), numel in numels.items()
     }
 
@@ -94,13 +97,13 @@ def _in_block(segments: Iterable[int]) -> int:
 
 
 def _block_nbytes(
-    params: Iterable[Tensor], world_size: int, itemsize: int = 4, smallest: int = 4
+    params: Iterable[Tensor], world_size: int, itemsize: int = 4, compute: int = 4
 ) -> int:
     """Return the bytes of a block of parameters, or gradients, of ``itemsize``.
 
-    For a unit of one fp32 segment; ``smallest`` is the least ``itemsize`` of the unit.
+    For a unit of one fp32 segment, computed in ``compute`` bytes per element.
     """
-    ((_, shard),) = _shards(params, world_size, smallest).items()
+    ((_, shard),) = _shards(params, world_size, compute).items()
     return shard * world_size // 4 * itemsize
 
 
@@ -142,7 +145,9 @@ def test_shards(rank: int, world_size: int, model: str, use_orig_params: bool) -
     """One unit: the shard of each segment, and gradients of the trainable ones."""
     case = CASES[model]
     module = case.build()
-    shards = _shards(module.parameters(), world_size)
+    shards = _shards(
+        module.parameters(), world_size, use_orig_params=use_orig_params
+    )
     needs_fsdp_c("has no memory_stats")
     sharded = fsdp(module, use_orig_params=use_orig_params)
     stats = _memory_stats(sharded)
@@ -372,7 +377,7 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
                 nn.Linear(16, 16).parameters(),
                 world_size,
                 itemsize,
-                min(param_itemsize, grad_itemsize),
+                param_itemsize,
             )
             for itemsize in (param_itemsize, grad_itemsize)
         )
@@ -482,9 +487,9 @@ def test_sharded_no_sync(rank: int, world_size: int, itemsize: int) -> None:
     """One shard per unit, in the dtype of the reduction, from the first one on."""
     depth = 5
     params = list(Block(6, 10).parameters())
-    ((_, shard),) = _shards(params, world_size, itemsize).items()
+    ((_, shard),) = _shards(params, world_size).items()
     param_nbytes = shard * world_size
-    grad_nbytes = _block_nbytes(params, world_size, itemsize, itemsize)
+    grad_nbytes = _block_nbytes(params, world_size, itemsize)
     (x,) = vectors(generator(rank))
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     model = _chain(depth, mixed_precision=MixedPrecision(reduce_dtype=dtype))

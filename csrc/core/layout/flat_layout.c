@@ -1,6 +1,6 @@
 /*
- * Flat layout: sorts a unit's parameters into segments, places them at aligned
- * offsets and cuts each segment into equal shards.
+ * Flat layout: sorts a unit's parameters into segments, places them one
+ * behind the other and cuts each segment into equal shards.
  */
 #include "layout/flat_layout.h"
 
@@ -12,7 +12,8 @@
 
 typedef struct placed_segment {
   fsdp_segment info;
-  int64_t alignment;    /* elements */
+  int64_t param_align;  /* elements: a parameter starts at a multiple */
+  int64_t shard_align;  /* elements: a shard starts at a multiple */
   int64_t end;          /* elements placed so far, gaps included */
   int64_t params_begin; /* into segment_params */
 } placed_segment;
@@ -44,7 +45,7 @@ static int64_t alignment_numel(int64_t itemsize) {
 /* The segment for `spec`, added if there is none yet; -1 when out of memory. */
 static int64_t find_or_add_segment(fsdp_flat_layout *self,
                                    const fsdp_param_spec *spec,
-                                   int32_t smallest_itemsize) {
+                                   fsdp_alignment alignment) {
   for (int64_t i = 0; i < self->num_segments; i++) {
     const fsdp_segment *info = &self->segments[i].info;
     if (fsdp_dtype_equal(info->dtype, spec->dtype) &&
@@ -59,10 +60,12 @@ static int64_t find_or_add_segment(fsdp_flat_layout *self,
     return -1;
   }
   self->segments = segments;
+  const int64_t numel =
+      alignment_numel(min_i64(alignment.itemsize, spec->dtype.itemsize));
   self->segments[self->num_segments] = (placed_segment){
       .info = {.dtype = spec->dtype, .requires_grad = spec->requires_grad},
-      .alignment =
-          alignment_numel(min_i64(smallest_itemsize, spec->dtype.itemsize))};
+      .param_align = alignment.params ? numel : 1,
+      .shard_align = alignment.shards ? numel : 1};
   return self->num_segments++;
 }
 
@@ -71,7 +74,7 @@ static fsdp_status place_param(placed_segment *target, int64_t numel,
                                int64_t param, fsdp_param_slot *slot,
                                fsdp_error *error) {
   int64_t offset;
-  if (!fsdp_round_up_i64(target->end, target->alignment, &offset) ||
+  if (!fsdp_round_up_i64(target->end, target->param_align, &offset) ||
       !fsdp_add_i64(offset, numel, &target->end)) {
     return FSDP_FAIL(
         error, FSDP_OVERFLOW,
@@ -84,14 +87,14 @@ static fsdp_status place_param(placed_segment *target, int64_t numel,
   return FSDP_OK;
 }
 
-/* Cuts a filled segment into world_size aligned shards. */
+/* Cuts a filled segment into world_size shards. */
 static fsdp_status cut_segment(placed_segment *target, int64_t index,
                                int64_t world_size, fsdp_error *error) {
   fsdp_segment *info = &target->info;
   const int64_t per_rank =
       target->end / world_size + (target->end % world_size != 0);
   int64_t nbytes;
-  if (!fsdp_round_up_i64(per_rank, target->alignment, &info->shard_numel) ||
+  if (!fsdp_round_up_i64(per_rank, target->shard_align, &info->shard_numel) ||
       !fsdp_mul_i64(info->shard_numel, world_size, &info->padded_numel) ||
       !fsdp_mul_i64(info->padded_numel, info->dtype.itemsize, &nbytes)) {
     return FSDP_FAIL(error, FSDP_OVERFLOW,
@@ -106,11 +109,11 @@ static fsdp_status cut_segment(placed_segment *target, int64_t index,
 
 static fsdp_status place_params(fsdp_flat_layout *self,
                                 const fsdp_param_table *table,
-                                int32_t smallest_itemsize, fsdp_error *error) {
+                                fsdp_alignment alignment, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (int64_t param = 0; param < self->num_params; param++) {
     const fsdp_param_spec *spec = fsdp_param_table_spec(table, param);
-    const int64_t index = find_or_add_segment(self, spec, smallest_itemsize);
+    const int64_t index = find_or_add_segment(self, spec, alignment);
     if (index < 0) {
       return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "segment %" PRId64,
                        self->num_segments);
@@ -142,18 +145,18 @@ static void group_params(fsdp_flat_layout *self) {
 
 fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
                                     int64_t world_size,
-                                    int32_t smallest_itemsize,
+                                    fsdp_alignment alignment,
                                     fsdp_flat_layout **layout,
                                     fsdp_error *error) {
   const int64_t num_params = fsdp_param_table_num_params(table);
   fsdp_flat_layout *self = NULL;
   fsdp_status status = FSDP_OK;
 
-  if (world_size < 1 || smallest_itemsize < 1) {
+  if (world_size < 1 || alignment.itemsize < 1) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "need world_size >= 1 and smallest_itemsize >= 1, got "
+                     "need world_size >= 1 and itemsize >= 1, got "
                      "%" PRId64 " and %" PRId32,
-                     world_size, smallest_itemsize);
+                     world_size, alignment.itemsize);
   }
 
   self = fsdp_calloc(1, sizeof *self);
@@ -166,7 +169,7 @@ fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
       fsdp_calloc((size_t)num_params, sizeof *self->segment_params);
   if (self->segment_params == NULL) goto no_memory;
 
-  FSDP_TRY(place_params(self, table, smallest_itemsize, error));
+  FSDP_TRY(place_params(self, table, alignment, error));
   group_params(self);
 
   *layout = self;

@@ -9,10 +9,10 @@
  *     rank     0 0 0 0 0 0 0 0 | 1 1 1  1  1  1  1  1
  *
  * A segment holds all parameters of one (dtype, requires_grad), in the order
- * of the table; segments stand in the order in which they first appear. Every
- * parameter and every rank's shard starts at a multiple of the alignment, so
- * `padding_numel` elements belong to no parameter: gaps between parameters,
- * and the tail. Pure arithmetic, immutable once created.
+ * of the table; segments stand in the order in which they first appear. On
+ * request, parameters and shards start at multiples of the alignment (above:
+ * both). `padding_numel` elements belong to no parameter: gaps between
+ * parameters, and the tail. Pure arithmetic, immutable once created.
  */
 #ifndef FSDP_LAYOUT_FLAT_LAYOUT_H
 #define FSDP_LAYOUT_FLAT_LAYOUT_H
@@ -47,23 +47,28 @@ typedef struct fsdp_param_slot {
   int64_t numel;
 } fsdp_param_slot;
 
+/* What starts at a multiple of FSDP_ALIGNMENT_NBYTES. */
+typedef struct fsdp_alignment {
+  int32_t itemsize; /* bytes of the dtype in which segments are computed, >= 1
+                       (bf16 parameters over an fp32 shard: 2); a segment
+                       counts the smaller of this and its own */
+  bool params;      /* each parameter within its segment */
+  bool shards;      /* each rank's shard */
+} fsdp_alignment;
+
 typedef struct fsdp_flat_layout fsdp_flat_layout;
 
 /*
- * world_size         ranks in the sharding group, >= 1.
- * smallest_itemsize  bytes of the smallest dtype in which a segment is ever
- *                    held (bf16 parameters over an fp32 shard: 2); each
- *                    segment is aligned to FSDP_ALIGNMENT_NBYTES in the
- *                    smaller of this and its own itemsize. >= 1.
- * layout             [out] new reference.
+ * world_size  ranks in the sharding group, >= 1.
+ * layout      [out] new reference.
  *
- * FSDP_INVALID_ARGUMENT  world_size or smallest_itemsize < 1.
+ * FSDP_INVALID_ARGUMENT  world_size or alignment.itemsize < 1.
  * FSDP_OVERFLOW          a padded segment does not fit in int64_t bytes.
  * FSDP_OUT_OF_MEMORY
  */
 FSDP_NODISCARD fsdp_status fsdp_flat_layout_create(
-    const fsdp_param_table *table, int64_t world_size,
-    int32_t smallest_itemsize, fsdp_flat_layout **layout, fsdp_error *error);
+    const fsdp_param_table *table, int64_t world_size, fsdp_alignment alignment,
+    fsdp_flat_layout **layout, fsdp_error *error);
 
 /* Accepts NULL. Cannot fail. */
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout);
