@@ -145,9 +145,7 @@ def test_shards(rank: int, world_size: int, model: str, use_orig_params: bool) -
     """One unit: the shard of each segment, and gradients of the trainable ones."""
     case = CASES[model]
     module = case.build()
-    shards = _shards(
-        module.parameters(), world_size, use_orig_params=use_orig_params
-    )
+    shards = _shards(module.parameters(), world_size, use_orig_params=use_orig_params)
     needs_fsdp_c("has no memory_stats")
     sharded = fsdp(module, use_orig_params=use_orig_params)
     stats = _memory_stats(sharded)
