@@ -94,6 +94,14 @@ fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
   };
 }
 
+// This rank's slot of a buffer that holds the shards of all ranks.
+at::Tensor own_shard(Provider &provider, const fsdp_group *group, void *buffer,
+                     int64_t shard_numel, fsdp_dtype dtype) {
+  char *slot = static_cast<char *>(buffer) +
+               group->rank * shard_numel * dtype.itemsize;
+  return provider.view(slot, shard_numel, dtype);
+}
+
 // Each rank sends its part for every other rank and adds up what it got: half
 // the time of gloo's own reduce-scatter, and the sum's order is that of the
 // ranks.
@@ -106,7 +114,7 @@ void reduce_by_all_to_all(Provider &provider, fsdp_lane lane,
   provider.add_work(
       lane, &backend_of(group),
       all_to_all_base(*backend_of(group).process_group, received, sent));
-  at::Tensor own = sent.narrow(0, group->rank * shard_numel, shard_numel);
+  at::Tensor own = own_shard(provider, group, buffer, shard_numel, dtype);
   const int64_t world_size = group->world_size;
   provider.add_step(lane, [received, own, world_size]() mutable {
     const at::Tensor pieces = received.view({world_size, -1});
@@ -132,7 +140,7 @@ fsdp_status reduce_scatter(void *context, fsdp_lane lane,
     }
     at::Tensor whole =
         provider.view(buffer, shard_numel * group->world_size, dtype);
-    at::Tensor own = whole.narrow(0, group->rank * shard_numel, shard_numel);
+    at::Tensor own = own_shard(provider, group, buffer, shard_numel, dtype);
     c10::intrusive_ptr<c10d::Work> work;
     provider.on_lane(
         lane, [&] { work = scatter_sum(backend_of(group), own, whole); });

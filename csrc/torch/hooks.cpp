@@ -93,6 +93,9 @@ void expect_grads(Unit &unit) {
   }
   // One more that never comes keeps the unit to the end of backward.
   if (!comes_all) num_grads += std::max<int64_t>(count_input_calls(unit), 1);
+  unit.has_silent_params =
+      !comes_all || (unit.has_run_backward && unit.has_silent_params);
+  unit.has_run_backward = true;
   fsdp_unit_expect_grads(unit.core, num_grads);
 }
 

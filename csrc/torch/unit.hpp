@@ -146,6 +146,9 @@ struct Unit : std::enable_shared_from_this<Unit> {
   // Forward calls whose inputs are hooked; see Note [Leaving a unit in
   // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
+  bool has_run_backward = false;
+  // Some parameter was not announced in a backward, or none has run yet.
+  bool has_silent_params = true;
 };
 
 // storage_views.cpp: views over storages that come and go.

@@ -323,3 +323,62 @@ def test_writes_to_frozen_parameters_are_seen(
     differential.zero_grad()
     differential.check()
     differential.train(2)
+
+
+class _SkipBlock(nn.Module):
+    """A block whose second layer runs only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(DIM, DIM)
+        self.fc2 = nn.Linear(DIM, DIM)
+        self.uses_both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.fc1(x))
+        return x + self.fc2(x) if self.uses_both else x
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_layers_unused_from_some_step_on(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """The first such step keeps the units to its end, later ones give them back.
+
+    Units whose gradients all came no longer watch their inputs, and learn it anew.
+    """
+    needs_fsdp_c("has no memory_stats")
+    depth = 4
+    differential = Differential.of_units(
+        lambda: nn.Sequential(*(_SkipBlock() for _ in range(depth))),
+        {_SkipBlock},
+        vectors,
+        use_orig_params=use_orig_params,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+    )
+    held: list[int] = []
+
+    def look(grad: Tensor) -> None:
+        held.append(memory_stats(differential.model)["held_nbytes"])
+
+    for uses_both in (True, True, False, False, True, False):
+        for model in (differential.reference, differential.model.module):
+            for block in model.modules():
+                if isinstance(block, _SkipBlock):
+                    block.uses_both = uses_both
+        differential.zero_grad()
+        batches = differential.batches()
+        loss, _ = differential.reference_forward(batches)
+        loss.backward()
+        x = batches[rank][0].clone().requires_grad_()
+        x.register_hook(look)
+        loss_of(differential.model(x)).backward()
+        assert_idle(differential.model)
+        differential.check()
+        differential.step()
+        differential.check()
+    block_nbytes = held[0]
+    assert block_nbytes < held[2]  # not known yet
+    assert held[3] == held[5] <= held[2] // 2
+    assert held[4] <= block_nbytes
