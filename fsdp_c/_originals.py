@@ -1,7 +1,8 @@
 """Original and flat parameters of a unit: which of them the module registers."""
 
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,11 @@ from fsdp_c import _native
 from fsdp_c._names import FLAT_PARAM
 from fsdp_c._torch_compat import IN_BACKWARD_OPTIMIZERS
 from fsdp_c._uses import ParamUse, mark_sharded
+
+_SETATTR = nn.Module.__setattr__
+
+# "1": a module's own __setattr__ is never called. FSDP1's name.
+UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
 
 
 class FlatParameter(nn.Parameter):
@@ -94,6 +100,12 @@ class Originals:
         self._num_shows = 0
         self._order = {use.module: tuple(use.module._parameters) for use in uses}
         self._flat_params: dict[str, FlatParameter] = {}
+        is_unsafe = os.environ.get(UNSAFE_SETATTR) == "1"
+        self._listeners = frozenset(
+            use.module
+            for use in uses
+            if not is_unsafe and type(use.module).__setattr__ is not _SETATTR
+        )
         if self._hides:
             self._bind(self.make_flat_params())
             self._hide()
@@ -167,6 +179,27 @@ class Originals:
     def shapes(self) -> tuple[torch.Size, ...]:
         """Unsharded shapes, by use."""
         return self._shapes
+
+    @property
+    def has_listeners(self) -> bool:
+        """Whether a module has a ``__setattr__`` of its own."""
+        return bool(self._listeners)
+
+    def call_announced(
+        self, module: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Set the parameters of such modules on them anew, then call ``module``.
+
+        FSDP1 sets the whole parameters as attributes in every forward, so that
+        modules that override ``__setattr__`` hear of them. Here they are set to the
+        objects that they are already.
+        """
+        for use in self._uses:
+            if use.module in self._listeners:
+                setattr(use.module, use.name, use.param)
+        if self._hides and self._num_shows == 0:
+            self._hide()
+        return module(*args, **kwargs)
 
     def _watch(self) -> None:
         """Let the unit notice, before its forward, parameters that were replaced.

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -262,6 +263,8 @@ class FullyShardedDataParallel(Attributes):
         if self._engine is None:
             ensure_engine(self)
         wrapped: Any = self._modules[WRAPPED_MODULE]
+        if self._originals.has_listeners:
+            wrapped = partial(self._originals.call_announced, wrapped)
         return self._unit.forward(wrapped, args, kwargs)
 
     @contextmanager

@@ -3,6 +3,8 @@
  */
 #include "python/module.h"
 
+#include "python/listed_hooks.h"
+
 #ifndef FSDP_C_VERSION
 #define FSDP_C_VERSION "unknown"
 #endif
@@ -104,6 +106,8 @@ static int module_exec(PyObject *module) {
   state->dataclass_fields = PyUnicode_InternFromString("__dataclass_fields__");
   if (state->dataclass_fields == NULL) return -1;
 
+  if (fsdp_listed_hooks_init(module, state) < 0) return -1;
+
   state->unit_type = (PyTypeObject *)PyType_FromModuleAndSpec(
       module, &fsdp_unit_object_spec, NULL);
   if (state->unit_type == NULL) return -1;
@@ -123,6 +127,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->mapping);
   Py_VISIT(state->mutable_mapping);
   Py_VISIT(state->copy);
+  Py_VISIT(state->output_hooks);
   return 0;
 }
 
@@ -137,6 +142,9 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->copy);
   Py_CLEAR(state->make);
   Py_CLEAR(state->dataclass_fields);
+  Py_CLEAR(state->output_hooks);
+  Py_CLEAR(state->pre_backward);
+  Py_CLEAR(state->first_hook_id);
   return 0;
 }
 

@@ -3,6 +3,7 @@
  * the inputs, runs the module between pre_forward and post_forward, hooks the
  * outputs.
  */
+#include "python/listed_hooks.h"
 #include "python/nested.h"
 
 typedef struct cast_context {
@@ -16,6 +17,7 @@ static PyObject *cast_tensor(PyObject *tensor, void *context) {
 }
 
 typedef struct hook_context {
+  const module_state *state;
   fsdp_torch_unit *unit;
   bool expects_backward; /* some output requires grad */
 } hook_context;
@@ -29,8 +31,9 @@ static int hook_tensor(PyObject *tensor, void *context) {
     fsdp_torch_set_python_error(&error);
     return -1;
   }
-  self->expects_backward |= is_hooked;
-  return 0;
+  if (!is_hooked) return 0;
+  self->expects_backward = true;
+  return fsdp_listed_hooks_add(self->state, tensor);
 }
 
 /* Leaves forward after a failure; keeps the Python exception that is set. */
@@ -117,7 +120,7 @@ static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
       PyObject_Call(module, args, PyDict_GET_SIZE(kwargs) == 0 ? NULL : kwargs);
   if (output == NULL) goto fail;
 
-  hook_context hook = {.unit = unit, .expects_backward = false};
+  hook_context hook = {.state = state, .unit = unit, .expects_backward = false};
   if (fsdp_nested_visit(state, output, hook_tensor, &hook) < 0) goto fail;
 
   Py_BEGIN_ALLOW_THREADS;

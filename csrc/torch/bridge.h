@@ -188,6 +188,18 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit,
                                                        struct _object *tensor,
                                                        bool *is_hooked,
                                                        fsdp_error *error);
+
+/* Whether `tensor._backward_hooks` is set. Needs the GIL; cannot fail. */
+bool fsdp_torch_has_listed_hooks(struct _object *tensor) FSDP_NOEXCEPT;
+
+/* Lets `tensor._backward_hooks` show `hooks`, which autograd does not run.
+ * `tensor` has none. Needs the GIL; cannot fail. */
+void fsdp_torch_list_hooks(struct _object *tensor,
+                           struct _object *hooks) FSDP_NOEXCEPT;
+
+/* Makes autograd run `hooks`, listed before, as Tensor.register_hook() does. 0,
+ * or -1 with a Python exception. */
+int fsdp_torch_run_listed_hooks(struct _object *tensor, struct _object *hooks);
 /* may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
                                                         bool expects_backward,

@@ -210,10 +210,10 @@ void unhook_accumulators(Unit &unit) {
 
 }  // namespace fsdp_torch
 
-extern "C" fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit,
-                                                   PyObject *tensor,
-                                                   bool *is_hooked,
-                                                   fsdp_error *error) {
+extern "C" {
+
+fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit, PyObject *tensor,
+                                        bool *is_hooked, fsdp_error *error) {
   GUARDED(error) {
     const at::Tensor &output = THPVariable_Unpack(tensor);
     if (!output.requires_grad()) {
@@ -233,3 +233,26 @@ extern "C" fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit,
     return FSDP_OK;
   };
 }
+
+bool fsdp_torch_has_listed_hooks(PyObject *tensor) noexcept {
+  return reinterpret_cast<THPVariable *>(tensor)->backward_hooks != nullptr;
+}
+
+// Not through the attribute's setter: that makes autograd run the hooks.
+void fsdp_torch_list_hooks(PyObject *tensor, PyObject *hooks) noexcept {
+  reinterpret_cast<THPVariable *>(tensor)->backward_hooks = Py_NewRef(hooks);
+}
+
+int fsdp_torch_run_listed_hooks(PyObject *tensor, PyObject *hooks) {
+  if (PyObject_SetAttrString(tensor, "_backward_hooks", hooks) < 0) return -1;
+  if (THPVariable_Unpack(tensor).is_leaf()) return 0;
+  PyObject *node = PyObject_GetAttrString(tensor, "grad_fn");
+  if (node == nullptr) return -1;
+  PyObject *result =
+      PyObject_CallMethod(node, "_register_hook_dict", "O", tensor);
+  Py_DECREF(node);
+  Py_XDECREF(result);
+  return result == nullptr ? -1 : 0;
+}
+
+}  // extern "C"

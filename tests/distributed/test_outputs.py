@@ -1,6 +1,11 @@
 """Outputs of every kind, of a nested unit and of the root."""
 
+import copy
 import dataclasses
+import gc
+import io
+import warnings
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -10,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import (
     OUTPUT_KINDS,
     Outputs,
@@ -232,3 +237,62 @@ def test_frozen_dataclass(rank: int, world_size: int) -> None:
 @dataclasses.dataclass(frozen=True)
 class _Fixed:
     value: Tensor
+
+
+@distributed(world_size=2)
+def test_backward_hooks_lists_the_native_hook(rank: int, world_size: int) -> None:
+    """`output._backward_hooks` has one entry, before backward and after it."""
+    model = fsdp(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        output = model(x)
+        assert len(output._backward_hooks) == 1
+        output.sum().backward()
+        assert len(output._backward_hooks) == 1
+    leaf = torch.ones(2, 4, requires_grad=True)
+    for passed in fsdp(nn.Identity())((leaf, leaf)):
+        assert len(passed._backward_hooks) == 1
+    with torch.no_grad():
+        assert model(x)._backward_hooks is None
+
+
+@distributed(world_size=2)
+def test_users_hooks_on_an_output(rank: int, world_size: int) -> None:
+    """They run in their order, may change the gradient, and can be removed."""
+    reference = nn.Linear(4, 4)
+    model = fsdp(copy.deepcopy(reference), use_orig_params=True)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    for module in (reference, model):
+        seen: list[str] = []
+        output = module(x)
+        output.register_hook(lambda grad, seen=seen: seen.append("first"))
+        removed = output.register_hook(lambda grad, seen=seen: seen.append("no"))
+        output.register_hook(lambda grad: grad * 3)
+        removed.remove()
+        output.register_hook(lambda grad, seen=seen: seen.append(str(grad.max())))
+        (output * 2).sum().backward()
+        assert seen == ["first", str(torch.tensor(6.0))]
+    with FSDP.summon_full_params(model, with_grads=True):
+        for mine, expected in zip(
+            model.parameters(), reference.parameters(), strict=True
+        ):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad, expected.grad)
+
+
+@distributed(world_size=2)
+def test_an_output_with_a_hook_is_freed_and_saved(rank: int, world_size: int) -> None:
+    """The listing makes no cycle, and saving does not warn of it."""
+    needs_fsdp_c("its hook is a Python one")
+    model = fsdp(nn.Linear(4, 4))
+    output = model(torch.randn(2, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(output, io.BytesIO())
+    hooks = weakref.ref(output._backward_hooks)
+    gc.disable()
+    try:
+        del output
+        assert hooks() is None
+    finally:
+        gc.enable()
