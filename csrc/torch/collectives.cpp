@@ -1,7 +1,9 @@
 // Collectives for the engine, over c10d.
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalPythonObjects.h>
 
 #include <cstring>
+#include <utility>
 
 #include "torch/compat.hpp"
 #include "torch/guard.hpp"
@@ -9,10 +11,6 @@
 
 namespace fsdp_torch {
 namespace {
-
-Provider &self(void *context) {
-  return *static_cast<Provider *>(context);
-}
 
 Group &backend_of(const fsdp_group *group) {
   return *static_cast<Group *>(group->handle);
@@ -29,6 +27,26 @@ fsdp_status group_end(void * /*context*/, fsdp_lane /*lane*/,
                       const fsdp_group * /*group*/, fsdp_error * /*error*/) {
   return FSDP_OK;
 }
+
+// Note [Python objects in thread-local state]
+// Tensor.backward() keeps a Python object in the thread-local state while it
+// runs, and gloo's work items capture that state. Whoever drops the last
+// reference takes the GIL; when that is gloo's own thread, it does so with the
+// group's queue locked, and the next collective waits for the GIL. Hence
+// collectives are issued without such objects.
+class WithoutPythonObjects {
+ public:
+  WithoutPythonObjects() : saved_(Objects::get_state()) {
+    Objects::set_state({});
+  }
+  ~WithoutPythonObjects() { Objects::set_state(std::move(saved_)); }
+  WithoutPythonObjects(const WithoutPythonObjects &) = delete;
+  WithoutPythonObjects &operator=(const WithoutPythonObjects &) = delete;
+
+ private:
+  using Objects = at::impl::ThreadLocalPythonObjects;
+  Objects saved_;
+};
 
 WorkPtr gather(const Group &group, at::Tensor &whole, at::Tensor &piece) {
   c10d::ProcessGroup &process_group = *group.process_group;
@@ -75,7 +93,8 @@ fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
                        void *output, const void *input, int64_t shard_numel,
                        fsdp_dtype dtype, fsdp_error *error) {
   GUARDED(error) {
-    Provider &provider = self(context);
+    Provider &provider = provider_of(context);
+    const WithoutPythonObjects no_objects;
     const Group &backend = backend_of(group);
     if (shard_numel == 0) return FSDP_OK;
     if (backend.is_gloo && group->world_size <= kMaxBroadcastRanks) {
@@ -97,8 +116,8 @@ fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
 // This rank's slot of a buffer that holds the shards of all ranks.
 at::Tensor own_shard(Provider &provider, const fsdp_group *group, void *buffer,
                      int64_t shard_numel, fsdp_dtype dtype) {
-  char *slot = static_cast<char *>(buffer) +
-               group->rank * shard_numel * dtype.itemsize;
+  char *slot =
+      static_cast<char *>(buffer) + group->rank * shard_numel * dtype.itemsize;
   return provider.view(slot, shard_numel, dtype);
 }
 
@@ -131,7 +150,8 @@ fsdp_status reduce_scatter(void *context, fsdp_lane lane,
                            int64_t shard_numel, fsdp_dtype dtype,
                            fsdp_error *error) {
   GUARDED(error) {
-    Provider &provider = self(context);
+    Provider &provider = provider_of(context);
+    const WithoutPythonObjects no_objects;
     if (shard_numel == 0) return FSDP_OK;
     if (scratch != nullptr) {
       reduce_by_all_to_all(provider, lane, group, buffer, scratch, shard_numel,
@@ -153,7 +173,8 @@ fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
                        void *buffer, int64_t numel, fsdp_dtype dtype,
                        fsdp_error *error) {
   GUARDED(error) {
-    Provider &provider = self(context);
+    Provider &provider = provider_of(context);
+    const WithoutPythonObjects no_objects;
     if (numel == 0) return FSDP_OK;
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10::intrusive_ptr<c10d::Work> work;
@@ -169,7 +190,8 @@ fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
                       void *buffer, int64_t numel, int64_t root,
                       fsdp_dtype dtype, fsdp_error *error) {
   GUARDED(error) {
-    Provider &provider = self(context);
+    Provider &provider = provider_of(context);
+    const WithoutPythonObjects no_objects;
     if (numel == 0) return FSDP_OK;
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10d::BroadcastOptions options;
@@ -186,7 +208,7 @@ fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
 fsdp_status exchange(void *context, const fsdp_group *group, const void *mine,
                      int64_t nbytes, void *all, fsdp_error *error) {
   GUARDED(error) {
-    const Provider &provider = self(context);
+    const Provider &provider = provider_of(context);
     const at::TensorOptions options =
         at::TensorOptions().dtype(at::kByte).device(provider.device());
     at::Tensor piece =

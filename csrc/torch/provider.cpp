@@ -180,14 +180,10 @@ void Provider::run_until(HostLane &lane, uint64_t ticket) {
 
 namespace {
 
-Provider &self(void *context) {
-  return *static_cast<Provider *>(context);
-}
-
 fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
                         fsdp_error *error) {
   GUARDED(error) {
-    *block = self(context).allocate(nbytes);
+    *block = provider_of(context).allocate(nbytes);
     return FSDP_OK;
   };
 }
@@ -196,7 +192,7 @@ void block_free(void *context, void *block, int64_t /*nbytes*/,
                 fsdp_event *last_use) {
   // A failed collective is reported where it is waited for, not here.
   try {
-    self(context).free_block(block, last_use);
+    provider_of(context).free_block(block, last_use);
   } catch (...) {
   }
 }
@@ -204,13 +200,13 @@ void block_free(void *context, void *block, int64_t /*nbytes*/,
 fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
                        fsdp_error *error) {
   GUARDED(error) {
-    *block = self(context).allocate_on_host(nbytes);
+    *block = provider_of(context).allocate_on_host(nbytes);
     return FSDP_OK;
   };
 }
 
 void host_free(void *context, void *block) {
-  self(context).free_on_host(block);
+  provider_of(context).free_on_host(block);
 }
 
 fsdp_status event_create(void * /*context*/, fsdp_event **event,
@@ -228,7 +224,7 @@ void event_destroy(void * /*context*/, fsdp_event *event) {
 fsdp_status event_record(void *context, fsdp_event *event, fsdp_lane lane,
                          fsdp_error *error) {
   GUARDED(error) {
-    self(context).record(event, lane);
+    provider_of(context).record(event, lane);
     return FSDP_OK;
   };
 }
@@ -236,7 +232,7 @@ fsdp_status event_record(void *context, fsdp_event *event, fsdp_lane lane,
 fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
                        fsdp_error *error) {
   GUARDED(error) {
-    self(context).wait(lane, event);
+    provider_of(context).wait(lane, event);
     return FSDP_OK;
   };
 }
@@ -244,7 +240,7 @@ fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
 fsdp_status event_synchronize(void *context, fsdp_event *event,
                               fsdp_error *error) {
   GUARDED(error) {
-    self(context).synchronize(event);
+    provider_of(context).synchronize(event);
     return FSDP_OK;
   };
 }
@@ -253,7 +249,7 @@ fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
                            const void *host, int64_t nbytes,
                            fsdp_error *error) {
   GUARDED(error) {
-    const Provider &provider = self(context);
+    const Provider &provider = provider_of(context);
     const fsdp_dtype bytes = {static_cast<int32_t>(at::kByte), 1};
     provider.on_lane(lane, [&] {
       provider.view(device, nbytes, bytes)
@@ -268,7 +264,7 @@ fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
                          const void *device, int64_t nbytes,
                          fsdp_error *error) {
   GUARDED(error) {
-    const Provider &provider = self(context);
+    const Provider &provider = provider_of(context);
     const fsdp_dtype bytes = {static_cast<int32_t>(at::kByte), 1};
     provider.on_lane(lane, [&] {
       Provider::host_view(host, nbytes)
@@ -283,7 +279,7 @@ fsdp_status cast(void *context, fsdp_lane lane, void *destination,
                  fsdp_dtype destination_dtype, const void *source,
                  fsdp_dtype source_dtype, int64_t numel, fsdp_error *error) {
   GUARDED(error) {
-    Provider &provider = self(context);
+    Provider &provider = provider_of(context);
     if (numel == 0 || destination == source) return FSDP_OK;
     if (!provider.has_streams() &&
         fsdp_dtype_equal(destination_dtype, source_dtype)) {
@@ -360,7 +356,7 @@ fsdp_status pack(void *context, fsdp_lane lane, void *destination,
                  fsdp_dtype destination_dtype, const fsdp_pack_item *items,
                  int64_t num_items, double scale, fsdp_error *error) {
   GUARDED(error) {
-    const Provider &provider = self(context);
+    const Provider &provider = provider_of(context);
     provider.on_lane(lane, [&] {
       for (int64_t i = 0; i < num_items; i++) {
         pack_item(provider, destination, destination_dtype, items[i], scale);
@@ -375,7 +371,7 @@ fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
                        fsdp_dtype source_dtype, int64_t numel, double scale,
                        bool add, fsdp_error *error) {
   GUARDED(error) {
-    Provider &provider = self(context);
+    Provider &provider = provider_of(context);
     const fsdp_pack_item item = {source, source_dtype, 0, numel, add};
     provider.add_step(
         lane, [&provider, destination, destination_dtype, item, scale] {

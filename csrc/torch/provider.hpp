@@ -103,4 +103,9 @@ class Provider {
 // collectives.cpp
 void add_collective_ops(fsdp_device_ops *ops);
 
+// The provider behind the context of the port's functions.
+inline Provider &provider_of(void *context) {
+  return *static_cast<Provider *>(context);
+}
+
 }  // namespace fsdp_torch

@@ -121,15 +121,10 @@ const int64_t *fsdp_order_units(const fsdp_order *order) {
   return order->pre_forward.units;
 }
 
-uint64_t fsdp_order_fingerprint(const fsdp_order *order) {
-  uint64_t hash = UINT64_C(0xcbf29ce484222325);
-  for (int64_t i = 0; i < order->pre_forward.length; i++) {
-    /* Byte by byte from the low end: the same on every machine. */
-    const uint64_t unit = (uint64_t)order->pre_forward.units[i];
-    for (int shift = 0; shift < 64; shift += 8) {
-      hash ^= (unit >> shift) & 0xff;
-      hash *= UINT64_C(0x100000001b3);
-    }
+uint64_t fsdp_order_fold(uint64_t fingerprint, const char *text) {
+  for (; *text != '\0'; text++) {
+    fingerprint ^= (unsigned char)*text;
+    fingerprint *= UINT64_C(0x100000001b3);
   }
-  return hash;
+  return fingerprint;
 }

@@ -69,10 +69,11 @@ int64_t fsdp_order_next_backward(const fsdp_order *order, int64_t distance);
 int64_t fsdp_order_length(const fsdp_order *order);
 const int64_t *fsdp_order_units(const fsdp_order *order);
 
-/* FNV-1a hash of this iteration's pre-forward record: equal on all ranks
- * exactly when (but for collisions) the ranks ran the same units in the same
- * order. */
-uint64_t fsdp_order_fingerprint(const fsdp_order *order);
+/* Fingerprints (FNV-1a) of what a rank did: start with FSDP_ORDER_FINGERPRINT
+ * and fold the name of each step into it. Equal on all ranks exactly when (but
+ * for collisions) they did the same in the same order. */
+#define FSDP_ORDER_FINGERPRINT UINT64_C(0xcbf29ce484222325)
+uint64_t fsdp_order_fold(uint64_t fingerprint, const char *text);
 
 #ifdef __cplusplus
 }

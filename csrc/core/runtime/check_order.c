@@ -17,13 +17,6 @@
 
 enum { STEP_NBYTES = 160, REPORT_NBYTES = 400 };
 
-static uint64_t fold(uint64_t hash, const char *text) {
-  for (; *text != '\0'; text++) {
-    hash = (hash ^ (unsigned char)*text) * UINT64_C(1099511628211);
-  }
-  return hash;
-}
-
 /* Whether all ranks sent the same bytes. `all` has room for one per rank. */
 static fsdp_status exchange(fsdp_unit *unit, const void *mine, size_t nbytes,
                             void *all, bool *is_same, fsdp_error *error) {
@@ -77,8 +70,8 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   bool is_same = true;
 
   if (!engine->checks_order || world_size == 1) return FSDP_OK;
-  engine->order_fingerprint =
-      fold(fold(engine->order_fingerprint, operation), unit->name);
+  engine->order_fingerprint = fsdp_order_fold(
+      fsdp_order_fold(engine->order_fingerprint, operation), unit->name);
   engine->num_order_checks++;
   steps = fsdp_calloc(world_size, STEP_NBYTES);
   if (steps == NULL) {

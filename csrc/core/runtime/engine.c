@@ -18,6 +18,7 @@ fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
   }
   self->ops = *ops;
   self->sync = FSDP_SYNC_REDUCE;
+  self->order_fingerprint = FSDP_ORDER_FINGERPRINT;
   FSDP_TRY(fsdp_arena_create(&self->ops, &self->arena, error));
   FSDP_TRY(fsdp_order_create(&self->order, error));
   FSDP_TRY(ops->event_create(ops->context, &self->compute_done, error));
@@ -161,7 +162,8 @@ static void join_lanes(fsdp_engine *engine) {
 void fsdp_engine_reset(fsdp_engine *engine) {
   join_lanes(engine);
   for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
-  engine->order_fingerprint = 0; /* the ranks failed at different places */
+  /* The ranks failed at different places. */
+  engine->order_fingerprint = FSDP_ORDER_FINGERPRINT;
   fsdp_engine_priv_reset_reduces(engine);
   fsdp_order_begin(engine->order);
   engine->in_backward = false;
