@@ -1,4 +1,4 @@
-"""The CPython module: units and engines. Conversion only; no policy."""
+"""The CPython module: units, engines, copy plans. Conversion only; no policy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -53,6 +53,8 @@ class Unit:
     def pending_grads(self) -> int: ...
     @property
     def param_of_use(self) -> list[int]: ...
+    @property
+    def layout(self) -> Layout: ...
     @property
     def slots(self) -> list[tuple[int, int, int]]:
         """Per parameter: (segment, offset, numel), in elements."""
@@ -116,4 +118,121 @@ class Engine:
         norm_type: float,
     ) -> torch.Tensor: ...
 
+@final
+class Layout:
+    """Where parameters lie in flat shards.
+
+    Of ``params``, each (numel, dtype, requires_grad), none is shared. ``itemsize``:
+    a segment aligns to 16 bytes with the smaller of this and its own itemsize.
+    """
+
+    def __new__(
+        cls,
+        params: Sequence[tuple[int, torch.dtype, bool]],
+        world_size: int,
+        *,
+        itemsize: int = 16,
+        align_params: bool,
+        align_shards: bool,
+    ) -> Layout: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def alignment(self) -> tuple[int, bool, bool]:
+        """(itemsize, align_params, align_shards), as given to the constructor."""
+    @property
+    def slots(self) -> list[tuple[int, int, int]]:
+        """Per parameter: (segment, offset, numel), in elements."""
+    @property
+    def segments(self) -> list[tuple[torch.dtype, bool, int, int, int, int]]:
+        """Per segment: (dtype, requires_grad, num_params, unsharded_numel,
+        shard_numel, padded_numel).
+        """
+    def intersect(self, param: int, rank: int) -> tuple[int, int, int, int]:
+        """(begin, end) in the parameter and (begin, end) in the rank's shard."""
+
+@final
+class Placement:
+    """Where elements of parameters lie: pieces of numbered buffers.
+
+    A piece (param, begin, end, buffer, offset) says that elements [begin, end) of
+    the flattened parameter are in the buffer from element ``offset`` on. Pieces may
+    be given in any order. Where several hold an element, the one with the smallest
+    begin counts, and of those the one given first.
+    """
+
+    def __new__(cls, pieces: Sequence[tuple[int, int, int, int, int]]) -> Placement: ...
+    @classmethod
+    def flat(
+        cls, layout: Layout, segment: int, *, rank: int | None = None
+    ) -> Placement:
+        """A segment's shards, or one of them: buffer = rank."""
+    @classmethod
+    def flat_range(
+        cls,
+        layout: Layout,
+        segment: int,
+        ranges: Sequence[tuple[int, int, int]],
+    ) -> Placement:
+        """Of a segment's shards, what holds ``ranges``: (param, begin, end) each.
+
+        Costs as much as it returns, whatever the number of ranks and parameters.
+        """
+    @classmethod
+    def local(cls, layout: Layout, segment: int, rank: int) -> Placement:
+        """The rank's part of each parameter: buffer = param, offset = 0."""
+    @classmethod
+    def whole(cls, numels: Sequence[int]) -> Placement:
+        """Whole parameters: buffer = param, offset = 0. 0 leaves one out."""
+    @classmethod
+    def rows(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        num_ranks: int,
+        *,
+        rank: int | None = None,
+    ) -> Placement:
+        """Parameters cut along dimension 0 as torch.chunk does: buffer = rank.
+
+        In a rank's buffer the parts lie one behind the other. A scalar goes to
+        rank 0; a shape with a 0 in it leaves the parameter out.
+        """
+    @property
+    def pieces(self) -> list[tuple[int, int, int, int, int]]:
+        """Those that are not empty, by (param, begin)."""
+    def __len__(self) -> int: ...
+
+@final
+class CopyPlan:
+    """The copies that fill ``target`` from ``source``.
+
+    Raises ValueError when two different elements go to one place.
+    """
+
+    def __new__(cls, source: Placement, target: Placement) -> CopyPlan: ...
+    @property
+    def copies(self) -> list[tuple[int, int, int, int, int]]:
+        """(source_buffer, source_offset, target_buffer, target_offset, numel)
+        each, by (target_buffer, target_offset); neighbours are joined.
+        """
+    @property
+    def missing(self) -> list[tuple[int, int, int]]:
+        """(param, begin, end) of the target that the source does not hold."""
+    @property
+    def numel(self) -> int:
+        """Elements of all copies."""
+    def run(
+        self,
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Copy between contiguous tensors of one dtype, one per buffer.
+
+        Elements are counted in memory order. None: the buffer is not here, its
+        copies are left out. An in-place write outside autograd. Raises ValueError
+        before anything is written.
+        """
+
 def build_info() -> dict[str, str]: ...
+def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, value: int = 0) -> int:
+    """CRC-32C of the bytes of a contiguous CPU tensor or a buffer."""

@@ -54,8 +54,16 @@ PyDoc_STRVAR(build_info_doc,
              "build_info()\n--\n\n"
              "What was built and what is loaded, by name.");
 
+PyDoc_STRVAR(
+    crc32c_doc,
+    "crc32c(data, value=0)\n--\n\n"
+    "CRC-32C of the bytes of a contiguous CPU tensor or a buffer, behind\n"
+    "what gave `value`. Other threads run meanwhile.");
+
 static PyMethodDef module_methods[] = {
     {"build_info", build_info, METH_NOARGS, build_info_doc},
+    {"crc32c", (PyCFunction)(void (*)(void))fsdp_module_crc32c,
+     METH_VARARGS | METH_KEYWORDS, crc32c_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -91,6 +99,16 @@ static int add_constants(PyObject *module) {
 
 static int module_exec(PyObject *module) {
   module_state *state = PyModule_GetState(module);
+  const struct {
+    PyTypeObject **type;
+    PyType_Spec *spec;
+  } types[] = {
+      {&state->unit_type, &fsdp_unit_object_spec},
+      {&state->engine_type, &fsdp_engine_object_spec},
+      {&state->layout_type, &fsdp_layout_object_spec},
+      {&state->placement_type, &fsdp_placement_object_spec},
+      {&state->copy_plan_type, &fsdp_copy_plan_object_spec},
+  };
 
   if (add_constants(module) < 0) return -1;
   state->packed_sequence = import_name("torch.nn.utils.rnn", "PackedSequence");
@@ -107,15 +125,13 @@ static int module_exec(PyObject *module) {
   if (state->dataclass_fields == NULL) return -1;
 
   if (fsdp_listed_hooks_init(module, state) < 0) return -1;
-
-  state->unit_type = (PyTypeObject *)PyType_FromModuleAndSpec(
-      module, &fsdp_unit_object_spec, NULL);
-  if (state->unit_type == NULL) return -1;
-  if (PyModule_AddType(module, state->unit_type) < 0) return -1;
-  state->engine_type = (PyTypeObject *)PyType_FromModuleAndSpec(
-      module, &fsdp_engine_object_spec, NULL);
-  if (state->engine_type == NULL) return -1;
-  return PyModule_AddType(module, state->engine_type);
+  for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
+    *types[i].type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, types[i].spec, NULL);
+    if (*types[i].type == NULL) return -1;
+    if (PyModule_AddType(module, *types[i].type) < 0) return -1;
+  }
+  return 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
@@ -123,6 +139,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   if (state == NULL) return 0;
   Py_VISIT(state->unit_type);
   Py_VISIT(state->engine_type);
+  Py_VISIT(state->layout_type);
+  Py_VISIT(state->placement_type);
+  Py_VISIT(state->copy_plan_type);
   Py_VISIT(state->packed_sequence);
   Py_VISIT(state->mapping);
   Py_VISIT(state->mutable_mapping);
@@ -136,6 +155,9 @@ static int module_clear(PyObject *module) {
   if (state == NULL) return 0;
   Py_CLEAR(state->unit_type);
   Py_CLEAR(state->engine_type);
+  Py_CLEAR(state->layout_type);
+  Py_CLEAR(state->placement_type);
+  Py_CLEAR(state->copy_plan_type);
   Py_CLEAR(state->packed_sequence);
   Py_CLEAR(state->mapping);
   Py_CLEAR(state->mutable_mapping);
@@ -160,8 +182,9 @@ static PyModuleDef_Slot module_slots[] = {
     {0, NULL},
 };
 
-PyDoc_STRVAR(module_doc,
-             "The CPython module: units and engines. Conversion only.");
+PyDoc_STRVAR(
+    module_doc,
+    "The CPython module: units, engines, copy plans. Conversion only.");
 
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,         .m_name = "fsdp_c._native",

@@ -13,6 +13,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "base/arith.h"
+#include "base/crc32c.h"
 #include "torch/bridge.h"
 
 /* Slots of a type spec hold functions as `void *`; ISO C has no direct
@@ -26,6 +28,9 @@
 typedef struct module_state {
   PyTypeObject *unit_type;
   PyTypeObject *engine_type;
+  PyTypeObject *layout_type;
+  PyTypeObject *placement_type;
+  PyTypeObject *copy_plan_type;
   PyObject *packed_sequence;  /* torch.nn.utils.rnn.PackedSequence */
   PyObject *mapping;          /* collections.abc.Mapping */
   PyObject *mutable_mapping;  /* collections.abc.MutableMapping */
@@ -49,8 +54,31 @@ typedef struct unit_object {
 PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
                                    Py_ssize_t num_args);
 
+/* layout_object.c. */
+/* A Layout over what belongs to `owner`, which it keeps: a new reference. */
+PyObject *fsdp_layout_object_share(const module_state *state,
+                                   const fsdp_flat_layout *layout,
+                                   PyObject *owner);
+/* Borrowed. */
+const fsdp_flat_layout *fsdp_layout_object_layout(PyObject *object);
+/* Of a Layout and of a Unit; each a new reference. */
+PyObject *fsdp_layout_intersect(const fsdp_flat_layout *layout, PyObject *args,
+                                PyObject *kwargs);
+PyObject *fsdp_layout_slots(const fsdp_flat_layout *layout);
+PyObject *fsdp_layout_segments(const fsdp_flat_layout *layout);
+
+/* placement_object.c. Borrowed. */
+const fsdp_placement *fsdp_placement_object_placement(PyObject *object);
+
+/* checksum.c: crc32c(data, value=0). */
+PyObject *fsdp_module_crc32c(PyObject *module, PyObject *args,
+                             PyObject *kwargs);
+
 extern PyType_Spec fsdp_unit_object_spec;
 extern PyType_Spec fsdp_engine_object_spec;
+extern PyType_Spec fsdp_layout_object_spec;
+extern PyType_Spec fsdp_placement_object_spec;
+extern PyType_Spec fsdp_copy_plan_object_spec;
 
 /* The module state behind an object of one of our types, which cannot be
  * subclassed. Borrowed. */

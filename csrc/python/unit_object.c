@@ -4,6 +4,7 @@
  * The tensors belong to the bridge; of Python's objects a unit holds what it
  * watches.
  */
+#include "python/convert.h"
 #include "python/nested.h"
 
 /* Construction ------------------------------------------------------------- */
@@ -277,67 +278,21 @@ static PyObject *unit_clone(PyObject *object, PyObject *params) {
 
 static PyObject *unit_intersect(PyObject *object, PyObject *args,
                                 PyObject *kwargs) {
-  static const char *const keywords[] = {"param", "rank", NULL};
-  const fsdp_flat_layout *layout = fsdp_torch_unit_layout(unit_of(object));
-  long long param, rank;
-  fsdp_range in_param, in_shard;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LL:intersect",
-                                   FSDP_KEYWORDS(keywords), &param, &rank)) {
-    return NULL;
-  }
-  const long long num_params = fsdp_flat_layout_num_params(layout);
-  const long long world_size = fsdp_flat_layout_world_size(layout);
-  if (param < 0 || param >= num_params || rank < 0 || rank >= world_size) {
-    return PyErr_Format(PyExc_IndexError,
-                        "param %lld and rank %lld must be in [0, %lld) and "
-                        "[0, %lld)",
-                        param, rank, num_params, world_size);
-  }
-  fsdp_flat_layout_intersect(layout, rank, param, &in_param, &in_shard);
-  return Py_BuildValue("LLLL", (long long)in_param.begin,
-                       (long long)in_param.end, (long long)in_shard.begin,
-                       (long long)in_shard.end);
+  return fsdp_layout_intersect(fsdp_torch_unit_layout(unit_of(object)), args,
+                               kwargs);
 }
 
-/* A list of what `item` returns for 0 .. num_items - 1. */
-static PyObject *list_of(int64_t num_items, fsdp_torch_unit *unit,
-                         PyObject *(*item)(fsdp_torch_unit *, int64_t)) {
-  PyObject *list = PyList_New((Py_ssize_t)num_items);
-  if (list == NULL) return NULL;
-  for (int64_t i = 0; i < num_items; i++) {
-    PyObject *value = item(unit, i);
-    if (value == NULL) {
-      Py_DECREF(list);
-      return NULL;
-    }
-    PyList_SET_ITEM(list, (Py_ssize_t)i, value); /* steals */
-  }
-  return list;
+static PyObject *unit_get_layout(PyObject *object, void *Py_UNUSED(closure)) {
+  return fsdp_layout_object_share(
+      state_of_object(object), fsdp_torch_unit_layout(unit_of(object)), object);
 }
 
-static PyObject *param_of_use_item(fsdp_torch_unit *unit, int64_t use) {
-  int64_t num_uses;
-  return PyLong_FromLongLong(
-      fsdp_torch_unit_param_of_use(unit, &num_uses)[use]);
+static PyObject *unit_get_slots(PyObject *object, void *Py_UNUSED(closure)) {
+  return fsdp_layout_slots(fsdp_torch_unit_layout(unit_of(object)));
 }
 
-static PyObject *slot_item(fsdp_torch_unit *unit, int64_t param) {
-  const fsdp_param_slot *slot =
-      fsdp_flat_layout_slot(fsdp_torch_unit_layout(unit), param);
-  return Py_BuildValue("LLL", (long long)slot->segment, (long long)slot->offset,
-                       (long long)slot->numel);
-}
-
-static PyObject *segment_item(fsdp_torch_unit *unit, int64_t index) {
-  const fsdp_segment *segment =
-      fsdp_flat_layout_segment(fsdp_torch_unit_layout(unit), index);
-  PyObject *dtype = fsdp_torch_unit_dtype(unit, index);
-  if (dtype == NULL) return NULL;
-  return Py_BuildValue("NNLLLL", dtype, PyBool_FromLong(segment->requires_grad),
-                       (long long)segment->num_params,
-                       (long long)segment->unsharded_numel,
-                       (long long)segment->shard_numel,
-                       (long long)segment->padded_numel); /* N steals */
+static PyObject *unit_get_segments(PyObject *object, void *Py_UNUSED(closure)) {
+  return fsdp_layout_segments(fsdp_torch_unit_layout(unit_of(object)));
 }
 
 static PyObject *unit_get_name(PyObject *object, void *Py_UNUSED(closure)) {
@@ -386,29 +341,27 @@ static PyObject *unit_get_pending_grads(PyObject *object,
       fsdp_unit_pending_grads(fsdp_torch_unit_core(unit_of(object))));
 }
 
+static PyObject *param_of_use_item(const void *param_of_use, int64_t use) {
+  return PyLong_FromLongLong(((const int64_t *)param_of_use)[use]);
+}
+
 static PyObject *unit_get_param_of_use(PyObject *object,
                                        void *Py_UNUSED(closure)) {
   int64_t num_uses;
-  (void)fsdp_torch_unit_param_of_use(unit_of(object), &num_uses); /* count */
-  return list_of(num_uses, unit_of(object), param_of_use_item);
+  const int64_t *param_of_use =
+      fsdp_torch_unit_param_of_use(unit_of(object), &num_uses);
+  return fsdp_list_of(num_uses, param_of_use, param_of_use_item);
 }
 
-static PyObject *unit_get_slots(PyObject *object, void *Py_UNUSED(closure)) {
-  fsdp_torch_unit *unit = unit_of(object);
-  return list_of(fsdp_flat_layout_num_params(fsdp_torch_unit_layout(unit)),
-                 unit, slot_item);
-}
-
-static PyObject *unit_get_segments(PyObject *object, void *Py_UNUSED(closure)) {
-  fsdp_torch_unit *unit = unit_of(object);
-  return list_of(fsdp_flat_layout_num_segments(fsdp_torch_unit_layout(unit)),
-                 unit, segment_item);
+static PyObject *shard_item(const void *unit, int64_t segment) {
+  return fsdp_torch_unit_shard(unit, segment);
 }
 
 static PyObject *unit_get_shards(PyObject *object, void *Py_UNUSED(closure)) {
-  fsdp_torch_unit *unit = unit_of(object);
-  return list_of(fsdp_flat_layout_num_segments(fsdp_torch_unit_layout(unit)),
-                 unit, fsdp_torch_unit_shard);
+  const fsdp_torch_unit *unit = unit_of(object);
+  return fsdp_list_of(
+      fsdp_flat_layout_num_segments(fsdp_torch_unit_layout(unit)), unit,
+      shard_item);
 }
 
 /* The type ----------------------------------------------------------------- */
@@ -486,6 +439,8 @@ static PyGetSetDef unit_getset[] = {
      "Gradients that this backward still has to deliver.", NULL},
     {"param_of_use", unit_get_param_of_use, NULL,
      "Index of the parameter behind each use.", NULL},
+    {"layout", unit_get_layout, NULL,
+     "Where the parameters lie in the shards, as a Layout.", NULL},
     {"slots", unit_get_slots, NULL,
      "Per parameter: (segment, offset, numel), in elements.", NULL},
     {"segments", unit_get_segments, NULL,

@@ -18,6 +18,7 @@
 
 #include "base/status.h"
 #include "runtime/engine.h"
+#include "state/copy_plan.h"
 
 #ifdef __cplusplus
 #define FSDP_NOEXCEPT noexcept
@@ -35,6 +36,28 @@ typedef struct fsdp_torch_engine fsdp_torch_engine;
 
 /* Whether `object` is a torch.Tensor (or a subclass). Cannot fail. GIL. */
 bool fsdp_torch_is_tensor(struct _object *object);
+
+/* dtype [out] what a torch.dtype is to the core. FSDP_INVALID_ARGUMENT:
+ * `object` is none. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_read_dtype(struct _object *object,
+                                                 fsdp_dtype *dtype,
+                                                 fsdp_error *error);
+
+/* New reference to the torch.dtype of `dtype`, or NULL with a Python exception.
+ * GIL. */
+struct _object *fsdp_torch_dtype_object(fsdp_dtype dtype);
+
+/*
+ * The memory of a contiguous tensor on the CPU. data [out] borrowed from the
+ * tensor; NULL when it is empty. GIL.
+ *
+ * FSDP_INVALID_ARGUMENT  it is elsewhere, not contiguous, or has no memory of
+ *                        its own (a tensor subclass, a unit's freed block).
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_host_bytes(struct _object *tensor,
+                                                 const void **data,
+                                                 int64_t *nbytes,
+                                                 fsdp_error *error);
 
 /* Sets the Python exception for a failed call on this thread: the saved C++
  * exception when there is one that caused `error`, else an exception by code
@@ -130,10 +153,8 @@ const int64_t *fsdp_torch_unit_param_of_use(const fsdp_torch_unit *unit,
 
 /* New reference to the shard of `segment` as a 1-D torch.Tensor, or NULL with
  * a Python exception. GIL. */
-struct _object *fsdp_torch_unit_shard(fsdp_torch_unit *unit, int64_t segment);
-
-/* New reference to the torch.dtype of `segment`'s shard. GIL. */
-struct _object *fsdp_torch_unit_dtype(fsdp_torch_unit *unit, int64_t segment);
+struct _object *fsdp_torch_unit_shard(const fsdp_torch_unit *unit,
+                                      int64_t segment);
 
 /* With use_orig_params=False: `flat_params[i]` (a tensor over segment i's
  * shard) carries the segment's sharded gradient as its .grad. GIL. */
@@ -244,6 +265,30 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_clip_grad_norm(
     fsdp_torch_engine *engine, struct _object *const *extra_params,
     int64_t num_extra_params, double max_norm, double norm_type,
     struct _object **norm, fsdp_error *error);
+
+/* Copy plans --------------------------------------------------------------- */
+
+/* Tensors as the buffers of one side of a plan, None for an absent one.
+ * Borrowed. */
+typedef struct fsdp_torch_buffers {
+  struct _object *const *tensors;
+  int64_t num_tensors;
+} fsdp_torch_buffers;
+
+/*
+ * Makes the plan's copies between tensors, whose elements are counted in memory
+ * order; their shapes do not matter. Counts as an in-place write of the
+ * targets, outside autograd. Everything is checked before the first copy. GIL
+ * (released inside).
+ *
+ * FSDP_INVALID_ARGUMENT  a tensor is not contiguous, has no memory of its own
+ *                        or another dtype than the first; a source overlaps a
+ *                        target; a buffer is too small or there are too few.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_copy_plan_run(const fsdp_copy_plan *plan,
+                                                    fsdp_torch_buffers sources,
+                                                    fsdp_torch_buffers targets,
+                                                    fsdp_error *error);
 
 #ifdef __cplusplus
 }

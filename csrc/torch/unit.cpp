@@ -5,7 +5,6 @@
 #include <Python.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -14,14 +13,10 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/objects.hpp"
 
 namespace fsdp_torch {
 namespace {
-
-fsdp_dtype core_dtype(at::ScalarType dtype) {
-  return {static_cast<int32_t>(dtype),
-          static_cast<int32_t>(c10::elementSize(dtype))};
-}
 
 at::ScalarType dtype_or(PyObject *object, at::ScalarType otherwise) {
   if (object == nullptr) return otherwise;
@@ -257,10 +252,6 @@ using fsdp_torch::Unit;
 
 extern "C" {
 
-bool fsdp_torch_is_tensor(PyObject *object) {
-  return THPVariable_Check(object);
-}
-
 const char *fsdp_torch_version(void) {
   return TORCH_VERSION;
 }
@@ -394,19 +385,10 @@ const int64_t *fsdp_torch_unit_param_of_use(const fsdp_torch_unit *unit,
   return unit->self->param_of_use.data();
 }
 
-PyObject *fsdp_torch_unit_shard(fsdp_torch_unit *unit, int64_t segment) {
+PyObject *fsdp_torch_unit_shard(const fsdp_torch_unit *unit, int64_t segment) {
   HANDLE_TH_ERRORS
   return THPVariable_Wrap(
       unit->self->segments.at(static_cast<size_t>(segment)).shard);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject *fsdp_torch_unit_dtype(fsdp_torch_unit *unit, int64_t segment) {
-  HANDLE_TH_ERRORS
-  PyObject *dtype = reinterpret_cast<PyObject *>(torch::getTHPDtype(
-      unit->self->segments.at(static_cast<size_t>(segment)).master));
-  Py_INCREF(dtype);
-  return dtype;
   END_HANDLE_TH_ERRORS
 }
 

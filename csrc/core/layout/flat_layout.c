@@ -20,6 +20,7 @@ typedef struct placed_segment {
 
 struct fsdp_flat_layout {
   int64_t world_size;
+  fsdp_alignment alignment;
   int64_t num_params;
   int64_t num_segments;
   size_t segments_capacity;
@@ -162,6 +163,7 @@ fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
   self = fsdp_calloc(1, sizeof *self);
   if (self == NULL) goto no_memory;
   self->world_size = world_size;
+  self->alignment = alignment;
   self->num_params = num_params;
   self->slots = fsdp_calloc((size_t)num_params, sizeof *self->slots);
   if (self->slots == NULL) goto no_memory;
@@ -202,6 +204,10 @@ int64_t fsdp_flat_layout_num_params(const fsdp_flat_layout *layout) {
 
 int64_t fsdp_flat_layout_num_segments(const fsdp_flat_layout *layout) {
   return layout->num_segments;
+}
+
+fsdp_alignment fsdp_flat_layout_alignment(const fsdp_flat_layout *layout) {
+  return layout->alignment;
 }
 
 const fsdp_segment *fsdp_flat_layout_segment(const fsdp_flat_layout *layout,

@@ -76,6 +76,8 @@ void fsdp_flat_layout_destroy(fsdp_flat_layout *layout);
 int64_t fsdp_flat_layout_world_size(const fsdp_flat_layout *layout);
 int64_t fsdp_flat_layout_num_params(const fsdp_flat_layout *layout);
 int64_t fsdp_flat_layout_num_segments(const fsdp_flat_layout *layout);
+/* As it was created. */
+fsdp_alignment fsdp_flat_layout_alignment(const fsdp_flat_layout *layout);
 
 /* Borrowed; `segment` is in [0, num_segments). */
 const fsdp_segment *fsdp_flat_layout_segment(const fsdp_flat_layout *layout,

@@ -1,0 +1,42 @@
+/*
+ * Placements of small layouts: see placement_fixture.h.
+ */
+#include "placement_fixture.h"
+
+#include "check.h"
+#include "layout/param_table.h"
+
+fsdp_flat_layout *placement_layout(const fsdp_param_spec *uses,
+                                   int64_t num_uses, int64_t world_size,
+                                   fsdp_alignment alignment) {
+  fsdp_param_table *table = NULL;
+  fsdp_flat_layout *layout = NULL;
+  CHECK_I64(fsdp_param_table_create(uses, num_uses, &table, NULL), FSDP_OK);
+  CHECK_I64(
+      fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL),
+      FSDP_OK);
+  fsdp_param_table_destroy(table);
+  return layout;
+}
+
+fsdp_flat_layout *placement_picture(void) {
+  const fsdp_param_spec uses[] = {
+      {1, 5, {1, 4}, true}, {2, 7, {2, 8}, false}, {3, 3, {1, 4}, true}};
+  return placement_layout(uses, 3, 2, (fsdp_alignment){16, false, false});
+}
+
+fsdp_placement *place(const fsdp_piece *pieces, int64_t num_pieces) {
+  fsdp_placement *placement = NULL;
+  CHECK_I64(fsdp_placement_create(pieces, num_pieces, &placement, NULL),
+            FSDP_OK);
+  return placement;
+}
+
+fsdp_placement *place_flat(const fsdp_flat_layout *layout, int64_t segment,
+                           int64_t begin, int64_t end) {
+  fsdp_placement *placement = NULL;
+  CHECK_I64(fsdp_placement_create_flat(
+                layout, segment, (fsdp_range){begin, end}, &placement, NULL),
+            FSDP_OK);
+  return placement;
+}
