@@ -59,6 +59,7 @@ format: $(TOOLS) ## rewrite all files in the common format
 bench: $(BUILT) ## host overhead and step time against torch's FSDP1, FSDP2, DDP
 	python benchmarks/host_overhead.py
 	python benchmarks/train_step.py
+	python benchmarks/state_dict.py
 
 build: $(BUILT) ## the extension, in place
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import host_overhead
 import memory
+import state_dict
 import train_step
 from common import Json, command_line, environment_line, positive_int, write_json
 from implementations import BARE, FSDP_C_ORIG, LABELS
@@ -65,7 +66,8 @@ the computation. fsdp_c makes other gloo calls for the same result (docs/design.
 
 {collectives}
 
-{memory}"""
+{memory}
+{state_dict}"""
 
 MEMORY_TEXT = """\
 ## Memory per rank
@@ -100,16 +102,36 @@ probably because gloo frees its buffers on threads of its own.
 {tables}
 """
 
-FILES = ("host_overhead.json", "train_step.json", "memory.json")
+STATE_DICT_TEXT = """\
+## State dicts and checkpoints
+
+Made by
+
+    {command}
+
+on {machine}.
+
+{num_ranks} ranks over gloo, GPTs with AdamW, smallest of {rounds} medians of {steps},
+each of the slowest rank. Full state dicts are made on rank 0 (`rank0_only`). A
+checkpoint has model and optimizer: `fsdp_c.checkpoint`, torch.distributed.checkpoint
+with the state dicts that torch's FSDP needs for it, and plain writes (with fsync) and
+reads of as many bytes. What is read was just written, so the system's page cache has
+it. "To fsdp_c" is a figure divided by that of fsdp_c with the same `use_orig_params`.
+Extra memory is the peak of torch's CPU allocator above what lived before and what the
+result takes, on the rank that needs most.
+{notices}
+{tables}
+"""
+
+FILES = ("host_overhead.json", "train_step.json", "memory.json", "state_dict.json")
 
 
 def read_or_run_all(
     folder: Path | None, *, steps_scale: int, rounds: int
-) -> tuple[Json, Json, Json]:
+) -> list[Json]:
     """Return the results of all benchmarks, from files if ``folder`` is given."""
     if folder is not None:
-        host, step, peaks = (json.loads((folder / name).read_text()) for name in FILES)
-        return host, step, peaks
+        return [json.loads((folder / name).read_text()) for name in FILES]
     print("host_overhead", file=sys.stderr)
     host = host_overhead.measure(
         list(LABELS), steps=3 * steps_scale, warmup=10, rounds=rounds
@@ -123,7 +145,16 @@ def read_or_run_all(
         rounds=rounds,
     )
     print("memory", file=sys.stderr)
-    return host, step, memory.measure(list(memory.TITLES))
+    peaks = memory.measure(list(memory.TITLES))
+    print("state_dict", file=sys.stderr)
+    states = state_dict.measure(
+        state_dict.IMPLEMENTATIONS,
+        sizes=list(state_dict.WIDTHS),
+        steps=3,
+        rounds=2,
+        folder=None,
+    )
+    return [host, step, peaks, states]
 
 
 def memory_section(peaks: Json) -> str:
@@ -142,7 +173,27 @@ def memory_section(peaks: Json) -> str:
     )
 
 
-def write_markdown(host: Json, step: Json, peaks: Json, path: Path) -> None:
+def state_dict_section(states: Json) -> str:
+    """Return the part of the page on state dicts."""
+    tables = "\n\n".join(
+        f"{state_dict.describe(size)}.\n\n"
+        + state_dict.render(states, size, markdown=True)
+        for size in state_dict.sizes_of(states)
+    )
+    return STATE_DICT_TEXT.format(
+        command=states["command"],
+        machine=environment_line(states["environment"]),
+        num_ranks=state_dict.NUM_RANKS,
+        rounds=states["settings"]["rounds"],
+        steps=states["settings"]["steps"],
+        notices="".join(f"\n{notice}.\n" for notice in states["notices"]),
+        tables=tables,
+    )
+
+
+def write_markdown(
+    host: Json, step: Json, peaks: Json, states: Json, path: Path
+) -> None:
     """Write the page."""
     commands = dict.fromkeys([host["command"], step["command"], command_line()])
     models = dict.fromkeys(row["model"] for row in step["results"])
@@ -171,6 +222,7 @@ def write_markdown(host: Json, step: Json, peaks: Json, path: Path) -> None:
         train_step=tables,
         collectives=train_step.render_collectives(step, markdown=True),
         memory=memory_section(peaks),
+        state_dict=state_dict_section(states),
     )
     path.write_text(text)
 
@@ -242,14 +294,14 @@ def main() -> int:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
     results = read_or_run_all(args.json, steps_scale=args.steps, rounds=args.rounds)
-    host, step, peaks = results
+    host, step, peaks, states = results
     if args.save_json is not None:
         for name, result in zip(FILES, results, strict=True):
             write_json(args.save_json / name, result)
     if not any(row["implementation"] == FSDP_C_ORIG for row in host["results"]):
         print("fsdp_c is not in the results: no ratios to it", file=sys.stderr)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_markdown(host, step, peaks, args.out / "benchmarks.md")
+    write_markdown(host, step, peaks, states, args.out / "benchmarks.md")
     draw(host, step, args.out / "benchmarks.png")
     print(f"written: {args.out / 'benchmarks.md'}, {args.out / 'benchmarks.png'}")
     return 0

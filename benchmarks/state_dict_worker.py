@@ -1,0 +1,232 @@
+"""One rank of the state-dict benchmark: make a model with state, convert and save it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import Json, report_result
+from implementations import (
+    FSDP1_FLAT,
+    FSDP1_ORIG,
+    FSDP2,
+    FSDP_C_FLAT,
+    FSDP_C_ORIG,
+    GPT,
+    NUM_BYTES,
+    parallelise,
+)
+from memory_trace import MemoryTrace, storages
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictType,
+)
+
+NUM_RANKS = 2
+DISK = "disk"
+WIDTHS = {"50M": 512, "200M": 1024}
+NUM_BLOCKS = 16
+CHUNK_NBYTES = 2**26  # of the plain writes and reads that stand for the disk
+
+FULL_MODEL = "full state dict"
+FULL_OPTIM = "full optimizer state dict"
+SAVE = "save"
+LOAD = "load"
+OPERATIONS = [FULL_MODEL, FULL_OPTIM, SAVE, LOAD]
+
+
+def create_model(size: str) -> GPT:
+    """Return the same initial model on every rank and for every implementation."""
+    torch.manual_seed(0)
+    width = WIDTHS[size]
+    return GPT(width, NUM_BLOCKS, width // 64)
+
+
+def num_params(size: str) -> int:
+    """Return how many elements the parameters of a model have."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in create_model(size).parameters())
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+class _Clock:
+    """Times operations that all ranks run together, and what memory they need."""
+
+    def __init__(self, num_times: int) -> None:
+        self._num_times = num_times
+        self._trace = MemoryTrace()
+        self.rows: Json = {}
+
+    def time(
+        self,
+        name: str,
+        operation: Callable[[], Any],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run ``operation`` some times; keep the median of the slowest rank's times.
+
+        ``extra`` is what was live at the peak above what lived before and what the
+        result itself takes, in bytes, on the rank that needs most.
+        """
+        times = []
+        result_nbytes = 0
+        for index in range(self._num_times + 1):
+            prepare()
+            dist.barrier()
+            self._trace.begin(name if index > 0 else "warm-up")
+            begin = time.perf_counter()
+            result = operation()
+            seconds = torch.tensor(time.perf_counter() - begin)
+            result_nbytes = sum(storages(_tensors(result)).values())
+            self._trace.begin("between")
+            del result
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if index > 0:
+                times.append(seconds.item())
+        self.rows[name] = {
+            "seconds": statistics.median(times),
+            "result": result_nbytes,
+        }
+
+    def finish(self) -> None:
+        """Add the memory of each operation, of the rank that needs most."""
+        peaks = self._trace.peaks()
+        for name, row in self.rows.items():
+            peak = peaks[name]
+            extra = torch.tensor(peak.nbytes - max(peak.at_begin) - row["result"])
+            dist.all_reduce(extra, dist.ReduceOp.MAX)
+            row["extra"] = int(extra)
+
+
+def _empty(folder: Path) -> Callable[[], None]:
+    """Return what makes ``folder`` empty, once for all ranks."""
+
+    def prepare() -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    return prepare
+
+
+def _time_full(clock: _Clock, model: Any, optim: torch.optim.Optimizer) -> None:
+    """Time what FSDP1's users call: everything, on rank 0."""
+    kind = type(model)
+    configs = (
+        FullStateDictConfig(rank0_only=True),
+        FullOptimStateDictConfig(rank0_only=True),
+    )
+    with kind.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        clock.time(FULL_MODEL, model.state_dict)
+        clock.time(FULL_OPTIM, lambda: kind.optim_state_dict(model, optim))
+
+
+def _time_native(
+    clock: _Clock, model: Any, optim: torch.optim.Optimizer, folder: Path
+) -> None:
+    """Time fsdp_c.checkpoint."""
+    from fsdp_c import checkpoint
+
+    path = folder / "checkpoint"
+    clock.time(SAVE, lambda: checkpoint.save(path, model, optim), _empty(folder))
+    clock.time(LOAD, lambda: checkpoint.load(path, model, optim) and None)
+
+
+def _time_dcp(
+    clock: _Clock, model: Any, optim: torch.optim.Optimizer, folder: Path
+) -> None:
+    """Time torch.distributed.checkpoint, with the state dicts that it needs."""
+
+    def states() -> dict[str, Any]:
+        model_state, optim_state = get_state_dict(model, optim)
+        return {"model": model_state, "optim": optim_state}
+
+    def load() -> None:
+        state = states()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            model,
+            optim,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+
+    clock.time(
+        SAVE, lambda: dcp.save(states(), checkpoint_id=folder) and None, _empty(folder)
+    )
+    clock.time(LOAD, load)
+
+
+def _time_disk(clock: _Clock, size: str, folder: Path) -> None:
+    """Time plain writes and reads of as many bytes: parameters and AdamW's two."""
+    num_chunks = -(-3 * 4 * num_params(size) // NUM_RANKS // CHUNK_NBYTES)
+    data = torch.rand(CHUNK_NBYTES // 4).numpy().tobytes()
+    path = folder / f"rank{dist.get_rank()}"
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(num_chunks):
+                file.write(data)
+            os.fsync(file.fileno())
+
+    buffer = bytearray(CHUNK_NBYTES)
+
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    clock.time(SAVE, write, _empty(folder))
+    clock.time(LOAD, read)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Join the other rank, time one implementation, and report (rank 0)."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    rendezvous = (args.worker_folder / "store").as_uri()
+    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=NUM_RANKS)
+    clock = _Clock(args.steps)
+    folder: Path = args.folder / "files"
+    if args.worker == DISK:
+        _time_disk(clock, args.size, folder)
+    else:
+        model: nn.Module = parallelise(create_model(args.size), args.worker)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        tokens = torch.randint(NUM_BYTES, (1, 2))
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optim.step()
+        optim.zero_grad()
+        if args.worker != FSDP2:
+            _time_full(clock, model, optim)
+        if args.worker in (FSDP_C_ORIG, FSDP_C_FLAT):
+            _time_native(clock, model, optim, folder)
+        elif args.worker in (FSDP1_ORIG, FSDP2):
+            _time_dcp(clock, model, optim, folder)
+        else:
+            assert args.worker == FSDP1_FLAT
+    clock.finish()
+    if rank == 0:
+        report_result(args.worker_folder, {"operations": clock.rows})
+    dist.barrier()
+    dist.destroy_process_group()
