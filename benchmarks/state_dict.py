@@ -4,7 +4,7 @@
 
 Full state dicts of model and optimizer on rank 0, and a checkpoint of both written to
 disk and read back, of GPTs with AdamW. torch's FSDP1 and FSDP2 write theirs with
-torch.distributed.checkpoint. Plain writes and reads of as many bytes stand for the disk.
+torch.distributed.checkpoint. Plain writes and reads of as many bytes are the disk's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from implementations import (
     why_unavailable,
 )
 from memory_trace import build_counter
-from state_dict_worker import DISK, LOAD, NUM_RANKS, OPERATIONS, SAVE, WIDTHS
+from state_dict_worker import DISK, LOAD, OPERATIONS, SAVE
+from state_dict_worker import NUM_RANKS as NUM_RANKS
+from state_dict_worker import WIDTHS as WIDTHS
 from tqdm import tqdm
 
 IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP_C_FLAT, FSDP1_ORIG, FSDP1_FLAT, FSDP2, DISK]

@@ -1,4 +1,4 @@
-"""One rank of the state-dict benchmark: make a model with state, convert and save it."""
+"""One rank of the state-dict benchmark: make a model with state, convert it, save."""
 
 from __future__ import annotations
 
