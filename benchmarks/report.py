@@ -15,6 +15,7 @@ from pathlib import Path
 import host_overhead
 import memory
 import state_dict
+import state_dict_worker
 import train_step
 from common import Json, command_line, environment_line, positive_int, write_json
 from implementations import BARE, FSDP_C_ORIG, LABELS
@@ -149,7 +150,7 @@ def read_or_run_all(
     print("state_dict", file=sys.stderr)
     states = state_dict.measure(
         state_dict.IMPLEMENTATIONS,
-        sizes=list(state_dict.WIDTHS),
+        sizes=list(state_dict_worker.WIDTHS),
         steps=3,
         rounds=2,
         folder=None,
@@ -183,7 +184,7 @@ def state_dict_section(states: Json) -> str:
     return STATE_DICT_TEXT.format(
         command=states["command"],
         machine=environment_line(states["environment"]),
-        num_ranks=state_dict.NUM_RANKS,
+        num_ranks=state_dict_worker.NUM_RANKS,
         rounds=states["settings"]["rounds"],
         steps=states["settings"]["steps"],
         notices="".join(f"\n{notice}.\n" for notice in states["notices"]),

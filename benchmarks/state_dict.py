@@ -37,9 +37,7 @@ from implementations import (
     why_unavailable,
 )
 from memory_trace import build_counter
-from state_dict_worker import DISK, LOAD, OPERATIONS, SAVE
-from state_dict_worker import NUM_RANKS as NUM_RANKS
-from state_dict_worker import WIDTHS as WIDTHS
+from state_dict_worker import DISK, LOAD, NUM_RANKS, OPERATIONS, SAVE, WIDTHS
 from tqdm import tqdm
 
 IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP_C_FLAT, FSDP1_ORIG, FSDP1_FLAT, FSDP2, DISK]
