@@ -2,6 +2,7 @@
 #include "state/copy_plan.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
