@@ -20,12 +20,17 @@ typedef struct hook_context {
   const module_state *state;
   fsdp_torch_unit *unit;
   bool expects_backward; /* some output requires grad */
+  bool has_params;       /* some output is a parameter of the unit */
 } hook_context;
 
 static int hook_tensor(PyObject *tensor, void *context) {
   hook_context *self = context;
   fsdp_error error = {0};
   bool is_hooked = false;
+  if (fsdp_torch_unit_has_param(self->unit, tensor)) {
+    self->has_params = true; /* a copy of it is hooked */
+    return 0;
+  }
   if (fsdp_torch_unit_hook_output(self->unit, tensor, &is_hooked, &error) !=
       FSDP_OK) {
     fsdp_torch_set_python_error(&error);
@@ -34,6 +39,15 @@ static int hook_tensor(PyObject *tensor, void *context) {
   if (!is_hooked) return 0;
   self->expects_backward = true;
   return fsdp_listed_hooks_add(self->state, tensor);
+}
+
+/* A parameter that is an output would show the shard after forward. */
+static PyObject *copy_param(PyObject *tensor, void *context) {
+  const hook_context *self = context;
+  if (!fsdp_torch_unit_has_param(self->unit, tensor)) return Py_NewRef(tensor);
+  PyObject *copy = fsdp_torch_copy_tensor(tensor);
+  if (copy != NULL && hook_tensor(copy, context) < 0) Py_CLEAR(copy);
+  return copy;
 }
 
 /* Leaves forward after a failure; keeps the Python exception that is set. */
@@ -120,8 +134,13 @@ static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
       PyObject_Call(module, args, PyDict_GET_SIZE(kwargs) == 0 ? NULL : kwargs);
   if (output == NULL) goto fail;
 
-  hook_context hook = {.state = state, .unit = unit, .expects_backward = false};
+  hook_context hook = {.state = state, .unit = unit};
   if (fsdp_nested_visit(state, output, hook_tensor, &hook) < 0) goto fail;
+  if (hook.has_params) {
+    PyObject *copied = fsdp_nested_map(state, output, copy_param, &hook);
+    if (copied == NULL) goto fail;
+    Py_SETREF(output, copied);
+  }
 
   Py_BEGIN_ALLOW_THREADS;
   status = fsdp_torch_unit_post_forward(unit, hook.expects_backward, &error);

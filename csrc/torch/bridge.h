@@ -203,6 +203,12 @@ void fsdp_torch_inputs_destroy(fsdp_torch_inputs *inputs);
 /* may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
                                                        fsdp_error *error);
+/* Whether `tensor` is a parameter of the unit itself. Cannot fail. GIL. */
+bool fsdp_torch_unit_has_param(const fsdp_torch_unit *unit,
+                               struct _object *tensor) FSDP_NOEXCEPT;
+/* A new reference to a copy of a tensor, in its graph. NULL with a Python
+ * exception. GIL. */
+struct _object *fsdp_torch_copy_tensor(struct _object *tensor);
 /* Hooks one output tensor so that its gradient starts the unit's backward.
  * is_hooked [out] whether it requires grad. GIL. */
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit,

@@ -234,6 +234,22 @@ fsdp_status fsdp_torch_unit_hook_output(fsdp_torch_unit *unit, PyObject *tensor,
   };
 }
 
+bool fsdp_torch_unit_has_param(const fsdp_torch_unit *unit,
+                               PyObject *tensor) noexcept {
+  const at::Tensor &output = THPVariable_Unpack(tensor);
+  if (!output.is_leaf()) return false;
+  for (const fsdp_torch::Param &param : unit->self->params) {
+    if (param.tensor.is_same(output)) return true;
+  }
+  return false;
+}
+
+PyObject *fsdp_torch_copy_tensor(PyObject *tensor) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(THPVariable_Unpack(tensor).clone());
+  END_HANDLE_TH_ERRORS
+}
+
 bool fsdp_torch_has_listed_hooks(PyObject *tensor) noexcept {
   return reinterpret_cast<THPVariable *>(tensor)->backward_hooks != nullptr;
 }
@@ -244,6 +260,7 @@ void fsdp_torch_list_hooks(PyObject *tensor, PyObject *hooks) noexcept {
 }
 
 int fsdp_torch_run_listed_hooks(PyObject *tensor, PyObject *hooks) {
+  HANDLE_TH_ERRORS
   if (PyObject_SetAttrString(tensor, "_backward_hooks", hooks) < 0) return -1;
   if (THPVariable_Unpack(tensor).is_leaf()) return 0;
   PyObject *node = PyObject_GetAttrString(tensor, "grad_fn");
@@ -253,6 +270,7 @@ int fsdp_torch_run_listed_hooks(PyObject *tensor, PyObject *hooks) {
   Py_DECREF(node);
   Py_XDECREF(result);
   return result == nullptr ? -1 : 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
 }
 
 }  // extern "C"

@@ -368,6 +368,7 @@ void fsdp_torch_unit_destroy(fsdp_torch_unit *unit) {
 }
 
 void fsdp_torch_unit_set_full_precision(fsdp_torch_unit *unit, bool is_full) {
+  unit->self->is_full_precision = is_full;
   fsdp_unit_set_full_precision(unit->self->core, is_full);
 }
 

@@ -126,7 +126,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
   bool offloads = false;  // shards are in host memory, the device is elsewhere
   bool cast_forward_inputs = false;
   bool cast_root_forward_inputs = false;
-  int32_t param_dtype_code = -1;  // -1: no cast
+  bool is_full_precision = false;  // as set, also where no parameter is cast
+  int32_t param_dtype_code = -1;   // -1: no cast
   Group shard_group;
   Group replica_group;
   fsdp_alignment alignment = {};    // of the layout

@@ -1,6 +1,7 @@
 """FSDP_USE_FULL_PREC_IN_EVAL=1: eval mode computes in the master dtype."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,3 +224,23 @@ def test_summon_and_state_dict_in_eval_mode(rank: int, world_size: int) -> None:
             assert torch.equal(param, expected[name])
     differential.model.train()
     _train(differential, 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_a_root_without_parameters(rank: int, world_size: int, strategy: str) -> None:
+    """Its inputs are not cast in eval mode either."""
+    module = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 2))
+    with _setting("1"):
+        model = fsdp(
+            copy.deepcopy(module),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=True,
+        )
+    x = torch.randn(BATCH, DIM)
+    assert model(x).dtype == torch.bfloat16
+    model.eval()
+    with torch.no_grad():
+        assert_same("output", model(x), module(x))

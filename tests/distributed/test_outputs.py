@@ -296,3 +296,62 @@ def test_an_output_with_a_hook_is_freed_and_saved(rank: int, world_size: int) ->
         assert hooks() is None
     finally:
         gc.enable()
+
+
+class _GivesParams(nn.Module):
+    """A block whose outputs are its own parameters, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"own": [self.weight, self.frozen], "sum": (x * self.weight).sum()}
+
+
+class _PassesThemOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = _GivesParams()
+        self.gain = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.block(x)
+        weight, frozen = outputs["own"]
+        return (weight * 2).sum() + outputs["sum"] + frozen.sum(), self.gain
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=2)
+def test_parameters_as_outputs(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """They stay whole after forward, and their gradients arrive."""
+    needs_fsdp_c("shows memory that is given back")
+    reference = _PassesThemOn()
+    model = fsdp(
+        copy.deepcopy(reference),
+        auto_wrap_policy=ModuleWrapPolicy({_GivesParams}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+    )
+    x = torch.ones(3)
+    for _ in range(2):
+        loss, gain = model(x)
+        expected_loss, expected_gain = reference(x)
+        assert torch.equal(loss, expected_loss)
+        assert torch.equal(gain, expected_gain)
+        (loss + 3 * gain.sum()).backward()
+        (expected_loss + 3 * expected_gain.sum()).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        for name, param in reference.named_parameters():
+            if param.grad is None:
+                assert grads[name] is None
+            else:
+                assert torch.equal(grads[name], param.grad), name
+    with torch.no_grad():
+        _, gain = model(x)
+    assert torch.equal(gain, reference.gain)
