@@ -6,6 +6,7 @@ from torch.distributed.fsdp.api import ShardingStrategy
 
 from fsdp_c._base import ShardedModule
 from fsdp_c._engines import ensure_engine
+from fsdp_c._names import WRAPPED_MODULE
 from fsdp_c._originals import FlatParameter
 from fsdp_c._torch_compat import (
     CHECKPOINT_WRAPPED_MODULE,
@@ -108,6 +109,15 @@ class Attributes(ShardedModule):
     @property
     def _inter_node_pg(self) -> ProcessGroup | None:
         return self._config.groups.inter_node_group
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch.distributed.checkpoint.state_dict what is in no key.
+
+        Source:
+            ``_iterate_valid_model_state`` (torch 2.13,
+            ``distributed/checkpoint/state_dict.py``): values are names of children.
+        """
+        return {WRAPPED_MODULE: WRAPPED_MODULE}
 
     def extra_repr(self) -> str:
         """Say how the module is sharded."""

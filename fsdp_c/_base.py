@@ -7,6 +7,8 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -27,13 +29,38 @@ class CommHook(NamedTuple):
     function: Callable[..., Any]
 
 
+class KeptState(NamedTuple):
+    """The state dict of one wrapped module, made before its parent's."""
+
+    state: dict[str, Any]
+    prefix: str  # of its keys
+
+
+class Loading(NamedTuple):
+    """One wrapped module in the middle of a load_state_dict."""
+
+    stack: ExitStack  # what ends it
+    error_msgs: list[str]  # what load_state_dict collects
+
+
+class LoadTree(NamedTuple):
+    """The wrapped modules of one load_state_dict."""
+
+    modules: "tuple[ShardedModule, ...]"  # the outermost one first
+    is_checked: bool  # the state dict fits all of them
+
+
 class ShardedModule(nn.Module):
     """Base of FullyShardedDataParallel: the fields, without the behaviour."""
 
     rank: int
     world_size: int
     compute_device: torch.device
+    process_group: ProcessGroup
     _config: Config
+    # As given; and what stands in for it where a DTensor needs one.
+    _device_mesh: DeviceMesh | None
+    _group_mesh: DeviceMesh | None
     _unit: _native.Unit
     # Of the module tree; made by the first call, see fsdp_c._engines.
     _engine: _native.Engine | None
@@ -51,9 +78,12 @@ class ShardedModule(nn.Module):
     _state_dict_type: StateDictType
     _state_dict_config: StateDictConfig
     _optim_state_dict_config: OptimStateDictConfig
-    # Between the start and the end of a load_state_dict: what ends the summon,
-    # and the list of messages that load_state_dict collects.
-    _loading: tuple[ExitStack, list[str]] | None
+    # Inside state_dict() of a module that contains this one: what it gives out.
+    _kept_state: KeptState | None
+    # Between the start and the end of a load_state_dict.
+    _loading: Loading | None
+    # Meanwhile, the same for all wrapped modules of that call.
+    _load_tree: LoadTree | None
     # Inside summon_full_params: names of parameters and buffers are clean.
     _shows_clean_names: bool
 
@@ -81,8 +111,9 @@ class ShardedModule(nn.Module):
 
     def end_load(self) -> None:
         """End an unfinished load_state_dict: keep what was loaded."""
+        self._load_tree = None
         if self._loading is not None:
-            stack, _ = self._loading
+            stack = self._loading.stack
             self._loading = None
             stack.close()
 

@@ -7,6 +7,11 @@ WRAPPED_PREFIX = f"{WRAPPED_MODULE}."
 FLAT_PARAM = "_flat_param"
 
 
+def flat_param_name(segment: int) -> str:
+    """Return the name under which a unit registers a segment's flat parameter."""
+    return FLAT_PARAM if segment == 0 else f"{FLAT_PARAM}_{segment}"
+
+
 def clean_name(name: str) -> str:
     """Return a module's or tensor's name as it is in the unwrapped model.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._names import FLAT_PARAM
+from fsdp_c._names import flat_param_name
 from fsdp_c._torch_compat import IN_BACKWARD_OPTIMIZERS
 from fsdp_c._uses import ParamUse, mark_sharded
 
@@ -56,6 +56,13 @@ class FlatParameter(nn.Parameter):
         self._fqns = tuple(fqns)
         self._shapes = tuple(shapes)
         self._numels = tuple(shape.numel() for shape in shapes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParameter":
+        result = FlatParameter(
+            self.detach().clone(), self.requires_grad, self._fqns, self._shapes
+        )
+        memo[id(self)] = result
+        return result
 
     def become(self, other: "FlatParameter") -> None:
         """Take over the shard of ``other``, and what it holds."""
@@ -138,8 +145,7 @@ class Originals:
 
     def _bind(self, flat_params: Sequence[FlatParameter]) -> None:
         self._flat_params = {
-            FLAT_PARAM if segment == 0 else f"{FLAT_PARAM}_{segment}": param
-            for segment, param in enumerate(flat_params)
+            flat_param_name(segment): param for segment, param in enumerate(flat_params)
         }
         self._unit.bind_flat_params(list(flat_params))
 
@@ -293,6 +299,36 @@ class Originals:
             self._num_shows -= 1
             if self._hides and self._num_shows == 0:
                 self._hide()
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Register neither the original nor the flat parameters, for a while.
+
+        ``module.weight`` still finds them.
+        """
+        before = {
+            module: dict(module._parameters)
+            for module in (self._module, *(use.module for use in self._uses))
+        }
+        attributes = [
+            (use.module.__dict__, use.name, use.param)
+            for use in self._uses
+            if use.module._parameters.get(use.name) is use.param
+        ]
+        for use in self._uses:
+            use.module._parameters.pop(use.name, None)
+        for name in self._flat_params:
+            self._module._parameters.pop(name, None)
+        for names, name, param in attributes:
+            names[name] = param
+        try:
+            yield
+        finally:
+            for names, name, _ in attributes:
+                names.pop(name, None)
+            for module, params in before.items():
+                module._parameters.clear()
+                module._parameters.update(params)
 
     def _hide(self) -> None:
         for module, name, _, param in self._uses:

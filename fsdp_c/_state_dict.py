@@ -1,138 +1,123 @@
-"""FULL_STATE_DICT: saving and loading, one unit gathered at a time.
+"""Saving: state dicts of every kind, one unit gathered at a time.
 
 The keys are those of the unwrapped module: a wrapped module passes its own prefix
-on to the module inside it. While a unit is saved or loaded, the units that contain
-it are gathered too, because hooks of their modules may look at their parameters.
+on to the module inside it.
+
+Note [One unit at a time]
+The recursion of ``nn.Module.state_dict()`` goes into children while their parents
+are being saved, and a parent must be gathered meanwhile, for the hooks of its modules
+may look at its parameters. So the outermost wrapped module saves what is nested in it
+beforehand, innermost first: each unit alone is gathered, copied and given back. When
+the recursion comes to a nested unit later, that hands out what was kept. Order of
+keys, metadata and hooks are those of the unwrapped module.
 """
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.api import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
+    ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
 )
 
-from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._base import KeptState, ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engine
-from fsdp_c._names import WRAPPED_PREFIX, clean_name
-from fsdp_c._params import own_modules
+from fsdp_c._local_state_dict import local_state
+from fsdp_c._names import WRAPPED_PREFIX
+from fsdp_c._own_parts import named_uses
+from fsdp_c._sharded_tensors import is_sharded, shard_tensor
 from fsdp_c._summon import summoned
+from fsdp_c._uses import is_flat_param, sharding_unit
 
-# Type -----------------------------------------------------------------------
 
+def kind_of(module: ShardedModule) -> StateDictType:
+    """Return the kind of state dict that ``module``'s own unit gives and takes.
 
-def _check_settings(settings: StateDictSettings) -> None:
-    kind = settings.state_dict_type
-    if not isinstance(kind, StateDictType):
-        raise TypeError(f"state_dict_type must be a StateDictType, got {kind!r}")
-    if kind is not StateDictType.FULL_STATE_DICT:
-        raise ValueError(
-            f"state_dict_type={kind.name} is not available in this version: use "
-            "StateDictType.FULL_STATE_DICT"
+    Raises:
+        RuntimeError: LOCAL_STATE_DICT with a device mesh.
+
+    Source:
+        Full state dicts for NO_SHARD, and that mesh and LOCAL exclude each other:
+        ``_pre_state_dict_hook``, ``_set_use_dtensor`` (torch 2.13,
+        ``fsdp/_state_dict_utils.py``).
+    """
+    kind = module._state_dict_type
+    if kind is StateDictType.FULL_STATE_DICT:
+        return kind
+    if module._config.sharding_strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be "
+            f"returned: nothing is sharded, and {kind.name} would mean nothing.",
+            stacklevel=5,
         )
-    for argument, config, expected in (
-        ("state_dict_config", settings.state_dict_config, FullStateDictConfig),
-        (
-            "optim_state_dict_config",
-            settings.optim_state_dict_config,
-            FullOptimStateDictConfig,
-        ),
-    ):
-        if type(config) is not expected:
-            raise TypeError(
-                f"{argument} must be a {expected.__name__} for {kind.name}, got "
-                f"{config!r}"
+        return StateDictType.FULL_STATE_DICT
+    if kind is StateDictType.LOCAL_STATE_DICT and module._device_mesh is not None:
+        raise RuntimeError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
+            "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get "
+            "DTensor state_dict."
+        )
+    if module._device_mesh is not None:
+        config = module._state_dict_config
+        assert isinstance(config, ShardedStateDictConfig)  # LOCAL was refused
+        config._use_dtensor = True  # where FSDP1 shows it, too
+    return kind
+
+
+def check_idle(module: ShardedModule, method: str) -> None:
+    """Check that ``module`` is between steps.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    engine = module._engine
+    if engine is not None and (engine.in_forward or engine.in_backward):
+        raise RuntimeError(
+            f"{method}() was called inside forward or backward of unit "
+            f"{module._unit.name!r}: call it between steps; after an exception in the "
+            "middle of one, call fsdp_c.reset(model) first"
+        )
+
+
+def check_owners(module: ShardedModule) -> None:
+    """Check that each sharded parameter in ``module`` has its unit in there too.
+
+    Raises:
+        RuntimeError: One is shared with a module outside, whose unit shards it.
+    """
+    modules = list(sharded_modules(module))
+    owned = {use.param for each in modules for use in each._originals.uses}
+    for name, param in module.wrapped.named_parameters():
+        unit_name = sharding_unit(param)
+        if unit_name is not None and param not in owned and not is_flat_param(param):
+            raise RuntimeError(
+                f"parameter {name!r} of unit {module._unit.name!r} is shared with "
+                f"modules outside it, and sharded by unit {unit_name!r}: save or load "
+                "the state dict of a module that contains both"
             )
 
 
-def set_state_dict_type(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    """Set the type for all wrapped modules in ``module``; return the old one.
-
-    Raises:
-        TypeError: A config is not of the type's own class.
-        ValueError: The type is not available in this version, or nothing in
-            ``module`` is wrapped.
-    """
-    settings = StateDictSettings(
-        state_dict_type,
-        FullStateDictConfig() if state_dict_config is None else state_dict_config,
-        FullOptimStateDictConfig()
-        if optim_state_dict_config is None
-        else optim_state_dict_config,
-    )
-    _check_settings(settings)
-    before = get_state_dict_type(module)
-    for each in sharded_modules(module):
-        each._state_dict_type = settings.state_dict_type
-        each._state_dict_config = settings.state_dict_config
-        each._optim_state_dict_config = settings.optim_state_dict_config
-    return before
+def _prefixes(module: ShardedModule, prefix: str) -> dict[ShardedModule, str]:
+    """Return the prefix that torch's recursion gives to each nested unit."""
+    return {
+        each: f"{prefix}{name.replace(WRAPPED_PREFIX, '')}."
+        for name, each in module.wrapped.named_modules()
+        if isinstance(each, ShardedModule)
+    }
 
 
-def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the type and configs of all wrapped modules in ``module``.
-
-    Raises:
-        ValueError: They differ, or nothing in ``module`` is wrapped.
-    """
-    found: StateDictSettings | None = None
-    for each in sharded_modules(module):
-        settings = StateDictSettings(
-            each._state_dict_type,
-            each._state_dict_config,
-            each._optim_state_dict_config,
-        )
-        if found is not None and settings != found:
-            raise ValueError(
-                f"wrapped modules differ in their state dict settings: {found} and "
-                f"{settings}; set one for all with set_state_dict_type(root, ...)"
-            )
-        found = settings
-    if found is None:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(module).__name__}: pass the wrapped model"
-        )
-    return found
-
-
-@contextmanager
-def state_dict_type(
-    module: nn.Module,
-    kind: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> Iterator[None]:
-    """Set the type for a while."""
-    before = set_state_dict_type(
-        module, kind, state_dict_config, optim_state_dict_config
-    )
-    try:
-        yield
-    finally:
-        set_state_dict_type(
-            module,
-            before.state_dict_type,
-            before.state_dict_config,
-            before.optim_state_dict_config,
-        )
-
-
-# Save -----------------------------------------------------------------------
+def new_state() -> "OrderedDict[str, Any]":
+    """Return an empty state dict with metadata."""
+    state: OrderedDict[str, Any] = OrderedDict()
+    cast("Any", state)._metadata = OrderedDict()
+    return state
 
 
 def save(
@@ -141,28 +126,86 @@ def save(
     prefix: str,
     keep_vars: bool,
 ) -> dict[str, Any]:
-    """Return the full state dict of ``module``, its keys beginning with ``prefix``.
+    """Return the state dict of ``module``, its keys beginning with ``prefix``.
 
-    All ranks must call it. The tensors own their memory; with ``offload_to_cpu``
-    they are on the CPU. With ``rank0_only`` the other ranks get nothing.
+    All ranks must call it. Parameters are copies with memory of their own, buffers
+    and ignored parameters are the module's, as in ``nn.Module.state_dict()``; with
+    ``offload_to_cpu`` all of them are on the CPU. With ``rank0_only`` the other ranks
+    get nothing, and hold no copy meanwhile.
     """
     if destination is None:
-        destination = OrderedDict()
-        cast("Any", destination)._metadata = OrderedDict()
+        destination = new_state()
+    if module._kept_state is not None:
+        _hand_out(module._kept_state, destination, prefix)
+        return destination
     ensure_engine(module)
-    module._originals.check()
-    config = cast("FullStateDictConfig", module._state_dict_config)
-    is_wanted = not config.rank0_only or module.rank == 0
-    target = destination if is_wanted else OrderedDict()
+    check_owners(module)
+    modules = list(sharded_modules(module))
+    kinds = {each: kind_of(each) for each in modules}
+    prefixes = _prefixes(module, prefix)
+    with torch.no_grad(), ExitStack() as stack:
+        for each in modules:
+            check_idle(each, "state_dict")
+            each._originals.check()
+            stack.enter_context(
+                each._originals.absent()
+                if kinds[each] is StateDictType.LOCAL_STATE_DICT
+                else each._originals.shown()
+            )
+        for each in reversed(modules[1:]):  # parents come first in it
+            state = _save_unit(
+                each, kinds[each], new_state(), prefixes[each], keep_vars
+            )
+            each._kept_state = KeptState(state, prefixes[each])
+            stack.callback(_forget, each)
+        return _save_unit(module, kinds[module], destination, prefix, keep_vars)
 
+
+def _forget(module: ShardedModule) -> None:
+    module._kept_state = None
+
+
+def _hand_out(kept: KeptState, destination: dict[str, Any], prefix: str) -> None:
+    """Add what was kept of a nested unit to ``destination``."""
+    for key, value in kept.state.items():
+        destination[prefix + key.removeprefix(kept.prefix)] = value
+    metadata = getattr(destination, "_metadata", None)
+    if metadata is not None:
+        for name, version in getattr(kept.state, "_metadata", {}).items():
+            rest = f"{name}.".removeprefix(kept.prefix)
+            metadata[f"{prefix}{rest}"[:-1]] = version
+
+
+def _save_unit(
+    module: ShardedModule,
+    kind: StateDictType,
+    destination: dict[str, Any],
+    prefix: str,
+    keep_vars: bool,
+) -> dict[str, Any]:
+    """Save one unit and what is in it; nested units hand out what was kept."""
+    config = module._state_dict_config
+    is_wanted = module.rank == 0 or not (
+        isinstance(config, FullStateDictConfig) and config.rank0_only
+    )
+    target = destination if is_wanted else new_state()
     for pre_hook in module._state_dict_pre_hooks.values():
         pre_hook(module, prefix, keep_vars)
-    with torch.no_grad(), summoned(module, writeback=False):
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        own = local_state(module, offload_to_cpu=config.offload_to_cpu)
+        target.update((f"{prefix}{name}", value) for name, value in own.items())
         module.wrapped.state_dict(
             destination=target, prefix=prefix, keep_vars=keep_vars
         )
-        if is_wanted:
-            _own_memory(module, target, prefix, config.offload_to_cpu)
+    else:
+        with summoned(module, writeback=False):
+            module.wrapped.state_dict(
+                destination=target, prefix=prefix, keep_vars=keep_vars
+            )
+            if is_wanted:
+                _replace_params(module, target, prefix, _copier(module, kind))
+    if is_wanted:
+        _convert_rest(module, target, prefix, offload_to_cpu=config.offload_to_cpu)
     local_metadata = {"version": module._version}
     for hook in module._state_dict_hooks.values():
         result = hook(module, destination, prefix, local_metadata)
@@ -171,103 +214,92 @@ def save(
     return destination
 
 
+def _copier(module: ShardedModule, kind: StateDictType) -> Callable[[Tensor], Any]:
+    """Return what makes of a whole parameter its value in the state dict."""
+    config = module._state_dict_config
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        assert isinstance(config, ShardedStateDictConfig)
+
+        def shard(value: Tensor) -> Tensor:
+            return shard_tensor(
+                module,
+                value,
+                offload_to_cpu=config.offload_to_cpu,
+                use_dtensor=config._use_dtensor,
+            )
+
+        return shard
+
+    def copy(value: Tensor) -> Tensor:
+        device = torch.device("cpu") if config.offload_to_cpu else value.device
+        result = value.detach().to(device, copy=True)
+        return result.requires_grad_(value.requires_grad)
+
+    return copy
+
+
 def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _own_memory(
-    module: ShardedModule, target: dict[str, Any], prefix: str, offload_to_cpu: bool
+def _replace_params(
+    module: ShardedModule,
+    target: dict[str, Any],
+    prefix: str,
+    copy: Callable[[Tensor], Any],
 ) -> None:
-    """Copy what lies in memory of the unit or of its modules' buffers.
+    """Copy what lies in the memory of the summoned unit, whatever its key is.
 
-    Nested units have copied theirs, ignored parameters stay what they are. Tensors
-    that were one tensor (shared parameters) stay one. Buffers get back the dtype
-    that they had before ``buffer_dtype``.
+    Tensors that were one tensor (shared parameters) stay one. Where a module inside a
+    nested unit shares a parameter of this one, what that unit has kept is a part of it,
+    and found by its key.
     """
-    buffers = module._unit_buffers
-    dtypes = {} if buffers is None else buffers.original_dtypes
-    storages = {_storage_of(use.param) for use in module._originals.uses}
-    for _, current in own_modules(module.wrapped, module._ignored_modules):
-        storages.update(_storage_of(b) for b in current.buffers(recurse=False))
-    copies: dict[tuple[Any, ...], Tensor] = {}
+    uses = module._originals.uses
+    storages = {_storage_of(use.param) for use in uses}
+    copies: dict[tuple[Any, ...], Any] = {}
+
+    def copy_once(value: Tensor) -> Any:
+        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if place not in copies:
+            copies[place] = copy(value)
+        return copies[place]
+
     for key, value in target.items():
         if (
-            not key.startswith(prefix)
-            or not isinstance(value, Tensor)
-            or _storage_of(value) not in storages
+            key.startswith(prefix)
+            and isinstance(value, Tensor)
+            and not is_sharded(value)
+            and _storage_of(value) in storages
         ):
-            continue
-        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        copy = copies.get(place)
-        if copy is None:
-            device = torch.device("cpu") if offload_to_cpu else value.device
-            dtype = dtypes.get(clean_name(key[len(prefix) :]), value.dtype)
-            copy = value.detach().to(device, dtype, copy=True)
-            copies[place] = copy.requires_grad_(value.requires_grad)
-        target[key] = copy
+            target[key] = copy_once(value)
+    nested = _nested_modules(module)
+    if any(use.module in nested for use in uses):
+        for name, index in named_uses(module):
+            key = f"{prefix}{name}"
+            if uses[index].module in nested and key in target:
+                target[key] = copy_once(uses[index].param.detach())
 
 
-# Load -----------------------------------------------------------------------
+def _nested_modules(module: ShardedModule) -> set[nn.Module]:
+    """Return the modules inside the units nested in ``module``."""
+    nested: set[nn.Module] = set()
+    for each in sharded_modules(module):
+        if each is not module:
+            nested.update(each.modules())
+    return nested
 
 
-def begin_load(
-    module: ShardedModule,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    error_msgs: list[str],
+def _convert_rest(
+    module: ShardedModule, target: dict[str, Any], prefix: str, *, offload_to_cpu: bool
 ) -> None:
-    """Prepare ``module`` for torch's recursion into it: gather, rename keys.
-
-    Called before the module's own loading; :func:`finish_load` ends it, after
-    that of all that is in it.
-
-    Raises:
-        ValueError: ``assign=True``, which would replace the sharded parameters.
-    """
-    if local_metadata.get("assign_to_params_buffers", False):
-        raise ValueError(
-            "load_state_dict(assign=True) would replace the sharded parameters: "
-            "pass assign=False"
-        )
-    ensure_engine(module)
-    module._originals.check()
-    stack = ExitStack()
-    stack.enter_context(summoned(module, writeback=True))
-    module._loading = (stack, error_msgs)
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        name = key[len(prefix) :]
-        state_dict[f"{prefix}{WRAPPED_PREFIX}{name}"] = state_dict.pop(key)
-
-
-def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
-    """End what :func:`begin_load` began, and clean the names in messages."""
-    assert isinstance(module, ShardedModule)
-    if module._loading is None:
-        return
-    _, error_msgs = module._loading
-    module.end_load()
-    for names in (
-        incompatible_keys.missing_keys,
-        incompatible_keys.unexpected_keys,
-        error_msgs,
-    ):
-        names[:] = [clean_name(name) for name in names]
-
-
-def with_wrapped_metadata(module: nn.Module, state_dict: Any) -> Any:
-    """Return ``state_dict`` with module versions under the wrapped names as well.
-
-    torch looks the version of a module up by its name in the module tree.
-    """
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is None:
-        return state_dict
-    extended = OrderedDict(state_dict)
-    names = OrderedDict(metadata)
-    for name, _ in module.named_modules():
-        clean = clean_name(f"{name}.")[:-1]
-        if clean in metadata:
-            names[name] = metadata[clean]
-    cast("Any", extended)._metadata = names
-    return extended
+    """Give buffers the dtype from before ``buffer_dtype``; offload plain tensors."""
+    buffers = module._unit_buffers
+    dtypes = {} if buffers is None else buffers.original_dtypes
+    for name, dtype in dtypes.items():
+        value = target.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and value.dtype != dtype:
+            target[f"{prefix}{name}"] = value.to(dtype)
+    if offload_to_cpu:
+        for key, value in target.items():
+            if key.startswith(prefix) and type(value) in (Tensor, nn.Parameter):
+                target[key] = value.to("cpu")

@@ -1,7 +1,17 @@
 """The only file that touches torch's private names; one place per torch version."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX,
 )
@@ -23,7 +33,13 @@ __all__ = [
     "IN_BACKWARD_OPTIMIZERS",
     "ActivationWrapper",
     "Policy",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+    "TensorProperties",
     "TrainingState",
+    "all_gather_flat",
     "run_policy",
 ]
 
@@ -41,3 +57,15 @@ def run_policy(
 ) -> dict[Module, dict[str, Any]]:
     """Return the constructor arguments of every module that ``policy`` wraps."""
     return policy._run_policy(root, ignored_modules, root_kwargs)
+
+
+def all_gather_flat(
+    output: Tensor, mine: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Gather all ranks' ``mine`` into ``output``, one behind the other; both 1-D."""
+    gather: Callable[..., Any] = (
+        dist.all_gather_single  # all_gather_into_tensor, up to torch 2.12
+        if hasattr(dist, "all_gather_single")
+        else dist.all_gather_into_tensor
+    )
+    gather(output, mine, group=group)

@@ -1,0 +1,373 @@
+"""Loading: state dicts of every kind into the shards.
+
+Note [Loading without gathering]
+A unit takes the values of its own parameters out of the state dict and copies its part
+of each into its shard; torch's recursion loads the rest (buffers, ignored parameters,
+extra state), and meanwhile the parameters are not registered. A FULL or LOCAL state
+dict so needs no communication, a SHARDED one a single collective a unit.
+
+That is possible where loading a module means copying its parameters. A unit of which a
+module does more (hooks around loading, ``_load_from_state_dict()`` or
+``set_extra_state()`` of its own) is gathered while torch's recursion loads it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.api import StateDictType
+
+from fsdp_c._base import Loading, LoadTree, ShardedModule, sharded_modules
+from fsdp_c._engines import ensure_engine
+from fsdp_c._local_state_dict import find_local_problems, load_local, local_names
+from fsdp_c._names import WRAPPED_PREFIX, clean_name
+from fsdp_c._own_parts import OwnParts, named_uses
+from fsdp_c._params import own_modules
+from fsdp_c._row_transfer import load_rows
+from fsdp_c._sharded_tensors import (
+    find_problem,
+    gather_sharded,
+    has_rows,
+    is_sharded,
+    shape_of,
+)
+from fsdp_c._state_dict import check_idle, check_owners, kind_of
+from fsdp_c._summon import summoned
+from fsdp_c._torch_compat import ActivationWrapper
+
+
+def begin_load(
+    module: ShardedModule,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    missing_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Load the parameters of ``module``'s unit; prepare torch's recursion into it.
+
+    Called before the module's own loading; :func:`finish_load` ends it, after
+    that of all that is in it.
+
+    Raises:
+        RuntimeError: A value does not fit; nothing of the wrapped modules in
+            ``module`` was changed. Or inside forward or backward.
+        ValueError: ``assign=True``, which would replace the sharded parameters.
+    """
+    if local_metadata.get("assign_to_params_buffers", False):
+        raise ValueError(
+            "load_state_dict(assign=True) would replace the sharded parameters: "
+            "pass assign=False"
+        )
+    try:
+        if module._load_tree is None:
+            _begin_tree(module, state_dict, prefix)
+        stack = ExitStack()
+        module._loading = Loading(stack, error_msgs)
+        with torch.no_grad():
+            _load_unit(module, state_dict, prefix, missing_keys, stack)
+    except BaseException:
+        _end_tree(module)
+        raise
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = key[len(prefix) :]
+        state_dict[f"{prefix}{WRAPPED_PREFIX}{name}"] = state_dict.pop(key)
+
+
+def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """End what :func:`begin_load` began, and clean the names in messages."""
+    assert isinstance(module, ShardedModule)
+    if module._loading is None:
+        return
+    error_msgs = module._loading.error_msgs
+    tree = module._load_tree
+    if tree is not None and tree.modules[0] is not module:
+        module.end_load()
+        return
+    _end_tree(module)
+    for names in (
+        incompatible_keys.missing_keys,
+        incompatible_keys.unexpected_keys,
+        error_msgs,
+    ):
+        names[:] = [clean_name(name) for name in names]
+
+
+def _end_tree(module: ShardedModule) -> None:
+    tree = module._load_tree
+    for each in (module,) if tree is None else tree.modules:
+        each.end_load()
+
+
+# Check ------------------------------------------------------------------------
+
+
+def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> None:
+    """Check, for all units in ``module``, that what ``state_dict`` has fits."""
+    ensure_engine(module)
+    check_owners(module)
+    modules = list(sharded_modules(module))
+    for each in modules:
+        each.end_load()  # one that an exception has left
+        check_idle(each, "load_state_dict")
+        each._originals.check()
+    kinds = {each: kind_of(each) for each in modules}
+    is_plain = all(_loads_plainly(each) for each in modules)
+    problems: list[str] = []
+    if is_plain:  # or a hook might change the state dict before a unit sees it
+        prefixes = {
+            each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
+            for name, each in module.named_modules()
+            if isinstance(each, ShardedModule)
+        }
+        for each in modules:
+            problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
+    communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
+    _raise_problems(module, problems, on_any_rank=communicates)
+    for each in modules:
+        each._load_tree = LoadTree(tuple(modules), is_plain)
+
+
+def _raise_problems(
+    module: ShardedModule, problems: list[str], *, on_any_rank: bool
+) -> None:
+    """Raise if there are problems, on this rank or ``on_any_rank`` of the group."""
+    what = f"Error(s) in loading state_dict for {type(module.wrapped).__name__}"
+    is_bad = bool(problems)
+    if on_any_rank and module.world_size > 1:
+        flag = torch.tensor([is_bad], dtype=torch.uint8, device=module.compute_device)
+        torch.distributed.all_reduce(
+            flag, torch.distributed.ReduceOp.MAX, group=module.process_group
+        )
+        is_bad = bool(flag.item())
+    if problems:
+        lines = "".join(f"\n\t{clean_name(problem)}." for problem in problems)
+        raise RuntimeError(f"{what}, of which nothing was loaded:{lines}")
+    if is_bad:
+        raise RuntimeError(
+            f"{what}, of which nothing was loaded: another rank found values that do "
+            "not fit and says which"
+        )
+
+
+def _find_problems(
+    module: ShardedModule,
+    kind: StateDictType,
+    state_dict: dict[str, Any],
+    prefix: str,
+) -> list[str]:
+    """Return what of ``state_dict`` does not fit the parameters of one unit."""
+    shapes = module._originals.shapes
+    given = [
+        (f"{prefix}{name}", use)
+        for name, use in named_uses(module)
+        if f"{prefix}{name}" in state_dict
+    ]
+    local = _entries(module, state_dict, prefix)
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        if given and not local:
+            return [
+                f"{given[0][0]!r} is not in a LOCAL state dict, which has "
+                f"{prefix + local_names(module)[0]!r} for unit {module._unit.name!r}: "
+                "load it with state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT"
+            ]
+        return find_local_problems(module, local, prefix)
+    if local and not given:
+        return [
+            f"{prefix + next(iter(local))!r} is of a LOCAL state dict, and the type "
+            f"is {kind.name}: load it with state_dict_type LOCAL_STATE_DICT"
+        ]
+    problems = []
+    for key, use in given:
+        problem = _find_mismatch(module, kind, state_dict[key], shapes[use])
+        if problem is not None:
+            problems.append(problem.format(key=key))
+    return problems
+
+
+def _find_mismatch(
+    module: ShardedModule, kind: StateDictType, value: Any, shape: torch.Size
+) -> str | None:
+    """Return why ``value`` cannot be loaded, a text with {key} in it; or None."""
+    if not isinstance(value, Tensor):
+        return (
+            '"{key}": expected torch.Tensor or Tensor-like object from checkpoint but '
+            f"received {type(value)}"
+        )
+    wants_sharded = kind is StateDictType.SHARDED_STATE_DICT and has_rows(shape)
+    if wants_sharded != is_sharded(value):
+        actual = f"a {type(value).__name__} of shape {tuple(_size_of(value))}"
+        if wants_sharded:
+            return (
+                f"{{key}} is {actual}, and SHARDED_STATE_DICT needs a ShardedTensor or "
+                f"DTensor of shape {tuple(shape)}: load whole tensors with "
+                "state_dict_type FULL_STATE_DICT"
+            )
+        return (
+            f"{{key}} is {actual}, and a whole tensor of shape {tuple(shape)} is "
+            "needed: load sharded tensors with state_dict_type SHARDED_STATE_DICT and "
+            "a strategy that shards"
+        )
+    size = _size_of(value)
+    # As nn.Module: a 0-dim parameter may have been saved as one of one element.
+    if size != shape and not (shape == () and size == (1,)):
+        return (
+            "size mismatch for {key}: copying a param with shape "
+            f"{size} from checkpoint, the shape in current model is {shape}"
+        )
+    if is_sharded(value):
+        problem = find_problem(module, value)
+        return None if problem is None else f"{{key}} {problem}"
+    return None
+
+
+def _size_of(value: Tensor) -> torch.Size:
+    return shape_of(value) if is_sharded(value) else value.shape
+
+
+def _entries(
+    module: ShardedModule, state_dict: dict[str, Any], prefix: str
+) -> dict[str, Any]:
+    """Return the entries of a LOCAL state dict for one unit, by name."""
+    return {
+        name: state_dict[f"{prefix}{name}"]
+        for name in local_names(module)
+        if f"{prefix}{name}" in state_dict
+    }
+
+
+def _loads_plainly(module: ShardedModule) -> bool:
+    """Return whether loading the unit's modules is copying their parameters."""
+    modules = {each for _, each in own_modules(module.wrapped, frozenset())}
+    modules.update(use.module for use in module._originals.uses)
+    return all(_is_plain(each) for each in modules)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    cls = type(module)
+    pre_hooks = len(module._load_state_dict_pre_hooks)
+    if isinstance(module, ActivationWrapper):
+        pre_hooks -= 1  # its own only adds its prefix
+    return (
+        pre_hooks == 0
+        and not module._load_state_dict_post_hooks
+        and cls.set_extra_state is nn.Module.set_extra_state
+        and (
+            cls._load_from_state_dict is nn.Module._load_from_state_dict
+            or cls.__module__.startswith("torch.nn.modules.")
+        )
+    )
+
+
+# Load -------------------------------------------------------------------------
+
+
+def _load_unit(
+    module: ShardedModule,
+    state_dict: dict[str, Any],
+    prefix: str,
+    missing_keys: list[str],
+    stack: ExitStack,
+) -> None:
+    """Take the values of one unit's parameters out of ``state_dict`` and load them."""
+    kind = kind_of(module)
+    is_plain = _loads_plainly(module)
+    assert module._load_tree is not None
+    if not module._load_tree.is_checked:
+        problems = _find_problems(module, kind, state_dict, prefix)
+        if kind is StateDictType.FULL_STATE_DICT and not is_plain:
+            problems = [each for each in problems if "size mismatch" not in each]
+        _raise_problems(module, problems, on_any_rank=True)
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        entries = _entries(module, state_dict, prefix)
+        for name in local_names(module):
+            if state_dict.pop(f"{prefix}{name}", None) is None:
+                missing_keys.append(f"{prefix}{name}")
+        load_local(module, entries)
+        stack.enter_context(module._originals.absent())
+        return
+    for name, value in _entries(module, state_dict, prefix).items():
+        if _is_own_shard(module, value):
+            del state_dict[f"{prefix}{name}"]
+    values: dict[str, Any] = {}
+    uses: dict[str, int] = {}
+    for name, use in named_uses(module):
+        key = f"{prefix}{name}"
+        if key in state_dict:
+            values[key] = state_dict.pop(key)
+            uses[key] = use
+        elif is_plain:
+            missing_keys.append(key)
+    if is_plain:
+        _write(module, values, uses)
+        stack.enter_context(module._originals.absent())
+    else:
+        state_dict.update(_gather(module, values))
+        stack.enter_context(summoned(module, writeback=True))
+
+
+def _is_own_shard(module: ShardedModule, value: Any) -> bool:
+    """Return whether ``value`` is a flat parameter of the unit itself.
+
+    ``set_model_state_dict()`` of torch.distributed.checkpoint adds what is registered
+    to what the user gives.
+    """
+    return any(value is flat_param for flat_param in module._originals.flat_params())
+
+
+def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:
+    """Copy values, by key, into the parameters of one unit."""
+    if module._unit.is_summoned:
+        values = _gather(module, values)
+    sharded = {key: value for key, value in values.items() if is_sharded(value)}
+    parts = OwnParts(module)
+    for key, value in values.items():
+        if key not in sharded:
+            parts.write(uses[key], value)
+    if sharded:
+        with _told(module):
+            load_rows(module, list(sharded.values()), [uses[key] for key in sharded])
+
+
+def _gather(module: ShardedModule, values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with whole tensors, in one collective at most."""
+    if not any(is_sharded(value) for value in values.values()):
+        return values
+    with _told(module):
+        whole = gather_sharded(module, list(values.values()))
+    return dict(zip(values, whole, strict=True))
+
+
+@contextmanager
+def _told(module: ShardedModule) -> Iterator[None]:
+    """Say for which unit a collective was that fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"load_state_dict() could not exchange the values of unit "
+            f"{module._unit.name!r} on rank {module.rank} ({error}): all ranks must "
+            "load state dicts with the same keys"
+        ) from error
+
+
+def with_wrapped_metadata(module: nn.Module, state_dict: Any) -> Any:
+    """Return ``state_dict`` with module versions under the wrapped names as well.
+
+    torch looks the version of a module up by its name in the module tree. It also
+    notes ``assign=True`` there, so the user's own metadata is left alone.
+    """
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is None:
+        return state_dict
+    extended = OrderedDict(state_dict)
+    names = OrderedDict((name, dict(version)) for name, version in metadata.items())
+    for name, _ in module.named_modules():
+        clean = clean_name(f"{name}.")[:-1]
+        if clean in metadata:
+            names[name] = dict(metadata[clean])
+    cast("Any", extended)._metadata = names
+    return extended

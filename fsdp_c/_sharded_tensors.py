@@ -1,0 +1,374 @@
+"""Sharded tensors: whole tensors in dim-0 chunks, one a rank, and back.
+
+Rank r of the sharding group holds rows ``[r * step, (r + 1) * step)``, with
+``step = ceil(rows / world_size)``; the last ranks may hold none. That is what
+``torch.chunk`` gives, and what FSDP1 and torch.distributed.checkpoint read and write:
+a ShardedTensor, or a DTensor over the device mesh.
+
+A tensor that has no rows to share out (0-dim, or without elements) stays a plain
+tensor, the same on all ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as RowShard
+
+from fsdp_c._base import ShardedModule
+from fsdp_c._torch_compat import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    all_gather_flat,
+)
+
+# Where a tensor begins in the buffer of a collective; a multiple of every itemsize.
+_ALIGNMENT_NBYTES = 16
+
+
+def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
+    """Return whether ``value`` is a tensor of which each rank holds a part."""
+    return isinstance(value, (ShardedTensor, DTensor))
+
+
+def shape_of(value: ShardedTensor | DTensor) -> torch.Size:
+    """Return the shape of the whole tensor."""
+    if isinstance(value, DTensor):
+        return value.shape
+    return torch.Size(value.metadata().size)  # size() warns of its deprecation
+
+
+def dtype_of(value: ShardedTensor | DTensor) -> torch.dtype:
+    """Return the dtype of the elements."""
+    if isinstance(value, DTensor):
+        return value.dtype
+    dtype: torch.dtype = value.metadata().tensor_properties.dtype
+    return dtype
+
+
+def has_rows(shape: torch.Size) -> bool:
+    """Return whether a tensor of ``shape`` is shared out at all."""
+    return len(shape) > 0 and shape.numel() > 0
+
+
+def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return the rows ``[begin, end)`` that ``rank`` holds."""
+    step = -(-num_rows // world_size)
+    return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
+
+
+def aligned(nbytes: int) -> int:
+    """Return what ``nbytes`` take in a buffer for tensors of several dtypes."""
+    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+
+
+# To a sharded tensor ----------------------------------------------------------
+
+
+def shard_tensor(
+    module: ShardedModule,
+    full: Tensor,
+    *,
+    offload_to_cpu: bool,
+    use_dtensor: bool | None = None,
+) -> ShardedTensor | DTensor | Tensor:
+    """Return ``full`` as a sharded tensor over the sharding group of ``module``.
+
+    Its local part is a copy with memory of its own. Nothing is communicated; all
+    ranks must pass the same ``full``.
+
+    Args:
+        module: A wrapped module.
+        full: The whole tensor, on any device.
+        offload_to_cpu: Put the local part into host memory.
+        use_dtensor: A DTensor (True) or a ShardedTensor; if None, a DTensor where
+            the module was given a device mesh.
+
+    Returns:
+        A copy of ``full`` where it has no rows to share out.
+    """
+    if not has_rows(full.shape):
+        device = torch.device("cpu") if offload_to_cpu else full.device
+        return full.detach().to(device, copy=True)
+    begin, end = rows_of(full.shape[0], module.world_size, module.rank)
+    rows = full.detach()[begin:end]
+    chunk = torch.empty(
+        rows.shape, dtype=rows.dtype, device="cpu" if offload_to_cpu else rows.device
+    )
+    chunk.copy_(rows)
+    return wrap_chunk(module, chunk, full.shape, use_dtensor=use_dtensor)
+
+
+def wrap_chunk(
+    module: ShardedModule,
+    chunk: Tensor,
+    shape: torch.Size,
+    *,
+    use_dtensor: bool | None = None,
+) -> ShardedTensor | DTensor:
+    """Return the sharded tensor of ``shape`` of which this rank holds ``chunk``.
+
+    Args:
+        module: A wrapped module.
+        chunk: This rank's rows, see :func:`rows_of`; contiguous. Its memory is used.
+        shape: Of the whole tensor.
+        use_dtensor: As for :func:`shard_tensor`.
+    """
+    if use_dtensor is None:
+        use_dtensor = module._device_mesh is not None
+    if not use_dtensor:
+        return _as_sharded_tensor(module, chunk, shape)
+    mesh = _mesh(module)
+    placements = [Replicate()] * (mesh.ndim - 1) + [RowShard(0)]
+    is_offloaded = chunk.device.type != mesh.device_type
+    # from_local() would move the chunk to the mesh's device.
+    local = torch.empty_like(chunk, device=mesh.device_type) if is_offloaded else chunk
+    result = DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=_contiguous_stride(shape),
+    )
+    if is_offloaded:
+        result._local_tensor = chunk
+    return result
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    strides, numel = [], 1
+    for size in reversed(shape):
+        strides.append(numel)
+        numel *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _mesh(module: ShardedModule) -> DeviceMesh:
+    """Return the module's device mesh, or a 1-D one over its sharding group."""
+    if module._device_mesh is not None:
+        return module._device_mesh
+    if module._group_mesh is None:
+        module._group_mesh = DeviceMesh.from_group(
+            module.process_group, module.compute_device.type
+        )
+    return module._group_mesh
+
+
+def sharded_tensor_of(
+    module: ShardedModule,
+    local: Tensor | None,
+    shape: torch.Size,
+    parts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ShardedTensor:
+    """Return a ShardedTensor over the sharding group, without communication.
+
+    Args:
+        module: A wrapped module.
+        local: This rank's part, None where it holds none.
+        shape: Of the whole tensor.
+        parts: Offsets and sizes of the ranks' parts, by rank. A rank whose part has
+            no elements does not stand in the metadata.
+        dtype: Of the elements.
+        device: Where the parts are.
+    """
+    group = module.process_group
+    metadata = [
+        ShardMetadata(list(offsets), list(sizes), _placement(group, rank, device))
+        for rank, (offsets, sizes) in enumerate(parts)
+        if torch.Size(sizes).numel() > 0
+    ]
+    mine = dist.get_rank()
+    shards = [
+        Shard(local, each)
+        for each in metadata
+        if local is not None and _rank_of(each) == mine
+    ]
+    result: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards,
+        sharded_tensor_metadata=ShardedTensorMetadata(
+            shards_metadata=metadata,
+            size=shape,
+            tensor_properties=TensorProperties(
+                dtype=dtype,
+                layout=torch.strided,
+                requires_grad=False,
+                memory_format=torch.contiguous_format,
+                pin_memory=False,
+            ),
+        ),
+        process_group=group,
+    )
+    return result
+
+
+def _rank_of(metadata: ShardMetadata) -> int:
+    placement: Any = metadata.placement
+    rank: int = placement.rank()
+    return rank
+
+
+def _placement(group: dist.ProcessGroup, rank: int, device: torch.device) -> str:
+    global_rank = dist.get_global_rank(group, rank)
+    if device.type == "cpu":
+        return f"rank:{global_rank}/cpu"
+    num_devices = torch.get_device_module(device).device_count()
+    return f"rank:{global_rank}/{device.type}:{global_rank % num_devices}"
+
+
+def _as_sharded_tensor(
+    module: ShardedModule, chunk: Tensor, shape: torch.Size
+) -> ShardedTensor:
+    parts = []
+    for rank in range(module.world_size):
+        begin, end = rows_of(shape[0], module.world_size, rank)
+        parts.append(([begin, *[0] * (len(shape) - 1)], [end - begin, *shape[1:]]))
+    return sharded_tensor_of(
+        module, chunk, shape, parts, dtype=chunk.dtype, device=chunk.device
+    )
+
+
+# From a sharded tensor ---------------------------------------------------------
+
+
+def local_part(value: ShardedTensor | DTensor) -> Tensor | None:
+    """Return this rank's part of ``value``, None where it holds none."""
+    if isinstance(value, DTensor):
+        local: Tensor = value.to_local()
+        return local.detach()
+    shards = value.local_shards()
+    return shards[0].tensor.detach() if shards else None
+
+
+def find_problem(module: ShardedModule, value: ShardedTensor | DTensor) -> str | None:
+    """Return why ``value`` is not in the chunks of ``module``'s group, or None."""
+    shape = shape_of(value)
+    remedy = (
+        "read a checkpoint of another number of ranks with torch.distributed."
+        "checkpoint.load() into model.state_dict(), which reshards it"
+    )
+    if isinstance(value, DTensor):
+        placements = value.placements
+        is_by_rows = placements[-1] == RowShard(0) and all(
+            each.is_replicate() for each in placements[:-1]
+        )
+        if not is_by_rows:
+            return (
+                f"is a DTensor with placements {tuple(placements)}, where Shard(0) "
+                "in the last dimension of the mesh and Replicate() in the others is "
+                "needed: redistribute() it"
+            )
+        num_ranks = value.device_mesh.size(-1)
+        if num_ranks != module.world_size:
+            return (
+                f"is a DTensor over {num_ranks} ranks, and its unit is sharded over "
+                f"{module.world_size}: {remedy}"
+            )
+    elif len(value.local_shards()) > 1:
+        return f"has {len(value.local_shards())} local shards: one a rank is needed"
+    begin, end = rows_of(shape[0], module.world_size, module.rank)
+    expected = torch.Size([end - begin, *shape[1:]])
+    part = local_part(value)
+    actual = torch.Size([0, *shape[1:]]) if part is None else part.shape
+    first = begin
+    if isinstance(value, ShardedTensor) and part is not None:
+        first = value.local_shards()[0].metadata.shard_offsets[0]
+    if actual.numel() == expected.numel() == 0:
+        return None
+    if actual != expected or first != begin:
+        return (
+            f"has the local part {tuple(actual)} at row {first} on rank "
+            f"{module.rank}, and {tuple(expected)} at row {begin} is needed for "
+            f"{module.world_size} ranks: {remedy}"
+        )
+    return None
+
+
+def gather_sharded(
+    module: ShardedModule, values: Sequence[ShardedTensor | DTensor | Tensor]
+) -> list[Tensor]:
+    """Return the whole tensors of ``values``, with one collective for all.
+
+    All ranks of the sharding group must pass the same tensors in the same order.
+    Plain tensors, and those without rows, are returned as they are.
+
+    Args:
+        module: A wrapped module; its device and sharding group are used.
+        values: Sharded over that group, in the chunks of :func:`rows_of`, their
+            local parts on any device.
+
+    Returns:
+        Tensors on the module's device, in the order of ``values``. They share the
+        memory that was gathered where a tensor's rows need no padding.
+
+    Raises:
+        ValueError: A tensor has other chunks; nothing was communicated on this rank.
+        RuntimeError: The collective failed.
+    """
+    sharded = [value for value in values if is_sharded(value)]
+    for each in sharded:
+        problem = find_problem(module, each)
+        if problem is not None:
+            raise ValueError(f"a sharded tensor {problem}")
+    received = _all_gather(module, sharded)
+    results: list[Tensor] = []
+    place = 0
+    for value in values:
+        if is_sharded(value):
+            results.append(_unpack(received, place, value))
+            place += _slot_nbytes(value, module.world_size)
+        else:
+            results.append(value)
+    return results
+
+
+def _slot_nbytes(value: ShardedTensor | DTensor, world_size: int) -> int:
+    """Return what the largest chunk of ``value`` takes in the buffer."""
+    shape = shape_of(value)
+    step = -(-shape[0] // world_size)
+    nbytes = step * shape[1:].numel() * dtype_of(value).itemsize
+    return aligned(nbytes)
+
+
+def _all_gather(
+    module: ShardedModule, values: Sequence[ShardedTensor | DTensor]
+) -> Tensor:
+    """Return all ranks' local parts as bytes, ``[world_size, nbytes]``."""
+    world_size = module.world_size
+    nbytes = sum(_slot_nbytes(value, world_size) for value in values)
+    mine = torch.empty(nbytes, dtype=torch.uint8, device=module.compute_device)
+    place = 0
+    for value in values:
+        part = local_part(value)
+        if part is not None and part.numel() > 0:
+            slot = mine[place : place + part.nbytes].view(dtype_of(value))
+            slot.view(part.shape).copy_(part)
+        place += _slot_nbytes(value, world_size)
+    if world_size == 1 or nbytes == 0:
+        return mine.view(1, -1).expand(world_size, -1)
+    received = mine.new_empty(world_size * nbytes)
+    all_gather_flat(received, mine, module.process_group)
+    return received.view(world_size, nbytes)
+
+
+def _unpack(received: Tensor, place: int, value: ShardedTensor | DTensor) -> Tensor:
+    shape = shape_of(value)
+    world_size = received.shape[0]
+    chunks = []
+    for rank in range(world_size):
+        begin, end = rows_of(shape[0], world_size, rank)
+        nbytes = (end - begin) * shape[1:].numel() * dtype_of(value).itemsize
+        if nbytes > 0:
+            chunk = received[rank, place : place + nbytes].view(dtype_of(value))
+            chunks.append(chunk.view(end - begin, *shape[1:]))
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

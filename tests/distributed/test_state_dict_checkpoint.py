@@ -1,0 +1,229 @@
+"""State dicts through torch.distributed.checkpoint, and to and from torch's FSDP1."""
+
+import contextlib
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import CASES
+from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.state_dicts import (
+    LOCAL,
+    SHARDED,
+    destroyed_groups,
+    everything,
+    load,
+    save,
+    whole_state,
+)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """Yield a folder that all ranks see, removed at the end."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    try:
+        yield names[0]
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(names[0])
+
+
+@contextlib.contextmanager
+def _first_ranks(num_ranks: int) -> Iterator[Any]:
+    """Yield a group of the first ranks, None on the others."""
+    group = dist.new_group(list(range(num_ranks)))
+    is_inside = dist.get_rank() < num_ranks
+    with destroyed_groups([group] if is_inside else []):
+        yield group if is_inside else None
+
+
+def _wrap(implementation: str, model: str, module: nn.Module, **kwargs: Any) -> Any:
+    policy = ModuleWrapPolicy(set(CASES[model].unit_classes))
+    if implementation == "fsdp_c":
+        return fsdp(module, auto_wrap_policy=policy, **kwargs)
+    return torch_fsdp.FullyShardedDataParallel(
+        module, auto_wrap_policy=policy, device_id=torch.device("cpu"), **kwargs
+    )
+
+
+def _sharded(model: Any) -> Any:
+    """Return the SHARDED state dict of either class."""
+    with type(model).state_dict_type(model, SHARDED):
+        return model.state_dict()
+
+
+def _load_sharded(model: Any, state: Any) -> None:
+    with type(model).state_dict_type(model, SHARDED):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [("fsdp_c", "fsdp_c"), ("fsdp_c", "torch"), ("torch", "fsdp_c")],
+)
+@pytest.mark.parametrize(("num_before", "num_after"), [(4, 2), (3, 4), (1, 3), (2, 2)])
+@distributed(world_size=4)
+def test_other_world_sizes(
+    rank: int,
+    world_size: int,
+    num_before: int,
+    num_after: int,
+    saver: str,
+    loader: str,
+) -> None:
+    """A checkpoint goes to another number of ranks, wrapping and implementation."""
+    needs_fsdp_c("is one of the two")
+    for model in ("uneven", "transformer"):
+        torch.manual_seed(0)
+        reference = CASES[model].build()
+        with (
+            _folder() as folder,
+            _first_ranks(num_before) as before,
+            _first_ranks(num_after) as after,
+        ):
+            if before is not None:
+                source = _wrap(
+                    saver,
+                    model,
+                    copy.deepcopy(reference),
+                    process_group=before,
+                    use_orig_params=True,
+                )
+                dcp.save(_sharded(source), checkpoint_id=folder, process_group=before)
+                del source
+            dist.barrier()
+            if after is not None:
+                torch.manual_seed(1)
+                target = _wrap(loader, model, CASES[model].build(), process_group=after)
+                state = _sharded(target)
+                dcp.load(state, checkpoint_id=folder, process_group=after)
+                _load_sharded(target, state)
+                now = whole_state(_sharded(target))
+                assert_same_tensors("loaded", now, reference.state_dict(), 0.0)
+                del target, state
+
+
+@pytest.mark.parametrize("kind", ["mesh", "groups"])
+@distributed(world_size=4)
+def test_hybrid_and_meshes(rank: int, world_size: int, kind: str) -> None:
+    """From two replicas to four shards and back; DTensor and ShardedTensor mixed."""
+    needs_fsdp_c("refuses scalar parameters")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    groups = [g for g in mesh.get_all_groups() if g is not dist.group.WORLD]
+    with (
+        destroyed_groups(groups),
+        hybrid_groups(2, 2) as own_groups,
+        _folder() as folder,
+    ):
+        hybrid: dict[str, Any] = {
+            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+            **({"device_mesh": mesh} if kind == "mesh" else {}),
+            **({"process_group": own_groups} if kind == "groups" else {}),
+        }
+        reference, model = everything(0, **hybrid)
+        dcp.save(save(model, SHARDED), checkpoint_id=folder)
+        _, flat = everything(1)
+        state = save(flat, SHARDED)
+        dcp.load(state, checkpoint_id=folder)
+        load(flat, SHARDED, state)
+        assert_same_tensors("flat", full_state_dict(flat), reference.state_dict(), 0.0)
+        dcp.save(save(flat, SHARDED), checkpoint_id=f"{folder}/back")
+        _, back = everything(2, **hybrid)
+        state = save(back, SHARDED)
+        dcp.load(state, checkpoint_id=f"{folder}/back")
+        load(back, SHARDED, state)
+        assert_same_tensors("back", full_state_dict(back), reference.state_dict(), 0.0)
+        del model, back, state, hybrid
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_local(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """LOCAL entries are ShardedTensors that a checkpoint takes."""
+    needs_fsdp_c("refuses scalar parameters")
+    reference, model = everything(0, use_orig_params=use_orig_params)
+    _, other = everything(1, use_orig_params=use_orig_params)
+    with _folder() as folder:
+        dcp.save(save(model, LOCAL), checkpoint_id=folder)
+        state = save(other, LOCAL)
+        dcp.load(state, checkpoint_id=folder)
+        load(other, LOCAL, state)
+    assert_same_tensors("loaded", full_state_dict(other), reference.state_dict(), 0.0)
+
+
+@distributed(world_size=(2, 3))
+def test_torchs_local_state_dicts(rank: int, world_size: int) -> None:
+    """FSDP1's own LOCAL state dict loads here, and ours there: same flat layout."""
+    needs_fsdp_c("is one of the two")
+    for model in ("mlp", "uneven"):
+        torch.manual_seed(0)
+        reference = CASES[model].build()
+        theirs = _wrap("torch", model, copy.deepcopy(reference))
+        with type(theirs).state_dict_type(theirs, LOCAL):
+            state = copy.deepcopy(theirs.state_dict())
+        ours = _wrap("fsdp_c", model, CASES[model].build())
+        load(ours, LOCAL, state)
+        expected = reference.state_dict()
+        assert_same_tensors("ours", full_state_dict(ours), expected, 0.0)
+        theirs = _wrap("torch", model, CASES[model].build())
+        with type(theirs).state_dict_type(theirs, LOCAL):
+            theirs.load_state_dict(save(ours, LOCAL))
+        assert_same_tensors("theirs", whole_state(_sharded(theirs)), expected, 0.0)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_checkpoint_state_dict_functions(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """get_model_state_dict and set_model_state_dict, FULL, as the type set says."""
+    needs_fsdp_c("is what they know")
+    reference, model = everything(0, use_orig_params=use_orig_params)
+    expected = reference.state_dict()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    if rank == 0:
+        assert_same_tensors("state", state, expected, 0.0)
+    for options in (None, StateDictOptions(full_state_dict=True)):
+        _, other = everything(1, use_orig_params=use_orig_params)
+        set_model_state_dict(other, copy.deepcopy(expected), options=options)
+        assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)
+    if use_orig_params:  # or torch does not find the names that rank 0 has
+        torch.manual_seed(rank)
+        reference = CASES["mlp"].build()
+        other = _wrap("fsdp_c", "mlp", CASES["mlp"].build(), use_orig_params=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        given = reference.state_dict() if rank == 0 else {}
+        set_model_state_dict(other, given, options=options)
+        firsts = [reference.state_dict()]
+        dist.broadcast_object_list(firsts)
+        assert_same_tensors("broadcast", full_state_dict(other), firsts[0], 0.0)
+    FSDP.set_state_dict_type(model, SHARDED)
+    sharded = get_model_state_dict(model)
+    assert_same_tensors("sharded", whole_state(sharded), expected, 0.0)
+    _, other = everything(1, use_orig_params=use_orig_params)
+    FSDP.set_state_dict_type(other, SHARDED)
+    set_model_state_dict(other, sharded)
+    assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)

@@ -1,0 +1,201 @@
+"""State dicts that do not fit: what is said, and that nothing is changed."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import fsdp, needs_fsdp_c
+from helpers.models import CASES, MLP
+from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.state_dicts import FULL, LOCAL, SHARDED, destroyed_groups, load, save
+
+
+def _wrap(module: nn.Module, **kwargs: Any) -> Any:
+    policy = ModuleWrapPolicy(set(CASES["mlp"].unit_classes))
+    return fsdp(module, auto_wrap_policy=policy, **kwargs)
+
+
+@contextlib.contextmanager
+def _refused(model: nn.Module, *patterns: str) -> Iterator[None]:
+    """Expect an error with all patterns, and that ``model`` stays as it is."""
+    before = full_state_dict(model)
+    with pytest.raises(RuntimeError) as caught:
+        yield
+    for pattern in patterns:
+        assert pattern in str(caught.value), f"{pattern!r} not in {caught.value}"
+    assert_same_tensors("model", full_state_dict(model), before, 0.0)
+    model(torch.randn(4, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_other_kinds(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Every kind given to every other: key, what it is, what to do."""
+    needs_fsdp_c("asserts")
+    source = _wrap(MLP(), use_orig_params=use_orig_params)
+    model = _wrap(MLP(), use_orig_params=use_orig_params)
+    state = {kind: save(source, kind) for kind in (FULL, SHARDED, LOCAL)}
+    with _refused(model, "inp.weight is a Tensor of shape (6, 6)", "FULL_STATE_DICT"):
+        load(model, SHARDED, state[FULL])
+    with _refused(model, "inp.weight is a ShardedTensor", "type SHARDED_STATE_DICT"):
+        load(model, FULL, state[SHARDED])
+    with _refused(model, "'_flat_param' is of a LOCAL state dict", "LOCAL_STATE_DICT"):
+        load(model, FULL, state[LOCAL])
+    with _refused(model, "'_flat_param' is of a LOCAL state dict"):
+        load(model, SHARDED, state[LOCAL], strict=False)
+    with _refused(
+        model, "'inp.weight' is not in a LOCAL", "FULL_STATE_DICT or SHARDED"
+    ):
+        load(model, LOCAL, state[FULL])
+    with _refused(model, "'inp.weight' is not in a LOCAL"):
+        load(model, LOCAL, state[SHARDED])
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
+@distributed(world_size=2)
+def test_other_shapes(rank: int, world_size: int, kind: Any) -> None:
+    """One parameter of another shape: nothing is loaded, strict or not."""
+    needs_fsdp_c("loads what fits")
+    other = MLP()
+    other.out = nn.Linear(6, 4)
+    state = save(_wrap(other), kind)
+    model = _wrap(MLP())
+    patterns = {
+        FULL: ("out.weight", "[4, 6]", "[3, 6]", "out.bias", "[4]", "[3]"),
+        SHARDED: ("out.weight", "[4, 6]", "[3, 6]", "out.bias", "[4]", "[3]"),
+        LOCAL: ("_flat_param", "(70,)", "(63,)", "use_orig_params"),
+    }
+    for strict in (True, False):
+        with _refused(model, "size mismatch", *patterns[kind]):
+            load(model, kind, state, strict=strict)
+
+
+@distributed(world_size=3)
+def test_other_world_sizes(rank: int, world_size: int) -> None:
+    """Saved on 3 ranks, loaded on 2: refused, with the way to do it."""
+    needs_fsdp_c("asserts")
+    torch.manual_seed(0)
+    source = _wrap(MLP())
+    state = {kind: save(source, kind) for kind in (SHARDED, LOCAL)}
+    group = dist.new_group([0, 1])
+    with destroyed_groups([group] if rank < 2 else []):
+        if rank < 2:
+            model = _wrap(MLP(), process_group=group)
+            with _refused(
+                model, "inp.weight", "2 ranks", "torch.distributed.checkpoint"
+            ):
+                load(model, SHARDED, state[SHARDED])
+            with _refused(model, "_flat_param", "SHARDED_STATE_DICT"):
+                load(model, LOCAL, state[LOCAL])
+            del model
+
+
+@distributed(world_size=2)
+def test_other_use_orig_params(rank: int, world_size: int) -> None:
+    """LOCAL layouts differ where parameters are aligned."""
+    needs_fsdp_c("has no LOCAL with use_orig_params=True")
+    module = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 5))
+    state = save(fsdp(copy.deepcopy(module), use_orig_params=True), LOCAL)
+    model = fsdp(copy.deepcopy(module), use_orig_params=False)
+    with _refused(model, "_flat_param", "use_orig_params"):
+        load(model, LOCAL, state)
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_missing_and_unexpected(
+    rank: int, world_size: int, use_orig_params: bool, kind: Any
+) -> None:
+    """Clean names; with strict=False they are returned and the rest is loaded."""
+    needs_fsdp_c("asserts")
+    torch.manual_seed(0)
+    source = _wrap(MLP(), use_orig_params=use_orig_params)
+    model = _wrap(MLP(), use_orig_params=use_orig_params)
+    state = save(source, kind)
+    gone = "blocks.1._flat_param" if kind is LOCAL else "blocks.1.fc1.weight"
+    other = dict(state)
+    del other[gone]
+    other["blocks.0.other"] = torch.zeros(2)
+    with pytest.raises(RuntimeError) as caught:
+        load(model, kind, other)
+    assert f'Missing key(s) in state_dict: "{gone}"' in str(caught.value)
+    assert 'Unexpected key(s) in state_dict: "blocks.0.other"' in str(caught.value)
+    result = load(model, kind, other, strict=False)
+    assert result.missing_keys == [gone]
+    assert result.unexpected_keys == ["blocks.0.other"]
+    loaded, expected = full_state_dict(model), full_state_dict(source)
+    if kind is not LOCAL:
+        assert not torch.equal(loaded[gone], expected.pop(gone))
+        del loaded[gone]
+    else:
+        loaded, expected = (
+            {name: t for name, t in each.items() if not name.startswith("blocks.1.")}
+            for each in (loaded, expected)
+        )
+    assert_same_tensors("rest", loaded, expected, 0.0)
+
+
+@distributed(world_size=2)
+def test_a_rank_with_other_values(rank: int, world_size: int) -> None:
+    """A problem on one rank is one on all: no rank loads, none waits."""
+    needs_fsdp_c("hangs")
+    state = save(_wrap(MLP()), SHARDED)
+    model = _wrap(MLP())
+    if rank == 1:
+        state["inp.weight"] = torch.zeros(6, 6)
+    with _refused(model, "inp.weight is a Tensor" if rank == 1 else "another rank"):
+        load(model, SHARDED, state)
+
+
+@distributed(world_size=2)
+def test_beside_a_module_with_loading_of_its_own(rank: int, world_size: int) -> None:
+    """Units of plain modules are checked there, too, each before it is loaded."""
+    needs_fsdp_c("loads what fits")
+    module = MLP()
+    module.out.register_load_state_dict_post_hook(lambda *_: None)
+    model = _wrap(module)
+    state = full_state_dict(model)
+    name = "blocks.0.fc1.weight"
+    with _refused(model, f"size mismatch for {name}", "[1, 2]", "[10, 6]"):
+        load(model, FULL, {**state, name: torch.zeros(1, 2)})
+    with _refused(model, "size mismatch for out.bias", "[4]", "[3]"):
+        load(model, FULL, {**state, "out.bias": torch.zeros(4)})
+
+
+@distributed(world_size=2)
+def test_wrong_values_and_moments(rank: int, world_size: int) -> None:
+    """No tensors; inside forward; assign."""
+    needs_fsdp_c("says less")
+    model = _wrap(MLP())
+    state: dict[str, Any] = full_state_dict(model)
+    with _refused(model, '"out.bias": expected torch.Tensor', "NoneType"):
+        load(model, FULL, {**state, "out.bias": None})
+    with pytest.raises(ValueError, match="assign=True"):
+        load(model, FULL, state, assign=True)
+    problems = []
+
+    def inside(*_: Any) -> None:
+        for call in (lambda: save(model, LOCAL), lambda: load(model, FULL, state)):
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            problems.append(str(caught.value))
+
+    handle = model.module.out.register_forward_pre_hook(inside)
+    model(torch.randn(4, 6))
+    handle.remove()
+    for method, problem in zip(
+        ("state_dict", "load_state_dict"), problems, strict=True
+    ):
+        assert f"{method}() was called inside forward" in problem
+        assert "between steps" in problem
+    with _refused(model, "out.bias"):
+        load(model, FULL, {**state, "out.bias": torch.zeros(2)})

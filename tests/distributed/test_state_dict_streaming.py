@@ -1,0 +1,321 @@
+"""State dicts one unit at a time: memory, hooks, a rank that does not call."""
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.allocations import counted
+from helpers.distributed import distributed
+from helpers.impl import FSDP, FullStateDictConfig, fsdp, needs_fsdp_c
+from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.state_dicts import FULL, LOCAL, SHARDED, load, save, whole_state
+
+WIDTH = 128
+UNIT_NBYTES = WIDTH * WIDTH * 4
+SLACK_NBYTES = 16384
+GROUP_TIMEOUT_S = 1.5
+
+
+class _SubBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _SubBlock()
+        self.fc = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = _SubBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.fc(self.first(x)))
+        return out
+
+
+class _Deep(nn.Module):
+    """Root, blocks and sub-blocks: units of equal size, three deep."""
+
+    num_units = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+        self.fc = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.fc(x)
+        return out
+
+
+def _wrap(module: nn.Module, **kwargs: Any) -> Any:
+    return fsdp(
+        module, auto_wrap_policy=ModuleWrapPolicy({_Block, _SubBlock}), **kwargs
+    )
+
+
+@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_full_peak_is_one_unit(
+    rank: int, world_size: int, use_orig_params: bool, rank0_only: bool
+) -> None:
+    """Beside the result: one whole unit, however deep they are nested."""
+    needs_fsdp_c("gathers the parents of a unit as well")
+    reference = _Deep()
+    model = _wrap(copy.deepcopy(reference), use_orig_params=use_orig_params)
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+    save(model, FULL, config)  # makes the engine
+    with counted() as allocations:
+        state = save(model, FULL, config)
+    has_state = rank == 0 or not rank0_only
+    result_nbytes = _Deep.num_units * UNIT_NBYTES if has_state else 0
+    padded_nbytes = UNIT_NBYTES + 16 * world_size
+    assert allocations.peak_nbytes <= result_nbytes + padded_nbytes + SLACK_NBYTES
+    assert allocations.peak_nbytes >= result_nbytes + UNIT_NBYTES  # it is counted
+    assert allocations.left_nbytes <= result_nbytes + SLACK_NBYTES
+    if has_state:
+        assert_same_tensors("state", state, reference.state_dict(), 0.0)
+    else:
+        assert state == {}
+
+
+@pytest.mark.parametrize("kind", [SHARDED, LOCAL])
+@distributed(world_size=(2, 3))
+def test_sharded_and_local_peaks(rank: int, world_size: int, kind: Any) -> None:
+    """SHARDED gathers one unit at a time, LOCAL nothing; the result is a part."""
+    needs_fsdp_c("gathers the parents of a unit as well")
+    model = _wrap(_Deep())
+    save(model, kind)
+    with counted() as allocations:
+        state = save(model, kind)
+    rows = -(-WIDTH // world_size)
+    result_nbytes = _Deep.num_units * rows * WIDTH * 4
+    unit_nbytes = UNIT_NBYTES + 16 * world_size if kind is SHARDED else 0
+    assert allocations.peak_nbytes <= result_nbytes + unit_nbytes + SLACK_NBYTES
+    del state
+
+
+@pytest.mark.parametrize("kind", [FULL, LOCAL])
+@distributed(world_size=(2, 3))
+def test_loading_takes_no_memory(rank: int, world_size: int, kind: Any) -> None:
+    """FULL and LOCAL: each rank copies its part, without communication."""
+    needs_fsdp_c("gathers the units")
+    model = _wrap(_Deep())
+    state = save(model, kind)
+    load(model, kind, state)
+    if kind is LOCAL or rank == 0:  # rank 0 alone: it does not wait for the others
+        with counted() as allocations:
+            load(model, kind, state)
+        assert allocations.peak_nbytes <= SLACK_NBYTES
+
+
+@contextmanager
+def _exchanges() -> Iterator[list[tuple[int, int]]]:
+    """Yield the bytes that each all-to-all receives and sends."""
+    found: list[tuple[int, int]] = []
+    original = dist.all_to_all_single
+
+    def all_to_all_single(
+        output: Tensor, given: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        found.append((output.nbytes, given.nbytes))
+        original(output, given, *args, **kwargs)
+
+    dist.all_to_all_single = all_to_all_single
+    try:
+        yield found
+    finally:
+        dist.all_to_all_single = original
+
+
+@distributed(world_size=(2, 3))
+def test_sharded_load_exchanges_parts(rank: int, world_size: int) -> None:
+    """One collective a unit, which carries a rank's part of it and no more."""
+    needs_fsdp_c("gathers each tensor")
+    torch.manual_seed(0)
+    model = _wrap(_Deep())
+    state = save(_wrap(_Deep()), SHARDED)
+    with _exchanges() as exchanges:
+        load(model, SHARDED, state)
+    assert len(exchanges) == _Deep.num_units
+    part_nbytes = -(-WIDTH // world_size) * WIDTH * 4 + 16 * world_size
+    assert max(max(each) for each in exchanges) <= part_nbytes
+    expected = whole_state(state)
+    assert_same_tensors("loaded", full_state_dict(model), expected, 0.0)
+
+
+class _Watched(nn.Module):
+    """Keeps what its hooks saw: own shape, prefix, keys before."""
+
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+        self.register_buffer("seen", torch.zeros(2))
+        self.log = log
+        self.register_state_dict_pre_hook(_Watched._before)
+        self.register_state_dict_post_hook(_Watched._after)
+
+    def __deepcopy__(self, memo: Any) -> "_Watched":
+        other = _Watched(self.log)
+        with torch.no_grad():
+            other.weight.copy_(self.weight)
+        return other
+
+    def _before(self, prefix: str, keep_vars: bool) -> None:
+        self.log.append(("before", prefix, tuple(self.weight.shape), keep_vars))
+
+    def _after(self, state: Any, prefix: str, meta: Any) -> None:
+        key = f"{prefix}weight"
+        self.log.append(("after", prefix, tuple(state[key].shape), dict(meta)))
+        state[f"{prefix}twice"] = state[key] * 2
+
+    def _save_to_state_dict(
+        self, destination: Any, prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}alias"] = self.weight.detach().view(4, 3)
+
+
+class _Outer(nn.Module):
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__()
+        self.own = _Watched(log)
+        self.nested = nn.Sequential(_Watched(log))
+
+
+@distributed(world_size=2)
+def test_hooks_see_what_they_see_unwrapped(rank: int, world_size: int) -> None:
+    """Whole parameters, right prefixes; what hooks add is in the right place."""
+    needs_fsdp_c("returns views of freed memory")
+    log: list[Any] = []
+    reference = _Outer(log)
+    module = copy.deepcopy(reference)
+    expected = reference.state_dict(prefix="p.")
+    expected_log, log[:] = list(log), []
+    module.nested[0] = fsdp(module.nested[0], use_orig_params=True)
+    model = fsdp(module, use_orig_params=True)
+    state = model.state_dict(prefix="p.")
+    assert list(state) == list(expected)
+    assert sorted(log, key=str) == sorted(expected_log, key=str)
+    assert_same_tensors("state", state, expected, 0.0)
+    for name, meta in expected._metadata.items():
+        assert state._metadata[name] == meta, name
+    del model, module
+    log.clear()
+
+
+class _Custom(nn.Module):
+    """Loading of its own: old names, a check of its shape, extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3))
+        self.version = torch.tensor(1.0)
+        self.loaded_sum = 0.0
+
+    def get_extra_state(self) -> Tensor:
+        return self.version
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.version = state
+        self.loaded_sum = float(self.weight.sum())
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        old = state.pop(f"{prefix}old_weight", None)
+        if old is not None:
+            state[f"{prefix}weight"] = old
+        assert self.weight.shape == (4, 3)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_modules_with_loading_of_their_own(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """They see whole parameters; the other units do not need them."""
+    needs_fsdp_c("crashes on the CPU")
+    module = nn.Sequential(_Custom(), nn.Linear(3, 3))
+    model = fsdp(
+        copy.deepcopy(module),
+        auto_wrap_policy=ModuleWrapPolicy({_Custom}),
+        use_orig_params=use_orig_params,
+    )
+    value = torch.arange(12.0).view(4, 3)
+    state = {**module.state_dict(), "0.weight": value, "0._extra_state": torch.ones(2)}
+    load(model, FULL, state)
+    assert model.module[0].loaded_sum == 66.0
+    assert_same_tensors("whole", full_state_dict(model), state, 0.0)
+    renamed = dict(state)
+    renamed["0.old_weight"] = renamed.pop("0.weight") + 1
+    load(model, FULL, renamed)
+    assert torch.equal(full_state_dict(model)["0.weight"], value + 1)
+    sharded = save(model, SHARDED)
+    load(model, FULL, state)
+    load(model, SHARDED, sharded)
+    assert model.module[0].loaded_sum == 78.0
+    assert torch.equal(whole_state(save(model, SHARDED))["0.weight"], value + 1)
+
+
+@distributed(world_size=2)
+def test_shared_with_a_module_outside(rank: int, world_size: int) -> None:
+    """A nested unit alone does not have a parameter that an outer one shards."""
+    needs_fsdp_c("refuses it")
+    module = nn.Sequential(_SubBlock(), _SubBlock())
+    module[1].fc.weight = module[0].fc.weight
+    model = fsdp(
+        module, auto_wrap_policy=ModuleWrapPolicy({_SubBlock}), use_orig_params=True
+    )
+    assert len(full_state_dict(model)) == 2
+    for kind in (FULL, SHARDED, LOCAL):
+        with pytest.raises(RuntimeError, match=r"'fc\.weight'.*shared with modules"):
+            save(model[0], kind)
+    with pytest.raises(RuntimeError, match=r"'fc\.weight'.*shared with modules"):
+        load(model[0], FULL, {})
+
+
+@contextmanager
+def _impatient_group() -> Iterator[dist.ProcessGroup]:
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    assert group is not None
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@distributed(world_size=3)
+def test_a_rank_that_does_not_call(rank: int, world_size: int) -> None:
+    """The others name the unit and the rank, after the group's timeout."""
+    needs_fsdp_c("waits, and says less")
+    with _impatient_group() as group:
+        model = _wrap(_Deep(), process_group=group)
+        begin = time.monotonic()
+        if rank != 0:  # the usual mistake, the other way round
+            with pytest.raises(RuntimeError) as caught:
+                save(model, FULL, FullStateDictConfig(rank0_only=True))
+            assert "blocks.1.last" in str(caught.value)
+            assert "rank 0: no answer" in str(caught.value)
+            assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
+            assert all(
+                module._kept_state is None for module in FSDP.fsdp_modules(model)
+            )
+        dist.barrier()
+        del model

@@ -1,0 +1,170 @@
+"""State dicts of every kind: saving them, and putting sharded tensors together.
+
+`whole` knows only what a sharded tensor says of itself, so it is a check of that.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from helpers.impl import FSDP, StateDictType, fsdp
+
+FULL = StateDictType.FULL_STATE_DICT
+SHARDED = StateDictType.SHARDED_STATE_DICT
+LOCAL = StateDictType.LOCAL_STATE_DICT
+WIDTH = 5
+
+
+def whole(value: Any) -> Any:
+    """Return the whole tensor of a sharded one; anything else as it is. Collective."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not isinstance(value, ShardedTensor):
+        return value
+    group = value._process_group
+    mine = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
+    theirs: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(theirs, mine, group=group)
+    result = torch.zeros(value.size(), dtype=value.dtype)
+    num_written = torch.zeros(value.size(), dtype=torch.int64)
+    for offsets, part in (shard for shards in theirs for shard in shards):
+        place = tuple(
+            slice(first, first + size)
+            for first, size in zip(offsets, part.shape, strict=True)
+        )
+        result[place] = part
+        num_written[place] += 1
+    assert bool((num_written == 1).all()), "the shards do not tile the tensor"
+    return result
+
+
+def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with whole tensors. Collective."""
+    return {key: whole(value) for key, value in state.items()}
+
+
+def local_part(value: Any) -> Tensor | None:
+    """Return the tensor in which this rank holds its part of ``value``."""
+    if isinstance(value, DTensor):
+        local: Tensor = value.to_local()
+        return local
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        return shards[0].tensor if shards else None
+    assert isinstance(value, Tensor)
+    return value
+
+
+def save(model: nn.Module, kind: Any, config: Any = None, **kwargs: Any) -> Any:
+    """Return ``model.state_dict(**kwargs)`` of this kind."""
+    with FSDP.state_dict_type(model, kind, config):
+        return model.state_dict(**kwargs)
+
+
+def load(model: nn.Module, kind: Any, state: Any, **kwargs: Any) -> Any:
+    """Return ``model.load_state_dict(state, **kwargs)`` of this kind."""
+    with FSDP.state_dict_type(model, kind):
+        return model.load_state_dict(state, **kwargs)
+
+
+class Inner(nn.Module):
+    """The innermost unit: two layers, of which the first is shared over units."""
+
+    def __init__(self) -> None:
+        """Make layers of 5 -> 7 -> 5."""
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, 7)
+        self.fc2 = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, 5]`` to the same shape."""
+        out: Tensor = self.fc2(torch.tanh(self.fc1(x)))
+        return out
+
+
+class Middle(nn.Module):
+    """A unit with a nested one, buffers, a scalar, and a frozen bf16 layer."""
+
+    def __init__(self) -> None:
+        """Make them."""
+        super().__init__()
+        self.inner = Inner()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.low = nn.Linear(WIDTH, 3, dtype=torch.bfloat16).requires_grad_(False)
+        self.register_buffer("gain", torch.rand(1) + 0.5)
+        self.register_buffer("gone", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, 5]`` to the same shape."""
+        low = self.low(x.to(self.low.weight.dtype)).to(x.dtype).sum(-1, keepdim=True)
+        gain = torch.as_tensor(self.gain).to(x.dtype)
+        out: Tensor = x + self.norm(self.inner(x)) * self.scale * gain + low
+        return out
+
+
+class Everything(nn.Module):
+    """All that a state dict can have; ignored and tied parameters in the root."""
+
+    def __init__(self, seed: int = 0) -> None:
+        """Make it from ``seed``."""
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Middle(), Middle()])
+        first, second = self.blocks[0].inner, self.blocks[1].inner
+        assert isinstance(first, Inner)
+        assert isinstance(second, Inner)
+        second.fc1.weight = first.fc1.weight  # over units: the root shards it
+        self.ignored = nn.Linear(WIDTH, 2)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out.weight = self.inp.weight  # in one unit
+        self.tail = nn.Linear(WIDTH, 1)
+        self.tail.weight.requires_grad_(False)
+        self.again = self.tail  # a module under two names
+        for buffer in self.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(torch.rand_like(buffer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, 5]`` to ``[batch]``."""
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        ignored = self.ignored(x.to(self.ignored.weight.dtype)).to(x.dtype)
+        x = self.out(x) + ignored.sum(-1, keepdim=True)
+        out: Tensor = self.again(x).squeeze(-1)
+        return out
+
+
+def wrap_everything(module: nn.Module, *, is_nested: bool = True, **kwargs: Any) -> Any:
+    """Wrap an Everything: its units one in another, or the root only."""
+    if is_nested:
+        kwargs["auto_wrap_policy"] = ModuleWrapPolicy({Inner, Middle})
+    ignored = module.get_submodule("ignored")
+    return fsdp(module, ignored_states=[ignored], **kwargs)
+
+
+def everything(seed: int = 0, **kwargs: Any) -> tuple[Everything, Any]:
+    """Return an Everything, and a wrapped copy of it."""
+    reference = Everything(seed)
+    return reference, wrap_everything(copy.deepcopy(reference), **kwargs)
+
+
+@contextlib.contextmanager
+def destroyed_groups(groups: list[Any]) -> Iterator[None]:
+    """Destroy ``groups`` at the end."""
+    try:
+        yield
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
