@@ -23,7 +23,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c import _native, _state_dict
+from fsdp_c import _load_state_dict, _native, _state_dict, _state_dict_type
 from fsdp_c._attributes import Attributes
 from fsdp_c._base import sharded_modules
 from fsdp_c._buffers import UnitBuffers
@@ -39,6 +39,7 @@ from fsdp_c._forward_methods import bind_forward_method
 from fsdp_c._ignored import find_ignored
 from fsdp_c._materialize import materialize
 from fsdp_c._names import WRAPPED_MODULE, clean_name
+from fsdp_c._optim_methods import OptimStateMethods
 from fsdp_c._originals import Originals
 from fsdp_c._params import (
     collect_uses,
@@ -53,7 +54,7 @@ from fsdp_c._uses import mark_sharded
 from fsdp_c._wrap import auto_wrap
 
 
-class FullyShardedDataParallel(Attributes):
+class FullyShardedDataParallel(OptimStateMethods, Attributes):
     """Shards a module's parameters, gradients and optimizer state over ranks.
 
     The interface is that of ``torch.distributed.fsdp.FullyShardedDataParallel``
@@ -202,7 +203,9 @@ class FullyShardedDataParallel(Attributes):
         self._comm_hook = None
         self._engine = None
         self._is_root = None
+        self._kept_state = None
         self._loading = None
+        self._load_tree = None
         self._shows_clean_names = False
         self._forward_methods = frozenset()
         self._unit_buffers = None
@@ -225,6 +228,7 @@ class FullyShardedDataParallel(Attributes):
         self.limit_all_gathers = config.limit_all_gathers
         self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
         self._device_mesh = arguments.get("device_mesh")
+        self._group_mesh = None
         self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config = FullStateDictConfig()
         self._optim_state_dict_config = FullOptimStateDictConfig()
@@ -236,7 +240,7 @@ class FullyShardedDataParallel(Attributes):
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )
-        add_post_hook(_state_dict.finish_load)
+        add_post_hook(_load_state_dict.finish_load)
 
     @staticmethod
     def _make(
@@ -436,15 +440,26 @@ class FullyShardedDataParallel(Attributes):
     ) -> StateDictSettings:
         """Set what ``state_dict()`` of all wrapped modules in ``module`` returns.
 
+        * FULL_STATE_DICT: whole parameters, under the keys of the unwrapped model.
+        * SHARDED_STATE_DICT: under the same keys, each rank's rows as a ShardedTensor,
+          or a DTensor with a device mesh; for torch.distributed.checkpoint.
+        * LOCAL_STATE_DICT: each unit's shards as they lie, under ``_flat_param``.
+
+        Args:
+            module: A wrapped module, or one that contains wrapped modules.
+            state_dict_type: One of these.
+            state_dict_config: Of the type's own class; the default one if None.
+            optim_state_dict_config: Likewise, for the optimizer's state.
+
         Returns:
-            The settings before.
+            The settings before, of the outermost wrapped module.
 
         Raises:
-            TypeError: A config is not of the type's own class.
-            ValueError: A type other than FULL_STATE_DICT, which is not available in
-                this version; or nothing in ``module`` is wrapped.
+            RuntimeError: A config is not of the type's own class.
+            TypeError: ``state_dict_type`` is no StateDictType.
+            ValueError: Nothing in ``module`` is wrapped.
         """
-        return _state_dict.set_state_dict_type(
+        return _state_dict_type.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
 
@@ -453,9 +468,10 @@ class FullyShardedDataParallel(Attributes):
         """Return the settings of all wrapped modules in ``module``.
 
         Raises:
-            ValueError: They differ, or nothing in ``module`` is wrapped.
+            AssertionError: They differ.
+            ValueError: Nothing in ``module`` is wrapped.
         """
-        return _state_dict.get_state_dict_type(module)
+        return _state_dict_type.get_state_dict_type(module)
 
     @staticmethod
     def state_dict_type(
@@ -465,7 +481,7 @@ class FullyShardedDataParallel(Attributes):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """Set the settings for a while; see :meth:`set_state_dict_type`."""
-        return _state_dict.state_dict_type(
+        return _state_dict_type.state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
 
@@ -476,14 +492,16 @@ class FullyShardedDataParallel(Attributes):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return the state dict of the unwrapped module: same keys, same order.
+        """Return the state dict, of the kind that :meth:`set_state_dict_type` says.
 
-        One unit is gathered at a time; all ranks must call it. The tensors own
-        their memory. See FullStateDictConfig for ``offload_to_cpu`` and
-        ``rank0_only``.
+        FULL and SHARDED have the keys of the unwrapped model in its order. One unit is
+        gathered at a time, however they are nested; all ranks must call it, also with
+        ``rank0_only``. Parameters own their memory; buffers and ignored parameters
+        are the module's, as in ``nn.Module.state_dict()``.
 
         Raises:
-            RuntimeError: Inside forward or backward, or a parameter was replaced.
+            RuntimeError: Inside forward or backward; a parameter was replaced, or is
+                shared with a module outside; LOCAL_STATE_DICT with a device mesh.
         """
         positional = dict(
             zip(("destination", "prefix", "keep_vars"), args, strict=False)
@@ -498,21 +516,27 @@ class FullyShardedDataParallel(Attributes):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Copy a full state dict into the shards, one unit at a time.
+        """Copy a state dict of the kind that is set into the shards.
 
-        All ranks must call it, each with the whole state dict.
+        All ranks must call it: with the whole state dict (FULL), or with what they
+        saved (SHARDED, LOCAL). SHARDED communicates once a unit, the others not at all,
+        but for units whose modules have loading of their own.
 
         Returns:
             The missing and the unexpected keys, as ``nn.Module.load_state_dict``,
             under their names in the unwrapped module.
 
         Raises:
-            RuntimeError: Keys or shapes do not fit; what fits was copied.
+            RuntimeError: A parameter's value is of the wrong shape or kind; nothing was
+                loaded. Or, with ``strict``, keys are missing or unexpected; what fits
+                was loaded.
             ValueError: ``assign=True``.
         """
         try:
             return super().load_state_dict(
-                _state_dict.with_wrapped_metadata(self, state_dict), strict, assign
+                _load_state_dict.with_wrapped_metadata(self, state_dict),
+                strict,
+                assign,
             )
         finally:
             for module in sharded_modules(self):
@@ -528,7 +552,9 @@ class FullyShardedDataParallel(Attributes):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        _state_dict.begin_load(self, state_dict, prefix, local_metadata, error_msgs)
+        _load_state_dict.begin_load(
+            self, state_dict, prefix, local_metadata, missing_keys, error_msgs
+        )
         super()._load_from_state_dict(
             state_dict,
             prefix,

@@ -46,7 +46,6 @@ TRAPS = {
 }
 
 NOT_YET = {
-    25: "there are no optimizer state dicts in this version",
     28: "there is no Hugging Face integration in this version",
     32: "no trap of this library: an aid for benchmarks of torch's",
 }

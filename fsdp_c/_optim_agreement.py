@@ -1,0 +1,209 @@
+"""What the optimizer states of all ranks hold together, agreed on by all.
+
+With use_orig_params=True a rank that holds nothing of a parameter has no state for
+it, not even its step counter. Hence the ranks tell each other, once a call, which
+states they have, and take what is not sharded from a rank that has it.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_c._optim_places import Place
+from fsdp_c._optim_states import ParamState, describe, same_value
+
+
+class Scalar(NamedTuple):
+    """A 0-dim tensor, in a form that is quick to pickle."""
+
+    dtype: torch.dtype
+    value: Any
+
+    def tensor(self) -> Tensor:
+        """Return it on the CPU."""
+        return torch.tensor(self.value, dtype=self.dtype)
+
+
+def packed_value(value: Any) -> Any:
+    """Return a plain state as it is passed to other ranks."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0 and not value.dtype.is_complex:
+        return Scalar(value.dtype, value.item())
+    return value.detach().cpu()
+
+
+def unpacked_value(value: Any) -> Any:
+    """Return a plain state as the optimizer has it, with memory of its own."""
+    return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
+
+
+@dataclass
+class AgreedState:
+    """The state of one parameter, of all ranks together.
+
+    Attributes:
+        place: The parameter.
+        sharded: dtypes of the states that have one value per element.
+        plain: The other states, as :func:`packed_value`.
+    """
+
+    place: Place
+    sharded: dict[str, torch.dtype] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+class _Report(NamedTuple):
+    """One rank's states: what each has is a dtype, or a plain state."""
+
+    error: str | None
+    states: dict[str, dict[str, tuple[bool, Any]]]
+
+
+def agree(
+    states: Mapping[str, ParamState],
+    groups: Iterable[ProcessGroup],
+    error: Exception | None,
+) -> dict[str, AgreedState]:
+    """Return the states that the ranks have together; those with none are left out.
+
+    All ranks of ``groups`` must call it. Parameters whose sharding group is not in
+    ``groups`` are left out, unless each rank has the whole.
+
+    Args:
+        states: This rank's.
+        groups: The sharding groups, in the same order on all ranks.
+        error: What went wrong on this rank before, if anything.
+
+    Raises:
+        RuntimeError: It went wrong on another rank; or the ranks' optimizers step
+            different parameters, or lack state for what they hold.
+        ValueError: State that is not sharded differs between ranks.
+    """
+    gathered: list[tuple[_Report, list[Any]]] = []
+    for group in groups:
+        mine = _Report(
+            None if error is None else str(error),
+            {
+                name: _report(state)
+                for name, state in states.items()
+                if state.place.shard_group is group
+            },
+        )
+        reports: list[Any] = [None] * group.size()
+        dist.all_gather_object(reports, mine, group=group)
+        gathered.append((mine, reports))
+    if error is not None:
+        raise error
+    agreed: dict[str, AgreedState] = {}
+    for mine, reports in gathered:
+        _check_reports(reports)
+        for name in mine.states:
+            place = states[name].place
+            found = _merge(place, [report.states[name] for report in reports])
+            if found is not None:
+                agreed[name] = found
+    for name, state in states.items():
+        if state.place.shard_group is None and state.has_state:
+            agreed[name] = AgreedState(
+                state.place,
+                {key: value.dtype for key, value in state.sharded.items()},
+                {key: packed_value(value) for key, value in state.plain.items()},
+            )
+    return {name: agreed[name] for name in states if name in agreed}
+
+
+def _report(state: ParamState) -> dict[str, tuple[bool, Any]]:
+    if not state.has_state:
+        return {}
+    return {
+        **{name: (True, value.dtype) for name, value in state.sharded.items()},
+        **{name: (False, packed_value(value)) for name, value in state.plain.items()},
+    }
+
+
+def _check_reports(reports: Sequence[_Report]) -> None:
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise RuntimeError(f"rank {rank} of the sharding group: {report.error}")
+    stepped = {name for report in reports for name in report.states}
+    for rank, report in enumerate(reports):
+        lacking = sorted(stepped - report.states.keys())
+        if lacking:
+            raise RuntimeError(
+                _missing(f"the optimizer of rank {rank} does not step {lacking[0]!r}")
+            )
+
+
+def _missing(what: str) -> str:
+    return (
+        "FSDP currently requires each rank to have at least the optimizer states "
+        "needed by rank 0's optimizer but some ranks are missing some of those "
+        f"states: {what}, which other ranks' do; give the optimizers of all ranks "
+        "the same parameters and step them together"
+    )
+
+
+def _merge(
+    place: Place, reports: Sequence[Mapping[str, tuple[bool, Any]]]
+) -> AgreedState | None:
+    """Return the state of one parameter, of the ranks' reports."""
+    if not any(reports):
+        return None
+    result = AgreedState(place)
+    owners = [
+        rank
+        for rank in range(len(reports))
+        if place.part_of(rank)[0] < place.part_of(rank)[1]
+    ]
+    for name in dict.fromkeys(name for report in reports for name in report):
+        have = [rank for rank in owners if name in reports[rank]]
+        have = have or [rank for rank, report in enumerate(reports) if name in report]
+        have = [rank for rank in have if reports[rank][name] != (False, None)]
+        values = [reports[rank][name] for rank in have]
+        if not values:
+            result.plain[name] = None
+            continue
+        if all(is_sharded for is_sharded, _ in values):
+            dtypes = {dtype for _, dtype in values}
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"optimizer state {name!r} of parameter {place.fqn!r} has the "
+                    f"dtypes {sorted(map(str, dtypes))} on different ranks: give all "
+                    "ranks the same"
+                )
+            lacking = [rank for rank in owners if rank not in have]
+            if lacking:
+                raise RuntimeError(
+                    _missing(
+                        f"the optimizer of rank {lacking[0]} has no {name!r} for its "
+                        f"part of {place.fqn!r}"
+                    )
+                )
+            result.sharded[name] = dtypes.pop()
+            continue
+        _check_equal(place, name, have, values)
+        result.plain[name] = values[0][1]
+    return result
+
+
+def _check_equal(
+    place: Place, name: str, ranks: Sequence[int], values: Sequence[tuple[bool, Any]]
+) -> None:
+    first_sharded, first = values[0]
+    for rank, (is_sharded, value) in zip(ranks, values, strict=True):
+        if is_sharded is first_sharded and same_value(value, first):
+            continue
+        raise ValueError(
+            f"optimizer state {name!r} of parameter {place.fqn!r} does not have one "
+            "value per element, and differs between the ranks that hold the "
+            f"parameter: {describe(unpacked_value(first))} on rank {ranks[0]}, "
+            f"{describe(unpacked_value(value))} on rank {rank}. Save it with "
+            "StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"
+        )

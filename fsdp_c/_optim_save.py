@@ -1,0 +1,240 @@
+"""Optimizer state dicts of a sharded model: full, sharded, local.
+
+One exchange a unit, see Note [One exchange per unit]; before it, the ranks agree on
+what there is with one small collective a call.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._optim_agreement import AgreedState, agree, unpacked_value
+from fsdp_c._optim_keys import ParamKeys
+from fsdp_c._optim_places import Place
+from fsdp_c._optim_states import OptimStates, ParamState, collect
+from fsdp_c._optim_transfer import Item, transfer, transfer_device
+from fsdp_c._sharded_tensors import has_rows, rows_of, wrap_chunk
+
+# A top-level entry of a full or sharded optimizer state dict: names of states that
+# are tensors without one value per element, by parameter. There only if there are any.
+WHOLE_STATES = "whole_states"
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save.
+
+    Attributes:
+        shards: Return sharded tensors, on all ranks.
+        rank0_only: Return whole tensors on rank 0 only.
+        offload_to_cpu: Return tensors in host memory.
+        use_dtensor: Return DTensors; None: if the unit has a device mesh.
+        group: Whose rank 0 is meant; None: the first of the model's ranks.
+    """
+
+    shards: bool = False
+    rank0_only: bool = False
+    offload_to_cpu: bool = True
+    use_dtensor: bool | None = None
+    group: ProcessGroup | None = None
+
+
+def save(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    options: SaveOptions,
+    *,
+    state_dict: Mapping[str, Any] | None = None,
+    keys: ParamKeys | None = None,
+) -> dict[str, Any]:
+    """Return the full or sharded state dict of ``optim``, by parameter names.
+
+    All ranks of ``model`` must call it. The tensors own their memory.
+
+    Args:
+        model: As for :func:`fsdp_c._optim_states.collect`.
+        optim: Steps its parameters.
+        options: What to return.
+        state_dict: Of ``optim``; ``optim.state_dict()`` if None.
+        keys: The keys in it; those of ``optim`` if None.
+
+    Returns:
+        The state dict; empty where ``rank0_only`` leaves this rank out.
+
+    Raises:
+        RuntimeError: The ranks' optimizers do not fit together, or it failed on
+            another rank.
+        ValueError: See :func:`~fsdp_c._optim_states.collect`; or state that is not
+            sharded differs between ranks.
+    """
+    modules = list(sharded_modules(model))
+    destination = _first_rank(modules, options.group) if options.rank0_only else None
+    groups = [
+        group
+        for group in dict.fromkeys(each._config.groups.shard_group for each in modules)
+        if group is not None
+        and (destination is None or destination in dist.get_process_group_ranks(group))
+    ]
+    local = OptimStates({}, None, {})
+    error: Exception | None = None
+    try:
+        local = collect(model, optim, state_dict=state_dict, keys=keys)
+    except Exception as caught:  # the other ranks wait for it
+        error = caught
+    agreed = agree(local.states, groups, error)
+    is_wanted = destination in (None, dist.get_rank())
+    states: dict[str, dict[str, Any]] = {
+        name: {key: unpacked_value(value) for key, value in state.plain.items()}
+        for name, state in agreed.items()
+    }
+    by_module: dict[ShardedModule | None, list[AgreedState]] = {}
+    for state in agreed.values():
+        by_module.setdefault(state.place.module, []).append(state)
+    with torch.no_grad():
+        for module, its_states in by_module.items():
+            for (name, key), value in _unit_tensors(
+                module, its_states, local.states, options, destination
+            ).items():
+                states[name][key] = value
+    if not is_wanted:
+        return {}
+    return _result(local, agreed, states)
+
+
+def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int | None:
+    """Return the global rank that a rank0_only state dict is for, if known here."""
+    if group is not None:
+        return dist.get_global_rank(group, 0)
+    if not modules:
+        return None
+    groups = modules[0]._config.groups
+    if groups.inter_node_group is not None and groups.inter_node_group.rank() != 0:
+        return -1  # another replica has it
+    return dist.get_global_rank(groups.process_group, 0)
+
+
+def _unit_tensors(
+    module: ShardedModule | None,
+    agreed: list[AgreedState],
+    local: Mapping[str, ParamState],
+    options: SaveOptions,
+    destination: int | None,
+) -> dict[tuple[str, str], Any]:
+    """Return one unit's sharded states, in the form that is asked for."""
+    entries = [
+        (state.place, key, dtype)
+        for state in agreed
+        for key, dtype in state.sharded.items()
+    ]
+    group = None if module is None else module._config.groups.shard_group
+    is_wanted = destination in (None, dist.get_rank())
+    if module is None or group is None:
+        if not is_wanted:
+            return {}
+        return {
+            (place.fqn, key): _of_whole(
+                module, place, local[place.fqn].sharded[key], options
+            )
+            for place, key, _ in entries
+        }
+    target = None if destination is None else dist.get_group_rank(group, destination)
+    device = transfer_device(module.compute_device, group)
+    items = [
+        Item(dtype, place.part_of, _needed(place, group.size(), target, options.shards))
+        for place, _, dtype in entries
+    ]
+    parts = [
+        local[place.fqn].sharded.get(key) if place.part_numel else None
+        for place, key, _ in entries
+    ]
+    values = transfer(items, parts, group=group, device=device)
+    if not is_wanted:
+        return {}
+    result: dict[tuple[str, str], Any] = {}
+    for (place, key, _), value in zip(entries, values, strict=True):
+        result[place.fqn, key] = _in_form(module, place, value, options)
+    return result
+
+
+def _needed(place: Place, world_size: int, target: int | None, shards: bool) -> Any:
+    """Return which elements of a parameter's state a rank needs."""
+    if target is not None:
+        return lambda rank: (0, place.numel if rank == target else 0)
+    if not shards or not has_rows(place.shape):
+        return lambda rank: (0, place.numel)
+    row_numel = place.shape[1:].numel()
+
+    def rows(rank: int) -> tuple[int, int]:
+        begin, end = rows_of(place.shape[0], world_size, rank)
+        return begin * row_numel, end * row_numel
+
+    return rows
+
+
+def _in_form(
+    module: ShardedModule, place: Place, value: Tensor, options: SaveOptions
+) -> Any:
+    """Return a state of which this rank has what it needs, 1-D."""
+    target = torch.device("cpu") if options.offload_to_cpu else module.compute_device
+    value = value.to(target)
+    if not options.shards or not has_rows(place.shape):
+        return value.reshape(place.shape)
+    chunk = value.reshape(-1, *place.shape[1:])
+    return wrap_chunk(module, chunk, place.shape, use_dtensor=options.use_dtensor)
+
+
+def _of_whole(
+    module: ShardedModule | None, place: Place, value: Tensor, options: SaveOptions
+) -> Any:
+    """Return a state that each rank has in whole."""
+    device = torch.device("cpu") if options.offload_to_cpu else value.device
+    if module is None or not options.shards or not has_rows(place.shape):
+        return value.detach().reshape(place.shape).to(device, copy=True)
+    row_numel = place.shape[1:].numel()
+    begin, end = rows_of(place.shape[0], module.world_size, module.rank)
+    part = value.detach()[begin * row_numel : end * row_numel].to(device, copy=True)
+    return wrap_chunk(
+        module,
+        part.reshape(-1, *place.shape[1:]),
+        place.shape,
+        use_dtensor=options.use_dtensor,
+    )
+
+
+def _result(
+    local: OptimStates,
+    agreed: Mapping[str, AgreedState],
+    states: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"state": states}
+    whole = {
+        name: names
+        for name, state in agreed.items()
+        if (
+            names := [
+                key
+                for key, value in state.plain.items()
+                if isinstance(value, Tensor) and value.dim() > 0
+            ]
+        )
+    }
+    if whole:
+        result[WHOLE_STATES] = whole
+    for key, value in local.others.items():
+        warnings.warn(
+            f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly "
+            "copy everything to the returned state_dict: it belongs to no parameter "
+            "of the optimizer",
+            stacklevel=4,
+        )
+        states[key] = value
+    if local.param_groups is not None:
+        result["param_groups"] = local.param_groups
+    return result

@@ -1,0 +1,408 @@
+"""Optimizer state dicts, compared with the unsharded optimizer's."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import FSDP, ShardingStrategy, StateDictType, fsdp, needs_fsdp_c
+from helpers.models import CASES
+from helpers.optim_states import (
+    OPTIMIZERS,
+    assert_own_memory,
+    assert_same_states,
+    by_name,
+    full,
+    train,
+    wrap,
+)
+from helpers.reference import Differential
+
+REASON = "segfaults on the CPU, or returns wrong values"
+# Of those that step a slice of a parameter as they step the whole.
+ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("adafactor", "counting")]
+
+
+def _differential(model: str, optimizer: str, **kwargs: Any) -> Differential:
+    return Differential.of_case(
+        CASES[model],
+        lambda module: wrap(model, module=module, **kwargs),
+        use_orig_params=kwargs.get("use_orig_params", False),
+        optimizer=OPTIMIZERS[optimizer],
+    )
+
+
+def _train(each: Differential, num_steps: int) -> None:
+    for _ in range(num_steps):
+        each.zero_grad()
+        each.forward_backward()
+        each.step()
+
+
+@pytest.mark.trap(25)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+@distributed(world_size=(2, 3))
+def test_full_equals_the_unsharded_optimizer(
+    rank: int, world_size: int, optimizer: str, use_orig_params: bool
+) -> None:
+    """Before the first step (Adagrad has state then) and later, by name."""
+    needs_fsdp_c(REASON)
+    each = _differential("uneven", optimizer, use_orig_params=use_orig_params)
+    for num_steps in (0, 2):
+        _train(each, num_steps)
+        found = FSDP.optim_state_dict(each.model, each.optimizer)
+        expected = by_name(each.reference, each.reference_optimizer)
+        assert_same_states(found["state"], expected, 1e-4)
+        assert_own_memory(found["state"])
+        (group,) = found["param_groups"]
+        names = [name for name, _ in each.reference.named_parameters()]
+        assert sorted(group["params"]) == sorted(names)
+        (reference,) = each.reference_optimizer.state_dict()["param_groups"]
+        assert {**group, "params": 0} == {**reference, "params": 0}
+
+
+@pytest.mark.trap(25)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    "model", ["scalar", "tied", "frozen", "frozen_units", "mixed_dtype", "transformer"]
+)
+@distributed(world_size=3)
+def test_full_of_other_models(
+    rank: int, world_size: int, model: str, nested: bool, use_orig_params: bool
+) -> None:
+    needs_fsdp_c(REASON)
+    each = _differential(model, "adam", nested=nested, use_orig_params=use_orig_params)
+    _train(each, 2)
+    found = full(each.model, each.optimizer)
+    expected = by_name(each.reference, each.reference_optimizer)
+    assert_same_states(found["state"], expected, 4e-2 if "mixed" in model else 1e-4)
+
+
+@pytest.mark.trap(25)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_parameters_never_stepped(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """A unit that never ran has no state; one ran in part has zeros, as its grads."""
+    needs_fsdp_c(REASON)
+    each = _differential("unused", "adam", use_orig_params=use_orig_params)
+    _train(each, 2)
+    found = full(each.model, each.optimizer)["state"]
+    expected = by_name(each.reference, each.reference_optimizer)
+    assert expected.keys() <= found.keys()
+    extra = {name: found.pop(name) for name in found.keys() - expected.keys()}
+    assert_same_states(found, expected, 1e-4)
+    for name, state in extra.items():
+        assert state["step"] == 2, name
+        assert not state["exp_avg"].any(), name
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=2)
+def test_strategies(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    needs_fsdp_c(REASON)
+    each = _differential(
+        "scalar",
+        "adam",
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+    )
+    _train(each, 2)
+    found = full(each.model, each.optimizer)["state"]
+    assert_same_states(found, by_name(each.reference, each.reference_optimizer), 1e-4)
+    assert_own_memory(found)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=4)
+def test_hybrid_groups(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Every replica saves for itself; rank0_only, and loading from rank 0."""
+    needs_fsdp_c(REASON)
+    with hybrid_groups(2, 2) as groups:
+        each = _differential(
+            "uneven",
+            "adam",
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            process_group=groups,
+            use_orig_params=use_orig_params,
+        )
+        _train(each, 2)
+        found = full(each.model, each.optimizer)
+        expected = by_name(each.reference, each.reference_optimizer)
+        assert_same_states(found["state"], expected, 1e-4)
+        for group in (None, dist.group.WORLD):
+            first = _rank0(each.model, each.optimizer, group=group)
+            assert (first == {}) == (rank != 0)
+            if rank == 0:
+                assert_same_states(first["state"], found["state"])
+            local = copy.deepcopy(each.optimizer.state_dict())
+            loaded = _load_rank0(each.model, each.optimizer, first, group=group)
+            assert_same_states(loaded["state"], local["state"])
+        del each, local, loaded
+
+
+def _configured(model: Any, kind: str, **options: Any) -> Any:
+    from torch.distributed.fsdp import api
+
+    name = kind.capitalize()
+    return FSDP.state_dict_type(
+        model,
+        StateDictType[f"{kind}_STATE_DICT"],
+        getattr(api, f"{name}StateDictConfig")(),
+        getattr(api, f"{name}OptimStateDictConfig")(**options),
+    )
+
+
+def _rank0(model: Any, optim: Any, **kwargs: Any) -> dict[str, Any]:
+    with _configured(model, "FULL", rank0_only=True):
+        result: dict[str, Any] = FSDP.optim_state_dict(model, optim, **kwargs)
+    return result
+
+
+def _load_rank0(model: Any, optim: Any, state: Any, **kwargs: Any) -> dict[str, Any]:
+    with _configured(model, "FULL", rank0_only=True):
+        result: dict[str, Any] = FSDP.optim_state_dict_to_load(
+            model, optim, state, **kwargs
+        )
+    return result
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("use_dtensor", [False, True])
+@distributed(world_size=(2, 3))
+def test_sharded_holds_rows(
+    rank: int, world_size: int, use_dtensor: bool, use_orig_params: bool
+) -> None:
+    """Each rank's rows of what FULL returns; offset, shape and placement."""
+    needs_fsdp_c(REASON)
+    mesh = init_device_mesh("cpu", (world_size,)) if use_dtensor else None
+    model = wrap("scalar", device_mesh=mesh, use_orig_params=use_orig_params)
+    optim = OPTIMIZERS["adam"](model.parameters())
+    train(model, optim, "scalar", 2, rank=rank)
+    whole = full(model, optim)["state"]
+    with _configured(model, "SHARDED"):
+        found = FSDP.optim_state_dict(model, optim)["state"]
+    assert list(found) == list(whole)
+    for name, state in whole.items():
+        for key, value in state.items():
+            part = found[name][key]
+            if value.dim() == 0:
+                assert torch.equal(part, value), (name, key)
+                continue
+            assert tuple(part.size()) == value.shape, (name, key)
+            rows = list(value.chunk(world_size)) + [value[:0]] * world_size
+            if use_dtensor:
+                local = part.to_local()
+                assert part.full_tensor().equal(value)
+            else:
+                shards = part.local_shards()
+                local = shards[0].tensor if shards else value[:0]
+                for shard in shards:
+                    begin = sum(len(each) for each in rows[:rank])
+                    assert shard.metadata.shard_offsets[0] == begin
+            assert torch.equal(local, rows[rank]), (name, key)
+    del model, part, mesh
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_local_holds_this_ranks_state(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """As it is, by name, with memory of its own; FSDP1 has no such state dict."""
+    needs_fsdp_c("refuses LOCAL_STATE_DICT")
+    model = wrap("uneven", use_orig_params=use_orig_params)
+    optim = OPTIMIZERS["counting"](model.parameters())
+    train(model, optim, "uneven", 1, rank=rank)
+    with _configured(model, "LOCAL"):
+        found = FSDP.optim_state_dict(model, optim)
+    names = [
+        name.replace("_fsdp_wrapped_module.", "")
+        for name, _ in model.named_parameters()
+    ]
+    expected = {names[key]: state for key, state in optim.state_dict()["state"].items()}
+    assert_same_states(found["state"], expected)
+    assert found["param_groups"][0]["params"] == names
+    before = copy.deepcopy(found["state"])
+    train(model, optim, "uneven", 1, rank=rank)
+    assert_same_states(found["state"], before)
+
+
+@pytest.mark.trap(26)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_rank0_only(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Rank 0 has all, the others nothing; and the reverse on loading."""
+    needs_fsdp_c(REASON)
+    model = wrap("scalar", use_orig_params=use_orig_params)
+    optim = OPTIMIZERS["counting"](model.parameters())
+    train(model, optim, "scalar", 2, rank=rank)
+    whole = full(model, optim)
+    found = _rank0(model, optim)
+    if rank > 0:
+        assert found == {}
+    else:
+        assert_same_states(found["state"], whole["state"])
+        assert found["param_groups"] == whole["param_groups"]
+    local = copy.deepcopy(optim.state_dict())
+    for given in (found, None) if rank > 0 else (found, found):
+        loaded = _load_rank0(model, optim, given)
+        assert_same_states(loaded["state"], local["state"])
+        assert loaded["param_groups"] == local["param_groups"]
+        assert_own_memory(loaded["state"])
+
+
+@distributed(world_size=2)
+def test_dict_does_not_follow_training(rank: int, world_size: int) -> None:
+    """What was saved stays, and what was loaded is not the user's."""
+    needs_fsdp_c("returns views")
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model = wrap(
+            "uneven",
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=True,
+        )
+        optim = OPTIMIZERS["adam"](model.parameters())
+        train(model, optim, "uneven", 1, rank=rank)
+        found = full(model, optim)
+        before = copy.deepcopy(found)
+        train(model, optim, "uneven", 1, rank=rank)
+        assert_same_states(found["state"], before["state"])
+        FSDP.optim_state_dict_to_load(model, optim, found, load_directly=True)
+        train(model, optim, "uneven", 1, rank=rank)
+        assert_same_states(found["state"], before["state"])
+        assert found["param_groups"] == before["param_groups"]
+
+
+@distributed(world_size=2)
+def test_one_exchange_a_unit(rank: int, world_size: int) -> None:
+    """One collective for what there is, then one exchange a unit; none for loading."""
+    needs_fsdp_c("gathers each state")
+    calls: list[str] = []
+    originals = {
+        name: getattr(dist, name) for name in ("all_gather_object", "batch_isend_irecv")
+    }
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    model = wrap("transformer", use_orig_params=True)
+    optim = OPTIMIZERS["adam"](model.parameters())
+    train(model, optim, "transformer", 1, rank=rank)
+    for name in originals:
+        setattr(dist, name, counted(name))
+    try:
+        found = FSDP.optim_state_dict(model, optim)
+        assert calls.count("all_gather_object") == 1
+        assert calls.count("batch_isend_irecv") == len(FSDP.fsdp_modules(model))
+        calls.clear()
+        FSDP.optim_state_dict_to_load(model, optim, found)
+        assert calls == []
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_large_tensors_go_straight(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Packed or each in a message of its own: the same, both ways."""
+    needs_fsdp_c("has no such limit")
+    from fsdp_c import _optim_transfer
+
+    model = wrap("uneven", nested=False, use_orig_params=use_orig_params)
+    optim = OPTIMIZERS["counting"](model.parameters())
+    train(model, optim, "uneven", 1, rank=rank)
+    local = copy.deepcopy(optim.state_dict()["state"])
+    expected = full(model, optim)["state"]
+    limit = _optim_transfer.DIRECT_NBYTES
+    try:
+        for nbytes in (1, 16, 64):
+            _optim_transfer.DIRECT_NBYTES = nbytes
+            assert_same_states(full(model, optim)["state"], expected)
+            first = _rank0(model, optim)
+            loaded = _load_rank0(model, optim, first)
+            assert_same_states(loaded["state"], local)
+            with _configured(model, "SHARDED"):
+                sharded = FSDP.optim_state_dict(model, optim)
+                loaded = FSDP.optim_state_dict_to_load(model, optim, sharded)
+            assert_same_states(loaded["state"], local)
+    finally:
+        _optim_transfer.DIRECT_NBYTES = limit
+
+
+class _Allocations(TorchDispatchMode):
+    """Adds up what torch.empty() gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.nbytes += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Beyond the result one unit's small tensors; with rank0_only no result elsewhere.
+
+    Counted is everything that was allocated, kept or not; and the ranks' messages
+    about what there is, which are small.
+    """
+    needs_fsdp_c("gathers whole units on all ranks")
+    from fsdp_c import _optim_transfer
+
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    model = fsdp(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+        use_orig_params=use_orig_params,
+    )
+    optim = OPTIMIZERS["adamw_foreach"](model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.numel() else None
+    optim.step()
+    whole = 8 * 2 * 4 * (64 * 64 + 64)  # units, states, bytes, elements
+    messages = 20 * 1024
+    limit = _optim_transfer.DIRECT_NBYTES
+    for nbytes in (limit, 4096):
+        _optim_transfer.DIRECT_NBYTES = nbytes
+        packed = whole if nbytes == limit else whole // 32
+        try:
+            with _Allocations() as count:
+                full(model, optim)
+            assert whole <= count.nbytes < whole + packed + messages
+            with _Allocations() as count:
+                first = _rank0(model, optim)
+            mine = 0 if rank > 0 else whole
+            assert mine <= count.nbytes < mine + packed // 2 + messages
+            with _Allocations() as count:
+                _load_rank0(model, optim, first)
+            assert count.nbytes < whole + packed // 2 + messages
+        finally:
+            _optim_transfer.DIRECT_NBYTES = limit

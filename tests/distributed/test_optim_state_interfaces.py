@@ -1,0 +1,290 @@
+"""Older methods, names for keys, groups, what is outside of units; collect, install."""
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType, api
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import _NamedOptimizer
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.models import CASES, Block
+from helpers.optim_states import (
+    OPTIMIZERS,
+    assert_same_states,
+    full,
+    train,
+    wrap,
+)
+
+REASON = "segfaults on the CPU, or returns wrong values"
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("by", ["optim", "optim_input", "neither"])
+@distributed(world_size=2)
+def test_older_methods(
+    rank: int, world_size: int, by: str, use_orig_params: bool
+) -> None:
+    """They equal the newer ones, and say that they are deprecated."""
+    needs_fsdp_c(REASON)
+    model = wrap("uneven", use_orig_params=use_orig_params)
+    params = list(model.parameters())
+    optim = OPTIMIZERS["adam"](params)
+    train(model, optim, "uneven", 2, rank=rank)
+    local = copy.deepcopy(optim.state_dict())
+    which: dict[str, Any] = {}
+    if by != "neither":
+        which = {by: optim if by == "optim" else params}
+    saving = {"optim_input": params} if by == "optim_input" else {}
+
+    with pytest.warns(FutureWarning, match="optim_state_dict"):
+        first = FSDP.full_optim_state_dict(model, optim, **saving)
+    with pytest.warns(FutureWarning, match="optim_state_dict"):
+        whole = FSDP.full_optim_state_dict(model, optim, rank0_only=False, **saving)
+    assert_same_states(whole["state"], full(model, optim)["state"])
+    assert (first == {}) == (rank > 0)
+    with pytest.warns(FutureWarning, match="optim_state_dict_to_load"):
+        results = [
+            FSDP.shard_full_optim_state_dict(whole, model, **which),
+            FSDP.scatter_full_optim_state_dict(first or None, model, **which),
+        ]
+    with pytest.warns(FutureWarning, match="optim_state_dict"):
+        sharded = FSDP.sharded_optim_state_dict(model, optim)
+    with pytest.warns(FutureWarning, match="optim_state_dict_to_load"):
+        results.append(FSDP.flatten_sharded_optim_state_dict(sharded, model, optim))
+    for result in results:
+        assert_same_states(result["state"], local["state"])
+        assert result["param_groups"] == local["param_groups"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FSDP.optim_state_dict(model, optim)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_parameter_groups(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Options stay with their parameters, in whichever order the groups are."""
+    needs_fsdp_c(REASON)
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first = list(model.blocks[1].parameters())
+        rest = [p for p in model.parameters() if all(p is not q for q in first)]
+        return [
+            {"params": first, "lr": 0.5, "betas": (0.5, 0.9)},
+            {"params": rest, "weight_decay": 0.25},
+        ]
+
+    model = wrap("mlp", use_orig_params=use_orig_params)
+    optim = torch.optim.AdamW(groups(model), lr=1e-2)
+    train(model, optim, "mlp", 2, rank=rank)
+    saved = full(model, optim)
+    one, two = saved["param_groups"]
+    assert sorted(one["params"]) == sorted(
+        f"blocks.1.{name}"
+        for name, _ in CASES["mlp"].build().blocks[1].named_parameters()
+    )
+    assert (one["lr"], two["weight_decay"]) == (0.5, 0.25)
+    other = wrap("mlp", use_orig_params=not use_orig_params)
+    other_optim = torch.optim.AdamW(list(reversed(groups(other))), lr=1e-3)
+    FSDP.optim_state_dict_to_load(other, other_optim, saved, load_directly=True)
+    second, first = other_optim.param_groups
+    assert (first["lr"], first["betas"]) == (0.5, (0.5, 0.9))
+    assert (second["lr"], second["weight_decay"]) == (1e-2, 0.25)
+    assert_same_states(full(other, other_optim)["state"], saved["state"])
+
+
+@distributed(world_size=2)
+def test_ranks_may_order_parameters_differently(rank: int, world_size: int) -> None:
+    needs_fsdp_c(REASON)
+    model = wrap("uneven", use_orig_params=True)
+    params = list(model.parameters())
+    optim = OPTIMIZERS["adam"](params if rank == 0 else params[::-1])
+    train(model, optim, "uneven", 2, rank=rank)
+    local = copy.deepcopy(optim.state_dict())
+    saved = full(model, optim)
+    names: list[Any] = [None] * world_size
+    dist.all_gather_object(names, list(saved["state"]))
+    assert names[0] == names[1]
+    FSDP.optim_state_dict_to_load(model, optim, saved, load_directly=True)
+    assert_same_states(optim.state_dict()["state"], local["state"])
+
+
+@pytest.mark.parametrize("named_params", [True, False])
+@distributed(world_size=2)
+def test_names_for_keys(rank: int, world_size: int, named_params: bool) -> None:
+    """An optimizer made of named parameters, and one that keys its states by name."""
+    needs_fsdp_c(REASON)
+    model = wrap("mlp", use_orig_params=True)
+    plain = OPTIMIZERS["momentum"](model.parameters())
+    train(model, plain, "mlp", 1, rank=rank)
+    expected = full(model, plain)
+    if named_params:
+        optim: Any = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
+        FSDP.optim_state_dict_to_load(model, optim, expected, load_directly=True)
+        found = full(model, optim)
+        names = [n for n, _ in CASES["mlp"].build().named_parameters()]
+        assert sorted(found["param_groups"][0]["param_names"]) == sorted(names)
+        assert optim.param_groups[0]["param_names"] == [
+            name for name, _ in model.named_parameters()
+        ]
+    else:
+        optim = _NamedOptimizer(
+            model.named_parameters(), torch.optim.SGD, None, None, lr=0.05, momentum=0.9
+        )
+        optim.init_state()
+        loaded = FSDP.optim_state_dict_to_load(
+            model, optim, expected, is_named_optimizer=True
+        )
+        mine = {n for n, p in model.named_parameters() if p.numel()}
+        assert mine <= loaded["state"].keys()
+        assert all("_fsdp_wrapped_module" in name for name in loaded["state"])
+        optim.load_state_dict(loaded)
+        found = full(model, optim)
+    assert_same_states(found["state"], expected["state"])
+
+
+class Outside(nn.Module):
+    """One unit and parameters outside of all units, or ignored in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = Block()
+        self.unit.extra = nn.Linear(3, 3)
+        self.outside = nn.Linear(6, 2)
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("form", ["full", "rank0", "sharded", "local"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_outside_of_units(
+    rank: int, world_size: int, use_orig_params: bool, form: str
+) -> None:
+    """The root is not wrapped, a module is ignored; an optimizer over all."""
+    needs_fsdp_c(REASON)
+    torch.manual_seed(0)
+
+    def make() -> tuple[Any, Any]:
+        model = Outside()
+        model.unit = fsdp(
+            model.unit,
+            ignored_modules=[model.unit.extra],
+            use_orig_params=use_orig_params,
+        )
+        return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    model, optim = make()
+    for param in model.parameters():
+        if param.numel():
+            param.grad = torch.full_like(param, 0.5)
+    optim.step()
+    kind, options = {
+        "full": ("FULL", {}),
+        "rank0": ("FULL", {"rank0_only": True}),
+        "sharded": ("SHARDED", {}),
+        "local": ("LOCAL", {}),
+    }[form]
+    settings = (
+        StateDictType[f"{kind}_STATE_DICT"],
+        None,
+        getattr(api, f"{kind.capitalize()}OptimStateDictConfig")(**options),
+    )
+    FSDP.set_state_dict_type(model, *settings)
+    saved = FSDP.optim_state_dict(model, optim)
+    if form == "full":
+        names = {name for name, _ in Outside().named_parameters()}
+        assert saved["state"].keys() == names
+        assert saved["state"]["scalar"]["exp_avg"].shape == ()
+        assert saved["state"]["unit.fc1.weight"]["exp_avg"].dim() == 2
+    other, other_optim = make()
+    FSDP.set_state_dict_type(other, *settings)
+    FSDP.optim_state_dict_to_load(other, other_optim, saved, load_directly=True)
+    assert_same_states(other_optim.state_dict()["state"], optim.state_dict()["state"])
+
+
+@distributed(world_size=2)
+def test_state_of_no_parameter(rank: int, world_size: int) -> None:
+    """Such state is kept, with a warning."""
+    needs_fsdp_c(REASON)
+    model = wrap("mlp", use_orig_params=True)
+    optim = OPTIMIZERS["momentum"](model.parameters())
+    train(model, optim, "mlp", 1, rank=rank)
+    given = copy.deepcopy(optim.state_dict())
+    given["state"]["mine"] = {"anything": 3}
+    with pytest.warns(UserWarning, match="Found a optim state, mine"):
+        saved = FSDP.optim_state_dict(model, optim, given)
+    assert saved["state"]["mine"] == {"anything": 3}
+    loaded = FSDP.optim_state_dict_to_load(model, optim, saved)
+    assert loaded["state"]["mine"] == {"anything": 3}
+    without = {"state": saved["state"]}
+    assert list(FSDP.optim_state_dict_to_load(model, optim, without)) == ["state"]
+
+
+@distributed(world_size=2)
+def test_named_groups_of_a_transformed_dict(rank: int, world_size: int) -> None:
+    """An unsharded model's state dict, made of it by name, loads."""
+    needs_fsdp_c(REASON)
+    reference = CASES["mlp"].build()
+    plain = OPTIMIZERS["adam"](reference.parameters())
+    for param in reference.parameters():
+        param.grad = torch.randn_like(param)
+    plain.step()
+    named = FSDP.rekey_optim_state_dict(
+        plain.state_dict(), OptimStateKeyType.PARAM_NAME, reference, optim=plain
+    )
+    dist.broadcast_object_list(objects := [named], src=0)
+    for use_orig_params in (True, False):
+        model = fsdp(
+            copy.deepcopy(reference),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+        )
+        optim = OPTIMIZERS["adam"](model.parameters())
+        FSDP.optim_state_dict_to_load(model, optim, objects[0], load_directly=True)
+        assert_same_states(full(model, optim)["state"], objects[0]["state"])
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_collect_and_install(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """What fsdp_c.checkpoint builds on: exact, dtypes included, without messages."""
+    needs_fsdp_c("has no such functions")
+    from fsdp_c._optim_states import collect, install
+
+    model = wrap("scalar", use_orig_params=use_orig_params)
+    optim = OPTIMIZERS["counting"](model.parameters())
+    train(model, optim, "scalar", 2, rank=rank)
+    found = collect(model, optim)
+    for state in found.states.values():
+        place = state.place
+        assert sorted(state.plain) == sorted(
+            ["count", "kind", "nothing", "history"] if state.has_state else []
+        )
+        for value in state.sharded.values():
+            assert value.shape == (place.end - place.begin,)
+    other = wrap("scalar", use_orig_params=use_orig_params)
+    other_optim = OPTIMIZERS["counting"](other.parameters())
+    other_optim.param_groups[0]["lr"] = 7.0
+    copied = {
+        name: dataclasses.replace(
+            state, sharded={key: value.clone() for key, value in state.sharded.items()}
+        )
+        for name, state in found.states.items()
+    }
+    install(other, other_optim, copied, found.param_groups)
+    assert_same_states(other_optim.state_dict()["state"], optim.state_dict()["state"])
+    assert other_optim.param_groups[0]["lr"] == 0.05
+    name, state = next(
+        (name, state) for name, state in found.states.items() if state.sharded
+    )
+    state.sharded["low"] = torch.zeros(state.place.part_numel + 1)
+    with pytest.raises(ValueError, match=rf"'low' of parameter '{name}'.*expected"):
+        install(other, other_optim, found.states, found.param_groups)
