@@ -21,6 +21,7 @@ from torch.distributed.fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 try:
     from fsdp_c import _native
@@ -31,6 +32,7 @@ except ImportError as error:
         "in the source directory"
     ) from error
 
+from fsdp_c import checkpoint
 from fsdp_c._engines import memory_stats, reset
 from fsdp_c._explain import ModelPlan, UnitPlan, explain
 from fsdp_c._forward_methods import register_forward_method
@@ -53,6 +55,7 @@ __all__ = [
     "MixedPrecision",
     "ModelPlan",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -61,6 +64,7 @@ __all__ = [
     "StateDictType",
     "UnitPlan",
     "__version__",
+    "checkpoint",
     "explain",
     "memory_stats",
     "register_forward_method",

@@ -1,13 +1,16 @@
-"""Command line: python -m fsdp_c doctor."""
+"""Command line: python -m fsdp_c doctor|checkpoint."""
 
 import sys
 
 from fsdp_c import doctor
+from fsdp_c.checkpoint import _command as checkpoint
 
 USAGE = """\
 usage: python -m fsdp_c doctor
+       python -m fsdp_c checkpoint info|verify|export|reshard PATH ...
 
-  doctor  print what was built and which paths are active
+  doctor      print what was built and which paths are active
+  checkpoint  look at checkpoints, and convert them; see checkpoint --help
 """
 
 
@@ -16,6 +19,8 @@ def main(words: list[str]) -> int:
     if words == ["doctor"]:
         print(doctor.report())
         return 0
+    if words[:1] == ["checkpoint"]:
+        return checkpoint.main(words[1:])
     is_help = words in (["-h"], ["--help"], ["help"])
     print(USAGE, end="", file=sys.stdout if is_help else sys.stderr)
     return 0 if is_help else 2

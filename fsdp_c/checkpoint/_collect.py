@@ -1,0 +1,216 @@
+"""Collects what this rank will write, and what it adds to the manifest."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c import _optim_states
+from fsdp_c._optim_places import Place
+from fsdp_c.checkpoint._contents import (
+    Contents,
+    extra_states,
+    find_contents,
+    part_of,
+)
+from fsdp_c.checkpoint._dtypes import dtype_name
+from fsdp_c.checkpoint._files import Item
+from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
+from fsdp_c.checkpoint._plain import encode
+from fsdp_c.checkpoint._random_states import random_states
+from fsdp_c.checkpoint._rank_entry import model_key, state_key
+from fsdp_c.checkpoint._ranks import Ranks
+
+
+@dataclass
+class Collected:
+    """What one rank saves.
+
+    Attributes:
+        items: Its tensors; views of the model's and the optimizer's own.
+        plain: Encoded optimizer state that is not element-wise, by parameter.
+        states: What the optimizer holds for the parameters of ``items``.
+        random_states: Encoded.
+        rank_extra: Encoded.
+        manifest: Of rank 0 only; its states are those of rank 0.
+        units: How the units are sharded.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    plain: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, StateSpec] = field(default_factory=dict)
+    random_states: Any = None
+    rank_extra: Any = None
+    manifest: Manifest | None = None
+    units: tuple[UnitSpec, ...] = ()
+
+    def put_tensor(self, tensor: Tensor) -> str:
+        """Add a tensor that is part of a plain value; return its key."""
+        key = f"plain/{len(self.items)}"
+        self.items.append(Item(key, 0, tensor.detach()))
+        return key
+
+    def to_host(self) -> None:
+        """Copy all tensors to memory of their own on the host."""
+        self.items = [
+            item._replace(tensor=item.tensor.to("cpu", copy=True))
+            for item in self.items
+        ]
+
+
+def collect(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    *,
+    scheduler: Any,
+    extra: Any,
+    rank_extra: Any,
+    with_random_states: bool,
+) -> Collected:
+    """Return what this rank saves. Communicates nothing and copies no tensor.
+
+    Raises:
+        RuntimeError: The model is in the middle of a step.
+        TypeError: A value is none that a checkpoint can hold.
+        ValueError: So is a dtype; or the model is sharded over other ranks.
+    """
+    contents = find_contents(model)
+    units = contents.units(ranks)
+    collected = Collected(units=units)
+    mine = _saved_here(contents, units, ranks)
+    for name, place in mine.items():
+        part = part_of(place)
+        if place.module is None:
+            part = part.reshape(place.shape)
+        collected.items.append(Item(model_key(name), place.begin, part))
+    if ranks.rank == 0:
+        for buffer in contents.buffers:
+            collected.items.append(
+                Item(model_key(buffer.names[0]), 0, buffer.tensor.to(buffer.dtype))
+            )
+    states = None
+    if optim is not None:
+        states = _optim_states.collect(model, optim)
+        for name, state in states.states.items():
+            if name in mine and state.has_state:
+                _add_state(collected, name, state)
+    if with_random_states:
+        collected.random_states = encode(
+            random_states(), "random states", collected.put_tensor
+        )
+    if rank_extra is not None:
+        collected.rank_extra = encode(rank_extra, "rank_extra", collected.put_tensor)
+    if ranks.rank == 0:
+        collected.manifest = _manifest(
+            collected, contents, ranks, optim, states, scheduler, extra
+        )
+    return collected
+
+
+def _saved_here(
+    contents: Contents, units: tuple[UnitSpec, ...], ranks: Ranks
+) -> dict[str, Place]:
+    """Return the places whose part this rank writes.
+
+    Of replicas only the one that contains rank 0 writes.
+    """
+    writes = {param.name: 0 in unit.ranks for unit in units for param in unit.params}
+    mine = {}
+    for name, place in contents.places.items():
+        is_mine = ranks.rank == 0 if place.shard_group is None else writes[name]
+        if is_mine and place.part_numel > 0:
+            mine[name] = place
+    return mine
+
+
+def _add_state(
+    collected: Collected, name: str, state: _optim_states.ParamState
+) -> None:
+    where = f"optimizer state of {name!r}"
+    collected.states[name] = StateSpec(
+        {
+            key: dtype_name(value.dtype, f"{where}, {key!r},")
+            for key, value in state.sharded.items()
+        },
+        tuple(state.plain),
+    )
+    for key, value in state.sharded.items():
+        item = Item(state_key(name, key), state.place.begin, value)
+        collected.items.append(item)
+    if state.plain:
+        collected.plain[name] = {
+            key: encode(value, f"{where}, {key!r},", collected.put_tensor)
+            for key, value in state.plain.items()
+        }
+
+
+def _manifest(
+    collected: Collected,
+    contents: Contents,
+    ranks: Ranks,
+    optim: torch.optim.Optimizer | None,
+    states: _optim_states.OptimStates | None,
+    scheduler: Any,
+    extra: Any,
+) -> Manifest:
+    put_tensor = collected.put_tensor
+    optim_spec = None
+    if optim is not None and states is not None:
+        optim_spec = OptimSpec(
+            type(optim).__name__,
+            [
+                encode(group, f"parameter group {number}", put_tensor)
+                for number, group in enumerate(states.param_groups or [])
+            ],
+            encode(states.others, "other state of the optimizer", put_tensor),
+            {},
+        )
+    modules = extra_states(contents.stateful)
+    return Manifest(
+        save_id="",
+        world_size=ranks.world_size,
+        units=collected.units,
+        wholes=contents.wholes(),
+        modules={
+            key: encode(value, f"extra state {key!r}", put_tensor)
+            for key, value in modules.items()
+        },
+        optim=optim_spec,
+        scheduler=None
+        if scheduler is None
+        else encode(scheduler.state_dict(), "scheduler", put_tensor),
+        extra=None if extra is None else encode(extra, "extra", put_tensor),
+        has_random_states=collected.random_states is not None,
+        has_rank_extra=collected.rank_extra is not None,
+    )
+
+
+def fingerprint(units: tuple[UnitSpec, ...]) -> str:
+    """Return what is equal for equal units, ranks left out: short, to compare."""
+    same = [(u.name, u.alignment, u.segments, u.params, len(u.ranks)) for u in units]
+    return hashlib.sha256(repr(same).encode()).hexdigest()
+
+
+def merge_states(
+    names: Iterable[str], states_of_rank: list[dict[str, StateSpec]]
+) -> tuple[dict[str, StateSpec], list[str]]:
+    """Return the states of all ranks, and what they disagree about.
+
+    Args:
+        names: Of parameters, in the order of the result.
+        states_of_rank: What each rank wrote.
+    """
+    merged: dict[str, StateSpec] = {}
+    problems = []
+    for states in states_of_rank:
+        for name, state in states.items():
+            if merged.setdefault(name, state) != state:
+                problems.append(
+                    f"the ranks hold different optimizer state for {name!r}: "
+                    f"{merged[name]} and {state}"
+                )
+    return {name: merged[name] for name in names if name in merged}, problems

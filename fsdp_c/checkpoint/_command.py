@@ -1,0 +1,112 @@
+"""The command line: python -m fsdp_c checkpoint info|verify|export|reshard PATH."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from fsdp_c.checkpoint._dtypes import DTYPES
+from fsdp_c.checkpoint._errors import CheckpointError
+from fsdp_c.checkpoint._export import export
+from fsdp_c.checkpoint._reshard import reshard
+from fsdp_c.checkpoint._verify import info, verify
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in DTYPES.values()
+    if dtype.is_floating_point
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_c checkpoint",
+        description="Look at checkpoints of fsdp_c.checkpoint, and convert them.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("path", metavar="PATH", help="the folder of a checkpoint")
+        return command
+
+    add("info", "say what is in it, from its manifest")
+    add("verify", "read all files and check everything")
+    to_files = add("export", "write its model as model*.safetensors")
+    to_files.add_argument("target", metavar="TARGET", help="a folder for the files")
+    to_files.add_argument(
+        "--max-shard-size", default="5GB", help="of one file (default: %(default)s)"
+    )
+    to_files.add_argument(
+        "--dtype", choices=sorted(_DTYPES), help="convert floating tensors to it"
+    )
+    to_ranks = add("reshard", "write it again, for another number of ranks")
+    to_ranks.add_argument("target", metavar="TARGET", help="the new checkpoint")
+    to_ranks.add_argument(
+        "--world-size", type=int, required=True, help="the new number of ranks"
+    )
+    for command in (to_files, to_ranks):
+        command.add_argument(
+            "--overwrite", action="store_true", help="replace what is at TARGET"
+        )
+    return parser
+
+
+def _info(words: argparse.Namespace) -> None:
+    print(info(words.path))
+
+
+def _verify(words: argparse.Namespace) -> None:
+    found = verify(words.path)
+    manifest = found.manifest
+    print(
+        f"{found.path}: whole, {manifest.nbytes:,} bytes of {manifest.world_size} "
+        f"rank{'s' if manifest.world_size > 1 else ''}"
+    )
+
+
+def _export(words: argparse.Namespace) -> None:
+    for name in export(
+        words.path,
+        words.target,
+        max_shard_size=words.max_shard_size,
+        dtype=_DTYPES.get(words.dtype),
+        overwrite=words.overwrite,
+    ):
+        print(name)
+
+
+def _reshard(words: argparse.Namespace) -> None:
+    left_out = reshard(
+        words.path, words.target, words.world_size, overwrite=words.overwrite
+    )
+    print(f"{words.target}: {words.world_size} ranks")
+    if left_out:
+        print(
+            f"left out, because each rank had its own: {', '.join(left_out)}",
+            file=sys.stderr,
+        )
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "info": _info,
+    "verify": _verify,
+    "export": _export,
+    "reshard": _reshard,
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command ``words``; return the exit status.
+
+    0: done. 1: the checkpoint or the target is not as it should be. 2: wrong words.
+    """
+    try:
+        parsed = _parser().parse_args(words)
+    except SystemExit as error:
+        return int(error.code or 0)
+    try:
+        _COMMANDS[parsed.command](parsed)
+    except (CheckpointError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,190 @@
+"""What a wrapped model holds on this rank, by names of the unwrapped model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._names import clean_name
+from fsdp_c._optim_places import Place, find_places
+from fsdp_c.checkpoint._dtypes import dtype_name
+from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
+from fsdp_c.checkpoint._ranks import Ranks
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A persistent buffer, in the dtype that it has in state dicts."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A model: its parameters, buffers, and the extra state of its modules.
+
+    Attributes:
+        model: The model.
+        places: All parameters, with this rank's parts.
+        buffers: All persistent buffers.
+        stateful: Modules that have an extra state of their own, by its key.
+    """
+
+    model: nn.Module
+    places: dict[str, Place]
+    buffers: tuple[Buffer, ...]
+    stateful: dict[str, nn.Module]
+
+    def wholes(self) -> tuple[WholeSpec, ...]:
+        """Return what rank 0 saves: buffers, and parameters that no unit shards."""
+        params = [
+            WholeSpec(
+                place.fqn,
+                place.names[1:],
+                tuple(place.shape),
+                dtype_name(place.param.dtype, f"parameter {place.fqn!r}"),
+                is_param=True,
+            )
+            for place in self.places.values()
+            if place.module is None
+        ]
+        buffers = [
+            WholeSpec(
+                buffer.names[0],
+                buffer.names[1:],
+                tuple(buffer.tensor.shape),
+                dtype_name(buffer.dtype, f"buffer {buffer.names[0]!r}"),
+                is_param=False,
+            )
+            for buffer in self.buffers
+        ]
+        return (*params, *buffers)
+
+    def units(self, ranks: Ranks) -> tuple[UnitSpec, ...]:
+        """Return how the units are sharded.
+
+        Raises:
+            ValueError: Over ranks that are not among ``ranks``.
+        """
+        places: dict[ShardedModule, list[Place]] = {}
+        for place in self.places.values():
+            if place.module is not None:
+                places.setdefault(place.module, []).append(place)
+        return tuple(
+            _unit(clean_name(f"{name}.")[:-1], module, places[module], ranks)
+            for name, module in self.model.named_modules()
+            if isinstance(module, ShardedModule) and module in places
+        )
+
+
+def find_contents(model: nn.Module) -> Contents:
+    """Return what ``model`` holds; the tensors are its own.
+
+    Raises:
+        RuntimeError: It is inside forward, backward or summon_full_params.
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in it is wrapped.
+    """
+    places = find_places(model)
+    for module in sharded_modules(model):
+        engine = module._engine
+        if (
+            module._unit.is_summoned
+            or module._loading is not None
+            or (engine is not None and (engine.in_forward or engine.in_backward))
+        ):
+            raise RuntimeError(
+                f"unit {module._unit.name!r} is inside forward, backward, "
+                "summon_full_params() or load_state_dict(): save and load between "
+                "steps"
+            )
+    return Contents(model, places, tuple(_buffers(model)), _stateful(model))
+
+
+def part_of(place: Place) -> Tensor:
+    """Return this rank's part of a parameter, 1-D; a view where it can be."""
+    return place.part_in(place.param.detach())
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by clean prefixes such as ``"blocks.0."``, with all names.
+
+    Wrappers, whose own tensors are those of the wrapped module, stand before it.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield clean_name(f"{name}.") if name else "", module
+
+
+def _buffers(model: nn.Module) -> Iterator[Buffer]:
+    dtypes: dict[str, torch.dtype] = {}
+    names: dict[Tensor, list[str]] = {}
+    for prefix, module in _named_modules(model):
+        if isinstance(module, ShardedModule) and module._unit_buffers is not None:
+            for name, dtype in module._unit_buffers.original_dtypes.items():
+                dtypes[prefix + name] = dtype
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, []).append(prefix + name)
+    for tensor, its_names in names.items():
+        yield Buffer(
+            tuple(its_names), dtypes.get(its_names[0], tensor.dtype), tensor.detach()
+        )
+
+
+def _stateful(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        f"{prefix}{_EXTRA_STATE}": module
+        for prefix, module in _named_modules(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def extra_states(stateful: dict[str, nn.Module]) -> dict[str, Any]:
+    """Return the extra state of every module, by key."""
+    return {key: module.get_extra_state() for key, module in stateful.items()}
+
+
+def _unit(
+    name: str, module: ShardedModule, places: list[Place], ranks: Ranks
+) -> UnitSpec:
+    layout = module._unit.layout
+    slots, segments = layout.slots, layout.segments
+    group = module._config.groups.shard_group
+    return UnitSpec(
+        name=name,
+        ranks=tuple(ranks.positions(group) if group is not None else [0]),
+        alignment=layout.alignment,
+        segments=tuple(
+            SegmentSpec(dtype_name(dtype, f"unit {name!r}"), requires_grad, shard_numel)
+            for dtype, requires_grad, _, _, shard_numel, _ in segments
+        ),
+        params=tuple(
+            _param(place, slots, segments)
+            for place in sorted(places, key=lambda place: place.index)
+        ),
+    )
+
+
+def _param(
+    place: Place,
+    slots: list[tuple[int, int, int]],
+    segments: list[tuple[torch.dtype, bool, int, int, int, int]],
+) -> ParamSpec:
+    segment, offset, _ = slots[place.index]
+    dtype, requires_grad, *_ = segments[segment]
+    return ParamSpec(
+        name=place.fqn,
+        aliases=place.names[1:],
+        shape=tuple(place.shape),
+        dtype=dtype_name(dtype, f"parameter {place.fqn!r}"),
+        requires_grad=requires_grad,
+        segment=segment,
+        offset=offset,
+    )

@@ -1,0 +1,26 @@
+"""CheckpointError: everything that is wrong with a checkpoint, in one exception."""
+
+from collections.abc import Iterable
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, or cannot be used.
+
+    Attributes:
+        problems: Everything that was found, one sentence each; also in the message.
+    """
+
+    def __init__(self, headline: str, problems: Iterable[str] = ()) -> None:
+        self.headline = headline
+        self.problems = tuple(dict.fromkeys(problems))
+        super().__init__("\n  - ".join((headline, *self.problems)))
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (self.headline, self.problems)
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception as one sentence."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,121 @@
+"""Which ranks of a checkpoint saved which elements: arithmetic on its layout."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fsdp_c import _native
+from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._manifest import Manifest, ParamSpec, UnitSpec, WholeSpec
+
+
+class Held(NamedTuple):
+    """Elements ``[begin, end)`` of a flattened tensor, and the rank that saved them.
+
+    ``part_begin`` and ``part_end`` are all that ``rank`` saved of it.
+    """
+
+    begin: int
+    end: int
+    rank: int
+    part_begin: int
+    part_end: int
+
+
+class Holders:
+    """The tensors of a checkpoint by name, and who saved them.
+
+    Every name of a shared tensor counts. Costs what it is asked for, whatever the
+    number of ranks.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._params: dict[str, tuple[UnitSpec, int]] = {}
+        self._wholes: dict[str, WholeSpec] = {}
+        self._layouts: dict[str, _native.Layout] = {}
+        for unit, index in manifest.params():
+            param = unit.params[index]
+            for name in (param.name, *param.aliases):
+                self._params[name] = (unit, index)
+        for whole in manifest.wholes:
+            for name in (whole.name, *whole.aliases):
+                self._wholes[name] = whole
+
+    def spec(self, name: str) -> ParamSpec | WholeSpec | None:
+        """Return the tensor that is, or was also, called ``name``."""
+        if name in self._params:
+            unit, index = self._params[name]
+            return unit.params[index]
+        return self._wholes.get(name)
+
+    def layout(self, unit: UnitSpec) -> _native.Layout:
+        """Return the layout of a unit.
+
+        Raises:
+            ValueError: It is not the one that the manifest says.
+        """
+        if unit.name not in self._layouts:
+            self._layouts[unit.name] = checked_layout(unit)
+        return self._layouts[unit.name]
+
+    def holders(self, name: str, begin: int, end: int) -> list[Held]:
+        """Return who saved elements ``[begin, end)`` of a tensor, ascending.
+
+        Raises:
+            ValueError: The manifest contradicts itself.
+        """
+        if begin >= end:
+            return []
+        if name not in self._params:
+            return [Held(begin, end, 0, 0, self._wholes[name].numel)]
+        unit, index = self._params[name]
+        layout = self.layout(unit)
+        pieces = _native.Placement.flat_range(
+            layout, unit.params[index].segment, [(index, begin, end)]
+        ).pieces
+        held = []
+        for _, piece_begin, piece_end, shard, _ in pieces:
+            part_begin, part_end, _, _ = layout.intersect(index, shard)
+            held.append(
+                Held(piece_begin, piece_end, unit.ranks[shard], part_begin, part_end)
+            )
+        return held
+
+
+def make_layout(
+    params: Sequence[ParamSpec], world_size: int, alignment: tuple[int, bool, bool]
+) -> _native.Layout:
+    """Return the layout of a unit of ``params`` over ``world_size`` ranks."""
+    itemsize, align_params, align_shards = alignment
+    return _native.Layout(
+        [(param.numel, dtype_of(param.dtype), param.requires_grad) for param in params],
+        world_size,
+        itemsize=itemsize,
+        align_params=align_params,
+        align_shards=align_shards,
+    )
+
+
+def checked_layout(unit: UnitSpec) -> _native.Layout:
+    """Return the layout of ``unit``.
+
+    Raises:
+        ValueError: It is not the one that the manifest says.
+    """
+    try:
+        layout = make_layout(unit.params, len(unit.ranks), unit.alignment)
+    except OverflowError as error:
+        raise ValueError(f"unit {unit.name!r:.200}: {error}") from None
+    slots = [(param.segment, param.offset, param.numel) for param in unit.params]
+    segments = [
+        (dtype_of(segment.dtype), segment.requires_grad, segment.shard_numel)
+        for segment in unit.segments
+    ]
+    if layout.slots != slots or segments != [
+        (dtype, requires_grad, shard_numel)
+        for dtype, requires_grad, _, _, shard_numel, _ in layout.segments
+    ]:
+        raise ValueError(
+            "the manifest contradicts itself: the parameters of unit "
+            f"{unit.name!r:.200} are not where its layout has them"
+        )
+    return layout

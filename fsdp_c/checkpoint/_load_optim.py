@@ -1,0 +1,272 @@
+"""The optimizer's part of a load: states by name, into whatever form it needs."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c._optim_groups import groups_for_optimizer
+from fsdp_c._optim_keys import check_params, keys_of_optimizer, uses_names
+from fsdp_c._optim_places import places_of_params
+from fsdp_c._optim_states import ParamState, assemble, install
+from fsdp_c._optim_states import collect as collect_states
+from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._holders import Holders
+from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
+from fsdp_c.checkpoint._memory import is_direct
+from fsdp_c.checkpoint._plain import decode, tensor_keys
+from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
+from fsdp_c.checkpoint._source import Source
+
+
+class OptimLoad:
+    """Loads an optimizer: plan, then decode, then, when all is checked, install.
+
+    Raises:
+        ValueError: The optimizer steps parameters that are not in the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        source: Source,
+        holders: Holders,
+        spec: OptimSpec,
+    ) -> None:
+        self._model = model
+        self._optim = optim
+        self._source = source
+        self._holders = holders
+        self._spec = spec
+        collected = collect_states(model, optim)
+        self._current = collected.states
+        self._current_groups = collected.param_groups or []
+        self._fqns = {
+            name: fqn
+            for fqn, state in self._current.items()
+            for name in state.place.names
+        }
+        self._states: dict[str, ParamState] = {}
+        self._plain: dict[str, Plain] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._others: Any = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+
+    # Plan -------------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Plan all reads; problems go to the source."""
+        saved = {self._fqns.get(name) for name in self._names_in_groups()}
+        for fqn, state in self._current.items():
+            if fqn not in saved:  # its state stays
+                self.missing.append(fqn)
+                self._states[fqn] = state
+        for name, state_spec in self._spec.states.items():
+            spec = self._holders.spec(name)
+            assert spec is not None  # the manifest was checked
+            names = (spec.name, *spec.aliases)
+            found = [self._fqns[n] for n in names if n in self._fqns]
+            if not found:
+                self.unexpected.append(name)
+                continue
+            fqn = found[0]
+            if fqn in self._states:
+                self._source.problems.append(
+                    f"the checkpoint has two optimizer states for parameter {fqn!r}"
+                )
+            elif spec.shape == tuple(self._current[fqn].place.shape):
+                self._plan_state(fqn, spec, state_spec)
+        rank = self._source.rank(0)
+        if rank is not None:
+            for key in tensor_keys([self._spec.groups, self._spec.others]):
+                rank.want_tensor(key)
+
+    def differences(self) -> list[str]:
+        """Return what else a strict load refuses, as sentences."""
+        name = type(self._optim).__name__
+        if name == self._spec.name:
+            return []
+        return [f"the optimizer was a {self._spec.name} and is a {name} now"]
+
+    def _names_in_groups(self) -> list[str]:
+        names = []
+        for group in self._spec.groups:
+            members = group.get("params") if isinstance(group, dict) else None
+            if not isinstance(members, list) or any(
+                not isinstance(name, str) for name in members
+            ):
+                raise ValueError("the parameter groups in the manifest are damaged")
+            names += members
+        return names
+
+    def _plan_state(
+        self, fqn: str, spec: ParamSpec | WholeSpec, state_spec: StateSpec
+    ) -> None:
+        current = self._current[fqn]
+        place = current.place
+        if place.part_numel == 0:
+            # Nothing of it is here; what the optimizer made for no element may stay.
+            self._states[fqn] = current
+            return
+        state = self._states[fqn] = ParamState(place, has_state=True)
+        for key, name in state_spec.sharded.items():
+            tensor = current.sharded.get(key)
+            if (
+                tensor is None
+                or tensor.dtype != dtype_of(name)
+                or not is_direct(tensor)
+            ):
+                tensor = torch.empty(
+                    place.part_numel, dtype=dtype_of(name), device=place.param.device
+                )
+            state.sharded[key] = tensor
+            target = Target(
+                f"optimizer state {key!r} of {fqn!r}",
+                place.names,
+                spec.shape,
+                place.begin,
+                place.end,
+                tensor,
+            )
+            plan_target(self._source, self._holders, target, spec, (key, name))
+        if state_spec.plain:
+            elements = place.begin, place.end
+            plain = find_plain(
+                self._source, self._holders, spec, state_spec.plain, elements
+            )
+            if plain is not None:
+                self._plain[fqn] = plain
+                for key in tensor_keys(plain.values):
+                    plain.rank.want_tensor(key)
+
+    # Decode -----------------------------------------------------------------
+
+    def decode(self) -> None:
+        """Decode what is plain, and try whether the optimizer can take it.
+
+        Raises:
+            ValueError: It cannot, or something is damaged.
+        """
+        device_of = {fqn: s.place.param.device for fqn, s in self._states.items()}
+        for fqn, plain in self._plain.items():
+            self._states[fqn].plain = {
+                key: _on_device(decode(value, plain.rank.tensor), device_of[fqn], key)
+                for key, value in plain.values.items()
+            }
+        self._complete_flat_params()
+        first = self._source.rank(0)
+        assert first is not None  # it was read, or there would be a problem
+        groups = decode(self._spec.groups, first.tensor)
+        self._groups = [
+            {**group, "params": [n for n in group["params"] if n in self._fqns]}
+            for group in groups
+        ]
+        self._add_missing()
+        self._others = decode(self._spec.others, first.tensor)
+        if not isinstance(self._others, dict):
+            raise ValueError("the optimizer's other state is damaged")
+        self._try()
+
+    def _add_missing(self) -> None:
+        """Put parameters that the checkpoint has not beside those of their group."""
+        for group in self._current_groups:
+            missing = [name for name in group["params"] if name in self.missing]
+            members = {self._fqns[name] for name in group["params"]}
+            for saved in self._groups if missing else []:
+                if any(self._fqns[name] in members for name in saved["params"]):
+                    saved["params"] += missing
+                    break
+            else:
+                if missing:
+                    self._groups.append({**group, "params": missing})
+
+    def _complete_flat_params(self) -> None:
+        """Give parameters of which a flat parameter holds nothing here its state."""
+        of_flat: dict[nn.Parameter, list[ParamState]] = {}
+        for state in self._states.values():
+            if state.place.is_flat:
+                of_flat.setdefault(state.place.param, []).append(state)
+        for states in of_flat.values():
+            held = next((s for s in states if s.place.part_numel and s.has_state), None)
+            for state in states:
+                if state.place.part_numel == 0:
+                    empty = ParamState(state.place, has_state=held is not None)
+                    if held is not None:
+                        empty.plain = dict(held.plain)
+                        empty.sharded = {k: v[:0] for k, v in held.sharded.items()}
+                    self._states[state.place.fqn] = empty
+
+    def _try(self) -> None:
+        """Let a copy of the optimizer load states that need no memory."""
+        current = self._optim.state_dict()
+        keys = keys_of_optimizer(self._model, self._optim, is_named=uses_names(current))
+        of_param = places_of_params(
+            {fqn: state.place for fqn, state in self._current.items()}
+        )
+        check_params(keys, of_param)
+        on_meta = {
+            fqn: ParamState(
+                state.place,
+                {key: value.to("meta") for key, value in state.sharded.items()},
+                state.plain,
+                state.has_state,
+            )
+            for fqn, state in self._states.items()
+        }
+        states = assemble(keys, of_param, on_meta)
+        groups = groups_for_optimizer(
+            self._groups, keys, of_param, target=current["param_groups"]
+        )
+        if (
+            type(self._optim).load_state_dict
+            is not torch.optim.Optimizer.load_state_dict
+        ):
+            return  # it may hold another one inside
+        trial = copy.copy(self._optim)
+        trial.__dict__.update(
+            {
+                name: value.copy()
+                for name, value in vars(trial).items()
+                if isinstance(value, (dict, list))
+            }
+        )
+        for name, value in vars(trial).items():
+            if name.endswith("_hooks"):
+                value.clear()
+        state = {
+            key: {n: _without_memory(v) for n, v in each.items()}
+            for key, each in states.items()
+        }
+        try:
+            trial.load_state_dict(
+                {"state": {**state, **self._others}, "param_groups": groups}
+            )
+        except Exception as error:
+            raise ValueError(
+                f"{type(self._optim).__name__} does not take the state that "
+                f"{self._spec.name} saved ({error!r:.200})"
+            ) from None
+
+    # Install ----------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put the states that were read into the optimizer."""
+        install(
+            self._model, self._optim, self._states, self._groups, others=self._others
+        )
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_meta:
+        return torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return value
+
+
+def _on_device(value: Any, device: torch.device, key: str) -> Any:
+    """Move a tensor to its parameter's device; torch.optim places ``step`` itself."""
+    if isinstance(value, Tensor) and key != "step":
+        return value.to(device)
+    return value

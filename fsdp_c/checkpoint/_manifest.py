@@ -1,0 +1,361 @@
+"""The manifest: what a checkpoint holds, and how its parameters were sharded.
+
+It says nothing about single files; with it a reader computes which ranks saved the
+elements that it needs (see :mod:`fsdp_c.checkpoint._holders`) and opens only theirs.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp_c.checkpoint import _documents
+from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, integer, string
+
+MANIFEST = "manifest.json"
+FORMAT = "fsdp_c.checkpoint"
+VERSION = 1
+MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of a unit.
+
+    Attributes:
+        name: Of its first use, in the unwrapped model.
+        aliases: Names of its other uses.
+        shape: Of the whole parameter.
+        dtype: Name of its master dtype.
+        requires_grad: Whether it trains.
+        segment: The segment that it is in.
+        offset: Its first element in the segment.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    segment: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class SegmentSpec:
+    """One segment: a flat buffer, cut into equal shards."""
+
+    dtype: str
+    requires_grad: bool
+    shard_numel: int
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """How one unit was sharded.
+
+    Attributes:
+        name: Of the wrapped module in the unwrapped model; empty for the root.
+        ranks: The ranks of the checkpoint that hold its shards, in shard order.
+        alignment: (itemsize, align_params, align_shards) of its layout.
+        segments: Its segments.
+        params: Its parameters, in the unit's order.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    alignment: tuple[int, bool, bool]
+    segments: tuple[SegmentSpec, ...]
+    params: tuple[ParamSpec, ...]
+
+
+@dataclass(frozen=True)
+class WholeSpec:
+    """A buffer, or a parameter that no unit shards: rank 0 saved all of it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    is_param: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What an optimizer holds for one parameter.
+
+    Attributes:
+        sharded: Dtype names of its element-wise state, by key.
+        plain: Keys of the other state.
+    """
+
+    sharded: dict[str, str]
+    plain: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """An optimizer.
+
+    Attributes:
+        name: Of its class.
+        groups: Encoded; parameters by name.
+        others: Encoded; state that belongs to no parameter.
+        states: By parameter.
+    """
+
+    name: str
+    groups: list[Any]
+    others: Any
+    states: dict[str, StateSpec]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint. Values called "encoded" are those of fsdp_c.checkpoint._plain."""
+
+    save_id: str
+    world_size: int
+    units: tuple[UnitSpec, ...]
+    wholes: tuple[WholeSpec, ...]
+    modules: dict[str, Any] = field(default_factory=dict)
+    """Encoded extra state of modules, by key in the state dict."""
+    optim: OptimSpec | None = None
+    scheduler: Any = None
+    """Encoded; None if there was none."""
+    extra: Any = None
+    """Encoded."""
+    has_random_states: bool = False
+    has_rank_extra: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+    nbytes: int = 0
+    """Of all rank files."""
+
+    def params(self) -> Iterator[tuple[UnitSpec, int]]:
+        """Yield every sharded parameter as (unit, index in it)."""
+        for unit in self.units:
+            for index in range(len(unit.params)):
+                yield unit, index
+
+    def dump(self) -> bytes:
+        """Return the manifest as a document."""
+        groups: dict[tuple[int, ...], int] = {}
+        for unit in self.units:
+            groups.setdefault(unit.ranks, len(groups))
+        optim = None
+        if self.optim is not None:
+            optim = {
+                "name": self.optim.name,
+                "groups": self.optim.groups,
+                "others": self.optim.others,
+                "states": {
+                    name: {"sharded": state.sharded, "plain": list(state.plain)}
+                    for name, state in self.optim.states.items()
+                },
+            }
+        return _documents.dump(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "save_id": self.save_id,
+                "versions": self.versions,
+                "world_size": self.world_size,
+                "nbytes": self.nbytes,
+                "shard_groups": [list(ranks) for ranks in groups],
+                "units": [
+                    {
+                        "name": unit.name,
+                        "shard_group": groups[unit.ranks],
+                        "alignment": list(unit.alignment),
+                        "segments": [asdict(segment) for segment in unit.segments],
+                        "params": [asdict(param) for param in unit.params],
+                    }
+                    for unit in self.units
+                ],
+                "wholes": [asdict(whole) for whole in self.wholes],
+                "modules": self.modules,
+                "optim": optim,
+                "scheduler": self.scheduler,
+                "extra": self.extra,
+                "has_random_states": self.has_random_states,
+                "has_rank_extra": self.has_rank_extra,
+            }
+        )
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Return the manifest of a document.
+
+    Raises:
+        ValueError: It is damaged, of another format, or contradicts itself.
+    """
+    top = Fields(_documents.parse(data), "manifest")
+    if top.string("format") != FORMAT:
+        raise ValueError("it is no manifest of fsdp_c.checkpoint")
+    version = top.integer("version")
+    if version != VERSION:
+        raise ValueError(
+            f"its format has version {version}; this fsdp_c reads {VERSION}"
+        )
+    world_size = top.integer("world_size", 1, MAX_RANKS)
+
+    def ranks(value: Any, where: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{where} is no list of ranks")
+        found = tuple(integer(rank, where, 0, world_size - 1) for rank in value)
+        if len(set(found)) != len(found):
+            raise ValueError(f"{where} names a rank twice")
+        return found
+
+    groups = top.items("shard_groups", ranks)
+    optim = top.any("optim")
+    manifest = Manifest(
+        save_id=_save_id(top.string("save_id")),
+        world_size=world_size,
+        units=tuple(top.items("units", lambda v, where: _unit(v, where, groups))),
+        wholes=tuple(top.items("wholes", _whole)),
+        modules=top.members("modules", lambda v, _: v),
+        optim=None if optim is None else _optim(optim),
+        scheduler=top.any("scheduler"),
+        extra=top.any("extra"),
+        has_random_states=top.boolean("has_random_states"),
+        has_rank_extra=top.boolean("has_rank_extra"),
+        versions=top.members("versions", string),
+        nbytes=top.integer("nbytes"),
+    )
+    top.end()
+    _check_names(manifest)
+    return manifest
+
+
+def _save_id(text: str) -> str:
+    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+        raise ValueError(f"save_id {text!r:.60} is no 32 hexadecimal digits")
+    return text
+
+
+def _shape(fields: Fields) -> tuple[int, ...]:
+    shape = tuple(fields.items("shape", integer))
+    if math.prod(shape) > MAX_NUMEL:
+        raise ValueError(f"shape {shape} is too large")
+    return shape
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.string("dtype")
+    dtype_of(name)
+    return name
+
+
+def _unit(value: Any, where: str, groups: list[tuple[int, ...]]) -> UnitSpec:
+    fields = Fields(value, where)
+    alignment = fields.any("alignment")
+    if (
+        not isinstance(alignment, list)
+        or [type(each) for each in alignment] != [int, bool, bool]
+        or not 1 <= alignment[0] <= 16
+    ):
+        raise ValueError(f"{where}.alignment is not [itemsize, params, shards]")
+    unit = UnitSpec(
+        name=fields.string("name"),
+        ranks=groups[fields.integer("shard_group", 0, len(groups) - 1)],
+        alignment=(alignment[0], alignment[1], alignment[2]),
+        segments=tuple(fields.items("segments", _segment)),
+        params=tuple(fields.items("params", _param)),
+    )
+    fields.end()
+    for param in unit.params:
+        if param.segment >= len(unit.segments):
+            raise ValueError(f"parameter {param.name!r} is in no segment of {where}")
+    return unit
+
+
+def _segment(value: Any, where: str) -> SegmentSpec:
+    fields = Fields(value, where)
+    segment = SegmentSpec(
+        _dtype(fields), fields.boolean("requires_grad"), fields.integer("shard_numel")
+    )
+    fields.end()
+    return segment
+
+
+def _param(value: Any, where: str) -> ParamSpec:
+    fields = Fields(value, where)
+    param = ParamSpec(
+        name=fields.string("name"),
+        aliases=tuple(fields.items("aliases", string)),
+        shape=_shape(fields),
+        dtype=_dtype(fields),
+        requires_grad=fields.boolean("requires_grad"),
+        segment=fields.integer("segment"),
+        offset=fields.integer("offset"),
+    )
+    fields.end()
+    return param
+
+
+def _whole(value: Any, where: str) -> WholeSpec:
+    fields = Fields(value, where)
+    whole = WholeSpec(
+        name=fields.string("name"),
+        aliases=tuple(fields.items("aliases", string)),
+        shape=_shape(fields),
+        dtype=_dtype(fields),
+        is_param=fields.boolean("is_param"),
+    )
+    fields.end()
+    return whole
+
+
+def _optim(value: Any) -> OptimSpec:
+    fields = Fields(value, "manifest.optim")
+    optim = OptimSpec(
+        name=fields.string("name"),
+        groups=fields.items("groups", lambda v, _: v),
+        others=fields.any("others"),
+        states=fields.members("states", _state),
+    )
+    fields.end()
+    return optim
+
+
+def _state(value: Any, where: str) -> StateSpec:
+    fields = Fields(value, where)
+    sharded = fields.members("sharded", string)
+    for name in sharded.values():
+        dtype_of(name)
+    state = StateSpec(sharded, tuple(fields.items("plain", string)))
+    fields.end()
+    return state
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Check that no two tensors of the model have a name in common."""
+    seen: set[str] = set()
+    specs: list[ParamSpec | WholeSpec] = [
+        unit.params[index] for unit, index in manifest.params()
+    ]
+    for spec in (*specs, *manifest.wholes):
+        for name in (spec.name, *spec.aliases):
+            if name in seen:
+                raise ValueError(f"name {name!r:.200} stands for two tensors")
+            seen.add(name)
+    if manifest.optim is not None:
+        unknown = manifest.optim.states.keys() - {
+            spec.name for spec in (*specs, *manifest.wholes)
+        }
+        if unknown:
+            raise ValueError(
+                f"there is optimizer state of {min(unknown)!r:.200}, no parameter"
+            )

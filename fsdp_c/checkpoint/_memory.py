@@ -1,0 +1,32 @@
+"""The bytes of tensors, without copies."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor; keep the tensor meanwhile."""
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` detached and contiguous in host memory, itself if it is."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def is_direct(tensor: Tensor) -> bool:
+    """Return whether bytes may be read straight into ``tensor``."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def was_written(tensor: Tensor) -> None:
+    """Tell autograd, and units that keep a block, that the values changed."""
+    torch.autograd.graph.increment_version(tensor)

@@ -1,0 +1,70 @@
+"""Where a load puts the values of parameters and buffers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fsdp_c._optim_places import Place
+from fsdp_c.checkpoint._contents import Buffer, Contents, part_of
+from fsdp_c.checkpoint._memory import was_written
+from fsdp_c.checkpoint._plan import Target
+
+
+class ModelTargets:
+    """One target per parameter and buffer: its own memory where that is possible.
+
+    Attributes:
+        targets: For the planner.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._finish: list[Callable[[], object]] = []
+        self.targets = [
+            *(self._of_place(place) for place in contents.places.values()),
+            *(self._of_buffer(buffer) for buffer in contents.buffers),
+        ]
+
+    def _of_place(self, place: Place) -> Target:
+        param = place.param
+        if param.is_contiguous():
+            part = part_of(place)
+            self._finish.append(lambda: was_written(param))
+        else:
+            part = self._copied(param.detach(), param.dtype)
+        return Target(
+            f"parameter {place.fqn!r}",
+            place.names,
+            tuple(place.shape),
+            place.begin,
+            place.end,
+            part,
+        )
+
+    def _of_buffer(self, buffer: Buffer) -> Target:
+        tensor = buffer.tensor
+        if tensor.dtype == buffer.dtype and tensor.is_contiguous():
+            flat = tensor.reshape(-1)
+            self._finish.append(lambda: was_written(tensor))
+        else:
+            flat = self._copied(tensor, buffer.dtype)
+        return Target(
+            f"buffer {buffer.names[0]!r}",
+            buffer.names,
+            tuple(tensor.shape),
+            0,
+            tensor.numel(),
+            flat,
+        )
+
+    def _copied(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return new memory that :meth:`finish` copies into ``tensor``."""
+        flat = torch.empty(tensor.numel(), dtype=dtype, device=tensor.device)
+        self._finish.append(lambda: tensor.copy_(flat.reshape(tensor.shape)))
+        return flat
+
+    def finish(self) -> None:
+        """After all targets were filled."""
+        with torch.no_grad():
+            for each in self._finish:
+                each()

@@ -1,0 +1,229 @@
+"""Plans which bytes of which rank files this rank reads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsdp_c.checkpoint._dtypes import dtype_name, dtype_of
+from fsdp_c.checkpoint._files import Chunk
+from fsdp_c.checkpoint._holders import Held, Holders
+from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
+from fsdp_c.checkpoint._plain import tensor_keys
+from fsdp_c.checkpoint._rank_entry import Piece, model_key, state_key
+from fsdp_c.checkpoint._reads import Read
+from fsdp_c.checkpoint._source import RankSource, Source
+
+
+@dataclass(frozen=True)
+class Target:
+    """Elements ``[begin, end)`` of a flattened tensor, and where they go.
+
+    Attributes:
+        what: Its name in messages.
+        names: All its names in the model; of optimizer state, of its parameter.
+        shape: Of the whole tensor.
+        begin: First element.
+        end: Behind the last element.
+        tensor: 1-D, ``end - begin`` elements.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    tensor: Tensor
+
+
+def plan_model(
+    source: Source, holders: Holders, targets: Sequence[Target]
+) -> tuple[list[str], list[str]]:
+    """Plan what fills the model's parameters and buffers.
+
+    Returns:
+        Names that only the model has, and names that only the checkpoint has.
+    """
+    missing = []
+    used: set[str] = set()
+    for target in targets:
+        found = {
+            spec.name: spec
+            for name in target.names
+            if (spec := holders.spec(name)) is not None
+        }
+        used.update(found)
+        if not found:
+            missing.append(target.names[0])
+            continue
+        spec = next(iter(found.values()))
+        if _fits(target, found, source.problems):
+            plan_target(source, holders, target, spec)
+    manifest = source.manifest
+    names = [unit.params[index].name for unit, index in manifest.params()]
+    names += [whole.name for whole in manifest.wholes]
+    return missing, [name for name in names if name not in used]
+
+
+def _fits(
+    target: Target, found: dict[str, ParamSpec | WholeSpec], problems: list[str]
+) -> bool:
+    """Return whether a tensor can be loaded; if not, why goes to ``problems``."""
+    before = len(problems)
+    spec = next(iter(found.values()))
+    if len(found) > 1:
+        problems.append(
+            f"{target.what} is one tensor in the model, with the names "
+            f"{list(target.names)}, and {len(found)} in the checkpoint"
+        )
+    if spec.shape != target.shape:
+        problems.append(
+            f"{target.what} has shape {list(spec.shape)} in the checkpoint and "
+            f"{list(target.shape)} in the model"
+        )
+    dtype = dtype_name(target.tensor.dtype, target.what)
+    if spec.dtype != dtype:
+        problems.append(
+            f"{target.what} is {spec.dtype} in the checkpoint and {dtype} in the model"
+        )
+    return len(problems) == before
+
+
+class Part(NamedTuple):
+    """Elements ``[begin, end)`` of a flattened tensor, in one rank's file."""
+
+    rank: RankSource
+    piece: Piece
+    begin: int
+    end: int
+
+    def byte(self, element: int) -> int:
+        """Return the place of an element in the file."""
+        itemsize = dtype_of(self.piece.dtype).itemsize
+        return self.piece.offset + (element - self.piece.begin) * itemsize
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the bytes of the elements, in whole elements."""
+        begin, end = self.byte(self.begin), self.byte(self.end)
+        return self.rank.reads.chunks(begin, end)
+
+
+def find_parts(
+    source: Source,
+    holders: Holders,
+    what: str,
+    spec: ParamSpec | WholeSpec,
+    elements: tuple[int, int],
+    state: tuple[str, str] | None = None,
+) -> list[Part]:
+    """Return where elements of a tensor are, ascending.
+
+    What is not where the manifest promises it is a problem of the source.
+
+    Args:
+        source: The checkpoint.
+        holders: Of its manifest.
+        what: The tensor's name in messages.
+        spec: The tensor, or the parameter that an optimizer state is of.
+        elements: (begin, end).
+        state: (key, dtype) of the optimizer state.
+    """
+    key, dtype = model_key(spec.name), spec.dtype
+    if state is not None:
+        key, dtype = state_key(spec.name, state[0]), state[1]
+    parts = []
+    for held in holders.holders(spec.name, *elements):
+        rank = source.rank(held.rank)
+        if rank is None:
+            source.problems.append(f"{what} is lost with the entry of rank {held.rank}")
+            continue
+        piece = rank.entry.pieces.get(key)
+        if (
+            piece is None
+            or (piece.begin, piece.end) != (held.part_begin, held.part_end)
+            or piece.dtype != dtype
+        ):
+            source.problems.append(
+                f"the entry of rank {held.rank} has no {dtype} elements "
+                f"[{held.part_begin}, {held.part_end}) of {what}, which the manifest "
+                "promises"
+            )
+            continue
+        parts.append(Part(rank, piece, held.begin, held.end))
+    return parts
+
+
+def plan_target(
+    source: Source,
+    holders: Holders,
+    target: Target,
+    spec: ParamSpec | WholeSpec,
+    state: tuple[str, str] | None = None,
+) -> None:
+    """Add the reads that fill ``target``; problems go to the source."""
+    elements = target.begin, target.end
+    for part in find_parts(source, holders, target.what, spec, elements, state):
+        begin, end = part.begin - target.begin, part.end - target.begin
+        part.rank.reads.reads.append(
+            Read(
+                target.what,
+                part.byte(part.begin),
+                part.byte(part.end),
+                dtype_of(part.piece.dtype),
+                target.tensor[begin:end],
+            )
+        )
+
+
+class Plain(NamedTuple):
+    """Encoded optimizer state that is not element-wise, and who saved it."""
+
+    values: dict[str, Any]
+    rank: RankSource
+
+
+def find_plain(
+    source: Source,
+    holders: Holders,
+    spec: ParamSpec | WholeSpec,
+    keys: Sequence[str],
+    elements: tuple[int, int],
+) -> Plain | None:
+    """Return the plain state of a parameter for a rank that holds ``elements``.
+
+    That of the rank that saved exactly these. Else that of any, if it is no tensor
+    and all ranks that saved some of them agree. Problems go to the source.
+    """
+    found: list[tuple[Plain, Held]] = []
+    for held in holders.holders(spec.name, *elements):
+        rank = source.rank(held.rank)
+        if rank is None:
+            return None  # a problem already
+        values = rank.entry.plain.get(spec.name)
+        if values is None or values.keys() != set(keys):
+            source.problems.append(
+                f"the entry of rank {held.rank} has no optimizer state {list(keys)} of "
+                f"{spec.name!r}, which the manifest promises"
+            )
+            return None
+        found.append((Plain(values, rank), held))
+    first, held = found[0]
+    if (held.part_begin, held.part_end) == elements:
+        return first
+    for key in keys:
+        values_of_rank = [plain.values[key] for plain, _ in found]
+        what = f"optimizer state {key!r} of {spec.name!r}"
+        if tensor_keys(values_of_rank):
+            source.problems.append(
+                f"{what} is not element-wise: it was saved for elements "
+                f"[{held.part_begin}, {held.part_end}) and not for "
+                f"[{elements[0]}, {elements[1]}); load it with the number of ranks and "
+                "the wrapping that saved it, or load without the optimizer"
+            )
+        elif any(value != values_of_rank[0] for value in values_of_rank):
+            source.problems.append(
+                f"{what} differs between the ranks that saved it: load it with as many "
+                "ranks as saved it"
+            )
+    return first

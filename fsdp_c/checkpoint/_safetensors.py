@@ -1,0 +1,132 @@
+"""The safetensors format: headers, written and strictly read.
+
+A file is 8 bytes (little-endian length of the header), a JSON header, then the
+tensors without gaps. The file is never mapped, so one that is cut off while it is
+read is an error, not a signal.
+
+Source:
+    The format of the safetensors library, version 0.8.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fsdp_c.checkpoint import _documents
+from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._fields import MAX_NUMEL, integer
+
+_LENGTH_NBYTES = 8
+_ALIGNMENT_NBYTES = 64
+MAX_HEADER_NBYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor in a file; ``begin`` and ``end`` are bytes from its start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def make_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: dict[str, str],
+) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Return the first bytes of a file, and where its tensors will lie.
+
+    Args:
+        tensors: (name, dtype name, shape), in the order of the file.
+        metadata: Of the header.
+
+    Raises:
+        ValueError: Two tensors have one name, or the header is too large.
+    """
+    members: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    places: dict[str, TensorInfo] = {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        if name in members or name == "__metadata__":
+            raise ValueError(f"there are two tensors {name!r} for one file")
+        end = offset + math.prod(shape) * dtype_of(dtype).itemsize
+        members[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        places[name] = TensorInfo(dtype, shape, offset, end)
+        offset = end
+    text = json.dumps(members, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(len(text) + _LENGTH_NBYTES) % _ALIGNMENT_NBYTES)
+    if len(text) > MAX_HEADER_NBYTES:
+        raise ValueError(f"a header of {len(text)} bytes is too large for safetensors")
+    start = _LENGTH_NBYTES + len(text)
+    return len(text).to_bytes(_LENGTH_NBYTES, "little") + text, {
+        name: TensorInfo(each.dtype, each.shape, each.begin + start, each.end + start)
+        for name, each in places.items()
+    }
+
+
+def read_header(descriptor: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Return the tensors and the metadata of an open file.
+
+    Raises:
+        ValueError: It is no safetensors file, or damaged.
+        OSError: It cannot be read.
+    """
+    nbytes = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, _LENGTH_NBYTES, 0), "little")
+    if nbytes < _LENGTH_NBYTES or length > min(
+        MAX_HEADER_NBYTES, nbytes - _LENGTH_NBYTES
+    ):
+        raise ValueError(f"its header does not fit in its {nbytes} bytes")
+    text = os.pread(descriptor, length, _LENGTH_NBYTES)
+    if not text.startswith(b"{"):
+        raise ValueError("its header is no JSON object")
+    members = _documents.parse_json(text)
+    metadata = members.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(
+        not isinstance(value, str) for value in metadata.values()
+    ):
+        raise ValueError("its metadata are no strings")
+    start = _LENGTH_NBYTES + length
+    tensors = {name: _info(name, each, start) for name, each in members.items()}
+    end = start
+    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
+        if info.begin != end:
+            raise ValueError("its tensors overlap or leave gaps")
+        end = info.end
+    if end != nbytes:
+        raise ValueError(f"it has {nbytes} bytes where its header says {end}")
+    return tensors, metadata
+
+
+def _info(name: str, value: object, start: int) -> TensorInfo:
+    where = f"tensor {name!r:.200}"
+    if not isinstance(value, dict) or value.keys() != {
+        "dtype",
+        "shape",
+        "data_offsets",
+    }:
+        raise ValueError(f"{where} has no dtype, shape and data_offsets")
+    itemsize = dtype_of(value["dtype"]).itemsize
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list):
+        raise ValueError(f"{where}: shape and data_offsets must be lists")
+    numel = math.prod(integer(each, f"{where}: shape") for each in shape)
+    places = [integer(each, f"{where}: data_offsets") for each in offsets]
+    if (
+        numel > MAX_NUMEL
+        or len(places) != 2
+        or places[1] - places[0] != numel * itemsize
+    ):
+        raise ValueError(
+            f"{where}: its offsets {places} are not those of shape {shape}"
+        )
+    return TensorInfo(
+        value["dtype"], tuple(shape), places[0] + start, places[1] + start
+    )

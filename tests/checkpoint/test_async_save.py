@@ -1,0 +1,163 @@
+"""Saves that write in a thread: what they hold, how they end, who waits."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import _files, _save
+from helpers.distributed import distributed
+from helpers.impl import fsdp
+from helpers.models import MLP, Block
+from helpers.reference import assert_same_tensors, full_state_dict
+
+
+def _model() -> tuple[Any, torch.optim.Optimizer]:
+    policy = ModuleWrapPolicy({Block})
+    model = fsdp(MLP(), auto_wrap_policy=policy, use_orig_params=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _step(model, optim)
+    return model, optim
+
+
+def _step(model: Any, optim: torch.optim.Optimizer) -> None:
+    optim.zero_grad()
+    model(torch.randn(4, 6)).sum().backward()
+    optim.step()
+
+
+class _Gate:
+    """Holds the writing threads of this process until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        write = os.writev
+
+        def wait_and_write(*arguments: Any) -> int:
+            assert self.is_open.wait(30)
+            return write(*arguments)
+
+        monkeypatch.setattr(_files.os, "writev", wait_and_write)
+
+
+@distributed(world_size=2)
+def test_training_goes_on_meanwhile(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What was at the call is saved, although it is written later."""
+    model, optim = _model()
+    expected = {k: v.clone() for k, v in full_state_dict(model).items()}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = _Gate(monkeypatch)
+        handle = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
+        _step(model, optim)
+        assert not handle.done()
+        assert not (tmp_path / "c").exists()
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0.01)
+        dist.barrier()
+        gate.is_open.set()
+        assert handle.result() == str(tmp_path / "c")
+    assert handle.done()
+    dist.barrier()
+    checkpoint.verify(tmp_path / "c")
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+    checkpoint.load(tmp_path / "c", model, optim)
+    assert_same_tensors("state", full_state_dict(model), expected, 0.0)
+
+
+@distributed(world_size=2)
+def test_a_load_waits(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Of what is still being written, too."""
+    model, optim = _model()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = _Gate(monkeypatch)
+        checkpoint.save(tmp_path / "c", model, optim, extra=1, blocking=False)
+        timer = threading.Timer(0.2, gate.is_open.set)
+        timer.start()
+        assert checkpoint.load(tmp_path / "c", model, optim).extra == 1
+        timer.join()
+
+
+@distributed(world_size=2)
+def test_the_next_save_waits(rank: int, world_size: int, tmp_path: Path) -> None:
+    model, optim = _model()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = _Gate(monkeypatch)
+        first = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
+        timer = threading.Timer(0.2, gate.is_open.set)
+        timer.start()
+        second = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
+        assert first.done()
+        second.result()
+        timer.join()
+    checkpoint.verify(tmp_path / "c")
+
+
+@distributed(world_size=2)
+def test_an_error_that_nobody_asked_for(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """It is raised by the next save, on all ranks, once."""
+    model, optim = _model()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 1:
+
+            def fail(*_: Any) -> int:
+                raise OSError(5, "Input/output error")
+
+            monkeypatch.setattr(_files.os, "writev", fail)
+        handle = checkpoint.save(tmp_path / "a", model, optim, blocking=False)
+        while not handle.done():
+            time.sleep(0.01)
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointError, match=r"(?s)before this.*output"):
+        checkpoint.save(tmp_path / "b", model, optim)
+    assert list(tmp_path.iterdir()) == []
+    checkpoint.save(tmp_path / "b", model, optim)
+    checkpoint.verify(tmp_path / "b")
+    with pytest.raises(checkpoint.CheckpointError):
+        handle.result()
+
+
+@distributed(world_size=2)
+def test_a_rank_that_does_not_come(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The others give up in time and say who is missing."""
+    model, optim = _model()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = _Gate(monkeypatch)
+        if rank == 0:
+            gate.is_open.set()
+        handle = checkpoint.save(
+            tmp_path / "a", model, optim, blocking=False, timeout=0.3
+        )
+        if rank == 0:
+            with pytest.raises(
+                checkpoint.CheckpointError, match=r"1 ranks had not .* rank-00001-of"
+            ):
+                handle.result()
+        dist.barrier()
+        gate.is_open.set()
+        if rank == 1:
+            with pytest.raises(checkpoint.CheckpointError):
+                handle.result()
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@distributed(world_size=2)
+def test_waits_grow_no_longer_than_a_quarter_second(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """Ten small saves in threads end soon after one another."""
+    model, optim = _model()
+    begin = time.perf_counter()
+    for _ in range(10):
+        handle = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
+    handle.result()
+    assert time.perf_counter() - begin < 10 * (_save._LONGEST_WAIT_S + 0.5)

@@ -1,0 +1,77 @@
+"""Peak memory of saving, loading, exporting: a few MiB, whatever the model's size."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_c import checkpoint
+from helpers.distributed import distributed
+from helpers.impl import fsdp
+
+MIB = 1 << 20
+NUMEL = 8 * MIB  # 32 MiB, and 64 MiB of optimizer state
+
+
+def _peak_nbytes(call: Callable[[], Any]) -> int:
+    """Return by how much the process grew meanwhile, at most."""
+
+    def status(key: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+        raise AssertionError(key)
+
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed does not hide what is new
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2, timeout_s=120.0)
+def test_peaks(
+    rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
+) -> None:
+    model = fsdp(
+        nn.Linear(NUMEL // 4096, 4096, bias=False), use_orig_params=use_orig_params
+    )
+    optim = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optim.step()
+    optim.zero_grad()
+    checkpoint.save(tmp_path / "warm", model, optim)
+
+    path = tmp_path / "c"
+    part = 4 * NUMEL // world_size
+    assert _peak_nbytes(lambda: checkpoint.save(path, model, optim)) < 8 * MIB
+    assert _peak_nbytes(lambda: checkpoint.load(path, model)) < 8 * MIB
+    # One flat parameter is put together anew with use_orig_params=False.
+    limit = 8 * MIB if use_orig_params else 8 * MIB + 2 * part
+    assert _peak_nbytes(lambda: checkpoint.load(path, model, optim)) < limit
+    handle = []
+    save = lambda: handle.append(  # noqa: E731
+        checkpoint.save(path, model, optim, blocking=False)
+    )
+    grown = _peak_nbytes(save)
+    assert 2 * part < grown < 3 * part + 8 * MIB  # the copy on the host
+    handle[0].result()
+    if rank == 0:
+        limit = 100 * MIB
+        assert (
+            _peak_nbytes(lambda: checkpoint.export(path, tmp_path / "hf")) < limit / 2
+        )
+        assert _peak_nbytes(lambda: checkpoint.reshard(path, tmp_path / "r", 3)) < limit
+        assert _peak_nbytes(lambda: checkpoint.verify(path)) < 8 * MIB
+    dist.barrier()
+    assert (
+        _peak_nbytes(lambda: checkpoint.import_safetensors(tmp_path / "hf", model))
+        < 8 * MIB
+    )

@@ -1,0 +1,326 @@
+"""Training goes on after a load as if it had never stopped."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import checkpoint
+from helpers.distributed import distributed
+from helpers.impl import ShardingStrategy, fsdp
+from helpers.models import CASES, DIM, MLP, Block
+from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.seeds import generator
+
+Optimizer = torch.optim.Optimizer
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+}
+BATCH = 84  # over 1, 2, 3, 4 and 7 ranks
+
+
+def _wrap(module: nn.Module, classes: set[type[nn.Module]], **kwargs: Any) -> Any:
+    policy = ModuleWrapPolicy(classes) if classes else None
+    return fsdp(module, auto_wrap_policy=policy, **kwargs)
+
+
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    numbers = generator("batch", step)
+    return (
+        torch.randn(BATCH, DIM, generator=numbers),
+        torch.randn(BATCH, 3, generator=numbers),
+    )
+
+
+def _train(
+    model: Any, optim: Optimizer, steps: Iterable[int], rank: int, world_size: int
+) -> None:
+    for step in steps:
+        inputs, labels = (each.chunk(world_size)[rank] for each in _batch(step))
+        optim.zero_grad()
+        nn.functional.mse_loss(model(inputs), labels).backward()
+        optim.step()
+
+
+def _state_tensors(optim: Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{key}.{name}": value
+        for key, state in optim.state_dict()["state"].items()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+@pytest.mark.trap(25)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@distributed(world_size=(2, 3))
+def test_resume_is_bitwise(
+    rank: int, world_size: int, tmp_path: Path, name: str, use_orig_params: bool
+) -> None:
+    """10 steps are 5 steps, save, load into new objects, 5 steps."""
+
+    def build(seed: int) -> tuple[Any, Optimizer, Any]:
+        torch.manual_seed(seed)
+        model = _wrap(MLP(), {Block}, use_orig_params=use_orig_params)
+        optim = OPTIMIZERS[name](model.parameters())
+        return model, optim, torch.optim.lr_scheduler.StepLR(optim, 3)
+
+    model, optim, scheduler = build(0)
+    _train(model, optim, range(5), rank, world_size)
+    scheduler.step()
+    checkpoint.save(tmp_path / "step-5", model, optim, scheduler=scheduler)
+    _train(model, optim, range(5, 10), rank, world_size)
+
+    other, other_optim, other_scheduler = build(1)
+    checkpoint.load(tmp_path / "step-5", other, other_optim, scheduler=other_scheduler)
+    assert other_scheduler.state_dict() == scheduler.state_dict()
+    _train(other, other_optim, range(5, 10), rank, world_size)
+    for (first, a), (second, b) in zip(
+        model.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert first == second
+        assert torch.equal(a, b), first
+    if not use_orig_params:
+        return  # padding of flat states is not saved; it steps nothing
+    expected, found = _state_tensors(optim), _state_tensors(other_optim)
+    for key, value in found.items():
+        if value.numel() and expected[key].numel():
+            assert torch.equal(expected[key], value), key
+    filled = {key for key, value in expected.items() if value.dim() and value.numel()}
+    assert filled <= found.keys()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=7, timeout_s=120.0)
+def test_any_world_size_to_any(
+    rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
+) -> None:
+    """1, 2, 3, 4 and 7 ranks save after 3 steps; 1, 2, 3, 4 and 7 go on for 3."""
+    sizes = (1, 2, 3, 4, 7)
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    try:
+        torch.manual_seed(0)
+        reference = MLP(1)
+        optim = torch.optim.AdamW(reference.parameters(), lr=0.01)
+        initial = copy.deepcopy(reference)
+        _train(reference, optim, range(6), 0, 1)
+        expected = {k: v.detach() for k, v in reference.state_dict().items()}
+
+        def build(size: int, use_orig_params: bool, classes: Any) -> Any:
+            model = _wrap(
+                copy.deepcopy(initial),
+                classes,
+                use_orig_params=use_orig_params,
+                process_group=groups[size],
+            )
+            return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        for size in sizes:
+            if rank < size:
+                model, optim = build(size, use_orig_params, {Block})
+                _train(model, optim, range(3), rank, size)
+                path = tmp_path / f"from-{size}"
+                checkpoint.save(path, model, optim, process_group=groups[size])
+        dist.barrier()
+        for size in sizes:
+            for new_size in sizes:
+                if rank < new_size:
+                    # Another wrapping, and the other kind of parameters.
+                    model, optim = build(new_size, not use_orig_params, set())
+                    found = checkpoint.load(
+                        tmp_path / f"from-{size}",
+                        model,
+                        optim,
+                        process_group=groups[new_size],
+                    )
+                    assert found.random_states == (size == new_size)
+                    _train(model, optim, range(3, 6), rank, new_size)
+                    what = f"{size} -> {new_size}"
+                    assert_same_tensors(what, full_state_dict(model), expected)
+        del model, optim
+    finally:
+        dist.barrier()
+        for group in groups.values():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+@distributed(world_size=2)
+def test_saved_again_it_is_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
+    """save, load, save: the rank files are equal byte for byte."""
+    model = _wrap(MLP(), {Block}, use_orig_params=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    _train(model, optim, range(2), rank, world_size)
+    checkpoint.save(tmp_path / "a", model, optim)
+    torch.manual_seed(7)
+    model = _wrap(MLP(), {Block}, use_orig_params=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.5)
+    checkpoint.load(tmp_path / "a", model, optim)
+    assert optim.param_groups[0]["lr"] == 0.01
+    checkpoint.save(tmp_path / "b", model, optim)
+    name = f"rank-{rank:05d}-of-00002.safetensors"
+    one, two = ((tmp_path / each / name).read_bytes() for each in "ab")
+    begin = 8 + int.from_bytes(one[:8], "little")
+    assert one[begin:] == two[begin:]
+    assert len(one) == len(two)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=2)
+def test_several_groups_and_params_never_stepped(
+    rank: int, world_size: int, tmp_path: Path, strategy: str
+) -> None:
+    """Options stay with their parameters, which are in another order here."""
+
+    def build(*, is_reversed: bool) -> tuple[Any, Optimizer]:
+        torch.manual_seed(3)
+        model = _wrap(
+            MLP(),
+            {Block},
+            use_orig_params=True,
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        named = list(model.named_parameters())
+        biases = [p for n, p in named if n.endswith("bias")]
+        weights = [p for n, p in named if n.endswith("weight")]
+        groups: list[dict[str, Any]] = [
+            {"params": biases, "weight_decay": 0.0, "lr": 0.5},
+            {"params": weights, "lr": 0.25 if not is_reversed else 9.0},
+        ]
+        return model, torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+
+    model, optim = build(is_reversed=False)
+    model.out.weight.requires_grad_(False)  # never stepped
+    _train(model, optim, range(2), rank, world_size)
+    checkpoint.save(tmp_path / "c", model, optim)
+    other, other_optim = build(is_reversed=True)
+    checkpoint.load(tmp_path / "c", other, other_optim)
+    assert [group["lr"] for group in other_optim.param_groups] == [0.5, 0.25]
+    assert other_optim.state.get(other.out.weight, {}) == {}
+    other.out.weight.requires_grad_(False)
+    for each, opt in ((model, optim), (other, other_optim)):
+        _train(each, opt, range(2, 4), rank, world_size)
+    assert_same_tensors("state", full_state_dict(other), full_state_dict(model), 0.0)
+
+
+@distributed(world_size=2)
+def test_non_element_wise_state_of_whole_parameters(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """Adafactor's rows and columns: NO_SHARD keeps them; cut ones are refused."""
+
+    def build(**kwargs: Any) -> tuple[Any, Optimizer]:
+        torch.manual_seed(0)
+        model = _wrap(MLP(), {Block}, use_orig_params=True, **kwargs)
+        return model, torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+    whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    model, optim = build(**whole)
+    _train(model, optim, range(2), rank, world_size)
+    names = {name for state in optim.state.values() for name in state}
+    assert "row_var" in names
+    checkpoint.save(tmp_path / "c", model, optim)
+    other, other_optim = build(**whole)
+    checkpoint.load(tmp_path / "c", other, other_optim)
+    for each, opt in ((model, optim), (other, other_optim)):
+        _train(each, opt, range(2, 4), rank, world_size)
+    assert_same_tensors("state", full_state_dict(other), full_state_dict(model), 0.0)
+    sharded, sharded_optim = build()
+    before = copy.deepcopy(full_state_dict(sharded))
+    with pytest.raises(checkpoint.CheckpointError, match=r"row_var.*not element-wise"):
+        checkpoint.load(tmp_path / "c", sharded, sharded_optim)
+    assert_same_tensors("state", full_state_dict(sharded), before, 0.0)
+    checkpoint.load(tmp_path / "c", sharded)
+
+
+@distributed(world_size=2)
+def test_what_else_training_needs(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Scheduler, random states, position in the data: exact, of every kind."""
+    import random
+
+    import numpy as np
+
+    model = _wrap(MLP(1), set(), use_orig_params=True)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optim)  # holds inf
+    milestones = torch.optim.lr_scheduler.MultiStepLR(optim, [2, 2, 5])  # int keys
+    extra = {
+        "epoch": 3,
+        "position": [1, (2, 3.5), None, True, "text \u00e9", b"\x00\xff"],
+        "nested": {1: "int key", "$odd": math.inf, "nan": math.nan},
+        "order": torch.arange(10).flip(0),
+        "scalar": torch.tensor(0.1, dtype=torch.bfloat16),
+    }
+    torch.manual_seed(100 + rank)
+    random.seed(200 + rank)
+    np.random.seed(300 + rank)
+    checkpoint.save(
+        tmp_path / "c",
+        model,
+        optim,
+        scheduler=milestones,
+        extra=extra,
+        rank_extra={"rank": rank, "seen": torch.full((2,), rank)},
+    )
+    drawn = torch.rand(3), random.random(), np.random.rand(3).tolist()
+    milestones.step()
+    found = checkpoint.load(tmp_path / "c", model, optim, scheduler=milestones)
+    again = torch.rand(3), random.random(), np.random.rand(3).tolist()
+    assert torch.equal(drawn[0], again[0])
+    assert drawn[1:] == again[1:]
+    assert milestones.last_epoch == 0
+    assert type(found.extra) is dict
+    assert torch.equal(found.extra.pop("order"), extra.pop("order"))
+    scalar = extra.pop("scalar")
+    assert torch.equal(found.extra["scalar"], scalar)
+    assert found.extra.pop("scalar").dtype == torch.bfloat16
+    assert math.isnan(found.extra["nested"].pop("nan"))
+    del extra["nested"]["nan"]
+    assert found.extra == extra
+    assert found.rank_extra["rank"] == rank
+    assert found.rank_extra["seen"].tolist() == [rank, rank]
+    checkpoint.save(tmp_path / "d", model, optim, scheduler=plateau)
+    checkpoint.load(tmp_path / "d", model, optim, scheduler=plateau)
+    assert plateau.best == math.inf
+    with pytest.raises(checkpoint.CheckpointError, match="pass the scheduler"):
+        checkpoint.load(tmp_path / "d", model, optim, scheduler=milestones)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=(2, 3))
+def test_models(
+    rank: int, world_size: int, tmp_path: Path, case: str, use_orig_params: bool
+) -> None:
+    """Tied, frozen, scalar, empty, mixed: into another wrapping, bit for bit."""
+    model = _wrap(
+        CASES[case].build(),
+        set(CASES[case].unit_classes),
+        use_orig_params=use_orig_params,
+    )
+    expected = copy.deepcopy(full_state_dict(model))
+    checkpoint.save(tmp_path / "c", model)
+    checkpoint.verify(tmp_path / "c")
+    torch.manual_seed(99)
+    other = _wrap(CASES[case].build(), set(), use_orig_params=not use_orig_params)
+    found = checkpoint.load(tmp_path / "c", other)
+    assert found.missing == found.unexpected == ()
+    assert_same_tensors("state", full_state_dict(other), expected, 0.0)
+    assert list(full_state_dict(other)) == list(expected)
+    inputs = CASES[case].inputs(generator("x"))
+    other(*inputs)  # works, with the values that were loaded
