@@ -26,10 +26,13 @@ static PyGetSetDef entry_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+PyDoc_STRVAR(entry_doc,
+             "Stands for the native hook that starts a unit's backward.");
+
 static PyType_Slot entry_slots[] = {
     {Py_tp_call, FSDP_SLOT(call)},
     {Py_tp_getset, entry_getset},
-    {Py_tp_doc, "Stands for the native hook that starts a unit's backward."},
+    {Py_tp_doc, FSDP_SLOT(entry_doc)},
     {0, NULL},
 };
 
@@ -66,9 +69,12 @@ static int assign(PyObject *self, PyObject *key, PyObject *value) {
   return connect(self);
 }
 
+PyDoc_STRVAR(dict_doc,
+             "The hooks of an output, by id; the first one is native.");
+
 static PyType_Slot dict_slots[] = {
     {Py_mp_ass_subscript, FSDP_SLOT(assign)},
-    {Py_tp_doc, "The hooks of an output, by id; the first one is native."},
+    {Py_tp_doc, FSDP_SLOT(dict_doc)},
     {0, NULL},
 };
 
