@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/train_lm.py
 
 One process per GPU over NCCL where there are GPUs, gloo on the CPU otherwise.
-``--verify`` first checks the sharded model against the unsharded one.
+``--verify`` first checks the sharded model against the unsharded one. ``--resume``
+goes on from the last checkpoint in the output folder, on any number of processes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from verify import largest_differences
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
 
 MAX_GRAD_NORM = 1.0
 VERIFY_TOLERANCE = 1e-4  # float32: other orders of summation, nothing else
@@ -54,6 +56,12 @@ def parse_arguments() -> argparse.Namespace:
         help="folder of .py files (default: the standard library)",
     )
     parser.add_argument("--out", type=Path, default=Path("out"), help="output folder")
+    parser.add_argument(
+        "--save-every", type=positive, default=100, metavar="STEPS", help="checkpoints"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the one in the output folder"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="check the sharding first"
     )
@@ -219,8 +227,19 @@ def train(model: FSDP, text: Tensor, args: argparse.Namespace) -> list[float]:
     )
     warmup = max(1, args.steps // 10)
     losses: list[float] = []
+    saved = args.out / "training"
+    if args.resume:
+        losses = checkpoint.load(saved, model, optimizer).extra["losses"]
+    first = len(losses)
+    saving: checkpoint.SaveHandle | None = None
     began = time.perf_counter()
-    bar = tqdm(range(args.steps), disable=rank != 0, unit="step")
+    bar = tqdm(
+        range(first, args.steps),
+        initial=first,
+        total=args.steps,
+        disable=rank != 0,
+        unit="step",
+    )
     for step in bar:
         cosine = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)
         optimizer.param_groups[0]["lr"] = (
@@ -234,12 +253,18 @@ def train(model: FSDP, text: Tensor, args: argparse.Namespace) -> list[float]:
         losses.append(mean_over_ranks(loss))
         if not math.isfinite(losses[-1]):
             sys.exit(f"loss is {losses[-1]} at step {step}: try a smaller --lr")
-        num_tokens = (step + 1) * num_ranks * args.batch * args.context
+        if (step + 1) % args.save_every == 0:
+            saving = checkpoint.save(
+                saved, model, optimizer, extra={"losses": losses}, blocking=False
+            )
+        num_tokens = (step + 1 - first) * num_ranks * args.batch * args.context
         bar.set_postfix_str(
             f"loss {losses[-1]:.3f}, "
             f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s, "
             f"{memory_gib(device):.2f} GiB"
         )
+    if saving is not None:
+        saving.result()  # it writes in a thread
     return losses
 
 
@@ -293,7 +318,10 @@ def main() -> int:
         (args.out / "sample.txt").write_bytes(sample)
         print(f"held-out loss {held_out:.3f} nats per byte\n--- sample")
         print(sample.decode(errors="replace"))
-        print(f"--- written to {args.out}: checkpoint.pt, loss.png, sample.txt")
+        print(
+            f"--- written to {args.out}: checkpoint.pt (the model), training/ (for "
+            "--resume), loss.png, sample.txt"
+        )
     dist.destroy_process_group()
     return 0
 
