@@ -285,15 +285,17 @@ def _flat_state(
             raise ValueError(
                 _differs(places, name, [describe(value) for value in values])
             )
-        whole = torch.zeros(
-            param.numel(),
-            dtype=dtypes.pop(),
-            device=next(v.device for v in values if v is not None),
-        )
-        for place, value in zip(places, values, strict=True):
-            if value is not None:
-                place.part_in(whole).copy_(value)
-        result[name] = whole.reshape(param.shape)
+        whole = _whole_of_parts(param, places, values)
+        if whole is None:
+            whole = torch.zeros(
+                param.shape,
+                dtype=dtypes.pop(),
+                device=next(v.device for v in values if v is not None),
+            )
+            for place, value in zip(places, values, strict=True):
+                if value is not None:
+                    place.part_in(whole).copy_(value)
+        result[name] = whole
     for name in dict.fromkeys(n for state in all_states for n in state.plain):
         values = [state.plain.get(name, _MISSING) for state in all_states]
         if not all(same_value(value, values[0]) for value in values):
@@ -302,6 +304,31 @@ def _flat_state(
             )
         result[name] = values[0]
     return result
+
+
+def _whole_of_parts(
+    param: nn.Parameter, places: Sequence[Place], values: Sequence[Tensor | None]
+) -> Tensor | None:
+    """Return the tensor of ``param``'s shape that ``values`` are the parts of.
+
+    None if there is no such tensor: then they have memory of their own.
+    """
+    whole: Tensor | None = None
+    for place, value in zip(places, values, strict=True):
+        if value is None or value.is_meta or not value.is_contiguous():
+            return None
+        if value.numel() == 0:
+            continue
+        if whole is None:
+            storage = value.untyped_storage()
+            begin = value.storage_offset() - place.offset
+            end = begin + param.numel()
+            if begin < 0 or end * value.element_size() > storage.nbytes():
+                return None
+            whole = value.new_empty(0).set_(storage, begin, param.shape, (1,))
+        if place.part_in(whole).data_ptr() != value.data_ptr():
+            return None
+    return whole
 
 
 _MISSING: Any = object()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fsdp_c._optim_groups import groups_for_optimizer
 from fsdp_c._optim_keys import check_params, keys_of_optimizer, uses_names
-from fsdp_c._optim_places import places_of_params
+from fsdp_c._optim_places import Place, places_of_params
 from fsdp_c._optim_states import ParamState, assemble, install
 from fsdp_c._optim_states import collect as collect_states
 from fsdp_c.checkpoint._dtypes import dtype_of
@@ -50,6 +50,7 @@ class OptimLoad:
         }
         self._states: dict[str, ParamState] = {}
         self._plain: dict[str, Plain] = {}
+        self._flat_states: dict[tuple[nn.Parameter, str, torch.dtype], Tensor] = {}
         self._groups: list[dict[str, Any]] = []
         self._others: Any = {}
         self.missing: list[str] = []
@@ -119,9 +120,7 @@ class OptimLoad:
                 or tensor.dtype != dtype_of(name)
                 or not is_direct(tensor)
             ):
-                tensor = torch.empty(
-                    place.part_numel, dtype=dtype_of(name), device=place.param.device
-                )
+                tensor = self._new_state(place, key, dtype_of(name))
             state.sharded[key] = tensor
             target = Target(
                 f"optimizer state {key!r} of {fqn!r}",
@@ -141,6 +140,17 @@ class OptimLoad:
                 self._plain[fqn] = plain
                 for key in tensor_keys(plain.values):
                     plain.rank.want_tensor(key)
+
+    def _new_state(self, place: Place, key: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a part; parts of a flat parameter lie in one tensor."""
+        param = place.param
+        if not place.is_flat:
+            return torch.empty(place.part_numel, dtype=dtype, device=param.device)
+        whole = self._flat_states.get((param, key, dtype))
+        if whole is None:
+            whole = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            self._flat_states[param, key, dtype] = whole
+        return place.part_in(whole)
 
     # Decode -----------------------------------------------------------------
 
