@@ -166,10 +166,12 @@ void Provider::run_until(HostLane &lane, uint64_t ticket) {
     lane.items.pop_front();
     lane.num_done++;
     try {
-      if (item.work != nullptr) {
+      if (item.work == nullptr) {
+        if (!failure) item.step();
+      } else if (failure) {
+        item.work->wait();  // the first failure is the one to describe
+      } else {
         wait_for(item.group, *item.work);
-      } else if (!failure) {
-        item.step();
       }
     } catch (...) {
       if (!failure) failure = std::current_exception();
