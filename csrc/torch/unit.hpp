@@ -71,6 +71,7 @@ struct Segment {
   StoragePtr full_on_host;         // null until a summon needs it
   StoragePtr unsharded_grad;       // null until no_sync needs it
   StoragePtr partial_grad;         // likewise, no_sync(sharded=True)
+  StoragePtr no_grad;              // empty; of idle views, null until then
   StoragePtr full_grad;            // of a summon with gradients
   at::Tensor flat_unsharded_grad;  // use_orig_params=False
   at::Tensor flat_partial_grad;    // likewise
@@ -87,6 +88,7 @@ struct Param {
   at::Tensor full;
   at::Tensor full_on_host;
   at::Tensor grad;            // view of the sharded gradient
+  at::Tensor idle_grad;       // that view while there is no gradient
   at::Tensor unsharded_grad;  // view of the unsharded one
   at::Tensor partial_grad;    // view of the partial one
   at::Tensor hidden_grad;     // the user's, during forward

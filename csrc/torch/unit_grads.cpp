@@ -64,13 +64,34 @@ const at::Tensor &sharded_grad_view(Unit &unit, Param &param) {
   // `param.grad.data = ...` points our own view elsewhere: then make a new one.
   const bool is_ours = param.grad.defined() && segment.grad_shard.defined() &&
                        is_over(param.grad, storage_of(segment.grad_shard));
-  if (!is_ours && segment.grad_shard.defined()) {
-    param.grad =
-        view_of_piece(segment.grad_shard.storage().getWeakStorageImpl().lock(),
-                      segment.grad_shard.storage_offset(),
-                      param.sharded.key_set(), segment.grad, param);
+  if (is_ours || !segment.grad_shard.defined()) return param.grad;
+  StoragePtr storage = segment.grad_shard.storage().getWeakStorageImpl().lock();
+  if (param.idle_grad.defined()) {
+    param.grad = std::move(param.idle_grad);
+    param.grad.unsafeGetTensorImpl()->set_storage_keep_dtype(
+        c10::Storage(std::move(storage)));
+  } else {
+    param.grad = view_of_piece(storage, segment.grad_shard.storage_offset(),
+                               param.sharded.key_set(), segment.grad, param);
   }
   return param.grad;
+}
+
+// Lets go of the gradient's memory, and keeps the view for the next gradient
+// unless somebody else holds it: a step then makes no tensors.
+void idle_grad_view(Unit &unit, Param &param) {
+  Segment &segment = segment_of(unit, param);
+  at::Tensor view = std::move(param.grad);
+  param.grad = at::Tensor();
+  if (!view.defined() || view.use_count() > 1 ||
+      !segment.grad_shard.defined() ||
+      !is_over(view, storage_of(segment.grad_shard))) {
+    return;
+  }
+  if (!segment.no_grad) segment.no_grad = empty_storage(view.device());
+  view.unsafeGetTensorImpl()->set_storage_keep_dtype(
+      c10::Storage(segment.no_grad));
+  param.idle_grad = std::move(view);
 }
 
 at::Tensor sharded_grad(Unit &unit, const GradPlace &place) {
@@ -297,8 +318,8 @@ bool grads_live(void * /*context*/, void *owner) {
 
 void grads_free(void * /*context*/, void *owner) {
   Unit &unit = unit_of(owner);
+  for (Param &param : unit.params) idle_grad_view(unit, param);
   for (Segment &segment : unit.segments) segment.grad_shard = at::Tensor();
-  for (Param &param : unit.params) param.grad = at::Tensor();
 }
 
 void grad_release(void * /*context*/, void *token) {

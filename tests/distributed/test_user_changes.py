@@ -106,3 +106,25 @@ def test_a_setattr_of_the_modules_own_is_called(
         del os.environ["FSDP_USE_UNSAFE_SETATTR"]
         if before is not None:
             os.environ["FSDP_USE_UNSAFE_SETATTR"] = before
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_kept_gradients_stay_what_they_were(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """After zero_grad() and another step; views that nobody keeps are used again."""
+    model = fsdp(Block(), use_orig_params=use_orig_params)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(4):
+        model(x * (step + 1)).square().mean().backward()
+        if step % 2 == 0:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            kept += [(grad, grad.clone()) for grad in grads]
+            del grads
+        model.zero_grad()
+    assert len(kept) > 0
+    for grad, value in kept:
+        assert torch.equal(grad, value)
+        assert value.any()
