@@ -33,9 +33,10 @@ Made by
 
 on {machine}.
 
-Every figure is the smallest of {rounds} medians. Each median comes from a fresh process
-that runs one implementation only, and the rounds are interleaved. "To fsdp_c" is a
-figure divided by that of fsdp_c with `use_orig_params=True`: above 1, fsdp_c is faster.
+Every figure is the smallest of several medians, one per round. Each comes from a fresh
+process that runs one implementation only, and the rounds are interleaved. "To fsdp_c"
+is a figure divided by that of fsdp_c with `use_orig_params=True`: above 1, fsdp_c is
+faster.
 {notices}
 ![Benchmarks](benchmarks.png)
 
@@ -210,7 +211,6 @@ def write_markdown(
     text = TEXT.format(
         commands="\n".join(f"    {command}" for command in commands),
         machine=machine,
-        rounds=host["settings"]["rounds"],
         notices="".join(f"\n{notice}.\n" for notice in notices),
         num_units=host_overhead.NUM_UNITS,
         params_per_unit=host_overhead.PARAMS_PER_UNIT,
