@@ -1,6 +1,5 @@
 """4,096 ranks without any of them: manifest and plans only."""
 
-import time
 import tracemalloc
 from dataclasses import replace
 
@@ -78,13 +77,11 @@ def _plan(document: bytes, new_size: int, rank: int) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("world_size", "new_size"), [(4096, 4096), (4096, 4095), (4096, 512), (8, 4096)]
 )
-def test_planning_takes_under_a_second(world_size: int, new_size: int) -> None:
+def test_a_plan_names_few_ranks(world_size: int, new_size: int) -> None:
     document = _manifest(world_size).dump()
     assert len(document) < 200_000
     for rank in (0, new_size // 3, new_size - 1):
-        begin = time.perf_counter()
         numels = _plan(document, new_size, rank)
-        assert time.perf_counter() - begin < 1.0
         share = -(-world_size // new_size)
         assert len(numels) <= 34 * (share + 2)
 
