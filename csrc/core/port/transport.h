@@ -1,0 +1,104 @@
+/*
+ * A transport carries the collectives of one process group: through shared
+ * memory, through NCCL. A group without one uses its c10d backend. The bridge
+ * chooses; the transports include neither torch nor Python.
+ *
+ * All ranks of the group make the same calls, per channel in the same order.
+ * The two channels, one for gathers and one for reductions, do not wait for
+ * each other.
+ */
+#ifndef FSDP_PORT_TRANSPORT_H
+#define FSDP_PORT_TRANSPORT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "base/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The group's key-value store, for meeting and for last words. */
+typedef struct fsdp_store {
+  void *context; /* first argument of every call */
+  fsdp_status (*set)(void *context, const char *key, const void *value,
+                     int64_t nbytes, fsdp_error *error);
+  /* Waits up to timeout_ms for the key. At most `capacity` bytes are copied;
+   * nbytes [out] the value's own size. FSDP_BACKEND after the time limit. */
+  fsdp_status (*get)(void *context, const char *key, int64_t timeout_ms,
+                     void *value, int64_t capacity, int64_t *nbytes,
+                     fsdp_error *error);
+} fsdp_store;
+
+typedef enum fsdp_channel {
+  FSDP_CHANNEL_GATHER = 0, /* parameters: all_gather, broadcast */
+  FSDP_CHANNEL_REDUCE,     /* gradients: reduce_scatter, all_reduce */
+  FSDP_NUM_CHANNELS
+} fsdp_channel;
+
+/* How and what for a call is made. */
+typedef struct fsdp_call {
+  fsdp_channel channel;
+  void *stream;      /* the device's; NULL on a host transport */
+  const char *label; /* unit and operation, for errors; copied; may be NULL */
+} fsdp_call;
+
+typedef struct fsdp_transport fsdp_transport;
+
+typedef struct fsdp_transport_ops {
+  const char *name; /* "shm", "nccl"; static */
+  /* Whether buffers are host memory. Then a collective only starts, and `wait`
+   * ends it; else it is enqueued on the stream and `wait` is NULL. */
+  bool is_host;
+
+  /* Leaves the group without waiting for the others. NULL is fine. */
+  void (*destroy)(fsdp_transport *transport);
+
+  /* Collectives between begin and end may be merged into one. */
+  fsdp_status (*group_begin)(fsdp_transport *transport, const fsdp_call *call,
+                             fsdp_error *error);
+  fsdp_status (*group_end)(fsdp_transport *transport, const fsdp_call *call,
+                           fsdp_error *error);
+
+  /* As the functions of the same names in device_ops.h; reduce_scatter needs
+   * no scratch. ticket [out] names the call to `wait` (host only). On a host
+   * the buffers belong to the call until then. Sums are scaled by `scale` (1
+   * changes nothing). */
+  fsdp_status (*all_gather)(fsdp_transport *transport, const fsdp_call *call,
+                            void *output, const void *input,
+                            int64_t shard_numel, fsdp_dtype dtype,
+                            uint64_t *ticket, fsdp_error *error);
+  fsdp_status (*broadcast)(fsdp_transport *transport, const fsdp_call *call,
+                           void *buffer, int64_t numel, int64_t root,
+                           fsdp_dtype dtype, uint64_t *ticket,
+                           fsdp_error *error);
+  fsdp_status (*reduce_scatter)(fsdp_transport *transport,
+                                const fsdp_call *call, void *buffer,
+                                int64_t shard_numel, fsdp_dtype dtype,
+                                double scale, uint64_t *ticket,
+                                fsdp_error *error);
+  fsdp_status (*all_reduce)(fsdp_transport *transport, const fsdp_call *call,
+                            void *buffer, int64_t numel, fsdp_dtype dtype,
+                            double scale, uint64_t *ticket, fsdp_error *error);
+
+  /* Host only: ends the call `ticket` of the channel and all before it. */
+  fsdp_status (*wait)(fsdp_transport *transport, fsdp_channel channel,
+                      uint64_t ticket, fsdp_error *error);
+
+  /* The first failure so far, of any rank that this one knows of; FSDP_OK if
+   * there was none. Cheap, does not wait. After a failure every call returns
+   * it again. */
+  fsdp_status (*check)(fsdp_transport *transport, fsdp_error *error);
+} fsdp_transport_ops;
+
+/* The first member of every transport. */
+struct fsdp_transport {
+  const fsdp_transport_ops *ops;
+};
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_PORT_TRANSPORT_H */
