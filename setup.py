@@ -131,6 +131,7 @@ PYTHON_FLAGS = [
     sysconfig.get_path("include"),
     "-Wno-cast-function-type",  # METH_KEYWORDS needs the cast
 ]
+HOST_FLAGS = [] if DEBUG else ["-O3"]  # loops over elements: all vectorised
 CXX_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion"]
 
 
@@ -223,6 +224,7 @@ setuptools.setup(
     # The linker reads them in this order: python uses core.
     libraries=[
         library("fsdp_python", "csrc/python/*.c", PYTHON_FLAGS),
+        library("fsdp_host", "csrc/host/*.c", HOST_FLAGS),
         library("fsdp_core", "csrc/core/**/*.c", []),
     ],
     ext_modules=[bridge()],

@@ -20,7 +20,13 @@ CORE_ROOMS = (
     "runtime",
     "state",
 )
-ROOMS = (*(f"core/{room}" for room in CORE_ROOMS), "torch", "cuda", "python")
+ROOMS = (
+    *(f"core/{room}" for room in CORE_ROOMS),
+    "host",
+    "cuda",
+    "torch",
+    "python",
+)
 
 LIBC_NAMES = """
     assert complex ctype errno fenv float inttypes iso646 limits locale math setjmp
@@ -29,7 +35,12 @@ LIBC_NAMES = """
 """
 LIBC = {f"{name}.h" for name in LIBC_NAMES.split()}
 # Beyond libc, by room; "*" is anything: torch's headers and the C++ library.
-SYSTEM = {"torch": {"*"}, "python": {"Python.h", "structmember.h"}}
+SYSTEM = {
+    "host": {"immintrin.h"},
+    "cuda": {"cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h"},
+    "torch": {"*"},
+    "python": {"Python.h", "structmember.h"},
+}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -114,7 +125,7 @@ def test_system_headers() -> None:
 
 
 def test_c_files_see_no_torch_header() -> None:
-    allowed = LIBC | SYSTEM["python"]
+    allowed = LIBC | SYSTEM["python"] | SYSTEM["host"]
     wrong = [
         f"{path.relative_to(ROOT)} sees <{name}> through {file.relative_to(ROOT)}"
         for path in FILES

@@ -1,0 +1,191 @@
+/*
+ * Cast, accumulate, pack and scale over host memory.
+ */
+#include "host/kernels.h"
+
+#include <string.h>
+
+#include "host/convert_priv.h"
+#include "host/lanes_priv.h"
+
+/* Equally many elements of two floating dtypes, and where they are. */
+typedef struct stretch {
+  char *to;
+  const char *from;
+  fsdp_host_float to_index;
+  fsdp_host_float from_index;
+  int64_t numel;
+} stretch;
+
+/* The first FSDP_HOST_BLOCK_NUMEL elements or less, taken off `rest`. */
+static stretch take_block(stretch *rest) {
+  stretch block = *rest;
+  block.numel = fsdp_host_priv_block(rest->numel);
+  rest->to += block.numel * fsdp_host_priv_itemsize(rest->to_index);
+  rest->from += block.numel * fsdp_host_priv_itemsize(rest->from_index);
+  rest->numel -= block.numel;
+  return block;
+}
+
+/* to = scale * from. Without a loop for the pair, block by block, so that the
+ * second step finds the first one's result in the cache. */
+static void scale_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
+  fsdp_host_scale_loop *loop = lanes->scale[all.to_index][all.from_index];
+  if (loop != NULL) {
+    loop(all.to, all.from, all.numel, scale);
+    return;
+  }
+  loop = lanes->scale[all.to_index][all.to_index];
+  while (all.numel > 0) {
+    const stretch block = take_block(&all);
+    fsdp_host_priv_convert(lanes, block.to, block.to_index, block.from,
+                           block.from_index, block.numel);
+    loop(block.to, block.to, block.numel, scale);
+  }
+}
+
+/* to += scale * from, computed in fp64 if one of them is, else in fp32. */
+static void add_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
+  double sum[FSDP_HOST_BLOCK_NUMEL]; /* or as many of fp32 */
+  double term[FSDP_HOST_BLOCK_NUMEL];
+  const fsdp_host_float wide =
+      all.to_index == FSDP_HOST_F64 || all.from_index == FSDP_HOST_F64
+          ? FSDP_HOST_F64
+          : FSDP_HOST_F32;
+  fsdp_host_scale_loop *loop = lanes->add[all.to_index][all.from_index];
+  if (loop != NULL) {
+    loop(all.to, all.from, all.numel, scale);
+    return;
+  }
+  loop = lanes->add[wide][wide];
+  while (all.numel > 0) {
+    const stretch block = take_block(&all);
+    fsdp_host_priv_convert(lanes, sum, wide, block.to, block.to_index,
+                           block.numel);
+    fsdp_host_priv_convert(lanes, term, wide, block.from, block.from_index,
+                           block.numel);
+    loop(sum, term, block.numel, scale);
+    fsdp_host_priv_convert(lanes, block.to, block.to_index, sum, wide,
+                           block.numel);
+  }
+}
+
+static void apply_item(const fsdp_host_lanes *lanes, void *destination,
+                       fsdp_dtype dtype, const fsdp_pack_item *item,
+                       double scale) {
+  stretch all = {.to = (char *)destination + item->offset * dtype.itemsize,
+                 .from = item->data,
+                 .numel = item->numel};
+  const size_t nbytes = (size_t)(item->numel * dtype.itemsize);
+  const bool is_copy = !item->add && scale == 1.0;
+  if (nbytes == 0) return;
+  if (item->data == NULL) {
+    memset(all.to, 0, nbytes);
+  } else if (is_copy && fsdp_dtype_equal(dtype, item->dtype)) {
+    if (all.to != all.from) memcpy(all.to, all.from, nbytes);
+  } else if (fsdp_host_priv_float_of(dtype, &all.to_index) &&
+             fsdp_host_priv_float_of(item->dtype, &all.from_index)) {
+    if (is_copy) {
+      fsdp_host_priv_convert(lanes, all.to, all.to_index, all.from,
+                             all.from_index, all.numel);
+    } else if (item->add) {
+      add_all(lanes, all, scale);
+    } else {
+      scale_all(lanes, all, scale);
+    }
+  }
+}
+
+/* Whether apply_item knows what to do with this item. */
+static fsdp_status check_item(const void *destination, fsdp_dtype dtype,
+                              const fsdp_pack_item *item, double scale,
+                              const char *operation, fsdp_error *error) {
+  fsdp_host_float index;
+  const bool is_floating = fsdp_host_priv_float_of(dtype, &index) &&
+                           fsdp_host_priv_float_of(item->dtype, &index);
+  const bool is_copy =
+      !item->add && scale == 1.0 && fsdp_dtype_equal(dtype, item->dtype);
+  if (item->numel < 0 || item->offset < 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "%s: numel %lld at offset %lld, both must be >= 0",
+                     operation, (long long)item->numel,
+                     (long long)item->offset);
+  }
+  if (destination == NULL && item->numel > 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "%s: the destination of %lld elements is NULL", operation,
+                     (long long)item->numel);
+  }
+  if (item->data != NULL && !is_floating && !is_copy) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "%s: no host kernel from dtype %d to dtype %d (scale %g%s)"
+                     ", use fp16, bf16, fp32 or fp64, or torch's own",
+                     operation, (int)item->dtype.code, (int)dtype.code, scale,
+                     item->add ? ", adding" : "");
+  }
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_host_cast(void *destination, fsdp_dtype destination_dtype,
+                           const void *source, fsdp_dtype source_dtype,
+                           int64_t numel, fsdp_error *error) {
+  const fsdp_pack_item item = {source, source_dtype, 0, numel, false};
+  const fsdp_status status =
+      check_item(destination, destination_dtype, &item, 1.0, "cast", error);
+  if (status != FSDP_OK) return status;
+  if (source == NULL && numel > 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "cast: the source of %lld elements is NULL",
+                     (long long)numel);
+  }
+  apply_item(fsdp_host_priv_lanes(), destination, destination_dtype, &item,
+             1.0);
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_host_accumulate(void *destination,
+                                 fsdp_dtype destination_dtype,
+                                 const void *source, fsdp_dtype source_dtype,
+                                 int64_t numel, double scale, bool add,
+                                 fsdp_error *error) {
+  const fsdp_pack_item item = {source, source_dtype, 0, numel, add};
+  const fsdp_status status = check_item(destination, destination_dtype, &item,
+                                        scale, "accumulate", error);
+  if (status != FSDP_OK) return status;
+  if (source == NULL && numel > 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "accumulate: the source of %lld elements is NULL",
+                     (long long)numel);
+  }
+  apply_item(fsdp_host_priv_lanes(), destination, destination_dtype, &item,
+             scale);
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
+                           const fsdp_pack_item *items, int64_t num_items,
+                           double scale, fsdp_error *error) {
+  const fsdp_host_lanes *lanes = fsdp_host_priv_lanes();
+  for (int64_t i = 0; i < num_items; i++) {
+    const fsdp_status status =
+        check_item(destination, dtype, &items[i], scale, "pack", error);
+    if (status != FSDP_OK) return status;
+  }
+  for (int64_t i = 0; i < num_items; i++) {
+    apply_item(lanes, destination, dtype, &items[i], scale);
+  }
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_host_scale(void *data, fsdp_dtype dtype, int64_t numel,
+                            double scale, fsdp_error *error) {
+  fsdp_host_float index;
+  if (!fsdp_host_priv_float_of(dtype, &index) || numel < 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "scale: %lld elements of dtype %d, there must be >= 0, of "
+                     "fp16, bf16, fp32 or fp64",
+                     (long long)numel, (int)dtype.code);
+  }
+  fsdp_host_priv_lanes()->scale[index][index](data, data, numel, scale);
+  return FSDP_OK;
+}

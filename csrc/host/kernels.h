@@ -1,0 +1,89 @@
+/*
+ * Kernels over host memory: what a step does with a unit's elements on a CPU
+ * (cast, pack, accumulate, sum, norm, scale), vectorised by the compiler.
+ *
+ * Note [Rounding]
+ * fp16 and bf16 are computed with in fp32 and rounded to nearest, ties to
+ * even, once per stored element; fp64 with anything is computed in fp64 and
+ * goes to fp16 and bf16 through fp32. A product and a sum are rounded one after
+ * the other, never fused, so every processor gives the same bits. NaN stays
+ * NaN; which of the NaNs is left open. All of it is what torch does, but for
+ * the fusing, which torch does where the processor can.
+ *
+ * Floating dtypes are FLOAT16, BFLOAT16, FLOAT32 and FLOAT64. A function that
+ * does not know a dtype, or a pair of them, returns FSDP_INVALID_ARGUMENT and
+ * has written nothing. Memory of 0 elements may be NULL.
+ */
+#ifndef FSDP_HOST_KERNELS_H
+#define FSDP_HOST_KERNELS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "base/types.h"
+#include "port/device_ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* destination = source, converted. Between floating dtypes, or the same dtype
+ * on both sides. The two are apart, or the same memory and dtype. */
+FSDP_NODISCARD fsdp_status fsdp_host_cast(void *destination,
+                                          fsdp_dtype destination_dtype,
+                                          const void *source,
+                                          fsdp_dtype source_dtype,
+                                          int64_t numel, fsdp_error *error);
+
+/* destination = scale * source, or destination += scale * source with `add`.
+ * With another dtype and without `add`, the source is cast first and scaled
+ * then: two roundings, as torch's copy_ and mul_. Floating dtypes, or any one
+ * dtype with scale 1 and no `add`. The two are apart, or the same memory and
+ * dtype. */
+FSDP_NODISCARD fsdp_status fsdp_host_accumulate(void *destination,
+                                                fsdp_dtype destination_dtype,
+                                                const void *source,
+                                                fsdp_dtype source_dtype,
+                                                int64_t numel, double scale,
+                                                bool add, fsdp_error *error);
+
+/* The same of many sources; device_ops.h describes an item. */
+FSDP_NODISCARD fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
+                                          const fsdp_pack_item *items,
+                                          int64_t num_items, double scale,
+                                          fsdp_error *error);
+
+/* destination = scale * (pieces[0] + pieces[1] + ...), added from the left, in
+ * fp32 for fp16 and bf16 and rounded once. Integers (not bool) wrap around and
+ * need scale 1. num_pieces >= 1. The destination may be one of the pieces, or
+ * apart from them. */
+FSDP_NODISCARD fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
+                                         const void *const *pieces,
+                                         int64_t num_pieces, int64_t numel,
+                                         double scale, fsdp_error *error);
+
+/* Elements that are read, for a norm. */
+typedef struct fsdp_host_span {
+  const void *data;
+  fsdp_dtype dtype; /* floating */
+  int64_t numel;
+} fsdp_host_span;
+
+/* The `power` norm of all elements together; power > 0 or infinity. Powers are
+ * summed in fp64, so that fp32 values neither overflow nor underflow and the
+ * relative error is below (numel + 4) * 2^-53; NaN and infinity go through.
+ * norm [out] 0 of no elements. */
+FSDP_NODISCARD fsdp_status fsdp_host_norm(const fsdp_host_span *spans,
+                                          int64_t num_spans, double power,
+                                          double *norm, fsdp_error *error);
+
+/* data *= scale, in place. Floating dtypes. */
+FSDP_NODISCARD fsdp_status fsdp_host_scale(void *data, fsdp_dtype dtype,
+                                           int64_t numel, double scale,
+                                           fsdp_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_HOST_KERNELS_H */

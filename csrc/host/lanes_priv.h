@@ -1,0 +1,54 @@
+/*
+ * Lanes: the loops over elements that the kernels are made of, once for any
+ * processor and again for x86 with AVX2 and with AVX-512.
+ */
+#ifndef FSDP_HOST_LANES_PRIV_H
+#define FSDP_HOST_LANES_PRIV_H
+
+#include <stdint.h>
+
+/* The floating dtypes, as indices of the tables of loops. */
+typedef enum fsdp_host_float {
+  FSDP_HOST_F16 = 0,
+  FSDP_HOST_BF16,
+  FSDP_HOST_F32,
+  FSDP_HOST_F64,
+  FSDP_HOST_NUM_FLOATS
+} fsdp_host_float;
+
+/* Elements that are converted through a buffer on the stack at a time. */
+enum { FSDP_HOST_BLOCK_NUMEL = 512 };
+
+typedef void fsdp_host_cast_loop(void *to, const void *from, int64_t numel);
+typedef void fsdp_host_scale_loop(void *to, const void *from, int64_t numel,
+                                  double scale);
+typedef void fsdp_host_sum_loop(void *to, const void *a, const void *b,
+                                int64_t numel, double scale);
+
+/* Indexed by the dtype of `to`, then that of `from`. A pair that has no loop is
+ * NULL; those of equal dtypes always have, and cast between fp32 and each
+ * other. Every loop may be given the same memory twice, in the same dtype. */
+typedef struct fsdp_host_lanes {
+  const char *name;
+  fsdp_host_cast_loop *cast[FSDP_HOST_NUM_FLOATS][FSDP_HOST_NUM_FLOATS];
+  /* to = scale * from, cast first */
+  fsdp_host_scale_loop *scale[FSDP_HOST_NUM_FLOATS][FSDP_HOST_NUM_FLOATS];
+  /* to += scale * from */
+  fsdp_host_scale_loop *add[FSDP_HOST_NUM_FLOATS][FSDP_HOST_NUM_FLOATS];
+  /* to = scale * (a + b) */
+  fsdp_host_sum_loop *sum[FSDP_HOST_NUM_FLOATS];
+  /* Sums of magnitudes and of squares, in fp64. */
+  double (*sum_of_f32)(const float *from, int64_t numel);
+  double (*sum_of_squares_f32)(const float *from, int64_t numel);
+  /* The bits of the largest magnitude: those of a NaN if there is one. */
+  uint32_t (*max_bits_f32)(const float *from, int64_t numel);
+} fsdp_host_lanes;
+
+/* The fastest ones that this processor runs. Cannot fail. */
+const fsdp_host_lanes *fsdp_host_priv_lanes(void);
+
+/* All that this processor runs, the slowest first, for tests; NULL past the
+ * last. */
+const fsdp_host_lanes *fsdp_host_priv_lanes_at(int index);
+
+#endif /* FSDP_HOST_LANES_PRIV_H */

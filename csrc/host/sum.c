@@ -1,0 +1,105 @@
+/*
+ * The sum of several pieces of host memory, from the left.
+ *
+ * A block of every piece is read before that block of the destination is
+ * written, which is why the destination may be one of the pieces.
+ */
+#include "base/dtypes.h"
+#include "host/convert_priv.h"
+#include "host/kernels.h"
+#include "host/lanes_priv.h"
+
+static const void *at(const void *data, int64_t nbytes) {
+  return (const char *)data + nbytes;
+}
+
+/* In fp64 if that is the dtype, else in fp32. */
+static void sum_floats(const fsdp_host_lanes *lanes, char *to,
+                       fsdp_host_float index, const void *const *pieces,
+                       int64_t num_pieces, int64_t numel, double scale) {
+  double sum[FSDP_HOST_BLOCK_NUMEL]; /* or as many of fp32 */
+  const int64_t itemsize = fsdp_host_priv_itemsize(index);
+  const fsdp_host_float wide =
+      index == FSDP_HOST_F64 ? FSDP_HOST_F64 : FSDP_HOST_F32;
+  for (int64_t begin = 0; begin < numel; begin += FSDP_HOST_BLOCK_NUMEL) {
+    const int64_t block = fsdp_host_priv_block(numel - begin);
+    const int64_t offset = begin * itemsize;
+    fsdp_host_priv_convert(lanes, sum, wide, at(pieces[0], offset), index,
+                           block);
+    for (int64_t i = 1; i < num_pieces; i++) {
+      lanes->add[wide][index](sum, at(pieces[i], offset), block, 1.0);
+    }
+    lanes->scale[wide][wide](sum, sum, block, scale);
+    fsdp_host_priv_convert(lanes, to + offset, index, sum, wide, block);
+  }
+}
+
+#define SUM_INTEGERS(type)                                    \
+  static void sum_##type(void *to, const void *const *pieces, \
+                         int64_t num_pieces, int64_t numel) { \
+    for (int64_t i = 0; i < numel; i++) {                     \
+      type sum = 0;                                           \
+      for (int64_t j = 0; j < num_pieces; j++) {              \
+        sum = (type)(sum + ((const type *)pieces[j])[i]);     \
+      }                                                       \
+      ((type *)to)[i] = sum;                                  \
+    }                                                         \
+  }
+
+/* Unsigned, because they wrap around; the bits are those of signed sums. */
+SUM_INTEGERS(uint8_t)
+SUM_INTEGERS(uint16_t)
+SUM_INTEGERS(uint32_t)
+SUM_INTEGERS(uint64_t)
+#undef SUM_INTEGERS
+
+/* Returns false when the dtype is not an integer's. */
+static bool sum_integers(void *to, int32_t code, const void *const *pieces,
+                         int64_t num_pieces, int64_t numel) {
+  switch (code) {
+    case FSDP_DTYPE_UINT8:
+    case FSDP_DTYPE_INT8:
+      sum_uint8_t(to, pieces, num_pieces, numel);
+      return true;
+    case FSDP_DTYPE_INT16:
+      sum_uint16_t(to, pieces, num_pieces, numel);
+      return true;
+    case FSDP_DTYPE_INT32:
+      sum_uint32_t(to, pieces, num_pieces, numel);
+      return true;
+    case FSDP_DTYPE_INT64:
+      sum_uint64_t(to, pieces, num_pieces, numel);
+      return true;
+    default:
+      return false;
+  }
+}
+
+fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
+                          const void *const *pieces, int64_t num_pieces,
+                          int64_t numel, double scale, fsdp_error *error) {
+  const fsdp_host_lanes *lanes = fsdp_host_priv_lanes();
+  fsdp_host_float index;
+  if (num_pieces < 1 || numel < 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "sum: %lld pieces of %lld elements, there must be >= 1 of "
+                     ">= 0",
+                     (long long)num_pieces, (long long)numel);
+  }
+  if (fsdp_host_priv_float_of(dtype, &index)) {
+    if (num_pieces == 2) {
+      lanes->sum[index](destination, pieces[0], pieces[1], numel, scale);
+    } else {
+      sum_floats(lanes, destination, index, pieces, num_pieces, numel, scale);
+    }
+    return FSDP_OK;
+  }
+  if (scale != 1.0 ||
+      !sum_integers(destination, dtype.code, pieces, num_pieces, numel)) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "sum: no host kernel for dtype %d with scale %g, use a "
+                     "floating dtype, or integers (not bool) with scale 1",
+                     (int)dtype.code, scale);
+  }
+  return FSDP_OK;
+}

@@ -1,0 +1,648 @@
+/*
+ * Tests of host/: every loop against arithmetic in fp64, on every kind of
+ * processor that this one can play, and the kernels over them.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "base/dtypes.h"
+#include "check.h"
+#include "host/elements_priv.h"
+#include "host/kernels.h"
+#include "host/lanes_priv.h"
+
+enum { MAX_NUMEL = 2100, NUM_FLOATS = FSDP_HOST_NUM_FLOATS };
+
+static const fsdp_dtype dtypes[NUM_FLOATS] = {{FSDP_DTYPE_FLOAT16, 2},
+                                              {FSDP_DTYPE_BFLOAT16, 2},
+                                              {FSDP_DTYPE_FLOAT32, 4},
+                                              {FSDP_DTYPE_FLOAT64, 8}};
+static const fsdp_dtype int_dtype = {FSDP_DTYPE_INT32, 4};
+static const int64_t numels[] = {0,  1,  7,   8,   9,   15,  16,   17,
+                                 31, 33, 100, 511, 512, 513, 1025, 2051};
+enum { NUM_NUMELS = sizeof numels / sizeof numels[0] };
+
+/* ---- The oracle: one element at a time, by arithmetic alone -------------- */
+
+/* `value` with `bits` of fraction, the least exponent `least`, at most `max`:
+ * to nearest, ties to even, which is what nearbyint does. */
+static double rounded(double value, int bits, int least, double max) {
+  if (isnan(value) || isinf(value) || value == 0) return value;
+  int exponent = ilogb(value);
+  if (exponent < least) exponent = least;
+  const double unit = ldexp(1, exponent - bits);
+  const double result = nearbyint(value / unit) * unit;
+  if (fabs(result) > max) return copysign(INFINITY, value);
+  return copysign(result, value);
+}
+
+static double round_to(int dtype, double value) {
+  const double as_f32 = (double)(float)value; /* halves are made of fp32 */
+  switch (dtype) {
+    case FSDP_HOST_F16:
+      return rounded(as_f32, 10, -14, 65504);
+    case FSDP_HOST_BF16:
+      return rounded(as_f32, 7, -126, 0x1.FEp127);
+    case FSDP_HOST_F32:
+      return as_f32;
+    default:
+      return value;
+  }
+}
+
+static double decoded_f16(uint16_t half) {
+  const int exponent = half >> 10 & 31;
+  const int fraction = half & 1023;
+  double value = exponent == 0 ? ldexp(fraction, -24)
+                               : ldexp(1024 + fraction, exponent - 25);
+  if (exponent == 31) value = fraction != 0 ? NAN : INFINITY;
+  return (half & 0x8000) != 0 ? -value : value;
+}
+
+static double read_at(const void *data, int dtype, int64_t i) {
+  switch (dtype) {
+    case FSDP_HOST_F16:
+      return decoded_f16(((const uint16_t *)data)[i]);
+    case FSDP_HOST_BF16:
+      return (double)f32_of_bits((uint32_t)((const uint16_t *)data)[i] << 16);
+    case FSDP_HOST_F32:
+      return (double)((const float *)data)[i];
+    default:
+      return ((const double *)data)[i];
+  }
+}
+
+static bool same(double a, double b) {
+  if (isnan(a) || isnan(b)) return isnan(a) && isnan(b);
+  return a == b && signbit(a) == signbit(b);
+}
+
+/* ---- Values ---------------------------------------------------------------
+ */
+
+static uint32_t random_bits(uint64_t *seed) {
+  return (uint32_t)check_random(seed, INT64_C(1) << 16) << 16 |
+         (uint32_t)check_random(seed, INT64_C(1) << 16);
+}
+
+/* Finite, of many magnitudes; some tiny, zero, infinite or NaN if `any`. */
+static float random_f32(uint64_t *seed, bool any) {
+  const double sign = check_random(seed, 2) == 0 ? -1 : 1;
+  const double fraction = (double)check_random(seed, 1 << 20) / (1 << 20);
+  if (any && check_random(seed, 4) == 0) {
+    return f32_of_bits(random_bits(seed));
+  }
+  return (float)(sign * ldexp(1 + fraction, (int)check_random(seed, 20) - 10));
+}
+
+static void fill(void *data, int dtype, int64_t numel, bool any,
+                 uint64_t *seed) {
+  for (int64_t i = 0; i < numel; i++) {
+    const float value = random_f32(seed, any);
+    if (dtype == FSDP_HOST_F16) ((uint16_t *)data)[i] = f16_of_f32(value);
+    if (dtype == FSDP_HOST_BF16) ((uint16_t *)data)[i] = bf16_of_f32(value);
+    if (dtype == FSDP_HOST_F32) ((float *)data)[i] = value;
+    if (dtype == FSDP_HOST_F64) {
+      ((double *)data)[i] =
+          (double)value * (1 + ldexp((double)random_bits(seed), -60));
+    }
+  }
+}
+
+/* Memory with a border of 0xA5 around it, aligned to its itemsize only. */
+typedef struct bordered {
+  unsigned char *memory;
+  void *data;
+  size_t nbytes;
+} bordered;
+
+static bordered bordered_new(int dtype, int64_t numel, int64_t shift) {
+  const size_t itemsize = (size_t)dtypes[dtype].itemsize;
+  bordered self = {.nbytes = (size_t)numel * itemsize};
+  self.memory = malloc(self.nbytes + 256);
+  if (self.memory == NULL) abort();
+  memset(self.memory, 0xA5, self.nbytes + 256);
+  self.data = self.memory + 64 + (size_t)shift * itemsize;
+  return self;
+}
+
+static bool bordered_free(bordered *self) {
+  const size_t begin = (size_t)((unsigned char *)self->data - self->memory);
+  bool intact = true;
+  for (size_t i = 0; i < self->nbytes + 256; i++) {
+    if (i < begin || i >= begin + self->nbytes) {
+      intact = intact && self->memory[i] == 0xA5;
+    }
+  }
+  free(self->memory);
+  return intact;
+}
+
+/* ---- Loops, on each kind of processor ------------------------------------ */
+
+static void test_every_half_is_decoded(void) {
+  static uint16_t halves[1 << 16];
+  static float values[1 << 16];
+  for (int i = 0; i < 1 << 16; i++) halves[i] = (uint16_t)i;
+  const fsdp_host_lanes *lanes;
+  for (int k = 0; (lanes = fsdp_host_priv_lanes_at(k)) != NULL; k++) {
+    for (int dtype = FSDP_HOST_F16; dtype <= FSDP_HOST_BF16; dtype++) {
+      int64_t num_wrong = 0;
+      lanes->cast[FSDP_HOST_F32][dtype](values, halves, 1 << 16);
+      for (int i = 0; i < 1 << 16; i++) {
+        num_wrong += !same((double)values[i], read_at(halves, dtype, i));
+      }
+      if (!CHECK_I64(num_wrong, 0)) printf("  lanes %s\n", lanes->name);
+    }
+  }
+}
+
+/* Every half, the middles between neighbours, and the floats next to both. */
+static void test_rounding_to_halves(void) {
+  enum { NUM = 6 * (1 << 16) };
+  static float values[NUM];
+  static uint16_t halves[NUM];
+  const fsdp_host_lanes *lanes;
+  for (int dtype = FSDP_HOST_F16; dtype <= FSDP_HOST_BF16; dtype++) {
+    for (int i = 0; i < 1 << 16; i++) {
+      const uint32_t step = dtype == FSDP_HOST_F16 ? 1 << 12 : 1 << 15;
+      const uint16_t half = (uint16_t)i;
+      const uint32_t bits = bits_of_f32((float)read_at(&half, dtype, 0));
+      const uint32_t at[6] = {bits,        bits - 1,        bits + 1,
+                              bits + step, bits + step - 1, bits + step + 1};
+      for (int j = 0; j < 6; j++) values[6 * i + j] = f32_of_bits(at[j]);
+    }
+    for (int k = 0; (lanes = fsdp_host_priv_lanes_at(k)) != NULL; k++) {
+      int64_t num_wrong = 0;
+      lanes->cast[dtype][FSDP_HOST_F32](halves, values, NUM);
+      for (int i = 0; i < NUM; i++) {
+        const double expected = round_to(dtype, (double)values[i]);
+        num_wrong += !same(read_at(halves, dtype, i), expected);
+      }
+      if (!CHECK_I64(num_wrong, 0)) printf("  lanes %s\n", lanes->name);
+    }
+  }
+}
+
+typedef enum operation { CAST, SCALE, ADD } operation;
+
+/* The product and the sum are each rounded to the dtype of the arithmetic;
+ * fp64 holds both of fp32 exactly, or rounds them as fp32 would. */
+static double expected_of(operation what, int to, int from, double old,
+                          double value, double scale) {
+  const int wide = to == FSDP_HOST_F64 || from == FSDP_HOST_F64 ? FSDP_HOST_F64
+                                                                : FSDP_HOST_F32;
+  switch (what) {
+    case CAST:
+      return round_to(to, value);
+    case SCALE: /* cast first */
+      return round_to(
+          to, to == FSDP_HOST_F64
+                  ? scale * value
+                  : round_to(FSDP_HOST_F32,
+                             (double)(float)scale * round_to(to, value)));
+    default: {
+      const double factor =
+          wide == FSDP_HOST_F64 ? scale : (double)(float)scale;
+      return round_to(to, round_to(wide, old + round_to(wide, factor * value)));
+    }
+  }
+}
+
+static void check_loop(const fsdp_host_lanes *lanes, operation what, int to,
+                       int from, int64_t numel, uint64_t *seed) {
+  static double old[MAX_NUMEL];
+  const double scale = check_random(seed, 2) == 0 ? 1.0 / 3 : 0.25;
+  bordered target = bordered_new(to, numel, check_random(seed, 9));
+  bordered source = bordered_new(from, numel, check_random(seed, 9));
+  int64_t num_wrong = 0;
+  fill(target.data, to, numel, true, seed);
+  fill(source.data, from, numel, true, seed);
+  for (int64_t i = 0; i < numel; i++) old[i] = read_at(target.data, to, i);
+  if (what == CAST) lanes->cast[to][from](target.data, source.data, numel);
+  if (what == SCALE) {
+    lanes->scale[to][from](target.data, source.data, numel, scale);
+  }
+  if (what == ADD) {
+    lanes->add[to][from](target.data, source.data, numel, scale);
+  }
+  for (int64_t i = 0; i < numel; i++) {
+    const double expected = expected_of(what, to, from, old[i],
+                                        read_at(source.data, from, i), scale);
+    num_wrong += !same(read_at(target.data, to, i), expected);
+  }
+  if (!CHECK_I64(num_wrong, 0)) {
+    printf("  lanes %s operation %d to %d from %d numel %" PRId64 "\n",
+           lanes->name, (int)what, to, from, numel);
+  }
+  CHECK(bordered_free(&target));
+  CHECK(bordered_free(&source));
+}
+
+static void test_loops(void) {
+  uint64_t seed = 20;
+  const fsdp_host_lanes *lanes;
+  for (int k = 0; (lanes = fsdp_host_priv_lanes_at(k)) != NULL; k++) {
+    for (int to = 0; to < NUM_FLOATS; to++) {
+      for (int from = 0; from < NUM_FLOATS; from++) {
+        for (int j = 0; j < NUM_NUMELS; j++) {
+          if (lanes->cast[to][from] != NULL) {
+            check_loop(lanes, CAST, to, from, numels[j], &seed);
+          }
+          if (lanes->scale[to][from] != NULL) {
+            check_loop(lanes, SCALE, to, from, numels[j], &seed);
+          }
+          if (lanes->add[to][from] != NULL) {
+            check_loop(lanes, ADD, to, from, numels[j], &seed);
+          }
+        }
+      }
+    }
+  }
+  printf("lanes: %s\n", fsdp_host_priv_lanes()->name);
+}
+
+/* What all kinds of processors must agree on, to the last bit. */
+static void test_norm_loops_agree(void) {
+  static float values[MAX_NUMEL];
+  const fsdp_host_lanes *any = fsdp_host_priv_lanes_at(0);
+  const fsdp_host_lanes *lanes;
+  uint64_t seed = 21;
+  fill(values, FSDP_HOST_F32, MAX_NUMEL, false, &seed);
+  for (int k = 0; (lanes = fsdp_host_priv_lanes_at(k)) != NULL; k++) {
+    for (int j = 0; j < NUM_NUMELS; j++) {
+      const int64_t numel = numels[j];
+      CHECK(lanes->sum_of_f32(values, numel) == any->sum_of_f32(values, numel));
+      CHECK(lanes->sum_of_squares_f32(values, numel) ==
+            any->sum_of_squares_f32(values, numel));
+      CHECK(lanes->max_bits_f32(values, numel) ==
+            any->max_bits_f32(values, numel));
+    }
+  }
+}
+
+/* ---- Kernels --------------------------------------------------------------
+ */
+
+/* All pairs, those through blocks too, and the same memory on both sides. */
+static void check_accumulate(int to, int from, int64_t numel, double scale,
+                             bool add, bool is_same, uint64_t *seed) {
+  static double old[MAX_NUMEL];
+  static double values[MAX_NUMEL];
+  bordered target = bordered_new(to, numel, check_random(seed, 9));
+  bordered source = bordered_new(from, numel, check_random(seed, 9));
+  const operation what = add ? ADD : scale == 1 ? CAST : SCALE;
+  int64_t num_wrong = 0;
+  fill(target.data, to, numel, true, seed);
+  fill(source.data, from, numel, true, seed);
+  const void *data = is_same ? target.data : source.data;
+  for (int64_t i = 0; i < numel; i++) {
+    old[i] = read_at(target.data, to, i);
+    values[i] = read_at(data, from, i);
+  }
+  CHECK_I64(fsdp_host_accumulate(target.data, dtypes[to], data, dtypes[from],
+                                 numel, scale, add, NULL),
+            FSDP_OK);
+  for (int64_t i = 0; i < numel; i++) {
+    const double expected =
+        expected_of(what, to, from, old[i], values[i], scale);
+    num_wrong += !same(read_at(target.data, to, i), expected);
+  }
+  if (!CHECK_I64(num_wrong, 0)) {
+    printf("  to %d from %d numel %" PRId64 " scale %g add %d same %d\n", to,
+           from, numel, scale, add, is_same);
+  }
+  CHECK(bordered_free(&target));
+  CHECK(bordered_free(&source));
+}
+
+static void test_accumulate(void) {
+  static const double scales[] = {1, 0.5, 1.0 / 3};
+  uint64_t seed = 22;
+  for (int to = 0; to < NUM_FLOATS; to++) {
+    for (int from = 0; from < NUM_FLOATS; from++) {
+      for (int j = 0; j < NUM_NUMELS; j++) {
+        for (int k = 0; k < 6; k++) {
+          check_accumulate(to, from, numels[j], scales[k / 2], k % 2 == 1,
+                           false, &seed);
+          if (to != from) continue;
+          check_accumulate(to, from, numels[j], scales[k / 2], k % 2 == 1, true,
+                           &seed);
+        }
+      }
+    }
+  }
+}
+
+static void test_cast(void) {
+  const float values[3] = {1.0F, -0.5F, 3.0F};
+  uint16_t halves[3] = {0};
+  int32_t integers[3] = {7, 8, 9};
+  int32_t copies[3] = {0};
+  CHECK_I64(fsdp_host_cast(halves, dtypes[FSDP_HOST_BF16], values,
+                           dtypes[FSDP_HOST_F32], 3, NULL),
+            FSDP_OK);
+  CHECK_I64(halves[0], 0x3F80);
+  CHECK_I64(halves[1], 0xBF00);
+  CHECK_I64(halves[2], 0x4040);
+  CHECK_I64(fsdp_host_cast(copies, int_dtype, integers, int_dtype, 3, NULL),
+            FSDP_OK);
+  CHECK_I64(copies[2], 9);
+  CHECK_I64(fsdp_host_cast(integers, int_dtype, integers, int_dtype, 3, NULL),
+            FSDP_OK);
+  CHECK_I64(integers[1], 8);
+}
+
+static void test_pack(void) {
+  const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
+  const float a[2] = {2, 4};
+  const uint16_t b[2] = {0x3F80, 0x4000}; /* bf16: 1, 2 */
+  float destination[9] = {9, 9, 9, 9, 9, 9, 9, 9, 9};
+  const fsdp_pack_item items[] = {
+      {a, f32, 0, 2, false},
+      {NULL, f32, 2, 2, false},
+      {b, dtypes[FSDP_HOST_BF16], 4, 2, true},
+      {NULL, f32, 6, 1, true}, /* as ever: no data writes zeros */
+      {a, f32, 8, 0, false},
+  };
+  static const float expected[9] = {1, 2, 0, 0, 9.5F, 10, 0, 9, 9};
+  CHECK_I64(fsdp_host_pack(destination, f32, items, 5, 0.5, NULL), FSDP_OK);
+  for (int i = 0; i < 9; i++) CHECK(destination[i] == expected[i]);
+}
+
+static void test_unknown_dtypes_write_nothing(void) {
+  const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
+  float target[2] = {5, 5};
+  const float a[1] = {1};
+  const int32_t b[1] = {1};
+  const fsdp_pack_item items[] = {{a, f32, 0, 1, false},
+                                  {b, int_dtype, 1, 1, false}};
+  fsdp_error error;
+  CHECK_I64(fsdp_host_pack(target, f32, items, 2, 1.0, &error),
+            FSDP_INVALID_ARGUMENT);
+  CHECK(target[0] == 5 && target[1] == 5);
+  CHECK_TEXT(
+      error.message,
+      "pack: no host kernel from dtype 3 to dtype 6 (scale 1), use fp16, "
+      "bf16, fp32 or fp64, or torch's own");
+  CHECK_I64(fsdp_host_accumulate(target, int_dtype, b, int_dtype, 1, 1.0, true,
+                                 &error),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message,
+             "accumulate: no host kernel from dtype 3 to dtype 3 (scale 1, "
+             "adding), use fp16, bf16, fp32 or fp64, or torch's own");
+  CHECK_I64(fsdp_host_cast(target, f32, b, int_dtype, 1, NULL),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_I64(fsdp_host_scale(target, int_dtype, 1, 2.0, NULL),
+            FSDP_INVALID_ARGUMENT);
+  CHECK(target[0] == 5);
+}
+
+static void test_wrong_arguments(void) {
+  const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
+  float a[1] = {1};
+  fsdp_error error;
+  CHECK_I64(fsdp_host_cast(a, f32, a, f32, -1, &error), FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message, "cast: numel -1 at offset 0, both must be >= 0");
+  CHECK_I64(fsdp_host_cast(a, f32, NULL, f32, 1, &error),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message, "cast: the source of 1 elements is NULL");
+  CHECK_I64(fsdp_host_cast(NULL, f32, a, f32, 1, &error),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message, "cast: the destination of 1 elements is NULL");
+  CHECK_I64(fsdp_host_accumulate(a, f32, NULL, f32, 1, 1, true, &error),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message, "accumulate: the source of 1 elements is NULL");
+  CHECK_I64(fsdp_host_cast(NULL, f32, NULL, f32, 0, NULL), FSDP_OK);
+  CHECK_I64(fsdp_host_scale(a, f32, -1, 1, NULL), FSDP_INVALID_ARGUMENT);
+  CHECK(a[0] == 1);
+}
+
+static void test_scale(void) {
+  uint16_t halves[20];
+  for (int i = 0; i < 20; i++) halves[i] = f16_of_f32((float)i);
+  CHECK_I64(fsdp_host_scale(halves, dtypes[FSDP_HOST_F16], 19, 0.25, NULL),
+            FSDP_OK);
+  for (int i = 0; i < 19; i++) {
+    CHECK(decoded_f16(halves[i]) == (double)i / 4);
+  }
+  CHECK(decoded_f16(halves[19]) == 19);
+}
+
+/* ---- Sums -----------------------------------------------------------------
+ */
+
+/* destination: -1 apart, else the piece that it is. */
+static void check_sum(int dtype, int64_t num_pieces, int64_t numel,
+                      int64_t destination, uint64_t *seed) {
+  static double expected[MAX_NUMEL];
+  const double scale = check_random(seed, 2) == 0 ? 1 : 1.0 / 3;
+  const int wide = dtype == FSDP_HOST_F64 ? FSDP_HOST_F64 : FSDP_HOST_F32;
+  const double factor = dtype == FSDP_HOST_F64 ? scale : (double)(float)scale;
+  bordered memory[5];
+  bordered apart = bordered_new(dtype, numel, check_random(seed, 9));
+  const void *pieces[5];
+  int64_t num_wrong = 0;
+  for (int64_t j = 0; j < num_pieces; j++) {
+    memory[j] = bordered_new(dtype, numel, check_random(seed, 9));
+    fill(memory[j].data, dtype, numel, false, seed);
+    pieces[j] = memory[j].data;
+  }
+  for (int64_t i = 0; i < numel; i++) {
+    double sum = read_at(pieces[0], dtype, i);
+    for (int64_t j = 1; j < num_pieces; j++) {
+      sum = round_to(wide, sum + read_at(pieces[j], dtype, i));
+    }
+    expected[i] = round_to(dtype, round_to(wide, factor * sum));
+  }
+  void *result = destination < 0 ? apart.data : memory[destination].data;
+  CHECK_I64(fsdp_host_sum(result, dtypes[dtype], pieces, num_pieces, numel,
+                          scale, NULL),
+            FSDP_OK);
+  for (int64_t i = 0; i < numel; i++) {
+    num_wrong += !same(read_at(result, dtype, i), expected[i]);
+  }
+  if (!CHECK_I64(num_wrong, 0)) {
+    printf("  dtype %d, %" PRId64 " pieces of %" PRId64 ", into %" PRId64 "\n",
+           dtype, num_pieces, numel, destination);
+  }
+  for (int64_t j = 0; j < num_pieces; j++) CHECK(bordered_free(&memory[j]));
+  CHECK(bordered_free(&apart));
+}
+
+static void test_sum(void) {
+  uint64_t seed = 23;
+  for (int dtype = 0; dtype < NUM_FLOATS; dtype++) {
+    for (int64_t num_pieces = 1; num_pieces <= 5; num_pieces++) {
+      for (int j = 0; j < NUM_NUMELS; j++) {
+        for (int64_t to = -1; to < num_pieces; to++) {
+          check_sum(dtype, num_pieces, numels[j], to, &seed);
+        }
+      }
+    }
+  }
+}
+
+static void test_sum_of_integers(void) {
+  const int32_t a[2] = {INT32_MAX, 1};
+  const int32_t b[2] = {1, 2};
+  const int32_t c[2] = {1, 3};
+  const int8_t small[2] = {127, -1};
+  const int16_t middle[2] = {-5, 300};
+  const int64_t large[1] = {INT64_MAX};
+  const void *const pieces[3] = {a, b, c};
+  const void *const small_pieces[2] = {small, small};
+  const void *const middle_pieces[2] = {middle, middle};
+  const void *const large_pieces[2] = {large, large};
+  int32_t sum[2];
+  int8_t small_sum[2];
+  int16_t middle_sum[2];
+  int64_t large_sum[1];
+  CHECK_I64(fsdp_host_sum(sum, int_dtype, pieces, 3, 2, 1, NULL), FSDP_OK);
+  CHECK_I64(sum[0], (int64_t)INT32_MIN + 1);
+  CHECK_I64(sum[1], 6);
+  CHECK_I64(fsdp_host_sum(small_sum, (fsdp_dtype){FSDP_DTYPE_INT8, 1},
+                          small_pieces, 2, 2, 1, NULL),
+            FSDP_OK);
+  CHECK_I64(small_sum[0], -2);
+  CHECK_I64(small_sum[1], -2);
+  CHECK_I64(fsdp_host_sum(middle_sum, (fsdp_dtype){FSDP_DTYPE_INT16, 2},
+                          middle_pieces, 2, 2, 1, NULL),
+            FSDP_OK);
+  CHECK_I64(middle_sum[0], -10);
+  CHECK_I64(middle_sum[1], 600);
+  CHECK_I64(fsdp_host_sum(large_sum, (fsdp_dtype){FSDP_DTYPE_INT64, 8},
+                          large_pieces, 2, 1, 1, NULL),
+            FSDP_OK);
+  CHECK_I64(large_sum[0], -2);
+}
+
+static void test_sum_refuses(void) {
+  const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
+  const fsdp_dtype boolean = {FSDP_DTYPE_BOOL, 1};
+  int32_t sum[1] = {4};
+  const void *const pieces[1] = {sum};
+  fsdp_error error;
+  CHECK_I64(fsdp_host_sum(sum, int_dtype, pieces, 1, 1, 0.5, &error),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message,
+             "sum: no host kernel for dtype 3 with scale 0.5, use a floating "
+             "dtype, or integers (not bool) with scale 1");
+  CHECK_I64(fsdp_host_sum(sum, boolean, pieces, 1, 1, 1, NULL),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_I64(fsdp_host_sum(sum, f32, pieces, 0, 1, 1, &error),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message,
+             "sum: 0 pieces of 1 elements, there must be >= 1 of >= 0");
+  CHECK_I64(fsdp_host_sum(sum, f32, pieces, 1, -1, 1, NULL),
+            FSDP_INVALID_ARGUMENT);
+  CHECK_I64(sum[0], 4);
+}
+
+/* ---- Norms ----------------------------------------------------------------
+ */
+
+static double norm_of(const fsdp_host_span *spans, int64_t num, double power) {
+  double norm = -1;
+  CHECK_I64(fsdp_host_norm(spans, num, power, &norm, NULL), FSDP_OK);
+  return norm;
+}
+
+static void test_norm(void) {
+  static const double powers[] = {1, 2, 3, 0.5, INFINITY};
+  enum { NUM_POWERS = sizeof powers / sizeof powers[0] };
+  uint64_t seed = 24;
+  for (int j = 0; j < NUM_NUMELS; j++) {
+    for (int k = 0; k < NUM_POWERS; k++) {
+      const int64_t numel = numels[j];
+      bordered memory[NUM_FLOATS];
+      fsdp_host_span spans[NUM_FLOATS];
+      long double total = 0;
+      for (int dtype = 0; dtype < NUM_FLOATS; dtype++) {
+        memory[dtype] = bordered_new(dtype, numel, dtype);
+        fill(memory[dtype].data, dtype, numel, false, &seed);
+        spans[dtype] =
+            (fsdp_host_span){memory[dtype].data, dtypes[dtype], numel};
+        for (int64_t i = 0; i < numel; i++) {
+          const long double value =
+              fabsl((long double)read_at(memory[dtype].data, dtype, i));
+          if (isinf(powers[k])) {
+            total = value > total ? value : total;
+          } else {
+            total += powl(value, (long double)powers[k]);
+          }
+        }
+      }
+      if (!isinf(powers[k])) total = powl(total, 1 / (long double)powers[k]);
+      const double norm = norm_of(spans, NUM_FLOATS, powers[k]);
+      const double bound = (4 * (double)numel + 4) * 0x1p-53;
+      CHECK(fabsl((long double)norm - total) <= (long double)bound * total);
+      for (int dtype = 0; dtype < NUM_FLOATS; dtype++) {
+        CHECK(bordered_free(&memory[dtype]));
+      }
+    }
+  }
+}
+
+static void test_norm_of_extremes(void) {
+  float values[40] = {0};
+  double wide[3] = {1, 2, 3};
+  fsdp_host_span spans[2] = {{values, dtypes[FSDP_HOST_F32], 40},
+                             {wide, dtypes[FSDP_HOST_F64], 3}};
+  CHECK(norm_of(NULL, 0, 2) == 0);
+  values[0] = 3e30F; /* the squares do not fit into fp32 */
+  values[39] = 4e30F;
+  CHECK(fabs(norm_of(spans, 2, 2) / 5e30 - 1) < 1e-6);
+  values[0] = 3e-30F;
+  values[39] = 4e-30F;
+  CHECK(fabs(norm_of(spans, 1, 2) / 5e-30 - 1) < 1e-6);
+  values[20] = -INFINITY;
+  CHECK(isinf(norm_of(spans, 2, 2)));
+  CHECK(norm_of(spans, 2, INFINITY) > 1e300);
+  values[10] = NAN;
+  CHECK(isnan(norm_of(spans, 2, 1)));
+  CHECK(isnan(norm_of(spans, 2, 2)));
+  CHECK(isnan(norm_of(spans, 2, INFINITY)));
+  values[10] = 0;
+  values[20] = 0;
+  wide[1] = NAN;
+  CHECK(isnan(norm_of(spans, 2, INFINITY)));
+  CHECK(isnan(norm_of(spans, 2, 3)));
+}
+
+static void test_norm_refuses(void) {
+  const float values[1] = {1};
+  fsdp_host_span span = {values, int_dtype, 1};
+  double norm = 7;
+  fsdp_error error;
+  CHECK_I64(fsdp_host_norm(&span, 1, 2, &norm, &error), FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message,
+             "norm: span 0 has 1 elements of dtype 3, there must be >= 0, of "
+             "fp16, bf16, fp32 or fp64");
+  span.dtype = dtypes[FSDP_HOST_F32];
+  CHECK_I64(fsdp_host_norm(&span, 1, 0, &norm, &error), FSDP_INVALID_ARGUMENT);
+  CHECK_TEXT(error.message, "norm: the power is 0, it must be > 0 or infinity");
+  CHECK(norm == 7);
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_every_half_is_decoded),
+      CHECK_TEST(test_rounding_to_halves),
+      CHECK_TEST(test_loops),
+      CHECK_TEST(test_norm_loops_agree),
+      CHECK_TEST(test_accumulate),
+      CHECK_TEST(test_cast),
+      CHECK_TEST(test_pack),
+      CHECK_TEST(test_unknown_dtypes_write_nothing),
+      CHECK_TEST(test_wrong_arguments),
+      CHECK_TEST(test_scale),
+      CHECK_TEST(test_sum),
+      CHECK_TEST(test_sum_of_integers),
+      CHECK_TEST(test_sum_refuses),
+      CHECK_TEST(test_norm),
+      CHECK_TEST(test_norm_of_extremes),
+      CHECK_TEST(test_norm_refuses),
+  };
+  return CHECK_RUN(tests);
+}
