@@ -7,8 +7,10 @@
  * even, once per stored element; fp64 with anything is computed in fp64 and
  * goes to fp16 and bf16 through fp32. A product and a sum are rounded one after
  * the other, never fused, so every processor gives the same bits. NaN stays
- * NaN; which of the NaNs is left open. All of it is what torch does, but for
- * the fusing, which torch does where the processor can.
+ * NaN; which of the NaNs is left open. It is what torch does, except that torch
+ * fuses product and sum where the processor can, and rounds a C++ Scalar to a
+ * 16-bit tensor's dtype before it multiplies; with powers of two there is no
+ * difference.
  *
  * Floating dtypes are FLOAT16, BFLOAT16, FLOAT32 and FLOAT64. A function that
  * does not know a dtype, or a pair of them, returns FSDP_INVALID_ARGUMENT and
@@ -38,7 +40,8 @@ FSDP_NODISCARD fsdp_status fsdp_host_cast(void *destination,
 
 /* destination = scale * source, or destination += scale * source with `add`.
  * With another dtype and without `add`, the source is cast first and scaled
- * then: two roundings, as torch's copy_ and mul_. Floating dtypes, or any one
+ * then, as FSDP1 does with gradients before it reduces them: what overflows
+ * fp16 is infinite whatever the scale. Floating dtypes, or any one
  * dtype with scale 1 and no `add`. The two are apart, or the same memory and
  * dtype. */
 FSDP_NODISCARD fsdp_status fsdp_host_accumulate(void *destination,
