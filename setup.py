@@ -204,6 +204,7 @@ def bridge() -> setuptools.Extension:
         extra_link_args=[
             "-Wl,-u,PyInit__native",
             f"-Wl,--version-script={EXPORTS}",
+            "-pthread",
             *SANITIZE_FLAGS,
         ],
     )
@@ -221,9 +222,10 @@ def bridge() -> setuptools.Extension:
 
 setuptools.setup(
     version=VERSION,
-    # The linker reads them in this order: python uses core.
+    # The linker reads them in this order: python uses core, and so does shm.
     libraries=[
         library("fsdp_python", "csrc/python/*.c", PYTHON_FLAGS),
+        library("fsdp_shm", "csrc/shm/*.c", ["-D_GNU_SOURCE"]),
         library("fsdp_host", "csrc/host/*.c", HOST_FLAGS),
         library("fsdp_core", "csrc/core/**/*.c", []),
     ],

@@ -1,0 +1,446 @@
+/*
+ * One channel: fills this rank's slots, and copies or sums those of the
+ * others, as far as both go without waiting. Note [Slots] in shm_priv.h.
+ */
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/alloc.h"
+#include "shm/shm_priv.h"
+
+/* From here on an all_reduce of enough bytes is cheaper by turns. */
+enum { SPLIT_WORLD_SIZE = 4, SPLIT_NBYTES = 32768 };
+
+static int64_t min_i64(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+static int64_t num_parts(int64_t nbytes, int64_t part_nbytes) {
+  return nbytes <= part_nbytes ? 1 : (nbytes - 1) / part_nbytes + 1;
+}
+
+/* Bytes [begin, end) of a buffer. */
+typedef struct span {
+  int64_t begin;
+  int64_t end;
+} span;
+
+static span part_of(int64_t nbytes, int64_t part_nbytes, int64_t i) {
+  const int64_t begin = min_i64(i * part_nbytes, nbytes);
+  return (span){begin, min_i64(begin + part_nbytes, nbytes)};
+}
+
+static size_t span_nbytes(span bytes) {
+  return (size_t)(bytes.end - bytes.begin);
+}
+
+/* The part of rank `rank` in turn `turn` of a split all_reduce: every turn but
+ * the last one gives each rank a whole piece. */
+static span turn_part(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t turn,
+                      int64_t rank) {
+  const int64_t piece = shm->geometry.piece_nbytes;
+  const int64_t line = FSDP_SHM_LINE_NBYTES;
+  const span all = part_of(op->nbytes, piece * shm->world_size, turn);
+  const int64_t nbytes = all.end - all.begin;
+  int64_t each = num_parts(nbytes, shm->world_size);
+  each = min_i64((each + line - 1) / line * line, piece);
+  const span part = part_of(nbytes, each, rank);
+  return (span){all.begin + part.begin, all.begin + part.end};
+}
+
+/* Where rank `receiver` finds its piece in a slot of `writer`. */
+static int64_t piece_offset(const fsdp_shm *shm, int64_t writer,
+                            int64_t receiver) {
+  const int64_t i = receiver < writer ? receiver : receiver - 1;
+  return i * shm->geometry.piece_nbytes;
+}
+
+static int64_t num_slots_of(const fsdp_shm *shm, const fsdp_shm_op *op,
+                            int64_t rank) {
+  const fsdp_shm_geometry *g = &shm->geometry;
+  switch (op->descriptor.kind) {
+    case FSDP_SHM_BROADCAST:
+      if (rank != op->descriptor.root) return 1;
+      return num_parts(op->nbytes, g->slot_nbytes);
+    case FSDP_SHM_REDUCE_SCATTER:
+      return num_parts(op->nbytes, g->piece_nbytes);
+    case FSDP_SHM_ALL_REDUCE:
+      if (!op->is_split) return num_parts(op->nbytes, g->slot_nbytes);
+      return 2 * num_parts(op->nbytes, g->piece_nbytes * shm->world_size);
+    default:
+      return num_parts(op->nbytes, g->slot_nbytes);
+  }
+}
+
+/* ---- Starting --------------------------------------------------------------
+ */
+
+/* Room for one more call at the end of the list. */
+static bool reserve_op(fsdp_shm_channel *channel) {
+  if (channel->end == channel->capacity && channel->first > 0) {
+    const size_t num = channel->end - channel->first;
+    memmove(channel->ops, channel->ops + channel->first,
+            num * sizeof *channel->ops);
+    channel->writing -= channel->first;
+    channel->first = 0;
+    channel->end = num;
+  }
+  void *ops = channel->ops;
+  const bool is_grown = fsdp_grow(&ops, &channel->capacity, channel->end + 1,
+                                  sizeof(fsdp_shm_op));
+  channel->ops = ops;
+  return is_grown;
+}
+
+fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm, fsdp_channel channel,
+                                        const fsdp_shm_op *op, uint64_t *ticket,
+                                        fsdp_error *error) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  if (!reserve_op(self)) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "list of %zu calls in flight",
+                     self->end - self->first + 1);
+  }
+  const uint64_t sequence = ++self->num_started;
+  if (self->first == self->end) self->progress_ns = fsdp_shm_priv_now();
+  fsdp_shm_op *added = &self->ops[self->end++];
+  *added = *op;
+  added->descriptor.sequence = sequence;
+  added->is_split = op->descriptor.kind == FSDP_SHM_ALL_REDUCE &&
+                    shm->world_size >= SPLIT_WORLD_SIZE &&
+                    op->nbytes >= SPLIT_NBYTES;
+  added->num_slots = num_slots_of(shm, added, shm->rank);
+
+  fsdp_shm_channel_header *header =
+      fsdp_shm_priv_channel_of(shm, shm->rank, channel);
+  header->started[sequence % 2] = added->descriptor;
+  atomic_store_explicit(&header->num_started, sequence, memory_order_release);
+  *ticket = sequence;
+  return FSDP_OK;
+}
+
+/* ---- Writing ---------------------------------------------------------------
+ */
+
+static bool has_room(const fsdp_shm *shm, fsdp_channel channel) {
+  const fsdp_shm_channel *self = &shm->channels[channel];
+  return self->head - self->min_tail < shm->geometry.num_slots;
+}
+
+/* Whether all ranks have read what lies where the next slot goes. */
+static bool find_room(fsdp_shm *shm, fsdp_channel channel) {
+  if (has_room(shm, channel)) return true;
+  int64_t min_tail = INT64_MAX;
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank == shm->rank) continue;
+    const _Atomic int64_t *tail =
+        fsdp_shm_priv_tail(shm, channel, rank, shm->rank);
+    /* Sequentially consistent, as all counters: Note [Sleeping]. */
+    min_tail = min_i64(min_tail, atomic_load(tail));
+  }
+  shm->channels[channel].min_tail = min_tail;
+  return has_room(shm, channel);
+}
+
+/* The pieces of a buffer that the others are to sum. */
+static void fill_pieces(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
+                        char *slot) {
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank == shm->rank) continue;
+    const char *from = op->output;
+    span bytes;
+    if (op->is_split) {
+      bytes = turn_part(shm, op, i / 2, rank);
+    } else {
+      from += rank * op->nbytes;
+      bytes = part_of(op->nbytes, shm->geometry.piece_nbytes, i);
+    }
+    memcpy(slot + piece_offset(shm, shm->rank, rank), from + bytes.begin,
+           span_nbytes(bytes));
+  }
+}
+
+static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
+                      char *slot) {
+  span bytes = part_of(op->nbytes, shm->geometry.slot_nbytes, i);
+  const int32_t kind = op->descriptor.kind;
+  if (kind == FSDP_SHM_BARRIER ||
+      (kind == FSDP_SHM_BROADCAST && op->descriptor.root != shm->rank)) {
+    return;
+  }
+  const char *from = op->output;
+  if (kind == FSDP_SHM_ALL_GATHER) {
+    char *place = op->output + shm->rank * op->nbytes;
+    from = place;
+    if (op->input != NULL) {
+      from = op->input;
+      memcpy(place + bytes.begin, from + bytes.begin, span_nbytes(bytes));
+    }
+  } else if (kind == FSDP_SHM_REDUCE_SCATTER || (op->is_split && i % 2 == 0)) {
+    fill_pieces(shm, op, i, slot);
+    return;
+  } else if (op->is_split) {
+    bytes = turn_part(shm, op, i / 2, shm->rank);
+  }
+  memcpy(slot, from + bytes.begin, span_nbytes(bytes));
+}
+
+/* Fills one slot. False when there is none to fill, or no room. */
+static bool write_slot(fsdp_shm *shm, fsdp_channel channel) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  if (self->writing == self->end) return false;
+  fsdp_shm_op *op = &self->ops[self->writing];
+  const int64_t i = op->num_written;
+  /* The second of a turn's slots is the sum of the first ones. */
+  if (op->is_split && i % 2 == 1 && op->num_reduced < i) return false;
+  if (!find_room(shm, channel)) return false;
+
+  if (i == 0) {
+    *fsdp_shm_priv_descriptor(shm, shm->rank, channel, self->head) =
+        op->descriptor;
+  }
+  fill_slot(shm, op, i,
+            fsdp_shm_priv_slot(shm, shm->rank, channel, self->head));
+  self->head++;
+  atomic_store(&fsdp_shm_priv_channel_of(shm, shm->rank, channel)->head,
+               self->head);
+  fsdp_shm_priv_ring_all(shm);
+  op->num_written++;
+  if (op->num_written == op->num_slots) self->writing++;
+  return true;
+}
+
+/* ---- Reading ---------------------------------------------------------------
+ */
+
+static bool is_filled(const fsdp_shm *shm, fsdp_channel channel, int64_t rank,
+                      int64_t slot) {
+  return atomic_load(&fsdp_shm_priv_channel_of(shm, rank, channel)->head) >
+         slot;
+}
+
+/* Tells `rank` that `num` more of its slots were read, or are not needed. */
+static void release(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
+                    int64_t num) {
+  fsdp_shm_reader *reader = &shm->channels[channel].readers[rank];
+  reader->num_read += num;
+  atomic_store(fsdp_shm_priv_tail(shm, channel, shm->rank, rank),
+               reader->begin + reader->num_read);
+  fsdp_shm_priv_ring(shm, rank);
+}
+
+static bool is_same_call(const fsdp_shm_descriptor *a,
+                         const fsdp_shm_descriptor *b) {
+  return a->sequence == b->sequence && a->kind == b->kind &&
+         a->dtype_code == b->dtype_code && a->itemsize == b->itemsize &&
+         a->numel == b->numel && a->root == b->root &&
+         memcmp(&a->scale, &b->scale, sizeof a->scale) == 0 &&
+         (a->label_hash == b->label_hash || a->label_hash == 0 ||
+          b->label_hash == 0);
+}
+
+/* Meets `rank` in the oldest call, if it has come: is it the same call? */
+static fsdp_status meet(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
+                        fsdp_error *error) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  fsdp_shm_reader *reader = &self->readers[rank];
+  const fsdp_shm_op *op = &self->ops[self->first];
+  if (reader->num_slots > 0) return FSDP_OK;
+  if (!is_filled(shm, channel, rank, reader->begin)) return FSDP_OK;
+
+  const fsdp_shm_descriptor theirs =
+      *fsdp_shm_priv_descriptor(shm, rank, channel, reader->begin);
+  if (is_same_call(&op->descriptor, &theirs)) {
+    reader->num_slots = num_slots_of(shm, op, rank);
+    return FSDP_OK;
+  }
+  char mine[384];
+  char other[384];
+  fsdp_shm_priv_describe_call(&op->descriptor, mine, sizeof mine);
+  fsdp_shm_priv_describe_call(&theirs, other, sizeof other);
+  return FSDP_FAIL(error, FSDP_BACKEND,
+                   "ranks make different calls: rank %" PRId64
+                   " is in %s, rank %" PRId64
+                   " in %s; all ranks have to run the same units in the same "
+                   "order, with the same sizes and dtypes",
+                   shm->rank, mine, rank, other);
+}
+
+/* Copies what `rank` gathers or broadcasts, as far as it has come. */
+static bool copy_from(fsdp_shm *shm, fsdp_channel channel, int64_t rank) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  fsdp_shm_reader *reader = &self->readers[rank];
+  const fsdp_shm_op *op = &self->ops[self->first];
+  const bool is_gather = op->descriptor.kind == FSDP_SHM_ALL_GATHER;
+  char *output = op->output + (is_gather ? rank * op->nbytes : 0);
+  bool any = false;
+  while (reader->num_read < reader->num_slots &&
+         is_filled(shm, channel, rank, reader->begin + reader->num_read)) {
+    const span bytes =
+        part_of(op->nbytes, shm->geometry.slot_nbytes, reader->num_read);
+    if (is_gather || rank == op->descriptor.root) {
+      memcpy(output + bytes.begin,
+             fsdp_shm_priv_slot(shm, rank, channel,
+                                reader->begin + reader->num_read),
+             span_nbytes(bytes));
+    }
+    release(shm, channel, rank, 1);
+    any = true;
+  }
+  return any;
+}
+
+static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
+                     int64_t i) {
+  const fsdp_shm_channel *self = &shm->channels[channel];
+  const bool is_scatter = op->descriptor.kind == FSDP_SHM_REDUCE_SCATTER;
+  char *own = op->output;
+  span bytes;
+  if (op->is_split) {
+    bytes = turn_part(shm, op, i / 2, shm->rank);
+  } else if (is_scatter) {
+    bytes = part_of(op->nbytes, shm->geometry.piece_nbytes, i);
+    own += shm->rank * op->nbytes;
+  } else {
+    bytes = part_of(op->nbytes, shm->geometry.slot_nbytes, i);
+  }
+  own += bytes.begin;
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank == shm->rank) {
+      shm->pieces[rank] = own;
+      continue;
+    }
+    const char *slot =
+        fsdp_shm_priv_slot(shm, rank, channel, self->readers[rank].begin + i);
+    if (is_scatter || op->is_split) slot += piece_offset(shm, rank, shm->rank);
+    shm->pieces[rank] = slot;
+  }
+  fsdp_shm_priv_sum(own, op->dtype, shm->pieces, shm->world_size,
+                    (bytes.end - bytes.begin) / op->dtype.itemsize,
+                    op->descriptor.scale);
+}
+
+/* The others' parts of the sum that a turn made. */
+static void copy_sums(const fsdp_shm *shm, fsdp_channel channel,
+                      const fsdp_shm_op *op, int64_t i) {
+  const fsdp_shm_channel *self = &shm->channels[channel];
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank == shm->rank) continue;
+    const span bytes = turn_part(shm, op, i / 2, rank);
+    memcpy(
+        op->output + bytes.begin,
+        fsdp_shm_priv_slot(shm, rank, channel, self->readers[rank].begin + i),
+        span_nbytes(bytes));
+  }
+}
+
+/* Sums one slot of all ranks, once all have filled it. */
+static bool reduce_slot(fsdp_shm *shm, fsdp_channel channel) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  fsdp_shm_op *op = &self->ops[self->first];
+  const int64_t i = op->num_reduced;
+  if (i == op->num_slots || op->num_written <= i) return false;
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    const fsdp_shm_reader *reader = &self->readers[rank];
+    if (rank == shm->rank) continue;
+    if (reader->num_slots == 0) return false;
+    if (!is_filled(shm, channel, rank, reader->begin + i)) return false;
+  }
+  if (op->is_split && i % 2 == 1) {
+    copy_sums(shm, channel, op, i);
+  } else {
+    sum_slot(shm, channel, op, i);
+  }
+  op->num_reduced++;
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank != shm->rank) release(shm, channel, rank, 1);
+  }
+  return true;
+}
+
+static bool is_reduction(const fsdp_shm_op *op) {
+  return op->descriptor.kind == FSDP_SHM_REDUCE_SCATTER ||
+         op->descriptor.kind == FSDP_SHM_ALL_REDUCE;
+}
+
+/* Reads what has come of the oldest call. any [out] whether it was something */
+static fsdp_status read_slots(fsdp_shm *shm, fsdp_channel channel, bool *any,
+                              fsdp_error *error) {
+  const fsdp_shm_channel *self = &shm->channels[channel];
+  const fsdp_shm_op *op = &self->ops[self->first];
+  fsdp_status status = FSDP_OK;
+  bool found = false;
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank == shm->rank) continue;
+    FSDP_TRY(meet(shm, channel, rank, error));
+    if (!is_reduction(op)) found = copy_from(shm, channel, rank) || found;
+  }
+  if (is_reduction(op)) found = reduce_slot(shm, channel);
+  *any = found;
+done:
+  return status;
+}
+
+/* Takes the oldest call off the list if it is through. */
+static bool end_op(fsdp_shm *shm, fsdp_channel channel) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  const fsdp_shm_op *op = &self->ops[self->first];
+  if (op->num_written < op->num_slots) return false;
+  if (is_reduction(op) && op->num_reduced < op->num_slots) return false;
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    const fsdp_shm_reader *reader = &self->readers[rank];
+    if (rank == shm->rank) continue;
+    if (reader->num_slots == 0 || reader->num_read < reader->num_slots) {
+      return false;
+    }
+  }
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    fsdp_shm_reader *reader = &self->readers[rank];
+    reader->begin += reader->num_slots;
+    reader->num_slots = reader->num_read = 0;
+  }
+  self->num_ended++;
+  atomic_store_explicit(
+      &fsdp_shm_priv_channel_of(shm, shm->rank, channel)->num_ended,
+      self->num_ended, memory_order_release);
+  self->first++;
+  if (self->first == self->end) self->first = self->end = self->writing = 0;
+  /* Another thread of this rank may sleep until this call is through. */
+  fsdp_shm_priv_ring(shm, shm->rank);
+  return true;
+}
+
+fsdp_status fsdp_shm_priv_channel_progress(fsdp_shm *shm, fsdp_channel channel,
+                                           fsdp_error *error) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  fsdp_status status = FSDP_OK;
+  bool any_ever = false;
+  for (bool any = true; any && self->first < self->end;) {
+    any = false;
+    bool is_read = false;
+    while (write_slot(shm, channel)) any = true;
+    FSDP_TRY(read_slots(shm, channel, &is_read, error));
+    any = end_op(shm, channel) || is_read || any;
+    any_ever = any_ever || any;
+  }
+done:
+  if (any_ever) self->progress_ns = fsdp_shm_priv_now();
+  return status;
+}
+
+bool fsdp_shm_priv_channel_waits_for(const fsdp_shm *shm, fsdp_channel channel,
+                                     int64_t peer) {
+  const fsdp_shm_channel *self = &shm->channels[channel];
+  if (self->first == self->end || peer == shm->rank) return false;
+  const fsdp_shm_op *op = &self->ops[self->first];
+  const fsdp_shm_reader *reader = &self->readers[peer];
+  const bool is_unread =
+      reader->num_slots == 0 || reader->num_read < reader->num_slots;
+  if (is_unread &&
+      !is_filled(shm, channel, peer, reader->begin + reader->num_read)) {
+    return true;
+  }
+  return op->num_written < op->num_slots &&
+         self->head - atomic_load(
+                          fsdp_shm_priv_tail(shm, channel, peer, shm->rank)) >=
+             shm->geometry.num_slots;
+}

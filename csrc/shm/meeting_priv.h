@@ -1,0 +1,31 @@
+/*
+ * How the ranks of a transport find each other's memory.
+ */
+#ifndef FSDP_SHM_MEETING_PRIV_H
+#define FSDP_SHM_MEETING_PRIV_H
+
+#include <stdint.h>
+
+#include "port/transport.h"
+#include "shm/shm_priv.h"
+#include "shm/shm_transport.h"
+
+enum { FSDP_SHM_PREFIX_NBYTES = 256, FSDP_SHM_KEY_NBYTES = 320 };
+
+typedef struct fsdp_shm_meeting {
+  const fsdp_store *store;
+  const char *key_prefix; /* shorter than FSDP_SHM_PREFIX_NBYTES */
+  int64_t timeout_ms;
+  int64_t rank;
+  int64_t world_size;
+} fsdp_shm_meeting;
+
+/* Maps all segments into shm->peers. With shm NULL this rank has no memory for
+ * one, and tells the others. outcome [out] the same on all ranks. What was
+ * mapped stays in shm, whatever the outcome. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_meet(const fsdp_shm_meeting *meeting,
+                                              fsdp_shm *shm,
+                                              fsdp_shm_verdict *outcome,
+                                              fsdp_error *error);
+
+#endif /* FSDP_SHM_MEETING_PRIV_H */

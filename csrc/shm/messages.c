@@ -1,0 +1,256 @@
+/*
+ * Messages between two ranks: a small ring for each pair and direction, which
+ * the sender fills and the receiver empties. Long messages go through it slot
+ * by slot.
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/alloc.h"
+#include "shm/shm_priv.h"
+#include "shm/shm_transport.h"
+
+/* Counts the slots that `sender` filled for `receiver`; the sender's. */
+static _Atomic int64_t *head_of(const fsdp_shm *shm, int64_t sender,
+                                int64_t receiver) {
+  char *counters =
+      fsdp_shm_priv_base(shm, sender) + shm->geometry.message_heads;
+  return &((fsdp_shm_counter *)(void *)counters)[receiver].value;
+}
+
+/* Counts those that `receiver` emptied; the receiver's. */
+static _Atomic int64_t *tail_of(const fsdp_shm *shm, int64_t sender,
+                                int64_t receiver) {
+  char *counters =
+      fsdp_shm_priv_base(shm, receiver) + shm->geometry.message_tails;
+  return &((fsdp_shm_counter *)(void *)counters)[sender].value;
+}
+
+static int64_t slot_index(int64_t receiver, int64_t slot) {
+  return receiver * FSDP_SHM_MESSAGE_SLOTS + slot % FSDP_SHM_MESSAGE_SLOTS;
+}
+
+static fsdp_shm_message_header *header_of(const fsdp_shm *shm, int64_t sender,
+                                          int64_t receiver, int64_t slot) {
+  char *headers =
+      fsdp_shm_priv_base(shm, sender) + shm->geometry.message_headers;
+  return &(
+      (fsdp_shm_message_header *)(void *)headers)[slot_index(receiver, slot)];
+}
+
+static char *memory_of(const fsdp_shm *shm, int64_t sender, int64_t receiver,
+                       int64_t slot) {
+  return fsdp_shm_priv_base(shm, sender) + shm->geometry.messages +
+         slot_index(receiver, slot) * shm->geometry.message_slot_nbytes;
+}
+
+static size_t next_nbytes(const fsdp_shm *shm,
+                          const fsdp_shm_message *message) {
+  const int64_t rest = message->nbytes - message->num_done;
+  const int64_t slot = shm->geometry.message_slot_nbytes;
+  return (size_t)(rest < slot ? rest : slot);
+}
+
+static bool is_done(const fsdp_shm_message *message) {
+  return message->is_begun && message->num_done == message->nbytes;
+}
+
+/* ---- Progress --------------------------------------------------------------
+ */
+
+static bool can_go_on(const fsdp_shm *shm, const fsdp_shm_message *message) {
+  const fsdp_shm_peer *peer = &shm->peers[message->peer];
+  if (message->is_send) {
+    return peer->num_sent -
+               atomic_load(tail_of(shm, shm->rank, message->peer)) <
+           FSDP_SHM_MESSAGE_SLOTS;
+  }
+  return atomic_load(head_of(shm, message->peer, shm->rank)) >
+         peer->num_received;
+}
+
+static void send_slot(fsdp_shm *shm, fsdp_shm_message *message) {
+  fsdp_shm_peer *peer = &shm->peers[message->peer];
+  const size_t nbytes = next_nbytes(shm, message);
+  header_of(shm, shm->rank, message->peer, peer->num_sent)->nbytes =
+      message->is_begun ? -1 : message->nbytes;
+  if (nbytes > 0) {
+    memcpy(memory_of(shm, shm->rank, message->peer, peer->num_sent),
+           message->data + message->num_done, nbytes);
+  }
+  message->is_begun = true;
+  message->num_done += (int64_t)nbytes;
+  peer->num_sent++;
+  atomic_store(head_of(shm, shm->rank, message->peer), peer->num_sent);
+  fsdp_shm_priv_ring(shm, message->peer);
+}
+
+static fsdp_status receive_slot(fsdp_shm *shm, fsdp_shm_message *message,
+                                fsdp_error *error) {
+  fsdp_shm_peer *peer = &shm->peers[message->peer];
+  const int64_t sent =
+      header_of(shm, message->peer, shm->rank, peer->num_received)->nbytes;
+  const size_t nbytes = next_nbytes(shm, message);
+  if (!message->is_begun && sent != message->nbytes) {
+    return FSDP_FAIL(error, FSDP_BACKEND,
+                     "rank %" PRId64 " waits for a message of %" PRId64
+                     " bytes (%s) and rank %" PRId64 " sent %" PRId64
+                     " bytes; both sides have to agree",
+                     shm->rank, message->nbytes, message->label, message->peer,
+                     sent);
+  }
+  if (nbytes > 0) {
+    memcpy(message->data + message->num_done,
+           memory_of(shm, message->peer, shm->rank, peer->num_received),
+           nbytes);
+  }
+  message->is_begun = true;
+  message->num_done += (int64_t)nbytes;
+  peer->num_received++;
+  atomic_store(tail_of(shm, message->peer, shm->rank), peer->num_received);
+  fsdp_shm_priv_ring(shm, message->peer);
+  return FSDP_OK;
+}
+
+/* Whether message i is the first of those to, or from, its rank. */
+static bool is_first(const fsdp_shm *shm, size_t i) {
+  const fsdp_shm_message *message = &shm->messages[i];
+  for (size_t k = 0; k < i; k++) {
+    const fsdp_shm_message *other = &shm->messages[k];
+    if (other->peer == message->peer && other->is_send == message->is_send) {
+      return false;
+    }
+  }
+  return true;
+}
+
+static void remove_done(fsdp_shm *shm) {
+  size_t num = 0;
+  for (size_t i = 0; i < shm->num_messages; i++) {
+    if (!is_done(&shm->messages[i])) shm->messages[num++] = shm->messages[i];
+  }
+  if (num < shm->num_messages && num == 0) {
+    fsdp_shm_priv_ring(shm, shm->rank); /* another thread may wait for them */
+  }
+  shm->num_messages = num;
+}
+
+fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  bool any_ever = false;
+  for (bool any = shm->num_messages > 0; any;) {
+    any = false;
+    for (size_t i = 0; i < shm->num_messages; i++) {
+      fsdp_shm_message *message = &shm->messages[i];
+      if (!is_first(shm, i) || is_done(message)) continue;
+      if (!can_go_on(shm, message)) continue;
+      if (message->is_send) {
+        send_slot(shm, message);
+      } else {
+        FSDP_TRY(receive_slot(shm, message, error));
+      }
+      any = any_ever = true;
+    }
+    remove_done(shm);
+  }
+done:
+  if (any_ever) shm->message_progress_ns = fsdp_shm_priv_now();
+  return status;
+}
+
+bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer) {
+  for (size_t i = 0; i < shm->num_messages; i++) {
+    const fsdp_shm_message *message = &shm->messages[i];
+    if (message->peer != peer || !is_first(shm, i)) continue;
+    if (!can_go_on(shm, message)) return true;
+  }
+  return false;
+}
+
+/* ---- Calls -----------------------------------------------------------------
+ */
+
+static fsdp_status check_message(const fsdp_shm *shm, int64_t peer,
+                                 int64_t nbytes, fsdp_error *error) {
+  if (shm->owner != getpid()) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "a forked child has no messages of rank %" PRId64,
+                     shm->rank);
+  }
+  if (peer < 0 || peer >= shm->world_size || peer == shm->rank || nbytes < 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "message of %" PRId64 " bytes between rank %" PRId64
+                     " and rank %" PRId64 " of %" PRId64 " ranks",
+                     nbytes, shm->rank, peer, shm->world_size);
+  }
+  return FSDP_OK;
+}
+
+/* With the mutex held. */
+static fsdp_status start_locked(fsdp_shm *shm, const fsdp_shm_message *message,
+                                fsdp_error *error) {
+  if (shm->failure.status != FSDP_OK) return fsdp_shm_priv_check(shm, error);
+  void *messages = shm->messages;
+  const bool is_grown = fsdp_grow(&messages, &shm->message_capacity,
+                                  shm->num_messages + 1, sizeof *shm->messages);
+  shm->messages = messages;
+  if (!is_grown) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "list of %zu messages",
+                     shm->num_messages + 1);
+  }
+  if (shm->num_messages == 0) shm->message_progress_ns = fsdp_shm_priv_now();
+  shm->messages[shm->num_messages++] = *message;
+  return fsdp_shm_priv_progress(shm, error);
+}
+
+static fsdp_status start(fsdp_transport *transport, fsdp_shm_message *message,
+                         const char *label, fsdp_error *error) {
+  fsdp_shm *shm = (fsdp_shm *)transport;
+  fsdp_status status =
+      check_message(shm, message->peer, message->nbytes, error);
+  if (status != FSDP_OK) return status;
+  (void)snprintf(message->label, sizeof message->label, "%.*s",
+                 (int)sizeof message->label - 1,
+                 label == NULL ? "no label" : label);
+  (void)pthread_mutex_lock(&shm->mutex);
+  status = start_locked(shm, message, error);
+  (void)pthread_mutex_unlock(&shm->mutex);
+  return status;
+}
+
+fsdp_status fsdp_shm_send(fsdp_transport *transport, int64_t receiver,
+                          const void *data, int64_t nbytes, const char *label,
+                          fsdp_error *error) {
+  union {
+    const void *source;
+    char *data; /* of a send it is only read */
+  } memory = {.source = data};
+  fsdp_shm_message message = {
+      .is_send = true, .peer = receiver, .data = memory.data, .nbytes = nbytes};
+  return start(transport, &message, label, error);
+}
+
+fsdp_status fsdp_shm_recv(fsdp_transport *transport, int64_t sender, void *data,
+                          int64_t nbytes, const char *label,
+                          fsdp_error *error) {
+  fsdp_shm_message message = {.peer = sender, .data = data, .nbytes = nbytes};
+  return start(transport, &message, label, error);
+}
+
+fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,
+                                   fsdp_error *error) {
+  fsdp_shm *shm = (fsdp_shm *)transport;
+  const fsdp_shm_goal goal = {.is_messages = true};
+  if (shm->owner != getpid()) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "a forked child has no messages of rank %" PRId64,
+                     shm->rank);
+  }
+  (void)pthread_mutex_lock(&shm->mutex);
+  fsdp_status status = fsdp_shm_priv_check(shm, error);
+  if (status == FSDP_OK) status = fsdp_shm_priv_wait(shm, &goal, error);
+  (void)pthread_mutex_unlock(&shm->mutex);
+  return status;
+}

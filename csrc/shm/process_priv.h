@@ -1,0 +1,44 @@
+/*
+ * Processes: who a rank is, and whether it still runs.
+ */
+#ifndef FSDP_SHM_PROCESS_PRIV_H
+#define FSDP_SHM_PROCESS_PRIV_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+/* Who a process is, the same for ever: pids are used again, starts are not. */
+typedef struct fsdp_shm_process {
+  int64_t pid;
+  uint64_t start_time; /* clock ticks after the machine's start */
+  uint64_t pid_namespace;
+  int64_t user;
+  char boot[48]; /* the machine's, since its start */
+} fsdp_shm_process;
+
+typedef enum fsdp_shm_process_state {
+  FSDP_SHM_PROCESS_RUNNING = 0,
+  FSDP_SHM_PROCESS_STOPPED, /* by a signal or a debugger */
+  FSDP_SHM_PROCESS_DEAD,
+  FSDP_SHM_PROCESS_UNKNOWN /* /proc cannot be read */
+} fsdp_shm_process_state;
+
+/* The calling process. FSDP_BACKEND where /proc is closed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_process_get(fsdp_shm_process *process,
+                                                     fsdp_error *error);
+
+/* Whether memory can be shared with `other`; why_not is a static text. */
+FSDP_NODISCARD bool fsdp_shm_priv_process_is_near(const fsdp_shm_process *self,
+                                                  const fsdp_shm_process *other,
+                                                  const char **why_not);
+
+/* Does not wait. Cannot fail. */
+fsdp_shm_process_state fsdp_shm_priv_process_look(
+    const fsdp_shm_process *process);
+
+/* "running", "stopped", "dead" or "in an unknown state". */
+const char *fsdp_shm_priv_process_state_name(fsdp_shm_process_state state);
+
+#endif /* FSDP_SHM_PROCESS_PRIV_H */

@@ -1,0 +1,172 @@
+/*
+ * Segments: memory files without a name, which end with the last process that
+ * maps them, and where everything lies in one.
+ */
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/arith.h"
+#include "shm/segment_priv.h"
+
+enum { PAGE_NBYTES = 4096 };
+
+static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,
+              "atomics in shared memory need to be free of locks");
+
+/* Puts num * nbytes at the next line at or after *end. */
+static bool place(int64_t num, int64_t nbytes, int64_t multiple, int64_t *end,
+                  int64_t *offset) {
+  int64_t begin;
+  int64_t total;
+  if (!fsdp_round_up_i64(*end, multiple, &begin)) return false;
+  if (!fsdp_mul_i64(num, nbytes, &total)) return false;
+  if (!fsdp_add_i64(begin, total, end)) return false;
+  *offset = begin;
+  return true;
+}
+
+bool fsdp_shm_priv_layout(int64_t world_size, int64_t ring_nbytes,
+                          int64_t slot_nbytes, int64_t message_nbytes,
+                          fsdp_shm_geometry *geometry) {
+  const int64_t num_others = world_size > 1 ? world_size - 1 : 1;
+  const int64_t line = FSDP_SHM_LINE_NBYTES;
+  int64_t end = sizeof(fsdp_shm_header);
+  int64_t message_slot =
+      message_nbytes / num_others / FSDP_SHM_MESSAGE_SLOTS / line * line;
+  if (message_slot < line) message_slot = line;
+
+  fsdp_shm_geometry g = {
+      .world_size = world_size,
+      .num_slots = ring_nbytes < slot_nbytes ? 1 : ring_nbytes / slot_nbytes,
+      .slot_nbytes = slot_nbytes,
+      .piece_nbytes = slot_nbytes / num_others / line * line,
+      .message_slot_nbytes = message_slot,
+  };
+  const int64_t counter = sizeof(fsdp_shm_counter);
+  int64_t num_messages;
+  if (!fsdp_mul_i64(world_size, FSDP_SHM_MESSAGE_SLOTS, &num_messages) ||
+      !place(world_size, FSDP_NUM_CHANNELS * counter, line, &end, &g.tails) ||
+      !place(world_size, counter, line, &end, &g.message_heads) ||
+      !place(world_size, counter, line, &end, &g.message_tails) ||
+      !place(num_messages, sizeof(fsdp_shm_message_header), line, &end,
+             &g.message_headers) ||
+      !place(g.num_slots, FSDP_NUM_CHANNELS * sizeof(fsdp_shm_descriptor), line,
+             &end, &g.descriptors) ||
+      !place(num_messages, message_slot, PAGE_NBYTES, &end, &g.messages) ||
+      !place(g.num_slots, FSDP_NUM_CHANNELS * slot_nbytes, PAGE_NBYTES, &end,
+             &g.slots) ||
+      !fsdp_round_up_i64(end, PAGE_NBYTES, &g.nbytes)) {
+    return false;
+  }
+  *geometry = g;
+  return true;
+}
+
+/* Maps all of an open segment. A forked child does not get the mapping: it
+ * must not speak for its parent, nor keep the memory alive after it. */
+static fsdp_status map(int descriptor, int64_t nbytes,
+                       fsdp_shm_segment *segment, fsdp_error *error) {
+  void *memory = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  if (memory == MAP_FAILED) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "%" PRId64 " bytes of shared memory cannot be mapped (%s)",
+                     nbytes, strerror(errno));
+  }
+  (void)madvise(memory, (size_t)nbytes, MADV_DONTFORK);
+  segment->header = memory;
+  segment->nbytes = nbytes;
+  return FSDP_OK;
+}
+
+/* Gives the file all of its memory, so that no later write meets a full
+ * machine (SIGBUS), and fixes its size. */
+static fsdp_status reserve(int descriptor, int64_t nbytes, fsdp_error *error) {
+  struct rlimit limit;
+  /* Beyond it the kernel would send SIGXFSZ. */
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      limit.rlim_cur < (rlim_t)nbytes) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "%" PRId64
+                     " bytes of shared memory are above the limit of a file's "
+                     "size, raise `ulimit -f`",
+                     nbytes);
+  }
+  int code = 0;
+  if (ftruncate(descriptor, (off_t)nbytes) != 0) code = errno;
+  if (code == 0) code = posix_fallocate(descriptor, 0, (off_t)nbytes);
+  if (code != 0) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "no %" PRId64 " bytes of shared memory (%s)", nbytes,
+                     strerror(code));
+  }
+  (void)fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_shm_priv_segment_create(int64_t nbytes,
+                                         fsdp_shm_segment *segment,
+                                         int *descriptor, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  int file = memfd_create("fsdp_c_shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (file < 0) {
+    return FSDP_FAIL(error, FSDP_BACKEND, "memfd_create failed (%s)",
+                     strerror(errno));
+  }
+  FSDP_TRY(reserve(file, nbytes, error));
+  FSDP_TRY(map(file, nbytes, segment, error));
+  *descriptor = file;
+  file = -1;
+done:
+  if (file >= 0) close(file);
+  return status;
+}
+
+fsdp_status fsdp_shm_priv_segment_open(int64_t pid, int64_t descriptor,
+                                       int64_t nbytes, uint64_t token,
+                                       fsdp_shm_segment *segment,
+                                       fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  fsdp_shm_segment mapped = {0};
+  char path[64];
+  (void)snprintf(path, sizeof path, "/proc/%" PRId64 "/fd/%" PRId64, pid,
+                 descriptor);
+  const int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) {
+    return FSDP_FAIL(error, FSDP_BACKEND, "%s cannot be opened (%s)", path,
+                     strerror(errno));
+  }
+  struct stat about;
+  if (fstat(file, &about) != 0 || about.st_size != (off_t)nbytes) {
+    status =
+        FSDP_FAIL(error, FSDP_BACKEND,
+                  "%s is not a segment of %" PRId64 " bytes", path, nbytes);
+    goto done;
+  }
+  FSDP_TRY(map(file, nbytes, &mapped, error));
+  if (mapped.header->token != token) {
+    status = FSDP_FAIL(error, FSDP_BACKEND,
+                       "%s is not the segment that was announced", path);
+    goto done;
+  }
+  *segment = mapped;
+  mapped.header = NULL;
+done:
+  fsdp_shm_priv_segment_close(&mapped);
+  close(file);
+  return status;
+}
+
+void fsdp_shm_priv_segment_close(fsdp_shm_segment *segment) {
+  if (segment->header == NULL) return;
+  (void)munmap(segment->header, (size_t)segment->nbytes);
+  segment->header = NULL;
+}

@@ -1,0 +1,233 @@
+/*
+ * A rank's own side of a transport: its calls in flight, and how far they are.
+ *
+ * Note [Slots]
+ * A rank's calls on a channel are one stream of slots, numbered from 0 over the
+ * transport's life; slot i lies at i % num_slots of its ring. Every rank knows
+ * from a call's arguments how many slots each rank has in it: at least one, of
+ * which the first carries the call's descriptor, so that every call meets every
+ * rank. `head` counts the slots that are filled. A reader's `tail` says that it
+ * needs nothing before that number any more; it may be ahead of the head, over
+ * slots meant for others. A slot is filled when all tails are within a ring's
+ * length. Slots hold:
+ *
+ *   all_gather      a piece of the shard
+ *   broadcast       root: a piece of the buffer; others: nothing
+ *   reduce_scatter  a piece of the shard of each other rank, in rank order
+ *   all_reduce      a piece of the buffer; or, with many ranks, by turns: as
+ *                   for reduce_scatter, and then this rank's part of the sum
+ *
+ * Calls are read in the order of the calls, and written ahead as far as the
+ * ring goes. No rank can wait for itself through others: filling slot i needs
+ * only reads up to slot i - num_slots, reading slot i only that all have filled
+ * theirs up to it, and of two channels neither needs the other, since every
+ * call makes progress on both.
+ */
+#ifndef FSDP_SHM_PRIV_H
+#define FSDP_SHM_PRIV_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "port/transport.h"
+#include "shm/process_priv.h"
+#include "shm/segment_priv.h"
+
+/* A call in flight. */
+typedef struct fsdp_shm_op {
+  fsdp_shm_descriptor descriptor;
+  char *output;      /* or the buffer of the calls in place */
+  const char *input; /* all_gather: NULL if it is in its place already */
+  fsdp_dtype dtype;
+  int64_t nbytes;      /* of the shard, or of the buffer */
+  bool is_split;       /* all_reduce by turns */
+  int64_t num_slots;   /* of this rank */
+  int64_t num_written; /* of them */
+  int64_t num_reduced; /* slots of all ranks that were summed or copied */
+} fsdp_shm_op;
+
+/* Where this rank reads another's slots. */
+typedef struct fsdp_shm_reader {
+  int64_t begin;     /* the first slot of the oldest call */
+  int64_t num_slots; /* of that call; 0: its first slot was not seen yet */
+  int64_t num_read;
+} fsdp_shm_reader;
+
+typedef struct fsdp_shm_channel {
+  fsdp_shm_op *ops; /* [first, end) are in flight, oldest first */
+  size_t capacity;
+  size_t first;
+  size_t end;
+  size_t writing; /* the first that is not written whole */
+  uint64_t num_started;
+  uint64_t num_ended;
+  int64_t head;             /* own slots that are filled */
+  int64_t min_tail;         /* of the readers, as last seen */
+  fsdp_shm_reader *readers; /* of each rank */
+  int64_t progress_ns;      /* when a slot was last written or read */
+} fsdp_shm_channel;
+
+/* A message in flight. */
+typedef struct fsdp_shm_message {
+  bool is_send;
+  int64_t peer;
+  char *data;
+  int64_t nbytes;
+  int64_t num_done; /* bytes */
+  bool is_begun;    /* its first slot was written or read */
+  char label[FSDP_SHM_LABEL_NBYTES];
+} fsdp_shm_message;
+
+typedef struct fsdp_shm_peer {
+  fsdp_shm_segment segment;
+  fsdp_shm_process process;
+  int64_t num_sent;     /* message slots */
+  int64_t num_received; /* the same */
+} fsdp_shm_peer;
+
+typedef struct fsdp_shm {
+  fsdp_transport base;
+  int64_t rank;
+  int64_t world_size;
+  fsdp_shm_geometry geometry;
+  int64_t timeout_ms;
+  int64_t spin_ns; /* 0: sleep at once */
+  bool is_crowded; /* fewer processors than ranks: yield instead of spinning */
+  int64_t owner;   /* pid; a forked child has no part in the transport */
+
+  pthread_mutex_t mutex; /* over all that follows */
+  fsdp_shm_peer *peers;  /* of each rank, itself included */
+  fsdp_shm_channel channels[FSDP_NUM_CHANNELS];
+  fsdp_shm_message *messages;
+  size_t message_capacity;
+  size_t num_messages;
+  int64_t message_progress_ns;
+  const void **pieces; /* scratch of sums, one entry per rank */
+  fsdp_error failure;  /* status FSDP_OK: none yet */
+} fsdp_shm;
+
+/* ---- channel.c: one channel's slots ---- */
+
+/* Appends a call whose descriptor (without sequence), memory and dtype are
+ * set. With FSDP_OUT_OF_MEMORY nothing has changed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm,
+                                                       fsdp_channel channel,
+                                                       const fsdp_shm_op *op,
+                                                       uint64_t *ticket,
+                                                       fsdp_error *error);
+
+/* Writes and reads all that can be without waiting. FSDP_BACKEND when another
+ * rank makes another call. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_channel_progress(fsdp_shm *shm,
+                                                          fsdp_channel channel,
+                                                          fsdp_error *error);
+
+/* Whether the oldest call cannot go on before rank `peer` does. */
+bool fsdp_shm_priv_channel_waits_for(const fsdp_shm *shm, fsdp_channel channel,
+                                     int64_t peer);
+
+/* ---- messages.c: between two ranks ---- */
+
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm,
+                                                           fsdp_error *error);
+
+bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer);
+
+/* ---- waiting.c: until others have come ---- */
+
+/* What is waited for: a call of a channel, or all messages. */
+typedef struct fsdp_shm_goal {
+  bool is_messages;
+  fsdp_channel channel;
+  uint64_t ticket;
+} fsdp_shm_goal;
+
+/* With the mutex held; lets it go in between. Keeps a failure. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_wait(fsdp_shm *shm,
+                                              const fsdp_shm_goal *goal,
+                                              fsdp_error *error);
+
+/* Progress of everything, once. Keeps a failure. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_progress(fsdp_shm *shm,
+                                                  fsdp_error *error);
+
+/* Wakes a rank if it sleeps: what it waits for may have come. */
+void fsdp_shm_priv_ring(const fsdp_shm *shm, int64_t rank);
+
+/* Wakes every rank, this one too. */
+void fsdp_shm_priv_ring_all(const fsdp_shm *shm);
+
+/* The failure so far, in *error; also looks whether another rank failed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_check(fsdp_shm *shm,
+                                               fsdp_error *error);
+
+/* Monotonic, in ns. */
+int64_t fsdp_shm_priv_now(void);
+
+/* ---- describe.c: ranks and calls in words ---- */
+
+const char *fsdp_shm_priv_kind_name(int32_t kind);
+
+/* "#17 all_gather (blocks.3)" */
+void fsdp_shm_priv_describe_call(const fsdp_shm_descriptor *call, char *text,
+                                 size_t text_nbytes);
+
+/* "rank 1, which is in #15 ... on the gather channel (process 4711 is dead)" */
+void fsdp_shm_priv_describe_peer(const fsdp_shm *shm, int64_t peer,
+                                 fsdp_channel channel, char *text,
+                                 size_t text_nbytes);
+
+/* ---- sum.c ---- */
+
+/* Whether elements of this type can be added up and scaled. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype,
+                                                   double scale,
+                                                   fsdp_error *error);
+
+/* destination = scale * (pieces[0] + pieces[1] + ...), from the left; the
+ * destination may be one of the pieces. For what check_sum accepts. */
+void fsdp_shm_priv_sum(void *destination, fsdp_dtype dtype,
+                       const void *const *pieces, int64_t num_pieces,
+                       int64_t numel, double scale);
+
+/* ---- Where things lie ---- */
+
+static inline char *fsdp_shm_priv_base(const fsdp_shm *shm, int64_t rank) {
+  return (char *)shm->peers[rank].segment.header;
+}
+
+static inline fsdp_shm_channel_header *fsdp_shm_priv_channel_of(
+    const fsdp_shm *shm, int64_t rank, fsdp_channel channel) {
+  return &shm->peers[rank].segment.header->channels[channel];
+}
+
+/* How far `reader` has read what `writer` wrote; in the reader's segment. */
+static inline _Atomic int64_t *fsdp_shm_priv_tail(const fsdp_shm *shm,
+                                                  fsdp_channel channel,
+                                                  int64_t reader,
+                                                  int64_t writer) {
+  char *counters = fsdp_shm_priv_base(shm, reader) + shm->geometry.tails;
+  const int64_t i = (int64_t)channel * shm->world_size + writer;
+  return &((fsdp_shm_counter *)(void *)counters)[i].value;
+}
+
+static inline fsdp_shm_descriptor *fsdp_shm_priv_descriptor(
+    const fsdp_shm *shm, int64_t rank, fsdp_channel channel, int64_t slot) {
+  const fsdp_shm_geometry *g = &shm->geometry;
+  char *descriptors = fsdp_shm_priv_base(shm, rank) + g->descriptors;
+  return &(
+      (fsdp_shm_descriptor *)(void *)
+          descriptors)[(int64_t)channel * g->num_slots + slot % g->num_slots];
+}
+
+static inline char *fsdp_shm_priv_slot(const fsdp_shm *shm, int64_t rank,
+                                       fsdp_channel channel, int64_t slot) {
+  const fsdp_shm_geometry *g = &shm->geometry;
+  const int64_t i = (int64_t)channel * g->num_slots + slot % g->num_slots;
+  return fsdp_shm_priv_base(shm, rank) + g->slots + i * g->slot_nbytes;
+}
+
+#endif /* FSDP_SHM_PRIV_H */

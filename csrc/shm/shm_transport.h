@@ -1,0 +1,97 @@
+/*
+ * A transport through memory that the processes of one host share: every rank
+ * writes what the others need into its own segment, and they read it there.
+ *
+ *   rank 0's segment            rank 1's segment
+ *   gather  [slot][slot]...     gather  [slot][slot]...   <- rank 0 reads
+ *   reduce  [slot][slot]...     reduce  [slot][slot]...
+ *
+ * A collective is cut into slots; starting it writes as many as the ring has
+ * room for, `wait` does the rest, of all collectives in flight. There is no
+ * thread: data moves while some thread of the rank is inside a call. Any
+ * thread may call. Sums are made in rank order, so all ranks get the same
+ * bits; float16 and bfloat16 are summed in float32 and rounded once.
+ *
+ * A rank that dies, leaves, is stopped for longer than the time limit or makes
+ * another call than the others ends every other rank's wait with FSDP_BACKEND.
+ * The labels of the calls (fsdp_call) are compared too where both ranks give
+ * one, so a label must not name the rank.
+ */
+#ifndef FSDP_SHM_TRANSPORT_H
+#define FSDP_SHM_TRANSPORT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "port/transport.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* 0 stands for the default everywhere but in `nbytes` and `key_prefix`. */
+typedef struct fsdp_shm_options {
+  int64_t nbytes;             /* sizeof(fsdp_shm_options) */
+  const char *key_prefix;     /* of the keys in the store; one per transport */
+  int64_t ring_nbytes;        /* staging memory of one rank and channel */
+  int64_t slot_nbytes;        /* a multiple of 64, at least 64 * world_size */
+  int64_t message_nbytes;     /* staging memory of one rank for fsdp_shm_send */
+  int64_t timeout_ms;         /* of a collective without progress: 1800000 */
+  int64_t meeting_timeout_ms; /* for all ranks to create theirs: 300000 */
+  int64_t spin_us; /* how long to wait before sleeping; negative: not at all */
+} fsdp_shm_options;
+
+enum { FSDP_SHM_REASON_NBYTES = 256 };
+
+/* Whether the ranks can share memory; the same on every rank. */
+typedef struct fsdp_shm_verdict {
+  bool is_possible;
+  char reason[FSDP_SHM_REASON_NBYTES]; /* why not: "rank 3: ..."; else empty */
+} fsdp_shm_verdict;
+
+/*
+ * Meets the other ranks in the store and maps their segments. All ranks call
+ * it. If one of them cannot (another host, another user, no memory, ...), all
+ * return FSDP_OK with transport untouched and verdict->is_possible false.
+ *
+ * transport  [out] new; its ops->destroy releases it. Ends by itself with the
+ *            process: nothing stays behind, also after SIGKILL.
+ * verdict    [out]
+ *
+ * FSDP_INVALID_ARGUMENT  an option, rank or world_size out of bounds
+ * FSDP_BACKEND           the store failed, or a rank did not come in time
+ */
+FSDP_NODISCARD fsdp_status fsdp_shm_create(const fsdp_store *store,
+                                           const fsdp_shm_options *options,
+                                           int64_t rank, int64_t world_size,
+                                           fsdp_transport **transport,
+                                           fsdp_shm_verdict *verdict,
+                                           fsdp_error *error);
+
+/* Every rank waits until all have come here. On the gather channel. */
+FSDP_NODISCARD fsdp_status fsdp_shm_barrier(fsdp_transport *transport,
+                                            const char *label,
+                                            fsdp_error *error);
+
+/*
+ * Messages between two ranks, of any size, each way in order; not in order
+ * with collectives. Both only start; the memory belongs to the message until
+ * fsdp_shm_wait_messages. `nbytes` of both sides must agree.
+ */
+FSDP_NODISCARD fsdp_status fsdp_shm_send(fsdp_transport *transport,
+                                         int64_t receiver, const void *data,
+                                         int64_t nbytes, const char *label,
+                                         fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_shm_recv(fsdp_transport *transport,
+                                         int64_t sender, void *data,
+                                         int64_t nbytes, const char *label,
+                                         fsdp_error *error);
+/* Ends all messages that this rank started. */
+FSDP_NODISCARD fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,
+                                                  fsdp_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_SHM_TRANSPORT_H */
