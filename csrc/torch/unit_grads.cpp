@@ -23,10 +23,12 @@ int64_t nbytes_of(int64_t numel, at::ScalarType dtype) {
   return numel * static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-void ensure_grad_shard(const Unit &unit, Segment &segment) {
+void ensure_grad_shard(const Unit &unit, Segment &segment, bool is_replaced) {
   if (segment.grad_shard.defined()) return;
-  segment.grad_shard = at::zeros({segment.layout->shard_numel},
-                                 shard_options(unit, segment.grad));
+  const at::TensorOptions options = shard_options(unit, segment.grad);
+  segment.grad_shard = is_replaced
+                           ? at::empty({segment.layout->shard_numel}, options)
+                           : at::zeros({segment.layout->shard_numel}, options);
 }
 
 // The places, found once: a hot path walks them.
@@ -149,7 +151,7 @@ bool has_sharded_piece(const GradPlace &place) {
 
 // Copies in a gradient that the user set.
 void adopt_grad(Unit &unit, const GradPlace &place, const at::Tensor &grad) {
-  ensure_grad_shard(unit, *place.segment);
+  ensure_grad_shard(unit, *place.segment, false);
   at::Tensor target = sharded_grad(unit, place);  // not `grad`, even if it was
   if (grad.numel() != target.numel()) {
     refuse(
@@ -299,11 +301,11 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
 }
 
 fsdp_status grad_shard(void * /*context*/, void *owner, int64_t index,
-                       void **data, fsdp_error *error) {
+                       bool is_replaced, void **data, fsdp_error *error) {
   GUARDED(error) {
     Unit &unit = unit_of(owner);
     Segment &segment = unit.segments[static_cast<size_t>(index)];
-    ensure_grad_shard(unit, segment);
+    ensure_grad_shard(unit, segment, is_replaced);
     *data = segment.grad_shard.data_ptr();
     return FSDP_OK;
   };

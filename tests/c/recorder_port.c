@@ -564,20 +564,23 @@ static grad_shard *find_grad_shard(recorder *self, void *owner,
 }
 
 static fsdp_status get_grad_shard(void *context, void *owner, int64_t segment,
-                                  void **data, fsdp_error *error) {
+                                  bool is_replaced, void **data,
+                                  fsdp_error *error) {
   recorder *self = context;
   const fsdp_status status = recorder_priv_begin(
       self, FSDP_OUT_OF_MEMORY, error, "grad_shard %s %" PRId64,
       recorder_priv_owner_name(self, owner), segment);
   if (status != FSDP_OK) return status;
   grad_shard *shard = find_grad_shard(self, owner, segment);
-  if (!shard->is_made) {
+  if (!shard->is_made && is_replaced) {
+    memset(shard->data, 0xCD, (size_t)shard->nbytes); /* nobody may read it */
+  } else if (!shard->is_made) {
     const int lane =
         is_on_host(self, shard->data) ? RECORDER_HOST : (int)FSDP_LANE_COMPUTE;
     recorder_touch(self, lane, shard->data, shard->nbytes, true);
     memset(shard->data, 0, (size_t)shard->nbytes);
-    shard->is_made = true;
   }
+  shard->is_made = true;
   *data = shard->data;
   return FSDP_OK;
 }

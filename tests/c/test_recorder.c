@@ -65,19 +65,19 @@ static void test_lines_and_names(void) {
   CHECK_I64(ops->show_grads(it, &owner, FSDP_VIEW_SHARDED, NULL, NULL),
             FSDP_OK);
   recorder_set_grad_shard(device, &owner, 1, shard, sizeof shard);
-  CHECK_I64(ops->grad_shard(it, &owner, 1, &grad_shard, NULL), FSDP_OK);
+  CHECK_I64(ops->grad_shard(it, &owner, 1, false, &grad_shard, NULL), FSDP_OK);
   CHECK(grad_shard == shard && shard[0] == 0 && shard[1] == 0);
-  CHECK_I64(ops->grad_shard(it, &owner, 0, &grad_shard, NULL), FSDP_OK);
+  CHECK_I64(ops->grad_shard(it, &owner, 0, false, &grad_shard, NULL), FSDP_OK);
   CHECK(grad_shard != shard);
   void *again = NULL;
-  CHECK_I64(ops->grad_shard(it, &owner, 0, &again, NULL), FSDP_OK);
+  CHECK_I64(ops->grad_shard(it, &owner, 0, false, &again, NULL), FSDP_OK);
   CHECK(again == grad_shard);
   shard[0] = 7; /* kept, until it is made anew */
-  CHECK_I64(ops->grad_shard(it, &owner, 1, &again, NULL), FSDP_OK);
+  CHECK_I64(ops->grad_shard(it, &owner, 1, false, &again, NULL), FSDP_OK);
   CHECK(again == shard && shard[0] == 7);
   ops->grads_free(it, &owner);
   CHECK(shard[0] == 7);
-  CHECK_I64(ops->grad_shard(it, &owner, 1, &again, NULL), FSDP_OK);
+  CHECK_I64(ops->grad_shard(it, &owner, 1, false, &again, NULL), FSDP_OK);
   CHECK(again == shard && shard[0] == 0);
   ops->grad_release(it, &handle);
   CHECK_I64(recorder_live_nbytes(device), 16);

@@ -119,11 +119,14 @@ typedef struct fsdp_device_ops {
   /* Sums `buffer` (world_size * shard_numel) over the ranks; this rank's slot
    * of `buffer` holds its piece of the sum, the other slots are undefined.
    * `scratch` is as large as `buffer` if the unit was created with
-   * needs_reduce_scratch, else NULL. */
+   * needs_reduce_scratch and the group wants it, else NULL. */
   fsdp_status (*reduce_scatter)(void *context, fsdp_lane lane,
                                 const fsdp_group *group, void *buffer,
                                 void *scratch, int64_t shard_numel,
                                 fsdp_dtype dtype, fsdp_error *error);
+  /* Whether reduce_scatter of this group uses its scratch. May be NULL: yes.
+   * Cannot fail. */
+  bool (*reduce_wants_scratch)(void *context, const fsdp_group *group);
   /* Sums `buffer` over the ranks, in place. */
   fsdp_status (*all_reduce)(void *context, fsdp_lane lane,
                             const fsdp_group *group, void *buffer,
@@ -182,9 +185,10 @@ typedef struct fsdp_device_ops {
                             void *const *segments, fsdp_error *error);
   /* The sharded gradient of a trainable segment, in grad dtype (in host memory
    * if the unit offloads), allocated at the first call, and again after
-   * grads_free: zeros, written on COMPUTE. data [out] borrowed. */
+   * grads_free: zeros, written on COMPUTE, unless the next work on it will
+   * replace all of them (`is_replaced`). data [out] borrowed. */
   fsdp_status (*grad_shard)(void *context, void *owner, int64_t segment,
-                            void **data, fsdp_error *error);
+                            bool is_replaced, void **data, fsdp_error *error);
   /* Frees a gradient that was handed over by fsdp_unit_grad_ready. All work
    * that reads it is on the lane COMPUTE. Cannot fail. */
   void (*grad_release)(void *context, void *token);

@@ -28,7 +28,9 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   void *scratch = NULL;
 
   fsdp_trace_add(&engine->trace, "reduce_scatter", unit->name);
-  if (unit->scratch_nbytes > 0) {
+  if (unit->scratch_nbytes > 0 &&
+      (ops->reduce_wants_scratch == NULL ||
+       ops->reduce_wants_scratch(ops->context, group))) {
     FSDP_TRY(fsdp_engine_priv_take_scratch(engine, unit->scratch_nbytes,
                                            &scratch, error));
   }
@@ -154,7 +156,8 @@ static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
       continue;
     }
     FSDP_TRY(
-        ops->grad_shard(ops->context, unit->options.owner, i, &data, error));
+        ops->grad_shard(ops->context, unit->options.owner, i,
+                        !unit->has_sharded_grad, &data, error));
     unit->segments[i].has_grad_shard = true;
   }
 done:
@@ -213,8 +216,8 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
     void *grad_shard = NULL;
     void *target = NULL;
     if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i, &grad_shard,
-                             error));
+    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i,
+                             !unit->has_sharded_grad, &grad_shard, error));
     FSDP_TRY(bring_grad(unit, i, grad_shard, lane, &target, error));
     FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
                              own_slot(unit, i), segment->options.reduce_dtype,

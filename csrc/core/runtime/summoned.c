@@ -34,8 +34,8 @@ static fsdp_status get_shard(fsdp_unit *unit, int64_t segment, bool is_grad,
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
   if (is_grad) {
-    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, segment, shard,
-                             error));
+    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, segment, false,
+                             shard, error));
     unit->segments[segment].has_grad_shard = true;
   } else {
     *shard = unit->segments[segment].options.shard;
