@@ -234,5 +234,17 @@ class CopyPlan:
         """
 
 def build_info() -> dict[str, str]: ...
+def empty_tensors(
+    numels: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """Uninitialised 1-D CPU tensors, side by side in memory."""
+
+def pass_messages(
+    group: ProcessGroup,
+    outgoing: Sequence[tuple[int, torch.Tensor]],
+    incoming: Sequence[tuple[int, torch.Tensor]],
+) -> bool:
+    """Pass CPU tensors through shared memory; False if that is not possible."""
+
 def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, value: int = 0) -> int:
     """CRC-32C of the bytes of a contiguous CPU tensor or a buffer."""

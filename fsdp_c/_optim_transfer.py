@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_c._native import CopyPlan, Placement
+from fsdp_c._native import CopyPlan, Placement, empty_tensors, pass_messages
 
 # Pieces of at least this size are not packed.
 DIRECT_NBYTES = 1024 * 1024
@@ -69,12 +69,10 @@ def transfer(
     held = [_range(item.held_by(rank)) for item in items]
     needed = [_range(item.needed_by(rank)) for item in items]
     sources = [_bytes_of(part, device) for part in parts]
-    results = [
-        torch.empty(end - begin, dtype=item.dtype, device=device)
-        for item, (begin, end) in zip(items, needed, strict=True)
-    ]
+    results = _empty([end - begin for begin, end in needed], items, device)
     targets = [result.view(torch.uint8) for result in results]
-    operations: list[dist.P2POp] = []
+    outgoing_messages: list[tuple[int, Tensor]] = []
+    incoming_messages: list[tuple[int, Tensor]] = []
     own: list[tuple[Tensor, Tensor]] = []
     unpacking: list[tuple[Tensor, list[Tensor]]] = []
     packages: dict[tuple[_Piece, ...], Tensor] = {}  # equal for several peers
@@ -92,22 +90,34 @@ def transfer(
             if content not in packages:
                 packages[content] = _pack(small, device)
             large.append(packages[content])
-        operations += [_message(dist.isend, each, peer, group) for each in large]
+        outgoing_messages += [(peer, each) for each in large]
         large, small = _split(into)
         if small:
             nbytes = sum(each.numel() for each in small)
             packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
             unpacking.append((packed, small))
             large.append(packed)
-        operations += [_message(dist.irecv, each, peer, group) for each in large]
-    # Messages travel while this rank copies what it holds itself.
-    works = dist.batch_isend_irecv(operations) if operations else []
+        incoming_messages += [(peer, each) for each in large]
+    works = _start(outgoing_messages, incoming_messages, group, device)
+    # gloo's messages travel while this rank copies what it holds itself.
     _copy([source for source, _ in own], [target for _, target in own])
     for work in works:
         work.wait()
     for packed, small in unpacking:
         _unpack(packed, small)
     return results
+
+
+def _empty(
+    numels: Sequence[int], items: Sequence[Item], device: torch.device
+) -> list[Tensor]:
+    dtypes = [item.dtype for item in items]
+    if device.type == "cpu":
+        return empty_tensors(numels, dtypes)
+    return [
+        torch.empty(numel, dtype=dtype, device=device)
+        for numel, dtype in zip(numels, dtypes, strict=True)
+    ]
 
 
 def _range(given: Range) -> Range:
@@ -159,10 +169,22 @@ def _split(slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return large, [each for each in slices if each.numel() < DIRECT_NBYTES]
 
 
-def _message(
-    call: Callable[..., object], memory: Tensor, peer: int, group: ProcessGroup
-) -> dist.P2POp:
-    return dist.P2POp(call, memory, group=group, group_peer=peer)
+def _start(
+    outgoing: Sequence[tuple[int, Tensor]],
+    incoming: Sequence[tuple[int, Tensor]],
+    group: ProcessGroup,
+    device: torch.device,
+) -> list[dist.Work]:
+    """Pass messages, or start to; return what is to be waited for."""
+    if device.type == "cpu" and pass_messages(group, outgoing, incoming):
+        return []
+    calls = ((dist.isend, outgoing), (dist.irecv, incoming))
+    operations = [
+        dist.P2POp(call, memory, group=group, group_peer=peer)
+        for call, messages in calls
+        for peer, memory in messages
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

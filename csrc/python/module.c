@@ -60,10 +60,27 @@ PyDoc_STRVAR(
     "CRC-32C of the bytes of a contiguous CPU tensor or a buffer, behind\n"
     "what gave `value`. Other threads run meanwhile.");
 
+PyDoc_STRVAR(
+    empty_tensors_doc,
+    "empty_tensors($module, /, numels, dtypes)\n--\n\n"
+    "Uninitialised 1-D CPU tensors, side by side in memory with large pages\n"
+    "where there are any; memory goes back in pieces of at most 64 MiB.");
+
+PyDoc_STRVAR(
+    pass_messages_doc,
+    "pass_messages($module, /, group, outgoing, incoming)\n--\n\n"
+    "Pass contiguous CPU tensors, (peer, tensor) each, between ranks of a\n"
+    "process group through shared memory. All ranks must call it. False if\n"
+    "that is not possible: then nothing was done.");
+
 static PyMethodDef module_methods[] = {
     {"build_info", build_info, METH_NOARGS, build_info_doc},
     {"crc32c", (PyCFunction)(void (*)(void))fsdp_module_crc32c,
      METH_VARARGS | METH_KEYWORDS, crc32c_doc},
+    {"empty_tensors", (PyCFunction)(void (*)(void))fsdp_module_empty_tensors,
+     METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
+    {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
+     METH_VARARGS | METH_KEYWORDS, pass_messages_doc},
     {NULL, NULL, 0, NULL},
 };
 

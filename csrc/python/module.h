@@ -74,6 +74,13 @@ const fsdp_placement *fsdp_placement_object_placement(PyObject *object);
 PyObject *fsdp_module_crc32c(PyObject *module, PyObject *args,
                              PyObject *kwargs);
 
+/* transfers.c: empty_tensors(numels, dtypes). */
+PyObject *fsdp_module_empty_tensors(PyObject *module, PyObject *args,
+                                    PyObject *kwargs);
+/* pass_messages(group, outgoing, incoming). */
+PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
+                                    PyObject *kwargs);
+
 extern PyType_Spec fsdp_unit_object_spec;
 extern PyType_Spec fsdp_engine_object_spec;
 extern PyType_Spec fsdp_layout_object_spec;

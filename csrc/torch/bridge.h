@@ -296,6 +296,32 @@ FSDP_NODISCARD fsdp_status fsdp_torch_copy_plan_run(const fsdp_copy_plan *plan,
                                                     fsdp_torch_buffers targets,
                                                     fsdp_error *error);
 
+/* Moving state between ranks ----------------------------------------------- */
+
+/*
+ * Uninitialised 1-D tensors in host memory, over large pages where the kernel
+ * gives them. tensors [out] new reference to a list. GIL.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_empty_tensors(
+    const int64_t *numels, struct _object *const *dtypes, int64_t num_tensors,
+    struct _object **tensors, fsdp_error *error);
+
+/* A contiguous tensor in host memory that goes to `peer` or comes from it. */
+typedef struct fsdp_torch_message {
+  int64_t peer; /* rank of the group */
+  struct _object *tensor;
+  bool is_outgoing;
+} fsdp_torch_message;
+
+/*
+ * Passes messages between ranks of a process group, if its transport can: every
+ * rank must call, the messages between two ranks are in the same order on both.
+ * are_passed [out] false: nothing was done. GIL (released inside); may block.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_pass_messages(
+    struct _object *group, const fsdp_torch_message *messages,
+    int64_t num_messages, bool *are_passed, fsdp_error *error);
+
 #ifdef __cplusplus
 }
 #endif

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -16,16 +17,63 @@ Group &backend_of(const fsdp_group *group) {
   return *static_cast<Group *>(group->handle);
 }
 
-// Grouping: with NCCL through c10d each call is a launch of its own; the
-// native NCCL provider merges them.
-fsdp_status group_begin(void * /*context*/, fsdp_lane /*lane*/,
-                        const fsdp_group * /*group*/, fsdp_error * /*error*/) {
-  return FSDP_OK;
+// How one call of a transport is made: the label lives as long as this.
+class TransportCall {
+ public:
+  TransportCall(const Provider &provider, fsdp_lane lane) {
+    if (provider.label) provider.label(text_.data(), text_.size());
+    call_.channel = lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER
+                                              : FSDP_CHANNEL_REDUCE;
+    if (provider.has_streams()) call_.stream = provider.native_stream(lane);
+    call_.label = text_.data();
+  }
+  TransportCall(const TransportCall &) = delete;
+  TransportCall &operator=(const TransportCall &) = delete;
+
+  const fsdp_call *get() const { return &call_; }
+
+ private:
+  std::array<char, 160> text_ = {};
+  fsdp_call call_ = {};
+};
+
+// Starts a collective of the group's transport on a lane.
+template <typename Start>
+fsdp_status carry(Provider &provider, fsdp_lane lane, Group &group,
+                  Start &&start) {
+  fsdp_transport *transport = group.transport.get();
+  const TransportCall call(provider, lane);
+  uint64_t ticket = 0;
+  const fsdp_status status = start(transport, call.get(), &ticket);
+  if (status == FSDP_OK && transport->ops->is_host) {
+    provider.add_ticket(lane, &group, call.get()->channel, ticket);
+  }
+  return status;
 }
 
-fsdp_status group_end(void * /*context*/, fsdp_lane /*lane*/,
-                      const fsdp_group * /*group*/, fsdp_error * /*error*/) {
-  return FSDP_OK;
+// Grouping: a transport may merge the calls; c10d's are launches of their own.
+fsdp_status group_begin(void *context, fsdp_lane lane, const fsdp_group *group,
+                        fsdp_error *error) {
+  GUARDED(error) {
+    fsdp_transport *transport = backend_of(group).transport.get();
+    if (transport == nullptr) return FSDP_OK;
+    const TransportCall call(provider_of(context), lane);
+    return transport->ops->group_begin(transport, call.get(), error);
+  };
+}
+
+fsdp_status group_end(void *context, fsdp_lane lane, const fsdp_group *group,
+                      fsdp_error *error) {
+  GUARDED(error) {
+    fsdp_transport *transport = backend_of(group).transport.get();
+    if (transport == nullptr) return FSDP_OK;
+    const TransportCall call(provider_of(context), lane);
+    return transport->ops->group_end(transport, call.get(), error);
+  };
+}
+
+bool reduce_wants_scratch(void * /*context*/, const fsdp_group *group) {
+  return backend_of(group).transport == nullptr;
 }
 
 // Note [Python objects in thread-local state]
@@ -36,7 +84,9 @@ fsdp_status group_end(void * /*context*/, fsdp_lane /*lane*/,
 // collectives are issued without such objects.
 class WithoutPythonObjects {
  public:
-  WithoutPythonObjects() : saved_(Objects::get_state()) {
+  // Moved, since a copy would allocate: the state is this thread's own.
+  WithoutPythonObjects()
+      : saved_(std::move(const_cast<Objects &>(Objects::get_state()))) {
     Objects::set_state({});
   }
   ~WithoutPythonObjects() { Objects::set_state(std::move(saved_)); }
@@ -95,8 +145,17 @@ fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
   GUARDED(error) {
     Provider &provider = provider_of(context);
     const WithoutPythonObjects no_objects;
-    const Group &backend = backend_of(group);
+    Group &backend = backend_of(group);
     if (shard_numel == 0) return FSDP_OK;
+    if (backend.transport) {
+      return carry(provider, lane, backend,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket) {
+                     return self->ops->all_gather(self, call, output, input,
+                                                  shard_numel, dtype, ticket,
+                                                  error);
+                   });
+    }
     if (backend.is_gloo && group->world_size <= kMaxBroadcastRanks) {
       gather_by_broadcasts(provider, lane, group, output, input, shard_numel,
                            dtype);
@@ -153,6 +212,16 @@ fsdp_status reduce_scatter(void *context, fsdp_lane lane,
     Provider &provider = provider_of(context);
     const WithoutPythonObjects no_objects;
     if (shard_numel == 0) return FSDP_OK;
+    Group &backend = backend_of(group);
+    if (backend.transport) {
+      return carry(provider, lane, backend,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket) {
+                     return self->ops->reduce_scatter(self, call, buffer,
+                                                      shard_numel, dtype, 1.0,
+                                                      ticket, error);
+                   });
+    }
     if (scratch != nullptr) {
       reduce_by_all_to_all(provider, lane, group, buffer, scratch, shard_numel,
                            dtype);
@@ -176,10 +245,19 @@ fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
     Provider &provider = provider_of(context);
     const WithoutPythonObjects no_objects;
     if (numel == 0) return FSDP_OK;
+    Group &backend = backend_of(group);
+    if (backend.transport) {
+      return carry(provider, lane, backend,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket) {
+                     return self->ops->all_reduce(self, call, buffer, numel,
+                                                  dtype, 1.0, ticket, error);
+                   });
+    }
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10::intrusive_ptr<c10d::Work> work;
     provider.on_lane(lane, [&] {
-      work = backend_of(group).process_group->allreduce(tensors);
+      work = backend.process_group->allreduce(tensors);
     });
     provider.add_work(lane, &backend_of(group), std::move(work));
     return FSDP_OK;
@@ -193,6 +271,15 @@ fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
     Provider &provider = provider_of(context);
     const WithoutPythonObjects no_objects;
     if (numel == 0) return FSDP_OK;
+    Group &backend = backend_of(group);
+    if (backend.transport) {
+      return carry(provider, lane, backend,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket) {
+                     return self->ops->broadcast(self, call, buffer, numel,
+                                                 root, dtype, ticket, error);
+                   });
+    }
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
@@ -232,6 +319,7 @@ void add_collective_ops(fsdp_device_ops *ops) {
   ops->broadcast = broadcast;
   ops->reduce_scatter = reduce_scatter;
   ops->all_reduce = all_reduce;
+  ops->reduce_wants_scratch = reduce_wants_scratch;
   ops->exchange = exchange;
 }
 

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <vector>
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/transports.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -33,6 +35,16 @@ std::string last_operation(const fsdp_engine *engine) {
   if (entry == nullptr) return "nothing yet";
   return c10::str("#", entry->sequence, " ", entry->operation, " of unit '",
                   entry->unit != nullptr ? entry->unit : "-", "'");
+}
+
+void write_label(const fsdp_engine *engine, char *text, size_t capacity) {
+  const fsdp_trace_entry *entry = fsdp_trace_last(fsdp_engine_trace(engine));
+  if (entry == nullptr) {
+    std::snprintf(text, capacity, "nothing yet");
+    return;
+  }
+  std::snprintf(text, capacity, "%s of unit '%s'", entry->operation,
+                entry->unit != nullptr ? entry->unit : "-");
 }
 
 // Gradients whose norm one group sums up: every rank of it holds other
@@ -157,6 +169,9 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_torch::add_hook_ops(&ops);
     fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
     if (status != FSDP_OK) return status;
+    self->provider.label = [core = self->core](char *text, size_t capacity) {
+      fsdp_torch::write_label(core, text, capacity);
+    };
     // The provider is a part of the engine and does not outlive it.
     self->provider.position = [core = self->core] {
       return fsdp_torch::last_operation(core);
@@ -169,6 +184,12 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
                          "units with one device_id",
                          unit.name.c_str(), unit.device.str().c_str(),
                          units[0]->self->device.str().c_str());
+      }
+      {
+        // The other ranks may need the GIL to come here.
+        const pybind11::gil_scoped_release no_gil;
+        fsdp_torch::connect(unit.shard_group, unit.device);
+        fsdp_torch::connect(unit.replica_group, unit.device);
       }
       if (unit.engine) unit.engine->recover();
       status = fsdp_engine_add_unit(self->core, unit.core, error);

@@ -132,6 +132,19 @@ void Provider::add_work(fsdp_lane lane, Group *group,
   host_lanes_[lane].num_added++;
 }
 
+void Provider::add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
+                          uint64_t ticket) {
+  host_lanes_[lane].items.push_back({nullptr, group, nullptr, channel, ticket});
+  host_lanes_[lane].num_added++;
+}
+
+void *Provider::native_stream(fsdp_lane lane) const {
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  return (lane == FSDP_LANE_COMPUTE ? guard.getStream(device_)
+                                    : streams_[lane])
+      .native_handle();
+}
+
 void Provider::add_step(fsdp_lane lane, std::function<void()> step) {
   HostLane &queue = host_lanes_[lane];
   if (has_streams_ || queue.items.empty()) {
@@ -157,6 +170,23 @@ void Provider::wait_for(Group *group, c10d::Work &work) const {
   }
 }
 
+void Provider::run_item(const HostItem &item, bool has_failed) const {
+  if (item.group == nullptr) {
+    if (!has_failed) item.step();
+  } else if (item.work == nullptr) {
+    fsdp_transport *transport = item.group->transport.get();
+    fsdp_error error = {};
+    if (transport->ops->wait(transport, item.channel, item.ticket, &error) !=
+        FSDP_OK) {
+      C10_THROW_ERROR(DistBackendError, error.message);
+    }
+  } else if (has_failed) {
+    item.work->wait();  // the first failure is the one to describe
+  } else {
+    wait_for(item.group, *item.work);
+  }
+}
+
 // After a failure the rest, up to the ticket, still has to end, because its
 // memory will be reused; its steps would only work on garbage.
 void Provider::run_until(HostLane &lane, uint64_t ticket) {
@@ -166,13 +196,7 @@ void Provider::run_until(HostLane &lane, uint64_t ticket) {
     lane.items.pop_front();
     lane.num_done++;
     try {
-      if (item.work == nullptr) {
-        if (!failure) item.step();
-      } else if (failure) {
-        item.work->wait();  // the first failure is the one to describe
-      } else {
-        wait_for(item.group, *item.work);
-      }
+      run_item(item, failure != nullptr);
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }

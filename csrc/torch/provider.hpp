@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "port/device_ops.h"
+#include "port/transport.h"
 
 namespace fsdp_torch {
 
@@ -27,6 +28,9 @@ struct Group {
   // override work.
   bool has_backend = true;
   int64_t num_failures = 0;  // reported so far, see post_mortem.hpp
+  // What carries the collectives, transports.hpp; null: c10d.
+  std::shared_ptr<fsdp_transport> transport;
+  std::string why_not;  // there is none
 };
 
 class Provider {
@@ -67,21 +71,31 @@ class Provider {
   // Queues `work` of `group` on a host lane; makes a stream lane wait for it.
   void add_work(fsdp_lane lane, Group *group,
                 c10::intrusive_ptr<c10d::Work> work);
+  // Queues a collective that a host transport of `group` has started.
+  void add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
+                  uint64_t ticket);
   // Runs `step` after the lane's work so far; on a stream lane that is now.
   void add_step(fsdp_lane lane, std::function<void()> step);
 
   // Says what this rank issued last, for reports of failures.
   std::function<std::string()> position;
+  // The same of the collective that starts now, without its number and without
+  // an allocation.
+  std::function<void(char *, size_t)> label;
 
   bool has_streams() const { return has_streams_; }
+  // The stream of a lane as the device's own handle.
+  void *native_stream(fsdp_lane lane) const;
   c10::Device device() const { return device_; }
 
  private:
   // Note [Lanes on a host device] in device_ops.h.
   struct HostItem {
     c10::intrusive_ptr<c10d::Work> work;
-    Group *group;  // of `work`
+    Group *group;  // of `work` or of `ticket`; null: a step
     std::function<void()> step;
+    fsdp_channel channel = FSDP_CHANNEL_GATHER;
+    uint64_t ticket = 0;
   };
   struct HostLane {
     std::deque<HostItem> items;
@@ -89,6 +103,7 @@ class Provider {
     uint64_t num_done = 0;
   };
   void run_until(HostLane &lane, uint64_t ticket);
+  void run_item(const HostItem &item, bool has_failed) const;
   // Waits for `work`; a failure names what every rank was doing.
   void wait_for(Group *group, c10d::Work &work) const;
 

@@ -14,6 +14,7 @@
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/objects.hpp"
+#include "torch/transports.hpp"
 
 namespace fsdp_torch {
 namespace {
@@ -24,21 +25,6 @@ at::ScalarType dtype_or(PyObject *object, at::ScalarType otherwise) {
     throw std::invalid_argument("expected a torch.dtype");
   }
   return reinterpret_cast<THPDtype *>(object)->scalar_type;
-}
-
-Group group_from(PyObject *object, c10::Device device) {
-  Group group;
-  if (object == nullptr) return group;
-  group.process_group =
-      py::handle(object).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-  try {
-    group.is_gloo =
-        group.process_group->getBackend(device.type())->getBackendName() ==
-        "gloo";
-  } catch (const std::exception &) {
-    group.has_backend = false;  // a user's own group
-  }
-  return group;
 }
 
 fsdp_group core_group(const Group &group) {

@@ -291,10 +291,11 @@ def test_dict_does_not_follow_training(rank: int, world_size: int) -> None:
 def test_one_exchange_a_unit(rank: int, world_size: int) -> None:
     """One collective for what there is, then one exchange a unit; none for loading."""
     needs_fsdp_c("gathers each state")
+    from fsdp_c import _optim_transfer
+
     calls: list[str] = []
-    originals = {
-        name: getattr(dist, name) for name in ("all_gather_object", "batch_isend_irecv")
-    }
+    owners = {"all_gather_object": dist, "pass_messages": _optim_transfer}
+    originals = {name: getattr(owner, name) for name, owner in owners.items()}
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -307,17 +308,17 @@ def test_one_exchange_a_unit(rank: int, world_size: int) -> None:
     optim = OPTIMIZERS["adam"](model.parameters())
     train(model, optim, "transformer", 1, rank=rank)
     for name in originals:
-        setattr(dist, name, counted(name))
+        setattr(owners[name], name, counted(name))
     try:
         found = FSDP.optim_state_dict(model, optim)
         assert calls.count("all_gather_object") == 1
-        assert calls.count("batch_isend_irecv") == len(FSDP.fsdp_modules(model))
+        assert calls.count("pass_messages") == len(FSDP.fsdp_modules(model))
         calls.clear()
         FSDP.optim_state_dict_to_load(model, optim, found)
         assert calls == []
     finally:
         for name, function in originals.items():
-            setattr(dist, name, function)
+            setattr(owners[name], name, function)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

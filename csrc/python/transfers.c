@@ -1,0 +1,95 @@
+/*
+ * empty_tensors() and pass_messages(): what moving state between ranks needs.
+ */
+#include "python/convert.h"
+
+PyObject *fsdp_module_empty_tensors(PyObject *Py_UNUSED(module), PyObject *args,
+                                    PyObject *kwargs) {
+  static const char *const keywords[] = {"numels", "dtypes", NULL};
+  fsdp_error error = {0};
+  PyObject *numel_sequence, *dtype_sequence; /* borrowed */
+  PyObject *dtypes = NULL;                   /* tuple */
+  PyObject *result = NULL;
+  int64_t *numels = NULL;
+  Py_ssize_t num_tensors = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:empty_tensors",
+                                   FSDP_KEYWORDS(keywords), &numel_sequence,
+                                   &dtype_sequence)) {
+    return NULL;
+  }
+  numels = fsdp_read_int64s(numel_sequence, "numels", 1, &num_tensors);
+  if (numels == NULL) return NULL;
+  dtypes = PySequence_Tuple(dtype_sequence);
+  if (dtypes == NULL) goto done;
+  if (PyTuple_GET_SIZE(dtypes) != num_tensors) {
+    PyErr_Format(PyExc_ValueError, "%zd numels, but %zd dtypes", num_tensors,
+                 PyTuple_GET_SIZE(dtypes));
+    goto done;
+  }
+  if (fsdp_torch_empty_tensors(numels, &PyTuple_GET_ITEM(dtypes, 0),
+                               (int64_t)num_tensors, &result,
+                               &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+  }
+done:
+  PyMem_Free(numels);
+  Py_XDECREF(dtypes);
+  return result;
+}
+
+/* Fills messages[first ...] from a tuple of (peer, tensor). */
+static int read_messages(PyObject *sequence, bool is_outgoing,
+                         fsdp_torch_message *messages) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sequence); i++) {
+    PyObject *item = PyTuple_GET_ITEM(sequence, i); /* borrowed */
+    long long peer = 0;
+    if (!PyTuple_Check(item)) {
+      PyErr_SetString(PyExc_TypeError, "a message is a tuple (peer, tensor)");
+      return -1;
+    }
+    if (!PyArg_ParseTuple(item, "LO", &peer, &messages[i].tensor)) return -1;
+    messages[i].peer = (int64_t)peer;
+    messages[i].is_outgoing = is_outgoing;
+  }
+  return 0;
+}
+
+PyObject *fsdp_module_pass_messages(PyObject *Py_UNUSED(module), PyObject *args,
+                                    PyObject *kwargs) {
+  static const char *const keywords[] = {"group", "outgoing", "incoming", NULL};
+  fsdp_error error = {0};
+  PyObject *group, *outgoing_sequence, *incoming_sequence; /* borrowed */
+  PyObject *outgoing = NULL, *incoming = NULL;             /* tuples */
+  PyObject *result = NULL;
+  fsdp_torch_message *messages = NULL;
+  bool are_passed = false;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:pass_messages",
+                                   FSDP_KEYWORDS(keywords), &group,
+                                   &outgoing_sequence, &incoming_sequence)) {
+    return NULL;
+  }
+  outgoing = PySequence_Tuple(outgoing_sequence);
+  if (outgoing == NULL) goto done;
+  incoming = PySequence_Tuple(incoming_sequence);
+  if (incoming == NULL) goto done;
+  const Py_ssize_t num_outgoing = PyTuple_GET_SIZE(outgoing);
+  const Py_ssize_t num_messages = num_outgoing + PyTuple_GET_SIZE(incoming);
+  messages = PyMem_Calloc((size_t)num_messages + 1, sizeof *messages);
+  if (messages == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  if (read_messages(outgoing, true, messages) < 0) goto done;
+  if (read_messages(incoming, false, messages + num_outgoing) < 0) goto done;
+  if (fsdp_torch_pass_messages(group, messages, (int64_t)num_messages,
+                               &are_passed, &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    goto done;
+  }
+  result = PyBool_FromLong(are_passed);
+done:
+  PyMem_Free(messages);
+  Py_XDECREF(outgoing);
+  Py_XDECREF(incoming);
+  return result;
+}

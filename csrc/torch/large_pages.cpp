@@ -1,0 +1,124 @@
+#include "torch/large_pages.hpp"
+
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <sys/mman.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/unit.hpp"
+
+// Note [Slabs]
+// Filling fresh memory costs a page fault per 4 KiB: for a state dict of some
+// hundred MiB that takes longer than the copies. So tensors that are made
+// together lie side by side in slabs, for which the kernel is asked for large
+// pages. A slab lives until the last of its tensors goes, hence the limit; a
+// tensor that is larger has a slab of its own.
+
+namespace fsdp_torch {
+namespace {
+
+constexpr size_t kLargePage = size_t{2} << 20;
+constexpr size_t kSlab = size_t{64} << 20;
+constexpr size_t kAlignment = 64;
+
+size_t round_up(size_t nbytes, size_t multiple) {
+  return (nbytes + multiple - 1) / multiple * multiple;
+}
+
+using Slab = std::shared_ptr<void>;
+
+Slab make_slab(size_t nbytes) {
+  void *memory = nullptr;
+  if (posix_memalign(&memory, kLargePage, nbytes) != 0) throw std::bad_alloc();
+  // Only advice: without large pages everything works all the same.
+  (void)madvise(memory, nbytes, MADV_HUGEPAGE);
+  return Slab(memory, std::free);
+}
+
+at::Tensor tensor_in(const Slab &slab, size_t offset, const TensorSpec &spec,
+                     size_t nbytes, c10::DispatchKeySet keys) {
+  c10::DataPtr data(static_cast<char *>(slab.get()) + offset, new Slab(slab),
+                    [](void *held) { delete static_cast<Slab *>(held); },
+                    c10::kCPU);
+  const auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), nbytes, std::move(data),
+      c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+  return make_view(storage, keys, spec.dtype, {spec.numel}, 0);
+}
+
+size_t nbytes_of(const TensorSpec &spec) {
+  if (spec.numel < 0) {
+    throw std::invalid_argument(
+        c10::str("a tensor cannot have ", spec.numel, " elements"));
+  }
+  return static_cast<size_t>(spec.numel) * c10::elementSize(spec.dtype);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> empty_tensors(const std::vector<TensorSpec> &specs) {
+  const c10::DispatchKeySet keys = keys_of(c10::kCPU);
+  std::vector<at::Tensor> tensors;
+  for (size_t begin = 0; begin < specs.size();) {
+    size_t end = begin;
+    size_t total = 0;
+    while (end < specs.size()) {
+      const size_t more = round_up(nbytes_of(specs[end]), kAlignment);
+      if (end > begin && total + more > kSlab) break;
+      total += more;
+      end++;
+    }
+    if (total < kLargePage) {  // of a small slab much would be wasted
+      for (; begin < end; begin++) {
+        tensors.push_back(at::empty({specs[begin].numel}, specs[begin].dtype));
+      }
+      continue;
+    }
+    const Slab slab = make_slab(round_up(total, kLargePage));
+    for (size_t offset = 0; begin < end; begin++) {
+      const size_t nbytes = nbytes_of(specs[begin]);
+      tensors.push_back(tensor_in(slab, offset, specs[begin], nbytes, keys));
+      offset += round_up(nbytes, kAlignment);
+    }
+  }
+  return tensors;
+}
+
+}  // namespace fsdp_torch
+
+extern "C" fsdp_status fsdp_torch_empty_tensors(const int64_t *numels,
+                                                PyObject *const *dtypes,
+                                                int64_t num_tensors,
+                                                PyObject **tensors,
+                                                fsdp_error *error) {
+  GUARDED(error) {
+    std::vector<fsdp_torch::TensorSpec> specs;
+    for (int64_t i = 0; i < num_tensors; i++) {
+      if (!THPDtype_Check(dtypes[i])) {
+        throw std::invalid_argument("expected a torch.dtype");
+      }
+      specs.push_back(
+          {numels[i], reinterpret_cast<THPDtype *>(dtypes[i])->scalar_type});
+    }
+    PyObject *list = PyList_New(static_cast<Py_ssize_t>(num_tensors));
+    if (list == nullptr) throw python_error();
+    Py_ssize_t index = 0;
+    for (at::Tensor &tensor : fsdp_torch::empty_tensors(specs)) {
+      PyObject *object = THPVariable_Wrap(std::move(tensor));
+      if (object == nullptr) {
+        Py_DECREF(list);
+        throw python_error();
+      }
+      PyList_SET_ITEM(list, index++, object);
+    }
+    *tensors = list;
+    return FSDP_OK;
+  };
+}

@@ -1,0 +1,74 @@
+// Messages between two ranks of a group, through its transport.
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "shm/shm_transport.h"
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/objects.hpp"
+#include "torch/transports.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+at::Tensor read_message(const fsdp_torch_message &message) {
+  if (!THPVariable_Check(message.tensor)) {
+    throw std::invalid_argument("a message is not a tensor");
+  }
+  at::Tensor tensor = THPVariable_Unpack(message.tensor);
+  check_memory(tensor, "a message");
+  if (!tensor.is_cpu()) {
+    throw std::invalid_argument("a message is on " + tensor.device().str() +
+                                ", need it on the CPU");
+  }
+  return tensor;
+}
+
+void start(fsdp_transport *transport, const fsdp_torch_message &message,
+           const at::Tensor &tensor) {
+  const auto nbytes = static_cast<int64_t>(tensor.nbytes());
+  fsdp_error error = {};
+  const fsdp_status status =
+      message.is_outgoing
+          ? fsdp_shm_send(transport, message.peer, tensor.const_data_ptr(),
+                          nbytes, "message", &error)
+          : fsdp_shm_recv(transport, message.peer, tensor.mutable_data_ptr(),
+                          nbytes, "message", &error);
+  if (status != FSDP_OK) throw_error(error);
+}
+
+void wait(fsdp_transport *transport) {
+  fsdp_error error = {};
+  if (fsdp_shm_wait_messages(transport, &error) != FSDP_OK) {
+    C10_THROW_ERROR(DistBackendError, error.message);
+  }
+}
+
+}  // namespace
+}  // namespace fsdp_torch
+
+extern "C" fsdp_status fsdp_torch_pass_messages(
+    PyObject *group, const fsdp_torch_message *messages, int64_t num_messages,
+    bool *are_passed, fsdp_error *error) {
+  GUARDED(error) {
+    fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
+    std::vector<at::Tensor> tensors;
+    for (int64_t i = 0; i < num_messages; i++) {
+      tensors.push_back(fsdp_torch::read_message(messages[i]));
+    }
+    const pybind11::gil_scoped_release no_gil;
+    fsdp_torch::connect(found, c10::kCPU);
+    // Only shared memory is a host transport.
+    fsdp_transport *transport = found.transport.get();
+    *are_passed = transport != nullptr && transport->ops->is_host;
+    if (!*are_passed) return FSDP_OK;
+    for (int64_t i = 0; i < num_messages; i++) {
+      fsdp_torch::start(transport, messages[i],
+                        tensors[static_cast<size_t>(i)]);
+    }
+    fsdp_torch::wait(transport);
+    return FSDP_OK;
+  };
+}

@@ -1,0 +1,199 @@
+#include "torch/transports.hpp"
+
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/dtypes.h"
+#include "shm/shm_transport.h"
+#include "torch/guard.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+static_assert(FSDP_DTYPE_UINT8 == static_cast<int>(at::kByte));
+static_assert(FSDP_DTYPE_INT8 == static_cast<int>(at::kChar));
+static_assert(FSDP_DTYPE_INT16 == static_cast<int>(at::kShort));
+static_assert(FSDP_DTYPE_INT32 == static_cast<int>(at::kInt));
+static_assert(FSDP_DTYPE_INT64 == static_cast<int>(at::kLong));
+static_assert(FSDP_DTYPE_FLOAT16 == static_cast<int>(at::kHalf));
+static_assert(FSDP_DTYPE_FLOAT32 == static_cast<int>(at::kFloat));
+static_assert(FSDP_DTYPE_FLOAT64 == static_cast<int>(at::kDouble));
+static_assert(FSDP_DTYPE_BOOL == static_cast<int>(at::kBool));
+static_assert(FSDP_DTYPE_BFLOAT16 == static_cast<int>(at::kBFloat16));
+
+// The store of a process group as the transports see it ----------------------
+
+struct GroupStore {
+  c10::intrusive_ptr<c10d::Store> store;
+  std::string prefix;
+
+  std::string key(const char *name) const { return prefix + name; }
+};
+
+fsdp_status store_set(void *context, const char *key, const void *value,
+                      int64_t nbytes, fsdp_error *error) {
+  GUARDED(error) {
+    const auto &self = *static_cast<GroupStore *>(context);
+    const auto *bytes = static_cast<const uint8_t *>(value);
+    self.store->set(self.key(key),
+                    std::vector<uint8_t>(bytes, bytes + nbytes));
+    return FSDP_OK;
+  };
+}
+
+fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
+                      void *value, int64_t capacity, int64_t *nbytes,
+                      fsdp_error *error) {
+  GUARDED(error) {
+    const auto &self = *static_cast<GroupStore *>(context);
+    self.store->wait({self.key(key)}, std::chrono::milliseconds(timeout_ms));
+    const std::vector<uint8_t> bytes = self.store->get(self.key(key));
+    const auto numel = static_cast<int64_t>(bytes.size());
+    if (!bytes.empty()) {
+      std::memcpy(value, bytes.data(),
+                  static_cast<size_t>(std::min(numel, capacity)));
+    }
+    *nbytes = numel;
+    return FSDP_OK;
+  };
+}
+
+bool is_switched_off(const char *name) {
+  const char *value = std::getenv(name);
+  return value != nullptr && std::strcmp(value, "0") == 0;
+}
+
+int64_t timeout_ms_of(c10d::ProcessGroup &group, c10::Device device) {
+  try {
+    return group.getBackend(device.type())->getBackendOptions()->timeout
+        .count();
+  } catch (const std::exception &) {
+    return kBackendDefaultTimeout.count();
+  }
+}
+
+// Choosing --------------------------------------------------------------------
+
+// Of one process group, as long as it lives: all ranks make it together, so
+// it must not go and come with the engines that use it.
+struct Connection {
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  std::unique_ptr<GroupStore> store;  // outlives the transport
+  std::shared_ptr<fsdp_transport> transport;
+  std::string why_not;
+};
+
+void connect_shm(Connection &connection, c10d::ProcessGroup &group,
+                 c10::Device device) {
+  fsdp_store store = {};
+  store.context = connection.store.get();
+  store.set = store_set;
+  store.get = store_get;
+  fsdp_shm_options options = {};
+  options.nbytes = sizeof(options);
+  options.key_prefix = "shm/";
+  options.timeout_ms = timeout_ms_of(group, device);
+  options.meeting_timeout_ms = options.timeout_ms;
+  fsdp_transport *transport = nullptr;
+  fsdp_shm_verdict verdict = {};
+  fsdp_error error = {};
+  if (fsdp_shm_create(&store, &options, group.getRank(), group.getSize(),
+                      &transport, &verdict, &error) != FSDP_OK) {
+    throw_error(error);
+  }
+  connection.why_not = verdict.reason;
+  if (transport == nullptr) return;
+  connection.transport = std::shared_ptr<fsdp_transport>(
+      transport, [](fsdp_transport *self) { self->ops->destroy(self); });
+}
+
+void choose(Connection &connection, const Group &group, c10::Device device) {
+  c10d::ProcessGroup &process_group = *group.process_group;
+  if (!group.is_gloo || !device.is_cpu()) {
+    connection.why_not = "the group's own backend is used for this device";
+    return;
+  }
+  if (is_switched_off("FSDP_C_SHM")) {
+    connection.why_not = "switched off by FSDP_C_SHM=0";
+    return;
+  }
+  const auto store = process_group.getStore();
+  if (!store) {
+    connection.why_not = "the group has no store";
+    return;
+  }
+  // Every rank counts its own times, so that a group which is made again over
+  // one store meets at new keys.
+  const std::string base =
+      "fsdp_c/transport/" + process_group.getGroupName() + "/";
+  const int64_t generation =
+      store->add(base + std::to_string(process_group.getRank()), 1);
+  connection.store = std::make_unique<GroupStore>();
+  connection.store->store = store;
+  connection.store->prefix = base + std::to_string(generation) + "/";
+  connect_shm(connection, process_group, device);
+}
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<Connection> connections;
+};
+
+Registry &registry() {
+  // Never destroyed: process groups may outlive static objects.
+  static auto *const self = new Registry();
+  return *self;
+}
+
+}  // namespace
+
+Group group_from(PyObject *object, c10::Device device) {
+  Group group;
+  if (object == nullptr) return group;
+  group.process_group =
+      pybind11::handle(object).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  try {
+    group.is_gloo =
+        group.process_group->getBackend(device.type())->getBackendName() ==
+        "gloo";
+  } catch (const std::exception &) {
+    group.has_backend = false;  // a user's own group
+  }
+  return group;
+}
+
+void connect(Group &group, c10::Device device) {
+  if (!group.process_group || group.process_group->getSize() == 1) return;
+  Registry &all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto &connections = all.connections;
+  connections.erase(
+      std::remove_if(connections.begin(), connections.end(),
+                     [](const Connection &one) { return one.group.expired(); }),
+      connections.end());
+  auto found = std::find_if(
+      connections.begin(), connections.end(), [&](const Connection &one) {
+        return one.group._unsafe_get_target() == group.process_group.get();
+      });
+  if (found == connections.end()) {
+    Connection made{
+        c10::weak_intrusive_ptr<c10d::ProcessGroup>(group.process_group),
+        nullptr,
+        nullptr,
+        ""};
+    choose(made, group, device);
+    connections.push_back(std::move(made));
+    found = std::prev(connections.end());
+  }
+  group.transport = found->transport;
+  group.why_not = found->why_not;
+}
+
+}  // namespace fsdp_torch
