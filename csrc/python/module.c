@@ -73,12 +73,23 @@ PyDoc_STRVAR(
     "process group through shared memory. All ranks must call it. False if\n"
     "that is not possible: then nothing was done.");
 
+PyDoc_STRVAR(
+    transport_doc,
+    "transport($module, group, /)\n--\n\n"
+    "What carries a process group's collectives: (name, why). The name is\n"
+    "'shm' or 'c10d'; the reason for c10d, empty otherwise.");
+
+static PyObject *transport(PyObject *Py_UNUSED(module), PyObject *group) {
+  return fsdp_torch_transport(group);
+}
+
 static PyMethodDef module_methods[] = {
     {"build_info", build_info, METH_NOARGS, build_info_doc},
     {"crc32c", (PyCFunction)(void (*)(void))fsdp_module_crc32c,
      METH_VARARGS | METH_KEYWORDS, crc32c_doc},
     {"empty_tensors", (PyCFunction)(void (*)(void))fsdp_module_empty_tensors,
      METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
+    {"transport", transport, METH_O, transport_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},
     {NULL, NULL, 0, NULL},

@@ -306,6 +306,12 @@ FSDP_NODISCARD fsdp_status fsdp_torch_empty_tensors(
     const int64_t *numels, struct _object *const *dtypes, int64_t num_tensors,
     struct _object **tensors, fsdp_error *error);
 
+/*
+ * What carries a process group's collectives: a new tuple of its name ("shm",
+ * or "c10d") and, for c10d, why. Waits for nobody. GIL. NULL with an exception.
+ */
+struct _object *fsdp_torch_transport(struct _object *group);
+
 /* A contiguous tensor in host memory that goes to `peer` or comes from it. */
 typedef struct fsdp_torch_message {
   int64_t peer; /* rank of the group */

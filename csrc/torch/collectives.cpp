@@ -22,8 +22,8 @@ class TransportCall {
  public:
   TransportCall(const Provider &provider, fsdp_lane lane) {
     if (provider.label) provider.label(text_.data(), text_.size());
-    call_.channel = lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER
-                                              : FSDP_CHANNEL_REDUCE;
+    call_.channel =
+        lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE;
     if (provider.has_streams()) call_.stream = provider.native_stream(lane);
     call_.label = text_.data();
   }
@@ -148,13 +148,12 @@ fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
     Group &backend = backend_of(group);
     if (shard_numel == 0) return FSDP_OK;
     if (backend.transport) {
-      return carry(provider, lane, backend,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket) {
-                     return self->ops->all_gather(self, call, output, input,
-                                                  shard_numel, dtype, ticket,
-                                                  error);
-                   });
+      return carry(
+          provider, lane, backend,
+          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
+            return self->ops->all_gather(self, call, output, input, shard_numel,
+                                         dtype, ticket, error);
+          });
     }
     if (backend.is_gloo && group->world_size <= kMaxBroadcastRanks) {
       gather_by_broadcasts(provider, lane, group, output, input, shard_numel,
@@ -214,13 +213,12 @@ fsdp_status reduce_scatter(void *context, fsdp_lane lane,
     if (shard_numel == 0) return FSDP_OK;
     Group &backend = backend_of(group);
     if (backend.transport) {
-      return carry(provider, lane, backend,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket) {
-                     return self->ops->reduce_scatter(self, call, buffer,
-                                                      shard_numel, dtype, 1.0,
-                                                      ticket, error);
-                   });
+      return carry(
+          provider, lane, backend,
+          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
+            return self->ops->reduce_scatter(self, call, buffer, shard_numel,
+                                             dtype, 1.0, ticket, error);
+          });
     }
     if (scratch != nullptr) {
       reduce_by_all_to_all(provider, lane, group, buffer, scratch, shard_numel,
@@ -247,18 +245,17 @@ fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
     if (numel == 0) return FSDP_OK;
     Group &backend = backend_of(group);
     if (backend.transport) {
-      return carry(provider, lane, backend,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket) {
-                     return self->ops->all_reduce(self, call, buffer, numel,
-                                                  dtype, 1.0, ticket, error);
-                   });
+      return carry(
+          provider, lane, backend,
+          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
+            return self->ops->all_reduce(self, call, buffer, numel, dtype, 1.0,
+                                         ticket, error);
+          });
     }
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(lane, [&] {
-      work = backend.process_group->allreduce(tensors);
-    });
+    provider.on_lane(lane,
+                     [&] { work = backend.process_group->allreduce(tensors); });
     provider.add_work(lane, &backend_of(group), std::move(work));
     return FSDP_OK;
   };
@@ -273,12 +270,12 @@ fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
     if (numel == 0) return FSDP_OK;
     Group &backend = backend_of(group);
     if (backend.transport) {
-      return carry(provider, lane, backend,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket) {
-                     return self->ops->broadcast(self, call, buffer, numel,
-                                                 root, dtype, ticket, error);
-                   });
+      return carry(
+          provider, lane, backend,
+          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
+            return self->ops->broadcast(self, call, buffer, numel, root, dtype,
+                                        ticket, error);
+          });
     }
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10d::BroadcastOptions options;

@@ -44,9 +44,9 @@ Slab make_slab(size_t nbytes) {
 
 at::Tensor tensor_in(const Slab &slab, size_t offset, const TensorSpec &spec,
                      size_t nbytes, c10::DispatchKeySet keys) {
-  c10::DataPtr data(static_cast<char *>(slab.get()) + offset, new Slab(slab),
-                    [](void *held) { delete static_cast<Slab *>(held); },
-                    c10::kCPU);
+  c10::DataPtr data(
+      static_cast<char *>(slab.get()) + offset, new Slab(slab),
+      [](void *held) { delete static_cast<Slab *>(held); }, c10::kCPU);
   const auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), nbytes, std::move(data),
       c10::GetAllocator(c10::kCPU), /*resizable=*/true);

@@ -49,6 +49,16 @@ void wait(fsdp_transport *transport) {
 }  // namespace
 }  // namespace fsdp_torch
 
+extern "C" PyObject *fsdp_torch_transport(PyObject *group) {
+  HANDLE_TH_ERRORS
+  fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
+  fsdp_torch::look_up(found);
+  const char *name =
+      found.transport != nullptr ? found.transport->ops->name : "c10d";
+  return Py_BuildValue("ss", name, found.why_not.c_str());
+  END_HANDLE_TH_ERRORS
+}
+
 extern "C" fsdp_status fsdp_torch_pass_messages(
     PyObject *group, const fsdp_torch_message *messages, int64_t num_messages,
     bool *are_passed, fsdp_error *error) {

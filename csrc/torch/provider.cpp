@@ -140,8 +140,7 @@ void Provider::add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
 
 void *Provider::native_stream(fsdp_lane lane) const {
   const c10::impl::VirtualGuardImpl guard(device_.type());
-  return (lane == FSDP_LANE_COMPUTE ? guard.getStream(device_)
-                                    : streams_[lane])
+  return (lane == FSDP_LANE_COMPUTE ? guard.getStream(device_) : streams_[lane])
       .native_handle();
 }
 

@@ -42,8 +42,7 @@ fsdp_status store_set(void *context, const char *key, const void *value,
   GUARDED(error) {
     const auto &self = *static_cast<GroupStore *>(context);
     const auto *bytes = static_cast<const uint8_t *>(value);
-    self.store->set(self.key(key),
-                    std::vector<uint8_t>(bytes, bytes + nbytes));
+    self.store->set(self.key(key), std::vector<uint8_t>(bytes, bytes + nbytes));
     return FSDP_OK;
   };
 }
@@ -72,8 +71,9 @@ bool is_switched_off(const char *name) {
 
 int64_t timeout_ms_of(c10d::ProcessGroup &group, c10::Device device) {
   try {
-    return group.getBackend(device.type())->getBackendOptions()->timeout
-        .count();
+    return group.getBackend(device.type())
+        ->getBackendOptions()
+        ->timeout.count();
   } catch (const std::exception &) {
     return kBackendDefaultTimeout.count();
   }
@@ -120,10 +120,6 @@ void choose(Connection &connection, const Group &group, c10::Device device) {
     connection.why_not = "the group's own backend is used for this device";
     return;
   }
-  if (is_switched_off("FSDP_C_SHM")) {
-    connection.why_not = "switched off by FSDP_C_SHM=0";
-    return;
-  }
   const auto store = process_group.getStore();
   if (!store) {
     connection.why_not = "the group has no store";
@@ -142,6 +138,19 @@ void choose(Connection &connection, const Group &group, c10::Device device) {
 }
 
 struct Registry {
+  // Null where the group has not met. Forgets the groups that are gone.
+  const Connection *find(const c10d::ProcessGroup &group) {
+    connections.erase(std::remove_if(connections.begin(), connections.end(),
+                                     [](const Connection &one) {
+                                       return one.group.expired();
+                                     }),
+                      connections.end());
+    for (const Connection &one : connections) {
+      if (one.group._unsafe_get_target() == &group) return &one;
+    }
+    return nullptr;
+  }
+
   std::mutex mutex;
   std::vector<Connection> connections;
 };
@@ -171,26 +180,34 @@ Group group_from(PyObject *object, c10::Device device) {
 
 void connect(Group &group, c10::Device device) {
   if (!group.process_group || group.process_group->getSize() == 1) return;
+  if (is_switched_off("FSDP_C_SHM")) {
+    group.transport = nullptr;
+    group.why_not = "switched off by FSDP_C_SHM=0";
+    return;
+  }
   Registry &all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  auto &connections = all.connections;
-  connections.erase(
-      std::remove_if(connections.begin(), connections.end(),
-                     [](const Connection &one) { return one.group.expired(); }),
-      connections.end());
-  auto found = std::find_if(
-      connections.begin(), connections.end(), [&](const Connection &one) {
-        return one.group._unsafe_get_target() == group.process_group.get();
-      });
-  if (found == connections.end()) {
+  const Connection *found = all.find(*group.process_group);
+  if (found == nullptr) {
     Connection made{
         c10::weak_intrusive_ptr<c10d::ProcessGroup>(group.process_group),
-        nullptr,
-        nullptr,
-        ""};
+        nullptr, nullptr, ""};
     choose(made, group, device);
-    connections.push_back(std::move(made));
-    found = std::prev(connections.end());
+    all.connections.push_back(std::move(made));
+    found = &all.connections.back();
+  }
+  group.transport = found->transport;
+  group.why_not = found->why_not;
+}
+
+void look_up(Group &group) {
+  if (!group.process_group) return;
+  Registry &all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const Connection *found = all.find(*group.process_group);
+  if (found == nullptr) {
+    group.why_not = "the group has not been used yet";
+    return;
   }
   group.transport = found->transport;
   group.why_not = found->why_not;

@@ -20,4 +20,7 @@ Group group_from(struct _object *object, c10::Device device);
 // come.
 void connect(Group &group, c10::Device device);
 
+// The same where the group has met already, else nothing; waits for nobody.
+void look_up(Group &group);
+
 }  // namespace fsdp_torch

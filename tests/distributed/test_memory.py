@@ -5,7 +5,7 @@ use_orig_params each parameter starts at a multiple of 16 bytes in the dtype tha
 computed in (FSDP1's layout; an accelerator aligns shards too). A block holds the
 unsharded segments, each from a multiple of 256 bytes on. gloo's reduction needs as much
 again as the gradients it reduces: scratch, two blocks per engine that take turns, each
-as large as its largest unit needs.
+as large as its largest unit needs. Ranks that share memory need none.
 """
 
 from collections.abc import Iterable
@@ -28,6 +28,7 @@ from helpers.impl import (
 )
 from helpers.models import CASES, Block, loss_of, vectors
 from helpers.seeds import generator
+from helpers.transports import c10d_only, num_scratches
 
 ALIGNMENT_NBYTES = 16
 SEGMENT_ALIGNMENT_NBYTES = 256
@@ -219,7 +220,7 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
         assert stats["num_clients"] == 2 * depth
         assert stats["num_blocks"] == 4
         assert stats["arena_nbytes"] == 4 * nbytes
-        assert stats["scratch_nbytes"] == 2 * nbytes
+        assert stats["scratch_nbytes"] == num_scratches() * nbytes
 
 
 @pytest.mark.trap(8)
@@ -258,7 +259,7 @@ def test_arena_of_frozen_layers(
             loss_of(model(x)).backward()
         stats = _memory_stats(model)
         assert stats["arena_nbytes"] == 2 * _in_block(segments) + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == 2 * grad_nbytes
+        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
 
 
 @pytest.mark.trap(8)
@@ -275,7 +276,7 @@ def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
     stats = _memory_stats(model)
     assert stats["num_blocks"] == depth + 2
     assert stats["arena_nbytes"] == (depth + 2) * nbytes
-    assert stats["scratch_nbytes"] == 2 * nbytes
+    assert stats["scratch_nbytes"] == num_scratches() * nbytes
 
 
 @distributed(world_size=(2, 3))
@@ -307,10 +308,11 @@ def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=True,
         )
-        assert _memory_stats(model)["scratch_nbytes"] == 0
-        for _ in range(3):
-            loss_of(model(x)).backward()
-            assert _memory_stats(model)["scratch_nbytes"] == 2 * largest
+        with c10d_only():
+            assert _memory_stats(model)["scratch_nbytes"] == 0
+            for _ in range(3):
+                loss_of(model(x)).backward()
+                assert _memory_stats(model)["scratch_nbytes"] == 2 * largest
 
 
 @distributed(world_size=(2, 3))
@@ -328,9 +330,21 @@ def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> No
     needs_fsdp_c("has no memory_stats")
     model = fsdp(module, use_orig_params=True)
     inputs = case.inputs(generator(rank))
-    for num_blocks in (1, 2, 2):
-        loss_of(model(*inputs)).backward()
-        assert _memory_stats(model)["scratch_nbytes"] == num_blocks * need
+    with c10d_only():
+        for num_blocks in (1, 2, 2):
+            loss_of(model(*inputs)).backward()
+            assert _memory_stats(model)["scratch_nbytes"] == num_blocks * need
+
+
+@distributed(world_size=(2, 3))
+def test_no_scratch_in_shared_memory(rank: int, world_size: int) -> None:
+    """The sum is made where the pieces come in."""
+    (x,) = vectors(generator(rank))
+    model = _chain(4)
+    for _ in range(2):
+        loss_of(model(x)).backward()
+    assert num_scratches() == 0
+    assert _memory_stats(model)["scratch_nbytes"] == 0
 
 
 @distributed(world_size=2)
@@ -380,7 +394,7 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
             for itemsize in (param_itemsize, grad_itemsize)
         )
         assert stats["arena_nbytes"] == 2 * param_nbytes + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == 2 * grad_nbytes
+        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
 
 
 @distributed(world_size=2)
@@ -449,7 +463,7 @@ def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
     loss_of(model(x)).backward()
     stats = _memory_stats(model)
     assert stats["held_nbytes"] == 0
-    assert stats["scratch_nbytes"] == 2 * nbytes
+    assert stats["scratch_nbytes"] == num_scratches() * nbytes
 
 
 @pytest.mark.trap(14)
@@ -473,7 +487,7 @@ def test_no_sync_with_replicas(rank: int, world_size: int) -> None:
                 model.zero_grad()
             stats = _memory_stats(model)
             assert stats["arena_nbytes"] == (depth + 2) * nbytes
-            assert stats["scratch_nbytes"] == 2 * nbytes
+            assert stats["scratch_nbytes"] == num_scratches() * nbytes
             assert stats["partial_grad_nbytes"] == 0
             del model
 
@@ -507,7 +521,7 @@ def test_sharded_no_sync(rank: int, world_size: int, itemsize: int) -> None:
         assert stats["grad_shard_nbytes"] == depth * shard
         assert stats["held_nbytes"] == 0
         assert stats["arena_nbytes"] == 2 * param_nbytes + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == 2 * grad_nbytes
+        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
 
 
 @distributed(world_size=(2, 3))

@@ -5,6 +5,7 @@ to be packed are autograd's.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.impl import IS_TORCH, fsdp, needs_fsdp_c
+from helpers.transports import c10d_only, num_scratches
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -60,18 +62,23 @@ def _train(
     return model, fsdp_c.memory_stats(model)
 
 
+@pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("accumulation", [None, "unsharded", "sharded"])
 @distributed(world_size=(2, 3))
-def test_arithmetic(rank: int, world_size: int, accumulation: str | None) -> None:
-    """Of a GPT, without and with no_sync."""
+def test_arithmetic(
+    rank: int, world_size: int, accumulation: str | None, shares_memory: bool
+) -> None:
+    """Of a GPT, without and with no_sync, over both transports."""
     needs_fsdp_c("has no memory_stats")
     implementations, arithmetic = _import_benchmarks()
     torch.manual_seed(0)
     module = implementations.GPT(20, 4, 2)
     expected = arithmetic.FsdpC.of(
-        module, world_size, gloo=True, accumulation=accumulation
+        module, world_size, gloo=not shares_memory, accumulation=accumulation
     )
-    _, stats = _train(implementations, module, accumulation)
+    with nullcontext() if shares_memory else c10d_only():
+        _, stats = _train(implementations, module, accumulation)
+        assert (num_scratches() == 0) == shares_memory
     assert stats["shard_nbytes"] == expected.shards
     assert stats["grad_shard_nbytes"] == expected.gradients
     assert stats["arena_nbytes"] == expected.arena

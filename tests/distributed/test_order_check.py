@@ -18,6 +18,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import BATCH, DIM, Block, vectors
 from helpers.reference import Differential
+from helpers.transports import c10d_only
 
 GROUP_TIMEOUT_S = 3.0
 
@@ -187,10 +188,11 @@ def test_equal_orders_pass(
 
 @contextlib.contextmanager
 def _impatient_group() -> Iterator[dist.ProcessGroup]:
-    """Yield a group of all ranks whose collectives time out soon."""
+    """Yield a group of all ranks, over c10d, whose collectives time out soon."""
     group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S), backend="gloo")
     try:
-        yield group
+        with c10d_only():
+            yield group
     finally:
         dist.destroy_process_group(group)
 

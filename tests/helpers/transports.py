@@ -1,0 +1,33 @@
+"""What carries the collectives of a test's ranks: shared memory, or c10d alone."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+SWITCH = "FSDP_C_SHM"
+
+
+@contextmanager
+def c10d_only() -> Iterator[None]:
+    """Engines that are made in here use c10d, on every rank that does the same."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
+
+
+def num_scratches() -> int:
+    """Return how many scratch blocks reductions have: gloo's need two, shm none."""
+    from fsdp_c import _native
+
+    if os.environ.get(SWITCH) == "0":
+        return 2
+    name, _ = _native.transport(dist.group.WORLD)
+    return 0 if name == "shm" else 2
