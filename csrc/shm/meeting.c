@@ -66,8 +66,8 @@ static void prepare(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
   }
   fsdp_shm_peer *self = &shm->peers[shm->rank];
   if (fsdp_shm_priv_process_get(&self->process, &error) != FSDP_OK ||
-      fsdp_shm_priv_segment_create(shm->geometry.nbytes, &self->segment,
-                                   descriptor, &error) != FSDP_OK) {
+      fsdp_shm_priv_segment_create(&shm->geometry, &self->segment, descriptor,
+                                   &error) != FSDP_OK) {
     refuse(meeting, mine, error.message);
     return;
   }

@@ -12,8 +12,7 @@
 
 #include "shm/process_priv.h"
 
-/* Reads a small file whole. Returns 0, or errno. */
-static int read_file(const char *path, char *text, size_t text_nbytes) {
+int fsdp_shm_priv_read_file(const char *path, char *text, size_t text_nbytes) {
   const int file = open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0) return errno;
   size_t nbytes = 0;
@@ -36,7 +35,7 @@ static int read_stat(int64_t pid, char *state, uint64_t *start_time) {
   char path[64];
   char text[1024];
   (void)snprintf(path, sizeof path, "/proc/%" PRId64 "/stat", pid);
-  const int code = read_file(path, text, sizeof text);
+  const int code = fsdp_shm_priv_read_file(path, text, sizeof text);
   if (code != 0) return code;
   /* The second field is the program's name, which may hold anything. */
   const char *field = strrchr(text, ')');
@@ -67,8 +66,8 @@ fsdp_status fsdp_shm_priv_process_get(fsdp_shm_process *process,
                      strerror(errno));
   }
   self.pid_namespace = about.st_ino;
-  code =
-      read_file("/proc/sys/kernel/random/boot_id", self.boot, sizeof self.boot);
+  code = fsdp_shm_priv_read_file("/proc/sys/kernel/random/boot_id", self.boot,
+                                 sizeof self.boot);
   if (code != 0) {
     return FSDP_FAIL(error, FSDP_BACKEND, "/proc/sys/kernel/random/boot_id: %s",
                      strerror(code));

@@ -5,6 +5,7 @@
 #define FSDP_SHM_PROCESS_PRIV_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "base/status.h"
@@ -40,5 +41,8 @@ fsdp_shm_process_state fsdp_shm_priv_process_look(
 
 /* "running", "stopped", "dead" or "in an unknown state". */
 const char *fsdp_shm_priv_process_state_name(fsdp_shm_process_state state);
+
+/* Reads as much of a file of /proc or /sys as fits. Returns 0, or errno. */
+int fsdp_shm_priv_read_file(const char *path, char *text, size_t text_nbytes);
 
 #endif /* FSDP_SHM_PROCESS_PRIV_H */

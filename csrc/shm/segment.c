@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "base/arith.h"
+#include "shm/memory_priv.h"
 #include "shm/segment_priv.h"
 
 enum { PAGE_NBYTES = 4096 };
@@ -74,8 +75,8 @@ bool fsdp_shm_priv_layout(int64_t world_size, int64_t ring_nbytes,
  * must not speak for its parent, nor keep the memory alive after it. */
 static fsdp_status map(int descriptor, int64_t nbytes,
                        fsdp_shm_segment *segment, fsdp_error *error) {
-  void *memory = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  void *memory = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                      descriptor, 0);
   if (memory == MAP_FAILED) {
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                      "%" PRId64 " bytes of shared memory cannot be mapped (%s)",
@@ -85,6 +86,18 @@ static fsdp_status map(int descriptor, int64_t nbytes,
   segment->header = memory;
   segment->nbytes = nbytes;
   return FSDP_OK;
+}
+
+/* All ranks of this host reserve the same; half of what there is stays. */
+static fsdp_status check_memory(int64_t world_size, int64_t nbytes,
+                                fsdp_error *error) {
+  const int64_t available = fsdp_shm_priv_available_nbytes();
+  if (nbytes <= available / 2 / world_size) return FSDP_OK;
+  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                   "%" PRId64 " ranks with %" PRId64
+                   " bytes of shared memory each would take more than half of "
+                   "the %" PRId64 " bytes available",
+                   world_size, nbytes, available);
 }
 
 /* Gives the file all of its memory, so that no later write meets a full
@@ -112,10 +125,12 @@ static fsdp_status reserve(int descriptor, int64_t nbytes, fsdp_error *error) {
   return FSDP_OK;
 }
 
-fsdp_status fsdp_shm_priv_segment_create(int64_t nbytes,
+fsdp_status fsdp_shm_priv_segment_create(const fsdp_shm_geometry *geometry,
                                          fsdp_shm_segment *segment,
                                          int *descriptor, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
+  const int64_t nbytes = geometry->nbytes;
+  fsdp_status status = check_memory(geometry->world_size, nbytes, error);
+  if (status != FSDP_OK) return status;
   int file = memfd_create("fsdp_c_shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (file < 0) {
     return FSDP_FAIL(error, FSDP_BACKEND, "memfd_create failed (%s)",

@@ -112,9 +112,9 @@ FSDP_NODISCARD bool fsdp_shm_priv_layout(int64_t world_size,
 /* Makes a new segment of zeros with no name. All of its memory is there: no
  * later access can fail. descriptor [out] file descriptor, to be closed when
  * all have opened it. */
-FSDP_NODISCARD fsdp_status
-fsdp_shm_priv_segment_create(int64_t nbytes, fsdp_shm_segment *segment,
-                             int *descriptor, fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_segment_create(
+    const fsdp_shm_geometry *geometry, fsdp_shm_segment *segment,
+    int *descriptor, fsdp_error *error);
 
 /* Maps the segment that process `pid` has open as `descriptor`. */
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_segment_open(

@@ -169,11 +169,38 @@ static const char *why_gone(const fsdp_shm *shm, int64_t peer) {
   return NULL;
 }
 
+/* How likely it is that rank `peer` holds up all others: they may wait for each
+ * other because of it. */
+static int suspicion(const fsdp_shm *shm, int64_t peer,
+                     const fsdp_shm_goal *goal) {
+  const fsdp_shm_process_state state =
+      fsdp_shm_priv_process_look(&shm->peers[peer].process);
+  if (state == FSDP_SHM_PROCESS_STOPPED) return 3;
+  if (goal->is_messages) return 1;
+  const fsdp_shm_channel_header *header =
+      fsdp_shm_priv_channel_of(shm, peer, goal->channel);
+  const uint64_t num_ended = shm->channels[goal->channel].num_ended;
+  return atomic_load(&header->num_started) <= num_ended ? 2 : 1;
+}
+
+/* Of the ranks that are waited for, the one to name; -1: none. */
+static int64_t find_suspect(const fsdp_shm *shm, const fsdp_shm_goal *goal) {
+  int64_t suspect = -1;
+  int most = 0;
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank == shm->rank || !waits_for(shm, goal, rank)) continue;
+    const int likely = suspicion(shm, rank, goal);
+    if (likely <= most) continue;
+    most = likely;
+    suspect = rank;
+  }
+  return suspect;
+}
+
 /* Fails when a rank that is waited for failed, left, died or is too late. */
 static fsdp_status look_at_others(fsdp_shm *shm, const fsdp_shm_goal *goal,
                                   int64_t begin_ns, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  int64_t latest = -1;
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     const fsdp_shm_header *header = shm->peers[rank].segment.header;
     if (rank == shm->rank) continue;
@@ -190,13 +217,14 @@ static fsdp_status look_at_others(fsdp_shm *shm, const fsdp_shm_goal *goal,
                             why, error);
       }
     }
-    if (latest < 0) latest = rank;
   }
   const int64_t last_ns = progress_ns(shm, goal);
   const int64_t since = last_ns > begin_ns ? last_ns : begin_ns;
   const int64_t waited_ns = fsdp_shm_priv_now() - since;
-  if (latest >= 0 && waited_ns / NS_PER_MS >= shm->timeout_ms) {
-    return fail_without(shm, latest, goal, waited_ns,
+  if (waited_ns / NS_PER_MS < shm->timeout_ms) return FSDP_OK;
+  const int64_t suspect = find_suspect(shm, goal);
+  if (suspect >= 0) {
+    return fail_without(shm, suspect, goal, waited_ns,
                         "see what it does, or raise the time limit if it is "
                         "only slow",
                         error);
