@@ -30,8 +30,9 @@ static span part_of(int64_t nbytes, int64_t part_nbytes, int64_t i) {
   return (span){begin, min_i64(begin + part_nbytes, nbytes)};
 }
 
-static size_t span_nbytes(span bytes) {
-  return (size_t)(bytes.end - bytes.begin);
+/* The memory of a call of nothing may be NULL. */
+static void copy(char *to, const char *from, int64_t nbytes) {
+  if (nbytes > 0) memcpy(to, from, (size_t)nbytes);
 }
 
 /* The part of rank `rank` in turn `turn` of a split all_reduce: every turn but
@@ -154,8 +155,8 @@ static void fill_pieces(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
       from += rank * op->nbytes;
       bytes = part_of(op->nbytes, shm->geometry.piece_nbytes, i);
     }
-    memcpy(slot + piece_offset(shm, shm->rank, rank), from + bytes.begin,
-           span_nbytes(bytes));
+    copy(slot + piece_offset(shm, shm->rank, rank), from + bytes.begin,
+         bytes.end - bytes.begin);
   }
 }
 
@@ -173,7 +174,7 @@ static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
     from = place;
     if (op->input != NULL) {
       from = op->input;
-      memcpy(place + bytes.begin, from + bytes.begin, span_nbytes(bytes));
+      copy(place + bytes.begin, from + bytes.begin, bytes.end - bytes.begin);
     }
   } else if (kind == FSDP_SHM_REDUCE_SCATTER || (op->is_split && i % 2 == 0)) {
     fill_pieces(shm, op, i, slot);
@@ -181,7 +182,7 @@ static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
   } else if (op->is_split) {
     bytes = turn_part(shm, op, i / 2, shm->rank);
   }
-  memcpy(slot, from + bytes.begin, span_nbytes(bytes));
+  copy(slot, from + bytes.begin, bytes.end - bytes.begin);
 }
 
 /* Fills one slot. False when there is none to fill, or no room. */
@@ -278,10 +279,10 @@ static bool copy_from(fsdp_shm *shm, fsdp_channel channel, int64_t rank) {
     const span bytes =
         part_of(op->nbytes, shm->geometry.slot_nbytes, reader->num_read);
     if (is_gather || rank == op->descriptor.root) {
-      memcpy(output + bytes.begin,
-             fsdp_shm_priv_slot(shm, rank, channel,
-                                reader->begin + reader->num_read),
-             span_nbytes(bytes));
+      copy(output + bytes.begin,
+           fsdp_shm_priv_slot(shm, rank, channel,
+                              reader->begin + reader->num_read),
+           bytes.end - bytes.begin);
     }
     release(shm, channel, rank, 1);
     any = true;
@@ -326,10 +327,9 @@ static void copy_sums(const fsdp_shm *shm, fsdp_channel channel,
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     if (rank == shm->rank) continue;
     const span bytes = turn_part(shm, op, i / 2, rank);
-    memcpy(
-        op->output + bytes.begin,
-        fsdp_shm_priv_slot(shm, rank, channel, self->readers[rank].begin + i),
-        span_nbytes(bytes));
+    copy(op->output + bytes.begin,
+         fsdp_shm_priv_slot(shm, rank, channel, self->readers[rank].begin + i),
+         bytes.end - bytes.begin);
   }
 }
 

@@ -90,6 +90,7 @@ typedef struct fsdp_shm_peer {
 
 typedef struct fsdp_shm {
   fsdp_transport base;
+  struct fsdp_shm *next; /* of this process; the registry's */
   int64_t rank;
   int64_t world_size;
   fsdp_shm_geometry geometry;

@@ -11,6 +11,7 @@
 #include "base/alloc.h"
 #include "base/arith.h"
 #include "shm/meeting_priv.h"
+#include "shm/registry_priv.h"
 #include "shm/shm_priv.h"
 #include "shm/shm_transport.h"
 
@@ -59,6 +60,7 @@ static void destroy(fsdp_transport *transport) {
   if (shm == NULL) return;
   /* A forked child has the struct, and not the segments. */
   if (shm->owner == getpid()) {
+    fsdp_shm_priv_registry_remove(shm);
     fsdp_shm_header *header = shm->peers[shm->rank].segment.header;
     uint32_t here = FSDP_SHM_HERE;
     (void)atomic_compare_exchange_strong(&header->presence, &here,
@@ -186,6 +188,7 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
   *verdict = outcome;
   if (outcome.is_possible) {
     (void)pthread_mutex_init(&shm->mutex, NULL);
+    fsdp_shm_priv_registry_add(shm);
     *transport = &shm->base;
     shm = NULL;
   }
@@ -266,6 +269,7 @@ static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
 /* What a call does when there is no other rank. */
 static void run_alone(fsdp_shm *shm, const fsdp_shm_op *op) {
   const int32_t kind = op->descriptor.kind;
+  if (op->nbytes == 0) return;
   if (kind == FSDP_SHM_ALL_GATHER && op->input != NULL) {
     memcpy(op->output, op->input, (size_t)op->nbytes);
   } else if (kind == FSDP_SHM_REDUCE_SCATTER || kind == FSDP_SHM_ALL_REDUCE) {

@@ -18,9 +18,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "shm/registry_priv.h"
 #include "shm/shm_priv.h"
 
-enum { NS_PER_MS = 1000000, LOOK_MS = 100 };
+enum { NS_PER_MS = 1000000, LOOK_MS = 100, BUSY_MS = 1 };
 
 int64_t fsdp_shm_priv_now(void) {
   struct timespec now;
@@ -248,16 +249,18 @@ static void relax(const fsdp_shm *shm) {
 #endif
 }
 
-/* Sleeps until something may have come, at most LOOK_MS. */
+/* Sleeps until something may have come, at most LOOK_MS; shortly while other
+ * transports are busy (Note [Progress of other transports]). */
 static fsdp_status sleep_once(fsdp_shm *shm, const fsdp_shm_goal *goal,
                               fsdp_error *error) {
   fsdp_shm_header *header = shm->peers[shm->rank].segment.header;
-  const struct timespec limit = {.tv_nsec = (long)LOOK_MS * NS_PER_MS};
   atomic_fetch_add(&header->num_sleepers, 1);
   const uint32_t doorbell = atomic_load(&header->doorbell);
   const fsdp_status status = fsdp_shm_priv_progress(shm, error);
   if (status == FSDP_OK && !is_reached(shm, goal)) {
     (void)pthread_mutex_unlock(&shm->mutex);
+    const long ms = fsdp_shm_priv_progress_others(shm) ? BUSY_MS : LOOK_MS;
+    const struct timespec limit = {.tv_nsec = ms * NS_PER_MS};
     (void)syscall(SYS_futex, &header->doorbell, FUTEX_WAIT, doorbell, &limit,
                   NULL, 0);
     (void)pthread_mutex_lock(&shm->mutex);
@@ -285,6 +288,7 @@ fsdp_status fsdp_shm_priv_wait(fsdp_shm *shm, const fsdp_shm_goal *goal,
     const int64_t since = last_ns > begin_ns ? last_ns : begin_ns;
     if (now_ns - since < shm->spin_ns) {
       (void)pthread_mutex_unlock(&shm->mutex);
+      (void)fsdp_shm_priv_progress_others(shm);
       relax(shm);
       (void)pthread_mutex_lock(&shm->mutex);
       continue;

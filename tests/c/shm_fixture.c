@@ -111,7 +111,7 @@ fsdp_shm_options shm_options(const char *key_prefix) {
       .ring_nbytes = 4096,
       .slot_nbytes = 1024,
       .message_nbytes = 4096,
-      .timeout_ms = 60000,
+      .timeout_ms = 20000,
       .meeting_timeout_ms = 60000,
   };
 }

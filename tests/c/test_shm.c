@@ -1,33 +1,15 @@
 /*
- * Tests of shm/: every collective, dtype and size on 1 to 5 ranks against the
- * plain sum or copy, and many calls in flight.
+ * Tests of shm/: every collective, dtype and size on 1 to 5 ranks, many calls
+ * in flight, several threads, messages.
  */
-#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "base/dtypes.h"
 #include "check.h"
+#include "shm_calls.h"
 #include "shm_fixture.h"
-
-typedef struct dtype_case {
-  fsdp_dtype dtype;
-  bool is_summed;
-} dtype_case;
-
-static const dtype_case g_dtypes[] = {
-    {{FSDP_DTYPE_FLOAT32, 4}, true},
-    {{FSDP_DTYPE_FLOAT64, 8}, true},
-    {{FSDP_DTYPE_BFLOAT16, 2}, true},
-    {{FSDP_DTYPE_FLOAT16, 2}, true},
-    {{FSDP_DTYPE_UINT8, 1}, true},
-    {{FSDP_DTYPE_INT8, 1}, true},
-    {{FSDP_DTYPE_INT16, 2}, true},
-    {{FSDP_DTYPE_INT32, 4}, true},
-    {{FSDP_DTYPE_INT64, 8}, true},
-    {{FSDP_DTYPE_BOOL, 1}, false},
-    {{25, 3}, false}, /* nobody's dtype: bytes all the same */
-};
-enum { NUM_DTYPES = sizeof g_dtypes / sizeof g_dtypes[0] };
 
 /* Around the sizes of a slot (1024 bytes), a piece of it and the ring (4096),
  * odd ones too. */
@@ -35,295 +17,25 @@ static const int64_t g_numels[] = {0,   1,   3,    63,   127,  128,  255, 256,
                                    257, 341, 1023, 1024, 1025, 4097, 9999};
 enum { NUM_NUMELS = sizeof g_numels / sizeof g_numels[0] };
 
-/* ---- Elements of each rank, known to all -----------------------------------
- */
-
-static uint64_t mix(uint64_t rank, uint64_t salt, uint64_t i) {
-  uint64_t x = rank * UINT64_C(0x9E3779B97F4A7C15) + salt * 1315423911 + i;
-  x ^= x >> 31;
-  x *= UINT64_C(0xD6E8FEB86659FD93);
-  return x ^ x >> 29;
-}
-
-static float float_of(uint32_t bits) {
-  float number;
-  memcpy(&number, &bits, sizeof number);
-  return number;
-}
-
-static float read_bf16(const void *data) {
-  uint16_t bits;
-  memcpy(&bits, data, sizeof bits);
-  return float_of((uint32_t)bits << 16);
-}
-
-/* By libm, not by bits as in the code that is tested. */
-static float read_fp16(const void *data) {
-  uint16_t bits;
-  memcpy(&bits, data, sizeof bits);
-  const int exponent = bits >> 10 & 31;
-  const float fraction = (float)(bits & 1023);
-  const float size = exponent == 0 ? ldexpf(fraction, -24)
-                                   : ldexpf(1024 + fraction, exponent - 25);
-  return (bits & 0x8000) != 0 ? -size : size;
-}
-
-/* The 16-bit number that is nearest: all of them are tried around. */
-static uint16_t nearest(float number, float (*read)(const void *)) {
-  uint16_t low = 0;
-  uint16_t high = 0x7BFF; /* finite in both; sums stay far below */
-  const float size = fabsf(number);
-  while (high - low > 1) {
-    const uint16_t middle = (uint16_t)((low + high) / 2);
-    if (read(&middle) <= size) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const float below = size - read(&low);
-  const float above = read(&high) - size;
-  uint16_t bits =
-      below < above || (below == above && low % 2 == 0) ? low : high;
-  if (signbit(number)) bits |= 0x8000;
-  return bits;
-}
-
-/* Element i of a rank's contribution. */
-static void make_element(void *to, fsdp_dtype dtype, int64_t rank, int64_t salt,
-                         int64_t i) {
-  const uint64_t bits = mix((uint64_t)rank, (uint64_t)salt, (uint64_t)i);
-  const float small = (float)(int64_t)(bits % 20001 - 10000) / 64.0F + 0.1F;
-  const double large = (double)(int64_t)(bits % 2000001) / 7.0 - 1e5;
-  uint16_t half;
-  switch (dtype.code) {
-    case FSDP_DTYPE_FLOAT32:
-      memcpy(to, &small, sizeof small);
-      break;
-    case FSDP_DTYPE_FLOAT64:
-      memcpy(to, &large, sizeof large);
-      break;
-    case FSDP_DTYPE_BFLOAT16:
-      half = nearest(small, read_bf16);
-      memcpy(to, &half, sizeof half);
-      break;
-    case FSDP_DTYPE_FLOAT16:
-      half = nearest(small, read_fp16);
-      memcpy(to, &half, sizeof half);
-      break;
-    default:
-      memcpy(to, &bits, (size_t)dtype.itemsize);
-  }
-}
-
-static void make(char *to, fsdp_dtype dtype, int64_t rank, int64_t salt,
-                 int64_t begin, int64_t numel) {
-  for (int64_t i = 0; i < numel; i++) {
-    make_element(to + i * dtype.itemsize, dtype, rank, salt, begin + i);
-  }
-}
-
-/* Element i of the sum over the ranks, one by one. */
-static void sum_element(void *to, fsdp_dtype dtype, int64_t world_size,
-                        int64_t salt, int64_t i, double scale) {
-  float sum32 = 0;
-  double sum64 = 0;
-  uint64_t integer = 0;
-  for (int64_t rank = 0; rank < world_size; rank++) {
-    char element[8] = {0};
-    float number32 = 0;
-    double number64 = 0;
-    uint64_t bits = 0;
-    make_element(element, dtype, rank, salt, i);
-    if (dtype.code == FSDP_DTYPE_FLOAT32) memcpy(&number32, element, 4);
-    if (dtype.code == FSDP_DTYPE_BFLOAT16) number32 = read_bf16(element);
-    if (dtype.code == FSDP_DTYPE_FLOAT16) number32 = read_fp16(element);
-    memcpy(&number64, element, 8);
-    memcpy(&bits, element, 8);
-    sum32 = rank == 0 ? number32 : sum32 + number32;
-    sum64 = rank == 0 ? number64 : sum64 + number64;
-    integer += bits;
-  }
-  sum32 *= (float)scale;
-  sum64 *= scale;
-  uint16_t half;
-  switch (dtype.code) {
-    case FSDP_DTYPE_FLOAT32:
-      memcpy(to, &sum32, sizeof sum32);
-      break;
-    case FSDP_DTYPE_FLOAT64:
-      memcpy(to, &sum64, sizeof sum64);
-      break;
-    case FSDP_DTYPE_BFLOAT16:
-      half = nearest(sum32, read_bf16);
-      memcpy(to, &half, sizeof half);
-      break;
-    case FSDP_DTYPE_FLOAT16:
-      half = nearest(sum32, read_fp16);
-      memcpy(to, &half, sizeof half);
-      break;
-    default:
-      memcpy(to, &integer, (size_t)dtype.itemsize);
-  }
-}
-
-/* ---- One call of any kind --------------------------------------------------
- */
-
-typedef enum kind { GATHER, GATHER_IN_PLACE, BROADCAST, SCATTER, REDUCE } kind;
-enum { NUM_KINDS = 5, GUARD = 64 };
-
-typedef struct one_call {
-  kind what;
-  fsdp_dtype dtype;
-  int64_t numel;
-  int64_t root;
-  double scale;
-  int64_t salt;
-  char *memory; /* the buffer between guards */
-  char *buffer;
-  char *input;
-  uint64_t ticket;
-} one_call;
-
-static bool is_sum(kind what) {
-  return what == SCATTER || what == REDUCE;
-}
-
-static int64_t buffer_numel(const one_call *call, int64_t world_size) {
-  const bool is_whole = call->what == BROADCAST || call->what == REDUCE;
-  return call->numel * (is_whole ? 1 : world_size);
-}
-
-static fsdp_channel channel_of(const one_call *call) {
-  return is_sum(call->what) ? FSDP_CHANNEL_REDUCE : FSDP_CHANNEL_GATHER;
-}
-
-static void start(const shm_rank *self, fsdp_transport *transport,
-                  one_call *call) {
-  const fsdp_dtype dtype = call->dtype;
-  const int64_t numel = buffer_numel(call, self->world_size);
-  const int64_t nbytes = numel * dtype.itemsize;
-  const int64_t shard_nbytes = call->numel * dtype.itemsize;
-  call->memory = malloc((size_t)(nbytes + 2 * GUARD));
-  call->input = malloc((size_t)(shard_nbytes + 1));
-  if (call->memory == NULL || call->input == NULL) abort();
-  memset(call->memory, 0x5A, (size_t)(nbytes + 2 * GUARD));
-  call->buffer = call->memory + GUARD;
-  char *own = call->buffer + self->rank * shard_nbytes;
-  const fsdp_call how = {.channel = channel_of(call), .label = "a call"};
-  fsdp_error error = {0};
-  fsdp_status status = FSDP_OK;
-  switch (call->what) {
-    case GATHER:
-      make(call->input, dtype, self->rank, call->salt, 0, call->numel);
-      status =
-          transport->ops->all_gather(transport, &how, call->buffer, call->input,
-                                     call->numel, dtype, &call->ticket, &error);
-      break;
-    case GATHER_IN_PLACE:
-      make(own, dtype, self->rank, call->salt, 0, call->numel);
-      status =
-          transport->ops->all_gather(transport, &how, call->buffer, own,
-                                     call->numel, dtype, &call->ticket, &error);
-      break;
-    case BROADCAST:
-      if (self->rank == call->root) {
-        make(call->buffer, dtype, self->rank, call->salt, 0, call->numel);
-      }
-      status =
-          transport->ops->broadcast(transport, &how, call->buffer, call->numel,
-                                    call->root, dtype, &call->ticket, &error);
-      break;
-    case SCATTER:
-      make(call->buffer, dtype, self->rank, call->salt, 0, numel);
-      status = transport->ops->reduce_scatter(transport, &how, call->buffer,
-                                              call->numel, dtype, call->scale,
-                                              &call->ticket, &error);
-      break;
-    case REDUCE:
-      make(call->buffer, dtype, self->rank, call->salt, 0, numel);
-      status =
-          transport->ops->all_reduce(transport, &how, call->buffer, call->numel,
-                                     dtype, call->scale, &call->ticket, &error);
-      break;
-  }
-  if (!CHECK_I64(status, FSDP_OK)) printf("%s\n", error.message);
-}
-
-static bool is_guarded(const one_call *call, int64_t nbytes) {
-  for (int64_t i = 0; i < GUARD; i++) {
-    if (call->memory[i] != 0x5A) return false;
-    if (call->memory[GUARD + nbytes + i] != 0x5A) return false;
-  }
-  return true;
-}
-
-static bool is_right(const shm_rank *self, const one_call *call) {
-  const fsdp_dtype dtype = call->dtype;
-  const size_t itemsize = (size_t)dtype.itemsize;
-  int64_t begin = 0;
-  int64_t end = buffer_numel(call, self->world_size);
-  if (!is_guarded(call, end * dtype.itemsize)) return false;
-  if (call->what == SCATTER) { /* the rest is undefined */
-    begin = self->rank * call->numel;
-    end = begin + call->numel;
-  }
-  for (int64_t i = begin; i < end; i++) {
-    char expected[8];
-    if (is_sum(call->what)) {
-      sum_element(expected, dtype, self->world_size, call->salt, i,
-                  call->scale);
-    } else if (call->what == BROADCAST) {
-      make_element(expected, dtype, call->root, call->salt, i);
-    } else {
-      make_element(expected, dtype, i / call->numel, call->salt,
-                   i % call->numel);
-    }
-    if (memcmp(call->buffer + (size_t)i * itemsize, expected, itemsize) != 0) {
-      printf("element %" PRId64 "\n", i);
-      return false;
-    }
-  }
-  return true;
-}
-
-static void finish(const shm_rank *self, fsdp_transport *transport,
-                   one_call *call) {
-  fsdp_error error = {0};
-  if (!CHECK_I64(transport->ops->wait(transport, channel_of(call), call->ticket,
-                                      &error),
-                 FSDP_OK)) {
-    printf("%s\n", error.message);
-  } else if (!CHECK(is_right(self, call))) {
-    printf("  rank %" PRId64 " of %" PRId64
-           ", kind %d, dtype %d, numel %" PRId64 ", root %" PRId64 "\n",
-           self->rank, self->world_size, (int)call->what, (int)call->dtype.code,
-           call->numel, call->root);
-  }
-  free(call->memory);
-  free(call->input);
-}
-
 /* ---- Tests -----------------------------------------------------------------
  */
 
 static void every_case(const shm_rank *self) {
   const fsdp_shm_options options = shm_options("every");
   fsdp_transport *transport = shm_create(self, &options);
-  for (int64_t i = 0; i < NUM_KINDS * NUM_DTYPES * NUM_NUMELS; i++) {
-    const dtype_case *dtype = &g_dtypes[i / NUM_KINDS % NUM_DTYPES];
-    one_call call = {
-        .what = (kind)(i % NUM_KINDS),
+  for (int64_t i = 0; i < NUM_KINDS * SHM_NUM_DTYPES * NUM_NUMELS; i++) {
+    const shm_dtype *dtype = &shm_dtypes[i / NUM_KINDS % SHM_NUM_DTYPES];
+    shm_call call = {
+        .what = (shm_kind)(i % NUM_KINDS),
         .dtype = dtype->dtype,
-        .numel = g_numels[i / NUM_KINDS / NUM_DTYPES],
+        .numel = g_numels[i / NUM_KINDS / SHM_NUM_DTYPES],
         .root = i % self->world_size,
         .scale = dtype->dtype.code <= FSDP_DTYPE_INT64 || i % 2 == 0 ? 1 : 0.3,
         .salt = i,
     };
-    if (is_sum(call.what) && !dtype->is_summed) continue;
-    start(self, transport, &call);
-    finish(self, transport, &call);
+    if (shm_is_sum(call.what) && !dtype->is_summed) continue;
+    shm_start(self, transport, &call);
+    shm_finish(self, transport, &call);
   }
   transport->ops->destroy(transport);
 }
@@ -334,9 +46,275 @@ static void test_every_kind_dtype_and_size(void) {
   }
 }
 
+/* Elements of which there are none have no memory. */
+static void call_for_nothing(const shm_rank *self) {
+  const fsdp_shm_options options = shm_options("nothing");
+  const fsdp_call call = {.channel = FSDP_CHANNEL_GATHER};
+  const fsdp_dtype dtype = shm_dtypes[0].dtype;
+  fsdp_transport *transport = shm_create(self, &options);
+  const fsdp_transport_ops *ops = transport->ops;
+  uint64_t ticket = 0;
+  CHECK_I64(ops->group_begin(transport, &call, NULL), FSDP_OK);
+  CHECK_I64(
+      ops->all_gather(transport, &call, NULL, NULL, 0, dtype, &ticket, NULL),
+      FSDP_OK);
+  CHECK_I64(ops->broadcast(transport, &call, NULL, 0, 0, dtype, &ticket, NULL),
+            FSDP_OK);
+  CHECK_I64(
+      ops->reduce_scatter(transport, &call, NULL, 0, dtype, 1, &ticket, NULL),
+      FSDP_OK);
+  CHECK_I64(ops->all_reduce(transport, &call, NULL, 0, dtype, 1, &ticket, NULL),
+            FSDP_OK);
+  CHECK_I64(ops->group_end(transport, &call, NULL), FSDP_OK);
+  CHECK_I64((int64_t)ticket, 4);
+  CHECK_I64(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL), FSDP_OK);
+  CHECK_I64(fsdp_shm_barrier(transport, NULL, NULL), FSDP_OK);
+  ops->destroy(transport);
+}
+
+static void test_nothing_has_no_memory(void) {
+  for (int64_t world_size = 1; world_size <= 4; world_size++) {
+    shm_run(world_size, call_for_nothing, NULL);
+  }
+}
+
+/* ---- Many calls at once ----------------------------------------------------
+ */
+
+enum { NUM_STEPS = 300, MAX_IN_FLIGHT = 12, NUM_TRANSPORTS = 2 };
+
+/* The step's call, the same on all ranks; big ones are rare. */
+static shm_call random_call(uint64_t *seed, int64_t world_size, int64_t step) {
+  const shm_dtype *dtype = &shm_dtypes[check_random(seed, SHM_NUM_DTYPES)];
+  shm_call call = {
+      .what = (shm_kind)check_random(seed, NUM_KINDS),
+      .dtype = dtype->dtype,
+      .root = check_random(seed, world_size),
+      .numel = check_random(seed, check_random(seed, 8) == 0 ? 5000 : 300),
+      .scale = dtype->dtype.code <= FSDP_DTYPE_INT64 ? 1 : 0.25,
+      .salt = step,
+  };
+  if (shm_is_sum(call.what) && !dtype->is_summed) {
+    call.dtype = shm_dtypes[0].dtype;
+  }
+  return call;
+}
+
+static void pause_at_random(uint64_t *seed) {
+  if (check_random(seed, 6) == 0) shm_sleep_ms(check_random(seed, 3));
+}
+
+typedef struct in_flight {
+  shm_call call;
+  int64_t group;
+} in_flight;
+
+/* Steps on two groups: all ranks, and those with this one's parity. Each rank
+ * waits when it likes, in its own order, and sleeps now and then. */
+static void run_at_random(const shm_rank *self) {
+  uint64_t shared = *(const uint64_t *)self->context;
+  uint64_t own = shared * 31 + (uint64_t)self->rank + 1;
+  const int64_t parity = self->rank % 2;
+  const shm_rank selves[NUM_TRANSPORTS] = {
+      *self,
+      {.rank = self->rank / 2,
+       .world_size = (self->world_size + 1 - parity) / 2,
+       .store = self->store}};
+  const char *keys[NUM_TRANSPORTS] = {"all", parity == 0 ? "even" : "odd"};
+  fsdp_transport *transports[NUM_TRANSPORTS];
+  for (int64_t i = 0; i < NUM_TRANSPORTS; i++) {
+    fsdp_shm_options options = shm_options(keys[i]);
+    options.spin_us = check_random(&own, 2) == 0 ? -1 : 20;
+    transports[i] = shm_create(&selves[i], &options);
+  }
+  in_flight list[MAX_IN_FLIGHT];
+  int64_t num = 0;
+  for (int64_t step = 0; step < NUM_STEPS; step++) {
+    const int64_t group = check_random(&shared, NUM_TRANSPORTS);
+    shm_call call = random_call(&shared, 2, step);
+    call.root %= selves[group].world_size;
+    pause_at_random(&own);
+    shm_start(&selves[group], transports[group], &call);
+    list[num++] = (in_flight){call, group};
+    while (num == MAX_IN_FLIGHT || (num > 0 && check_random(&own, 2) == 0)) {
+      const int64_t i = check_random(&own, num);
+      shm_finish(&selves[list[i].group], transports[list[i].group],
+                 &list[i].call);
+      list[i] = list[--num];
+    }
+  }
+  while (num-- > 0) {
+    shm_finish(&selves[list[num].group], transports[list[num].group],
+               &list[num].call);
+  }
+  for (int64_t i = 0; i < NUM_TRANSPORTS; i++) {
+    transports[i]->ops->destroy(transports[i]);
+  }
+}
+
+static void test_random_calls_in_flight(void) {
+  for (uint64_t seed = 1; seed <= 8; seed++) {
+    const int64_t before = check_num_failures;
+    uint64_t copy = seed;
+    shm_run((int64_t)(seed % 4 + 2), run_at_random, &copy);
+    if (check_num_failures > before) printf("  seed %" PRIu64 "\n", seed);
+  }
+}
+
+/* ---- Threads ---------------------------------------------------------------
+ */
+
+typedef struct lane {
+  const shm_rank *self;
+  fsdp_transport *transport;
+  shm_kind what;
+} lane;
+
+static void *run_lane(void *argument) {
+  const lane *mine = argument;
+  uint64_t seed = 7 + (uint64_t)mine->what;
+  for (int64_t step = 0; step < 40; step++) {
+    shm_call calls[3];
+    for (int i = 0; i < 3; i++) {
+      calls[i] = random_call(&seed, mine->self->world_size, step * 3 + i);
+      calls[i].what = mine->what;
+      calls[i].dtype = shm_dtypes[0].dtype;
+      shm_start(mine->self, mine->transport, &calls[i]);
+    }
+    for (int i = 0; i < 3; i++) {
+      shm_finish(mine->self, mine->transport, &calls[i]);
+    }
+  }
+  return NULL;
+}
+
+/* One thread gathers and another one reduces, as autograd's and the user's. */
+static void run_two_lanes(const shm_rank *self) {
+  const fsdp_shm_options options = shm_options("lanes");
+  fsdp_transport *transport = shm_create(self, &options);
+  lane gathers = {self, transport, GATHER};
+  lane sums = {self, transport, SCATTER};
+  pthread_t thread;
+  CHECK_I64(pthread_create(&thread, NULL, run_lane, &sums), 0);
+  (void)run_lane(&gathers);
+  CHECK_I64(pthread_join(thread, NULL), 0);
+  transport->ops->destroy(transport);
+}
+
+static void test_two_threads_of_each_rank(void) {
+  shm_run(2, run_two_lanes, NULL);
+  shm_run(3, run_two_lanes, NULL);
+}
+
+static void test_ranks_that_are_threads(void) {
+  shm_run_threads(3, run_two_lanes, NULL);
+  CHECK_I64(shm_num_segments(), 0);
+}
+
+/* ---- Messages --------------------------------------------------------------
+ */
+
+static unsigned char message_byte(int64_t from, int64_t to, int64_t i) {
+  return (unsigned char)(from * 89 + to * 57 + i * 7 + i / 251);
+}
+
+/* Everybody sends to everybody, among them more than the rings hold. */
+static void exchange(const shm_rank *self) {
+  static const int64_t sizes[] = {0, 1, 1000, 100000};
+  enum { NUM_SIZES = 4, MAX = 100000 };
+  const fsdp_shm_options options = shm_options("messages");
+  fsdp_transport *transport = shm_create(self, &options);
+  unsigned char *sent[8] = {NULL};
+  unsigned char *got[8] = {NULL};
+  for (int64_t i = 0; i < NUM_SIZES * 2; i++) {
+    const int64_t nbytes = sizes[i % NUM_SIZES];
+    for (int64_t to = 0; to < self->world_size; to++) {
+      if (to == self->rank) continue;
+      if (i == 0) sent[to] = malloc(MAX);
+      if (i == 0) got[to] = malloc(MAX);
+      for (int64_t k = 0; k < nbytes; k++) {
+        sent[to][k] = message_byte(self->rank, to, k + i);
+      }
+      CHECK_I64(fsdp_shm_recv(transport, to, got[to], nbytes, "m", NULL),
+                FSDP_OK);
+      CHECK_I64(fsdp_shm_send(transport, to, sent[to], nbytes, "m", NULL),
+                FSDP_OK);
+    }
+    CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
+    int64_t num_wrong = 0;
+    for (int64_t from = 0; from < self->world_size; from++) {
+      for (int64_t k = 0; from != self->rank && k < nbytes; k++) {
+        if (got[from][k] != message_byte(from, self->rank, k + i)) num_wrong++;
+      }
+    }
+    CHECK_I64(num_wrong, 0);
+  }
+  for (int64_t rank = 0; rank < self->world_size; rank++) {
+    free(sent[rank]);
+    free(got[rank]);
+  }
+  transport->ops->destroy(transport);
+}
+
+static void test_messages(void) {
+  for (int64_t world_size = 2; world_size <= 5; world_size++) {
+    shm_run(world_size, exchange, NULL);
+  }
+}
+
+/* Several to one rank stay in order; they pass a collective that waits. */
+static void send_in_order(const shm_rank *self) {
+  enum { NUM = 20 };
+  const fsdp_shm_options options = shm_options("order");
+  fsdp_transport *transport = shm_create(self, &options);
+  int64_t numbers[NUM];
+  for (int64_t i = 0; i < NUM; i++) {
+    numbers[i] = self->rank == 0 ? i * i : -1;
+    const fsdp_status status =
+        self->rank == 0
+            ? fsdp_shm_send(transport, 1, &numbers[i], 8, "number", NULL)
+            : fsdp_shm_recv(transport, 0, &numbers[i], 8, "number", NULL);
+    CHECK_I64(status, FSDP_OK);
+  }
+  CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
+  for (int64_t i = 0; i < NUM; i++) CHECK_I64(numbers[i], i * i);
+  CHECK_I64(fsdp_shm_barrier(transport, "end", NULL), FSDP_OK);
+  transport->ops->destroy(transport);
+}
+
+static void test_messages_keep_their_order(void) {
+  shm_run(2, send_in_order, NULL);
+}
+
+/* After it nobody has come less far than anybody before it. */
+static void meet_at_barriers(const shm_rank *self) {
+  const fsdp_shm_options options = shm_options("barriers");
+  fsdp_transport *transport = shm_create(self, &options);
+  _Atomic int32_t *num_come = self->context;
+  uint64_t seed = 99 + (uint64_t)self->rank;
+  for (int32_t i = 1; i <= 50; i++) {
+    pause_at_random(&seed);
+    atomic_fetch_add(num_come, 1);
+    CHECK_I64(fsdp_shm_barrier(transport, "all", NULL), FSDP_OK);
+    CHECK(atomic_load(num_come) >= i * (int32_t)self->world_size);
+  }
+  transport->ops->destroy(transport);
+}
+
+static void test_barriers(void) {
+  shm_run(3, meet_at_barriers, shm_shared(sizeof(int32_t)));
+}
+
 int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_every_kind_dtype_and_size),
+      CHECK_TEST(test_nothing_has_no_memory),
+      CHECK_TEST(test_random_calls_in_flight),
+      CHECK_TEST(test_two_threads_of_each_rank),
+      CHECK_TEST(test_ranks_that_are_threads),
+      CHECK_TEST(test_messages),
+      CHECK_TEST(test_messages_keep_their_order),
+      CHECK_TEST(test_barriers),
   };
   return CHECK_RUN(tests);
 }

@@ -1,0 +1,280 @@
+/* Calls with known elements, and what they should give. */
+#include "shm_calls.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "base/dtypes.h"
+#include "check.h"
+
+enum { GUARD = 64 };
+
+const shm_dtype shm_dtypes[SHM_NUM_DTYPES] = {
+    {{FSDP_DTYPE_FLOAT32, 4}, true},
+    {{FSDP_DTYPE_FLOAT64, 8}, true},
+    {{FSDP_DTYPE_BFLOAT16, 2}, true},
+    {{FSDP_DTYPE_FLOAT16, 2}, true},
+    {{FSDP_DTYPE_UINT8, 1}, true},
+    {{FSDP_DTYPE_INT8, 1}, true},
+    {{FSDP_DTYPE_INT16, 2}, true},
+    {{FSDP_DTYPE_INT32, 4}, true},
+    {{FSDP_DTYPE_INT64, 8}, true},
+    {{FSDP_DTYPE_BOOL, 1}, false},
+    {{25, 3}, false}, /* nobody's dtype: bytes all the same */
+};
+
+/* ---- Elements of each rank, known to all -----------------------------------
+ */
+
+static uint64_t mix(uint64_t rank, uint64_t salt, uint64_t i) {
+  uint64_t x = rank * UINT64_C(0x9E3779B97F4A7C15) + salt * 1315423911 + i;
+  x ^= x >> 31;
+  x *= UINT64_C(0xD6E8FEB86659FD93);
+  return x ^ x >> 29;
+}
+
+static float float_of(uint32_t bits) {
+  float number;
+  memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+static float read_bf16(const void *data) {
+  uint16_t bits;
+  memcpy(&bits, data, sizeof bits);
+  return float_of((uint32_t)bits << 16);
+}
+
+/* By libm, not by bits as in the code that is tested. */
+static float read_fp16(const void *data) {
+  uint16_t bits;
+  memcpy(&bits, data, sizeof bits);
+  const int exponent = bits >> 10 & 31;
+  const float fraction = (float)(bits & 1023);
+  const float size = exponent == 0 ? ldexpf(fraction, -24)
+                                   : ldexpf(1024 + fraction, exponent - 25);
+  return (bits & 0x8000) != 0 ? -size : size;
+}
+
+/* The 16-bit number that is nearest: all of them are tried around. */
+static uint16_t nearest(float number, float (*read)(const void *)) {
+  uint16_t low = 0;
+  uint16_t high = 0x7BFF; /* finite in both; sums stay far below */
+  const float size = fabsf(number);
+  while (high - low > 1) {
+    const uint16_t middle = (uint16_t)((low + high) / 2);
+    if (read(&middle) <= size) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const float below = size - read(&low);
+  const float above = read(&high) - size;
+  uint16_t bits =
+      below < above || (below == above && low % 2 == 0) ? low : high;
+  if (signbit(number)) bits |= 0x8000;
+  return bits;
+}
+
+/* Element i of a rank's contribution. */
+static void make_element(void *to, fsdp_dtype dtype, int64_t rank, int64_t salt,
+                         int64_t i) {
+  const uint64_t bits = mix((uint64_t)rank, (uint64_t)salt, (uint64_t)i);
+  const float small = (float)(int64_t)(bits % 20001 - 10000) / 64.0F + 0.1F;
+  const double large = (double)(int64_t)(bits % 2000001) / 7.0 - 1e5;
+  uint16_t half;
+  switch (dtype.code) {
+    case FSDP_DTYPE_FLOAT32:
+      memcpy(to, &small, sizeof small);
+      break;
+    case FSDP_DTYPE_FLOAT64:
+      memcpy(to, &large, sizeof large);
+      break;
+    case FSDP_DTYPE_BFLOAT16:
+      half = nearest(small, read_bf16);
+      memcpy(to, &half, sizeof half);
+      break;
+    case FSDP_DTYPE_FLOAT16:
+      half = nearest(small, read_fp16);
+      memcpy(to, &half, sizeof half);
+      break;
+    default:
+      memcpy(to, &bits, (size_t)dtype.itemsize);
+  }
+}
+
+static void make(char *to, fsdp_dtype dtype, int64_t rank, int64_t salt,
+                 int64_t begin, int64_t numel) {
+  for (int64_t i = 0; i < numel; i++) {
+    make_element(to + i * dtype.itemsize, dtype, rank, salt, begin + i);
+  }
+}
+
+/* Element i of the sum over the ranks, one by one. */
+static void sum_element(void *to, fsdp_dtype dtype, int64_t world_size,
+                        int64_t salt, int64_t i, double scale) {
+  float sum32 = 0;
+  double sum64 = 0;
+  uint64_t integer = 0;
+  for (int64_t rank = 0; rank < world_size; rank++) {
+    char element[8] = {0};
+    float number32 = 0;
+    double number64 = 0;
+    uint64_t bits = 0;
+    make_element(element, dtype, rank, salt, i);
+    if (dtype.code == FSDP_DTYPE_FLOAT32) memcpy(&number32, element, 4);
+    if (dtype.code == FSDP_DTYPE_BFLOAT16) number32 = read_bf16(element);
+    if (dtype.code == FSDP_DTYPE_FLOAT16) number32 = read_fp16(element);
+    memcpy(&number64, element, 8);
+    memcpy(&bits, element, 8);
+    sum32 = rank == 0 ? number32 : sum32 + number32;
+    sum64 = rank == 0 ? number64 : sum64 + number64;
+    integer += bits;
+  }
+  sum32 *= (float)scale;
+  sum64 *= scale;
+  uint16_t half;
+  switch (dtype.code) {
+    case FSDP_DTYPE_FLOAT32:
+      memcpy(to, &sum32, sizeof sum32);
+      break;
+    case FSDP_DTYPE_FLOAT64:
+      memcpy(to, &sum64, sizeof sum64);
+      break;
+    case FSDP_DTYPE_BFLOAT16:
+      half = nearest(sum32, read_bf16);
+      memcpy(to, &half, sizeof half);
+      break;
+    case FSDP_DTYPE_FLOAT16:
+      half = nearest(sum32, read_fp16);
+      memcpy(to, &half, sizeof half);
+      break;
+    default:
+      memcpy(to, &integer, (size_t)dtype.itemsize);
+  }
+}
+
+/* ---- One call of any kind --------------------------------------------------
+ */
+
+bool shm_is_sum(shm_kind what) {
+  return what == SCATTER || what == REDUCE;
+}
+
+static int64_t buffer_numel(const shm_call *call, int64_t world_size) {
+  const bool is_whole = call->what == BROADCAST || call->what == REDUCE;
+  return call->numel * (is_whole ? 1 : world_size);
+}
+
+static fsdp_channel channel_of(const shm_call *call) {
+  return shm_is_sum(call->what) ? FSDP_CHANNEL_REDUCE : FSDP_CHANNEL_GATHER;
+}
+
+void shm_start(const shm_rank *self, fsdp_transport *transport,
+               shm_call *call) {
+  const fsdp_dtype dtype = call->dtype;
+  const int64_t numel = buffer_numel(call, self->world_size);
+  const int64_t nbytes = numel * dtype.itemsize;
+  const int64_t shard_nbytes = call->numel * dtype.itemsize;
+  call->memory = malloc((size_t)(nbytes + 2 * GUARD));
+  call->input = malloc((size_t)(shard_nbytes + 1));
+  if (call->memory == NULL || call->input == NULL) abort();
+  memset(call->memory, 0x5A, (size_t)(nbytes + 2 * GUARD));
+  call->buffer = call->memory + GUARD;
+  char *own = call->buffer + self->rank * shard_nbytes;
+  const fsdp_call how = {.channel = channel_of(call), .label = "a call"};
+  fsdp_error error = {0};
+  fsdp_status status = FSDP_OK;
+  switch (call->what) {
+    case GATHER:
+      make(call->input, dtype, self->rank, call->salt, 0, call->numel);
+      status =
+          transport->ops->all_gather(transport, &how, call->buffer, call->input,
+                                     call->numel, dtype, &call->ticket, &error);
+      break;
+    case GATHER_IN_PLACE:
+      make(own, dtype, self->rank, call->salt, 0, call->numel);
+      status =
+          transport->ops->all_gather(transport, &how, call->buffer, own,
+                                     call->numel, dtype, &call->ticket, &error);
+      break;
+    case BROADCAST:
+      if (self->rank == call->root) {
+        make(call->buffer, dtype, self->rank, call->salt, 0, call->numel);
+      }
+      status =
+          transport->ops->broadcast(transport, &how, call->buffer, call->numel,
+                                    call->root, dtype, &call->ticket, &error);
+      break;
+    case SCATTER:
+      make(call->buffer, dtype, self->rank, call->salt, 0, numel);
+      status = transport->ops->reduce_scatter(transport, &how, call->buffer,
+                                              call->numel, dtype, call->scale,
+                                              &call->ticket, &error);
+      break;
+    case REDUCE:
+      make(call->buffer, dtype, self->rank, call->salt, 0, numel);
+      status =
+          transport->ops->all_reduce(transport, &how, call->buffer, call->numel,
+                                     dtype, call->scale, &call->ticket, &error);
+      break;
+    case NUM_KINDS:
+      break;
+  }
+  if (!CHECK_I64(status, FSDP_OK)) printf("%s\n", error.message);
+}
+
+static bool is_guarded(const shm_call *call, int64_t nbytes) {
+  for (int64_t i = 0; i < GUARD; i++) {
+    if (call->memory[i] != 0x5A) return false;
+    if (call->memory[GUARD + nbytes + i] != 0x5A) return false;
+  }
+  return true;
+}
+
+static bool is_right(const shm_rank *self, const shm_call *call) {
+  const fsdp_dtype dtype = call->dtype;
+  const size_t itemsize = (size_t)dtype.itemsize;
+  int64_t begin = 0;
+  int64_t end = buffer_numel(call, self->world_size);
+  if (!is_guarded(call, end * dtype.itemsize)) return false;
+  if (call->what == SCATTER) { /* the rest is undefined */
+    begin = self->rank * call->numel;
+    end = begin + call->numel;
+  }
+  for (int64_t i = begin; i < end; i++) {
+    char expected[8];
+    if (shm_is_sum(call->what)) {
+      sum_element(expected, dtype, self->world_size, call->salt, i,
+                  call->scale);
+    } else if (call->what == BROADCAST) {
+      make_element(expected, dtype, call->root, call->salt, i);
+    } else {
+      make_element(expected, dtype, i / call->numel, call->salt,
+                   i % call->numel);
+    }
+    if (memcmp(call->buffer + (size_t)i * itemsize, expected, itemsize) != 0) {
+      printf("element %" PRId64 "\n", i);
+      return false;
+    }
+  }
+  return true;
+}
+
+void shm_finish(const shm_rank *self, fsdp_transport *transport,
+                shm_call *call) {
+  fsdp_error error = {0};
+  if (!CHECK_I64(transport->ops->wait(transport, channel_of(call), call->ticket,
+                                      &error),
+                 FSDP_OK)) {
+    printf("%s\n", error.message);
+  } else if (!CHECK(is_right(self, call))) {
+    printf("  rank %" PRId64 " of %" PRId64
+           ", kind %d, dtype %d, numel %" PRId64 ", root %" PRId64 "\n",
+           self->rank, self->world_size, (int)call->what, (int)call->dtype.code,
+           call->numel, call->root);
+  }
+  free(call->memory);
+  free(call->input);
+}

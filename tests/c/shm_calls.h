@@ -1,0 +1,49 @@
+/*
+ * Calls of any kind with known elements, and their right results: the plain
+ * copy or sum, element by element.
+ */
+#ifndef FSDP_TESTS_SHM_CALLS_H
+#define FSDP_TESTS_SHM_CALLS_H
+
+#include "shm_fixture.h"
+
+typedef enum shm_kind {
+  GATHER,
+  GATHER_IN_PLACE,
+  BROADCAST,
+  SCATTER,
+  REDUCE,
+  NUM_KINDS
+} shm_kind;
+
+typedef struct shm_call {
+  shm_kind what;
+  fsdp_dtype dtype;
+  int64_t numel;
+  int64_t root;
+  double scale;
+  int64_t salt; /* makes the elements of this call its own */
+  char *memory; /* the buffer between guards */
+  char *buffer;
+  char *input;
+  uint64_t ticket;
+} shm_call;
+
+typedef struct shm_dtype {
+  fsdp_dtype dtype;
+  bool is_summed;
+} shm_dtype;
+
+enum { SHM_NUM_DTYPES = 11 };
+extern const shm_dtype shm_dtypes[SHM_NUM_DTYPES];
+
+bool shm_is_sum(shm_kind what);
+
+/* Makes this rank's elements and starts the call. */
+void shm_start(const shm_rank *self, fsdp_transport *transport, shm_call *call);
+
+/* Waits for the call and checks its result. */
+void shm_finish(const shm_rank *self, fsdp_transport *transport,
+                shm_call *call);
+
+#endif /* FSDP_TESTS_SHM_CALLS_H */
