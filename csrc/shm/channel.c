@@ -35,10 +35,16 @@ static void copy(char *to, const char *from, int64_t nbytes) {
   if (nbytes > 0) memcpy(to, from, (size_t)nbytes);
 }
 
-/* The part of rank `rank` in turn `turn` of a split all_reduce: every turn but
- * the last one gives each rank a whole piece. */
-static span turn_part(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t turn,
+/* Of a split all_reduce: whether slot i holds parts of the sum. */
+static bool holds_sum(const fsdp_shm_op *op, int64_t i) {
+  return op->is_split && i >= op->num_slots / 2;
+}
+
+/* The part of rank `rank` in slot i of a split all_reduce. Each half has the
+ * same turns, every turn but the last one gives each rank a whole piece. */
+static span turn_part(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
                       int64_t rank) {
+  const int64_t turn = i % (op->num_slots / 2);
   const int64_t piece = shm->geometry.piece_nbytes;
   const int64_t line = FSDP_SHM_LINE_NBYTES;
   const span all = part_of(op->nbytes, piece * shm->world_size, turn);
@@ -150,7 +156,7 @@ static void fill_pieces(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
     const char *from = op->output;
     span bytes;
     if (op->is_split) {
-      bytes = turn_part(shm, op, i / 2, rank);
+      bytes = turn_part(shm, op, i, rank);
     } else {
       from += rank * op->nbytes;
       bytes = part_of(op->nbytes, shm->geometry.piece_nbytes, i);
@@ -176,11 +182,12 @@ static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
       from = op->input;
       copy(place + bytes.begin, from + bytes.begin, bytes.end - bytes.begin);
     }
-  } else if (kind == FSDP_SHM_REDUCE_SCATTER || (op->is_split && i % 2 == 0)) {
+  } else if (kind == FSDP_SHM_REDUCE_SCATTER ||
+             (op->is_split && !holds_sum(op, i))) {
     fill_pieces(shm, op, i, slot);
     return;
   } else if (op->is_split) {
-    bytes = turn_part(shm, op, i / 2, shm->rank);
+    bytes = turn_part(shm, op, i, shm->rank);
   }
   copy(slot, from + bytes.begin, bytes.end - bytes.begin);
 }
@@ -191,8 +198,9 @@ static bool write_slot(fsdp_shm *shm, fsdp_channel channel) {
   if (self->writing == self->end) return false;
   fsdp_shm_op *op = &self->ops[self->writing];
   const int64_t i = op->num_written;
-  /* The second of a turn's slots is the sum of the first ones. */
-  if (op->is_split && i % 2 == 1 && op->num_reduced < i) return false;
+  if (holds_sum(op, i) && op->num_reduced <= i - op->num_slots / 2) {
+    return false; /* it is not made yet */
+  }
   if (!find_room(shm, channel)) return false;
 
   if (i == 0) {
@@ -297,7 +305,7 @@ static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
   char *own = op->output;
   span bytes;
   if (op->is_split) {
-    bytes = turn_part(shm, op, i / 2, shm->rank);
+    bytes = turn_part(shm, op, i, shm->rank);
   } else if (is_scatter) {
     bytes = part_of(op->nbytes, shm->geometry.piece_nbytes, i);
     own += shm->rank * op->nbytes;
@@ -320,13 +328,13 @@ static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
                     op->descriptor.scale);
 }
 
-/* The others' parts of the sum that a turn made. */
+/* The others' parts of the sum. */
 static void copy_sums(const fsdp_shm *shm, fsdp_channel channel,
                       const fsdp_shm_op *op, int64_t i) {
   const fsdp_shm_channel *self = &shm->channels[channel];
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     if (rank == shm->rank) continue;
-    const span bytes = turn_part(shm, op, i / 2, rank);
+    const span bytes = turn_part(shm, op, i, rank);
     copy(op->output + bytes.begin,
          fsdp_shm_priv_slot(shm, rank, channel, self->readers[rank].begin + i),
          bytes.end - bytes.begin);
@@ -345,7 +353,7 @@ static bool reduce_slot(fsdp_shm *shm, fsdp_channel channel) {
     if (reader->num_slots == 0) return false;
     if (!is_filled(shm, channel, rank, reader->begin + i)) return false;
   }
-  if (op->is_split && i % 2 == 1) {
+  if (holds_sum(op, i)) {
     copy_sums(shm, channel, op, i);
   } else {
     sum_slot(shm, channel, op, i);

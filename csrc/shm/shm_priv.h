@@ -14,14 +14,14 @@
  *   all_gather      a piece of the shard
  *   broadcast       root: a piece of the buffer; others: nothing
  *   reduce_scatter  a piece of the shard of each other rank, in rank order
- *   all_reduce      a piece of the buffer; or, with many ranks, by turns: as
- *                   for reduce_scatter, and then this rank's part of the sum
+ *   all_reduce      a piece of the buffer; or, with many ranks, first pieces
+ *                   as for reduce_scatter, and then this rank's of the sum
  *
  * Calls are read in the order of the calls, and written ahead as far as the
  * ring goes. No rank can wait for itself through others: filling slot i needs
- * only reads up to slot i - num_slots, reading slot i only that all have filled
- * theirs up to it, and of two channels neither needs the other, since every
- * call makes progress on both.
+ * only reads of slots before i, reading slot i only that all have filled theirs
+ * up to it, and of two channels neither needs the other, since every call makes
+ * progress on both.
  */
 #ifndef FSDP_SHM_PRIV_H
 #define FSDP_SHM_PRIV_H
@@ -43,7 +43,7 @@ typedef struct fsdp_shm_op {
   const char *input; /* all_gather: NULL if it is in its place already */
   fsdp_dtype dtype;
   int64_t nbytes;      /* of the shard, or of the buffer */
-  bool is_split;       /* all_reduce by turns */
+  bool is_split;       /* all_reduce: as a reduce_scatter, then an all_gather */
   int64_t num_slots;   /* of this rank */
   int64_t num_written; /* of them */
   int64_t num_reduced; /* slots of all ranks that were summed or copied */
