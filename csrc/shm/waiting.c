@@ -73,7 +73,7 @@ static void describe_goal(const fsdp_shm *shm, const fsdp_shm_goal *goal,
     (void)snprintf(text, text_nbytes, "no call");
   } else if (goal->is_messages) {
     const char *label = shm->num_messages > 0 ? shm->messages[0].label : "";
-    (void)snprintf(text, text_nbytes, "%zu messages (%s)", shm->num_messages,
+    (void)snprintf(text, text_nbytes, "%zu message(s) (%s)", shm->num_messages,
                    label);
   } else {
     const fsdp_shm_channel *channel = &shm->channels[goal->channel];
