@@ -7,10 +7,14 @@
  *   reduce  [slot][slot]...     reduce  [slot][slot]...
  *
  * A collective is cut into slots; starting it writes as many as the ring has
- * room for, `wait` does the rest, of all collectives in flight. There is no
- * thread: data moves while some thread of the rank is inside a call. Any
- * thread may call. Sums are made in rank order, so all ranks get the same
- * bits; float16 and bfloat16 are summed in float32 and rounded once.
+ * room for, `wait` does the rest, of all collectives in flight on any transport
+ * of the process. There is no thread: data moves while some thread of the rank
+ * is inside start or wait. So a rank that has started more than a ring holds
+ * must come to wait before it waits for others by other means.
+ *
+ * Any thread may call. Sums are made in rank order, so all ranks get the same
+ * bits; float16 and bfloat16 are summed in float32 and rounded once. Memory of
+ * sums is aligned to its elements.
  *
  * A rank that dies, leaves, is stopped for longer than the time limit or makes
  * another call than the others ends every other rank's wait with FSDP_BACKEND.
