@@ -2,12 +2,13 @@
 #include "torch/provider.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cstring>
 #include <optional>
 
+#include "host/kernels.h"
 #include "torch/guard.hpp"
 #include "torch/post_mortem.hpp"
 
@@ -22,15 +23,11 @@ struct fsdp_event {
 namespace fsdp_torch {
 namespace {
 
-// Below this many elements a plain loop is faster than an ATen call.
-constexpr int64_t kLoopNumel = 16384;
+// The elements that one of torch's threads takes at a time, as in ATen.
+constexpr int64_t kGrainNumel = 32768;
 
 at::ScalarType scalar_type(fsdp_dtype dtype) {
   return static_cast<at::ScalarType>(dtype.code);
-}
-
-bool is_float(fsdp_dtype dtype) {
-  return scalar_type(dtype) == at::ScalarType::Float;
 }
 
 }  // namespace
@@ -300,16 +297,42 @@ fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
   };
 }
 
+// The item by the kernels of csrc/host, over torch's threads if it is large.
+// False, with nothing done, when they do not know the dtypes.
+bool pack_on_host(void *destination, fsdp_dtype dtype,
+                  const fsdp_pack_item &item, double scale) {
+  fsdp_pack_item nothing = item;
+  nothing.numel = 0;
+  if (fsdp_host_pack(destination, dtype, &nothing, 1, scale, nullptr) !=
+      FSDP_OK) {
+    return false;
+  }
+  at::parallel_for(0, item.numel, kGrainNumel, [&](int64_t begin, int64_t end) {
+    fsdp_pack_item part = item;
+    part.offset += begin;
+    part.numel = end - begin;
+    if (item.data != nullptr) {
+      part.data =
+          static_cast<const char *>(item.data) + begin * item.dtype.itemsize;
+    }
+    fsdp_error error;
+    if (fsdp_host_pack(destination, dtype, &part, 1, scale, &error) !=
+        FSDP_OK) {
+      throw_error(error);
+    }
+  });
+  return true;
+}
+
 fsdp_status cast(void *context, fsdp_lane lane, void *destination,
                  fsdp_dtype destination_dtype, const void *source,
                  fsdp_dtype source_dtype, int64_t numel, fsdp_error *error) {
   GUARDED(error) {
     Provider &provider = provider_of(context);
     if (numel == 0 || destination == source) return FSDP_OK;
+    const fsdp_pack_item item = {source, source_dtype, 0, numel, false};
     if (!provider.has_streams() &&
-        fsdp_dtype_equal(destination_dtype, source_dtype)) {
-      std::memcpy(destination, source,
-                  static_cast<size_t>(numel * source_dtype.itemsize));
+        pack_on_host(destination, destination_dtype, item, 1.0)) {
       return FSDP_OK;
     }
     provider.on_lane(lane, [&] {
@@ -321,19 +344,7 @@ fsdp_status cast(void *context, fsdp_lane lane, void *destination,
   };
 }
 
-// destination = scale * source (+ destination), fp32 on the host.
-void scale_floats(float *destination, const float *source, int64_t numel,
-                  float scale, bool add) {
-  if (add) {
-    for (int64_t i = 0; i < numel; i++) destination[i] += scale * source[i];
-  } else if (scale == 1.0F) {
-    std::memcpy(destination, source, static_cast<size_t>(numel) * 4);
-  } else {
-    for (int64_t i = 0; i < numel; i++) destination[i] = scale * source[i];
-  }
-}
-
-// The general form of the same, for any dtypes and device.
+// destination = scale * source (+ destination), for any dtypes and device.
 void scale_tensor(const at::Tensor &destination, const at::Tensor &source,
                   double scale, bool add) {
   at::Tensor target = destination;
@@ -351,21 +362,12 @@ void scale_tensor(const at::Tensor &destination, const at::Tensor &source,
 
 void pack_item(const Provider &provider, void *destination, fsdp_dtype dtype,
                const fsdp_pack_item &item, double scale) {
+  if (!provider.has_streams() &&
+      pack_on_host(destination, dtype, item, scale)) {
+    return;
+  }
   char *target =
       static_cast<char *>(destination) + item.offset * dtype.itemsize;
-  if (!provider.has_streams()) {
-    if (item.data == nullptr) {
-      std::memset(target, 0, static_cast<size_t>(item.numel * dtype.itemsize));
-      return;
-    }
-    if (is_float(dtype) && is_float(item.dtype) &&
-        (item.numel < kLoopNumel || (!item.add && scale == 1.0))) {
-      scale_floats(reinterpret_cast<float *>(target),
-                   static_cast<const float *>(item.data), item.numel,
-                   static_cast<float>(scale), item.add);
-      return;
-    }
-  }
   const at::Tensor view = provider.view(target, item.numel, dtype);
   if (item.data == nullptr) {
     view.zero_();
