@@ -2,7 +2,8 @@
 # environment, torch, the tools of requirements-dev.txt, the built extension.
 #
 #   make train      train a small GPT on 2 processes, or one per GPU
-#   make test       all tests: C with sanitizers, then pytest
+#   make test       all tests: C with sanitizers, then pytest (which compiles the
+#                   CUDA kernels where there is nvcc, and runs them where there is a GPU)
 #   make help       the other targets
 #
 # Another torch:        make train TORCH='torch==2.11.0'
@@ -18,15 +19,15 @@ override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
 TOOLS := $(VENV)/.fsdp_c-tools
 BUILT := $(VENV)/.fsdp_c-built
-SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.map')
-C_FILES := $(shell find csrc tests/c -name '*.[ch]' -o -name '*.[ch]pp')
+SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.map' -o -name '*.cu')
+C_FILES := $(shell find csrc tests/c tests/cuda -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu')
 
 # The tools come from the environment: ninja and torchrun are looked up on PATH.
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test c-test lint format bench build clean
+.PHONY: help train test c-test lint format bench gpu-bench build clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -37,7 +38,7 @@ train: $(BUILT) ## train the example, compare it with the unsharded model first
 	  $$(python -c 'import torch; print(torch.cuda.device_count() or 2)') \
 	  examples/train_lm.py --verify --out $(OUT)
 
-test: $(BUILT) c-test ## all tests
+test: $(BUILT) c-test ## all tests; compiles the CUDA kernels where there is nvcc
 	python -m pytest
 
 c-test: ## the C tests, with address and undefined behaviour sanitizers
@@ -61,10 +62,13 @@ bench: $(BUILT) ## host overhead and step time against torch's FSDP1, FSDP2, DDP
 	python benchmarks/train_step.py
 	python benchmarks/state_dict.py
 
+gpu-bench: $(BUILT) ## steps on GPUs against torch's FSDP1 and FSDP2
+	python benchmarks/gpu_step.py
+
 build: $(BUILT) ## the extension, in place
 
 clean: ## remove what was built (not the virtual environment)
-	rm -rf build dist fsdp_c.egg-info fsdp_c/_native*.so $(BUILT) \
+	rm -rf build dist fsdp_c.egg-info fsdp_c/_native*.so fsdp_c/_cuda.so $(BUILT) \
 	  .mypy_cache .pytest_cache .ruff_cache
 	$(MAKE) -C tests/c clean
 

@@ -2,7 +2,9 @@
 
 Environment switches: FSDP_C_DEBUG=1 (no optimisation, asserts and symbols),
 FSDP_C_SANITIZE=1 (address and undefined behaviour sanitizers; preload libasan
-to import the result), FSDP_C_CUDA=0|1. Torch's own MAX_JOBS limits the jobs.
+to import the result), FSDP_C_CUDA=0|1 (the CUDA kernels: never, or insist; without
+it they are built where nvcc is found and torch is a CUDA build). Torch's own
+MAX_JOBS limits the jobs.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from glob import glob
 from pathlib import Path
+from runpy import run_path
 from typing import Any, NoReturn
 
 import setuptools
@@ -77,30 +81,44 @@ if not Path(sysconfig.get_path("include"), "Python.h").is_file():
     stop("Python.h is missing, install the python3-dev package of this Python")
 find_compiler("CC", "cc")
 find_compiler("CXX", "c++")
-if switch("FSDP_C_CUDA"):
-    stop(
-        "FSDP_C_CUDA=1 asks for CUDA sources and this version has none, unset it "
-        "(CUDA tensors work through torch without them)"
-    )
+
+
+def wants_cuda() -> bool:
+    """Return whether to build the library of CUDA kernels."""
+    nvcc = run_path("csrc/cuda/build.py")["find_nvcc"]()
+    if os.environ.get("FSDP_C_CUDA", "") == "":
+        return nvcc is not None and torch.version.cuda is not None
+    if switch("FSDP_C_CUDA") and nvcc is None:
+        stop(
+            "FSDP_C_CUDA=1 asks for the CUDA kernels and there is no nvcc, install "
+            "the CUDA toolkit and set CUDA_HOME, or unset FSDP_C_CUDA (CUDA tensors "
+            "work through torch without them)"
+        )
+    return switch("FSDP_C_CUDA")
+
 
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 DEBUG = switch("FSDP_C_DEBUG")
 SANITIZE = switch("FSDP_C_SANITIZE")
+CUDA = wants_cuda()
 JOBS = int(os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0)))))
 
 # Kept between builds, also those that pip starts, so that they are incremental.
 BUILD_DIR = (
     f"build/{sys.implementation.cache_tag}-torch{torch.__version__}"
     f"{'-debug' if DEBUG else ''}{'-sanitize' if SANITIZE else ''}"
+    f"{'-cuda' if CUDA else ''}"
 )
 HEADERS = sorted(glob("csrc/**/*.h*", recursive=True))
 SOURCES = sorted(glob("csrc/**/*.c*", recursive=True))
+CUDA_SOURCES = [*sorted(glob("csrc/cuda/*")), "csrc/core/base/status.c", *HEADERS]
 EXPORTS = "csrc/exports.map"
 
 MACROS = [
     ("FSDP_C_VERSION", f'"{VERSION}"'),
     ("FSDP_C_TORCH_VERSION", f'"{torch.__version__}"'),
+    ("FSDP_C_CUDA", "1" if CUDA else "0"),
 ]
 # Absolute because ninja runs elsewhere; __FILE__ stays relative all the same.
 ROOT = Path(__file__).resolve().parent
@@ -173,11 +191,34 @@ class BuildLibraries(build_clib):
 
 
 class BuildBridge(BuildExtension):
-    """BuildExtension whose objects outlive pip's temporary directory."""
+    """BuildExtension whose objects outlive pip's temporary directory.
+
+    The CUDA kernels are a library of their own beside the extension, without torch.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.build_temp = BUILD_DIR
+
+    def run(self) -> None:
+        super().run()
+        library = f"{BUILD_DIR}/_cuda.so"
+        target = Path(self.get_ext_fullpath("fsdp_c._native")).with_name("_cuda.so")
+        if not CUDA:
+            target.unlink(missing_ok=True)  # of an earlier build with them
+            return
+        if is_older(library, CUDA_SOURCES):
+            script = [sys.executable, "csrc/cuda/build.py", library]
+            script += ["--folder", BUILD_DIR]
+            if subprocess.run(script, check=False).returncode != 0:
+                stop("the CUDA kernels do not compile (see above), set FSDP_C_CUDA=0")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(library, target)
+
+    def get_outputs(self) -> list[str]:
+        outputs: list[str] = super().get_outputs()
+        target = Path(self.get_ext_fullpath("fsdp_c._native")).with_name("_cuda.so")
+        return [*outputs, str(target)] if CUDA else outputs
 
 
 def library(name: str, pattern: str, flags: list[str]) -> tuple[str, dict[str, Any]]:
@@ -205,6 +246,7 @@ def bridge() -> setuptools.Extension:
             "-Wl,-u,PyInit__native",
             f"-Wl,--version-script={EXPORTS}",
             "-pthread",
+            "-ldl",
             *SANITIZE_FLAGS,
         ],
     )

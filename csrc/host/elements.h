@@ -1,15 +1,18 @@
 /*
  * One element from one dtype to another, by bits: branch-free, so that the
  * compiler can do many at a time, and independent of the flush-to-zero modes
- * that torch.set_flush_denormal turns on.
+ * that torch.set_flush_denormal turns on. Also for C++ and CUDA, where the
+ * processor's own instructions are better if there are any.
  */
-#ifndef FSDP_HOST_ELEMENTS_PRIV_H
-#define FSDP_HOST_ELEMENTS_PRIV_H
+#ifndef FSDP_HOST_ELEMENTS_H
+#define FSDP_HOST_ELEMENTS_H
 
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__GNUC__)
+#if defined(__CUDACC__)
+#define FSDP_ELEMENT static inline __host__ __device__
+#elif defined(__GNUC__)
 #define FSDP_ELEMENT static inline __attribute__((always_inline, unused))
 #else
 #define FSDP_ELEMENT static inline
@@ -71,4 +74,4 @@ FSDP_ELEMENT uint16_t f16_of_f32(float value) {
   return (uint16_t)(sign | half);
 }
 
-#endif /* FSDP_HOST_ELEMENTS_PRIV_H */
+#endif /* FSDP_HOST_ELEMENTS_H */

@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stddef.h>
 
-#include "host/elements_priv.h"
+#include "host/elements.h"
 #include "host/lanes_priv.h"
 
 #if defined(__GNUC__) && defined(__x86_64__)

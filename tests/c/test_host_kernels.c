@@ -7,7 +7,7 @@
 
 #include "base/dtypes.h"
 #include "check.h"
-#include "host/elements_priv.h"
+#include "host/elements.h"
 #include "host/kernels.h"
 #include "host/lanes_priv.h"
 

@@ -1,0 +1,319 @@
+// The split of work: which thread of which block touches which elements. For
+// the device and, so that a test can run every block and thread in a loop
+// without one, for the host.
+//
+// Note [Tiles]
+// An item's elements are cut in three: a head before the first boundary of 16
+// bytes, units of 16 bytes or more that are read and written whole, and a tail.
+// Where destination and source have no such boundary in common, a unit is one
+// element. A tile is kTileUnits units of one item, and a block works on one
+// tile; the first and the last tile of an item also do its head and its tail.
+#pragma once
+
+#include <stdint.h>
+
+#include "cuda/elements.hpp"
+
+namespace fsdp_cuda {
+
+constexpr int kThreads = 256;
+constexpr int kUnitsPerThread = 4;
+constexpr int kTileUnits = kThreads * kUnitsPerThread;
+constexpr int kNoVectors = -1;
+
+// One source of a launch, or one span of a norm.
+struct Item {
+  const void *data;    // NULL: zeros
+  int64_t offset;      // elements from the start of the destination
+  int64_t numel;       // >= 1
+  int32_t first_tile;  // within the launch
+  int8_t code;         // dtype of `data`
+  int8_t head;         // elements before the first unit; kNoVectors: none
+  bool is_added;
+};
+static_assert(sizeof(Item) == 32, "an item fills two vectors of 16 bytes");
+
+// A kernel parameter: at most 4 KiB on any driver, 32 KiB with CUDA 12.1.
+template <int Capacity>
+struct Table {
+  int32_t num_items;
+  int32_t num_tiles;
+  Item items[Capacity];
+};
+
+// Elements per unit: of 16 bytes in the narrower dtype.
+FSDP_HD constexpr int unit_numel(int to_itemsize, int from_itemsize) {
+  return 16 / (to_itemsize < from_itemsize ? to_itemsize : from_itemsize);
+}
+
+// The elements before the first one that starts at a multiple of 16 bytes on
+// both sides; kNoVectors when there is none.
+inline int head_numel(uintptr_t to, int to_itemsize, uintptr_t from,
+                      int from_itemsize) {
+  const int most = unit_numel(to_itemsize, from_itemsize);
+  for (int head = 0; head < most; head++) {
+    if ((to + static_cast<uintptr_t>(head * to_itemsize)) % 16 == 0 &&
+        (from + static_cast<uintptr_t>(head * from_itemsize)) % 16 == 0) {
+      return head;
+    }
+  }
+  return kNoVectors;
+}
+
+// An item cut by its units.
+struct Cut {
+  int64_t head;       // elements before the units
+  int64_t num_units;  // of `numel` elements each
+  int64_t numel;
+};
+
+FSDP_HD Cut cut_of(int64_t numel, int head, int vector_numel) {
+  if (head == kNoVectors) return {0, numel, 1};
+  if (head > numel) head = static_cast<int>(numel);
+  return {head, (numel - head) / vector_numel, vector_numel};
+}
+
+// At least one, for the head and the tail.
+inline int64_t num_tiles_of(const Cut &cut) {
+  const int64_t num_tiles = (cut.num_units + kTileUnits - 1) / kTileUnits;
+  return num_tiles > 0 ? num_tiles : 1;
+}
+
+// The item of a tile: the last whose first tile is not behind it.
+FSDP_HD int item_of(const Item *items, int num_items, int tile) {
+  int begin = 0;
+  int end = num_items;
+  while (end - begin > 1) {
+    const int middle = (begin + end) / 2;
+    if (items[middle].first_tile <= tile) {
+      begin = middle;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
+// 16 bytes that are loaded or stored at once.
+struct alignas(16) Chunk {
+  uint32_t words[4];
+};
+
+// `Nbytes` from one place to another: whole chunks, both aligned to 16 bytes,
+// or the bytes of one element.
+template <int Nbytes>
+FSDP_HD void move(void *to, const void *from) {
+  if constexpr (Nbytes % 16 == 0) {
+    FSDP_UNROLL
+    for (int i = 0; i < Nbytes / 16; i++) {
+      static_cast<Chunk *>(to)[i] = static_cast<const Chunk *>(from)[i];
+    }
+  } else {
+    memcpy(to, from, Nbytes);
+  }
+}
+
+// The units of a tile that one thread has: first all loads, so that they are
+// in flight together, then the rest. `body(values, first, numel)` gets each.
+template <int Code, int Numel, typename Body>
+FSDP_HD void for_units(const element<Code> *from, const Cut &cut,
+                       int64_t first_unit, int thread, const Body &body) {
+  constexpr int kNbytes = Numel * static_cast<int>(sizeof(element<Code>));
+  struct alignas(16) Unit {
+    element<Code> values[Numel];
+  };
+  Unit units[kUnitsPerThread];
+  FSDP_UNROLL
+  for (int k = 0; k < kUnitsPerThread; k++) {
+    const int64_t unit = first_unit + k * kThreads + thread;
+    if (unit >= cut.num_units || from == nullptr) continue;
+    move<kNbytes>(&units[k], from + cut.head + unit * Numel);
+  }
+  FSDP_UNROLL
+  for (int k = 0; k < kUnitsPerThread; k++) {
+    const int64_t unit = first_unit + k * kThreads + thread;
+    if (unit >= cut.num_units) continue;
+    body(units[k].values, cut.head + unit * Numel);
+  }
+}
+
+// The element of the item's head or tail that a thread has in this tile, or -1.
+// Both are shorter than a block, and head and tail fall to the same threads in
+// different calls: `is_tail` tells which.
+FSDP_HD int64_t edge_of(const Cut &cut, int64_t numel, int64_t first_unit,
+                        int thread, bool is_tail) {
+  if (!is_tail) return first_unit == 0 && thread < cut.head ? thread : -1;
+  const int64_t begin = cut.head + cut.num_units * cut.numel;
+  const bool is_last = first_unit + kTileUnits >= cut.num_units;
+  return is_last && begin + thread < numel ? begin + thread : -1;
+}
+
+// A thread's part of one tile of a pack.
+template <int To, int From, int Numel>
+FSDP_HD void pack_units(element<To> *to, const element<From> *from,
+                        const Item &item, const Cut &cut, int64_t first_unit,
+                        int thread, double scale) {
+  constexpr int kNbytes = Numel * static_cast<int>(sizeof(element<To>));
+  for_units<From, Numel>(
+      from, cut, first_unit, thread,
+      [&](const element<From> *values, int64_t first) {
+        struct alignas(16) Unit {
+          element<To> values[Numel];
+        };
+        Unit result = {};
+        if (item.is_added) move<kNbytes>(&result, to + first);
+        FSDP_UNROLL
+        for (int i = 0; i < Numel; i++) {
+          result.values[i] =
+              from == nullptr ? element<To>(0)
+                              : combined<To, From>(result.values[i], values[i],
+                                                   scale, item.is_added);
+        }
+        move<kNbytes>(to + first, &result);
+      });
+}
+
+template <int To, int From>
+FSDP_HD void pack_item(void *destination, const Item &item, int tile,
+                       int thread, double scale) {
+  constexpr int kNumel = unit_numel(sizeof(element<To>), sizeof(element<From>));
+  element<To> *to = static_cast<element<To> *>(destination) + item.offset;
+  const element<From> *from = static_cast<const element<From> *>(item.data);
+  const Cut cut = cut_of(item.numel, item.head, kNumel);
+  const int64_t first_unit =
+      static_cast<int64_t>(tile - item.first_tile) * kTileUnits;
+  for (int is_tail = 0; is_tail < 2; is_tail++) {
+    const int64_t i =
+        edge_of(cut, item.numel, first_unit, thread, is_tail != 0);
+    if (i < 0) continue;
+    to[i] = from == nullptr
+                ? element<To>(0)
+                : combined<To, From>(to[i], from[i], scale, item.is_added);
+  }
+  if (cut.numel == 1) {
+    pack_units<To, From, 1>(to, from, item, cut, first_unit, thread, scale);
+  } else {
+    pack_units<To, From, kNumel>(to, from, item, cut, first_unit, thread,
+                                 scale);
+  }
+}
+
+// What thread `thread` of block `tile` does in a pack.
+template <int To, int Capacity>
+FSDP_HD void pack_thread(const Table<Capacity> &table, void *destination,
+                         int tile, int thread, double scale) {
+  const Item &item = table.items[item_of(table.items, table.num_items, tile)];
+  switch (item.code) {
+    case FSDP_DTYPE_FLOAT16:
+      pack_item<To, FSDP_DTYPE_FLOAT16>(destination, item, tile, thread, scale);
+      return;
+    case FSDP_DTYPE_BFLOAT16:
+      pack_item<To, FSDP_DTYPE_BFLOAT16>(destination, item, tile, thread,
+                                         scale);
+      return;
+    case FSDP_DTYPE_FLOAT32:
+      pack_item<To, FSDP_DTYPE_FLOAT32>(destination, item, tile, thread, scale);
+      return;
+    default:
+      pack_item<To, FSDP_DTYPE_FLOAT64>(destination, item, tile, thread, scale);
+  }
+}
+
+template <int Code>
+FSDP_HD double norm_item(const Item &item, int tile, int thread, double power) {
+  constexpr int kNumel = unit_numel(sizeof(element<Code>), 16);
+  const element<Code> *from = static_cast<const element<Code> *>(item.data);
+  const Cut cut = cut_of(item.numel, item.head, kNumel);
+  const int64_t first_unit =
+      static_cast<int64_t>(tile - item.first_tile) * kTileUnits;
+  double sum = 0;
+  const auto join = [&](element<Code> value) {
+    const double term =
+        norm_term(static_cast<double>(Dtype<Code>::get(value)), power);
+    sum = norm_joined(sum, term, power);
+  };
+  for (int is_tail = 0; is_tail < 2; is_tail++) {
+    const int64_t i =
+        edge_of(cut, item.numel, first_unit, thread, is_tail != 0);
+    if (i >= 0) join(from[i]);
+  }
+  if (cut.numel == 1) {
+    for_units<Code, 1>(
+        from, cut, first_unit, thread,
+        [&](const element<Code> *values, int64_t) { join(values[0]); });
+  } else {
+    for_units<Code, kNumel>(from, cut, first_unit, thread,
+                            [&](const element<Code> *values, int64_t) {
+                              FSDP_UNROLL
+                              for (int i = 0; i < kNumel; i++) join(values[i]);
+                            });
+  }
+  return sum;
+}
+
+// A thread's part of the norm of block `tile`'s elements.
+template <int Capacity>
+FSDP_HD double norm_thread(const Table<Capacity> &table, int tile, int thread,
+                           double power) {
+  const Item &item = table.items[item_of(table.items, table.num_items, tile)];
+  switch (item.code) {
+    case FSDP_DTYPE_FLOAT16:
+      return norm_item<FSDP_DTYPE_FLOAT16>(item, tile, thread, power);
+    case FSDP_DTYPE_BFLOAT16:
+      return norm_item<FSDP_DTYPE_BFLOAT16>(item, tile, thread, power);
+    case FSDP_DTYPE_FLOAT32:
+      return norm_item<FSDP_DTYPE_FLOAT32>(item, tile, thread, power);
+    default:
+      return norm_item<FSDP_DTYPE_FLOAT64>(item, tile, thread, power);
+  }
+}
+
+// A thread's part of the second stage, over what the blocks of the first left.
+FSDP_HD double norm_partials(const double *partials, int64_t num_partials,
+                             int thread, double power) {
+  double sum = 0;
+  for (int64_t i = thread; i < num_partials; i += kThreads) {
+    sum = norm_joined(sum, partials[i], power);
+  }
+  return sum;
+}
+
+// One step of a block's reduction: called by the threads below `half`, for
+// half = kThreads / 2, ..., 2, 1, all threads waiting for each other between.
+FSDP_HD void norm_fold(double *sums, int thread, int half, double power) {
+  if (thread >= half) return;
+  sums[thread] = norm_joined(sums[thread], sums[thread + half], power);
+}
+
+// What thread `thread` of block `tile` does in a scale: a pack into itself.
+template <int Capacity>
+FSDP_HD void scale_thread(const Table<Capacity> &table, int tile, int thread,
+                          float scale) {
+  const Item &item = table.items[item_of(table.items, table.num_items, tile)];
+  void *data = const_cast<void *>(item.data);
+  const double factor = static_cast<double>(scale);
+  switch (item.code) {
+    case FSDP_DTYPE_FLOAT16:
+      pack_item<FSDP_DTYPE_FLOAT16, FSDP_DTYPE_FLOAT16>(data, item, tile,
+                                                        thread, factor);
+      return;
+    case FSDP_DTYPE_BFLOAT16:
+      pack_item<FSDP_DTYPE_BFLOAT16, FSDP_DTYPE_BFLOAT16>(data, item, tile,
+                                                          thread, factor);
+      return;
+    case FSDP_DTYPE_FLOAT32:
+      pack_item<FSDP_DTYPE_FLOAT32, FSDP_DTYPE_FLOAT32>(data, item, tile,
+                                                        thread, factor);
+      return;
+    default:
+      pack_item<FSDP_DTYPE_FLOAT64, FSDP_DTYPE_FLOAT64>(data, item, tile,
+                                                        thread, factor);
+  }
+}
+
+FSDP_HD double norm_of_sum(double sum, double power) {
+  if (isinf(power)) return sum;
+  return power == 2.0 ? sqrt(sum) : pow(sum, 1.0 / power);
+}
+
+}  // namespace fsdp_cuda
