@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "host/kernels.h"
+#include "torch/cuda_kernels.hpp"
 #include "torch/guard.hpp"
 #include "torch/post_mortem.hpp"
 
@@ -336,6 +337,10 @@ fsdp_status cast(void *context, fsdp_lane lane, void *destination,
       return FSDP_OK;
     }
     provider.on_lane(lane, [&] {
+      if (pack_on_cuda(provider.device(), destination, destination_dtype, &item,
+                       1, 1.0)) {
+        return;
+      }
       provider.view(destination, numel, destination_dtype)
           .copy_(provider.view(const_cast<void *>(source), numel, source_dtype),
                  /*non_blocking=*/true);
@@ -362,8 +367,9 @@ void scale_tensor(const at::Tensor &destination, const at::Tensor &source,
 
 void pack_item(const Provider &provider, void *destination, fsdp_dtype dtype,
                const fsdp_pack_item &item, double scale) {
-  if (!provider.has_streams() &&
-      pack_on_host(destination, dtype, item, scale)) {
+  if (provider.has_streams()
+          ? pack_on_cuda(provider.device(), destination, dtype, &item, 1, scale)
+          : pack_on_host(destination, dtype, item, scale)) {
     return;
   }
   char *target =
@@ -385,6 +391,10 @@ fsdp_status pack(void *context, fsdp_lane lane, void *destination,
   GUARDED(error) {
     const Provider &provider = provider_of(context);
     provider.on_lane(lane, [&] {
+      if (pack_on_cuda(provider.device(), destination, destination_dtype, items,
+                       num_items, scale)) {
+        return;
+      }
       for (int64_t i = 0; i < num_items; i++) {
         pack_item(provider, destination, destination_dtype, items[i], scale);
       }
