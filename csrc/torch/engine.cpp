@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "torch/bridge.h"
+#include "torch/cuda_kernels.hpp"
 #include "torch/guard.hpp"
 #include "torch/transports.hpp"
 #include "torch/unit.hpp"
@@ -90,6 +91,8 @@ at::Tensor local_term(const NormPart &part, double norm_type,
                       const at::TensorOptions &options) {
   const bool is_max = std::isinf(norm_type);
   if (part.grads.empty()) return at::zeros({}, options);
+  const at::Tensor norm = norm_on_cuda(part.grads, norm_type);
+  if (norm.defined()) return is_max ? norm : norm.pow(norm_type);
   const std::vector<at::Tensor> norms = at::_foreach_norm(
       part.grads, norm_type, c10::typeMetaToScalarType(options.dtype()));
   const at::Tensor stacked = at::stack(norms);
@@ -102,7 +105,7 @@ at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
   at::Tensor total = at::zeros({}, options);
   for (const NormPart &part : parts) {
     std::vector<at::Tensor> term = {
-        local_term(part, norm_type, options).to(options.device())};
+        local_term(part, norm_type, options).to(options)};
     if (part.group != nullptr) {
       c10d::AllreduceOptions reduction;
       reduction.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
@@ -141,7 +144,10 @@ at::Tensor clip(std::vector<NormPart> &parts, double max_norm, double norm_type,
   const at::Tensor scale = (max_norm / (norm + 1e-6)).clamp_max(1.0);
   for (NormPart &part : parts) {
     if (part.grads.empty()) continue;
-    at::_foreach_mul_(part.grads, scale.to(part.grads.front().device()));
+    const at::Tensor factor = scale.to(part.grads.front().device());
+    if (!scale_on_cuda(part.grads, factor)) {
+      at::_foreach_mul_(part.grads, factor);
+    }
   }
   return norm.to(dtype);  // as FSDP1 returns it
 }
