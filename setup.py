@@ -244,9 +244,9 @@ def bridge() -> setuptools.Extension:
         depends=[*HEADERS, *SOURCES, EXPORTS, "setup.py"],
         extra_link_args=[
             "-Wl,-u,PyInit__native",
-            f"-Wl,--version-script={EXPORTS}",
             "-pthread",
-            "-ldl",
+            "-ldl",  # before glibc 2.34 these were libraries of their own
+            f"-Wl,--version-script={EXPORTS}",
             *SANITIZE_FLAGS,
         ],
     )
@@ -264,9 +264,10 @@ def bridge() -> setuptools.Extension:
 
 setuptools.setup(
     version=VERSION,
-    # The linker reads them in this order: python uses core, and so does shm.
+    # The linker reads them in this order: python uses core, and so do the rooms between.
     libraries=[
         library("fsdp_python", "csrc/python/*.c", PYTHON_FLAGS),
+        library("fsdp_nccl", "csrc/nccl/*.c", ["-pthread"]),
         library("fsdp_shm", "csrc/shm/*.c", ["-D_GNU_SOURCE"]),
         library("fsdp_host", "csrc/host/*.c", HOST_FLAGS),
         library("fsdp_core", "csrc/core/**/*.c", []),

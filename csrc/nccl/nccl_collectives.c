@@ -1,0 +1,375 @@
+/*
+ * Collectives: checked, collected between group_begin and group_end, given to
+ * NCCL in one launch.
+ *
+ * NCCL's own groups belong to a thread and must be closed by it. Collecting
+ * here means that nothing is open in NCCL between two calls, so that whoever
+ * gives up half-way leaves nothing behind.
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/alloc.h"
+#include "base/arith.h"
+#include "nccl/nccl_priv.h"
+
+static const char *kind_name(fsdp_nccl_kind kind) {
+  static const char *const names[] = {"all_gather", "broadcast",
+                                      "reduce_scatter", "all_reduce"};
+  return names[kind];
+}
+
+/* The entry of every call: not in a forked child, the channel exists. */
+static fsdp_status check_call(const fsdp_nccl_transport *transport,
+                              const fsdp_call *call, fsdp_error *error) {
+  if ((unsigned)call->channel >= (unsigned)FSDP_NUM_CHANNELS) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT, "there is no channel %d",
+                     (int)call->channel);
+  }
+  if (transport->num_forks != fsdp_nccl_priv_num_forks()) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "rank %" PRId64
+                     ": this process was forked from the one that joined the "
+                     "NCCL group and cannot use it; start it anew, or spawn",
+                     transport->rank);
+  }
+  return FSDP_OK;
+}
+
+/* One collective, given to NCCL on the channel's communicator and stream. */
+static int enqueue(const fsdp_nccl_transport *transport,
+                   const fsdp_nccl_channel *channel,
+                   const fsdp_nccl_collective *c) {
+  const fsdp_nccl_api *api = &transport->api;
+  fsdp_nccl_comm *comm = channel->comm_in_use;
+  switch (c->kind) {
+    case FSDP_NCCL_ALL_GATHER:
+      return api->all_gather(c->send, c->receive, c->numel, c->dtype, comm,
+                             channel->stream);
+    case FSDP_NCCL_BROADCAST:
+      return api->broadcast(c->send, c->receive, c->numel, c->dtype, c->root,
+                            comm, channel->stream);
+    case FSDP_NCCL_REDUCE_SCATTER:
+      return api->reduce_scatter(c->send, c->receive, c->numel, c->dtype, c->op,
+                                 comm, channel->stream);
+    case FSDP_NCCL_ALL_REDUCE:
+    default:
+      return api->all_reduce(c->send, c->receive, c->numel, c->dtype, c->op,
+                             comm, channel->stream);
+  }
+}
+
+/* All collectives of the channel, in one group if there are several. The first
+ * result that is a failure, or IN_PROGRESS. */
+static int launch(const fsdp_nccl_transport *transport,
+                  const fsdp_nccl_channel *channel) {
+  const bool is_group = channel->num_collectives > 1;
+  int first = FSDP_NCCL_SUCCESS;
+  if (is_group) {
+    first = transport->api.group_start();
+    if (first != FSDP_NCCL_SUCCESS) return first;
+  }
+  for (size_t i = 0; i < channel->num_collectives; i++) {
+    const int result = enqueue(transport, channel, &channel->collectives[i]);
+    if (result == FSDP_NCCL_SUCCESS) continue;
+    first = result;
+    if (result != FSDP_NCCL_IN_PROGRESS) break;
+  }
+  if (!is_group) return first;
+  /* After a failure too: the group is this thread's until it is closed. */
+  const int result = transport->api.group_end();
+  const bool is_fine =
+      first == FSDP_NCCL_SUCCESS || first == FSDP_NCCL_IN_PROGRESS;
+  return is_fine && result != FSDP_NCCL_SUCCESS ? result : first;
+}
+
+/* Operators for the sums of the channel. */
+static fsdp_status find_sums(fsdp_nccl_transport *transport, fsdp_channel index,
+                             fsdp_error *error) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  for (size_t i = 0; i < channel->num_collectives; i++) {
+    fsdp_nccl_collective *c = &channel->collectives[i];
+    int result = FSDP_NCCL_SUCCESS;
+    if (c->kind != FSDP_NCCL_REDUCE_SCATTER && c->kind != FSDP_NCCL_ALL_REDUCE)
+      continue;
+    const fsdp_status status = fsdp_nccl_priv_sum(
+        transport, index, c->dtype, c->scale, &c->op, &result, error);
+    if (status != FSDP_OK) return status;
+    if (result != FSDP_NCCL_SUCCESS) {
+      return fsdp_nccl_priv_fail_result(transport, index, (int)index,
+                                        "ncclRedOpCreatePreMulSum", result,
+                                        error);
+    }
+  }
+  return FSDP_OK;
+}
+
+/* The next operation of the channel, which last words tell of from now on. */
+static fsdp_nccl_operation begin_operation(fsdp_nccl_transport *transport,
+                                           fsdp_nccl_channel *channel) {
+  fsdp_nccl_operation operation = {
+      .started_ms = fsdp_nccl_priv_now_ms(),
+      .name = kind_name(channel->collectives[0].kind),
+  };
+  (void)pthread_mutex_lock(&transport->lock);
+  operation.sequence = channel->last.sequence + 1;
+  memcpy(operation.label, channel->label, sizeof operation.label);
+  channel->last = operation;
+  (void)pthread_mutex_unlock(&transport->lock);
+  return operation;
+}
+
+/* Gives the collectives to NCCL, on a channel that this thread uses. */
+static fsdp_status issue_locked(fsdp_nccl_transport *transport,
+                                fsdp_channel index, fsdp_error *error) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  const int64_t timeout_ms = transport->options.timeout_ms;
+  fsdp_error cause;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(fsdp_nccl_priv_settle(transport, index, "what came before",
+                                 timeout_ms, error));
+  FSDP_TRY(find_sums(transport, index, error));
+  const fsdp_nccl_operation operation = begin_operation(transport, channel);
+  const int result = launch(transport, channel);
+  if (result == FSDP_NCCL_IN_PROGRESS) {
+    /* Connections are being made; the stream has the kernel only after it. */
+    FSDP_TRY(fsdp_nccl_priv_settle(transport, index, operation.name, timeout_ms,
+                                   error));
+  } else if (result != FSDP_NCCL_SUCCESS) {
+    return fsdp_nccl_priv_fail_result(transport, index, (int)index,
+                                      operation.name, result, error);
+  }
+  status = fsdp_nccl_priv_track(transport, index, &operation, channel->stream,
+                                &cause);
+  if (status != FSDP_OK) {
+    status = fsdp_nccl_priv_fail(transport, (int)index, &cause, error);
+  }
+done:
+  return status;
+}
+
+static fsdp_status issue(fsdp_nccl_transport *transport, fsdp_channel index,
+                         fsdp_error *error) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  fsdp_status status = fsdp_nccl_priv_lock_channel(transport, index, error);
+  if (status == FSDP_OK) {
+    if (channel->num_collectives > 0) {
+      status = issue_locked(transport, index, error);
+    }
+    fsdp_nccl_priv_unlock_channel(transport, index);
+    /* The whole error, now that the others may have said their words; also
+     * when this call succeeded, on a communicator that was being aborted. */
+    const fsdp_status first =
+        fsdp_nccl_priv_first_error(transport, true, error);
+    if (first != FSDP_OK) status = first;
+  }
+  channel->num_collectives = 0;
+  channel->is_group_open = false;
+  return status;
+}
+
+fsdp_status fsdp_nccl_priv_group_begin(fsdp_transport *base,
+                                       const fsdp_call *call,
+                                       fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  fsdp_status status = check_call(transport, call, error);
+  if (status != FSDP_OK) return status;
+  status = fsdp_nccl_priv_first_error(transport, true, error);
+  if (status != FSDP_OK) return status;
+  fsdp_nccl_channel *channel = &transport->channels[call->channel];
+  /* What a caller left behind that gave up half-way goes nowhere. */
+  channel->num_collectives = 0;
+  channel->is_group_open = true;
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_nccl_priv_group_end(fsdp_transport *base,
+                                     const fsdp_call *call, fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  const fsdp_status status = check_call(transport, call, error);
+  if (status != FSDP_OK) return status;
+  if (!transport->channels[call->channel].is_group_open) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "group_end without group_begin on channel %d",
+                     (int)call->channel);
+  }
+  return issue(transport, call->channel, error);
+}
+
+/* Takes a collective that was checked: now, or with its group. */
+static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
+                       const fsdp_nccl_collective *collective, uint64_t *ticket,
+                       fsdp_error *error) {
+  fsdp_nccl_channel *channel = &transport->channels[call->channel];
+  fsdp_status status = FSDP_OK;
+  if (!channel->is_group_open) channel->num_collectives = 0;
+  if (collective->numel > 0) {
+    void *collectives = channel->collectives;
+    const bool has_room =
+        fsdp_grow(&collectives, &channel->collective_capacity,
+                  channel->num_collectives + 1, sizeof *channel->collectives);
+    channel->collectives = collectives;
+    if (!has_room) {
+      status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "%s of a group",
+                         kind_name(collective->kind));
+    } else if (channel->num_collectives > 0 &&
+               channel->stream != call->stream) {
+      status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                         "%s: the collectives of a group go to one stream",
+                         kind_name(collective->kind));
+    }
+    if (status != FSDP_OK) {
+      channel->num_collectives = 0;
+      channel->is_group_open = false;
+      return status;
+    }
+    if (channel->num_collectives == 0) {
+      channel->stream = call->stream;
+      (void)snprintf(channel->label, sizeof channel->label, "%s",
+                     call->label == NULL ? "" : call->label);
+    }
+    channel->collectives[channel->num_collectives++] = *collective;
+  }
+  if (ticket != NULL) *ticket = 0; /* there is nothing to wait for */
+  return channel->is_group_open ? FSDP_OK
+                                : issue(transport, call->channel, error);
+}
+
+/* Bytes of `numel` elements; *nbytes_all [out] of `num_ranks` times as many. */
+static fsdp_status count_bytes(fsdp_nccl_kind kind, int64_t numel,
+                               fsdp_dtype dtype, int64_t num_ranks,
+                               int64_t *nbytes, fsdp_error *error) {
+  int64_t all;
+  if (numel < 0 || dtype.itemsize < 1) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "%s of %" PRId64 " elements of %d bytes", kind_name(kind),
+                     numel, (int)dtype.itemsize);
+  }
+  if (!fsdp_mul_i64(numel, dtype.itemsize, nbytes) ||
+      !fsdp_mul_i64(*nbytes, num_ranks, &all)) {
+    return FSDP_FAIL(error, FSDP_OVERFLOW,
+                     "%s of %" PRId64 " elements of %d bytes on %" PRId64
+                     " ranks does not fit in int64",
+                     kind_name(kind), numel, (int)dtype.itemsize, num_ranks);
+  }
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_nccl_priv_all_gather(fsdp_transport *base,
+                                      const fsdp_call *call, void *output,
+                                      const void *input, int64_t shard_numel,
+                                      fsdp_dtype dtype, uint64_t *ticket,
+                                      fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  int64_t nbytes = 0;
+  fsdp_status status = check_call(transport, call, error);
+  if (status != FSDP_OK) return status;
+  status = count_bytes(FSDP_NCCL_ALL_GATHER, shard_numel, dtype,
+                       transport->world_size, &nbytes, error);
+  if (status != FSDP_OK) return status;
+  /* As bytes: any dtype goes, NCCL does the same inside. */
+  const fsdp_nccl_collective collective = {
+      .kind = FSDP_NCCL_ALL_GATHER,
+      .send = input,
+      .receive = output,
+      .numel = (size_t)nbytes,
+      .dtype = FSDP_NCCL_UINT8,
+  };
+  return add(transport, call, &collective, ticket, error);
+}
+
+fsdp_status fsdp_nccl_priv_broadcast(fsdp_transport *base,
+                                     const fsdp_call *call, void *buffer,
+                                     int64_t numel, int64_t root,
+                                     fsdp_dtype dtype, uint64_t *ticket,
+                                     fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  int64_t nbytes = 0;
+  fsdp_status status = check_call(transport, call, error);
+  if (status != FSDP_OK) return status;
+  status = count_bytes(FSDP_NCCL_BROADCAST, numel, dtype, 1, &nbytes, error);
+  if (status != FSDP_OK) return status;
+  if (root < 0 || root >= transport->world_size) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "broadcast from rank %" PRId64 " of %" PRId64, root,
+                     transport->world_size);
+  }
+  const fsdp_nccl_collective collective = {
+      .kind = FSDP_NCCL_BROADCAST,
+      .send = buffer,
+      .receive = buffer,
+      .numel = (size_t)nbytes,
+      .dtype = FSDP_NCCL_UINT8,
+      .root = (int)root,
+  };
+  return add(transport, call, &collective, ticket, error);
+}
+
+/* What both sums check. */
+static fsdp_status check_sum(const fsdp_nccl_transport *transport,
+                             fsdp_nccl_kind kind, fsdp_dtype dtype,
+                             double scale, fsdp_error *error) {
+  if (fsdp_nccl_priv_dtype(dtype) < 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "%s: NCCL cannot sum dtype %d, reduce in another dtype",
+                     kind_name(kind), (int)dtype.code);
+  }
+  if (!fsdp_nccl_can_scale(&transport->base, dtype, scale)) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "%s: NCCL cannot scale a sum of dtype %d by %g exactly, "
+                     "scale before or after it",
+                     kind_name(kind), (int)dtype.code, scale);
+  }
+  return FSDP_OK;
+}
+
+fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
+                                          const fsdp_call *call, void *buffer,
+                                          int64_t shard_numel, fsdp_dtype dtype,
+                                          double scale, uint64_t *ticket,
+                                          fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  int64_t nbytes = 0;
+  fsdp_status status = check_call(transport, call, error);
+  if (status != FSDP_OK) return status;
+  status = count_bytes(FSDP_NCCL_REDUCE_SCATTER, shard_numel, dtype,
+                       transport->world_size, &nbytes, error);
+  if (status != FSDP_OK) return status;
+  status = check_sum(transport, FSDP_NCCL_REDUCE_SCATTER, dtype, scale, error);
+  if (status != FSDP_OK) return status;
+  const fsdp_nccl_collective collective = {
+      .kind = FSDP_NCCL_REDUCE_SCATTER,
+      .send = buffer,
+      .receive = (char *)buffer + nbytes * transport->rank,
+      .numel = (size_t)shard_numel,
+      .dtype = fsdp_nccl_priv_dtype(dtype),
+      .scale = scale,
+  };
+  return add(transport, call, &collective, ticket, error);
+}
+
+fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
+                                      const fsdp_call *call, void *buffer,
+                                      int64_t numel, fsdp_dtype dtype,
+                                      double scale, uint64_t *ticket,
+                                      fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  int64_t nbytes = 0;
+  fsdp_status status = check_call(transport, call, error);
+  if (status != FSDP_OK) return status;
+  status = count_bytes(FSDP_NCCL_ALL_REDUCE, numel, dtype, 1, &nbytes, error);
+  if (status != FSDP_OK) return status;
+  status = check_sum(transport, FSDP_NCCL_ALL_REDUCE, dtype, scale, error);
+  if (status != FSDP_OK) return status;
+  const fsdp_nccl_collective collective = {
+      .kind = FSDP_NCCL_ALL_REDUCE,
+      .send = buffer,
+      .receive = buffer,
+      .numel = (size_t)numel,
+      .dtype = fsdp_nccl_priv_dtype(dtype),
+      .scale = scale,
+  };
+  return add(transport, call, &collective, ticket, error);
+}

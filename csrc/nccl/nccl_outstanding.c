@@ -1,0 +1,89 @@
+/*
+ * Outstanding operations: what was given to NCCL and is not done yet on the
+ * device, told by an event behind each.
+ */
+#include "nccl/nccl_priv.h"
+
+static fsdp_nccl_outstanding *at(fsdp_nccl_channel *channel, int64_t index) {
+  return &channel->outstanding[(channel->first_outstanding + index) %
+                               FSDP_NCCL_MAX_OUTSTANDING];
+}
+
+fsdp_status fsdp_nccl_priv_track(fsdp_nccl_transport *transport,
+                                 fsdp_channel index,
+                                 const fsdp_nccl_operation *operation,
+                                 void *stream, fsdp_error *error) {
+  enum { RETIRED_PER_CALL = 4 }; /* more than one: the ring empties */
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  const fsdp_nccl_events *events = transport->options.events;
+  fsdp_status status = FSDP_OK;
+  if (events == NULL) return FSDP_OK;
+  FSDP_TRY(fsdp_nccl_priv_retire(transport, index, RETIRED_PER_CALL, error));
+
+  (void)pthread_mutex_lock(&transport->lock);
+  /* With every place taken the newest one's event is recorded anew, behind
+   * this operation too. */
+  const bool is_full = channel->num_outstanding == FSDP_NCCL_MAX_OUTSTANDING;
+  fsdp_nccl_outstanding *place =
+      at(channel,
+         is_full ? channel->num_outstanding - 1 : channel->num_outstanding);
+  (void)pthread_mutex_unlock(&transport->lock);
+
+  /* Nobody else looks at a free place, or frees one but the oldest. */
+  if (place->event == NULL) {
+    FSDP_TRY(events->create(events->context, &place->event, error));
+  }
+  FSDP_TRY(events->record(events->context, place->event, stream, error));
+  if (is_full) return FSDP_OK;
+
+  (void)pthread_mutex_lock(&transport->lock);
+  place->operation = *operation;
+  if (transport->phase == FSDP_NCCL_HEALTHY) channel->num_outstanding++;
+  (void)pthread_mutex_unlock(&transport->lock);
+done:
+  return status;
+}
+
+fsdp_status fsdp_nccl_priv_retire(fsdp_nccl_transport *transport,
+                                  fsdp_channel index, int64_t max,
+                                  fsdp_error *error) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  const fsdp_nccl_events *events = transport->options.events;
+  fsdp_status status = FSDP_OK;
+  (void)pthread_mutex_lock(&transport->lock);
+  for (int64_t i = 0; i < max && channel->num_outstanding > 0; i++) {
+    bool is_done = false;
+    FSDP_TRY(
+        events->query(events->context, at(channel, 0)->event, &is_done, error));
+    if (!is_done) break;
+    channel->first_outstanding =
+        (channel->first_outstanding + 1) % FSDP_NCCL_MAX_OUTSTANDING;
+    channel->num_outstanding--;
+  }
+done:
+  (void)pthread_mutex_unlock(&transport->lock);
+  return status;
+}
+
+bool fsdp_nccl_priv_oldest(fsdp_nccl_transport *transport, fsdp_channel index,
+                           fsdp_nccl_operation *operation) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  (void)pthread_mutex_lock(&transport->lock);
+  const bool is_any = channel->num_outstanding > 0;
+  if (is_any) *operation = at(channel, 0)->operation;
+  (void)pthread_mutex_unlock(&transport->lock);
+  return is_any;
+}
+
+void fsdp_nccl_priv_free_events(fsdp_nccl_transport *transport) {
+  const fsdp_nccl_events *events = transport->options.events;
+  if (events == NULL) return;
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    fsdp_nccl_channel *channel = &transport->channels[i];
+    for (int j = 0; j < FSDP_NCCL_MAX_OUTSTANDING; j++) {
+      void *event = channel->outstanding[j].event;
+      channel->outstanding[j].event = NULL;
+      if (event != NULL) events->destroy(events->context, event);
+    }
+  }
+}

@@ -1,0 +1,133 @@
+/*
+ * NCCL transport: the collectives of one process group of GPUs, over two
+ * communicators of its own, one for gathers and one for reductions, so that
+ * they overlap. Implements port/transport.h; `call->stream` is a cudaStream_t.
+ *
+ * A call enqueues on its stream and returns. The host waits for NCCL's own
+ * host-side work alone (connections at the first collectives), never for the
+ * device, and never longer than the time limit.
+ *
+ * Note [NCCL failures]
+ * Whatever fails first - a result of NCCL, an error that it reports later, an
+ * operation that takes longer than `timeout_ms`, another rank that says in the
+ * store that it failed - ends the transport, once: this rank says in the store
+ * where it is, both communicators are aborted (a host that waits for a stream
+ * then returns), the others' last words are collected for up to `grace_ms`,
+ * and from then on every call returns that first error. It names the rank, the
+ * call's label, its sequence number and the time limit.
+ *
+ * Note [NCCL threads]
+ * The first transport starts one thread, the watchdog; the last one to go joins
+ * it. It polls errors and the events of outstanding operations. After a fork
+ * the child has neither thread nor communicators: there every call fails and
+ * destroy only gives host memory back.
+ * Locks, in this order: the list of transports (nccl_watchdog.c), one
+ * transport's state. Neither is held while NCCL, the store or an event function
+ * may block; a channel in use is marked as such instead.
+ */
+#ifndef FSDP_NCCL_TRANSPORT_H
+#define FSDP_NCCL_TRANSPORT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "base/types.h"
+#include "nccl/nccl_library.h"
+#include "port/transport.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Events over the caller's streams, by which the watchdog knows which
+ * operations are outstanding. Called by the watchdog's thread too. */
+typedef struct fsdp_nccl_events {
+  void *context; /* first argument of every call */
+  fsdp_status (*create)(void *context, void **event, fsdp_error *error);
+  void (*destroy)(void *context, void *event);
+  /* Happens when all work now on `stream` is done. Replaces the last record. */
+  fsdp_status (*record)(void *context, void *event, void *stream,
+                        fsdp_error *error);
+  /* is_done [out] whether the recorded work is done. Does not wait. */
+  fsdp_status (*query)(void *context, void *event, bool *is_done,
+                       fsdp_error *error);
+  /* The watchdog calls it before it looks at a transport, so that the device
+   * is the transport's. May be NULL. */
+  void (*enter_thread)(void *context);
+} fsdp_nccl_events;
+
+typedef struct fsdp_nccl_options {
+  /* Of all keys in the store; no two transports over one store share it. */
+  const char *prefix;
+  int64_t init_timeout_ms; /* for meeting the other ranks */
+  int64_t timeout_ms;      /* of an operation; 0: none */
+  int64_t grace_ms;        /* for the others' last words after a failure */
+  int64_t leave_ms;        /* destroy waits this long for what is in flight */
+  int64_t poll_ms;         /* how often the watchdog looks */
+  /* Copied. NULL: only NCCL's own errors are watched, not operations. */
+  const fsdp_nccl_events *events;
+} fsdp_nccl_options;
+
+/* 10 minutes for meeting and for operations (as c10d), 2 seconds of grace, 2
+ * to leave, a look every 200 ms; no prefix, no events. Cannot fail. */
+void fsdp_nccl_options_init(fsdp_nccl_options *options);
+
+/*
+ * Joins the group. Every rank calls it, with its device current; waits for the
+ * others.
+ *
+ * store      copied; its context must outlive the transport. Used by the
+ *            watchdog's thread, and while the others may be inside a wait of
+ *            their own: give a connection that nobody else uses.
+ * transport  [out] new; ends with transport->ops->destroy().
+ *
+ * FSDP_INVALID_ARGUMENT  a rank or world size out of range, no prefix, a
+ *                        negative time.
+ * FSDP_OUT_OF_MEMORY
+ * FSDP_BACKEND           NCCL or the store failed, or the time limit passed.
+ */
+FSDP_NODISCARD fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
+                                            const fsdp_nccl_options *options,
+                                            const fsdp_store *store,
+                                            int64_t rank, int64_t world_size,
+                                            fsdp_transport **transport,
+                                            fsdp_error *error);
+
+/*
+ * Note [NCCL scales]
+ * A sum can be scaled on its way, without a pass of its own, where the result
+ * is as exact as scaling afterwards in fp32: fp32 and fp64 by anything, fp16
+ * and bf16 by numbers that they hold exactly (1/2, 1/8, not 1/3: NCCL rounds
+ * the factor to the dtype first), integers not at all. 1/world_size becomes
+ * ncclAvg, another number a pre-multiplied sum.
+ *
+ * Whether the transport's reductions take `scale` for this dtype. Cannot fail.
+ */
+bool fsdp_nccl_can_scale(const fsdp_transport *transport, fsdp_dtype dtype,
+                         double scale);
+
+/*
+ * Registers memory of the device that collectives will use, so that NCCL can
+ * reach it without copies; does nothing where NCCL has no such thing. A failure
+ * leaves the transport as it was: collectives on this memory work, copying.
+ *
+ * FSDP_INVALID_STATE  the buffer is registered already.
+ * FSDP_OUT_OF_MEMORY
+ * FSDP_BACKEND
+ */
+FSDP_NODISCARD fsdp_status fsdp_nccl_register(fsdp_transport *transport,
+                                              void *buffer, int64_t nbytes,
+                                              fsdp_error *error);
+
+/* Before the memory is freed, when no operation uses it. Does nothing for a
+ * buffer that is not registered. Cannot fail. */
+void fsdp_nccl_deregister(fsdp_transport *transport, void *buffer);
+
+/* Whether watchdog's thread runs in this process. Cannot fail. */
+bool fsdp_nccl_has_watchdog(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_NCCL_TRANSPORT_H */

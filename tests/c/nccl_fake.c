@@ -1,0 +1,467 @@
+/*
+ * The fake NCCL: tape, injection, communicators.
+ */
+#include "nccl_fake.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "nccl_fake_priv.h"
+
+enum { TAPE_NBYTES = 65536, MAX_COMMS = 4096 };
+
+struct fsdp_nccl_comm {
+  bool is_live;
+  bool is_revoked;
+  int64_t num_polls; /* that still say "in progress" */
+  int64_t num_inside;
+};
+
+pthread_mutex_t nccl_fake_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t g_changed = PTHREAD_COND_INITIALIZER;
+static char g_tape[TAPE_NBYTES];
+static char g_copy[TAPE_NBYTES];
+static size_t g_tape_nbytes;
+static const char *g_base;
+static struct fsdp_nccl_comm g_comms[MAX_COMMS];
+static int64_t g_num_comms;
+static int64_t g_num_aborts;
+static int64_t g_num_ids;
+static int g_next_op;
+static int64_t g_fail_at;
+static int g_fail_result;
+static bool g_fail_polls;
+static int64_t g_in_progress;
+static int g_async_error;
+static bool g_is_blocking;
+static int64_t g_num_blocked;
+static _Thread_local int t_group_depth;
+
+static void write_line(const char *format, ...) FSDP_PRINTF(1, 2);
+static void write_line(const char *format, ...) {
+  const size_t left = TAPE_NBYTES - g_tape_nbytes;
+  va_list arguments;
+  va_start(arguments, format);
+  const int length = vsnprintf(g_tape + g_tape_nbytes, left, format, arguments);
+  va_end(arguments);
+  if (length > 0 && (size_t)length < left) g_tape_nbytes += (size_t)length;
+}
+
+static void lock(void) {
+  (void)pthread_mutex_lock(&nccl_fake_lock);
+}
+static void unlock(void) {
+  (void)pthread_mutex_unlock(&nccl_fake_lock);
+}
+
+void nccl_fake_reset(void) {
+  lock();
+  g_tape_nbytes = 0;
+  g_tape[0] = 0;
+  g_base = NULL;
+  memset(g_comms, 0, sizeof g_comms);
+  g_num_comms = 0;
+  g_num_aborts = 0;
+  g_num_ids = 0;
+  g_next_op = 5;
+  g_fail_at = -1;
+  g_in_progress = 0;
+  g_async_error = FSDP_NCCL_SUCCESS;
+  g_is_blocking = false;
+  unlock();
+  nccl_fake_priv_reset_store();
+  nccl_fake_priv_reset_events();
+}
+
+const char *nccl_fake_tape(void) {
+  lock();
+  memcpy(g_copy, g_tape, g_tape_nbytes + 1);
+  unlock();
+  return g_copy;
+}
+
+void nccl_fake_clear_tape(void) {
+  lock();
+  g_tape_nbytes = 0;
+  g_tape[0] = 0;
+  unlock();
+}
+
+void nccl_fake_set_base(const void *base) {
+  lock();
+  g_base = base;
+  unlock();
+}
+
+void *nccl_fake_stream(intptr_t number) {
+  return (void *)(number * 16);
+}
+
+void nccl_fake_fail_at(int64_t index, int result, bool with_polls) {
+  lock();
+  g_fail_at = index;
+  g_fail_result = result;
+  g_fail_polls = with_polls;
+  unlock();
+}
+
+bool nccl_fake_has_failed(void) {
+  lock();
+  const bool has_failed = g_fail_at == -1;
+  unlock();
+  return has_failed;
+}
+
+void nccl_fake_set_in_progress(int64_t num_polls) {
+  lock();
+  g_in_progress = num_polls;
+  unlock();
+}
+
+void nccl_fake_set_async_error(int result) {
+  lock();
+  g_async_error = result;
+  unlock();
+}
+
+void nccl_fake_set_blocking(bool is_blocking) {
+  lock();
+  g_is_blocking = is_blocking;
+  unlock();
+}
+
+bool nccl_fake_is_blocked(void) {
+  lock();
+  const bool is_blocked = g_num_blocked > 0;
+  unlock();
+  return is_blocked;
+}
+
+int64_t nccl_fake_num_live(void) {
+  int64_t num = 0;
+  lock();
+  for (int64_t i = 0; i < g_num_comms; i++) num += g_comms[i].is_live ? 1 : 0;
+  unlock();
+  return num;
+}
+
+int64_t nccl_fake_num_aborts(void) {
+  lock();
+  const int64_t num = g_num_aborts;
+  unlock();
+  return num;
+}
+
+/* ---- Entry points; each takes the lock itself -----------------------------*/
+
+/* Whether the call that begins is the one that fails. */
+static bool is_chosen(void) {
+  if (g_fail_at < 0) return false;
+  return g_fail_at-- == 0;
+}
+
+static int64_t number(const fsdp_nccl_comm *comm) {
+  return comm == NULL ? -1 : (int64_t)(comm - g_comms);
+}
+
+/* Notes on the tape what no caller may do. */
+static void check_comm(const fsdp_nccl_comm *comm, const char *call) {
+  if (comm == NULL || !comm->is_live) {
+    write_line("WRONG %s on dead communicator %" PRId64 "\n", call,
+               number(comm));
+  }
+}
+
+/* A result for a call that may be in progress afterwards. */
+static int progress(fsdp_nccl_comm *comm) {
+  comm->num_polls = g_in_progress;
+  return g_in_progress > 0 ? FSDP_NCCL_IN_PROGRESS : FSDP_NCCL_SUCCESS;
+}
+
+static int fake_get_version(int *version) {
+  *version = 22703;
+  return FSDP_NCCL_SUCCESS;
+}
+
+static int fake_get_unique_id(fsdp_nccl_id *id) {
+  int result = FSDP_NCCL_SUCCESS;
+  lock();
+  if (is_chosen()) {
+    result = g_fail_result;
+  } else {
+    memset(id, 0, sizeof *id);
+    (void)snprintf(id->internal, sizeof id->internal, "id%" PRId64,
+                   g_num_ids++);
+  }
+  unlock();
+  return result;
+}
+
+static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
+                     int rank, fsdp_nccl_config *config) {
+  int result = FSDP_NCCL_SUCCESS;
+  lock();
+  if (is_chosen()) {
+    result = g_fail_result;
+  } else {
+    fsdp_nccl_comm *made = &g_comms[g_num_comms++];
+    made->is_live = true;
+    write_line("init %" PRId64 " %s rank %d/%d%s\n", number(made), id.internal,
+               rank, num_ranks, config->blocking == 0 ? "" : " BLOCKING");
+    result = progress(made);
+    *comm = made;
+  }
+  unlock();
+  return result;
+}
+
+static int fake_async_error(fsdp_nccl_comm *comm, int *async_error) {
+  int result = FSDP_NCCL_SUCCESS;
+  lock();
+  check_comm(comm, "get_async_error");
+  if (g_fail_polls && is_chosen()) {
+    result = g_fail_result;
+  } else if (g_async_error != FSDP_NCCL_SUCCESS) {
+    *async_error = g_async_error;
+  } else if (comm->num_polls > 0) {
+    comm->num_polls--;
+    *async_error = FSDP_NCCL_IN_PROGRESS;
+  } else {
+    *async_error = FSDP_NCCL_SUCCESS;
+  }
+  unlock();
+  return result;
+}
+
+/* Common to finalize, destroy, abort and revoke. */
+static int end_call(fsdp_nccl_comm *comm, const char *call) {
+  check_comm(comm, call);
+  write_line("%s %" PRId64 "\n", call, number(comm));
+  return is_chosen() ? g_fail_result : FSDP_NCCL_SUCCESS;
+}
+
+static int fake_finalize(fsdp_nccl_comm *comm) {
+  lock();
+  int result = end_call(comm, "finalize");
+  if (result == FSDP_NCCL_SUCCESS) result = progress(comm);
+  unlock();
+  return result;
+}
+
+static int fake_destroy(fsdp_nccl_comm *comm) {
+  lock();
+  const int result = end_call(comm, "destroy");
+  comm->is_live = false;
+  unlock();
+  return result;
+}
+
+static int fake_abort(fsdp_nccl_comm *comm) {
+  lock();
+  const int result = end_call(comm, "abort");
+  comm->is_live = false;
+  g_num_aborts++;
+  (void)pthread_cond_broadcast(&g_changed);
+  unlock();
+  return result;
+}
+
+static int fake_revoke(fsdp_nccl_comm *comm, int flags) {
+  lock();
+  const int result = end_call(comm, flags == 0 ? "revoke" : "revoke FLAGS");
+  comm->is_revoked = true;
+  (void)pthread_cond_broadcast(&g_changed);
+  unlock();
+  return result;
+}
+
+static const char *fake_error_string(int result) {
+  return result == FSDP_NCCL_REMOTE_ERROR ? "remote error" : "some error";
+}
+
+static const char *fake_last_error(fsdp_nccl_comm *comm) {
+  (void)comm;
+  return "the wire is cut";
+}
+
+static int fake_group_start(void) {
+  int result = FSDP_NCCL_SUCCESS;
+  lock();
+  if (is_chosen()) {
+    result = g_fail_result;
+  } else {
+    t_group_depth++;
+    write_line("group_start\n");
+  }
+  unlock();
+  return result;
+}
+
+static int fake_group_end(void) {
+  int result = FSDP_NCCL_SUCCESS;
+  lock();
+  if (t_group_depth-- <= 0) write_line("WRONG group_end\n");
+  write_line("group_end\n");
+  if (is_chosen()) result = g_fail_result;
+  if (result == FSDP_NCCL_SUCCESS && g_in_progress > 0) {
+    result = FSDP_NCCL_IN_PROGRESS;
+  }
+  unlock();
+  return result;
+}
+
+static const char *dtype_name(int dtype) {
+  static const char *const names[] = {"i8",  "u8",  "i32", "u32", "i64",
+                                      "u64", "f16", "f32", "f64", "bf16"};
+  return dtype >= 0 && dtype < 10 ? names[dtype] : "?";
+}
+
+/* One collective; `tail` is the operator or root. */
+static int collect(const char *name, const char *tail, const void *send,
+                   const void *receive, size_t numel, int dtype,
+                   fsdp_nccl_comm *comm, void *stream) {
+  int result = FSDP_NCCL_SUCCESS;
+  lock();
+  check_comm(comm, name);
+  if (is_chosen()) {
+    result = g_fail_result;
+    goto done;
+  }
+  write_line("%s %" PRId64 " %s %zu +%td +%td%s s%" PRIdPTR "\n", name,
+             number(comm), dtype_name(dtype), numel,
+             (const char *)send - g_base, (const char *)receive - g_base, tail,
+             (intptr_t)stream / 16);
+  if (g_is_blocking) {
+    g_num_blocked++;
+    while (comm->is_live && !comm->is_revoked) {
+      (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
+    }
+    g_num_blocked--;
+  }
+  result = progress(comm);
+  if (t_group_depth > 0) result = FSDP_NCCL_SUCCESS;
+done:
+  unlock();
+  return result;
+}
+
+static int fake_all_gather(const void *send, void *receive, size_t numel,
+                           int dtype, fsdp_nccl_comm *comm, void *stream) {
+  return collect("all_gather", "", send, receive, numel, dtype, comm, stream);
+}
+
+static int fake_broadcast(const void *send, void *receive, size_t numel,
+                          int dtype, int root, fsdp_nccl_comm *comm,
+                          void *stream) {
+  char tail[32];
+  (void)snprintf(tail, sizeof tail, " root%d", root);
+  return collect("broadcast", tail, send, receive, numel, dtype, comm, stream);
+}
+
+static int fake_reduce_scatter(const void *send, void *receive, size_t numel,
+                               int dtype, int op, fsdp_nccl_comm *comm,
+                               void *stream) {
+  char tail[32];
+  (void)snprintf(tail, sizeof tail, " op%d", op);
+  return collect("reduce_scatter", tail, send, receive, numel, dtype, comm,
+                 stream);
+}
+
+static int fake_all_reduce(const void *send, void *receive, size_t numel,
+                           int dtype, int op, fsdp_nccl_comm *comm,
+                           void *stream) {
+  char tail[32];
+  (void)snprintf(tail, sizeof tail, " op%d", op);
+  return collect("all_reduce", tail, send, receive, numel, dtype, comm, stream);
+}
+
+static int fake_red_op_create(int *op, void *scalar, int dtype, int residence,
+                              fsdp_nccl_comm *comm) {
+  int result = FSDP_NCCL_SUCCESS;
+  uint32_t bits32 = 0;
+  uint16_t bits16 = 0;
+  lock();
+  check_comm(comm, "red_op_create");
+  if (is_chosen()) {
+    result = g_fail_result;
+  } else {
+    const bool is_16 =
+        dtype == FSDP_NCCL_FLOAT16 || dtype == FSDP_NCCL_BFLOAT16;
+    memcpy(&bits16, scalar, sizeof bits16);
+    memcpy(&bits32, scalar, sizeof bits32);
+    *op = g_next_op++;
+    write_line("red_op %" PRId64 " op%d %s %" PRIx32 "%s\n", number(comm), *op,
+               dtype_name(dtype), is_16 ? bits16 : bits32,
+               residence == FSDP_NCCL_SCALAR_ON_HOST ? "" : " ON DEVICE");
+  }
+  unlock();
+  return result;
+}
+
+static int fake_red_op_destroy(int op, fsdp_nccl_comm *comm) {
+  lock();
+  check_comm(comm, "red_op_destroy");
+  write_line("red_op_destroy %" PRId64 " op%d\n", number(comm), op);
+  unlock();
+  return FSDP_NCCL_SUCCESS;
+}
+
+static int fake_register(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
+                         void **handle) {
+  int result = FSDP_NCCL_SUCCESS;
+  lock();
+  check_comm(comm, "register");
+  if (is_chosen()) {
+    result = g_fail_result;
+  } else {
+    write_line("register %" PRId64 " +%td %zu\n", number(comm),
+               (const char *)buffer - g_base, nbytes);
+    *handle = (char *)buffer + number(comm);
+  }
+  unlock();
+  return result;
+}
+
+static int fake_deregister(fsdp_nccl_comm *comm, void *handle) {
+  lock();
+  check_comm(comm, "deregister");
+  write_line("deregister %" PRId64 " +%td\n", number(comm),
+             (const char *)handle - g_base - number(comm));
+  unlock();
+  return FSDP_NCCL_SUCCESS;
+}
+
+fsdp_nccl_library nccl_fake_library(void) {
+  const fsdp_nccl_library library = {
+      .api =
+          {
+              .get_version = fake_get_version,
+              .get_unique_id = fake_get_unique_id,
+              .comm_init_rank_config = fake_init,
+              .comm_get_async_error = fake_async_error,
+              .comm_finalize = fake_finalize,
+              .comm_destroy = fake_destroy,
+              .comm_abort = fake_abort,
+              .get_error_string = fake_error_string,
+              .group_start = fake_group_start,
+              .group_end = fake_group_end,
+              .all_gather = fake_all_gather,
+              .reduce_scatter = fake_reduce_scatter,
+              .all_reduce = fake_all_reduce,
+              .broadcast = fake_broadcast,
+              .get_last_error = fake_last_error,
+              .red_op_create_pre_mul_sum = fake_red_op_create,
+              .red_op_destroy = fake_red_op_destroy,
+              .comm_register = fake_register,
+              .comm_deregister = fake_deregister,
+              .comm_revoke = fake_revoke,
+          },
+      .version = 22703,
+      .origin = FSDP_NCCL_FORCED,
+      .path = "fake",
+  };
+  return library;
+}

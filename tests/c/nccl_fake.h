@@ -1,0 +1,61 @@
+/*
+ * A NCCL that only writes down its calls: the table of entry points, a store
+ * in memory and events for tests of the transport. Knows what is wrong with a
+ * call (a communicator after its end, a group left open) and says so on the
+ * tape. One per process; any thread may call.
+ */
+#ifndef FSDP_TESTS_NCCL_FAKE_H
+#define FSDP_TESTS_NCCL_FAKE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "nccl/nccl_transport.h"
+
+/* Back to nothing: no communicators, empty store and tape, no injection. */
+void nccl_fake_reset(void);
+
+/* The table, with every optional entry point. A copy may be changed. */
+fsdp_nccl_library nccl_fake_library(void);
+
+/* Lines like "all_gather 1 u8 16 +0 +0 s1": communicator 1, 16 elements, sends
+ * from byte 0 of the base, receives there, on stream 1. Borrowed, until the
+ * next call of the fake. */
+const char *nccl_fake_tape(void);
+void nccl_fake_clear_tape(void);
+/* Where the offsets on the tape count from. */
+void nccl_fake_set_base(const void *base);
+/* The stream that the tape shows as "s<number>". */
+void *nccl_fake_stream(intptr_t number);
+
+/* NCCL call number `index` from now (0 = the next) returns `result`; -1: none.
+ * Polls of errors count when `with_polls`. */
+void nccl_fake_fail_at(int64_t index, int result, bool with_polls);
+/* Whether the injected failure came to pass. */
+bool nccl_fake_has_failed(void);
+/* Every call that may says "in progress", and so do `num_polls` polls. */
+void nccl_fake_set_in_progress(int64_t num_polls);
+/* Every poll says `result` from now on. */
+void nccl_fake_set_async_error(int result);
+/* Collectives block until their communicator is aborted or revoked. */
+void nccl_fake_set_blocking(bool is_blocking);
+/* A thread is inside a collective that blocks. */
+bool nccl_fake_is_blocked(void);
+
+/* Communicators that were made, and not aborted or destroyed since. */
+int64_t nccl_fake_num_live(void);
+int64_t nccl_fake_num_aborts(void);
+
+/* The store. Call number `index` from now fails; -1: none. */
+fsdp_store nccl_fake_store(void);
+void nccl_fake_store_fail_at(int64_t index);
+/* The store's text for `key`, or "". Borrowed as the tape. */
+const char *nccl_fake_store_text(const char *key);
+
+/* Events. Recorded ones are done at once unless they are held. */
+fsdp_nccl_events nccl_fake_events(void);
+void nccl_fake_hold_events(bool is_held);
+void nccl_fake_event_fail_at(int64_t index);
+int64_t nccl_fake_num_events(void); /* not destroyed */
+
+#endif /* FSDP_TESTS_NCCL_FAKE_H */

@@ -1,0 +1,14 @@
+/*
+ * What the files of the fake NCCL share.
+ */
+#ifndef FSDP_TESTS_NCCL_FAKE_PRIV_H
+#define FSDP_TESTS_NCCL_FAKE_PRIV_H
+
+#include <pthread.h>
+
+extern pthread_mutex_t nccl_fake_lock;
+
+void nccl_fake_priv_reset_store(void);
+void nccl_fake_priv_reset_events(void);
+
+#endif /* FSDP_TESTS_NCCL_FAKE_PRIV_H */

@@ -1,0 +1,206 @@
+/*
+ * The fake NCCL's store in memory, and its events.
+ */
+#define _POSIX_C_SOURCE 200809L /* nanosleep */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "nccl_fake.h"
+#include "nccl_fake_priv.h"
+
+enum { MAX_KEYS = 64, KEY_NBYTES = 256, VALUE_NBYTES = 1024 };
+
+typedef struct entry {
+  char key[KEY_NBYTES];
+  char value[VALUE_NBYTES];
+  int64_t nbytes;
+} entry;
+
+static entry g_entries[MAX_KEYS];
+static int64_t g_num_entries;
+static int64_t g_store_fail_at = -1;
+static char g_text[VALUE_NBYTES + 1];
+static bool g_is_held;
+static int64_t g_event_fail_at = -1;
+static int64_t g_num_events;
+
+static void lock(void) {
+  (void)pthread_mutex_lock(&nccl_fake_lock);
+}
+static void unlock(void) {
+  (void)pthread_mutex_unlock(&nccl_fake_lock);
+}
+
+static bool is_chosen(int64_t *fail_at) {
+  if (*fail_at < 0) return false;
+  return (*fail_at)-- == 0;
+}
+
+void nccl_fake_priv_reset_store(void) {
+  lock();
+  g_num_entries = 0;
+  g_store_fail_at = -1;
+  unlock();
+}
+
+void nccl_fake_store_fail_at(int64_t index) {
+  lock();
+  g_store_fail_at = index;
+  unlock();
+}
+
+static entry *find(const char *key) {
+  for (int64_t i = 0; i < g_num_entries; i++) {
+    if (strcmp(g_entries[i].key, key) == 0) return &g_entries[i];
+  }
+  return NULL;
+}
+
+static fsdp_status store_set(void *context, const char *key, const void *value,
+                             int64_t nbytes, fsdp_error *error) {
+  (void)context;
+  lock();
+  const bool fails = is_chosen(&g_store_fail_at) || nbytes > VALUE_NBYTES;
+  if (!fails) {
+    entry *place = find(key);
+    if (place == NULL) place = &g_entries[g_num_entries++];
+    (void)snprintf(place->key, sizeof place->key, "%s", key);
+    memcpy(place->value, value, (size_t)nbytes);
+    place->nbytes = nbytes;
+  }
+  unlock();
+  if (!fails) return FSDP_OK;
+  return FSDP_FAIL(error, FSDP_BACKEND, "injected at store set %s", key);
+}
+
+static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
+                             void *value, int64_t capacity, int64_t *nbytes,
+                             fsdp_error *error) {
+  const struct timespec pause = {.tv_nsec = 1000000};
+  (void)context;
+  lock();
+  const bool fails = is_chosen(&g_store_fail_at);
+  unlock();
+  if (fails) {
+    return FSDP_FAIL(error, FSDP_BACKEND, "injected at store get %s", key);
+  }
+  for (int64_t waited_ms = 0;; waited_ms++) {
+    lock();
+    const entry *place = find(key);
+    if (place != NULL) {
+      const int64_t num = place->nbytes < capacity ? place->nbytes : capacity;
+      memcpy(value, place->value, (size_t)num);
+      *nbytes = place->nbytes;
+    }
+    unlock();
+    if (place != NULL) return FSDP_OK;
+    if (waited_ms >= timeout_ms) break;
+    (void)nanosleep(&pause, NULL);
+  }
+  return FSDP_FAIL(error, FSDP_BACKEND, "no key %s after %" PRId64 " ms", key,
+                   timeout_ms);
+}
+
+fsdp_store nccl_fake_store(void) {
+  return (fsdp_store){.set = store_set, .get = store_get};
+}
+
+const char *nccl_fake_store_text(const char *key) {
+  lock();
+  const entry *place = find(key);
+  const size_t nbytes = place == NULL ? 0 : (size_t)place->nbytes;
+  if (place != NULL) memcpy(g_text, place->value, nbytes);
+  g_text[nbytes] = 0;
+  unlock();
+  return g_text;
+}
+
+/* ---- Events ---------------------------------------------------------------*/
+
+void nccl_fake_priv_reset_events(void) {
+  lock();
+  g_is_held = false;
+  g_event_fail_at = -1;
+  unlock();
+}
+
+void nccl_fake_hold_events(bool is_held) {
+  lock();
+  g_is_held = is_held;
+  unlock();
+}
+
+void nccl_fake_event_fail_at(int64_t index) {
+  lock();
+  g_event_fail_at = index;
+  unlock();
+}
+
+int64_t nccl_fake_num_events(void) {
+  lock();
+  const int64_t num = g_num_events;
+  unlock();
+  return num;
+}
+
+static fsdp_status event_call(const char *call, fsdp_error *error) {
+  lock();
+  const bool fails = is_chosen(&g_event_fail_at);
+  unlock();
+  if (!fails) return FSDP_OK;
+  return FSDP_FAIL(error, FSDP_BACKEND, "injected at event %s", call);
+}
+
+static fsdp_status event_create(void *context, void **event,
+                                fsdp_error *error) {
+  const fsdp_status status = event_call("create", error);
+  (void)context;
+  if (status != FSDP_OK) return status;
+  void *made = malloc(1);
+  if (made == NULL) return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "event");
+  *event = made;
+  lock();
+  g_num_events++;
+  unlock();
+  return FSDP_OK;
+}
+
+static void event_destroy(void *context, void *event) {
+  (void)context;
+  free(event);
+  lock();
+  g_num_events--;
+  unlock();
+}
+
+static fsdp_status event_record(void *context, void *event, void *stream,
+                                fsdp_error *error) {
+  (void)context;
+  (void)event;
+  (void)stream;
+  return event_call("record", error);
+}
+
+static fsdp_status event_query(void *context, void *event, bool *is_done,
+                               fsdp_error *error) {
+  const fsdp_status status = event_call("query", error);
+  (void)context;
+  (void)event;
+  if (status != FSDP_OK) return status;
+  lock();
+  *is_done = !g_is_held;
+  unlock();
+  return FSDP_OK;
+}
+
+fsdp_nccl_events nccl_fake_events(void) {
+  return (fsdp_nccl_events){
+      .create = event_create,
+      .destroy = event_destroy,
+      .record = event_record,
+      .query = event_query,
+  };
+}

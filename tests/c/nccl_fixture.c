@@ -1,0 +1,114 @@
+/*
+ * Fixture of the NCCL transport's tests.
+ */
+#define _POSIX_C_SOURCE 200809L /* nanosleep */
+#include "nccl_fixture.h"
+
+#include <time.h>
+
+char nccl_fixture_memory[NCCL_FIXTURE_NBYTES];
+
+const fsdp_dtype NCCL_F32 = {FSDP_DTYPE_FLOAT32, 4};
+const fsdp_dtype NCCL_BF16 = {FSDP_DTYPE_BFLOAT16, 2};
+
+static fsdp_nccl_events g_events;
+
+fsdp_nccl_options nccl_fixture_options(void) {
+  fsdp_nccl_options options;
+  fsdp_nccl_options_init(&options);
+  g_events = nccl_fake_events();
+  options.prefix = "p";
+  options.init_timeout_ms = 60000;
+  options.timeout_ms = 60000;
+  options.grace_ms = 20;
+  options.leave_ms = 60000;
+  options.poll_ms = 3600000;
+  options.events = &g_events;
+  return options;
+}
+
+fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
+                                       int64_t rank, int64_t world_size) {
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  fsdp_transport *transport = NULL;
+  fsdp_error error = {0};
+  const fsdp_status status = fsdp_nccl_create(&library, options, &store, rank,
+                                              world_size, &transport, &error);
+  if (status != FSDP_OK) printf("cannot join: %s\n", error.message);
+  CHECK(status == FSDP_OK);
+  return transport;
+}
+
+void nccl_fixture_write_ids(void) {
+  const fsdp_store store = nccl_fake_store();
+  const fsdp_nccl_id id = {"id0"};
+  CHECK(store.set(store.context, "p/id/gather", &id, sizeof id, NULL) ==
+        FSDP_OK);
+  CHECK(store.set(store.context, "p/id/reduce", &id, sizeof id, NULL) ==
+        FSDP_OK);
+}
+
+fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
+                                  int64_t rank, int64_t world_size) {
+  nccl_fake_reset();
+  nccl_fake_set_base(nccl_fixture_memory);
+  if (rank > 0) nccl_fixture_write_ids();
+  return nccl_fixture_join_next(options, rank, world_size);
+}
+
+fsdp_call nccl_fixture_call(fsdp_channel channel, intptr_t stream,
+                            const char *label) {
+  return (fsdp_call){channel, nccl_fake_stream(stream), label};
+}
+
+fsdp_status nccl_fixture_gather(fsdp_transport *transport, const char *label,
+                                fsdp_error *error) {
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, label);
+  return transport->ops->all_gather(transport, &call, nccl_fixture_memory,
+                                    nccl_fixture_memory, 4, NCCL_F32, NULL,
+                                    error);
+}
+
+fsdp_status nccl_fixture_unit(fsdp_transport *transport, bool has_reduce,
+                              fsdp_error *error) {
+  const fsdp_transport_ops *ops = transport->ops;
+  const fsdp_call gather =
+      nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, "all_gather of unit 'a'");
+  const fsdp_call reduce =
+      nccl_fixture_call(FSDP_CHANNEL_REDUCE, 2, "reduce_scatter of unit 'a'");
+  char *memory = nccl_fixture_memory;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(ops->group_begin(transport, &gather, error));
+  FSDP_TRY(ops->all_gather(transport, &gather, memory, memory + 16, 4, NCCL_F32,
+                           NULL, error));
+  FSDP_TRY(ops->all_gather(transport, &gather, memory + 64, memory + 512, 2,
+                           NCCL_F32, NULL, error));
+  FSDP_TRY(ops->group_end(transport, &gather, error));
+  if (!has_reduce) return FSDP_OK;
+  FSDP_TRY(ops->group_begin(transport, &reduce, error));
+  FSDP_TRY(ops->reduce_scatter(transport, &reduce, memory, 4, NCCL_F32, 1, NULL,
+                               error));
+  FSDP_TRY(ops->reduce_scatter(transport, &reduce, memory + 64, 2, NCCL_F32,
+                               0.25, NULL, error));
+  FSDP_TRY(ops->group_end(transport, &reduce, error));
+done:
+  return status;
+}
+
+void nccl_fixture_sleep_ms(int64_t time_ms) {
+  const struct timespec time = {.tv_sec = (time_t)(time_ms / 1000),
+                                .tv_nsec = (long)(time_ms % 1000) * 1000000};
+  (void)nanosleep(&time, NULL);
+}
+
+fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
+                                          fsdp_error *error) {
+  for (int i = 0; i < 10000; i++) {
+    const fsdp_status status = transport->ops->check(transport, error);
+    if (status != FSDP_OK) return status;
+    nccl_fixture_sleep_ms(1);
+  }
+  return FSDP_OK;
+}

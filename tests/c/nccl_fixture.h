@@ -1,0 +1,48 @@
+/*
+ * What the tests of the NCCL transport start from: a joined rank, and calls on
+ * it with few words.
+ */
+#ifndef FSDP_TESTS_NCCL_FIXTURE_H
+#define FSDP_TESTS_NCCL_FIXTURE_H
+
+#include "base/dtypes.h"
+#include "check.h"
+#include "nccl_fake.h"
+
+enum { NCCL_FIXTURE_NBYTES = 4096 };
+extern char nccl_fixture_memory[NCCL_FIXTURE_NBYTES]; /* the tape's base */
+
+extern const fsdp_dtype NCCL_F32;
+extern const fsdp_dtype NCCL_BF16;
+
+/* Options for tests: a prefix, events, limits that nothing reaches by being
+ * slow, short grace, a watchdog that is asleep (it looks once an hour). */
+fsdp_nccl_options nccl_fixture_options(void);
+
+/* Resets the fake and joins as `rank`; rank > 0 finds the ids in the store. */
+fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
+                                  int64_t rank, int64_t world_size);
+/* Joins without a reset, after rank 0. */
+fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
+                                       int64_t rank, int64_t world_size);
+/* Writes the ids that rank 0 would. */
+void nccl_fixture_write_ids(void);
+
+fsdp_call nccl_fixture_call(fsdp_channel channel, intptr_t stream,
+                            const char *label);
+
+/* What a unit with two segments (fp32) does: one group of gathers, on stream 1;
+ * with `has_reduce` also one of reductions, on stream 2. */
+fsdp_status nccl_fixture_unit(fsdp_transport *transport, bool has_reduce,
+                              fsdp_error *error);
+
+/* One all_gather, alone. */
+fsdp_status nccl_fixture_gather(fsdp_transport *transport, const char *label,
+                                fsdp_error *error);
+
+/* Waits up to 10 s for `transport` to have failed. */
+fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
+                                          fsdp_error *error);
+void nccl_fixture_sleep_ms(int64_t time_ms);
+
+#endif /* FSDP_TESTS_NCCL_FIXTURE_H */

@@ -1,0 +1,282 @@
+/*
+ * NCCL transport: failures. Each call of NCCL, of the store and of the events
+ * fails once; the first error stays, and each communicator ends once.
+ */
+#include "base/alloc.h"
+#include "nccl_fixture.h"
+
+/* What a rank does: joins, runs a unit twice, registers memory. */
+static fsdp_status run_script(const fsdp_nccl_options *options,
+                              fsdp_transport **transport, fsdp_error *error) {
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  const fsdp_call call =
+      nccl_fixture_call(FSDP_CHANNEL_REDUCE, 1, "all_reduce of unit 'b'");
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_nccl_create(&library, options, &store, 0, 2, transport, error));
+  FSDP_TRY(nccl_fixture_unit(*transport, true, error));
+  FSDP_TRY((*transport)
+               ->ops->all_reduce(*transport, &call, nccl_fixture_memory, 1,
+                                 NCCL_F32, 0.75, NULL, error));
+  FSDP_TRY(nccl_fixture_gather(*transport, "broadcast of 'b'", error));
+done:
+  return status;
+}
+
+/* A transport that failed says so again and again, and touches NCCL no more. */
+static void check_stays_failed(fsdp_transport *transport,
+                               const fsdp_error *first) {
+  fsdp_error error = {0};
+  nccl_fake_clear_tape();
+  CHECK(nccl_fixture_unit(transport, true, &error) == first->status);
+  CHECK_TEXT(error.message, first->message);
+  CHECK(nccl_fixture_gather(transport, "another", &error) == first->status);
+  CHECK_TEXT(error.message, first->message);
+  CHECK(transport->ops->check(transport, &error) == first->status);
+  CHECK_TEXT(error.message, first->message);
+  CHECK(fsdp_nccl_register(transport, nccl_fixture_memory, 8, &error) ==
+        first->status);
+  fsdp_nccl_deregister(transport, nccl_fixture_memory);
+  CHECK_TEXT(nccl_fake_tape(), "");
+}
+
+static void check_left_nothing(void) {
+  CHECK_I64(fsdp_alloc_live(), 0);
+  CHECK_I64(nccl_fake_num_live(), 0);
+  CHECK_I64(nccl_fake_num_events(), 0);
+  CHECK(!fsdp_nccl_has_watchdog());
+  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
+}
+
+static void test_every_nccl_call_can_fail(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  for (int polls = 0; polls < 2; polls++) {
+    int64_t i = 0;
+    for (;; i++) {
+      fsdp_transport *transport = NULL;
+      fsdp_error error = {0};
+      nccl_fake_reset();
+      nccl_fake_set_in_progress(polls); /* polls happen then */
+      nccl_fake_fail_at(i, FSDP_NCCL_SYSTEM_ERROR, polls == 1);
+      const fsdp_status status = run_script(&options, &transport, &error);
+      if (status == FSDP_OK) {
+        nccl_fake_fail_at(-1, 0, false);
+        transport->ops->destroy(transport);
+        check_left_nothing();
+        break;
+      }
+      CHECK(nccl_fake_has_failed());
+      CHECK(status == FSDP_BACKEND && error.status == status);
+      CHECK(strstr(error.message, "rank 0 of 2: ") == error.message);
+      CHECK(strstr(error.message,
+                   "with NCCL result 2 (some error: the wire is cut)") != NULL);
+      CHECK_I64(nccl_fake_num_live(), 0); /* aborted, and not only at the end */
+      if (transport != NULL) {
+        CHECK_I64(nccl_fake_num_aborts(), 2);
+        check_stays_failed(transport, &error);
+        transport->ops->destroy(transport);
+        CHECK_TEXT(nccl_fake_tape(), "");
+      }
+      check_left_nothing();
+    }
+    /* 2 ids, 2 communicators, 2 groups of 4, 2 operators, 2 collectives; then
+     * 2 polls per communicator and launch, and one before each launch. */
+    CHECK_I64(i, polls == 0 ? 16 : 32);
+  }
+}
+
+static void test_what_an_error_says(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
+  fsdp_error error = {0};
+  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  nccl_fake_fail_at(6, FSDP_NCCL_REMOTE_ERROR, false);
+  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_BACKEND);
+  CHECK_TEXT(
+      error.message,
+      "rank 1 of 2: reduce_scatter failed at operation 2 of the reductions "
+      "(reduce_scatter of unit 'a') with NCCL result 6 (remote error: the wire "
+      "is cut). This rank is at operation 2 of the gathers (all_gather of unit "
+      "'a'), operation 2 of the reductions (reduce_scatter of unit 'a'). No "
+      "answer from rank 0 within 20 ms.");
+  CHECK_TEXT(
+      nccl_fake_store_text("p/words/1"),
+      "at operation 2 of the gathers (all_gather of unit 'a'), operation "
+      "2 of the reductions (reduce_scatter of unit 'a')");
+  CHECK(strstr(nccl_fake_store_text("p/failed"), "rank 1 of 2: reduce_sc") !=
+        NULL);
+  transport->ops->destroy(transport);
+  check_left_nothing();
+}
+
+/* The ranks say where they were. */
+static void test_last_words(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *ranks[4];
+  fsdp_error error = {0};
+  nccl_fake_reset();
+  for (int64_t i = 0; i < 4; i++) {
+    ranks[i] = nccl_fixture_join_next(&options, i, 4);
+    CHECK(nccl_fixture_gather(ranks[i], "unit 'a'", &error) == FSDP_OK);
+  }
+  CHECK(nccl_fixture_gather(ranks[3], "unit 'c'", &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(ranks[0], "unit 'b'", &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(ranks[1], "unit 'b'", &error) == FSDP_OK);
+  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+  CHECK(ranks[3]->ops->check(ranks[3], &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message, "No answer from rank 0, 1, 2 within 20 ms.") !=
+        NULL);
+  CHECK(ranks[0]->ops->check(ranks[0], &error) == FSDP_BACKEND);
+  CHECK(ranks[1]->ops->check(ranks[1], &error) == FSDP_BACKEND);
+  CHECK_TEXT(
+      error.message,
+      "rank 1 of 4: the communicator failed at operation 2 of the gathers "
+      "(unit 'b') with NCCL result 6 (remote error: the wire is cut). Rank 3 "
+      "is at operation 2 of the gathers (unit 'c'), the start of the "
+      "reductions. This rank is at operation 2 of the gathers (unit 'b'), the "
+      "start of the reductions, as is 1 other. No answer from rank 2 within "
+      "20 ms.");
+  CHECK(strstr(nccl_fake_store_text("p/failed"), "rank 3 of 4") != NULL);
+  for (int i = 0; i < 4; i++) ranks[i]->ops->destroy(ranks[i]);
+  check_left_nothing();
+}
+
+static void test_every_store_call_can_fail(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  for (int64_t rank = 0; rank < 2; rank++) {
+    for (int64_t i = 0; i < 2; i++) {
+      fsdp_transport *transport = NULL;
+      fsdp_error error = {0};
+      nccl_fake_reset();
+      nccl_fixture_write_ids();
+      nccl_fake_store_fail_at(i);
+      CHECK(fsdp_nccl_create(&library, &options, &store, rank, 2, &transport,
+                             &error) == FSDP_BACKEND);
+      CHECK(transport == NULL);
+      CHECK(strstr(error.message, rank == 0
+                                      ? "rank 0 of 2 cannot write the id"
+                                      : "rank 1 of 2 cannot read the id") ==
+            error.message);
+      CHECK(strstr(error.message, i == 0 ? "'p/id/gather'" : "'p/id/reduce'") !=
+            NULL);
+      CHECK(strstr(error.message, "injected at store") != NULL);
+      check_left_nothing();
+    }
+  }
+  /* The words after a failure are not essential. */
+  for (int64_t i = 0; i < 4; i++) {
+    fsdp_error error = {0};
+    fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+    nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+    nccl_fake_store_fail_at(i);
+    CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
+    CHECK(strstr(error.message, "with NCCL result 6") != NULL);
+    CHECK((strstr(error.message, "does not answer") != NULL) ==
+          (i == 0 || i == 2));
+    CHECK_I64(nccl_fake_num_aborts(), 2);
+    transport->ops->destroy(transport);
+    check_left_nothing();
+  }
+}
+
+static void test_ids_that_do_not_come(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  fsdp_transport *transport = NULL;
+  fsdp_error error = {0};
+  options.init_timeout_ms = 100;
+  nccl_fake_reset();
+  CHECK(fsdp_nccl_create(&library, &options, &store, 1, 2, &transport,
+                         &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message,
+               "rank 1 of 2 cannot read the id of a NCCL communicator, key "
+               "'p/id/gather' of the group's store, within 100 ms (no key "
+               "p/id/gather after 100 ms). Did rank 0") == error.message);
+  CHECK(store.set(store.context, "p/id/gather", "short", 5, NULL) == FSDP_OK);
+  CHECK(fsdp_nccl_create(&library, &options, &store, 1, 2, &transport,
+                         &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message, "it has 5 bytes instead of 128") != NULL);
+  check_left_nothing();
+}
+
+static void test_every_event_call_can_fail(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  for (int64_t i = 0;; i++) {
+    fsdp_transport *transport = NULL;
+    fsdp_error error = {0};
+    nccl_fake_reset();
+    nccl_fake_event_fail_at(i);
+    const fsdp_status status = run_script(&options, &transport, &error);
+    nccl_fake_event_fail_at(-1);
+    if (status == FSDP_OK) {
+      CHECK_I64(i, 10); /* 4 launches: created, recorded; 2 asked of before */
+      transport->ops->destroy(transport);
+      check_left_nothing();
+      break;
+    }
+    CHECK(status == FSDP_BACKEND);
+    CHECK(strstr(error.message, "injected at event") == error.message);
+    CHECK_I64(nccl_fake_num_aborts(), 2);
+    check_stays_failed(transport, &error);
+    transport->ops->destroy(transport);
+    check_left_nothing();
+  }
+}
+
+/* An error that NCCL reports between calls: seen by the next call. */
+static void test_errors_that_come_later(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_error error = {0};
+  fsdp_error again = {0};
+  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+  CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_BACKEND);
+  CHECK_TEXT(error.message,
+             "rank 0 of 1: what came before failed at operation 1 of the "
+             "gathers (unit 'a') with NCCL result 6 (remote error: the wire is "
+             "cut)");
+  CHECK(transport->ops->check(transport, &again) == FSDP_BACKEND);
+  CHECK_TEXT(again.message, error.message);
+  check_stays_failed(transport, &error);
+  transport->ops->destroy(transport);
+  check_left_nothing();
+}
+
+/* A rank that failed to join ends the others' wait. */
+static void test_another_rank_fails_to_join(void) {
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *transport = NULL;
+  fsdp_error error = {0};
+  nccl_fake_reset();
+  options.init_timeout_ms = 600000;
+  nccl_fake_set_in_progress(INT64_MAX);
+  CHECK(store.set(store.context, "p/failed", "rank 1 of 2: no memory", 22,
+                  NULL) == FSDP_OK);
+  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 2, &transport,
+                         &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message,
+               "rank 0 of 2 ends because another rank failed: rank 1 of 2: no "
+               "memory.") == error.message);
+  CHECK_I64(nccl_fake_num_aborts(), 1);
+  check_left_nothing();
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_every_nccl_call_can_fail),
+      CHECK_TEST(test_what_an_error_says),
+      CHECK_TEST(test_last_words),
+      CHECK_TEST(test_every_store_call_can_fail),
+      CHECK_TEST(test_ids_that_do_not_come),
+      CHECK_TEST(test_every_event_call_can_fail),
+      CHECK_TEST(test_errors_that_come_later),
+      CHECK_TEST(test_another_rank_fails_to_join),
+  };
+  return CHECK_RUN(tests);
+}

@@ -1,0 +1,291 @@
+/*
+ * NCCL transport: the watchdog, which sees what fails or hangs while the host
+ * makes no calls. Run under ThreadSanitizer, too (make tsan).
+ */
+#define _POSIX_C_SOURCE 200809L /* fork */
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/alloc.h"
+#include "nccl_fixture.h"
+
+static fsdp_nccl_options quick_options(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  options.poll_ms = 1;
+  return options;
+}
+
+static void leave(fsdp_transport *transport) {
+  transport->ops->destroy(transport);
+  CHECK_I64(nccl_fake_num_live(), 0);
+  CHECK_I64(nccl_fake_num_events(), 0);
+  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
+}
+
+static void test_one_thread_for_all(void) {
+  const fsdp_nccl_options options = quick_options();
+  CHECK(!fsdp_nccl_has_watchdog());
+  for (int i = 0; i < 20; i++) { /* stops and starts */
+    fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
+    CHECK(fsdp_nccl_has_watchdog());
+    fsdp_transport *second = nccl_fixture_join_next(&options, 1, 2);
+    first->ops->destroy(first);
+    CHECK(fsdp_nccl_has_watchdog());
+    leave(second);
+    CHECK(!fsdp_nccl_has_watchdog());
+  }
+  CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+static void test_hang(void) {
+  fsdp_nccl_options options = quick_options();
+  options.timeout_ms = 100;
+  fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
+  const fsdp_store store = nccl_fake_store();
+  fsdp_error error = {0};
+  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  nccl_fixture_sleep_ms(150); /* done: no reason to end */
+  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+
+  CHECK(store.set(store.context, "p/words/0", "asleep", 6, NULL) == FSDP_OK);
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_unit(transport, false, &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_OK);
+  CHECK(nccl_fixture_wait_for_failure(transport, &error) == FSDP_BACKEND);
+  /* The full text, once it is put together. */
+  CHECK(nccl_fixture_gather(transport, "late", &error) == FSDP_BACKEND);
+  CHECK_TEXT(
+      error.message,
+      "rank 1 of 2: operation 2 of the gathers (all_gather of unit 'a') did "
+      "not end within 100 ms: another rank has not come to it, or the network "
+      "does not answer. Rank 0 is asleep. This rank is at operation 3 of the "
+      "gathers (unit 'b'), operation 1 of the reductions (reduce_scatter of "
+      "unit 'a').");
+  CHECK_I64(nccl_fake_num_aborts(), 2);
+  leave(transport);
+  CHECK_I64(nccl_fake_num_aborts(), 2);
+}
+
+/* Seen while the host makes no call at all: the tape tells, not `check`. */
+static void test_error_while_the_host_waits(void) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_error error = {0};
+  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+  for (int i = 0; i < 10000 && nccl_fake_num_aborts() < 2; i++) {
+    nccl_fixture_sleep_ms(1);
+  }
+  CHECK_I64(nccl_fake_num_aborts(), 2);
+  CHECK(transport->ops->check(transport, &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message,
+               "rank 0 of 1: the communicator failed at "
+               "operation 1 of the gathers (unit 'a')") == error.message);
+  leave(transport);
+}
+
+static void test_event_that_cannot_be_asked(void) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_error error = {0};
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  nccl_fake_event_fail_at(0);
+  CHECK(nccl_fixture_wait_for_failure(transport, &error) == FSDP_BACKEND);
+  CHECK_TEXT(error.message, "injected at event query");
+  leave(transport);
+}
+
+/* More launches than places: the newest place stands for the rest. */
+static void test_more_operations_than_places(void) {
+  fsdp_nccl_options options = quick_options();
+  options.timeout_ms = 0;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_error error = {0};
+  nccl_fake_hold_events(true);
+  for (int i = 0; i < 300; i++) {
+    CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  }
+  CHECK_I64(nccl_fake_num_events(), 128);
+  nccl_fake_hold_events(false);
+  nccl_fixture_sleep_ms(20);
+  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+  nccl_fake_clear_tape();
+  leave(transport);
+  CHECK_TEXT(nccl_fake_tape(),
+             "finalize 0\ndestroy 0\nfinalize 1\ndestroy 1\n");
+}
+
+typedef struct stuck_call {
+  fsdp_transport *transport;
+  fsdp_status status;
+  fsdp_error error;
+} stuck_call;
+
+static void *gather_and_be_stuck(void *argument) {
+  stuck_call *call = argument;
+  call->status = nccl_fixture_gather(call->transport, "unit 'b'", &call->error);
+  return NULL;
+}
+
+/* A thread inside NCCL behind a hanging operation comes out of it. */
+static void be_stuck(bool has_revoke, const char *tape) {
+  fsdp_nccl_options options = quick_options();
+  options.timeout_ms = 500;
+  fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  stuck_call call = {0};
+  pthread_t thread;
+  nccl_fake_reset();
+  if (!has_revoke) library.api.comm_revoke = NULL;
+  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 1, &call.transport,
+                         &call.error) == FSDP_OK);
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_gather(call.transport, "unit 'a'", NULL) == FSDP_OK);
+  nccl_fake_clear_tape();
+  nccl_fake_set_base(nccl_fixture_memory);
+  nccl_fake_set_blocking(true);
+  CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(call.status == FSDP_BACKEND);
+  CHECK(strstr(call.error.message,
+               "rank 0 of 1: operation 1 of the gathers (unit 'a') did not end "
+               "within 500 ms") == call.error.message);
+  CHECK_TEXT(nccl_fake_tape(), tape);
+  leave(call.transport);
+}
+
+static void test_host_inside_nccl(void) {
+  be_stuck(true,
+           "all_gather 0 u8 16 +0 +0 s1\n"
+           "revoke 0\nabort 0\nabort 1\n");
+  be_stuck(false,
+           "all_gather 0 u8 16 +0 +0 s1\n"
+           "abort 0\nabort 1\n");
+}
+
+/* Long before this rank's own limit. */
+static void test_another_rank_failed(void) {
+  fsdp_nccl_options options = quick_options();
+  options.timeout_ms = 600000;
+  fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *second = nccl_fixture_join_next(&options, 1, 2);
+  fsdp_error error = {0};
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(second, "unit 'a'", &error) == FSDP_OK);
+  nccl_fake_fail_at(0, FSDP_NCCL_SYSTEM_ERROR, false);
+  CHECK(nccl_fixture_gather(second, "unit 'b'", &error) == FSDP_BACKEND);
+  CHECK(nccl_fixture_wait_for_failure(first, &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message,
+               "rank 0 of 2 ends because another rank failed: rank 1 of 2: "
+               "all_gather failed at operation 2 of the gathers (unit 'b') "
+               "with NCCL result 2") == error.message);
+  first->ops->destroy(first);
+  leave(second);
+}
+
+static void test_fork(void) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_error error = {0};
+  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  nccl_fake_clear_tape();
+  (void)fflush(stdout);
+  const int64_t num_failures = check_num_failures;
+  const pid_t child = fork();
+  if (child == 0) {
+    bool is_right = !fsdp_nccl_has_watchdog();
+    is_right = is_right && nccl_fixture_gather(transport, "x", &error) ==
+                               FSDP_INVALID_STATE;
+    is_right = is_right &&
+               strstr(error.message, "was forked from the one that") != NULL;
+    is_right = is_right && transport->ops->check(transport, &error) == FSDP_OK;
+    is_right = is_right && fsdp_nccl_register(transport, nccl_fixture_memory, 8,
+                                              &error) == FSDP_OK;
+    fsdp_nccl_deregister(transport, nccl_fixture_memory);
+    transport->ops->destroy(transport);
+    is_right = is_right && fsdp_alloc_live() == 0;
+    is_right = is_right && strcmp(nccl_fake_tape(), "") == 0;
+#ifndef __SANITIZE_THREAD__ /* which cannot start threads in such a child */
+    /* A group of its own works, with a watchdog of its own. */
+    transport = nccl_fixture_join(&options, 0, 2);
+    is_right = is_right && fsdp_nccl_has_watchdog() &&
+               nccl_fixture_unit(transport, true, &error) == FSDP_OK;
+    transport->ops->destroy(transport);
+#endif
+    _exit(is_right && check_num_failures == num_failures ? 0 : 1);
+  }
+  int exit_status = -1;
+  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
+  CHECK_I64(exit_status, 0);
+  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  leave(transport);
+}
+
+typedef struct worker {
+  fsdp_transport *transport;
+  bool is_reduce;
+  fsdp_status status;
+} worker;
+
+static void *work(void *argument) {
+  worker *self = argument;
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 2, "sum");
+  for (int i = 0; i < 2000 && self->status == FSDP_OK; i++) {
+    self->status = self->is_reduce
+                       ? self->transport->ops->all_reduce(
+                             self->transport, &call, nccl_fixture_memory, 4,
+                             NCCL_F32, 1, NULL, NULL)
+                       : nccl_fixture_gather(self->transport, "gather", NULL);
+    if (i % 100 == 0) {
+      char *memory = nccl_fixture_memory + (self->is_reduce ? 64 : 0);
+      if (fsdp_nccl_register(self->transport, memory, 8, NULL) == FSDP_OK) {
+        fsdp_nccl_deregister(self->transport, memory);
+      }
+    }
+  }
+  return NULL;
+}
+
+/* Gathers and reductions from two threads, the watchdog beside them. */
+static void run_threads(bool fails) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  worker workers[2] = {{transport, false, FSDP_OK}, {transport, true, FSDP_OK}};
+  pthread_t threads[2];
+  for (int i = 0; i < 2; i++) {
+    CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
+  }
+  nccl_fixture_sleep_ms(3);
+  if (fails) nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+  for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  for (int i = 0; i < 2 && !fails; i++) CHECK(workers[i].status == FSDP_OK);
+  if (fails) {
+    CHECK(nccl_fixture_wait_for_failure(transport, NULL) == FSDP_BACKEND);
+  }
+  leave(transport);
+  CHECK_I64(nccl_fake_num_aborts(), fails ? 2 : 0);
+}
+
+static void test_threads(void) {
+  run_threads(false);
+  for (int i = 0; i < 5; i++) run_threads(true);
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_one_thread_for_all),
+      CHECK_TEST(test_hang),
+      CHECK_TEST(test_error_while_the_host_waits),
+      CHECK_TEST(test_event_that_cannot_be_asked),
+      CHECK_TEST(test_more_operations_than_places),
+      CHECK_TEST(test_host_inside_nccl),
+      CHECK_TEST(test_another_rank_failed),
+      CHECK_TEST(test_fork),
+      CHECK_TEST(test_threads),
+  };
+  return CHECK_RUN(tests);
+}
