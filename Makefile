@@ -43,6 +43,7 @@ test: $(BUILT) c-test ## all tests; compiles the CUDA kernels where there is nvc
 
 c-test: ## the C tests, with address and undefined behaviour sanitizers
 	$(MAKE) -C tests/c asan
+	$(MAKE) -C tests/c abi
 
 lint: $(BUILT) ## formats, types, room order, symbols, words
 	clang-format --style=file:csrc/.clang-format --dry-run -Werror $(C_FILES)
