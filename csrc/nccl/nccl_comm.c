@@ -213,13 +213,15 @@ void fsdp_nccl_priv_leave(fsdp_nccl_transport *transport) {
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     is_idle = is_idle && drain(transport, (fsdp_channel)i, deadline_ms);
   }
+  /* Else aborting gives memory and operators back, too. */
+  if (is_idle) fsdp_nccl_priv_deregister_all(transport);
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     fsdp_nccl_channel *channel = &transport->channels[i];
     fsdp_nccl_comm *comm = channel->comm;
-    channel->comm_in_use = comm;
-    if (comm != NULL) fsdp_nccl_priv_free_sums(transport, (fsdp_channel)i);
-    channel->comm = NULL;
     if (comm == NULL) continue;
+    channel->comm = NULL;
+    channel->comm_in_use = comm;
+    if (is_idle) fsdp_nccl_priv_free_sums(transport, (fsdp_channel)i);
     /* Results are of no use any more. */
     if (is_idle && flush(transport, comm, deadline_ms)) {
       (void)transport->api.comm_destroy(comm);

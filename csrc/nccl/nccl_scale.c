@@ -143,8 +143,7 @@ void fsdp_nccl_priv_free_sums(fsdp_nccl_transport *transport,
                               fsdp_channel index) {
   fsdp_nccl_channel *channel = &transport->channels[index];
   for (size_t i = 0; i < channel->num_scaled_sums; i++) {
-    if (transport->api.red_op_destroy == NULL || channel->comm_in_use == NULL)
-      break;
+    if (transport->api.red_op_destroy == NULL) break;
     (void)transport->api.red_op_destroy(
         channel->scaled_sums[i].op, channel->comm_in_use); /* leaving anyway */
   }

@@ -37,7 +37,6 @@ static void destroy(fsdp_transport *base) {
   transport = fsdp_nccl_priv_of(base);
   if (transport->num_forks == fsdp_nccl_priv_num_forks()) {
     fsdp_nccl_priv_unwatch(transport);
-    fsdp_nccl_priv_deregister_all(transport);
     fsdp_nccl_priv_leave(transport);
     fsdp_nccl_priv_free_events(transport);
     (void)pthread_cond_destroy(&transport->changed);
@@ -99,12 +98,13 @@ static fsdp_status check_arguments(const fsdp_nccl_options *options,
                      "need a prefix for the store of at most %d bytes",
                      FSDP_NCCL_KEY_NBYTES - KEY_ROOM);
   }
-  if (options->init_timeout_ms < 0 || options->timeout_ms < 0 ||
+  if (options->init_timeout_ms < 1 || options->timeout_ms < 0 ||
       options->grace_ms < 0 || options->leave_ms < 0 || options->poll_ms < 0) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "times of the NCCL transport must not be negative: init "
-                     "%" PRId64 ", operation %" PRId64 ", grace %" PRId64
-                     ", leave %" PRId64 ", poll %" PRId64 " ms",
+                     "times of the NCCL transport must not be negative, nor 0 "
+                     "to join: init %" PRId64 ", operation %" PRId64
+                     ", grace %" PRId64 ", leave %" PRId64 ", poll %" PRId64
+                     " ms",
                      options->init_timeout_ms, options->timeout_ms,
                      options->grace_ms, options->leave_ms, options->poll_ms);
   }

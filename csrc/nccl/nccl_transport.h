@@ -58,9 +58,10 @@ typedef struct fsdp_nccl_events {
 } fsdp_nccl_events;
 
 typedef struct fsdp_nccl_options {
-  /* Of all keys in the store; no two transports over one store share it. */
+  /* Of all keys in the store; no two transports over one store share it, not
+   * even one after the other. */
   const char *prefix;
-  int64_t init_timeout_ms; /* for meeting the other ranks */
+  int64_t init_timeout_ms; /* for meeting the other ranks; at least 1 */
   int64_t timeout_ms;      /* of an operation; 0: none */
   int64_t grace_ms;        /* for the others' last words after a failure */
   int64_t leave_ms;        /* destroy waits this long for what is in flight */
@@ -83,7 +84,7 @@ void fsdp_nccl_options_init(fsdp_nccl_options *options);
  * transport  [out] new; ends with transport->ops->destroy().
  *
  * FSDP_INVALID_ARGUMENT  a rank or world size out of range, no prefix, a
- *                        negative time.
+ *                        negative time, no time to join.
  * FSDP_OUT_OF_MEMORY
  * FSDP_BACKEND           NCCL or the store failed, or the time limit passed.
  */
@@ -124,7 +125,7 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_register(fsdp_transport *transport,
  * buffer that is not registered. Cannot fail. */
 void fsdp_nccl_deregister(fsdp_transport *transport, void *buffer);
 
-/* Whether watchdog's thread runs in this process. Cannot fail. */
+/* Whether the watchdog's thread runs in this process. Cannot fail. */
 bool fsdp_nccl_has_watchdog(void);
 
 #ifdef __cplusplus

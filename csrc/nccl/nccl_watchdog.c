@@ -21,7 +21,7 @@ static pthread_t g_thread;
 static bool g_has_thread = false;
 static bool g_is_ready = false; /* g_changed is initialised */
 /* The thread of another generation ends. */
-static uint64_t g_generation = 0;
+static uintptr_t g_generation = 0;
 static _Atomic unsigned g_num_forks = 0;
 
 /* In the child of a fork: no thread, no transports, whatever held the lock. */
@@ -134,7 +134,7 @@ static int64_t period_ms(void) {
 }
 
 static void *run(void *argument) {
-  const uint64_t generation = *(const uint64_t *)argument;
+  const uintptr_t generation = (uintptr_t)argument;
   (void)pthread_mutex_lock(&g_lock);
   while (g_generation == generation && g_transports != NULL) {
     fsdp_nccl_priv_cond_wait(&g_changed, &g_lock,
@@ -157,14 +157,12 @@ static void *run(void *argument) {
 /* Starts the thread, with the lock held. It takes no signals: those are for
  * the threads of the program. */
 static bool start(void) {
-  static uint64_t generation; /* read by the new thread before it locks */
   sigset_t all;
   sigset_t before;
-  generation = ++g_generation;
+  void *generation = (void *)++g_generation; /* a number, nothing to free */
   (void)sigfillset(&all);
   if (pthread_sigmask(SIG_SETMASK, &all, &before) != 0) return false;
-  const bool is_started =
-      pthread_create(&g_thread, NULL, run, &generation) == 0;
+  const bool is_started = pthread_create(&g_thread, NULL, run, generation) == 0;
   (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
   return is_started;
 }

@@ -181,6 +181,9 @@ static fsdp_status event_record(void *context, void *event, void *stream,
   (void)context;
   (void)event;
   (void)stream;
+  lock();
+  nccl_fake_priv_check_settled();
+  unlock();
   return event_call("record", error);
 }
 

@@ -356,6 +356,8 @@ static void test_leaving(void) {
 
   transport = nccl_fixture_join(&options, 0, 2);
   CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
+  CHECK(fsdp_nccl_register(transport, nccl_fixture_memory, 64, NULL) ==
+        FSDP_OK);
   nccl_fake_hold_events(true); /* the device does not end */
   nccl_fake_clear_tape();
   leave(transport);
@@ -426,6 +428,10 @@ static void test_options_are_checked(void) {
                          &error) == FSDP_INVALID_ARGUMENT);
   CHECK(strstr(error.message, "operation -1") != NULL);
   options.timeout_ms = 0;
+  options.init_timeout_ms = 0;
+  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 2, &transport,
+                         &error) == FSDP_INVALID_ARGUMENT);
+  options.init_timeout_ms = 1;
   memset(prefix, 'x', sizeof prefix);
   prefix[sizeof prefix - 1] = 0;
   options.prefix = prefix;
