@@ -204,7 +204,6 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
                        fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[call->channel];
   fsdp_status status = FSDP_OK;
-  if (!channel->is_group_open) channel->num_collectives = 0;
   if (collective->numel > 0) {
     void *collectives = channel->collectives;
     const bool has_room =

@@ -17,7 +17,6 @@ struct fsdp_nccl_comm {
   bool is_live;
   bool is_revoked;
   int64_t num_polls; /* that still say "in progress" */
-  int64_t num_inside;
 };
 
 pthread_mutex_t nccl_fake_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -37,7 +36,6 @@ static bool g_fail_polls;
 static int64_t g_in_progress;
 static int g_async_error;
 static bool g_is_blocking;
-static int64_t g_num_blocked;
 static _Thread_local int t_group_depth;
 
 static void write_line(const char *format, ...) FSDP_PRINTF(1, 2);
@@ -131,13 +129,6 @@ void nccl_fake_set_blocking(bool is_blocking) {
   lock();
   g_is_blocking = is_blocking;
   unlock();
-}
-
-bool nccl_fake_is_blocked(void) {
-  lock();
-  const bool is_blocked = g_num_blocked > 0;
-  unlock();
-  return is_blocked;
 }
 
 int64_t nccl_fake_num_live(void) {
@@ -253,14 +244,15 @@ static int end_call(fsdp_nccl_comm *comm, const char *call) {
 
 static int fake_finalize(fsdp_nccl_comm *comm) {
   lock();
-  int result = end_call(comm, "finalize");
-  if (result == FSDP_NCCL_SUCCESS) result = progress(comm);
+  const int result = end_call(comm, "finalize");
+  if (result == FSDP_NCCL_SUCCESS) (void)progress(comm); /* polls tell */
   unlock();
   return result;
 }
 
 static int fake_destroy(fsdp_nccl_comm *comm) {
   lock();
+  if (comm->num_polls > 0) write_line("WRONG destroy in progress\n");
   const int result = end_call(comm, "destroy");
   comm->is_live = false;
   unlock();
@@ -344,11 +336,11 @@ static int collect(const char *name, const char *tail, const void *send,
              (const char *)send - g_base, (const char *)receive - g_base, tail,
              (intptr_t)stream / 16);
   if (g_is_blocking) {
-    g_num_blocked++;
     while (comm->is_live && !comm->is_revoked) {
       (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
     }
-    g_num_blocked--;
+    if (comm->is_revoked) result = FSDP_NCCL_REMOTE_ERROR;
+    goto done;
   }
   result = progress(comm);
   if (t_group_depth > 0) result = FSDP_NCCL_SUCCESS;

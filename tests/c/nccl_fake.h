@@ -37,10 +37,9 @@ bool nccl_fake_has_failed(void);
 void nccl_fake_set_in_progress(int64_t num_polls);
 /* Every poll says `result` from now on. */
 void nccl_fake_set_async_error(int result);
-/* Collectives block until their communicator is aborted or revoked. */
+/* Collectives block until their communicator is aborted (then they succeed) or
+ * revoked (then they do not). */
 void nccl_fake_set_blocking(bool is_blocking);
-/* A thread is inside a collective that blocks. */
-bool nccl_fake_is_blocked(void);
 
 /* Communicators that were made, and not aborted or destroyed since. */
 int64_t nccl_fake_num_live(void);
@@ -49,6 +48,7 @@ int64_t nccl_fake_num_aborts(void);
 /* The store. Call number `index` from now fails; -1: none. */
 fsdp_store nccl_fake_store(void);
 void nccl_fake_store_fail_at(int64_t index);
+int64_t nccl_fake_num_store_calls(void);
 /* The store's text for `key`, or "". Borrowed as the tape. */
 const char *nccl_fake_store_text(const char *key);
 

@@ -22,6 +22,7 @@ typedef struct entry {
 static entry g_entries[MAX_KEYS];
 static int64_t g_num_entries;
 static int64_t g_store_fail_at = -1;
+static int64_t g_num_store_calls;
 static char g_text[VALUE_NBYTES + 1];
 static bool g_is_held;
 static int64_t g_event_fail_at = -1;
@@ -42,6 +43,7 @@ static bool is_chosen(int64_t *fail_at) {
 void nccl_fake_priv_reset_store(void) {
   lock();
   g_num_entries = 0;
+  g_num_store_calls = 0;
   g_store_fail_at = -1;
   unlock();
 }
@@ -50,6 +52,13 @@ void nccl_fake_store_fail_at(int64_t index) {
   lock();
   g_store_fail_at = index;
   unlock();
+}
+
+int64_t nccl_fake_num_store_calls(void) {
+  lock();
+  const int64_t num = g_num_store_calls;
+  unlock();
+  return num;
 }
 
 static entry *find(const char *key) {
@@ -63,6 +72,7 @@ static fsdp_status store_set(void *context, const char *key, const void *value,
                              int64_t nbytes, fsdp_error *error) {
   (void)context;
   lock();
+  g_num_store_calls++;
   const bool fails = is_chosen(&g_store_fail_at) || nbytes > VALUE_NBYTES;
   if (!fails) {
     entry *place = find(key);
@@ -82,6 +92,7 @@ static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
   const struct timespec pause = {.tv_nsec = 1000000};
   (void)context;
   lock();
+  g_num_store_calls++;
   const bool fails = is_chosen(&g_store_fail_at);
   unlock();
   if (fails) {

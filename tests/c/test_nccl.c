@@ -157,6 +157,33 @@ static void test_scaled_sums(void) {
              "finalize 1\ndestroy 1\n");
 }
 
+/* NCCL's names of the dtypes that it sums. */
+static void test_dtypes_of_sums(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 1, NULL);
+  const fsdp_dtype dtypes[] = {
+      {FSDP_DTYPE_UINT8, 1},   {FSDP_DTYPE_INT8, 1},    {FSDP_DTYPE_INT32, 4},
+      {FSDP_DTYPE_INT64, 8},   {FSDP_DTYPE_FLOAT16, 2}, {FSDP_DTYPE_FLOAT32, 4},
+      {FSDP_DTYPE_FLOAT64, 8}, {FSDP_DTYPE_BFLOAT16, 2}};
+  nccl_fake_clear_tape();
+  for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
+    CHECK(transport->ops->reduce_scatter(transport, &call, nccl_fixture_memory,
+                                         1, dtypes[i], 1, NULL,
+                                         NULL) == FSDP_OK);
+  }
+  CHECK_TEXT(nccl_fake_tape(),
+             "reduce_scatter 1 u8 1 +0 +0 op0 s1\n"
+             "reduce_scatter 1 i8 1 +0 +0 op0 s1\n"
+             "reduce_scatter 1 i32 1 +0 +0 op0 s1\n"
+             "reduce_scatter 1 i64 1 +0 +0 op0 s1\n"
+             "reduce_scatter 1 f16 1 +0 +0 op0 s1\n"
+             "reduce_scatter 1 f32 1 +0 +0 op0 s1\n"
+             "reduce_scatter 1 f64 1 +0 +0 op0 s1\n"
+             "reduce_scatter 1 bf16 1 +0 +0 op0 s1\n");
+  leave(transport);
+}
+
 static void test_scales_that_are_exact(void) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 3);
@@ -307,6 +334,8 @@ static void test_in_progress_for_too_long(void) {
              "rank 0 of 1: all_gather on the host is still in progress after "
              "100 ms, at operation 1 of the gathers (all_gather of unit 'a'): "
              "another rank does not take part");
+  /* Two ids, and one look for another rank's failure, not one per poll. */
+  CHECK_I64(nccl_fake_num_store_calls(), 3);
   leave(transport);
 }
 
@@ -359,6 +388,13 @@ static void test_leaving(void) {
   CHECK(fsdp_nccl_register(transport, nccl_fixture_memory, 64, NULL) ==
         FSDP_OK);
   nccl_fake_hold_events(true); /* the device does not end */
+  nccl_fake_clear_tape();
+  leave(transport);
+  CHECK_TEXT(nccl_fake_tape(), "abort 0\nabort 1\n");
+
+  transport = nccl_fixture_join(&options, 0, 2);
+  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
+  nccl_fake_event_fail_at(0); /* nobody knows whether it ends */
   nccl_fake_clear_tape();
   leave(transport);
   CHECK_TEXT(nccl_fake_tape(), "abort 0\nabort 1\n");
@@ -452,6 +488,7 @@ int main(void) {
       CHECK_TEST(test_single_collectives_need_no_group),
       CHECK_TEST(test_nothing_to_move),
       CHECK_TEST(test_scaled_sums),
+      CHECK_TEST(test_dtypes_of_sums),
       CHECK_TEST(test_scales_that_are_exact),
       CHECK_TEST(test_old_library),
       CHECK_TEST(test_wrong_arguments),

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -69,6 +70,25 @@ static void test_a_usable_library(void) {
   CHECK_TEXT(version, "2.32.3");
 }
 
+/* NCCL inside another library, or under another name. In a process of its own:
+ * what was found once stays loaded. */
+static void test_symbols_that_are_loaded(void) {
+  const fsdp_nccl_search search = {.wheel_path = "/nowhere"};
+  fsdp_nccl_library library = {.version = -7};
+  const pid_t child = fork();
+  if (child == 0) {
+    const char *path = file("libwrong_none.so");
+    const bool is_right =
+        dlopen(path, RTLD_NOW | RTLD_GLOBAL) != NULL &&
+        fsdp_nccl_library_open(&search, &library, NULL) == FSDP_OK &&
+        library.origin == FSDP_NCCL_LOADED && strcmp(library.path, path) == 0;
+    _exit(is_right ? 0 : 1);
+  }
+  int exit_status = -1;
+  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
+  CHECK_I64(exit_status, 0);
+}
+
 /* Runs before any libnccl.so.2 is loaded, then loads one. */
 static void test_order_of_places(void) {
   char folder[] = "/tmp/fsdp_c_nccl_XXXXXX";
@@ -113,6 +133,7 @@ static void test_names(void) {
 
 int main(void) {
   static const check_test tests[] = {
+      CHECK_TEST(test_symbols_that_are_loaded),
       CHECK_TEST(test_order_of_places),
       CHECK_TEST(test_libraries_that_are_refused),
       CHECK_TEST(test_a_usable_library),

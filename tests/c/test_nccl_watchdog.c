@@ -108,6 +108,8 @@ static void test_more_operations_than_places(void) {
     CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
   }
   CHECK_I64(nccl_fake_num_events(), 128);
+  nccl_fixture_sleep_ms(20); /* without a limit there is none */
+  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
   nccl_fake_hold_events(false);
   nccl_fixture_sleep_ms(20);
   CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
