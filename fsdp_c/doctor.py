@@ -180,7 +180,8 @@ def _nccl_rows() -> Iterator[Row]:
     if not dist.is_available() or not dist.is_nccl_available():
         yield Row("transports", name, "this torch has no NCCL")
         return
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, found))
     yield Row("transports", name, f"c10d's NCCL {version}")
 
 
