@@ -249,5 +249,8 @@ def pass_messages(
 ) -> bool:
     """Pass CPU tensors through shared memory; False if that is not possible."""
 
+def describe_failure(process_group: ProcessGroup, cause: str, operation: str, /) -> str:
+    """``cause``, and what the ranks were doing. Breaks the group if it is gloo's."""
+
 def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, value: int = 0) -> int:
     """CRC-32C of the bytes of a contiguous CPU tensor or a buffer."""

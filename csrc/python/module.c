@@ -83,7 +83,22 @@ static PyObject *transport(PyObject *Py_UNUSED(module), PyObject *group) {
   return fsdp_torch_transport(group);
 }
 
+PyDoc_STRVAR(describe_failure_doc,
+             "describe_failure(process_group, cause, operation)\n--\n\n"
+             "What to tell of a collective that failed; asks the other ranks.");
+
+static PyObject *describe_failure(PyObject *Py_UNUSED(module), PyObject *args) {
+  PyObject *process_group; /* borrowed */
+  const char *cause, *operation;
+  if (!PyArg_ParseTuple(args, "Oss:describe_failure", &process_group, &cause,
+                        &operation)) {
+    return NULL;
+  }
+  return fsdp_torch_describe_failure(process_group, cause, operation);
+}
+
 static PyMethodDef module_methods[] = {
+    {"describe_failure", describe_failure, METH_VARARGS, describe_failure_doc},
     {"build_info", build_info, METH_NOARGS, build_info_doc},
     {"crc32c", (PyCFunction)(void (*)(void))fsdp_module_crc32c,
      METH_VARARGS | METH_KEYWORDS, crc32c_doc},

@@ -3,6 +3,8 @@
  * the inputs, runs the module between pre_forward and post_forward, hooks the
  * outputs.
  */
+#include <stdio.h>
+
 #include "python/listed_hooks.h"
 #include "python/nested.h"
 
@@ -50,12 +52,32 @@ static PyObject *copy_param(PyObject *tensor, void *context) {
   return copy;
 }
 
+/* Writes "ValueError: message" on one line, cut where it is too long. */
+static void format_exception(PyObject *type, PyObject *value, char *text,
+                             size_t nbytes) {
+  PyObject *message = value != NULL ? PyObject_Str(value) : NULL;
+  const char *utf8 = message != NULL ? PyUnicode_AsUTF8(message) : NULL;
+  if (utf8 == NULL) PyErr_Clear(); /* of an unusual exception */
+  (void)snprintf(text, nbytes, "%s%s%.*s",
+                 ((PyTypeObject *)type)->tp_name, /* exceptions are classes */
+                 utf8 != NULL && utf8[0] != '\0' ? ": " : "", 200,
+                 utf8 != NULL ? utf8 : "");
+  Py_XDECREF(message);
+  for (char *c = text; *c != '\0'; c++) {
+    if ((unsigned char)*c < ' ') *c = ' ';
+    if ((unsigned char)*c > '~') *c = '?'; /* the cut may split a character */
+  }
+}
+
 /* Leaves forward after a failure; keeps the Python exception that is set. */
 static void abandon(fsdp_torch_unit *unit) {
   PyObject *type, *value, *traceback;
+  char reason[320];
   PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  format_exception(type, value, reason, sizeof reason);
   Py_BEGIN_ALLOW_THREADS;
-  fsdp_torch_unit_abandon_forward(unit);
+  fsdp_torch_unit_abandon_forward(unit, reason);
   Py_END_ALLOW_THREADS;
   PyErr_Restore(type, value, traceback);
 }

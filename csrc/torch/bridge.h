@@ -65,6 +65,13 @@ FSDP_NODISCARD fsdp_status fsdp_torch_host_bytes(struct _object *tensor,
  * others: RuntimeError). GIL. */
 void fsdp_torch_set_python_error(const fsdp_error *error);
 
+/* New reference to a str, or NULL with a Python exception: `cause`, by which
+ * `operation` of a ProcessGroup failed, and what its ranks were doing. Breaks
+ * the group, see Note [Post-mortem]. GIL. */
+struct _object *fsdp_torch_describe_failure(struct _object *process_group,
+                                            const char *cause,
+                                            const char *operation);
+
 /* Version of the torch that the bridge was compiled against, "2.13.0".
  * Borrowed, static. */
 const char *fsdp_torch_version(void);
@@ -231,7 +238,9 @@ int fsdp_torch_run_listed_hooks(struct _object *tensor, struct _object *hooks);
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
                                                         bool expects_backward,
                                                         fsdp_error *error);
-void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+/* Forward ended by an exception, `reason`, which the other ranks are told. */
+void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
+                                     const char *reason) FSDP_NOEXCEPT;
 
 /* Whole parameters --------------------------------------------------------- */
 

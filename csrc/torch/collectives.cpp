@@ -3,6 +3,7 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -21,7 +22,12 @@ Group &backend_of(const fsdp_group *group) {
 class TransportCall {
  public:
   TransportCall(const Provider &provider, fsdp_lane lane) {
-    if (provider.label) provider.label(text_.data(), text_.size());
+    const fsdp_trace_entry *entry =
+        provider.trace == nullptr ? nullptr : fsdp_trace_last(provider.trace);
+    if (entry != nullptr) {
+      std::snprintf(text_.data(), text_.size(), "%s of unit '%s'",
+                    entry->operation, entry->unit ? entry->unit : "-");
+    }
     call_.channel =
         lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE;
     if (provider.has_streams()) call_.stream = provider.native_stream(lane);
@@ -40,14 +46,18 @@ class TransportCall {
 // Starts a collective of the group's transport on a lane.
 template <typename Start>
 fsdp_status carry(Provider &provider, fsdp_lane lane, Group &group,
-                  Start &&start) {
+                  fsdp_error *error, Start &&start) {
   fsdp_transport *transport = group.transport.get();
   const TransportCall call(provider, lane);
   uint64_t ticket = 0;
-  const fsdp_status status = start(transport, call.get(), &ticket);
+  fsdp_error cause = {};
+  const fsdp_status status = start(transport, call.get(), &ticket, &cause);
   if (status == FSDP_OK && transport->ops->is_host) {
     provider.add_ticket(lane, &group, call.get()->channel, ticket);
+  } else if (status == FSDP_BACKEND) {
+    provider.transport_failed(&group, cause.message);
   }
+  if (status != FSDP_OK && error != nullptr) *error = cause;
   return status;
 }
 
@@ -148,12 +158,13 @@ fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
     Group &backend = backend_of(group);
     if (shard_numel == 0) return FSDP_OK;
     if (backend.transport) {
-      return carry(
-          provider, lane, backend,
-          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
-            return self->ops->all_gather(self, call, output, input, shard_numel,
-                                         dtype, ticket, error);
-          });
+      return carry(provider, lane, backend, error,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket, fsdp_error *cause) {
+                     return self->ops->all_gather(self, call, output, input,
+                                                  shard_numel, dtype, ticket,
+                                                  cause);
+                   });
     }
     if (backend.is_gloo && group->world_size <= kMaxBroadcastRanks) {
       gather_by_broadcasts(provider, lane, group, output, input, shard_numel,
@@ -213,12 +224,13 @@ fsdp_status reduce_scatter(void *context, fsdp_lane lane,
     if (shard_numel == 0) return FSDP_OK;
     Group &backend = backend_of(group);
     if (backend.transport) {
-      return carry(
-          provider, lane, backend,
-          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
-            return self->ops->reduce_scatter(self, call, buffer, shard_numel,
-                                             dtype, 1.0, ticket, error);
-          });
+      return carry(provider, lane, backend, error,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket, fsdp_error *cause) {
+                     return self->ops->reduce_scatter(self, call, buffer,
+                                                      shard_numel, dtype, 1.0,
+                                                      ticket, cause);
+                   });
     }
     if (scratch != nullptr) {
       reduce_by_all_to_all(provider, lane, group, buffer, scratch, shard_numel,
@@ -245,12 +257,12 @@ fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
     if (numel == 0) return FSDP_OK;
     Group &backend = backend_of(group);
     if (backend.transport) {
-      return carry(
-          provider, lane, backend,
-          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
-            return self->ops->all_reduce(self, call, buffer, numel, dtype, 1.0,
-                                         ticket, error);
-          });
+      return carry(provider, lane, backend, error,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket, fsdp_error *cause) {
+                     return self->ops->all_reduce(self, call, buffer, numel,
+                                                  dtype, 1.0, ticket, cause);
+                   });
     }
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10::intrusive_ptr<c10d::Work> work;
@@ -270,12 +282,12 @@ fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
     if (numel == 0) return FSDP_OK;
     Group &backend = backend_of(group);
     if (backend.transport) {
-      return carry(
-          provider, lane, backend,
-          [&](fsdp_transport *self, const fsdp_call *call, uint64_t *ticket) {
-            return self->ops->broadcast(self, call, buffer, numel, root, dtype,
-                                        ticket, error);
-          });
+      return carry(provider, lane, backend, error,
+                   [&](fsdp_transport *self, const fsdp_call *call,
+                       uint64_t *ticket, fsdp_error *cause) {
+                     return self->ops->broadcast(self, call, buffer, numel,
+                                                 root, dtype, ticket, cause);
+                   });
     }
     std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
     c10d::BroadcastOptions options;
@@ -292,7 +304,7 @@ fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
 fsdp_status exchange(void *context, const fsdp_group *group, const void *mine,
                      int64_t nbytes, void *all, fsdp_error *error) {
   GUARDED(error) {
-    const Provider &provider = provider_of(context);
+    Provider &provider = provider_of(context);
     const at::TensorOptions options =
         at::TensorOptions().dtype(at::kByte).device(provider.device());
     at::Tensor piece =
@@ -301,7 +313,10 @@ fsdp_status exchange(void *context, const fsdp_group *group, const void *mine,
                 /*copy=*/true);
     at::Tensor whole = at::empty({nbytes * group->world_size}, options);
     const WorkPtr work = gather(backend_of(group), whole, piece);
-    if (work) work->wait();
+    if (work) {
+      provider.finish(&backend_of(group), *work,
+                      "exchange of flags before the next operation");
+    }
     Provider::host_view(all, whole.numel()).copy_(whole);
     return FSDP_OK;
   };

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <vector>
 
@@ -23,6 +22,7 @@ Engine::~Engine() {
 }
 
 void Engine::recover() {
+  if (has_said) say("");
   if (!is_aborted.exchange(false)) return;
   fsdp_engine_reset(core);
   for (Unit *unit : units) unit->graph_task = -1;
@@ -30,37 +30,62 @@ void Engine::recover() {
 
 namespace {
 
-// "#17 all_gather of unit 'blocks.3'", for reports of failures.
-std::string last_operation(const fsdp_engine *engine) {
-  const fsdp_trace_entry *entry = fsdp_trace_last(fsdp_engine_trace(engine));
-  if (entry == nullptr) return "nothing yet";
-  return c10::str("#", entry->sequence, " ", entry->operation, " of unit '",
-                  entry->unit != nullptr ? entry->unit : "-", "'");
+// All groups of the engine that have several ranks, each once.
+std::vector<Group *> groups_of(const Engine &engine) {
+  std::vector<Group *> groups;
+  const auto add = [&](Group &group) {
+    const bool is_known =
+        std::any_of(groups.begin(), groups.end(), [&](const Group *each) {
+          return each->process_group == group.process_group;
+        });
+    if (group.process_group && group.process_group->getSize() > 1 &&
+        !is_known) {
+      groups.push_back(&group);
+    }
+  };
+  for (Unit *unit : engine.units) {
+    add(unit->shard_group);
+    add(unit->replica_group);
+  }
+  return groups;
 }
 
-void write_label(const fsdp_engine *engine, char *text, size_t capacity) {
-  const fsdp_trace_entry *entry = fsdp_trace_last(fsdp_engine_trace(engine));
-  if (entry == nullptr) {
-    std::snprintf(text, capacity, "nothing yet");
-    return;
+}  // namespace
+
+void Engine::say(const std::string &words) noexcept {
+  try {
+    for (const Group *group : groups_of(*this)) {
+      if (!group->post_mortem) continue;
+      group->post_mortem->say(words.empty()
+                                  ? words
+                                  : words + ", after " +
+                                        operation_of(provider.trace, -1));
+    }  // a group that failed has said so already
+    has_said = !words.empty();
+  } catch (...) {  // no memory: the others learn less
   }
-  std::snprintf(text, capacity, "%s of unit '%s'", entry->operation,
-                entry->unit != nullptr ? entry->unit : "-");
+}
+
+namespace {
+
+const c10d::ProcessGroup *process_group_of(const Group *group) {
+  return group != nullptr ? group->process_group.get() : nullptr;
 }
 
 // Gradients whose norm one group sums up: every rank of it holds other
 // elements. A null group means that each rank holds all of them.
 struct NormPart {
-  c10d::ProcessGroup *group = nullptr;
+  Group *group = nullptr;
   c10::Device device;  // of all `grads`
   std::vector<at::Tensor> grads;
 };
 
-void add_grad(std::vector<NormPart> &parts, c10d::ProcessGroup *group,
-              c10::Device device, const at::Tensor &holder) {
+void add_grad(std::vector<NormPart> &parts, Group *group, c10::Device device,
+              const at::Tensor &holder) {
   auto part = parts.begin();
   while (part != parts.end() &&
-         (part->group != group || part->device != device)) {
+         (process_group_of(part->group) != process_group_of(group) ||
+          part->device != device)) {
     part++;
   }
   // A rank without gradients takes part in the group's sum all the same.
@@ -73,9 +98,11 @@ void add_grad(std::vector<NormPart> &parts, c10d::ProcessGroup *group,
   }
 }
 
-void add_unit(std::vector<NormPart> &parts, const Unit &unit) {
-  c10d::ProcessGroup *group = unit.shard_group.process_group.get();
-  if (group != nullptr && group->getSize() == 1) group = nullptr;
+void add_unit(std::vector<NormPart> &parts, Unit &unit) {
+  const c10d::ProcessGroup *process_group = process_group_of(&unit.shard_group);
+  Group *group = process_group == nullptr || process_group->getSize() == 1
+                     ? nullptr
+                     : &unit.shard_group;
   const c10::Device device = unit.offloads ? c10::kCPU : unit.device;
   for (const Segment &segment : unit.segments) {
     add_grad(parts, group, device, segment.flat_param);
@@ -99,8 +126,8 @@ at::Tensor local_term(const NormPart &part, double norm_type,
   return is_max ? stacked.max() : stacked.pow(norm_type).sum();
 }
 
-at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
-                      const at::TensorOptions &options) {
+at::Tensor total_norm(Provider &provider, const std::vector<NormPart> &parts,
+                      double norm_type, const at::TensorOptions &options) {
   const bool is_max = std::isinf(norm_type);
   at::Tensor total = at::zeros({}, options);
   for (const NormPart &part : parts) {
@@ -109,8 +136,11 @@ at::Tensor total_norm(const std::vector<NormPart> &parts, double norm_type,
     if (part.group != nullptr) {
       c10d::AllreduceOptions reduction;
       reduction.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-      const auto work = part.group->allreduce(term, reduction);
-      if (work) work->wait();
+      const auto work = part.group->process_group->allreduce(term, reduction);
+      if (work) {
+        provider.finish(part.group, *work,
+                        "all_reduce of the norm in clip_grad_norm_");
+      }
     }
     total = is_max ? at::maximum(total, term[0]) : total + term[0];
   }
@@ -132,11 +162,12 @@ at::ScalarType norm_dtype(const std::vector<Unit *> &units) {
   return dtype == at::ScalarType::Undefined ? at::kFloat : dtype;
 }
 
-at::Tensor clip(std::vector<NormPart> &parts, double max_norm, double norm_type,
-                at::ScalarType dtype, c10::Device device) {
+at::Tensor clip(Provider &provider, std::vector<NormPart> &parts,
+                double max_norm, double norm_type, at::ScalarType dtype,
+                c10::Device device) {
   // Accumulated in fp32, or in fp64 where a parameter is fp64.
   const at::Tensor norm =
-      total_norm(parts, norm_type,
+      total_norm(provider, parts, norm_type,
                  at::TensorOptions()
                      .dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
                      .device(device));
@@ -175,12 +206,10 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_torch::add_hook_ops(&ops);
     fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
     if (status != FSDP_OK) return status;
-    self->provider.label = [core = self->core](char *text, size_t capacity) {
-      fsdp_torch::write_label(core, text, capacity);
-    };
     // The provider is a part of the engine and does not outlive it.
-    self->provider.position = [core = self->core] {
-      return fsdp_torch::last_operation(core);
+    self->provider.trace = fsdp_engine_trace(self->core);
+    self->provider.groups = [engine = self.get()] {
+      return fsdp_torch::groups_of(*engine);
     };
     for (int64_t i = 0; i < num_units && status == FSDP_OK; i++) {
       fsdp_torch::Unit &unit = *units[i]->self;
@@ -236,7 +265,7 @@ fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,
   GUARDED(error) {
     Engine &self = *engine->self;
     std::vector<fsdp_torch::NormPart> parts;
-    for (const fsdp_torch::Unit *unit : self.units) {
+    for (fsdp_torch::Unit *unit : self.units) {
       fsdp_torch::add_unit(parts, *unit);
     }
     for (int64_t i = 0; i < num_extra_params; i++) {
@@ -250,7 +279,7 @@ fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,
     {
       const pybind11::gil_scoped_release no_gil;
       const at::NoGradGuard no_grad;
-      result = fsdp_torch::clip(parts, max_norm, norm_type,
+      result = fsdp_torch::clip(self.provider, parts, max_norm, norm_type,
                                 fsdp_torch::norm_dtype(self.units),
                                 self.units.front()->device);
     }

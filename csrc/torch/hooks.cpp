@@ -38,7 +38,9 @@ class BackwardEnd {
   explicit BackwardEnd(std::shared_ptr<Engine> engine)
       : engine_(std::move(engine)) {}
   ~BackwardEnd() {
-    if (!has_succeeded_) engine_->is_aborted = true;
+    if (has_succeeded_) return;
+    engine_->is_aborted = true;
+    engine_->say("left backward by an exception");
   }
   BackwardEnd(const BackwardEnd &) = delete;
   BackwardEnd &operator=(const BackwardEnd &) = delete;

@@ -11,7 +11,6 @@
 #include "host/kernels.h"
 #include "torch/cuda_kernels.hpp"
 #include "torch/guard.hpp"
-#include "torch/post_mortem.hpp"
 
 // A point on a lane: a ticket on the host, an event of the device elsewhere.
 struct fsdp_event {
@@ -121,18 +120,22 @@ void Provider::wait(fsdp_lane lane, fsdp_event *event) {
 void Provider::add_work(fsdp_lane lane, Group *group,
                         c10::intrusive_ptr<c10d::Work> work) {
   if (work == nullptr) return;  // some backends finish at once
+  const int64_t sequence = trace != nullptr ? trace->num_recorded - 1 : -1;
   if (has_streams_) {
     on_lane(lane,
-            [&] { wait_for(group, *work); });  // enqueues; the host goes on
+            // Enqueues; the host goes on.
+            [&] { wait_for(group, *work, sequence); });
     return;
   }
-  host_lanes_[lane].items.push_back({std::move(work), group, nullptr});
+  host_lanes_[lane].items.push_back(
+      {std::move(work), group, sequence, nullptr});
   host_lanes_[lane].num_added++;
 }
 
 void Provider::add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
                           uint64_t ticket) {
-  host_lanes_[lane].items.push_back({nullptr, group, nullptr, channel, ticket});
+  host_lanes_[lane].items.push_back(
+      {nullptr, group, -1, nullptr, channel, ticket});
   host_lanes_[lane].num_added++;
 }
 
@@ -148,14 +151,22 @@ void Provider::add_step(fsdp_lane lane, std::function<void()> step) {
     on_lane(lane, step);
     return;
   }
-  queue.items.push_back({nullptr, nullptr, std::move(step)});
+  queue.items.push_back({nullptr, nullptr, -1, std::move(step)});
   queue.num_added++;
 }
 
-void Provider::wait_for(Group *group, c10d::Work &work) const {
-  const auto report = [&](const char *cause) {
-    return describe_failure(*group, cause, position ? position() : "");
-  };
+namespace {
+
+// Waits; a failure of the ranks is thrown again as what `report` makes of it.
+// Lets the others know this process, once a collective has told that all came.
+void meet(Group &group) {
+  if (group.has_met) return;
+  group.has_met = true;
+  if (group.post_mortem) group.post_mortem->meet();
+}
+
+template <typename Report>
+void wait_or_report(c10d::Work &work, Report &&report) {
   try {
     work.wait();
   } catch (const c10::DistBackendError &e) {
@@ -167,20 +178,78 @@ void Provider::wait_for(Group *group, c10d::Work &work) const {
   }
 }
 
+}  // namespace
+
+std::string Provider::report(Group *group, const char *cause,
+                             const std::string &operation) const {
+  if (!group->post_mortem) return cause;
+  break_groups();
+  const std::string text =
+      group->post_mortem->describe(cause, operation, trace);
+  tell_others(group, text);
+  return text;
+}
+
+void Provider::break_groups() const {
+  if (has_streams_ || !groups) return;
+  for (const Group *each : groups()) {
+    if (each->is_gloo) break_gloo(*each->process_group);
+  }
+}
+
+void Provider::tell_others(const Group *group, const std::string &text) const {
+  if (!groups) return;
+  for (const Group *each : groups()) {
+    if (each->post_mortem && each->post_mortem != group->post_mortem) {
+      each->post_mortem->say("failed in another group: " +
+                             text.substr(0, text.find_last_not_of('.') + 1));
+    }
+  }
+}
+
+// The transport's message names the rank that is missed and what all others
+// did: there is nothing to ask.
+void Provider::transport_failed(const Group *group, const char *cause) const {
+  break_groups();
+  if (group->post_mortem) group->post_mortem->say(cause);
+  tell_others(group, cause);
+}
+
+void Provider::wait_for(Group *group, c10d::Work &work,
+                        int64_t sequence) const {
+  wait_or_report(work, [&](const char *cause) {
+    return report(group, cause, operation_of(trace, sequence));
+  });
+  if (!has_streams_) meet(*group);
+}
+
+void Provider::finish(Group *group, c10d::Work &work,
+                      const std::string &operation) {
+  wait_or_report(
+      work, [&](const char *cause) { return report(group, cause, operation); });
+}
+
+void Provider::wait_for(Group *group, fsdp_channel channel,
+                        uint64_t ticket) const {
+  fsdp_transport *transport = group->transport.get();
+  fsdp_error error = {};
+  if (transport->ops->wait(transport, channel, ticket, &error) == FSDP_OK) {
+    meet(*group);
+    return;
+  }
+  transport_failed(group, error.message);
+  C10_THROW_ERROR(DistBackendError, error.message);
+}
+
 void Provider::run_item(const HostItem &item, bool has_failed) const {
   if (item.group == nullptr) {
     if (!has_failed) item.step();
   } else if (item.work == nullptr) {
-    fsdp_transport *transport = item.group->transport.get();
-    fsdp_error error = {};
-    if (transport->ops->wait(transport, item.channel, item.ticket, &error) !=
-        FSDP_OK) {
-      C10_THROW_ERROR(DistBackendError, error.message);
-    }
+    wait_for(item.group, item.channel, item.ticket);
   } else if (has_failed) {
     item.work->wait();  // the first failure is the one to describe
   } else {
-    wait_for(item.group, *item.work);
+    wait_for(item.group, *item.work, item.sequence);
   }
 }
 

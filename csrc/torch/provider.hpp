@@ -15,8 +15,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/trace.h"
 #include "port/device_ops.h"
 #include "port/transport.h"
+#include "torch/post_mortem.hpp"
 
 namespace fsdp_torch {
 
@@ -27,10 +29,11 @@ struct Group {
   // Without one (a group written in Python) only the calls that Python can
   // override work.
   bool has_backend = true;
-  int64_t num_failures = 0;  // reported so far, see post_mortem.hpp
   // What carries the collectives, transports.hpp; null: c10d.
   std::shared_ptr<fsdp_transport> transport;
-  std::string why_not;  // there is none
+  std::string why_not;                      // there is none
+  std::shared_ptr<PostMortem> post_mortem;  // null: a single rank
+  bool has_met = false;                     // see PostMortem::meet
 };
 
 class Provider {
@@ -77,11 +80,16 @@ class Provider {
   // Runs `step` after the lane's work so far; on a stream lane that is now.
   void add_step(fsdp_lane lane, std::function<void()> step);
 
-  // Says what this rank issued last, for reports of failures.
-  std::function<std::string()> position;
-  // The same of the collective that starts now, without its number and without
-  // an allocation.
-  std::function<void(char *, size_t)> label;
+  // Waits for `work` of `group` now. A failure names what every rank was
+  // doing; `operation` is what failed.
+  void finish(Group *group, c10d::Work &work, const std::string &operation);
+
+  // What this rank issued, for reports of failures. Borrowed; set once.
+  const fsdp_trace *trace = nullptr;
+  // All groups of the engine: where one fails, none can go on.
+  std::function<std::vector<Group *>()> groups;
+  // Lets the ranks that wait elsewhere know that the group's transport failed.
+  void transport_failed(const Group *group, const char *cause) const;
 
   bool has_streams() const { return has_streams_; }
   // The stream of a lane as the device's own handle.
@@ -92,7 +100,8 @@ class Provider {
   // Note [Lanes on a host device] in device_ops.h.
   struct HostItem {
     c10::intrusive_ptr<c10d::Work> work;
-    Group *group;  // of `work` or of `ticket`; null: a step
+    Group *group;      // of `work` or of `ticket`; null: a step
+    int64_t sequence;  // of `work`, in `trace`
     std::function<void()> step;
     fsdp_channel channel = FSDP_CHANNEL_GATHER;
     uint64_t ticket = 0;
@@ -104,8 +113,17 @@ class Provider {
   };
   void run_until(HostLane &lane, uint64_t ticket);
   void run_item(const HostItem &item, bool has_failed) const;
-  // Waits for `work`; a failure names what every rank was doing.
-  void wait_for(Group *group, c10d::Work &work) const;
+  // Ends a collective of a host transport.
+  void wait_for(Group *group, fsdp_channel channel, uint64_t ticket) const;
+  // The same for the operation `sequence` of `trace`.
+  void wait_for(Group *group, c10d::Work &work, int64_t sequence) const;
+  // What waits in the engine's gloo groups ends, on all ranks.
+  void break_groups() const;
+  // Says so in the engine's groups other than `group`.
+  void tell_others(const Group *group, const std::string &text) const;
+  // What to tell of a failure. Breaks the engine's groups.
+  std::string report(Group *group, const char *cause,
+                     const std::string &operation) const;
 
   c10::Device device_;
   bool has_streams_;

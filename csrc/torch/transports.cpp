@@ -169,12 +169,11 @@ Group group_from(PyObject *object, c10::Device device) {
   group.process_group =
       pybind11::handle(object).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   try {
-    group.is_gloo =
-        group.process_group->getBackend(device.type())->getBackendName() ==
-        "gloo";
+    group.is_gloo = is_gloo(*group.process_group, device.type());
   } catch (const std::exception &) {
     group.has_backend = false;  // a user's own group
   }
+  group.post_mortem = PostMortem::of(group.process_group);
   return group;
 }
 

@@ -41,6 +41,9 @@ struct Engine {
 
   // Drops what a backward left that raised before its end. Holds the lock.
   void recover();
+  // Tells the ranks that will wait for this one why they do so in vain; ""
+  // takes it back. See Note [Post-mortem].
+  void say(const std::string &words) noexcept;
 
   std::mutex mutex;
   Provider provider;
@@ -51,6 +54,7 @@ struct Engine {
   std::unordered_map<const torch::autograd::Node *, std::weak_ptr<InputCall>>
       input_users;
   std::atomic<bool> is_aborted{false};
+  std::atomic<bool> has_said{false};
 };
 
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;

@@ -89,10 +89,17 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
   };
 }
 
-void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit) noexcept {
+void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
+                                     const char *reason) noexcept {
   Unit &self = *unit->self;
   if (!self.engine) return;
   const std::lock_guard<std::mutex> lock(self.engine->mutex);
+  if (!self.engine->has_said) {
+    try {  // a unit around this one knows no better
+      self.engine->say("left forward of unit '" + self.name + "' by " + reason);
+    } catch (...) {  // no memory: the others learn less
+    }
+  }
   fsdp_torch::show_hidden_grads(self);
   fsdp_unit_abandon_forward(self.core, is_recomputation(*self.engine));
 }
