@@ -22,6 +22,7 @@ from torch.distributed.fsdp.api import StateDictType
 
 from fsdp_c._base import Loading, LoadTree, ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engine
+from fsdp_c._failures import naming_ranks
 from fsdp_c._local_state_dict import find_local_problems, load_local, local_names
 from fsdp_c._names import WRAPPED_PREFIX, clean_name
 from fsdp_c._own_parts import OwnParts, named_uses
@@ -139,9 +140,10 @@ def _raise_problems(
     is_bad = bool(problems)
     if on_any_rank and module.world_size > 1:
         flag = torch.tensor([is_bad], dtype=torch.uint8, device=module.compute_device)
-        torch.distributed.all_reduce(
-            flag, torch.distributed.ReduceOp.MAX, group=module.process_group
-        )
+        with naming_ranks(module.process_group, "check of a state dict on all ranks"):
+            torch.distributed.all_reduce(
+                flag, torch.distributed.ReduceOp.MAX, group=module.process_group
+            )
         is_bad = bool(flag.item())
     if problems:
         lines = "".join(f"\n\t{clean_name(problem)}." for problem in problems)

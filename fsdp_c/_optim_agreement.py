@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_c._failures import naming_ranks
 from fsdp_c._optim_places import Place
 from fsdp_c._optim_states import ParamState, describe, same_value
 
@@ -97,7 +98,8 @@ def agree(
             },
         )
         reports: list[Any] = [None] * group.size()
-        dist.all_gather_object(reports, mine, group=group)
+        with naming_ranks(group, "comparison of optimizer states"):
+            dist.all_gather_object(reports, mine, group=group)
         gathered.append((mine, reports))
     if error is not None:
         raise error

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._failures import naming_ranks
 from fsdp_c._optim_agreement import unpacked_value
 from fsdp_c._optim_entries import Values, all_entries, by_module, take
 from fsdp_c._optim_groups import groups_for_optimizer
@@ -215,7 +216,8 @@ def _checked_alike(
         for group in _process_groups(modules):
             reports: list[Any] = [mine] * group.size()
             if group.size() > 1:
-                dist.all_gather_object(reports, mine, group=group)
+                with naming_ranks(group, "comparison of optimizer states to load"):
+                    dist.all_gather_object(reports, mine, group=group)
             gathered.append((group, reports))
         if error is None:
             for group, reports in gathered:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule
+from fsdp_c._failures import naming_ranks
 from fsdp_c._optim_entries import Values, all_entries, by_module, take
 from fsdp_c._optim_header import Header, TensorInfo, Wanted, read_header
 from fsdp_c._optim_places import Place
@@ -58,7 +59,8 @@ def header_from_first(
             content = [error]
     for each in _object_groups(modules[0], group):
         if each.size() > 1:
-            dist.broadcast_object_list(content, group=each, group_src=0)
+            with naming_ranks(each, "broadcast of the optimizer state's header"):
+                dist.broadcast_object_list(content, group=each, group_src=0)
     if isinstance(content[0], Exception):
         raise content[0]
     received: Header = content[0]

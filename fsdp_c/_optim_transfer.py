@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_c._failures import naming_ranks
 from fsdp_c._native import CopyPlan, Placement, empty_tensors, pass_messages
 
 # Pieces of at least this size are not packed.
@@ -101,8 +102,9 @@ def transfer(
     works = _start(outgoing_messages, incoming_messages, group, device)
     # gloo's messages travel while this rank copies what it holds itself.
     _copy([source for source, _ in own], [target for _, target in own])
-    for work in works:
-        work.wait()
+    with naming_ranks(group, "transfer of optimizer states"):
+        for work in works:
+            work.wait()
     for packed, small in unpacking:
         _unpack(packed, small)
     return results
@@ -184,7 +186,8 @@ def _start(
         for call, messages in calls
         for peer, memory in messages
     ]
-    return dist.batch_isend_irecv(operations) if operations else []
+    with naming_ranks(group, "transfer of optimizer states"):
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c import _native
 from fsdp_c._base import ShardedModule
+from fsdp_c._failures import naming_ranks
 from fsdp_c._own_parts import OwnParts
 from fsdp_c._sharded_tensors import aligned, dtype_of, local_part, shape_of
 from fsdp_c._torch_compat import ShardedTensor
@@ -156,9 +157,10 @@ def load_rows(
     if module.world_size == 1:
         receive.copy_(send)
     else:
-        dist.all_to_all_single(
-            receive, send, receive_nbytes, send_nbytes, group=module.process_group
-        )
+        with naming_ranks(module.process_group, "loading of a sharded state dict"):
+            dist.all_to_all_single(
+                receive, send, receive_nbytes, send_nbytes, group=module.process_group
+            )
     own = OwnParts(module)
     with torch.no_grad():
         for group, views in zip(groups, views_of, strict=True):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as RowShard
 
 from fsdp_c._base import ShardedModule
+from fsdp_c._failures import naming_ranks
 from fsdp_c._torch_compat import (
     Shard,
     ShardedTensor,
@@ -357,7 +358,8 @@ def _all_gather(
     if world_size == 1 or nbytes == 0:
         return mine.view(1, -1).expand(world_size, -1)
     received = mine.new_empty(world_size * nbytes)
-    all_gather_flat(received, mine, module.process_group)
+    with naming_ranks(module.process_group, "all_gather of sharded tensors"):
+        all_gather_flat(received, mine, module.process_group)
     return received.view(world_size, nbytes)
 
 

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_c._failures import naming_ranks
+
 # A broadcast carries at most this much; small tensors travel together.
 CHUNK_NBYTES = 32 * 1024 * 1024
 
@@ -43,19 +45,24 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: ProcessGroup) -> None
             _broadcast_bucket(bucket, group)
 
 
+def _broadcast(data: Tensor, group: ProcessGroup) -> None:
+    with naming_ranks(group, "broadcast of module states"):
+        dist.broadcast(data, group=group, group_src=0)
+
+
 def _broadcast_strided(data: Tensor, group: ProcessGroup) -> None:
     copy = data.contiguous()
     for chunk in torch.split(copy.reshape(-1).view(torch.uint8), CHUNK_NBYTES):
-        dist.broadcast(chunk, group=group, group_src=0)
+        _broadcast(chunk, group)
     data.copy_(copy)
 
 
 def _broadcast_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
     if len(bucket) == 1:
-        dist.broadcast(bucket[0], group=group, group_src=0)
+        _broadcast(bucket[0], group)
         return
     joined = torch.cat(bucket)
-    dist.broadcast(joined, group=group, group_src=0)
+    _broadcast(joined, group)
     for piece, chunk in zip(
         torch.split(joined, [chunk.numel() for chunk in bucket]), bucket, strict=True
     ):

@@ -157,7 +157,6 @@ void Provider::add_step(fsdp_lane lane, std::function<void()> step) {
 
 namespace {
 
-// Waits; a failure of the ranks is thrown again as what `report` makes of it.
 // Lets the others know this process, once a collective has told that all came.
 void meet(Group &group) {
   if (group.has_met) return;
@@ -165,6 +164,7 @@ void meet(Group &group) {
   if (group.post_mortem) group.post_mortem->meet();
 }
 
+// Waits; a failure of the ranks is thrown again as what `report` makes of it.
 template <typename Report>
 void wait_or_report(c10d::Work &work, Report &&report) {
   try {

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from fsdp_c._failures import naming_ranks
 from fsdp_c.checkpoint._errors import CheckpointError
 
 
@@ -27,7 +28,8 @@ class Ranks:
         if self.is_single:
             return [value]
         values = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self._group, group_dst=0)
+        with naming_ranks(self._group, "gather of a checkpoint's description"):
+            dist.gather_object(value, values, group=self._group, group_dst=0)
         return values
 
     def broadcast(self, value: Any) -> Any:
@@ -35,7 +37,8 @@ class Ranks:
         if self.is_single:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        with naming_ranks(self._group, "broadcast of a checkpoint's description"):
+            dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -43,7 +46,8 @@ class Ranks:
         if self.is_single:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        with naming_ranks(self._group, "agreement about a checkpoint"):
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def agree(self, headline: str, problems: Sequence[str]) -> None:
