@@ -1,0 +1,235 @@
+"""A step that failed on all ranks, or before it communicated: reset and go on.
+
+Afterwards training equals that of a model which never saw the failed step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.distributed import distributed
+from helpers.impl import needs_fsdp_c
+from helpers.models import BATCH, DIM, MLP, Block, vectors
+from helpers.reference import Differential
+
+
+class _MistakeError(Exception):
+    """What the tests raise."""
+
+
+def _mistake() -> None:
+    raise _MistakeError
+
+
+def _out_of_memory() -> None:
+    """As a device's allocator raises it."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
+
+
+def _absurd_allocation() -> None:
+    """The CPU's allocator raises a RuntimeError."""
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+_FAILURES: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
+    "mistake": (_mistake, _MistakeError, ""),
+    "out of memory": (_out_of_memory, torch.OutOfMemoryError, "CUDA out of memory"),
+    "absurd allocation": (_absurd_allocation, RuntimeError, "memory|allocate"),
+}
+
+
+class _FailsInBackward(torch.autograd.Function):
+    """An identity whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fail: Callable[[], None]) -> Tensor:
+        ctx.fail = fail
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.fail()
+        return (*grads, None)
+
+
+def _fail_at(
+    place: str, model: nn.Module, fail: Callable[[], None]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Let the next step fail at ``place``; the handles take that back."""
+    block = next(m for m in list(model.modules())[-1:0:-1] if isinstance(m, Block))
+    first = next(m for m in model.modules() if isinstance(m, Block))
+
+    def in_module(*_: Any) -> None:
+        fail()
+
+    def in_backward(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        changed: Tensor = _FailsInBackward.apply(output, fail)
+        return changed
+
+    def hook_output(_module: Any, _args: Any, output: Tensor) -> None:
+        output.register_hook(in_module)
+
+    if place == "forward":  # inside of the last unit
+        return [block.fc1.register_forward_hook(in_module)]
+    if place == "first forward":
+        return [first.register_forward_pre_hook(in_module)]
+    if place == "last backward":  # inside of the unit that backward enters first
+        return [block.fc1.register_forward_hook(in_backward)]
+    if place == "backward":
+        return [first.fc1.register_forward_hook(in_backward)]
+    assert place == "hook"  # of the user's, on a tensor
+    return [first.fc1.register_forward_hook(hook_output)]
+
+
+def _make(
+    strategy: str, *, use_orig_params: bool = True, **kwargs: Any
+) -> Differential:
+    return Differential.of_units(
+        MLP,
+        {Block},
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        **kwargs,
+    )
+
+
+def _reset(differential: Differential) -> None:
+    """Do what docs/failures.md says."""
+    from fsdp_c import reset
+
+    reset(differential.model)
+    differential.optimizer.zero_grad()
+    differential.reference_optimizer.zero_grad()
+
+
+def _go_on(differential: Differential) -> None:
+    differential.train(2)
+    differential.accumulate(2, no_sync=True)
+    differential.evaluate()
+
+
+@pytest.mark.parametrize("failure", list(_FAILURES))
+@pytest.mark.parametrize(
+    "place", ["first forward", "forward", "last backward", "backward", "hook"]
+)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=(2, 3))
+def test_on_all_ranks(
+    rank: int, world_size: int, strategy: str, place: str, failure: str
+) -> None:
+    """The exception keeps its type; the next steps are right."""
+    needs_fsdp_c("has no reset()")
+    fail, kind, message = _FAILURES[failure]
+    differential = _make(strategy)
+    differential.train(2)
+    handles = _fail_at(place, differential.model, fail)
+    with pytest.raises(kind, match=message):
+        differential.model(torch.ones(BATCH, DIM)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    _reset(differential)
+    _go_on(differential)
+    del differential, handles
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_several_failures(rank: int, world_size: int, use_orig_params: bool) -> None:
+    needs_fsdp_c("has no reset()")
+    differential = _make("FULL_SHARD", use_orig_params=use_orig_params)
+    for place in ("backward", "forward", "last backward", "backward"):
+        handles = _fail_at(place, differential.model, _mistake)
+        with pytest.raises(_MistakeError):
+            differential.model(torch.ones(BATCH, DIM)).sum().backward()
+        for handle in handles:
+            handle.remove()
+        _reset(differential)
+        differential.train(1)
+    _go_on(differential)
+    del differential, handles
+
+
+@distributed(world_size=2)
+def test_in_an_accumulation(rank: int, world_size: int) -> None:
+    """The micro-batches before the failed one go with it: all are repeated."""
+    needs_fsdp_c("has no reset()")
+    differential = _make("FULL_SHARD")
+    differential.train(1)
+    for is_synced in (False, True):
+        if is_synced:
+            differential.model(torch.ones(BATCH, DIM)).sum().backward()
+        else:
+            with differential.model.no_sync():
+                differential.model(torch.ones(BATCH, DIM)).sum().backward()
+        handles = _fail_at("backward", differential.model, _mistake)
+        with pytest.raises(_MistakeError):
+            differential.model(torch.ones(BATCH, DIM)).sum().backward()
+        for handle in handles:
+            handle.remove()
+        _reset(differential)
+        _go_on(differential)
+    del differential, handles
+
+
+@pytest.mark.parametrize("failure", list(_FAILURES))
+@distributed(world_size=(2, 3))
+def test_on_one_rank_between_forward_and_backward(
+    rank: int, world_size: int, failure: str
+) -> None:
+    """A loss that only one rank cannot compute: the ranks agree to leave it out."""
+    needs_fsdp_c("has no reset()")
+    fail, kind, _ = _FAILURES[failure]
+    differential = _make("FULL_SHARD")
+    differential.train(1)
+    for bad_rank in range(world_size):
+        loss = differential.model(torch.ones(BATCH, DIM)).sum()
+        has_failed = torch.zeros((), dtype=torch.int32)
+        try:
+            if rank == bad_rank:
+                fail()
+        except kind:
+            has_failed += 1
+        dist.all_reduce(has_failed)
+        assert has_failed == 1
+        del loss
+        _reset(differential)
+        differential.train(1)
+    _go_on(differential)
+    del differential
+
+
+@distributed(world_size=2)
+def test_parameters_and_optimizer_state_survive(rank: int, world_size: int) -> None:
+    """A failed step changes neither, bit by bit."""
+    needs_fsdp_c("has no reset()")
+    differential = _make("FULL_SHARD")
+    differential.train(2)
+    params = [p.detach().clone() for p in differential.model.parameters()]
+    buffers = [
+        state["momentum_buffer"].clone()
+        for state in differential.optimizer.state.values()
+        if state.get("momentum_buffer") is not None
+    ]
+    handles = _fail_at("backward", differential.model, _mistake)
+    with pytest.raises(_MistakeError):
+        differential.model(torch.ones(BATCH, DIM)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    _reset(differential)
+    for param, before in zip(differential.model.parameters(), params, strict=True):
+        assert param.grad is None
+        assert torch.equal(param, before)
+    after = [
+        state["momentum_buffer"]
+        for state in differential.optimizer.state.values()
+        if state.get("momentum_buffer") is not None
+    ]
+    assert len(after) == len(buffers)
+    for buffer, before in zip(after, buffers, strict=True):
+        assert torch.equal(buffer, before)
+    del differential, handles

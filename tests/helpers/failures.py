@@ -1,0 +1,398 @@
+"""Ranks in processes of their own, which may be killed or stopped in mid-step.
+
+    python -m helpers.failures '{"folder": ..., "world_size": 3, ...}'
+
+A process that has imported torch forks the ranks, says their process ids and waits for
+them. Every rank trains over gloo, in a group with a time limit of seconds; at one place
+of its third step the victim is killed, is stopped, raises, or runs other units. What
+the others are told stands in ``<folder>/<rank>.json`` then. `run` starts all that, ends
+it by process id, and returns what the ranks wrote.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TESTS_DIR = Path(__file__).resolve().parent.parent
+
+GROUP_TIMEOUT_S = 3.0
+POST_MORTEM_S = 2.0
+# Of a whole test: above all the start of the processes.
+LIMIT_S = 120.0
+# Steps before the one with the failure.
+NUM_GOOD_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What goes wrong, on which rank, and where."""
+
+    action: str  # kill, stop, raise, skip, reorder
+    place: str = "forward"
+    victim: int = 1
+    world_size: int = 3
+    store: str = "file"  # or tcp, which is in the process of rank 0
+    strategy: str = "FULL_SHARD"
+    recovers: bool = False
+    """Whether the ranks go on afterwards, in a new group."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank wrote before it ended."""
+
+    kind: str  # of the exception
+    message: str
+    seconds: float
+    """Since the victim did what it did."""
+
+
+def run(
+    scenario: Scenario, folder: Path, env: dict[str, str] | None = None
+) -> dict[int, Report]:
+    """Run ``scenario``; return the reports of the ranks that wrote one.
+
+    Ends only processes that it started. A rank that is neither the victim nor ends by
+    itself is an error.
+    """
+    config = {"folder": str(folder), **asdict(scenario)}
+    paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
+    starter = subprocess.Popen(
+        [sys.executable, "-m", "helpers.failures", json.dumps(config)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_FR_BUFFER_SIZE": "0",
+            "FSDP_C_POST_MORTEM_SECONDS": str(POST_MORTEM_S),
+            **(env or {}),
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=(folder / "stderr").open("wb"),
+        start_new_session=True,
+    )
+    pids: list[int] = []
+    try:
+        pids = _read_pids(starter)
+        _wait(folder, scenario, pids, starter)
+    finally:
+        for pid in pids:  # children of the starter: no number is free before it ends
+            _send(pid, signal.SIGKILL)
+            _send(pid, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            starter.wait(5.0)
+        starter.kill()
+        starter.wait()
+        assert starter.stdout is not None
+        starter.stdout.close()
+    return {
+        rank: Report(**json.loads(path.read_text()))
+        for rank in range(scenario.world_size)
+        if (path := folder / f"{rank}.json").exists()
+    }
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _read_pids(starter: "subprocess.Popen[bytes]") -> list[int]:
+    assert starter.stdout is not None
+    ready, _, _ = select.select([starter.stdout], [], [], LIMIT_S)
+    line = starter.stdout.readline() if ready else b""
+    assert line, "the ranks were not started"
+    return list(map(int, line.split()))
+
+
+def _wait(
+    folder: Path,
+    scenario: Scenario,
+    pids: list[int],
+    starter: "subprocess.Popen[bytes]",
+) -> None:
+    """Wait until all ranks but a stopped one have ended."""
+    deadline = time.monotonic() + LIMIT_S
+    expected = set(range(scenario.world_size))
+    if scenario.action == "stop":
+        expected.remove(scenario.victim)
+    while time.monotonic() < deadline:
+        late = [rank for rank in expected if _runs(pids[rank])]
+        if not late or starter.poll() is not None:
+            return
+        time.sleep(0.05)
+    stderr = (folder / "stderr").read_text(errors="replace")[-3000:]
+    raise AssertionError(f"ranks {late} did not end within {LIMIT_S:g} s:\n{stderr}")
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process has not ended; a zombie has."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+# In the processes that `run` starts ----------------------------------------------
+
+
+class _Ranks:
+    """Everything one rank has: the group, the model, the steps."""
+
+    def __init__(self, config: dict[str, Any], rank: int) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        from helpers.impl import ShardingStrategy, fsdp
+        from helpers.models import Block
+
+        self.config = config
+        self.rank = rank
+        self.folder = Path(config["folder"])
+        self.is_victim = rank == config["victim"]
+        self.is_due = False
+        world_size = config["world_size"]
+        dist.init_process_group(
+            "gloo",
+            store=self._store(),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        group: Any = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        if config["strategy"] == "HYBRID_SHARD":
+            group = _hybrid_groups(rank, world_size)
+        torch.manual_seed(0)
+        self.reference = Blocks(self)
+        self.wrap = functools.partial(
+            fsdp,
+            sharding_strategy=ShardingStrategy[config["strategy"]],
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+        )
+        torch.manual_seed(0)
+        self.use(self.wrap(Blocks(self), process_group=group))
+        self.x = torch.ones(4, 6, requires_grad=True)
+        dist.barrier()
+
+    def use(self, model: Any) -> None:
+        """Train ``model`` from now on."""
+        import torch
+
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def _store(self) -> Any:
+        import torch.distributed as dist
+
+        if self.config["store"] == "file":
+            path = str(self.folder / "store")
+            return dist.FileStore(path, self.config["world_size"])  # type: ignore[attr-defined]
+        if self.rank == 0:
+            store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            )
+            port = self.folder / "port.new"
+            port.write_text(str(store.port))
+            port.rename(self.folder / "port")
+            return store
+        while not (self.folder / "port").exists():
+            time.sleep(0.01)
+        port_number = int((self.folder / "port").read_text())
+        return dist.TCPStore("127.0.0.1", port_number, is_master=False)
+
+    def act(self, place: str) -> None:
+        """Do what is to be done at ``place``, if this is the rank and the moment."""
+        if not (self.is_due and self.is_victim and place == self.config["place"]):
+            return
+        (self.folder / "moment").write_text(str(time.monotonic()))
+        action = self.config["action"]
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if action == "raise":
+            raise ValueError("the victim's own mistake")
+
+    def order(self) -> list[int]:
+        """Return the blocks to run."""
+        if self.is_due and self.is_victim:
+            if self.config["action"] == "skip":
+                return [0, 1]
+            if self.config["action"] == "reorder":
+                return [0, 2, 1, 3]
+        return [0, 1, 2, 3]
+
+    def step(self) -> None:
+        """Train one step, summon, and make a state dict."""
+        from helpers.impl import FSDP
+
+        out = self.model(self.x)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.act("backward"))
+        out.sum().backward()
+        self.act("clip")
+        self.model.clip_grad_norm_(1.0)
+        self.act("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with FSDP.summon_full_params(self.model):
+            self.act("summon")
+        self.model.state_dict()
+        self.act("optim_state_dict")
+        FSDP.optim_state_dict(self.model, self.optimizer)
+
+    def recover(self) -> None:
+        """Go on from the shards in a new group; compare with an unsharded model."""
+        import torch
+        import torch.distributed as dist
+
+        from fsdp_c import reset
+        from helpers.impl import FSDP, StateDictType
+
+        self.is_due = False
+        reset(self.model)
+        with FSDP.state_dict_type(self.model, StateDictType.LOCAL_STATE_DICT):
+            state = self.model.state_dict()
+        optimizer_state = self.optimizer.state_dict()
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        self.use(self.wrap(Blocks(self), process_group=group))
+        with FSDP.state_dict_type(self.model, StateDictType.LOCAL_STATE_DICT):
+            self.model.load_state_dict(state)
+        self.optimizer.load_state_dict(optimizer_state)
+        for _ in range(2):
+            self.step()
+        optimizer = torch.optim.SGD(self.reference.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(NUM_GOOD_STEPS + 2):
+            optimizer.zero_grad()
+            self.reference(self.x).sum().backward()
+            torch.nn.utils.clip_grad_norm_(self.reference.parameters(), 1.0)
+            optimizer.step()
+        expected = self.reference.state_dict()
+        for name, value in self.model.state_dict().items():
+            torch.testing.assert_close(value, expected[name])
+        (self.folder / f"{self.rank}.recovered").touch()
+
+    def train(self) -> None:
+        """Train until it fails."""
+        for index in range(NUM_GOOD_STEPS + 3):
+            self.is_due = index == NUM_GOOD_STEPS
+            if self.is_due and self.config["action"] in ("skip", "reorder"):
+                (self.folder / "moment").write_text(str(time.monotonic()))
+            self.step()
+
+
+def _hybrid_groups(rank: int, world_size: int) -> Any:
+    """Make shard groups of two ranks, and the groups across them."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    half = world_size // 2
+    lists = [[2 * i, 2 * i + 1] for i in range(half)]
+    across = [list(range(i, world_size, 2)) for i in range(2)]
+    groups = [
+        [dist.new_group(ranks, timeout=timeout) for ranks in each]
+        for each in (lists, across)
+    ]
+    return groups[0][rank // 2], groups[1][rank % 2]
+
+
+def Blocks(ranks: _Ranks) -> Any:  # noqa: N802 - a class where torch is imported
+    """Return the model: four blocks in an order that may change."""
+    from torch import Tensor, nn
+
+    from helpers.models import Block
+
+    class _Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.blocks[1].register_forward_hook(lambda *_: ranks.act("forward"))
+            self.blocks[2].register_state_dict_pre_hook(
+                lambda *_: ranks.act("state_dict")
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in ranks.order():
+                x = self.blocks[index](x)
+            return x
+
+    return _Blocks()
+
+
+def _run_rank(config: dict[str, Any], rank: int) -> int:
+    folder = Path(config["folder"])
+    ranks = _Ranks(config, rank)
+    try:
+        ranks.train()
+    except Exception as error:
+        now = time.monotonic()
+        moment = folder / "moment"
+        seconds = now - float(moment.read_text()) if moment.exists() else -1.0
+        report = Report(type(error).__name__, str(error), seconds)
+        (folder / f"{rank}.json").write_text(json.dumps(asdict(report)))
+        traceback.print_exc()
+        if not config["recovers"]:
+            return 1
+    if config["recovers"]:
+        ranks.recover()
+    return 0
+
+
+@contextlib.contextmanager
+def _dies_with_parent() -> Iterator[None]:
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    yield
+
+
+def fork_ranks(world_size: int, body: Callable[[int], int]) -> int:
+    """Run ``body(rank)`` in forked processes; say their ids; wait for all.
+
+    In a rank it returns, too: the status that the process should end with.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    pids: list[int] = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            with _dies_with_parent():
+                return body(rank)
+        pids.append(pid)
+    print(*pids, flush=True)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return 0
+
+
+def main(words: list[str]) -> int:
+    """Start the ranks of the scenario in ``words``."""
+    # Loaded before the fork: imported once.
+    from helpers import impl, models  # noqa: F401
+
+    config = json.loads(words[0])
+    return fork_ranks(config["world_size"], lambda rank: _run_rank(config, rank))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
