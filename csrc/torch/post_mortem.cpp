@@ -215,6 +215,8 @@ std::shared_ptr<PostMortem> PostMortem::of(
   try {
     if (!process_group || process_group->getSize() < 2) return nullptr;
     const std::lock_guard<std::mutex> lock(mutex);
+    std::erase_if(known,
+                  [](const auto &each) { return each.second.expired(); });
     std::weak_ptr<PostMortem> &entry = known[process_group.get()];
     std::shared_ptr<PostMortem> found = entry.lock();
     if (found) return found;

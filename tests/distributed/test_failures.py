@@ -44,7 +44,7 @@ def test_killed(place: str, tmp_path: Path) -> None:
         assert "rank 1: no answer, dead" in report.message
         assert "must run the same units" not in report.message
         # Closed connections tell, not the time limit.
-        assert report.seconds < GROUP_TIMEOUT_S
+        assert "Timed out" not in report.message
 
 
 def test_killed_in_the_optimizer(tmp_path: Path) -> None:
@@ -85,8 +85,7 @@ def test_stopped(place: str, tmp_path: Path) -> None:
         assert OPERATION.search(_headline(report))
         assert re.search(r"Stopped \(SIGSTOP or a debugger\): rank 1", report.message)
         assert "rank 1: no answer, stopped" in report.message
-        # Nobody waits for words that cannot come.
-        assert report.seconds >= GROUP_TIMEOUT_S - 0.5
+        assert re.search("Timed out|timeout", _headline(report))
 
 
 @pytest.mark.parametrize(
