@@ -358,9 +358,12 @@ static void test_registration(void) {
 
   /* A failure leaves nothing registered and the transport healthy. */
   for (int64_t i = 0; i < 2; i++) {
+    nccl_fake_clear_tape();
     nccl_fake_fail_at(i, FSDP_NCCL_SYSTEM_ERROR, false);
     CHECK(fsdp_nccl_register(transport, memory, 64, &error) == FSDP_BACKEND);
     CHECK(strstr(error.message, "does not register 64 bytes") != NULL);
+    CHECK_TEXT(nccl_fake_tape(),
+               i == 0 ? "" : "register 0 +0 64\nderegister 0 +0\n");
   }
   CHECK(transport->ops->check(transport, NULL) == FSDP_OK);
   CHECK(fsdp_nccl_register(transport, memory, 64, &error) == FSDP_OK);
