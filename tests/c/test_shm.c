@@ -21,7 +21,8 @@ enum { NUM_NUMELS = sizeof g_numels / sizeof g_numels[0] };
  */
 
 static void every_case(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("every");
+  fsdp_shm_options options = shm_options("every");
+  options.ring_nbytes = *(const int64_t *)self->context;
   fsdp_transport *transport = shm_create(self, &options);
   /* With many ranks every third: the kinds and dtypes come round all the same.
    */
@@ -45,9 +46,12 @@ static void every_case(const shm_rank *self) {
 }
 
 static void test_every_kind_dtype_and_size(void) {
+  int64_t ring_nbytes = 4096;
   for (int64_t world_size = 1; world_size <= 5; world_size++) {
-    shm_run(world_size, every_case, NULL);
+    shm_run(world_size, every_case, &ring_nbytes);
   }
+  ring_nbytes = 1 << 18; /* all calls fit, and are written ahead */
+  shm_run(4, every_case, &ring_nbytes);
 }
 
 /* Elements of which there are none have no memory. */
@@ -266,23 +270,34 @@ static void test_messages(void) {
   }
 }
 
-/* Several to one rank stay in order; they pass a collective that waits. */
+/* Several to one rank at once stay in order, also those of many slots. */
 static void send_in_order(const shm_rank *self) {
-  enum { NUM = 20 };
+  enum { NUM = 20, MAX_NUMEL = 2000 };
   const fsdp_shm_options options = shm_options("order");
   fsdp_transport *transport = shm_create(self, &options);
-  int64_t numbers[NUM];
+  int64_t (*numbers)[MAX_NUMEL] = calloc(NUM, sizeof *numbers);
+  if (numbers == NULL) abort();
   for (int64_t i = 0; i < NUM; i++) {
-    numbers[i] = self->rank == 0 ? i * i : -1;
+    const int64_t nbytes = (i % 3 * 900 + 1) * (int64_t)sizeof(int64_t);
+    for (int64_t k = 0; self->rank == 0 && k < MAX_NUMEL; k++) {
+      numbers[i][k] = i * MAX_NUMEL + k;
+    }
     const fsdp_status status =
         self->rank == 0
-            ? fsdp_shm_send(transport, 1, &numbers[i], 8, "number", NULL)
-            : fsdp_shm_recv(transport, 0, &numbers[i], 8, "number", NULL);
+            ? fsdp_shm_send(transport, 1, numbers[i], nbytes, "number", NULL)
+            : fsdp_shm_recv(transport, 0, numbers[i], nbytes, "number", NULL);
     CHECK_I64(status, FSDP_OK);
   }
   CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
-  for (int64_t i = 0; i < NUM; i++) CHECK_I64(numbers[i], i * i);
+  int64_t num_wrong = 0;
+  for (int64_t i = 0; i < NUM; i++) {
+    for (int64_t k = 0; k <= i % 3 * 900; k++) {
+      if (numbers[i][k] != i * MAX_NUMEL + k) num_wrong++;
+    }
+  }
+  CHECK_I64(num_wrong, 0);
   CHECK_I64(fsdp_shm_barrier(transport, "end", NULL), FSDP_OK);
+  free(numbers);
   transport->ops->destroy(transport);
 }
 

@@ -64,7 +64,8 @@ static void test_states_of_a_process(void) {
   CHECK_I64(waitpid(pid, &state, WUNTRACED), pid);
   check_state(child, "stopped");
   (void)kill(pid, SIGKILL);
-  CHECK_I64(waitid(P_PID, (id_t)pid, NULL, WEXITED | WNOWAIT), 0);
+  siginfo_t about;
+  CHECK_I64(waitid(P_PID, (id_t)pid, &about, WEXITED | WNOWAIT), 0);
   check_state(child, "dead"); /* not yet buried */
   CHECK_I64(waitpid(pid, &state, 0), pid);
   check_state(child, "dead");
