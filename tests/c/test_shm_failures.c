@@ -129,6 +129,28 @@ static void test_a_stopped_rank_is_named_after_the_time_limit(void) {
   }
 }
 
+/* The others also wait for each other, and blame the one that has not come. */
+static void come_late(const shm_rank *self) {
+  const int64_t late = self->world_size - 1;
+  fsdp_shm_options options = shm_options("late");
+  options.timeout_ms = 300;
+  fsdp_transport *transport = shm_create(self, &options);
+  _Atomic int32_t *num_failed = self->context;
+  fsdp_error error = {0};
+  char name[32];
+  (void)snprintf(name, sizeof name, "for rank %" PRId64 ",", late);
+  if (self->rank == late) CHECK(shm_await(num_failed, (int32_t)late));
+  CHECK_I64(run_call(transport, REDUCE, "unit 'l'", &error), FSDP_BACKEND);
+  check_says(&error, name);
+  atomic_fetch_add(num_failed, 1);
+  transport->ops->destroy(transport);
+}
+
+static void test_a_rank_that_does_not_come_is_named(void) {
+  shm_run(2, come_late, shm_shared(sizeof(int32_t)));
+  shm_run(4, come_late, shm_shared(sizeof(int32_t)));
+}
+
 static void leave(const shm_rank *self) {
   const fsdp_shm_options options = shm_options("leave");
   fsdp_transport *transport = shm_create(self, &options);
@@ -565,6 +587,8 @@ static void fork_one(const shm_rank *self) {
   fsdp_transport *transport = shm_create(self, &options);
   fsdp_error error = {0};
   CHECK_I64(run_call(transport, GATHER, "before", &error), FSDP_OK);
+  uint64_t ticket = 0; /* in flight: more than a ring holds */
+  CHECK_I64(start_call(transport, GATHER, "during", &ticket, &error), FSDP_OK);
   (void)fflush(stdout);
   const pid_t child = fork();
   if (child == 0) {
@@ -575,15 +599,19 @@ static void fork_one(const shm_rank *self) {
     CHECK_I64(fsdp_shm_wait_messages(transport, &error), FSDP_INVALID_STATE);
     transport->ops->destroy(transport);
     /* It may have one of its own, which knows nothing of its parent's. */
-    const shm_rank alone = {.world_size = 1, .store = shm_store()};
-    transport = shm_create(&alone, &options);
-    CHECK_I64(run_call(transport, GATHER, "alone", &error), FSDP_OK);
+    const fsdp_shm_options others = shm_options("children");
+    transport = shm_create(self, &others);
+    CHECK_I64(run_call(transport, GATHER, "children", &error), FSDP_OK);
+    CHECK_I64(fsdp_shm_barrier(transport, "children", &error), FSDP_OK);
     transport->ops->destroy(transport);
     CHECK_I64(fsdp_alloc_live(), 0);
     exit(check_num_failures == 0 ? 0 : 1);
   }
   int state = -1;
   CHECK(waitpid(child, &state, 0) == child && state == 0);
+  CHECK_I64(
+      transport->ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, &error),
+      FSDP_OK);
   CHECK_I64(run_call(transport, REDUCE, "after", &error), FSDP_OK);
   transport->ops->destroy(transport);
 }
@@ -596,6 +624,7 @@ int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_a_killed_rank_is_named),
       CHECK_TEST(test_a_stopped_rank_is_named_after_the_time_limit),
+      CHECK_TEST(test_a_rank_that_does_not_come_is_named),
       CHECK_TEST(test_a_rank_that_leaves_is_named),
       CHECK_TEST(test_what_was_written_before_leaving_counts),
       CHECK_TEST(test_different_calls_are_told),
