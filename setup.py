@@ -149,7 +149,8 @@ PYTHON_FLAGS = [
     sysconfig.get_path("include"),
     "-Wno-cast-function-type",  # METH_KEYWORDS needs the cast
 ]
-HOST_FLAGS = [] if DEBUG else ["-O3"]  # loops over elements: all vectorised
+# Loops over elements: all vectorised, products and sums not fused.
+HOST_FLAGS = ["-ffp-contract=off", *([] if DEBUG else ["-O3"])]
 CXX_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion"]
 
 

@@ -25,6 +25,11 @@
 #define IVDEP
 #endif
 
+/* Never fused, see Note [Rounding]; gcc does not with -std=c11. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#endif
+
 #define NUM_SUMS 16
 
 /* What the loops of all processors are written with. */
