@@ -2,8 +2,6 @@
 // that become the kernels' parameters. Without CUDA, so that a test can run it.
 #pragma once
 
-#include <limits>
-
 #include "cuda/kernels.h"
 #include "cuda/work.hpp"
 
@@ -96,7 +94,7 @@ template <typename Numel, typename Make, typename Launch>
 fsdp_status for_tables(int64_t num_items, const Numel &numel_of,
                        const Make &make, const Launch &launch,
                        fsdp_error *error) {
-  constexpr int64_t kMostTiles = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMostTiles = INT32_MAX;
   Table<kManyItems> table;
   table.num_items = 0;
   table.num_tiles = 0;
