@@ -14,9 +14,24 @@ class Switch(NamedTuple):
 # Read while a program runs. tests/unit/test_doctor.py holds this against the sources.
 SWITCHES = (
     Switch(
+        "FSDP_C_NCCL",
+        "1",
+        "0: on a device, collectives go through c10d, not NCCL directly",
+    ),
+    Switch(
+        "FSDP_C_NCCL_LIBRARY",
+        "the loaded one, the wheel's, the system's",
+        "the file of libnccl; used for groups of any backend on a device",
+    ),
+    Switch(
         "FSDP_C_POST_MORTEM_SECONDS",
         "5",
         "how long a rank whose collective failed waits for what the others say",
+    ),
+    Switch(
+        "FSDP_C_SHM",
+        "1",
+        "0: CPU ranks of one host talk through c10d, not through shared memory",
     ),
     Switch(
         "FSDP_USE_FULL_PREC_IN_EVAL",

@@ -239,8 +239,8 @@ def empty_tensors(
 ) -> list[torch.Tensor]:
     """Uninitialised 1-D CPU tensors, side by side in memory."""
 
-def transport(group: ProcessGroup, /) -> tuple[str, str]:
-    """What carries a group's collectives, "shm" or "c10d", and why c10d."""
+def transport(group: ProcessGroup, device: torch.device, /) -> tuple[str, str]:
+    """What carries a group's collectives, "shm", "nccl" or "c10d", and why c10d."""
 
 def pass_messages(
     group: ProcessGroup,

@@ -75,12 +75,14 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     transport_doc,
-    "transport($module, group, /)\n--\n\n"
+    "transport($module, group, device, /)\n--\n\n"
     "What carries a process group's collectives: (name, why). The name is\n"
-    "'shm' or 'c10d'; the reason for c10d, empty otherwise.");
+    "'shm', 'nccl' or 'c10d'; the reason for c10d, empty otherwise.");
 
-static PyObject *transport(PyObject *Py_UNUSED(module), PyObject *group) {
-  return fsdp_torch_transport(group);
+static PyObject *transport(PyObject *Py_UNUSED(module), PyObject *args) {
+  PyObject *group, *device; /* borrowed */
+  if (!PyArg_ParseTuple(args, "OO:transport", &group, &device)) return NULL;
+  return fsdp_torch_transport(group, device);
 }
 
 PyDoc_STRVAR(describe_failure_doc,
@@ -104,7 +106,7 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, crc32c_doc},
     {"empty_tensors", (PyCFunction)(void (*)(void))fsdp_module_empty_tensors,
      METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
-    {"transport", transport, METH_O, transport_doc},
+    {"transport", transport, METH_VARARGS, transport_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},
     {NULL, NULL, 0, NULL},

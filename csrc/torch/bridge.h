@@ -316,10 +316,12 @@ FSDP_NODISCARD fsdp_status fsdp_torch_empty_tensors(
     struct _object **tensors, fsdp_error *error);
 
 /*
- * What carries a process group's collectives: a new tuple of its name ("shm",
- * or "c10d") and, for c10d, why. Waits for nobody. GIL. NULL with an exception.
+ * What carries a process group's collectives on a device: a new tuple of its
+ * name ("shm", "nccl" or "c10d") and, for c10d, why. Waits for nobody. GIL.
+ * NULL with an exception.
  */
-struct _object *fsdp_torch_transport(struct _object *group);
+struct _object *fsdp_torch_transport(struct _object *group,
+                                     struct _object *device);
 
 /* A contiguous tensor in host memory that goes to `peer` or comes from it. */
 typedef struct fsdp_torch_message {

@@ -1,6 +1,7 @@
 // Messages between two ranks of a group, through its transport.
 #include <ATen/ATen.h>
 #include <Python.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -49,10 +50,14 @@ void wait(fsdp_transport *transport) {
 }  // namespace
 }  // namespace fsdp_torch
 
-extern "C" PyObject *fsdp_torch_transport(PyObject *group) {
+extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
   HANDLE_TH_ERRORS
-  fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
-  fsdp_torch::look_up(found);
+  if (!THPDevice_Check(device)) {
+    throw std::invalid_argument("expected a torch.device");
+  }
+  const c10::Device where = reinterpret_cast<THPDevice *>(device)->device;
+  fsdp_torch::Group found = fsdp_torch::group_from(group, where);
+  fsdp_torch::look_up(found, where.type());
   const char *name =
       found.transport != nullptr ? found.transport->ops->name : "c10d";
   return Py_BuildValue("ss", name, found.why_not.c_str());

@@ -11,6 +11,7 @@
 #include "host/kernels.h"
 #include "torch/cuda_kernels.hpp"
 #include "torch/guard.hpp"
+#include "torch/nccl_group.hpp"
 
 // A point on a lane: a ticket on the host, an event of the device elsewhere.
 struct fsdp_event {
@@ -38,6 +39,7 @@ Provider::Provider(c10::Device device)
   const c10::impl::VirtualGuardImpl guard(device.type());
   for (int lane = 0; lane < FSDP_NUM_LANES; lane++) {
     streams_.push_back(guard.getStreamFromGlobalPool(device, true));
+    know_stream(streams_.back());
   }
 }
 

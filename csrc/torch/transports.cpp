@@ -13,6 +13,7 @@
 #include "base/dtypes.h"
 #include "shm/shm_transport.h"
 #include "torch/guard.hpp"
+#include "torch/nccl_group.hpp"
 
 namespace fsdp_torch {
 namespace {
@@ -52,7 +53,11 @@ fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
                       fsdp_error *error) {
   GUARDED(error) {
     const auto &self = *static_cast<GroupStore *>(context);
-    self.store->wait({self.key(key)}, std::chrono::milliseconds(timeout_ms));
+    if (timeout_ms > 0) {
+      self.store->wait({self.key(key)}, std::chrono::milliseconds(timeout_ms));
+    } else if (!self.store->check({self.key(key)})) {
+      return FSDP_FAIL(error, FSDP_BACKEND, "the store has no key '%s'", key);
+    }
     const std::vector<uint8_t> bytes = self.store->get(self.key(key));
     const auto numel = static_cast<int64_t>(bytes.size());
     if (!bytes.empty()) {
@@ -69,6 +74,14 @@ bool is_switched_off(const char *name) {
   return value != nullptr && std::strcmp(value, "0") == 0;
 }
 
+bool is_nccl(c10d::ProcessGroup &group, c10::DeviceType device) {
+  try {
+    return group.getBackend(device)->getBackendName() == "nccl";
+  } catch (const std::exception &) {
+    return false;  // a user's own group
+  }
+}
+
 int64_t timeout_ms_of(c10d::ProcessGroup &group, c10::Device device) {
   try {
     return group.getBackend(device.type())
@@ -81,21 +94,28 @@ int64_t timeout_ms_of(c10d::ProcessGroup &group, c10::Device device) {
 
 // Choosing --------------------------------------------------------------------
 
-// Of one process group, as long as it lives: all ranks make it together, so
-// it must not go and come with the engines that use it.
+// Of one process group on one kind of device, as long as the group lives: all
+// ranks make it together, so it must not go and come with the engines that use
+// it.
 struct Connection {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  c10::DeviceType device_type;
   std::unique_ptr<GroupStore> store;  // outlives the transport
   std::shared_ptr<fsdp_transport> transport;
   std::string why_not;
 };
 
-void connect_shm(Connection &connection, c10d::ProcessGroup &group,
-                 c10::Device device) {
+fsdp_store core_store(const Connection &connection) {
   fsdp_store store = {};
   store.context = connection.store.get();
   store.set = store_set;
   store.get = store_get;
+  return store;
+}
+
+void connect_shm(Connection &connection, c10d::ProcessGroup &group,
+                 c10::Device device) {
+  const fsdp_store store = core_store(connection);
   fsdp_shm_options options = {};
   options.nbytes = sizeof(options);
   options.key_prefix = "shm/";
@@ -114,12 +134,33 @@ void connect_shm(Connection &connection, c10d::ProcessGroup &group,
       transport, [](fsdp_transport *self) { self->ops->destroy(self); });
 }
 
-void choose(Connection &connection, const Group &group, c10::Device device) {
-  c10d::ProcessGroup &process_group = *group.process_group;
-  if (!group.is_gloo || !device.is_cpu()) {
-    connection.why_not = "the group's own backend is used for this device";
-    return;
+enum class Kind { kC10d, kShm, kNccl };
+
+// What could carry the group; why nothing but c10d can.
+Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
+  if (device.is_cpu()) {
+    if (!group.is_gloo) {
+      *why_not = "the group's backend on the CPU is not gloo";
+      return Kind::kC10d;
+    }
+    if (!is_switched_off("FSDP_C_SHM")) return Kind::kShm;
+    *why_not = "switched off by FSDP_C_SHM=0";
+    return Kind::kC10d;
   }
+  if (is_switched_off("FSDP_C_NCCL")) {
+    *why_not = "switched off by FSDP_C_NCCL=0";
+    return Kind::kC10d;
+  }
+  if (std::getenv("FSDP_C_NCCL_LIBRARY") != nullptr ||
+      is_nccl(*group.process_group, device.type())) {
+    return Kind::kNccl;
+  }
+  *why_not = "the group's backend on this device is not nccl";
+  return Kind::kC10d;
+}
+
+void choose(Connection &connection, Kind kind,
+            c10d::ProcessGroup &process_group, c10::Device device) {
   const auto store = process_group.getStore();
   if (!store) {
     connection.why_not = "the group has no store";
@@ -127,26 +168,37 @@ void choose(Connection &connection, const Group &group, c10::Device device) {
   }
   // Every rank counts its own times, so that a group which is made again over
   // one store meets at new keys.
-  const std::string base =
-      "fsdp_c/transport/" + process_group.getGroupName() + "/";
+  const std::string base = "fsdp_c/transport/" + process_group.getGroupName() +
+                           "/" + c10::DeviceTypeName(device.type(), true) + "/";
   const int64_t generation =
       store->add(base + std::to_string(process_group.getRank()), 1);
   connection.store = std::make_unique<GroupStore>();
-  connection.store->store = store;
+  // NCCL's watchdog asks while others wait: not over their connection.
+  connection.store->store = kind == Kind::kNccl ? store->clone() : store;
   connection.store->prefix = base + std::to_string(generation) + "/";
-  connect_shm(connection, process_group, device);
+  if (kind == Kind::kShm) {
+    connect_shm(connection, process_group, device);
+    return;
+  }
+  connection.transport = join_nccl(
+      core_store(connection), process_group.getRank(), process_group.getSize(),
+      device, timeout_ms_of(process_group, device), &connection.why_not);
 }
 
 struct Registry {
   // Null where the group has not met. Forgets the groups that are gone.
-  const Connection *find(const c10d::ProcessGroup &group) {
+  const Connection *find(const c10d::ProcessGroup &group,
+                         c10::DeviceType device_type) {
     connections.erase(std::remove_if(connections.begin(), connections.end(),
                                      [](const Connection &one) {
                                        return one.group.expired();
                                      }),
                       connections.end());
     for (const Connection &one : connections) {
-      if (one.group._unsafe_get_target() == &group) return &one;
+      if (one.group._unsafe_get_target() == &group &&
+          one.device_type == device_type) {
+        return &one;
+      }
     }
     return nullptr;
   }
@@ -155,10 +207,24 @@ struct Registry {
   std::vector<Connection> connections;
 };
 
+// What has a thread must go before the devices do, at the end of the process.
+void leave_devices();
+
 Registry &registry() {
   // Never destroyed: process groups may outlive static objects.
-  static auto *const self = new Registry();
+  static auto *const self = [] {
+    std::atexit(leave_devices);
+    return new Registry();
+  }();
   return *self;
+}
+
+void leave_devices() {
+  Registry &all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (Connection &one : all.connections) {
+    if (one.device_type != c10::kCPU) one.transport = nullptr;
+  }
 }
 
 }  // namespace
@@ -179,19 +245,17 @@ Group group_from(PyObject *object, c10::Device device) {
 
 void connect(Group &group, c10::Device device) {
   if (!group.process_group || group.process_group->getSize() == 1) return;
-  if (is_switched_off("FSDP_C_SHM")) {
-    group.transport = nullptr;
-    group.why_not = "switched off by FSDP_C_SHM=0";
-    return;
-  }
+  group.transport = nullptr;
+  const Kind kind = kind_for(group, device, &group.why_not);
+  if (kind == Kind::kC10d) return;
   Registry &all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const Connection *found = all.find(*group.process_group);
+  const Connection *found = all.find(*group.process_group, device.type());
   if (found == nullptr) {
     Connection made{
         c10::weak_intrusive_ptr<c10d::ProcessGroup>(group.process_group),
-        nullptr, nullptr, ""};
-    choose(made, group, device);
+        device.type(), nullptr, nullptr, ""};
+    choose(made, kind, *group.process_group, device);
     all.connections.push_back(std::move(made));
     found = &all.connections.back();
   }
@@ -199,11 +263,11 @@ void connect(Group &group, c10::Device device) {
   group.why_not = found->why_not;
 }
 
-void look_up(Group &group) {
+void look_up(Group &group, c10::DeviceType device_type) {
   if (!group.process_group) return;
   Registry &all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const Connection *found = all.find(*group.process_group);
+  const Connection *found = all.find(*group.process_group, device_type);
   if (found == nullptr) {
     group.why_not = "the group has not been used yet";
     return;

@@ -21,6 +21,6 @@ Group group_from(struct _object *object, c10::Device device);
 void connect(Group &group, c10::Device device);
 
 // The same where the group has met already, else nothing; waits for nobody.
-void look_up(Group &group);
+void look_up(Group &group, c10::DeviceType device_type);
 
 }  // namespace fsdp_torch

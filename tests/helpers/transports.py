@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 SWITCH = "FSDP_C_SHM"
@@ -29,5 +30,5 @@ def num_scratches() -> int:
 
     if os.environ.get(SWITCH) == "0":
         return 2
-    name, _ = _native.transport(dist.group.WORLD)
+    name, _ = _native.transport(dist.group.WORLD, torch.device("cpu"))
     return 0 if name == "shm" else 2

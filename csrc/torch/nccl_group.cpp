@@ -1,0 +1,184 @@
+#include "torch/nccl_group.hpp"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <array>
+#include <cstdlib>
+#include <mutex>
+#include <unordered_map>
+
+#include "nccl/nccl_transport.h"
+#include "torch/guard.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+// Streams by their native handles --------------------------------------------
+
+struct Streams {
+  std::mutex mutex;
+  std::unordered_map<void *, c10::Stream> by_handle;
+};
+
+Streams &streams() {
+  static auto *const self = new Streams();  // the watchdog may outlive others
+  return *self;
+}
+
+c10::Stream stream_of(void *handle) {
+  Streams &all = streams();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.by_handle.at(handle);
+}
+
+// Events for the watchdog -----------------------------------------------------
+
+// The device whose events a transport uses; lives as long as the transport.
+struct EventSource {
+  c10::Device device;
+};
+
+fsdp_status event_create(void *context, void **event, fsdp_error *error) {
+  GUARDED(error) {
+    const auto &source = *static_cast<EventSource *>(context);
+    *event = new c10::Event(source.device.type());
+    return FSDP_OK;
+  };
+}
+
+void event_destroy(void * /*context*/, void *event) {
+  delete static_cast<c10::Event *>(event);
+}
+
+fsdp_status event_record(void * /*context*/, void *event, void *stream,
+                         fsdp_error *error) {
+  GUARDED(error) {
+    static_cast<c10::Event *>(event)->record(stream_of(stream));
+    return FSDP_OK;
+  };
+}
+
+fsdp_status event_query(void * /*context*/, void *event, bool *is_done,
+                        fsdp_error *error) {
+  GUARDED(error) {
+    *is_done = static_cast<c10::Event *>(event)->query();
+    return FSDP_OK;
+  };
+}
+
+void enter_thread(void *context) {
+  const c10::Device device = static_cast<EventSource *>(context)->device;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  guard.uncheckedSetDevice(device);
+}
+
+// The library -----------------------------------------------------------------
+
+// Where the NCCL wheel keeps it, next to torch; empty if that is unknown.
+std::string wheel_folder() {
+  Dl_info info = {};
+  // Any function of torch's: the folder above torch/lib is site-packages.
+  if (dladdr(reinterpret_cast<void *>(&c10::GetAllocator), &info) == 0 ||
+      info.dli_fname == nullptr) {
+    return "";
+  }
+  const std::string file = info.dli_fname;
+  const size_t end = file.rfind("/torch/lib/");
+  return end == std::string::npos ? ""
+                                  : file.substr(0, end) + "/nvidia/nccl/lib";
+}
+
+// Opened once; a failure is remembered, too.
+struct Library {
+  fsdp_nccl_library library = {};
+  std::string why_not;
+};
+
+const Library &the_library() {
+  static const auto *const self = [] {
+    auto *made = new Library();
+    const std::string wheel = wheel_folder();
+    fsdp_nccl_search search = {};
+    search.forced_path = std::getenv("FSDP_C_NCCL_LIBRARY");
+    search.wheel_path = wheel.empty() ? nullptr : wheel.c_str();
+    fsdp_error error = {};
+    if (fsdp_nccl_library_open(&search, &made->library, &error) != FSDP_OK) {
+      made->why_not = error.message;
+    }
+    return made;
+  }();
+  return *self;
+}
+
+// Whether all ranks have a library; the reason of the first that has none.
+bool agree(const fsdp_store &store, int64_t rank, int64_t world_size,
+           int64_t timeout_ms, const std::string &mine, std::string *why_not) {
+  fsdp_error error = {};
+  if (store.set(store.context, ("library/" + std::to_string(rank)).c_str(),
+                mine.data(), static_cast<int64_t>(mine.size()),
+                &error) != FSDP_OK) {
+    throw_error(error);
+  }
+  for (int64_t other = 0; other < world_size; other++) {
+    std::array<char, FSDP_ERROR_MESSAGE_NBYTES> theirs = {};
+    int64_t nbytes = 0;
+    if (store.get(store.context, ("library/" + std::to_string(other)).c_str(),
+                  timeout_ms, theirs.data(),
+                  static_cast<int64_t>(theirs.size()) - 1, &nbytes,
+                  &error) != FSDP_OK) {
+      throw_error(error);
+    }
+    if (nbytes > 0) {
+      *why_not = "rank " + std::to_string(other) + ": " + theirs.data();
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+void know_stream(c10::Stream stream) {
+  Streams &all = streams();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.by_handle.insert_or_assign(stream.native_handle(), stream);
+}
+
+std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
+                                          int64_t world_size,
+                                          c10::Device device,
+                                          int64_t timeout_ms,
+                                          std::string *why_not) {
+  const Library &found = the_library();
+  if (!agree(store, rank, world_size, timeout_ms, found.why_not, why_not)) {
+    return nullptr;
+  }
+  auto source = std::make_shared<EventSource>(EventSource{device});
+  fsdp_nccl_events events = {};
+  events.context = source.get();
+  events.create = event_create;
+  events.destroy = event_destroy;
+  events.record = event_record;
+  events.query = event_query;
+  events.enter_thread = enter_thread;
+  fsdp_nccl_options options = {};
+  fsdp_nccl_options_init(&options);
+  options.prefix = "nccl/";
+  options.init_timeout_ms = timeout_ms;
+  options.timeout_ms = timeout_ms;
+  options.events = &events;
+  const c10::DeviceGuard guard(device);
+  fsdp_transport *transport = nullptr;
+  fsdp_error error = {};
+  if (fsdp_nccl_create(&found.library, &options, &store, rank, world_size,
+                       &transport, &error) != FSDP_OK) {
+    throw_error(error);
+  }
+  return {transport,
+          [source](fsdp_transport *self) { self->ops->destroy(self); }};
+}
+
+}  // namespace fsdp_torch

@@ -1,0 +1,27 @@
+// The NCCL transport of a process group: which libnccl, which streams.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <string>
+
+#include "port/transport.h"
+
+namespace fsdp_torch {
+
+// Calls of a transport name streams by their native handles; its watchdog needs
+// torch's, to record events. Every lane's stream is made known once.
+void know_stream(c10::Stream stream);
+
+// Joins the group over NCCL. All ranks come here and agree: null on all of them
+// if one cannot, and `why_not` says why. `store` outlives the transport. Throws
+// if a rank did not come, or NCCL failed.
+std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
+                                          int64_t world_size,
+                                          c10::Device device,
+                                          int64_t timeout_ms,
+                                          std::string *why_not);
+
+}  // namespace fsdp_torch
