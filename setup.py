@@ -268,7 +268,7 @@ setuptools.setup(
     # The linker reads them in this order: python uses core, and so do the rooms between.
     libraries=[
         library("fsdp_python", "csrc/python/*.c", PYTHON_FLAGS),
-        library("fsdp_nccl", "csrc/nccl/*.c", ["-pthread"]),
+        library("fsdp_nccl", "csrc/nccl/*.c", ["-D_GNU_SOURCE", "-pthread"]),
         library("fsdp_shm", "csrc/shm/*.c", ["-D_GNU_SOURCE"]),
         library("fsdp_host", "csrc/host/*.c", HOST_FLAGS),
         library("fsdp_core", "csrc/core/**/*.c", []),

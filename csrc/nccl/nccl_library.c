@@ -1,7 +1,6 @@
 /*
  * Search for libnccl, and the table of its entry points.
  */
-#define _GNU_SOURCE /* RTLD_DEFAULT, dladdr1 */
 #include "nccl/nccl_library.h"
 
 #include <dlfcn.h>

@@ -20,7 +20,7 @@ fsdp_nccl_options nccl_fixture_options(void) {
   options.prefix = "p";
   options.init_timeout_ms = 60000;
   options.timeout_ms = 60000;
-  options.grace_ms = 20;
+  options.grace_ms = 300;
   options.leave_ms = 60000;
   options.poll_ms = 3600000;
   options.events = &g_events;

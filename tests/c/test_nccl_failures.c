@@ -98,7 +98,7 @@ static void test_what_an_error_says(void) {
       "(reduce_scatter of unit 'a') with NCCL result 6 (remote error: the wire "
       "is cut). This rank is at operation 2 of the gathers (all_gather of unit "
       "'a'), operation 2 of the reductions (reduce_scatter of unit 'a'). No "
-      "answer from rank 0 within 20 ms.");
+      "answer from rank 0 within 300 ms.");
   CHECK_TEXT(
       nccl_fake_store_text("p/words/1"),
       "at operation 2 of the gathers (all_gather of unit 'a'), operation "
@@ -124,7 +124,7 @@ static void test_last_words(void) {
   CHECK(nccl_fixture_gather(ranks[1], "unit 'b'", &error) == FSDP_OK);
   nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
   CHECK(ranks[3]->ops->check(ranks[3], &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message, "No answer from rank 0, 1, 2 within 20 ms.") !=
+  CHECK(strstr(error.message, "No answer from rank 0, 1, 2 within 300 ms.") !=
         NULL);
   CHECK(ranks[0]->ops->check(ranks[0], &error) == FSDP_BACKEND);
   CHECK(ranks[1]->ops->check(ranks[1], &error) == FSDP_BACKEND);
@@ -135,7 +135,7 @@ static void test_last_words(void) {
       "is at operation 2 of the gathers (unit 'c'), the start of the "
       "reductions. This rank is at operation 2 of the gathers (unit 'b'), the "
       "start of the reductions, as is 1 other. No answer from rank 2 within "
-      "20 ms.");
+      "300 ms.");
   CHECK(strstr(nccl_fake_store_text("p/failed"), "rank 3 of 4") != NULL);
   for (int i = 0; i < 4; i++) ranks[i]->ops->destroy(ranks[i]);
   check_left_nothing();

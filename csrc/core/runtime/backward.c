@@ -102,12 +102,12 @@ static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
+  const bool reduces =
+      engine->sync != FSDP_SYNC_NONE && fsdp_unit_priv_holds_grads(unit);
+  FSDP_TRY(reduces ? fsdp_unit_priv_fill_grads(unit, error)
+                   : fsdp_unit_priv_pack_grads(unit, error));
   FSDP_TRY(reshard_after_backward(unit, error));
-  if (engine->sync != FSDP_SYNC_NONE && fsdp_unit_priv_holds_grads(unit)) {
-    FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
-    FSDP_TRY(fsdp_unit_priv_submit_reduce(unit, error));
-  }
+  if (reduces) FSDP_TRY(fsdp_unit_priv_submit_reduce(unit, error));
 done:
   return status;
 }

@@ -257,7 +257,8 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit,
 /* Packs all pending gradients and releases them, on failure too. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit,
                                                      fsdp_error *error);
-/* Zeroes what no gradient filled: unused parameters and padding. */
+/* The same, and zeroes what no gradient filled: unused parameters and padding.
+ * One launch a segment for both. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit,
                                                      fsdp_error *error);
 /* Forgets the unsharded gradient; its block is free after `lane`. */

@@ -58,53 +58,34 @@ done:
   return status;
 }
 
-/* Packs the pending gradients that lie in `segment`. */
-static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment,
-                                fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+/* Collects the pending gradients that lie in `segment`; they count as filled
+ * from then on. */
+static int64_t pending_items(fsdp_unit *unit, int64_t segment,
+                             fsdp_pack_item *items) {
   int64_t num_items = 0;
 
   for (int64_t i = 0; i < unit->num_pending; i++) {
     const fsdp_grad *grad = &unit->pending[i];
     const fsdp_param_slot *slot =
         fsdp_flat_layout_slot(unit->options.layout, grad->param);
-    if (slot->segment != segment || slot->numel == 0) continue;
-    unit->items[num_items++] = (fsdp_pack_item){
-        .data = grad->data,
-        .dtype = grad->dtype,
-        .offset = slot->offset,
-        .numel = slot->numel,
-        .add = unit->is_filled[grad->param] != 0,
-    };
+    if (slot->segment != segment) continue;
+    if (slot->numel > 0) {
+      items[num_items++] = (fsdp_pack_item){
+          .data = grad->data,
+          .dtype = grad->dtype,
+          .offset = slot->offset,
+          .numel = slot->numel,
+          .add = unit->is_filled[grad->param] != 0,
+      };
+    }
+    unit->is_filled[grad->param] = 1;
   }
-  if (num_items == 0) return FSDP_OK;
-  return ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
-                   unit->segments[segment].options.reduce_dtype, unit->items,
-                   num_items,
-                   unit->has_reduce_hook ? 1.0 : unit->options.prescale, error);
+  return num_items;
 }
 
-fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  fsdp_status status = FSDP_OK;
-
-  if (unit->num_pending == 0) return FSDP_OK;
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (!unit->segments[i].is_trainable) continue;
-    FSDP_TRY(pack_segment(unit, i, error));
-  }
-done:
-  for (int64_t i = 0; i < unit->num_pending; i++) {
-    unit->is_filled[unit->pending[i].param] = 1;
-    ops->grad_release(ops->context, unit->pending[i].token);
-  }
-  unit->num_pending = 0;
-  unit->pending_nbytes = 0;
-  return status;
-}
-
-/* Collects what is unfilled in `segment`, neighbours merged. */
-static int64_t unfilled_items(fsdp_unit *unit, int64_t segment) {
+/* Collects what is unfilled in `segment`, as zeros, neighbours merged. */
+static int64_t unfilled_items(const fsdp_unit *unit, int64_t segment,
+                              fsdp_pack_item *items) {
   const fsdp_flat_layout *layout = unit->options.layout;
   const fsdp_segment *info = unit->segments[segment].layout;
   const int64_t *params = fsdp_flat_layout_segment_params(layout, segment);
@@ -119,7 +100,7 @@ static int64_t unfilled_items(fsdp_unit *unit, int64_t segment) {
         is_end ? NULL : fsdp_flat_layout_slot(layout, params[i]);
     const int64_t end = is_end ? info->padded_numel : slot->offset;
     if (end > begin) {
-      unit->items[num_items++] = (fsdp_pack_item){
+      items[num_items++] = (fsdp_pack_item){
           .data = NULL, .dtype = dtype, .offset = begin, .numel = end - begin};
     }
     if (!is_end) begin = slot->offset + slot->numel;
@@ -127,20 +108,45 @@ static int64_t unfilled_items(fsdp_unit *unit, int64_t segment) {
   return num_items;
 }
 
-fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit, fsdp_error *error) {
+/* One launch for the segment. */
+static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
+                                fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  int64_t num_items = pending_items(unit, segment, unit->items);
+
+  if (fills) {
+    num_items += unfilled_items(unit, segment, unit->items + num_items);
+  }
+  if (num_items == 0) return FSDP_OK;
+  return ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
+                   unit->segments[segment].options.reduce_dtype, unit->items,
+                   num_items,
+                   unit->has_reduce_hook ? 1.0 : unit->options.prescale, error);
+}
+
+static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (!unit->segments[i].is_trainable) continue;
-    const int64_t num_items = unfilled_items(unit, i);
-    if (num_items == 0) continue;
-    FSDP_TRY(ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[i],
-                       unit->segments[i].options.reduce_dtype, unit->items,
-                       num_items, 1.0, error));
+    FSDP_TRY(pack_segment(unit, i, fills, error));
   }
 done:
+  for (int64_t i = 0; i < unit->num_pending; i++) {
+    ops->grad_release(ops->context, unit->pending[i].token);
+  }
+  unit->num_pending = 0;
+  unit->pending_nbytes = 0;
   return status;
+}
+
+fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
+  return unit->num_pending == 0 ? FSDP_OK : pack(unit, false, error);
+}
+
+fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit, fsdp_error *error) {
+  return pack(unit, true, error);
 }
 
 fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
