@@ -53,7 +53,14 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
   return at::from_blob(data, {nbytes}, at::TensorOptions().dtype(at::kByte));
 }
 
+// Note [Streams of blocks]
+// A caching allocator hands out memory that the current stream still uses,
+// since later work of that stream comes after. Lanes do not: they use a new
+// block at once. Blocks therefore belong to a stream of their own, on which
+// nothing runs, and are given back after their last use.
 void *Provider::allocate(int64_t nbytes) {
+  std::optional<c10::StreamGuard> guard;
+  if (has_streams_) guard.emplace(streams_[FSDP_LANE_COMPUTE]);
   c10::DataPtr data =
       c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(nbytes));
   void *block = data.get();

@@ -127,7 +127,9 @@ class Provider {
 
   c10::Device device_;
   bool has_streams_;
-  std::vector<c10::Stream> streams_;  // by lane; COMPUTE is the current one
+  // By lane. COMPUTE is the current one; in its place stands that of the
+  // blocks.
+  std::vector<c10::Stream> streams_;
   std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
   std::unordered_map<void *, c10::DataPtr> blocks_;
   std::unordered_map<void *, at::Tensor> host_blocks_;
