@@ -59,7 +59,8 @@ def assert_same(
     )
     if actual.numel() == 0:
         return
-    actual, expected = actual.double(), expected.double()
+    # Offloaded ones are on the host, wherever the reference is.
+    actual, expected = actual.cpu().double(), expected.cpu().double()
     error = (actual - expected).abs().max().item()
     scale = expected.abs().max().item()
     if not error <= tolerance * max(scale, 1e-3):
@@ -131,7 +132,7 @@ def gather_orig(
         assert grad.shape == param.shape, (
             f"{name}: gradient {tuple(grad.shape)}, parameter {tuple(param.shape)}"
         )
-        mine[name] = (param.detach().double(), grad.detach().double())
+        mine[name] = (param.detach().cpu().double(), grad.detach().cpu().double())
     assert list(mine) == list(shapes), f"names {list(mine)}, expected {list(shapes)}"
     theirs: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, mine)

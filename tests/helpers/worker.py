@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import importlib.util
 import json
+import os
 import pickle
 import signal
 import sys
@@ -27,6 +28,8 @@ from helpers.distributed import Outcome, Task
 from helpers.seeds import seed_everything
 
 _PR_SET_PDEATHSIG = 1
+TEST_DEVICE = os.environ.get("FSDP_C_TEST_DEVICE", "cpu")
+"""Where bodies make their tensors: "cpu", or "sim", the simulated device."""
 
 
 def _load(path: str, name: str) -> types.ModuleType:
@@ -94,7 +97,7 @@ def _leftovers(num_groups: int) -> list[str]:
 
 def _check_in_step(number: int) -> None:
     """Fail if the ranks' collectives are out of step after a test."""
-    mine = torch.tensor([number], dtype=torch.int64)
+    mine = torch.tensor([number], dtype=torch.int64, device="cpu")
     tokens = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(tokens, mine)
     values = [int(token) for token in tokens]
@@ -134,6 +137,18 @@ def _run(task: Task, rank: int) -> Outcome:
     return outcome
 
 
+def _set_up_device() -> str:
+    """Make the device under test the default one; return the backends' names."""
+    if TEST_DEVICE == "cpu":
+        return "gloo"
+    assert TEST_DEVICE == "sim", f"FSDP_C_TEST_DEVICE={TEST_DEVICE}: cpu or sim"
+    from simdevice.device import load
+
+    load()
+    torch.set_default_device("sim")
+    return "cpu:gloo,sim:simccl"
+
+
 def main() -> None:
     """Serve tests until the parent says stop or goes away."""
     config = json.loads(sys.argv[1])
@@ -149,8 +164,9 @@ def main() -> None:
         Connection(config["connection"]) as connection,
     ):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        backend = _set_up_device()
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(config["store"], config["world_size"]),  # type: ignore[attr-defined]
             rank=rank,
             world_size=config["world_size"],

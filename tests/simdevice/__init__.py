@@ -1,0 +1,1 @@
+"""A simulated accelerator: host memory, and streams that are threads."""

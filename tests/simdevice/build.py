@@ -1,0 +1,98 @@
+"""Builds the simulated device, once for given sources, torch and Python."""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CSRC = HERE / "csrc"
+
+CORE = ("sim_streams.c", "sim_memory.c")
+BRIDGE = (
+    "device.cpp",
+    "operators.cpp",
+    "memory_operators.cpp",
+    "process_group.cpp",
+    "module.cpp",
+)
+C_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-Wall", "-Wextra")
+CXX_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra")
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        shown = " ".join(command)
+        raise RuntimeError(f"failed: {shown}\n{result.stdout}{result.stderr}")
+
+
+def _key(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for fact in (torch.__version__, sys.version, *C_FLAGS, *CXX_FLAGS):
+        digest.update(fact.encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(source: Path, folder: Path) -> str:
+    """Return the object of one file; it is kept for its own content and headers."""
+    headers = sorted(CSRC.glob("*.h*"))
+    target = folder / f"{source.stem}.{_key([source, *headers])}.o"
+    if target.exists():
+        return str(target)
+    is_c = source.suffix == ".c"
+    includes = [f"-I{sysconfig.get_paths()['include']}", "-iquote", str(CSRC)]
+    for path in cpp_extension.include_paths():
+        includes += ["-isystem", path]
+    partial = target.with_suffix(".partial")
+    if is_c:
+        _run("gcc", *C_FLAGS, "-c", str(source), "-o", str(partial))
+    else:
+        name = "-DTORCH_EXTENSION_NAME=_sim_native"
+        command = ["g++", *CXX_FLAGS, name, *includes, "-c", str(source)]
+        _run(*command, "-o", str(partial))
+    partial.rename(target)
+    return str(target)
+
+
+def build() -> Path:
+    """Return the folder with `libsimcore.so` and `_sim_native.so`, built if needed.
+
+    The C core is a library of its own, so that a fake libnccl can enqueue tasks on
+    the same streams.
+    """
+    folder = ROOT / "build" / "simdevice"
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = [CSRC / name for name in (*CORE, *BRIDGE)]
+    out = folder / _key([*sources, *CSRC.glob("*.h*"), Path(__file__)])
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (out / "done").exists():
+            return out
+        out.mkdir(exist_ok=True)
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = list(pool.map(lambda path: _compile(path, folder), sources))
+        core, bridge = objects[: len(CORE)], objects[len(CORE) :]
+        _run("gcc", "-shared", *core, "-lpthread", "-o", f"{out}/libsimcore.so")
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+        libraries += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+        runpath = ["-Wl,-rpath,$ORIGIN", f"-L{out}", "-lsimcore"]
+        target = f"{out}/_sim_native.so"
+        _run("g++", "-shared", *bridge, *runpath, *libraries, "-o", target)
+        (out / "done").touch()
+    return out
+
+
+if __name__ == "__main__":
+    print(build())
