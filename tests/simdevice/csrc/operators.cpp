@@ -6,7 +6,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "sim.hpp"
@@ -236,22 +241,123 @@ void resize_outputs(const c10::FunctionSchema &schema, const Stack &arguments,
   }
 }
 
-// The results of the operator on meta tensors; none if it cannot run there.
-std::optional<Stack> infer(const c10::OperatorHandle &op, const Stack &meta) {
-  Stack stack = meta;
-  replace_devices(stack, c10::DeviceType::Meta);
-  try {
-    call(op, stack);
-  } catch (const std::exception &) {
-    return std::nullopt;  // run_now succeeds or says why it cannot
+// Note [Inferred results]
+// Many operators run on meta tensors by way of Python, a hundred times slower
+// than the operator itself. What came out is kept by all that it depends on:
+// the operator, the metadata of its tensors and the other arguments.
+struct Inference {
+  bool is_possible = false;
+  Stack arguments;  // on meta; outputs may have been resized
+  Stack results;
+};
+
+void append_bytes(std::string &key, const void *data, size_t nbytes) {
+  key.append(static_cast<const char *>(data), nbytes);
+}
+
+template <typename T>
+void append_value(std::string &key, T value) {
+  append_bytes(key, &value, sizeof value);
+}
+
+void append_tensor(std::string &key, const at::Tensor &tensor) {
+  if (!tensor.defined()) {
+    key += 'u';
+    return;
   }
-  return stack;
+  key += 't';
+  append_value(key, tensor.scalar_type());
+  append_value(key, tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  append_value(key, tensor.dim());
+  append_bytes(key, tensor.sizes().data(), tensor.sizes().size() * 8);
+  append_bytes(key, tensor.strides().data(), tensor.strides().size() * 8);
+}
+
+// False: results may depend on something that a key cannot hold.
+bool append_argument(std::string &key, const c10::IValue &value) {
+  if (value.isTensor()) {
+    append_tensor(key, value.toTensor());
+  } else if (value.isTensorList()) {
+    key += 'T';
+    for (const at::Tensor &each : value.toTensorVector()) {
+      append_tensor(key, each);
+    }
+    key += '.';
+  } else if (value.isOptionalTensorList()) {
+    key += 'O';
+    for (const auto &each : value.toOptionalTensorVector()) {
+      append_tensor(key, each.value_or(at::Tensor()));
+    }
+    key += '.';
+  } else if (value.isString()) {
+    key += 's' + value.toStringRef() + '.';
+  } else if (value.isNone()) {
+    key += 'n';
+  } else if (value.isInt()) {
+    key += 'i';
+    append_value(key, value.toInt());
+  } else if (value.isDouble()) {
+    key += 'd';
+    append_value(key, value.toDouble());
+  } else if (value.isBool()) {
+    key += value.toBool() ? '1' : '0';
+  } else if (value.isDevice()) {
+    key += 'D';
+  } else if (value.isIntList() || value.isBoolList() || value.isDoubleList()) {
+    key += 'l';
+    for (const c10::IValue &each : value.toListRef()) {
+      append_argument(key, each);
+    }
+    key += '.';
+  } else {
+    return false;
+  }
+  return true;
+}
+
+Inference infer_anew(const c10::OperatorHandle &op, const Stack &arguments) {
+  Inference made;
+  made.arguments = convert_stack(arguments, meta_of);
+  made.results = made.arguments;
+  replace_devices(made.results, c10::DeviceType::Meta);
+  try {
+    call(op, made.results);
+    made.is_possible = true;
+  } catch (const std::exception &) {
+    // run_now succeeds or says why it cannot.
+  }
+  return made;
+}
+
+std::shared_ptr<const Inference> infer(const c10::OperatorHandle &op,
+                                       const Stack &arguments) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, std::shared_ptr<const Inference>> kept;
+  constexpr size_t kMaxKept = 50000;
+  std::string key = op.schema().name() + '.' + op.schema().overload_name();
+  bool is_whole = true;
+  for (const c10::IValue &value : arguments) {
+    is_whole = is_whole && append_argument(key, value);
+  }
+  if (is_whole) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = kept.find(key);
+    if (found != kept.end()) return found->second;
+  }
+  auto made = std::make_shared<const Inference>(infer_anew(op, arguments));
+  if (is_whole) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (kept.size() >= kMaxKept) kept.clear();
+    kept.emplace(std::move(key), made);
+  }
+  return made;
 }
 
 void run_later(const c10::OperatorHandle &op, Stack &arguments,
-               const Stack &meta, const Stack &inferred, Stack *results) {
+               const Inference &inference, Stack *results) {
   const c10::FunctionSchema &schema = op.schema();
-  resize_outputs(schema, arguments, meta);
+  const Stack &inferred = inference.results;
+  resize_outputs(schema, arguments, inference.arguments);
   Stack targets;  // by return; None where it is an argument
   for (size_t i = 0; i < inferred.size(); i++) {
     const auto argument = argument_of_return(schema, i);
@@ -289,9 +395,9 @@ void fallback(const c10::OperatorHandle &op, Stack *stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   check_devices(schema, arguments);
   if (!runs_at_once(schema)) {
-    const Stack meta = convert_stack(arguments, meta_of);
-    if (const auto inferred = infer(op, meta)) {
-      run_later(op, arguments, meta, *inferred, stack);
+    const std::shared_ptr<const Inference> inference = infer(op, arguments);
+    if (inference->is_possible) {
+      run_later(op, arguments, *inference, stack);
       return;
     }
   }
