@@ -128,11 +128,11 @@ def test_skip() -> None:
 def test_workers_are_reused_and_end() -> None:
     """One set of processes serves many tests; none outlives its pool."""
     helper.run_task(_passes, 2, {})
-    pool = helper._pools[2]
+    pool = helper._pools[2, helper.TEST_DEVICE]
     pids = pool.pids
     helper.run_task(_passes, 2, {})
-    assert helper._pools[2].pids == pids
-    helper._pools.pop(2).close()
+    assert helper._pools[2, helper.TEST_DEVICE].pids == pids
+    helper._pools.pop((2, helper.TEST_DEVICE)).close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.distributed import run_task
+from helpers.distributed import TEST_DEVICE, run_task
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP
+from helpers.impl import FSDP, IS_TORCH
 from helpers.models import Inputs, loss_of
 from helpers.random_programs import (
     BRANCHES,
@@ -47,16 +47,19 @@ NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", "60"))
 FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
 BATCH = 10
 """Cases per test: starting one costs more than a case."""
+NUM_SIM_CASES = min(NUM_CASES, 12)
+"""Cases that also run on the simulated accelerator, with its delays."""
 
 
-def _batches() -> Iterator[tuple[int, tuple[int, ...]]]:
+def _batches(num_cases: int) -> Iterator[Any]:
     """Yield (world size, cases): in tens, all of one world size."""
-    cases = range(FIRST_CASE, FIRST_CASE + NUM_CASES)
+    cases = range(FIRST_CASE, FIRST_CASE + num_cases)
     world_size_of = {case: draw_program(case).world_size for case in cases}
     for world_size in WORLD_SIZES:
         mine = [case for case in cases if world_size_of[case] == world_size]
         for begin in range(0, len(mine), BATCH):
-            yield world_size, tuple(mine[begin : begin + BATCH])
+            batch = tuple(mine[begin : begin + BATCH])
+            yield pytest.param(world_size, batch, id=f"{world_size}-{batch[0]}")
 
 
 class _Run:
@@ -211,13 +214,23 @@ def _run_cases(rank: int, world_size: int, cases: tuple[int, ...]) -> None:
                 raise AssertionError(msg) from error
 
 
-@pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [pytest.param(*batch, id=f"{batch[0]}-{batch[1][0]}") for batch in _batches()],
-)
+@pytest.mark.parametrize(("world_size", "cases"), _batches(NUM_CASES))
 def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
     """Losses, gradients, norms, parameters and state dicts."""
     run_task(_run_cases, world_size, {"cases": cases}, timeout_s=12.0 * len(cases))
+
+
+@pytest.mark.skipif(TEST_DEVICE != "cpu" or IS_TORCH, reason="all run on it, or none")
+@pytest.mark.parametrize(("world_size", "cases"), _batches(NUM_SIM_CASES))
+def test_random_models_on_streams(world_size: int, cases: tuple[int, ...]) -> None:
+    """The same where work that nobody waits for comes too late."""
+    run_task(
+        _run_cases,
+        world_size,
+        {"cases": cases},
+        timeout_s=24.0 * len(cases),
+        device="sim",
+    )
 
 
 def test_programs_cover_everything() -> None:

@@ -46,6 +46,9 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 2.0
 _STDERR_TAIL_CHARS = 4000
 
+# Where bodies make their tensors: "cpu", or "sim", the simulated accelerator.
+TEST_DEVICE = os.environ.get("FSDP_C_TEST_DEVICE", "cpu")
+
 Status = Literal["passed", "skipped", "xfailed", "failed"]
 
 
@@ -90,11 +93,16 @@ class _Worker:
 
 
 class Pool:
-    """The worker processes of one world size."""
+    """The worker processes of one world size and device."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = TEST_DEVICE) -> None:
         """Start ``world_size`` workers and wait until they can communicate."""
         self.world_size = world_size
+        self.device = device
+        if device == "sim":
+            from simdevice.build import build
+
+            build()  # once, and not within the workers' time to start
         self.num_tasks = 0
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp_c_test_")
         self._workers: list[_Worker] = []
@@ -119,6 +127,7 @@ class Pool:
         config = {
             "rank": rank,
             "world_size": self.world_size,
+            "device": self.device,
             "connection": theirs.fileno(),
             "store": str(directory / "store"),
             "stacks": str(stacks_path),
@@ -251,7 +260,7 @@ def describe_failures(outcomes: dict[int, Outcome], world_size: int) -> str:
     return "\n\n".join(parts)
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
 def close_pools() -> None:
@@ -265,12 +274,14 @@ def run_task(
     world_size: int,
     arguments: dict[str, Any],
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: str = TEST_DEVICE,
 ) -> None:
     """Run ``body`` on ``world_size`` ranks; raise pytest's outcome of it."""
     timeout_s *= float(os.environ.get("FSDP_C_TEST_TIMEOUT_FACTOR", "1"))
-    pool = _pools.get(world_size)
+    key = (world_size, device)
+    pool = _pools.get(key)
     if pool is None:
-        pool = _pools[world_size] = Pool(world_size)
+        pool = _pools[key] = Pool(world_size, device)
     pool.num_tasks += 1
     path = inspect.getsourcefile(body)
     assert path is not None, body
@@ -285,10 +296,10 @@ def run_task(
     try:
         outcomes, broken = pool.run(task, timeout_s)
     except BaseException:
-        _pools.pop(world_size).kill()
+        _pools.pop(key).kill()
         raise
     if broken is not None:
-        _pools.pop(world_size).kill()
+        _pools.pop(key).kill()
         pytest.fail(broken, pytrace=False)
     message = describe_failures(outcomes, world_size)
     if message:
@@ -305,20 +316,24 @@ def run_task(
 
 
 def distributed(
-    world_size: int | Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    world_size: int | Sequence[int],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: str = TEST_DEVICE,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make ``test_x(rank, world_size, ...)`` a test on ``world_size`` ranks.
 
     Args:
         world_size: Ranks; a sequence runs the test once for each.
         timeout_s: Seconds after which the ranks' stacks are shown and they end.
+        device: "cpu" or "sim"; by default what FSDP_C_TEST_DEVICE says.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(world_size: int, **arguments: Any) -> None:
-            run_task(body, world_size, arguments, timeout_s)
+            run_task(body, world_size, arguments, timeout_s, device)
 
         signature = inspect.signature(body)
         parameters = [p for n, p in signature.parameters.items() if n != "rank"]

@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import importlib.util
 import json
-import os
 import pickle
 import signal
 import sys
@@ -28,8 +27,6 @@ from helpers.distributed import Outcome, Task
 from helpers.seeds import seed_everything
 
 _PR_SET_PDEATHSIG = 1
-TEST_DEVICE = os.environ.get("FSDP_C_TEST_DEVICE", "cpu")
-"""Where bodies make their tensors: "cpu", or "sim", the simulated device."""
 
 
 def _load(path: str, name: str) -> types.ModuleType:
@@ -137,11 +134,11 @@ def _run(task: Task, rank: int) -> Outcome:
     return outcome
 
 
-def _set_up_device() -> str:
+def _set_up_device(device: str) -> str:
     """Make the device under test the default one; return the backends' names."""
-    if TEST_DEVICE == "cpu":
+    if device == "cpu":
         return "gloo"
-    assert TEST_DEVICE == "sim", f"FSDP_C_TEST_DEVICE={TEST_DEVICE}: cpu or sim"
+    assert device == "sim", f"FSDP_C_TEST_DEVICE={device}: cpu or sim"
     from simdevice.device import load
 
     load()
@@ -164,7 +161,7 @@ def main() -> None:
         Connection(config["connection"]) as connection,
     ):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        backend = _set_up_device()
+        backend = _set_up_device(config["device"])
         dist.init_process_group(
             backend,
             store=dist.FileStore(config["store"], config["world_size"]),  # type: ignore[attr-defined]

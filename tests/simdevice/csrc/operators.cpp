@@ -7,6 +7,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <iostream>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -65,15 +67,14 @@ Stack convert_stack(const Stack &arguments, const Convert &convert) {
   return out;
 }
 
+// Numbers stay what they are: only they may be mixed with other devices.
 at::Tensor meta_of(const at::Tensor &tensor) {
-  if (!tensor.defined()) return tensor;
-  at::Tensor meta = at::empty_strided(
+  if (!tensor.defined() || (!is_ours(tensor) && tensor.dim() == 0)) {
+    return tensor;
+  }
+  return at::empty_strided(
       tensor.sizes(), tensor.strides(),
       tensor.options().device(c10::kMeta).pinned_memory(false));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-  }
-  return meta;
 }
 
 // What a task may use: memory of the device by address; scalars of the host as
@@ -176,6 +177,9 @@ c10::IValue on_device(const c10::IValue &value) {
 
 void run_now(const c10::OperatorHandle &op, Stack &arguments, Stack *results) {
   const c10::FunctionSchema &schema = op.schema();
+  // For debugging: what the host waits for.
+  static const bool is_shown = std::getenv("SIM_SHOW_WAITS") != nullptr;
+  if (is_shown) std::cerr << "sim: at once: " << schema << '\n';
   synchronize(current_stream());
   Stack operands = convert_stack(arguments, operand_of);
   for (size_t i = 0; i < operands.size(); i++) {
@@ -267,6 +271,7 @@ void append_tensor(std::string &key, const at::Tensor &tensor) {
   }
   key += 't';
   append_value(key, tensor.scalar_type());
+  append_value(key, is_ours(tensor));
   append_value(key, tensor.unsafeGetTensorImpl()->is_wrapped_number());
   append_value(key, tensor.dim());
   append_bytes(key, tensor.sizes().data(), tensor.sizes().size() * 8);
@@ -323,8 +328,10 @@ Inference infer_anew(const c10::OperatorHandle &op, const Stack &arguments) {
   try {
     call(op, made.results);
     made.is_possible = true;
-  } catch (const std::exception &) {
+  } catch (const std::exception &error) {
     // run_now succeeds or says why it cannot.
+    static const bool is_shown = std::getenv("SIM_SHOW_WAITS") != nullptr;
+    if (is_shown) std::cerr << "sim: on meta: " << error.what() << '\n';
   }
   return made;
 }
