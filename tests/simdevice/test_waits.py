@@ -1,0 +1,87 @@
+"""Orders between lanes that the C tests see on the tape only, with real streams.
+
+Each body goes wrong, for some of its seeds, when the wait that it names is taken
+out of csrc/core (docs/simdevice.md).
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp
+from simdevice.device import native
+
+NUM_SEEDS = 8
+DIM = 24
+
+
+def keep_busy() -> torch.Tensor:
+    """Give the current stream something to do."""
+    x = torch.zeros(DIM)
+    for _ in range(12):
+        x = x + 1
+    return x
+
+
+@distributed(world_size=2, device="sim")
+def test_written_by_the_first_rank(rank: int, world_size: int) -> None:
+    # summon.c, write_back_resident: the broadcast comes after what the user
+    # wrote, and what the user reads after the broadcast.
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        model = fsdp(
+            nn.Linear(DIM, DIM, bias=False),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            use_orig_params=True,
+        )
+        for step in range(6):
+            expected = float(10 * seed + step + 1)
+            with (
+                FSDP.summon_full_params(model, rank0_only=True, writeback=True),
+                torch.no_grad(),
+            ):
+                if rank == 0:
+                    busy = keep_busy()
+                    for param in model.parameters():
+                        param.fill_(expected - 12)
+                        param.add_(busy[0])
+            seen = [param.detach() + 0 for param in model.parameters()]
+            for each in seen:
+                assert set(each.flatten().tolist()) == {expected}
+
+
+@distributed(world_size=2, device="sim")
+def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
+    # reduce_unit.c, accumulate_segments: the sharded gradient comes from the host
+    # to memory that COMPUTE used a moment ago, for a unit that reduces nothing.
+    sizes = (DIM, DIM, 2 * DIM, 4 * DIM)
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        torch.manual_seed(1)
+        layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        reference = nn.Sequential(*layers).double()
+        reference[-1].requires_grad_(False)
+        model = copy.deepcopy(reference)
+        for index, layer in enumerate(model):
+            model[index] = fsdp(
+                layer, cpu_offload=CPUOffload(offload_params=True), use_orig_params=True
+            )
+        sharded = fsdp(
+            model, cpu_offload=CPUOffload(offload_params=True), use_orig_params=True
+        )
+        for step in range(4):
+            x = torch.randn(4, DIM, dtype=torch.float64)
+            sharded(x).square().mean().backward()
+            reference(x).square().mean().backward()
+            with FSDP.summon_full_params(sharded, with_grads=True):
+                pairs = zip(
+                    sharded.parameters(), reference.parameters(), strict=True
+                )
+                for mine, theirs in pairs:
+                    if not theirs.requires_grad:
+                        continue
+                    torch.testing.assert_close(
+                        mine.grad, theirs.grad, msg=f"seed {seed}, step {step}"
+                    )
