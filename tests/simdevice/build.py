@@ -94,5 +94,53 @@ def build() -> Path:
     return out
 
 
+def _c_sources(*rooms: str) -> list[str]:
+    return sorted(str(path) for room in rooms for path in (ROOT / "csrc").glob(room))
+
+
+def build_nccl(folder: Path, *flags: str) -> tuple[Path, Path]:
+    """Build the fake libnccl and the program that checks csrc/nccl over it.
+
+    Args:
+        folder: Where they and their `libsimcore.so` go. A process that has loaded
+            the device needs the fake of `build_fake_nccl` instead: it shares the
+            device's streams.
+        flags: More of the compiler's, as ``-fsanitize=thread``.
+    """
+    includes = [f"-I{CSRC}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'core'}"]
+    common = ["gcc", *C_FLAGS, *flags, "-U_GNU_SOURCE", "-D_GNU_SOURCE=", *includes]
+    base = _c_sources("core/base/*.c")
+    linked = [f"-L{folder}", "-lsimcore", "-Wl,-rpath,$ORIGIN", "-lpthread", "-ldl"]
+    core = [str(CSRC / name) for name in CORE]
+    _run(*common, "-shared", *core, "-lpthread", "-o", f"{folder}/libsimcore.so")
+    fake = folder / "libfakenccl.so"
+    sources = [str(CSRC / "fake_nccl.c"), *_c_sources("shm/*.c"), *base]
+    hidden = "-fvisibility=hidden"
+    _run(*common, hidden, "-shared", *sources, *linked, "-o", str(fake))
+    program = folder / "check_nccl"
+    sources = [str(CSRC / "check_nccl.c"), *_c_sources("nccl/*.c"), *base]
+    _run(*common, *sources, *linked, "-lm", "-o", str(program))
+    return fake, program
+
+
+def build_fake_nccl() -> Path:
+    """Return the fake libnccl whose streams are the device's, built if needed."""
+    out = build()
+    includes = [f"-I{CSRC}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'core'}"]
+    sources = [str(CSRC / "fake_nccl.c"), *_c_sources("shm/*.c", "core/base/*.c")]
+    headers = [*(ROOT / "csrc" / "shm").glob("*.h"), *CSRC.glob("*.h")]
+    target = out / f"libfakenccl.{_key([*map(Path, sources), *headers])}.so"
+    with (out.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            flags = ["-U_GNU_SOURCE", "-D_GNU_SOURCE=", "-fvisibility=hidden"]
+            linked = [f"-L{out}", "-lsimcore", "-Wl,-rpath,$ORIGIN", "-lpthread"]
+            partial = target.with_suffix(".partial")
+            command = ["gcc", *C_FLAGS, *flags, *includes, "-shared", *sources]
+            _run(*command, *linked, "-o", str(partial))
+            partial.rename(target)
+    return target
+
+
 if __name__ == "__main__":
-    print(build())
+    print(build_fake_nccl() if "nccl" in sys.argv else build())
