@@ -26,6 +26,8 @@ ROOT = HERE.parents[1]
 CORE = ROOT / "csrc" / "core"
 FLAGS = ("-std=c11", "-O0", "-g0", "-w", f"-I{CORE}", f"-I{HERE}")
 TEST_TIMEOUT_S = 60
+# What the tests of the arena and of the engine are linked with.
+SUPPORT = ("arena_", "check", "elements", "engine_", "recorder")
 
 # Calls, and what stands in for them. Definitions of the functions are no sites.
 PORT_CALLS = {
@@ -132,11 +134,7 @@ class Bench:
         (folder / "recorder_races.c").write_text(races)
         tests = sorted(HERE.glob("test_engine*.c")) + sorted(HERE.glob("test_arena*.c"))
         self.tests = [path.stem for path in tests]
-        support = [
-            path
-            for path in HERE.glob("*.c")
-            if not path.stem.startswith(("test_", "shm_", "nccl_"))
-        ]
+        support = [path for path in HERE.glob("*.c") if path.stem.startswith(SUPPORT)]
         sources = [*CORE.rglob("*.c"), *support, *tests]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(self.compile, sources))

@@ -61,9 +61,9 @@ def _device_module() -> types.ModuleType:
         "synchronize": lambda device=None: native().synchronize(),
         "empty_cache": lambda: native().empty_cache(),
         "memory_allocated": lambda device=None: native().memory_stats()["live_nbytes"],
-        "max_memory_allocated": lambda device=None: (
-            native().memory_stats()["peak_nbytes"]
-        ),
+        "max_memory_allocated": lambda device=None: native().memory_stats()[
+            "peak_nbytes"
+        ],
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "Stream": lambda *args, **kwargs: torch.Stream("sim", *args, **kwargs),
         "Event": lambda *args, **kwargs: torch.Event("sim", *args, **kwargs),

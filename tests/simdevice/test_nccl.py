@@ -32,9 +32,7 @@ def run(built: tuple[Path, Path], folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_collectives(
-    built: tuple[Path, Path], tmp_path: Path, world_size: int
-) -> None:
+def test_collectives(built: tuple[Path, Path], tmp_path: Path, world_size: int) -> None:
     assert run(built, tmp_path, str(world_size), "20").endswith("ok\n")
 
 

@@ -5,6 +5,7 @@ out of csrc/core (docs/simdevice.md).
 """
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
     for seed in range(NUM_SEEDS):
         native().set_schedule(seed, 1.0)
         torch.manual_seed(1)
-        layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         reference = nn.Sequential(*layers).double()
         reference[-1].requires_grad_(False)
         model = copy.deepcopy(reference)
@@ -76,9 +77,7 @@ def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
             sharded(x).square().mean().backward()
             reference(x).square().mean().backward()
             with FSDP.summon_full_params(sharded, with_grads=True):
-                pairs = zip(
-                    sharded.parameters(), reference.parameters(), strict=True
-                )
+                pairs = zip(sharded.parameters(), reference.parameters(), strict=True)
                 for mine, theirs in pairs:
                     if not theirs.requires_grad:
                         continue

@@ -1,9 +1,10 @@
 /*
- * A program of the streams and the allocator alone, for ThreadSanitizer: work of
- * many streams over shared memory, ordered by tickets only. Says "ok" at the end,
- * or what was read instead.
+ * A program of the streams and the allocator alone, for ThreadSanitizer: work
+ * of many streams over shared memory, ordered by tickets only. Says "ok" at the
+ * end, or what was read instead.
  *
- *   check_streams [rounds] [forget]   forget: leave one wait out, to see it fail
+ *   check_streams [rounds] [forget]   forget: leave one wait out, to see it
+ * fail
  */
 #include <stdio.h>
 #include <stdlib.h>
