@@ -7,6 +7,7 @@
 Environment: SIM_SEED and SIM_DELAY, the seed and the scale of the delays.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import types
@@ -58,6 +59,7 @@ def _device_module() -> types.ModuleType:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
+        "device": lambda device: contextlib.nullcontext(),  # there is one
         "synchronize": lambda device=None: native().synchronize(),
         "empty_cache": lambda: native().empty_cache(),
         "memory_allocated": lambda device=None: native().memory_stats()["live_nbytes"],

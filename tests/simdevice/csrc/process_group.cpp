@@ -6,7 +6,9 @@
 #include <ATen/core/ivalue_inl.h>
 #include <c10/core/StreamGuard.h>
 
+#include <functional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 
 #include "sim.hpp"
 #include "sim_module.hpp"
@@ -96,6 +98,16 @@ class StreamBackend final : public c10d::Backend {
   }
   uint64_t getSequenceNumberForGroup() override {
     return gloo_->getSequenceNumberForGroup();
+  }
+
+  // Between the two, calls are one task that starts all of them, then waits:
+  // two ranks that send first would wait for each other otherwise.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { is_coalescing_ = true; }
+  WorkPtr endCoalescing() override {
+    is_coalescing_ = false;
+    Tensors none;
+    return enqueue_all(std::exchange(coalesced_, {}), none, none);
   }
 
   WorkPtr broadcast(Tensors &tensors,
@@ -244,17 +256,35 @@ class StreamBackend final : public c10d::Backend {
 
   template <typename Outputs, typename Inputs, typename Run>
   WorkPtr start(const Outputs &outputs, const Inputs &inputs, Run run) {
-    sim_stream *current = current_stream();
-    sim_stream_wait(stream_, current, sim_stream_last(current));
-    const uint64_t ticket =
-        enqueue(stream_, [gloo = gloo_.get(), run]() mutable {
-          const WorkPtr work = run(*gloo);
-          if (work) work->wait();
-        });
     Tensors results;
     append(results, outputs);
     Tensors kept = results;
     append(kept, inputs);
+    if (is_coalescing_) {
+      coalesced_.emplace_back(std::move(run));
+      append(coalesced_tensors_, kept);
+      return c10::make_intrusive<StreamWork>(stream_, c10_stream_, 0, Tensors{},
+                                             std::move(results));
+    }
+    std::vector<Call> calls;
+    calls.emplace_back(std::move(run));
+    return enqueue_all(std::move(calls), std::move(kept), std::move(results));
+  }
+
+  using Call = std::function<WorkPtr(c10d::Backend &)>;
+
+  WorkPtr enqueue_all(std::vector<Call> calls, Tensors kept, Tensors results) {
+    append(kept, std::exchange(coalesced_tensors_, {}));
+    sim_stream *current = current_stream();
+    sim_stream_wait(stream_, current, sim_stream_last(current));
+    const uint64_t ticket =
+        enqueue(stream_, [gloo = gloo_.get(), calls = std::move(calls)] {
+          std::vector<WorkPtr> started;
+          for (const Call &call : calls) started.push_back(call(*gloo));
+          for (const WorkPtr &work : started) {
+            if (work) work->wait();
+          }
+        });
     return c10::make_intrusive<StreamWork>(stream_, c10_stream_, ticket,
                                            std::move(kept), std::move(results));
   }
@@ -262,6 +292,9 @@ class StreamBackend final : public c10d::Backend {
   Ptr<c10d::Backend> gloo_;
   c10::Stream c10_stream_;
   sim_stream *stream_;
+  bool is_coalescing_ = false;
+  std::vector<Call> coalesced_;
+  Tensors coalesced_tensors_;
 };
 
 }  // namespace
