@@ -55,7 +55,7 @@ fsdp_status carry(Provider &provider, fsdp_lane lane, Group &group,
   if (status == FSDP_OK && transport->ops->is_host) {
     provider.add_ticket(lane, &group, call.get()->channel, ticket);
   } else if (status == FSDP_BACKEND) {
-    provider.transport_failed(&group, cause.message);
+    provider.transport_failed(&group, cause.message, -1);
   }
   if (status != FSDP_OK && error != nullptr) *error = cause;
   return status;

@@ -143,8 +143,9 @@ void Provider::add_work(fsdp_lane lane, Group *group,
 
 void Provider::add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
                           uint64_t ticket) {
+  const int64_t sequence = trace == nullptr ? -1 : trace->num_recorded - 1;
   host_lanes_[lane].items.push_back(
-      {nullptr, group, -1, nullptr, channel, ticket});
+      {nullptr, group, sequence, nullptr, channel, ticket});
   host_lanes_[lane].num_added++;
 }
 
@@ -216,12 +217,10 @@ void Provider::tell_others(const Group *group, const std::string &text) const {
   }
 }
 
-// The transport's message names the rank that is missed and what all others
-// did: there is nothing to ask.
-void Provider::transport_failed(const Group *group, const char *cause) const {
-  break_groups();
-  if (group->post_mortem) group->post_mortem->say(cause);
-  tell_others(group, cause);
+void Provider::transport_failed(Group *group, const char *cause,
+                                int64_t sequence) const {
+  C10_THROW_ERROR(DistBackendError,
+                  report(group, cause, operation_of(trace, sequence)));
 }
 
 void Provider::wait_for(Group *group, c10d::Work &work,
@@ -238,23 +237,22 @@ void Provider::finish(Group *group, c10d::Work &work,
       work, [&](const char *cause) { return report(group, cause, operation); });
 }
 
-void Provider::wait_for(Group *group, fsdp_channel channel,
-                        uint64_t ticket) const {
-  fsdp_transport *transport = group->transport.get();
+void Provider::wait_for(const HostItem &item, bool has_failed) const {
+  fsdp_transport *transport = item.group->transport.get();
   fsdp_error error = {};
-  if (transport->ops->wait(transport, channel, ticket, &error) == FSDP_OK) {
-    meet(*group);
-    return;
+  if (transport->ops->wait(transport, item.channel, item.ticket, &error) ==
+      FSDP_OK) {
+    meet(*item.group);
+  } else if (!has_failed) {
+    transport_failed(item.group, error.message, item.sequence);
   }
-  transport_failed(group, error.message);
-  C10_THROW_ERROR(DistBackendError, error.message);
 }
 
 void Provider::run_item(const HostItem &item, bool has_failed) const {
   if (item.group == nullptr) {
     if (!has_failed) item.step();
   } else if (item.work == nullptr) {
-    wait_for(item.group, item.channel, item.ticket);
+    wait_for(item, has_failed);
   } else if (has_failed) {
     item.work->wait();  // the first failure is the one to describe
   } else {

@@ -88,8 +88,10 @@ class Provider {
   const fsdp_trace *trace = nullptr;
   // All groups of the engine: where one fails, none can go on.
   std::function<std::vector<Group *>()> groups;
-  // Lets the ranks that wait elsewhere know that the group's transport failed.
-  void transport_failed(const Group *group, const char *cause) const;
+  // Throws: the group's transport failed. Says what every rank was doing, and
+  // lets those know that wait elsewhere. sequence: in `trace`; -1: the last.
+  [[noreturn]] void transport_failed(Group *group, const char *cause,
+                                     int64_t sequence) const;
 
   bool has_streams() const { return has_streams_; }
   // The stream of a lane as the device's own handle.
@@ -113,8 +115,8 @@ class Provider {
   };
   void run_until(HostLane &lane, uint64_t ticket);
   void run_item(const HostItem &item, bool has_failed) const;
-  // Ends a collective of a host transport.
-  void wait_for(Group *group, fsdp_channel channel, uint64_t ticket) const;
+  // Ends a collective of a host transport; only the first failure is described.
+  void wait_for(const HostItem &item, bool has_failed) const;
   // The same for the operation `sequence` of `trace`.
   void wait_for(Group *group, c10d::Work &work, int64_t sequence) const;
   // What waits in the engine's gloo groups ends, on all ranks.
