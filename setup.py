@@ -265,7 +265,7 @@ def bridge() -> setuptools.Extension:
 
 setuptools.setup(
     version=VERSION,
-    # The linker reads them in this order: python uses core, and so do the rooms between.
+    # The linker reads them in this order: each room uses core.
     libraries=[
         library("fsdp_python", "csrc/python/*.c", PYTHON_FLAGS),
         library("fsdp_nccl", "csrc/nccl/*.c", ["-D_GNU_SOURCE", "-pthread"]),

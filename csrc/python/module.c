@@ -85,9 +85,10 @@ static PyObject *transport(PyObject *Py_UNUSED(module), PyObject *args) {
   return fsdp_torch_transport(group, device);
 }
 
-PyDoc_STRVAR(describe_failure_doc,
-             "describe_failure(process_group, cause, operation)\n--\n\n"
-             "What to tell of a collective that failed; asks the other ranks.");
+PyDoc_STRVAR(
+    describe_failure_doc,
+    "describe_failure($module, process_group, cause, operation, /)\n--\n\n"
+    "What to tell of a collective that failed; asks the other ranks.");
 
 static PyObject *describe_failure(PyObject *Py_UNUSED(module), PyObject *args) {
   PyObject *process_group; /* borrowed */

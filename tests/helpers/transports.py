@@ -24,11 +24,15 @@ def c10d_only() -> Iterator[None]:
             os.environ[SWITCH] = before
 
 
-def num_scratches() -> int:
-    """Return how many scratch blocks reductions have: gloo's need two, shm none."""
+def transport_of(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Return what carries a group's collectives on the CPU, and why c10d does."""
     from fsdp_c import _native
 
+    return _native.transport(group, torch.device("cpu"))
+
+
+def num_scratches() -> int:
+    """Return how many scratch blocks reductions have: gloo's need two, shm none."""
     if os.environ.get(SWITCH) == "0":
         return 2
-    name, _ = _native.transport(dist.group.WORLD, torch.device("cpu"))
-    return 0 if name == "shm" else 2
+    return 0 if transport_of(dist.group.WORLD)[0] == "shm" else 2

@@ -155,9 +155,8 @@ static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
     if (unit->grad_data[i] == NULL || unit->segments[i].has_grad_shard) {
       continue;
     }
-    FSDP_TRY(
-        ops->grad_shard(ops->context, unit->options.owner, i,
-                        !unit->has_sharded_grad, &data, error));
+    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i,
+                             !unit->has_sharded_grad, &data, error));
     unit->segments[i].has_grad_shard = true;
   }
 done:

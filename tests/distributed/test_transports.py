@@ -1,0 +1,162 @@
+"""What carries collectives: shared memory where the ranks share a host, or c10d.
+
+All other distributed tests run over shared memory; here the same models train over
+c10d, and the parts that only shared memory has are tested.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import CASES
+from helpers.reference import Differential
+from helpers.transports import c10d_only, transport_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
+
+
+def _differential(model: str, strategy: str, *, use_orig_params: bool) -> Differential:
+    case = CASES[model]
+    policy = ModuleWrapPolicy(set(case.unit_classes)) if case.unit_classes else None
+    return Differential.of_case(
+        case,
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=policy,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+        ),
+        use_orig_params=use_orig_params,
+    )
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=(2, 3))
+def test_training_over_c10d(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """As over shared memory: losses, gradients and parameters."""
+    needs_fsdp_c("has no transports")
+    with c10d_only():
+        for model in ("transformer", "uneven", "mixed_dtype"):
+            if CASES[model].only_orig_params and not use_orig_params:
+                continue
+            differential = _differential(
+                model, strategy, use_orig_params=use_orig_params
+            )
+            differential.train(2)
+            differential.accumulate(2, no_sync=True)
+
+
+@distributed(world_size=(2, 3))
+def test_the_default_is_shared_memory(rank: int, world_size: int) -> None:
+    """From the first engine on, and for every group."""
+    needs_fsdp_c("has no transports")
+    group = dist.new_group(backend="gloo")
+    assert transport_of(group) == ("c10d", "the group has not been used yet")
+    model = fsdp(torch.nn.Linear(4, 4), process_group=group)
+    model(torch.ones(2, 4)).sum().backward()
+    assert transport_of(group) == ("shm", "")
+    del model
+    dist.destroy_process_group(group)
+
+
+@distributed(world_size=4)
+def test_replicas_have_transports_of_their_own(rank: int, world_size: int) -> None:
+    """Both groups of a hybrid mesh share memory."""
+    needs_fsdp_c("has no transports")
+    with hybrid_groups(2, 2) as groups:
+        model = fsdp(
+            torch.nn.Linear(4, 4),
+            process_group=groups,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        )
+        model(torch.ones(2, 4)).sum().backward()
+        for group in groups:
+            assert transport_of(group) == ("shm", "")
+        del model
+
+
+@distributed(world_size=(2, 3))
+def test_messages(rank: int, world_size: int) -> None:
+    """Of all sizes and dtypes, to every other rank at once."""
+    needs_fsdp_c("has no messages")
+    from fsdp_c._native import pass_messages
+
+    def content(sender: int, receiver: int, numel: int, dtype: torch.dtype) -> object:
+        seed = 1000 * sender + 10 * receiver + numel % 7
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+
+    sizes = [0, 1, 63, 4096, 3_000_001]
+    peers = [peer for peer in range(world_size) if peer != rank]
+    outgoing, incoming, expected = [], [], []
+    for numel, dtype in zip(sizes, DTYPES, strict=True):
+        for peer in peers:
+            outgoing.append((peer, content(rank, peer, numel, dtype)))
+            incoming.append((peer, torch.empty(numel, dtype=dtype)))
+            expected.append(content(peer, rank, numel, dtype))
+    assert pass_messages(dist.group.WORLD, outgoing, incoming)
+    for (_, found), wanted in zip(incoming, expected, strict=True):
+        assert torch.equal(found, wanted)
+    with c10d_only():
+        assert not pass_messages(dist.group.WORLD, outgoing, incoming)
+
+
+@distributed(world_size=2)
+def test_wrong_messages(rank: int, world_size: int) -> None:
+    """Refused before anything is passed."""
+    needs_fsdp_c("has no messages")
+    from fsdp_c._native import pass_messages
+
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match="not contiguous"):
+        pass_messages(group, [(1 - rank, torch.ones(4, 4).t())], [])
+    with pytest.raises(ValueError, match="not a tensor"):
+        pass_messages(group, [(1 - rank, "text")], [])
+    with pytest.raises(TypeError, match="tuple"):
+        pass_messages(group, [torch.ones(1)], [])
+    with pytest.raises(ValueError, match=r"rank|receiver|peer"):
+        pass_messages(group, [(7, torch.ones(1))], [])
+    here, there = torch.full((3,), float(rank)), torch.empty(3)
+    assert pass_messages(group, [(1 - rank, here)], [(1 - rank, there)])
+    assert there.tolist() == [1.0 - rank] * 3
+
+
+@distributed(world_size=1)
+def test_empty_tensors(rank: int, world_size: int) -> None:
+    """Each is a tensor like any other; large ones lie side by side."""
+    needs_fsdp_c("has no slabs")
+    from fsdp_c._native import empty_tensors
+
+    numels = [0, 1, 3, 1_000_000, 17, 20_000_000]
+    dtypes = [*DTYPES, torch.float32]
+    tensors = empty_tensors(numels, dtypes)
+    for tensor, numel, dtype in zip(tensors, numels, dtypes, strict=True):
+        assert tensor.shape == (numel,)
+        assert tensor.dtype == dtype
+        assert tensor.untyped_storage().nbytes() == numel * dtype.itemsize
+        assert tensor.data_ptr() % 64 == 0
+        assert not tensor._is_view()
+    for index, tensor in enumerate(tensors):
+        tensor.fill_(index % 2)
+    for index, tensor in enumerate(tensors):
+        assert (tensor == index % 2).all()
+    last = tensors.pop()
+    expected = last.clone()
+    tensors.clear()  # the memory of one does not go with another's
+    assert torch.equal(last, expected)
+    last.resize_(30_000_000)
+    assert torch.equal(last[:20_000_000], expected)
+    assert empty_tensors([], []) == []
+    with pytest.raises(ValueError, match="-1 elements"):
+        empty_tensors([-1], [torch.float32])
+    with pytest.raises(ValueError, match="2 numels, but 1 dtypes"):
+        empty_tensors([1, 2], [torch.float32])
+    with pytest.raises(ValueError, match="dtype"):
+        empty_tensors([1], ["float32"])
