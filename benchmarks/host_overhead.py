@@ -2,8 +2,10 @@
 
     python benchmarks/host_overhead.py
 
-A fake process group of 8 ranks moves no data and the tensors are tiny, so what is
-left above the bare model is the host's work: hooks, views, bookkeeping, launches.
+The tensors are tiny and a fake process group of 8 ranks answers without other ranks, so
+what is left above the bare model is the host's work: hooks, views, bookkeeping,
+launches. The fake group copies each rank's piece all the same; that time, which every
+sharded implementation has in it, is measured apart.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from common import (
 )
 from implementations import (
     BARE,
+    FSDP_C_C10D,
     FSDP_C_ORIG,
     LABELS,
     Block,
@@ -44,6 +47,9 @@ WIDTH = 32
 NUM_HEADS = 4
 BATCH = 2
 TIME = 8
+# A fake group has no other transport than its own.
+IMPLEMENTATIONS = [name for name in LABELS if name != FSDP_C_C10D]
+FAKE = "fake group"
 
 
 def all_reduce_hook(
@@ -63,6 +69,21 @@ def all_reduce_hook(
     return future
 
 
+def time_fake_group(*, num_steps: int, num_warmup: int) -> float:
+    """Return the milliseconds of a step's collectives: two gathers a unit, one sum."""
+    numel = sum(param.numel() for param in Block(WIDTH, NUM_HEADS).parameters())
+    shard = torch.zeros(-(-numel // WORLD_SIZE))
+    whole = torch.zeros(shard.numel() * WORLD_SIZE)
+
+    def step() -> None:
+        for _ in range(NUM_UNITS):
+            dist.all_gather_into_tensor(whole, shard)
+            dist.all_gather_into_tensor(whole, shard)
+            dist.reduce_scatter_tensor(shard, whole)
+
+    return median_ms(step, num_steps=num_steps, num_warmup=num_warmup)
+
+
 def run_worker(args: argparse.Namespace) -> None:
     """Time forward, backward and zero_grad of one implementation."""
     torch.set_num_threads(1)
@@ -73,6 +94,10 @@ def run_worker(args: argparse.Namespace) -> None:
         world_size=WORLD_SIZE,
         store=FakeStore(),
     )
+    if args.worker == FAKE:
+        median = time_fake_group(num_steps=args.steps, num_warmup=args.warmup)
+        report_result(args.worker_folder, {"step_ms": median})
+        return
     blocks = [Block(WIDTH, NUM_HEADS) for _ in range(NUM_UNITS)]
     num_params = len(list(blocks[0].parameters()))
     if num_params != PARAMS_PER_UNIT:
@@ -105,7 +130,10 @@ def measure(
             continue
         jobs[name] = [__file__, "--worker", name]
         jobs[name] += ["--steps", str(steps), "--warmup", str(warmup)]
+    jobs[FAKE] = [__file__, "--worker", FAKE]
+    jobs[FAKE] += ["--steps", str(steps), "--warmup", str(warmup)]
     results = run_interleaved(jobs, num_rounds=rounds, num_ranks=1)
+    fake_ms = smallest(results.pop(FAKE), "step_ms")
     bare_ms = smallest(results[BARE], "step_ms")
     rows = []
     for name, runs in results.items():
@@ -124,6 +152,7 @@ def measure(
         "environment": environment(),
         "settings": {"steps": steps, "warmup": warmup, "rounds": rounds},
         "notices": notices,
+        "fake_group_us_per_unit": fake_ms * 1e3 / NUM_UNITS,
         "results": rows,
     }
 
@@ -153,7 +182,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=[name for name in LABELS if name != BARE],
+        choices=[name for name in IMPLEMENTATIONS if name != BARE],
         help="implementations to run (default: all)",
     )
     args = parser.parse_args()
@@ -161,7 +190,7 @@ def main() -> int:
         run_worker(args)
         return 0
     data = measure(
-        [BARE, *args.only] if args.only else list(LABELS),
+        [BARE, *args.only] if args.only else IMPLEMENTATIONS,
         steps=args.steps,
         warmup=args.warmup,
         rounds=args.rounds,
@@ -172,6 +201,10 @@ def main() -> int:
         f"{WORLD_SIZE} ranks; smallest of {args.rounds} medians of {args.steps} steps\n"
     )
     print(render(data, markdown=args.markdown))
+    print(
+        "the fake group's collectives alone, called from Python: "
+        f"{data['fake_group_us_per_unit']:.0f} us per unit"
+    )
     for notice in data["notices"]:
         print(notice, file=sys.stderr)
     if args.json is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,15 +25,19 @@ except ImportError as error:
 BARE = "bare"
 FSDP_C_ORIG = "fsdp_c-orig"
 FSDP_C_FLAT = "fsdp_c-flat"
+FSDP_C_C10D = "fsdp_c-c10d"
 FSDP1_ORIG = "fsdp1-orig"
 FSDP1_FLAT = "fsdp1-flat"
 FSDP2 = "fsdp2"
 DDP = "ddp"
 
+FSDP_C = (FSDP_C_ORIG, FSDP_C_FLAT, FSDP_C_C10D)
+
 LABELS = {
     BARE: "bare model",
     FSDP_C_ORIG: "fsdp_c, use_orig_params=True",
     FSDP_C_FLAT: "fsdp_c, use_orig_params=False",
+    FSDP_C_C10D: "fsdp_c, use_orig_params=True, FSDP_C_SHM=0",
     FSDP1_ORIG: "torch FSDP1, use_orig_params=True",
     FSDP1_FLAT: "torch FSDP1, use_orig_params=False",
     FSDP2: "torch FSDP2 (fully_shard)",
@@ -92,7 +98,7 @@ class GPT(nn.Module):
 
 def why_unavailable(implementation: str) -> str | None:
     """Return why ``implementation`` cannot run here, None if it can."""
-    if implementation in (FSDP_C_ORIG, FSDP_C_FLAT) and FSDP_C_IMPORT_ERROR:
+    if implementation in FSDP_C and FSDP_C_IMPORT_ERROR:
         return f"fsdp_c cannot be imported ({FSDP_C_IMPORT_ERROR})"
     return None
 
@@ -117,11 +123,13 @@ def parallelise(
         strategy = ShardingStrategy.HYBRID_SHARD
     if implementation == BARE:
         return model
-    if implementation in (FSDP_C_ORIG, FSDP_C_FLAT):
+    if implementation in FSDP_C:
+        if implementation == FSDP_C_C10D:
+            os.environ["FSDP_C_SHM"] = "0"  # gloo's own collectives
         native: nn.Module = NativeFullyShardedDataParallel(
             model,
             auto_wrap_policy=policy,
-            use_orig_params=implementation == FSDP_C_ORIG,
+            use_orig_params=implementation != FSDP_C_FLAT,
             sharding_strategy=strategy,
             device_mesh=mesh,
             device_id=device,

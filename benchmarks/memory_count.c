@@ -2,7 +2,8 @@
  * Logs every allocation and free of tensor memory. Loaded with LD_PRELOAD.
  *
  * torch's CPU allocator takes all its memory from posix_memalign() with an
- * alignment of 64 bytes. Such calls, and the free() of what they returned, are
+ * alignment of 64 bytes, fsdp_c's slabs (csrc/torch/large_pages.cpp) with one of
+ * a large page. Such calls, and the free() of what they returned, are
  * logged in the order in which they happen, on all threads. memory_trace.py
  * reads the log. glibc only: its own functions do the work.
  */
@@ -13,6 +14,7 @@
 
 enum {
   ALIGNMENT = 64,
+  LARGE_PAGE = 2 << 20,
   NUM_SLOTS = 1 << 20, /* of the hash table; a power of 2 */
   MAX_ENTRIES = 1 << 22,
   EMPTY = 0,
@@ -70,7 +72,7 @@ int posix_memalign(void **memory, size_t alignment, size_t nbytes) {
   void *result = __libc_memalign(alignment, nbytes);
   if (result == NULL) return ENOMEM;
   *memory = result;
-  if (alignment == ALIGNMENT && nbytes > 0) {
+  if ((alignment == ALIGNMENT || alignment == LARGE_PAGE) && nbytes > 0) {
     pthread_mutex_lock(&mutex);
     note_allocation((uintptr_t)result, (int64_t)nbytes);
     pthread_mutex_unlock(&mutex);

@@ -192,6 +192,7 @@ def run(args: argparse.Namespace) -> None:
     """Join the other ranks, train, and report (rank 0)."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
+    os.environ["FSDP_C_SHM"] = "0"  # as the others: their memory is to be compared
     rendezvous = (args.worker_folder / "store").as_uri()
     dist.init_process_group(
         "gloo", rendezvous, rank=rank, world_size=NUM_RANKS[args.scenario]

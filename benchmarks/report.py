@@ -44,18 +44,22 @@ faster.
 
 What an implementation's own code costs: {num_units} transformer blocks of
 {params_per_unit} parameters, tiny tensors and a fake process group of {world_size}
-ranks that moves no data, one thread, forward and backward. The bare model's time is
-subtracted and the rest divided by the number of units. DDP has no units and shards
-nothing; its row tells what data parallelism costs at least. (The fake group makes it
-use a hook in Python, once per bucket.)
+ranks, one thread, forward and backward. The bare model's time is subtracted and the
+rest divided by the number of units. The fake group needs no other ranks, but copies
+each rank's piece: {fake_group_us:.0f} us per unit for the collectives of a sharded
+step, called from Python. All sharded rows have that in them, whoever makes the calls.
+DDP has no units and shards nothing; its row tells what data parallelism costs at least.
+(The fake group makes it use a hook in Python, once per bucket.)
 
 {host_overhead}
 
 ## A training step on {num_ranks} ranks
 
-Forward, backward and {optimizer} step over gloo, one thread per rank,
-{batch} x {time} bytes per rank. DDP keeps all parameters, gradients and optimizer state
-on every rank. The last loss is equal where all have trained the same model.
+Forward, backward and {optimizer} step of ranks with a gloo group, one thread per rank,
+{batch} x {time} bytes per rank. fsdp_c's collectives go through memory that the ranks
+of a host share; with `FSDP_C_SHM=0` they go through gloo, as everybody else's do. DDP
+keeps all parameters, gradients and optimizer state on every rank. The last loss is
+equal where all have trained the same model.
 
 {train_step}
 
@@ -63,8 +67,8 @@ on every rank. The last loss is equal where all have trained the same model.
 
 The collectives of one such step, each timed by itself with nothing else running. No
 implementation can remove this part, only overlap it, and on a CPU it takes cores from
-the computation. fsdp_c makes other gloo calls for the same result (docs/design.md,
-"gloo"), so its step can be shorter than the sum.
+the computation. Without shared memory, fsdp_c makes other gloo calls for the same
+result (docs/design.md, "gloo"), so its step can be shorter than the sum.
 
 {collectives}
 
@@ -80,8 +84,10 @@ Made by
 
 on {machine}.
 
-Peak of live tensor memory on rank 0 over gloo, in MiB, in steps that come after two
-others: every allocation and free of torch's CPU allocator is counted, on all threads.
+Peak of live tensor memory on rank 0 over gloo (`FSDP_C_SHM=0`), in MiB, in steps that
+come after two others: every allocation and free of torch's CPU allocator is counted, on
+all threads. Over shared memory fsdp_c has no scratch, but 16 MiB of rings per rank and
+group, which that allocator does not see.
 The model has {model}.
 
 - **sum** is the peak of a step of one byte, which has next to no activations, and
@@ -113,7 +119,7 @@ Made by
 
 on {machine}.
 
-{num_ranks} ranks over gloo, GPTs with AdamW, smallest of {rounds} medians of {steps},
+{num_ranks} ranks of one host, GPTs with AdamW, smallest of {rounds} medians of {steps},
 each of the slowest rank. Full state dicts are made on rank 0 (`rank0_only`). A
 checkpoint has model and optimizer: `fsdp_c.checkpoint`, torch.distributed.checkpoint
 with the state dicts that torch's FSDP needs for it, and plain writes (with fsync) and
@@ -136,7 +142,10 @@ def read_or_run_all(
         return [json.loads((folder / name).read_text()) for name in FILES]
     print("host_overhead", file=sys.stderr)
     host = host_overhead.measure(
-        list(LABELS), steps=3 * steps_scale, warmup=10, rounds=rounds
+        host_overhead.IMPLEMENTATIONS,
+        steps=3 * steps_scale,
+        warmup=10,
+        rounds=rounds,
     )
     print("train_step", file=sys.stderr)
     step = train_step.measure(
@@ -215,6 +224,7 @@ def write_markdown(
         num_units=host_overhead.NUM_UNITS,
         params_per_unit=host_overhead.PARAMS_PER_UNIT,
         world_size=host_overhead.WORLD_SIZE,
+        fake_group_us=host["fake_group_us_per_unit"],
         host_overhead=host_overhead.render(host, markdown=True),
         num_ranks=train_step.NUM_RANKS,
         optimizer={"sgd": "SGD", "adamw": "AdamW"}[step["settings"]["optimizer"]],
@@ -267,7 +277,7 @@ def draw(host: Json, step: Json, path: Path) -> None:
             if row["model"] == model
         }
         title = (
-            f"Training step, {train_step.NUM_RANKS} ranks over gloo, "
+            f"Training step, {train_step.NUM_RANKS} ranks, gloo group, "
             f"{train_step.describe(model)} parameters"
         )
         draw_bars(panel, title, times, unit="milliseconds, less is better", digits=1)

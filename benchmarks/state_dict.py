@@ -1,4 +1,4 @@
-"""Time and memory of state dicts and checkpoints, on 2 ranks over gloo.
+"""Time and memory of state dicts and checkpoints, on 2 ranks of one host.
 
     python benchmarks/state_dict.py
 
@@ -167,7 +167,7 @@ def main() -> int:
     )
     print(environment_line(data["environment"]))
     print(
-        f"{NUM_RANKS} ranks over gloo; smallest of {args.rounds} medians of "
+        f"{NUM_RANKS} ranks, gloo groups; smallest of {args.rounds} medians of "
         f"{args.steps}, of the slowest rank"
     )
     for size in sizes_of(data):

@@ -1,4 +1,4 @@
-"""Time of a real training step on 2 ranks over gloo.
+"""Time of a real training step on 2 ranks of one host, with gloo groups.
 
     python benchmarks/train_step.py
 
@@ -36,6 +36,7 @@ from implementations import (
     FSDP1_FLAT,
     FSDP1_ORIG,
     FSDP2,
+    FSDP_C_C10D,
     FSDP_C_ORIG,
     GPT,
     LABELS,
@@ -47,7 +48,7 @@ from implementations import (
 NUM_RANKS = 2
 BATCH = 2
 TIME = 32
-IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP1_ORIG, FSDP1_FLAT, FSDP2, DDP]
+IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP_C_C10D, FSDP1_ORIG, FSDP1_FLAT, FSDP2, DDP]
 GLOO = "gloo"
 LOSS_TOLERANCE = 1e-3  # all implementations must have trained the same model
 
@@ -309,7 +310,7 @@ def main() -> int:
     )
     print(environment_line(data["environment"]))
     print(
-        f"{NUM_RANKS} ranks over gloo, {BATCH} x {TIME} bytes per rank, "
+        f"{NUM_RANKS} ranks, gloo groups, {BATCH} x {TIME} bytes per rank, "
         f"{args.optimizer}; smallest of {args.rounds} medians of {args.steps} steps"
     )
     for model in dict.fromkeys(row["model"] for row in data["results"]):
