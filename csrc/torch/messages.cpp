@@ -57,7 +57,11 @@ extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
   }
   const c10::Device where = reinterpret_cast<THPDevice *>(device)->device;
   fsdp_torch::Group found = fsdp_torch::group_from(group, where);
-  fsdp_torch::look_up(found, where.type());
+  {
+    // A group may be meeting, over a store that is written in Python.
+    const pybind11::gil_scoped_release no_gil;
+    fsdp_torch::look_up(found, where.type());
+  }
   const char *name =
       found.transport != nullptr ? found.transport->ops->name : "c10d";
   return Py_BuildValue("ss", name, found.why_not.c_str());
