@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 
@@ -145,6 +146,20 @@ void know_stream(c10::Stream stream) {
   Streams &all = streams();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.by_handle.insert_or_assign(stream.native_handle(), stream);
+}
+
+bool registers_blocks() {
+  const char *value = std::getenv("FSDP_C_NCCL_REGISTER");
+  return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
+void register_block(fsdp_transport &transport, void *block, int64_t nbytes) {
+  // Collectives on memory that is not registered work, copying.
+  (void)!fsdp_nccl_register(&transport, block, nbytes, nullptr);
+}
+
+void deregister_block(fsdp_transport &transport, void *block) {
+  fsdp_nccl_deregister(&transport, block);
 }
 
 std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,

@@ -15,6 +15,12 @@ namespace fsdp_torch {
 // torch's, to record events. Every lane's stream is made known once.
 void know_stream(c10::Stream stream);
 
+// Whether blocks are registered, so that NCCL reaches them without copies:
+// FSDP_C_NCCL_REGISTER=1. Of an NCCL transport; a failure changes nothing.
+bool registers_blocks();
+void register_block(fsdp_transport &transport, void *block, int64_t nbytes);
+void deregister_block(fsdp_transport &transport, void *block);
+
 // Joins the group over NCCL. All ranks come here and agree: null on all of them
 // if one cannot, and `why_not` says why. `store` outlives the transport. Throws
 // if a rank did not come, or NCCL failed.

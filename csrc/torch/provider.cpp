@@ -64,7 +64,15 @@ void *Provider::allocate(int64_t nbytes) {
   c10::DataPtr data =
       c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(nbytes));
   void *block = data.get();
-  blocks_.emplace(block, std::move(data));
+  Block &made = blocks_[block];
+  made.data = std::move(data);
+  if (has_streams_ && groups && registers_blocks()) {
+    for (const Group *group : groups()) {
+      if (!group->transport || group->transport->ops->is_host) continue;
+      register_block(*group->transport, block, nbytes);
+      made.registered.push_back(group->transport);
+    }
+  }
   return block;
 }
 
@@ -75,6 +83,9 @@ void Provider::free_block(void *block, fsdp_event *last_use) {
     } else if (last_use->is_recorded) {
       last_use->event->synchronize();
     }
+  }
+  for (const auto &transport : blocks_.at(block).registered) {
+    deregister_block(*transport, block);
   }
   blocks_.erase(block);
 }

@@ -133,7 +133,12 @@ class Provider {
   // blocks.
   std::vector<c10::Stream> streams_;
   std::array<HostLane, FSDP_NUM_LANES> host_lanes_;
-  std::unordered_map<void *, c10::DataPtr> blocks_;
+  // A block of the arena, and the transports that know its memory.
+  struct Block {
+    c10::DataPtr data;
+    std::vector<std::shared_ptr<fsdp_transport>> registered;
+  };
+  std::unordered_map<void *, Block> blocks_;
   std::unordered_map<void *, at::Tensor> host_blocks_;
 };
 
