@@ -242,6 +242,13 @@ def empty_tensors(
 def transport(group: ProcessGroup, device: torch.device, /) -> tuple[str, str]:
     """What carries a group's collectives, "shm", "nccl" or "c10d", and why c10d."""
 
+def parts() -> dict[str, str]:
+    """What of fsdp_c's own transports and kernels can be used here; tries them.
+
+    ``why_no_shm``, ``why_no_nccl``, ``why_no_cuda_kernels`` (empty for what can be
+    used), ``nccl_path``, ``nccl_origin``, ``nccl_version``.
+    """
+
 def pass_messages(
     group: ProcessGroup,
     outgoing: Sequence[tuple[int, torch.Tensor]],

@@ -86,6 +86,17 @@ static PyObject *transport(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 PyDoc_STRVAR(
+    parts_doc,
+    "parts()\n--\n\n"
+    "What of fsdp_c's own transports and kernels can be used here, by\n"
+    "name; tries them. 'why_no_x' is empty for what can.");
+
+static PyObject *parts(PyObject *Py_UNUSED(module),
+                       PyObject *Py_UNUSED(ignored)) {
+  return fsdp_torch_parts();
+}
+
+PyDoc_STRVAR(
     describe_failure_doc,
     "describe_failure($module, process_group, cause, operation, /)\n--\n\n"
     "What to tell of a collective that failed; asks the other ranks.");
@@ -107,6 +118,7 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, crc32c_doc},
     {"empty_tensors", (PyCFunction)(void (*)(void))fsdp_module_empty_tensors,
      METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
+    {"parts", parts, METH_NOARGS, parts_doc},
     {"transport", transport, METH_VARARGS, transport_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},

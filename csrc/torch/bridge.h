@@ -323,6 +323,13 @@ FSDP_NODISCARD fsdp_status fsdp_torch_empty_tensors(
 struct _object *fsdp_torch_transport(struct _object *group,
                                      struct _object *device);
 
+/*
+ * What of fsdp_c's own transports and kernels this machine can use: a new dict
+ * of text. Tries them: takes shared memory and gives it back, opens libnccl and
+ * the CUDA kernels for good. GIL (released inside); NULL with an exception.
+ */
+struct _object *fsdp_torch_parts(void);
+
 /* A contiguous tensor in host memory that goes to `peer` or comes from it. */
 typedef struct fsdp_torch_message {
   int64_t peer; /* rank of the group */

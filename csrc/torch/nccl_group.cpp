@@ -162,6 +162,16 @@ void deregister_block(fsdp_transport &transport, void *block) {
   fsdp_nccl_deregister(&transport, block);
 }
 
+NcclLibrary find_nccl() {
+  const Library &found = the_library();
+  if (!found.why_not.empty()) return {"", "", "", found.why_not};
+  std::array<char, 32> version = {};
+  fsdp_nccl_version_format(found.library.version, version.data(),
+                           version.size());
+  return {found.library.path, fsdp_nccl_origin_name(found.library.origin),
+          version.data(), ""};
+}
+
 std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
                                           int64_t world_size,
                                           c10::Device device,

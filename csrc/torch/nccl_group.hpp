@@ -21,6 +21,15 @@ bool registers_blocks();
 void register_block(fsdp_transport &transport, void *block, int64_t nbytes);
 void deregister_block(fsdp_transport &transport, void *block);
 
+// The libnccl that this process uses, or would use.
+struct NcclLibrary {
+  std::string path;
+  std::string origin;   // "already loaded", "wheel", ...
+  std::string version;  // "2.27.3"
+  std::string why_not;  // there is none; else ""
+};
+NcclLibrary find_nccl();
+
 // Joins the group over NCCL. All ranks come here and agree: null on all of them
 // if one cannot, and `why_not` says why. `store` outlives the transport. Throws
 // if a rank did not come, or NCCL failed.
