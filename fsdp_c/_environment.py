@@ -14,6 +14,11 @@ class Switch(NamedTuple):
 # Read while a program runs. tests/unit/test_doctor.py holds this against the sources.
 SWITCHES = (
     Switch(
+        "FSDP_C_CUDA",
+        "1",
+        "0: ATen's kernels on CUDA tensors, not those of fsdp_c",
+    ),
+    Switch(
         "FSDP_C_NCCL",
         "1",
         "0: on a device, collectives go through c10d, not NCCL directly",
@@ -31,7 +36,7 @@ SWITCHES = (
     Switch(
         "FSDP_C_SHM",
         "1",
-        "0: CPU ranks of one host talk through c10d, not through shared memory",
+        "0: gloo ranks of one host talk through c10d, not through shared memory",
     ),
     Switch(
         "FSDP_USE_FULL_PREC_IN_EVAL",
@@ -54,7 +59,13 @@ SWITCHES = (
 BUILD_SWITCHES = (
     Switch("CC", "Python's", "the C compiler"),
     Switch("CXX", "Python's", "the C++ compiler"),
-    Switch("FSDP_C_CUDA", "0", "1: insist on CUDA sources"),
+    Switch("CUDA_HOME", "CUDA_PATH, then PATH", "the CUDA toolkit, for its nvcc"),
+    Switch("CUDA_PATH", "PATH", "the same, where CUDA_HOME is not set"),
+    Switch(
+        "FSDP_C_CUDA",
+        "built where nvcc is found and torch is a CUDA build",
+        "the CUDA kernels; 0: never, 1: an error without nvcc",
+    ),
     Switch("FSDP_C_DEBUG", "0", "1: no optimisation, asserts"),
     Switch("FSDP_C_SANITIZE", "0", "1: address and undefined behaviour sanitizers"),
     Switch("MAX_JOBS", "the number of cores", "files compiled at a time"),

@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -38,6 +39,12 @@ class Row:
     """What to do, where something is not as it should be."""
 
 
+def _accelerator_type() -> str:
+    """Return "cuda" and the like; "" where there is only the CPU."""
+    accelerator = current_accelerator()
+    return "" if accelerator is None else accelerator.type
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the checks look at; tests make other ones."""
@@ -47,6 +54,11 @@ class Machine:
     shared_nbytes: int = field(default_factory=lambda: _free_nbytes("/dev/shm"))
     open_files: int = field(
         default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )
+    parts: Mapping[str, str] = field(default_factory=_native.parts)
+    accelerator: str = field(default_factory=_accelerator_type)
+    has_nccl: bool = field(
+        default_factory=lambda: dist.is_available() and dist.is_nccl_available()
     )
 
 
@@ -63,8 +75,8 @@ def rows(machine: Machine | None = None) -> list[Row]:
     machine = machine or Machine()
     return [
         *_build_rows(),
-        *_device_rows(),
-        *(row for each in _TRANSPORTS for row in each()),
+        *_device_rows(machine),
+        *(row for each in _TRANSPORTS for row in each(machine)),
         *_limit_rows(machine),
         *_environment_rows(machine),
         *(row for check in _CHECKS for row in check(machine)),
@@ -128,7 +140,7 @@ def _build_rows() -> Iterator[Row]:
     slow = "timings mean nothing" if info["asserts"] == "yes" else ""
     yield Row(section, "asserts", info["asserts"], "note" if slow else "ok", slow)
     yield Row(section, "sanitizer", info["sanitizer"])
-    yield Row(section, "CUDA parts", info["cuda"])
+    yield Row(section, "CUDA kernels built", info["cuda"])
 
 
 def _torch_row(built: str, loaded: str) -> Row:
@@ -146,51 +158,113 @@ def _torch_row(built: str, loaded: str) -> Row:
     return Row("build", "torch", value)
 
 
-def _device_rows() -> Iterator[Row]:
-    accelerator = current_accelerator()
-    if accelerator is None:
-        yield Row("devices", "accelerator", "none: everything runs on the CPU")
-    else:
+def _device_rows(machine: Machine) -> Iterator[Row]:
+    if machine.accelerator:
         count = torch.accelerator.device_count()
-        yield Row("devices", "accelerator", f"{count} x {accelerator.type}")
+        yield Row("devices", "accelerator", f"{count} x {machine.accelerator}")
+    else:
+        yield Row("devices", "accelerator", "none: everything runs on the CPU")
     yield Row("devices", "torch's CUDA", torch.version.cuda or "none")
+    yield _kernels_row(machine)
+
+
+def _kernels_row(machine: Machine) -> Row:
+    name = "CUDA kernels"
+    library = Path(_native.__file__).with_name("_cuda.so")
+    why_not = machine.parts["why_no_cuda_kernels"]
+    if not why_not:
+        return Row("devices", name, f"used: {library}; {_NOT_RUN}")
+    if machine.accelerator != "cuda":
+        built = "built, " if library.exists() else ""
+        return Row("devices", name, f"{built}not used: {why_not}")
+    value = f"ATen's, in more launches: {why_not}"
+    if machine.env.get("FSDP_C_CUDA") == "0":
+        return Row("devices", name, value, "note", "unset FSDP_C_CUDA")
+    remedy = "" if library.exists() else "install nvcc, and build with FSDP_C_CUDA=1"
+    return Row("devices", name, value, "note", remedy)
 
 
 # Transports: by kind of process group, what carries its collectives, and why. ---
 
+_SECTION = "transports"
+_NOT_RUN = "not run on a GPU by its authors yet"
+_GLOO = (
+    "c10d's gloo: a broadcast per rank to gather (up to 8 ranks), one all-to-all "
+    "to reduce"
+)
 
-def _gloo_rows() -> Iterator[Row]:
-    name = "gloo groups"
+
+def _gloo_rows(machine: Machine) -> Iterator[Row]:
+    name = "gloo, one host"
     if not dist.is_available():
         remedy = "install a torch with torch.distributed"
-        yield Row("transports", name, "no torch.distributed", "error", remedy)
-    elif dist.is_gloo_available():
-        yield Row(
-            "transports",
-            name,
-            "c10d's gloo: a broadcast per rank to gather (up to 8 ranks), one "
-            "all-to-all to reduce",
-        )
-    else:
-        yield Row("transports", name, "this torch has no gloo", "note")
-
-
-def _nccl_rows() -> Iterator[Row]:
-    name = "nccl groups"
-    if not dist.is_available() or not dist.is_nccl_available():
-        yield Row("transports", name, "this torch has no NCCL")
+        yield Row(_SECTION, "gloo", "no torch.distributed", "error", remedy)
         return
-    found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    version = ".".join(map(str, found))
-    yield Row("transports", name, f"c10d's NCCL {version}")
+    if not dist.is_gloo_available():
+        yield Row(_SECTION, "gloo", "this torch has no gloo", "note")
+        return
+    why_not = machine.parts["why_no_shm"].removeprefix("rank 0: ")
+    if machine.env.get("FSDP_C_SHM") == "0":
+        remedy = "unset FSDP_C_SHM on all ranks"
+        value = "c10d's gloo: shared memory is switched off by FSDP_C_SHM=0"
+        yield Row(_SECTION, name, value, "note", remedy)
+    elif why_not:
+        value = f"c10d's gloo, slower: no shared memory, {why_not}"
+        remedy = "give the process or the container more memory; see docs/shm.md"
+        yield Row(_SECTION, name, value, "warning", remedy)
+    else:
+        yield Row(
+            _SECTION,
+            name,
+            "shared memory, where it works between all ranks of the group: 17 MiB a "
+            "rank and group, if that is at most half of the memory available",
+        )
+    yield Row(_SECTION, "gloo, several hosts", _GLOO)
 
 
-def _other_rows() -> Iterator[Row]:
-    yield Row("transports", "other groups", "the group's own c10d backend")
+def _nccl_rows(machine: Machine) -> Iterator[Row]:
+    parts = machine.parts
+    why_not = parts["why_no_nccl"]
+    is_forced = "FSDP_C_NCCL_LIBRARY" in machine.env
+    is_off = machine.env.get("FSDP_C_NCCL") == "0"
+    if not machine.has_nccl and not is_forced:
+        yield Row(_SECTION, "nccl", "no such groups: this torch has no NCCL")
+    elif is_off:
+        value = "the group's own c10d backend: switched off by FSDP_C_NCCL=0"
+        yield Row(_SECTION, "nccl", value, "note", "unset FSDP_C_NCCL on all ranks")
+    elif why_not:
+        value = "the group's own c10d backend: no usable libnccl"
+        remedy = "install NCCL 2.18 or newer"
+        if is_forced:
+            remedy = "correct FSDP_C_NCCL_LIBRARY, or unset it"
+        yield Row(_SECTION, "nccl", value, "warning", remedy)
+    else:
+        which = ", for groups of any backend on a device" if is_forced else ""
+        value = f"NCCL directly{which}; {_NOT_RUN}, FSDP_C_NCCL=0 goes back to c10d"
+        yield Row(_SECTION, "nccl", value)
+
+    if not why_not:
+        found = f"{parts['nccl_version']}, {parts['nccl_origin']}: {parts['nccl_path']}"
+        yield Row(_SECTION, "libnccl", found)
+    elif machine.has_nccl or is_forced:
+        yield Row(_SECTION, "libnccl", f"none: {why_not}")
+    else:
+        yield Row(_SECTION, "libnccl", "none, and none needed")
+
+
+def _other_rows(machine: Machine) -> Iterator[Row]:
+    del machine
+    yield Row(_SECTION, "other groups", "the group's own c10d backend")
+    yield Row(
+        _SECTION,
+        "of one group",
+        "fsdp_c._native.transport(group, device), after the first step, says which "
+        "and why; all ranks agree on it once",
+    )
 
 
 # A new transport adds its function here.
-_TRANSPORTS: tuple[Callable[[], Iterator[Row]], ...] = (
+_TRANSPORTS: tuple[Callable[[Machine], Iterator[Row]], ...] = (
     _gloo_rows,
     _nccl_rows,
     _other_rows,
@@ -238,7 +312,7 @@ def _environment_rows(machine: Machine) -> Iterator[Row]:
         for switch in switches:
             text = machine.env.get(switch.name)
             value = f"not set ({switch.default})" if text is None else repr(text)
-            yield Row(section, switch.name, f"{value}: {switch.meaning}")
+            yield Row(section, switch.name, f"{value}; {switch.meaning}")
 
 
 # Problems that are often met: each check gives a row only where there is one. ---
@@ -249,9 +323,10 @@ def _check_flight_recorder(machine: Machine) -> Iterator[Row]:
         yield Row(
             "found",
             "flight recorder",
-            "c10d takes the GIL in every gloo collective, to record a stack",
+            "c10d takes the GIL in every gloo collective, to record a stack; shared "
+            "memory does not",
             "note",
-            "set TORCH_FR_BUFFER_SIZE=0 for training on the CPU",
+            "set TORCH_FR_BUFFER_SIZE=0 for training on CPUs of several hosts",
         )
 
 
@@ -281,7 +356,8 @@ def _check_shared_memory(machine: Machine) -> Iterator[Row]:
         yield Row(
             "found",
             "/dev/shm",
-            f"{found}; data loaders with workers, and ranks on one host, use it",
+            f"{found}; data loaders with workers use it (fsdp_c's shared memory is "
+            "not there)",
             "warning",
             "give the container more, such as docker run --shm-size=1g",
         )

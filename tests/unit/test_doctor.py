@@ -1,6 +1,7 @@
 """python -m fsdp_c doctor: what it says, when it fails, what the table holds."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,21 +9,33 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c import doctor
+from fsdp_c import _native, doctor
 from fsdp_c._environment import BUILD_SWITCHES, SWITCHES
 from fsdp_c.doctor import Machine, Row
 
+# Of a machine with a GPU, on which everything works.
+PARTS = {
+    "why_no_shm": "",
+    "why_no_nccl": "",
+    "nccl_path": "/lib/libnccl.so.2",
+    "nccl_origin": "already loaded",
+    "nccl_version": "2.27.3",
+    "why_no_cuda_kernels": "",
+}
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = Machine(
     env={"TORCH_FR_BUFFER_SIZE": "0", "OMP_NUM_THREADS": "1"},
     num_cores=4,
     shared_nbytes=1 << 30,
     open_files=65536,
+    parts=PARTS,
+    accelerator="",
+    has_nccl=False,
 )
 
 # How a name is read: as a literal, or as a constant that holds it.
 _LITERAL = re.compile(
-    r'(?:getenv|environ(?:\.get|\.setdefault)?|switch|find_compiler)\s*[(\[]\s*"(\w+)"'
+    r'(?:getenv|environ(?:\.get|\.setdefault)?|switch|is_switched_off|find_compiler)\s*[(\[]\s*"(\w+)"'
 )
 _CONSTANT = re.compile(r"environ(?:\.get)?[(\[]\s*([A-Z_]+)\b")
 
@@ -50,7 +63,8 @@ def _sources() -> list[Path]:
 
 def test_every_switch_is_in_the_table() -> None:
     assert _read_by(_sources()) == {switch.name for switch in SWITCHES}
-    assert _read_by([ROOT / "setup.py"]) == {switch.name for switch in BUILD_SWITCHES}
+    build = [ROOT / "setup.py", ROOT / "csrc" / "cuda" / "build.py"]
+    assert _read_by(build) == {switch.name for switch in BUILD_SWITCHES}
 
 
 def test_the_search_for_switches_finds_all_forms(tmp_path: Path) -> None:
@@ -58,8 +72,9 @@ def test_the_search_for_switches_finds_all_forms(tmp_path: Path) -> None:
     source.write_text(
         'LEVEL = "A_LEVEL"\nos.environ.get(LEVEL)\nos.environ["B"]\n'
         'os.environ.setdefault("C", "1")\nstd::getenv("D")\nswitch("E")\n'
+        'is_switched_off("F")\n'
     )
-    assert _read_by([source]) == {"A_LEVEL", "B", "C", "D", "E"}
+    assert _read_by([source]) == {"A_LEVEL", "B", "C", "D", "E", "F"}
 
 
 def _found(machine: Machine) -> dict[str, Row]:
@@ -71,7 +86,7 @@ def test_healthy() -> None:
     assert not doctor.is_broken(report)
     assert not [row for row in report if row.section == "found"]
     names = {row.name for row in report}
-    assert {"fsdp_c", "torch", "compiler", "accelerator", "gloo groups"} <= names
+    assert {"fsdp_c", "torch", "compiler", "accelerator", "gloo, one host"} <= names
     assert {switch.name for switch in SWITCHES} <= names
 
 
@@ -95,6 +110,38 @@ def test_healthy() -> None:
             "unset",
         ),
         (
+            {"parts": {**PARTS, "why_no_shm": "rank 0: memfd_create failed"}},
+            "gloo, one host",
+            "warning",
+            "more memory",
+        ),
+        ({"env": {"FSDP_C_SHM": "0"}}, "gloo, one host", "note", "unset FSDP_C_SHM"),
+        (
+            {"has_nccl": True, "parts": {**PARTS, "why_no_nccl": "2.17 is too old"}},
+            "nccl",
+            "warning",
+            "2.18",
+        ),
+        (
+            {
+                "env": {"FSDP_C_NCCL_LIBRARY": "/x"},
+                "parts": {**PARTS, "why_no_nccl": "/x is not there"},
+            },
+            "nccl",
+            "warning",
+            "FSDP_C_NCCL_LIBRARY",
+        ),
+        (
+            {
+                "env": {"FSDP_C_CUDA": "0"},
+                "accelerator": "cuda",
+                "parts": {**PARTS, "why_no_cuda_kernels": "FSDP_C_CUDA=0"},
+            },
+            "CUDA kernels",
+            "note",
+            "unset FSDP_C_CUDA",
+        ),
+        (
             {"env": {"FSDP_C_POST_MORTEM_SECONDS": "soon"}},
             "the post-mortem after it",
             "warning",
@@ -108,6 +155,83 @@ def test_problems_come_with_a_remedy(
     row = _found(Machine(**{**vars(HEALTHY), **change}))[name]
     assert row.level == level
     assert remedy in row.remedy
+
+
+def _value(name: str, **change: object) -> str:
+    machine = Machine(**{**vars(HEALTHY), **change})
+    (row,) = [row for row in doctor.rows(machine) if row.name == name]
+    return row.value
+
+
+def test_what_carries_gloo_groups() -> None:
+    assert _value("gloo, one host").startswith("shared memory")
+    assert _value("gloo, several hosts").startswith("c10d's gloo")
+    parts = {**PARTS, "why_no_shm": "rank 0: memfd_create failed (EPERM)"}
+    value = _value("gloo, one host", parts=parts)
+    assert value.startswith("c10d's gloo")
+    assert value.endswith("no shared memory, memfd_create failed (EPERM)")
+    value = _value("gloo, one host", env={"FSDP_C_SHM": "0"})
+    assert "FSDP_C_SHM=0" in value
+
+
+@pytest.mark.parametrize(
+    ("has_nccl", "env", "start"),
+    [
+        (False, {}, "no such groups"),
+        (True, {}, "NCCL directly"),
+        (True, {"FSDP_C_NCCL": "0"}, "the group's own c10d backend: switched off"),
+        (False, {"FSDP_C_NCCL": "0"}, "no such groups"),
+        (False, {"FSDP_C_NCCL_LIBRARY": "/x"}, "NCCL directly, for groups of any"),
+    ],
+)
+def test_what_carries_nccl_groups(
+    has_nccl: bool, env: dict[str, str], start: str
+) -> None:
+    assert _value("nccl", has_nccl=has_nccl, env=env).startswith(start)
+
+
+def test_which_libnccl() -> None:
+    assert _value("libnccl") == "2.27.3, already loaded: /lib/libnccl.so.2"
+    parts = {**PARTS, "why_no_nccl": "libnccl.so.2: no such file"}
+    value = _value("libnccl", parts=parts, has_nccl=True)
+    assert value == "none: libnccl.so.2: no such file"
+    assert _value("libnccl", parts=parts) == "none, and none needed"
+    assert _value("nccl", parts=parts).startswith("no such groups")
+
+
+def test_what_packs_on_cuda() -> None:
+    assert _value("CUDA kernels", accelerator="cuda").startswith("used")
+    parts = {**PARTS, "why_no_cuda_kernels": "no sm_80"}
+    value = _value("CUDA kernels", accelerator="cuda", parts=parts)
+    assert value == "ATen's, in more launches: no sm_80"
+    assert "not used: no sm_80" in _value("CUDA kernels", parts=parts)
+
+
+def test_parts_are_tried() -> None:
+    parts = _native.parts()
+    assert set(parts) == set(PARTS)
+    assert parts["why_no_shm"] == ""  # this machine runs the tests of shared memory
+    assert bool(parts["why_no_nccl"]) != bool(parts["nccl_path"])
+    # Each try gives back what it took.
+    files = list(Path("/proc/self/fd").iterdir())
+    maps = Path("/proc/self/maps").read_text().count("fsdp_c_shm")
+    _native.parts()
+    assert len(list(Path("/proc/self/fd").iterdir())) == len(files)
+    assert Path("/proc/self/maps").read_text().count("fsdp_c_shm") == maps
+
+
+def test_a_forced_libnccl_that_is_none() -> None:
+    code = "from fsdp_c import _native; print(_native.parts()['why_no_nccl'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "FSDP_C_NCCL_LIBRARY": "/nowhere/libnccl.so"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "/nowhere/libnccl.so" in done.stdout
 
 
 @pytest.mark.parametrize(
