@@ -99,10 +99,12 @@ class Pool:
         """Start ``world_size`` workers and wait until they can communicate."""
         self.world_size = world_size
         self.device = device
+        self._env: dict[str, str] = {}
         if device == "sim":
-            from simdevice.build import build
+            from simdevice.build import build_fake_nccl
 
-            build()  # once, and not within the workers' time to start
+            # Built once, and not within the workers' time to start.
+            self._env["FSDP_C_NCCL_LIBRARY"] = str(build_fake_nccl())
         self.num_tasks = 0
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp_c_test_")
         self._workers: list[_Worker] = []
@@ -133,7 +135,7 @@ class Pool:
             "stacks": str(stacks_path),
             "path": [str(TESTS_DIR), *(p or os.getcwd() for p in sys.path)],
         }
-        env = {**os.environ, "PYTHONPATH": str(TESTS_DIR)}
+        env = {**self._env, **os.environ, "PYTHONPATH": str(TESTS_DIR)}
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env.setdefault("OMP_NUM_THREADS", "1")
         # c10d's flight recorder takes the GIL in every gloo collective.

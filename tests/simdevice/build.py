@@ -27,6 +27,7 @@ BRIDGE = (
 )
 C_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-Wall", "-Wextra")
 CXX_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra")
+SYSTEM = ("-lm", "-lpthread", "-ldl")
 
 
 def _run(*command: str) -> None:
@@ -98,6 +99,10 @@ def _c_sources(*rooms: str) -> list[str]:
     return sorted(str(path) for room in rooms for path in (ROOT / "csrc").glob(room))
 
 
+def _fake_sources() -> list[str]:
+    return [str(CSRC / "fake_nccl.c"), *_c_sources("shm/*.c", "host/*.c")]
+
+
 def build_nccl(folder: Path, *flags: str) -> tuple[Path, Path]:
     """Build the fake libnccl and the program that checks csrc/nccl over it.
 
@@ -110,16 +115,15 @@ def build_nccl(folder: Path, *flags: str) -> tuple[Path, Path]:
     includes = [f"-I{CSRC}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'core'}"]
     common = ["gcc", *C_FLAGS, *flags, "-U_GNU_SOURCE", "-D_GNU_SOURCE=", *includes]
     base = _c_sources("core/base/*.c")
-    linked = [f"-L{folder}", "-lsimcore", "-Wl,-rpath,$ORIGIN", "-lpthread", "-ldl"]
+    linked = [f"-L{folder}", "-lsimcore", "-Wl,-rpath,$ORIGIN", *SYSTEM]
     core = [str(CSRC / name) for name in CORE]
     _run(*common, "-shared", *core, "-lpthread", "-o", f"{folder}/libsimcore.so")
     fake = folder / "libfakenccl.so"
-    sources = [str(CSRC / "fake_nccl.c"), *_c_sources("shm/*.c"), *base]
-    hidden = "-fvisibility=hidden"
-    _run(*common, hidden, "-shared", *sources, *linked, "-o", str(fake))
+    shared = ["-fvisibility=hidden", "-shared"]
+    _run(*common, *shared, *_fake_sources(), *base, *linked, "-o", str(fake))
     program = folder / "check_nccl"
     sources = [str(CSRC / "check_nccl.c"), *_c_sources("nccl/*.c"), *base]
-    _run(*common, *sources, *linked, "-lm", "-o", str(program))
+    _run(*common, *sources, *linked, "-o", str(program))
     return fake, program
 
 
@@ -127,14 +131,17 @@ def build_fake_nccl() -> Path:
     """Return the fake libnccl whose streams are the device's, built if needed."""
     out = build()
     includes = [f"-I{CSRC}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'core'}"]
-    sources = [str(CSRC / "fake_nccl.c"), *_c_sources("shm/*.c", "core/base/*.c")]
-    headers = [*(ROOT / "csrc" / "shm").glob("*.h"), *CSRC.glob("*.h")]
+    sources = [*_fake_sources(), *_c_sources("core/base/*.c")]
+    headers = [*CSRC.glob("*.h")]
+    for room in ("shm", "host", "core/base", "core/port"):
+        headers += (ROOT / "csrc" / room).glob("*.h")
     target = out / f"libfakenccl.{_key([*map(Path, sources), *headers])}.so"
     with (out.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             flags = ["-U_GNU_SOURCE", "-D_GNU_SOURCE=", "-fvisibility=hidden"]
-            linked = [f"-L{out}", "-lsimcore", "-Wl,-rpath,$ORIGIN", "-lpthread"]
+            flags.append("-Wl,-z,defs")  # torch's process would say it late
+            linked = [f"-L{out}", "-lsimcore", "-Wl,-rpath,$ORIGIN", *SYSTEM]
             partial = target.with_suffix(".partial")
             command = ["gcc", *C_FLAGS, *flags, *includes, "-shared", *sources]
             _run(*command, *linked, "-o", str(partial))
