@@ -145,6 +145,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::vector<Param> params;
   std::vector<GradPlace> grad_places;  // unit_grads.cpp
   uint64_t marked_version = 0;         // unit_views.cpp
+  bool shard_was_written = false;      // likewise: no gather waits for it yet
   fsdp_unit *core = nullptr;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<UnitHandle> handle;

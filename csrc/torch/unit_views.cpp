@@ -33,10 +33,8 @@ void write_back(const Unit &unit, const Param &param, const at::Tensor &view,
   }
 }
 
-// FSDP_VIEW_SHARDED: the flat parameters, which the optimizer steps. Whether
-// one was replaced.
-bool write_back_flat_params(Unit &unit) {
-  bool any_copied = false;
+// FSDP_VIEW_SHARDED: the flat parameters, which the optimizer steps.
+void write_back_flat_params(Unit &unit) {
   for (size_t i = 0; i < unit.segments.size(); i++) {
     Segment &segment = unit.segments[i];
     if (!segment.flat_param.defined() ||
@@ -53,9 +51,8 @@ bool write_back_flat_params(Unit &unit) {
     segment.shard.copy_(value.reshape({-1}));
     segment.flat_param.unsafeGetTensorImpl()->shallow_copy_from(
         segment.shard.getIntrusivePtr());
-    any_copied = true;
+    unit.shard_was_written = true;
   }
-  return any_copied;
 }
 
 // The view that parameters have under `view`.
@@ -135,9 +132,13 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
       write_back(unit, param, expected, i);
       show(param, expected);
       *any_copied = true;
+      if (view == FSDP_VIEW_SHARDED) unit.shard_was_written = true;
     }
-    if (view == FSDP_VIEW_SHARDED && write_back_flat_params(unit)) {
-      *any_copied = true;
+    if (view == FSDP_VIEW_SHARDED) {
+      write_back_flat_params(unit);
+      // Also by replace_param, or by a call that failed after its first copy.
+      *any_copied = unit.shard_was_written;
+      unit.shard_was_written = false;
     }
     return FSDP_OK;
   };
@@ -186,6 +187,7 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
   param.tensor = tensor;
   try {
     write_back(unit, param, param.sharded, index);
+    unit.shard_was_written = true;  // the next take_params tells the core
   } catch (...) {
     param.tensor = old;
     throw;
