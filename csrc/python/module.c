@@ -87,7 +87,7 @@ static PyObject *transport(PyObject *Py_UNUSED(module), PyObject *args) {
 
 PyDoc_STRVAR(
     parts_doc,
-    "parts()\n--\n\n"
+    "parts($module, /)\n--\n\n"
     "What of fsdp_c's own transports and kernels can be used here, by\n"
     "name; tries them. 'why_no_x' is empty for what can.");
 

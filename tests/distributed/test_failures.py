@@ -1,152 +1,247 @@
 """A rank is killed, stopped, raises or diverges: what the others are told, and when.
 
-The ranks are processes of their own over gloo; see `helpers.failures`.
+The ranks are processes of their own, over shared memory and over gloo; see
+`helpers.failures`. ``FSDP_C_ALL_FAILURES=1`` adds the scenarios that `_cases` calls
+rare: those that tell little that the others do not.
 """
 
+import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helpers.failures import GROUP_TIMEOUT_S, POST_MORTEM_S, Report, Scenario, run
+from helpers.failures import (
+    GROUP_TIMEOUT_S,
+    POST_MORTEM_S,
+    Report,
+    Scenario,
+    Starter,
+)
 from helpers.impl import needs_fsdp_c
 
+RUNS_ALL = os.environ.get("FSDP_C_ALL_FAILURES", "0") == "1"
 # A rank that runs on two loaded cores may be late by some seconds.
 SLACK_S = 15.0
 OPERATION = re.compile(r"#\d+ [a-z_]+( \(summon\))? of unit '[\w.-]*'")
+# What gloo and shm say when a group's time is over.
+TIME_LIMIT = re.compile(r"Timed out|timeout|waited \d+\.\d s .* raise the time limit")
 
 
-def _survivors(scenario: Scenario, folder: Path) -> dict[int, Report]:
-    """Run it; return what all but the victim were told, in time."""
-    needs_fsdp_c("says so in another way")
-    reports = run(scenario, folder)
-    told = {r: report for r, report in reports.items() if r != scenario.victim}
-    others = set(range(scenario.world_size)) - {scenario.victim}
-    assert set(told) == others, (folder / "stderr").read_text()[-3000:]
-    for report in told.values():
-        assert report.kind in ("RuntimeError", "DistBackendError"), report
-        assert 0 <= report.seconds < GROUP_TIMEOUT_S + POST_MORTEM_S + SLACK_S
-    return told
+@dataclass(frozen=True)
+class Trial:
+    """Where scenarios run, and over what."""
+
+    starter: Starter
+    transport: str
+    folder: Path
+
+    def run(
+        self, action: str, place: str = "forward", **kwargs: Any
+    ) -> dict[int, Report]:
+        """Return what the ranks were told."""
+        needs_fsdp_c("says so in another way")
+        scenario = Scenario(action, place, transport=self.transport, **kwargs)
+        return self.starter.run(scenario, self.folder)
+
+    def survivors(
+        self, action: str, place: str = "forward", *, victim: int = 1, **kwargs: Any
+    ) -> dict[int, Report]:
+        """Return what all but the victim were told, in time."""
+        told = self.run(action, place, victim=victim, **kwargs)
+        told.pop(victim, None)
+        others = set(range(kwargs.get("world_size", 3))) - {victim}
+        assert set(told) == others, self.stderr()
+        for report in told.values():
+            assert report.kind in ("RuntimeError", "DistBackendError"), report
+            assert 0 <= report.seconds < GROUP_TIMEOUT_S + POST_MORTEM_S + SLACK_S
+        return told
+
+    def stderr(self) -> str:
+        """Return what the ranks printed last."""
+        return (self.folder / "stderr").read_text(errors="replace")[-3000:]
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    """The process that all ranks of this file are forked from."""
+    made = Starter()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def trial(starter: Starter, transport: str, tmp_path: Path) -> Trial:
+    return Trial(starter, transport, tmp_path)
+
+
+def _cases(
+    names: str | tuple[str, ...],
+    *,
+    usual: dict[str, tuple[Any, ...]],
+    rare: dict[str, tuple[Any, ...]] | None = None,
+) -> pytest.MarkDecorator:
+    """Give the test cases by transport; without the switch, rare ones are skipped."""
+    needs_all = pytest.mark.skipif(
+        not RUNS_ALL, reason="FSDP_C_ALL_FAILURES=1 runs the rare failures too"
+    )
+    all_names = (names,) if isinstance(names, str) else names
+    return pytest.mark.parametrize(
+        ("transport", *all_names),
+        [
+            pytest.param(
+                transport,
+                *((case,) if isinstance(case, str) else case),
+                marks=marks,
+                id=f"{transport}-{case if isinstance(case, str) else case[0]}",
+            )
+            for cases, marks in ((usual, ()), (rare or {}, needs_all))
+            for transport in cases
+            for case in cases[transport]
+        ],
+    )
 
 
 def _headline(report: Report) -> str:
     return report.message.split("What each rank issued last")[0]
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "summon", "state_dict"])
-def test_killed(place: str, tmp_path: Path) -> None:
+@_cases(
+    "place",
+    usual={
+        "shm": ("forward", "backward", "summon", "state_dict"),
+        "c10d": ("forward", "state_dict"),
+    },
+    rare={"c10d": ("backward", "summon")},
+)
+def test_killed(trial: Trial, place: str) -> None:
     """The rank, its process, and the unit that the others waited in are named."""
-    told = _survivors(Scenario("kill", place), tmp_path)
-    for rank, report in told.items():
+    for rank, report in trial.survivors("kill", place).items():
         assert report.message.startswith(f"rank {rank} of 3: #")
         assert OPERATION.search(_headline(report)), report.message
         assert re.search(r"Dead: rank 1, process \d+ on this host", report.message)
         assert "rank 1: no answer, dead" in report.message
         assert "must run the same units" not in report.message
-        # Closed connections tell, not the time limit.
-        assert "Timed out" not in report.message
+        # Closed connections or the process's state tell, not the time limit.
+        assert not TIME_LIMIT.search(report.message)
 
 
-def test_killed_in_the_optimizer(tmp_path: Path) -> None:
+@_cases("place", usual={"shm": ("optimizer",)}, rare={"c10d": ("optimizer",)})
+def test_killed_between_collectives(trial: Trial, place: str) -> None:
     """The others are at the next thing that communicates: a summon."""
-    for report in _survivors(Scenario("kill", "optimizer"), tmp_path).values():
+    for report in trial.survivors("kill", place).values():
         assert "(summon) of unit" in _headline(report)
         assert "rank 1: no answer, dead" in report.message
 
 
-@pytest.mark.parametrize(
+_CLIP = ("clip", "all_reduce of the norm in clip_grad_norm_")
+_STATES = ("optim_state_dict", "comparison of optimizer states")
+
+
+@_cases(
     ("place", "operation"),
-    [
-        ("clip", "all_reduce of the norm in clip_grad_norm_"),
-        ("optim_state_dict", "comparison of optimizer states"),
-    ],
+    usual={"shm": (_CLIP,), "c10d": (_STATES,)},
+    rare={"shm": (_STATES,), "c10d": (_CLIP,)},
 )
-def test_killed_outside_of_units(place: str, operation: str, tmp_path: Path) -> None:
+def test_killed_outside_of_units(trial: Trial, place: str, operation: str) -> None:
     """Collectives that no unit issues are named by what they are for."""
-    for report in _survivors(Scenario("kill", place), tmp_path).values():
+    for report in trial.survivors("kill", place).values():
         assert operation in _headline(report)
         assert "Dead: rank 1, process" in report.message
 
 
-def test_killed_in_another_replica(tmp_path: Path) -> None:
+@_cases("place", usual={"shm": ("backward",), "c10d": ("backward",)})
+def test_killed_in_another_replica(trial: Trial, place: str) -> None:
     """Ranks that share no group with the dead one are told by one that does."""
-    scenario = Scenario(
-        "kill", "backward", victim=3, world_size=4, strategy="HYBRID_SHARD"
+    told = trial.survivors(
+        "kill", place, victim=3, world_size=4, strategy="HYBRID_SHARD"
     )
-    told = _survivors(scenario, tmp_path)
     for report in told.values():
         assert "Dead: rank 1 (global rank 3), process" in report.message
+        assert not TIME_LIMIT.search(report.message)
+        assert report.seconds < GROUP_TIMEOUT_S
     assert "failed in another group" in told[0].message
 
 
-@pytest.mark.parametrize("place", ["forward", "state_dict"])
-def test_stopped(place: str, tmp_path: Path) -> None:
-    for report in _survivors(Scenario("stop", place), tmp_path).values():
+@_cases(
+    "place",
+    usual={"shm": ("forward", "state_dict"), "c10d": ("forward",)},
+    rare={"c10d": ("state_dict",)},
+)
+def test_stopped(trial: Trial, place: str) -> None:
+    for report in trial.survivors("stop", place).values():
         assert OPERATION.search(_headline(report))
         assert re.search(r"Stopped \(SIGSTOP or a debugger\): rank 1", report.message)
         assert "rank 1: no answer, stopped" in report.message
-        assert re.search("Timed out|timeout", _headline(report))
+        assert TIME_LIMIT.search(_headline(report))
 
 
-@pytest.mark.parametrize(
+_STORE_DIES = ("kill", "Dead: rank 0", "store is gone")
+_STORE_STOPS = ("stop", "rank 0, process", "store does not answer")
+
+
+@_cases(
     ("action", "state", "store"),
-    [
-        ("kill", "Dead: rank 0", "store is gone"),
-        ("stop", "rank 0, process", "store does not answer"),
-    ],
+    usual={"shm": (_STORE_DIES, _STORE_STOPS), "c10d": (_STORE_DIES,)},
+    rare={"c10d": (_STORE_STOPS,)},
 )
 def test_the_store_goes_with_the_rank(
-    action: str, state: str, store: str, tmp_path: Path
+    trial: Trial, action: str, state: str, store: str
 ) -> None:
     """Rank 0 has the TCPStore: the others neither hang nor know less about it."""
-    scenario = Scenario(action, victim=0, store="tcp")
-    for report in _survivors(scenario, tmp_path).values():
+    for report in trial.survivors(action, victim=0, store="tcp").values():
         assert state in report.message
         assert store in report.message
         assert OPERATION.search(_headline(report))
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ("forward", "left forward of unit 'blocks.1' by ValueError: the victim's own"),
-        ("backward", "left backward by an exception"),
-    ],
+_IN_FORWARD = (
+    "forward",
+    "left forward of unit 'blocks.1' by ValueError: the victim's own",
 )
-def test_raised(place: str, words: str, tmp_path: Path) -> None:
+_IN_BACKWARD = ("backward", "left backward by an exception")
+
+
+@_cases(
+    ("place", "words"),
+    usual={"shm": (_IN_FORWARD, _IN_BACKWARD), "c10d": (_IN_FORWARD,)},
+    rare={"c10d": (_IN_BACKWARD,)},
+)
+def test_raised(trial: Trial, place: str, words: str) -> None:
     """The rank that raised has its own error; the others learn of it."""
-    for report in _survivors(Scenario("raise", place), tmp_path).values():
+    for report in trial.survivors("raise", place).values():
         assert f"rank 1: {words}" in report.message
         assert "must run the same units" not in report.message
 
 
-def test_skips_units(tmp_path: Path) -> None:
-    """The victim fails too; all say where the ranks parted."""
-    needs_fsdp_c("says so in another way")
-    reports = run(Scenario("skip"), tmp_path)
-    assert set(reports) == {0, 1, 2}
-    for report in reports.values():
-        assert "they first differ at #" in report.message
-        parting = report.message.split("they first differ at #")[1]
-        assert "rank 0: all_gather of unit 'blocks.2'" in parting
-        assert re.search(r"rank 1: \w+ of unit 'blocks.1'", parting)
+_PARTINGS = {
+    "skip": ("blocks.2", r"\w+ of unit 'blocks.1'"),
+    "reorder": ("blocks.1", r"all_gather of unit 'blocks.2'"),
+}
 
 
-def test_other_order(tmp_path: Path) -> None:
-    """Units of one size, in another order: noticed late, still located."""
-    needs_fsdp_c("says so in another way")
-    reports = run(Scenario("reorder"), tmp_path)
+@_cases("action", usual={"shm": tuple(_PARTINGS), "c10d": tuple(_PARTINGS)})
+def test_diverged(trial: Trial, action: str) -> None:
+    """The victim fails too; all say where the ranks parted.
+
+    gloo notices other units of one size late.
+    """
+    ours, theirs = _PARTINGS[action]
+    reports = trial.run(action)
     assert set(reports) == {0, 1, 2}
     for report in reports.values():
         parting = report.message.split("they first differ at #")[1]
-        assert "rank 0: all_gather of unit 'blocks.1'" in parting
-        assert "rank 1: all_gather of unit 'blocks.2'" in parting
+        assert f"rank 0: all_gather of unit '{ours}'" in parting
+        assert re.search(f"rank 1: {theirs}", parting)
 
 
-def test_going_on_in_a_new_group(tmp_path: Path) -> None:
+@_cases("place", usual={"shm": ("forward",), "c10d": ("forward",)})
+def test_going_on_in_a_new_group(trial: Trial, place: str) -> None:
     """One rank raised: its group is lost, the shards are not."""
-    needs_fsdp_c("has no reset()")
-    reports = run(Scenario("raise", recovers=True), tmp_path)
+    reports = trial.run("raise", place, recovers=True)
     assert set(reports) == {0, 1, 2}
-    recovered = sorted(path.stem for path in tmp_path.glob("*.recovered"))
-    assert recovered == ["0", "1", "2"], (tmp_path / "stderr").read_text()[-3000:]
+    recovered = sorted(path.stem for path in trial.folder.glob("*.recovered"))
+    assert recovered == ["0", "1", "2"], trial.stderr()

@@ -15,6 +15,7 @@ from helpers.distributed import distributed
 from helpers.impl import needs_fsdp_c
 from helpers.models import BATCH, DIM, MLP, Block, vectors
 from helpers.reference import Differential
+from helpers.transports import over
 
 
 class _MistakeError(Exception):
@@ -113,123 +114,145 @@ def _go_on(differential: Differential) -> None:
     differential.evaluate()
 
 
-@pytest.mark.parametrize("failure", list(_FAILURES))
+# Over gloo only one: what fails does not know what carries the collectives.
+@pytest.mark.parametrize(
+    ("transport", "failure"),
+    [*(("shm", failure) for failure in _FAILURES), ("c10d", "mistake")],
+)
 @pytest.mark.parametrize(
     "place", ["first forward", "forward", "last backward", "backward", "hook"]
 )
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(2, 3))
 def test_on_all_ranks(
-    rank: int, world_size: int, strategy: str, place: str, failure: str
+    rank: int,
+    world_size: int,
+    transport: str,
+    strategy: str,
+    place: str,
+    failure: str,
 ) -> None:
     """The exception keeps its type; the next steps are right."""
     needs_fsdp_c("has no reset()")
-    fail, kind, message = _FAILURES[failure]
-    differential = _make(strategy)
-    differential.train(2)
-    handles = _fail_at(place, differential.model, fail)
-    with pytest.raises(kind, match=message):
-        differential.model(torch.ones(BATCH, DIM)).sum().backward()
-    for handle in handles:
-        handle.remove()
-    _reset(differential)
-    _go_on(differential)
-    del differential, handles
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=2)
-def test_several_failures(rank: int, world_size: int, use_orig_params: bool) -> None:
-    needs_fsdp_c("has no reset()")
-    differential = _make("FULL_SHARD", use_orig_params=use_orig_params)
-    for place in ("backward", "forward", "last backward", "backward"):
-        handles = _fail_at(place, differential.model, _mistake)
-        with pytest.raises(_MistakeError):
+    with over(transport):
+        fail, kind, message = _FAILURES[failure]
+        differential = _make(strategy)
+        differential.train(2)
+        handles = _fail_at(place, differential.model, fail)
+        with pytest.raises(kind, match=message):
             differential.model(torch.ones(BATCH, DIM)).sum().backward()
         for handle in handles:
             handle.remove()
         _reset(differential)
-        differential.train(1)
-    _go_on(differential)
-    del differential, handles
+        _go_on(differential)
+        del differential, handles
 
 
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_in_an_accumulation(rank: int, world_size: int) -> None:
+def test_several_failures(
+    rank: int, world_size: int, transport: str, use_orig_params: bool
+) -> None:
+    needs_fsdp_c("has no reset()")
+    with over(transport):
+        differential = _make("FULL_SHARD", use_orig_params=use_orig_params)
+        for place in ("backward", "forward", "last backward", "backward"):
+            handles = _fail_at(place, differential.model, _mistake)
+            with pytest.raises(_MistakeError):
+                differential.model(torch.ones(BATCH, DIM)).sum().backward()
+            for handle in handles:
+                handle.remove()
+            _reset(differential)
+            differential.train(1)
+        _go_on(differential)
+        del differential, handles
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@distributed(world_size=2)
+def test_in_an_accumulation(rank: int, world_size: int, transport: str) -> None:
     """The micro-batches before the failed one go with it: all are repeated."""
     needs_fsdp_c("has no reset()")
-    differential = _make("FULL_SHARD")
-    differential.train(1)
-    for is_synced in (False, True):
-        if is_synced:
-            differential.model(torch.ones(BATCH, DIM)).sum().backward()
-        else:
-            with differential.model.no_sync():
+    with over(transport):
+        differential = _make("FULL_SHARD")
+        differential.train(1)
+        for is_synced in (False, True):
+            if is_synced:
                 differential.model(torch.ones(BATCH, DIM)).sum().backward()
+            else:
+                with differential.model.no_sync():
+                    differential.model(torch.ones(BATCH, DIM)).sum().backward()
+            handles = _fail_at("backward", differential.model, _mistake)
+            with pytest.raises(_MistakeError):
+                differential.model(torch.ones(BATCH, DIM)).sum().backward()
+            for handle in handles:
+                handle.remove()
+            _reset(differential)
+            _go_on(differential)
+        del differential, handles
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("failure", list(_FAILURES))
+@distributed(world_size=(2, 3))
+def test_on_one_rank_between_forward_and_backward(
+    rank: int, world_size: int, transport: str, failure: str
+) -> None:
+    """A loss that only one rank cannot compute: the ranks agree to leave it out."""
+    needs_fsdp_c("has no reset()")
+    with over(transport):
+        fail, kind, _ = _FAILURES[failure]
+        differential = _make("FULL_SHARD")
+        differential.train(1)
+        for bad_rank in range(world_size):
+            loss = differential.model(torch.ones(BATCH, DIM)).sum()
+            has_failed = torch.zeros((), dtype=torch.int32)
+            try:
+                if rank == bad_rank:
+                    fail()
+            except kind:
+                has_failed += 1
+            dist.all_reduce(has_failed)
+            assert has_failed == 1
+            del loss
+            _reset(differential)
+            differential.train(1)
+        _go_on(differential)
+        del differential
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@distributed(world_size=2)
+def test_parameters_and_optimizer_state_survive(
+    rank: int, world_size: int, transport: str
+) -> None:
+    """A failed step changes neither, bit by bit."""
+    needs_fsdp_c("has no reset()")
+    with over(transport):
+        differential = _make("FULL_SHARD")
+        differential.train(2)
+        params = [p.detach().clone() for p in differential.model.parameters()]
+        buffers = [
+            state["momentum_buffer"].clone()
+            for state in differential.optimizer.state.values()
+            if state.get("momentum_buffer") is not None
+        ]
         handles = _fail_at("backward", differential.model, _mistake)
         with pytest.raises(_MistakeError):
             differential.model(torch.ones(BATCH, DIM)).sum().backward()
         for handle in handles:
             handle.remove()
         _reset(differential)
-        _go_on(differential)
-    del differential, handles
-
-
-@pytest.mark.parametrize("failure", list(_FAILURES))
-@distributed(world_size=(2, 3))
-def test_on_one_rank_between_forward_and_backward(
-    rank: int, world_size: int, failure: str
-) -> None:
-    """A loss that only one rank cannot compute: the ranks agree to leave it out."""
-    needs_fsdp_c("has no reset()")
-    fail, kind, _ = _FAILURES[failure]
-    differential = _make("FULL_SHARD")
-    differential.train(1)
-    for bad_rank in range(world_size):
-        loss = differential.model(torch.ones(BATCH, DIM)).sum()
-        has_failed = torch.zeros((), dtype=torch.int32)
-        try:
-            if rank == bad_rank:
-                fail()
-        except kind:
-            has_failed += 1
-        dist.all_reduce(has_failed)
-        assert has_failed == 1
-        del loss
-        _reset(differential)
-        differential.train(1)
-    _go_on(differential)
-    del differential
-
-
-@distributed(world_size=2)
-def test_parameters_and_optimizer_state_survive(rank: int, world_size: int) -> None:
-    """A failed step changes neither, bit by bit."""
-    needs_fsdp_c("has no reset()")
-    differential = _make("FULL_SHARD")
-    differential.train(2)
-    params = [p.detach().clone() for p in differential.model.parameters()]
-    buffers = [
-        state["momentum_buffer"].clone()
-        for state in differential.optimizer.state.values()
-        if state.get("momentum_buffer") is not None
-    ]
-    handles = _fail_at("backward", differential.model, _mistake)
-    with pytest.raises(_MistakeError):
-        differential.model(torch.ones(BATCH, DIM)).sum().backward()
-    for handle in handles:
-        handle.remove()
-    _reset(differential)
-    for param, before in zip(differential.model.parameters(), params, strict=True):
-        assert param.grad is None
-        assert torch.equal(param, before)
-    after = [
-        state["momentum_buffer"]
-        for state in differential.optimizer.state.values()
-        if state.get("momentum_buffer") is not None
-    ]
-    assert len(after) == len(buffers)
-    for buffer, before in zip(after, buffers, strict=True):
-        assert torch.equal(buffer, before)
-    del differential, handles
+        for param, before in zip(differential.model.parameters(), params, strict=True):
+            assert param.grad is None
+            assert torch.equal(param, before)
+        after = [
+            state["momentum_buffer"]
+            for state in differential.optimizer.state.values()
+            if state.get("momentum_buffer") is not None
+        ]
+        assert len(after) == len(buffers)
+        for buffer, before in zip(after, buffers, strict=True):
+            assert torch.equal(buffer, before)
+        del differential, handles

@@ -1,16 +1,17 @@
 """Ranks in processes of their own, which may be killed or stopped in mid-step.
 
-    python -m helpers.failures '{"folder": ..., "world_size": 3, ...}'
+    python -m helpers.failures
 
-A process that has imported torch forks the ranks, says their process ids and waits for
-them. Every rank trains over gloo, in a group with a time limit of seconds; at one place
-of its third step the victim is killed, is stopped, raises, or runs other units. What
-the others are told stands in ``<folder>/<rank>.json`` then. `run` starts all that, ends
-it by process id, and returns what the ranks wrote.
+A `Starter` is a process that has imported torch and forks the ranks of one scenario
+after the other. It says their process ids, and frees those numbers when it is told to.
+Every rank trains, over gloo or shared memory, in a group with a time limit of seconds;
+at one place of its third step the victim is killed, is stopped, raises, or runs other
+units. What the others are told stands in ``<folder>/<rank>.json`` then.
 """
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import select
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +45,7 @@ class Scenario:
     world_size: int = 3
     store: str = "file"  # or tcp, which is in the process of rank 0
     strategy: str = "FULL_SHARD"
+    transport: str = "shm"  # or c10d, which is gloo
     recovers: bool = False
     """Whether the ranks go on afterwards, in a new group."""
 
@@ -59,84 +60,80 @@ class Report:
     """Since the victim did what it did."""
 
 
-def run(
-    scenario: Scenario, folder: Path, env: dict[str, str] | None = None
-) -> dict[int, Report]:
-    """Run ``scenario``; return the reports of the ranks that wrote one.
+class Starter:
+    """The process that the ranks are forked from."""
 
-    Ends only processes that it started. A rank that is neither the victim nor ends by
-    itself is an error.
-    """
-    config = {"folder": str(folder), **asdict(scenario)}
-    paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
-    starter = subprocess.Popen(
-        [sys.executable, "-m", "helpers.failures", json.dumps(config)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_FR_BUFFER_SIZE": "0",
-            "FSDP_C_POST_MORTEM_SECONDS": str(POST_MORTEM_S),
-            **(env or {}),
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "stderr").open("wb"),
-        start_new_session=True,
-    )
-    pids: list[int] = []
-    try:
-        pids = _read_pids(starter)
-        _wait(folder, scenario, pids, starter)
-    finally:
-        for pid in pids:  # children of the starter: no number is free before it ends
-            _send(pid, signal.SIGKILL)
-            _send(pid, signal.SIGCONT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            starter.wait(5.0)
-        starter.kill()
-        starter.wait()
-        assert starter.stdout is not None
-        starter.stdout.close()
-    return {
-        rank: Report(**json.loads(path.read_text()))
-        for rank in range(scenario.world_size)
-        if (path := folder / f"{rank}.json").exists()
-    }
+    def __init__(self) -> None:
+        paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "helpers.failures"],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "TORCH_FR_BUFFER_SIZE": "0",
+                "FSDP_C_POST_MORTEM_SECONDS": str(POST_MORTEM_S),
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """End it, and with it ranks that are left."""
+        self._process.kill()
+        self._process.communicate()
+
+    def run(self, scenario: Scenario, folder: Path) -> dict[int, Report]:
+        """Run ``scenario``; return the reports of the ranks that wrote one.
+
+        Ends only processes that it started. A rank that is neither the victim nor ends
+        by itself is an error.
+        """
+        pids = list(map(int, self._ask({"folder": str(folder), **asdict(scenario)})))
+        try:
+            self._wait(folder, scenario, pids)
+        finally:
+            for pid in pids:  # no number is free before the starter was told
+                _send(pid, signal.SIGKILL)
+                _send(pid, signal.SIGCONT)
+            assert self._ask({}) == ["ended"]
+        return {
+            rank: Report(**json.loads(path.read_text()))
+            for rank in range(scenario.world_size)
+            if (path := folder / f"{rank}.json").exists()
+        }
+
+    def _ask(self, question: dict[str, Any]) -> list[str]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(question).encode() + b"\n")
+        stdin.flush()
+        ready, _, _ = select.select([stdout], [], [], LIMIT_S)
+        line = stdout.readline() if ready else b""
+        assert line, "the process that starts the ranks does not answer"
+        return line.decode().split()
+
+    def _wait(self, folder: Path, scenario: Scenario, pids: list[int]) -> None:
+        """Wait until all ranks but a stopped one have ended."""
+        deadline = time.monotonic() + LIMIT_S
+        expected = set(range(scenario.world_size))
+        if scenario.action == "stop":
+            expected.remove(scenario.victim)
+        while late := [rank for rank in expected if _runs(pids[rank])]:
+            if time.monotonic() >= deadline:
+                stderr = (folder / "stderr").read_text(errors="replace")[-3000:]
+                raise AssertionError(
+                    f"ranks {late} did not end within {LIMIT_S:g} s:\n{stderr}"
+                )
+            time.sleep(0.05)
 
 
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _read_pids(starter: "subprocess.Popen[bytes]") -> list[int]:
-    assert starter.stdout is not None
-    ready, _, _ = select.select([starter.stdout], [], [], LIMIT_S)
-    line = starter.stdout.readline() if ready else b""
-    assert line, "the ranks were not started"
-    return list(map(int, line.split()))
-
-
-def _wait(
-    folder: Path,
-    scenario: Scenario,
-    pids: list[int],
-    starter: "subprocess.Popen[bytes]",
-) -> None:
-    """Wait until all ranks but a stopped one have ended."""
-    deadline = time.monotonic() + LIMIT_S
-    expected = set(range(scenario.world_size))
-    if scenario.action == "stop":
-        expected.remove(scenario.victim)
-    while time.monotonic() < deadline:
-        late = [rank for rank in expected if _runs(pids[rank])]
-        if not late or starter.poll() is not None:
-            return
-        time.sleep(0.05)
-    stderr = (folder / "stderr").read_text(errors="replace")[-3000:]
-    raise AssertionError(f"ranks {late} did not end within {LIMIT_S:g} s:\n{stderr}")
 
 
 def _runs(pid: int) -> bool:
@@ -148,7 +145,7 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-# In the processes that `run` starts ----------------------------------------------
+# In the processes that a `Starter` has -------------------------------------------
 
 
 class _Ranks:
@@ -188,6 +185,7 @@ class _Ranks:
         )
         torch.manual_seed(0)
         self.use(self.wrap(Blocks(self), process_group=group))
+        self.groups = group if isinstance(group, tuple) else (group,)
         self.x = torch.ones(4, 6, requires_grad=True)
         dist.barrier()
 
@@ -289,6 +287,16 @@ class _Ranks:
             torch.testing.assert_close(value, expected[name])
         (self.folder / f"{self.rank}.recovered").touch()
 
+    def check_transport(self) -> None:
+        """Raise unless the groups, which were used, have the scenario's transport."""
+        import torch
+
+        from fsdp_c import _native
+
+        for group in self.groups:
+            name, why = _native.transport(group, torch.device("cpu"))
+            assert name == self.config["transport"], why
+
     def train(self) -> None:
         """Train until it fails."""
         for index in range(NUM_GOOD_STEPS + 3):
@@ -296,6 +304,8 @@ class _Ranks:
             if self.is_due and self.config["action"] in ("skip", "reorder"):
                 (self.folder / "moment").write_text(str(time.monotonic()))
             self.step()
+            if index == 0:
+                self.check_transport()
 
 
 def _hybrid_groups(rank: int, world_size: int) -> Any:
@@ -355,44 +365,49 @@ def _run_rank(config: dict[str, Any], rank: int) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _dies_with_parent() -> Iterator[None]:
+def _die_with_parent() -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    yield
 
 
-def fork_ranks(world_size: int, body: Callable[[int], int]) -> int:
-    """Run ``body(rank)`` in forked processes; say their ids; wait for all.
+def _fork_rank(config: dict[str, Any], rank: int) -> int:
+    """Return the process id; the rank itself does not return."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    _die_with_parent()
+    os.environ["FSDP_C_SHM"] = str(int(config["transport"] == "shm"))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    stderr = os.open(Path(config["folder"]) / "stderr", flags)
+    os.dup2(stderr, 1)  # which is for the starter's words
+    os.dup2(stderr, 2)
+    sys.exit(_run_rank(config, rank))
 
-    In a rank it returns, too: the status that the process should end with.
-    """
+
+def main() -> None:
+    """Start the ranks of a scenario per line; an empty one waits for their ends."""
+    # Loaded before the fork: imported once. Optimizers import dynamo.
     import torch
+    import torch._dynamo  # noqa: F401
+    import torch.distributed.fsdp.wrap
 
-    torch.set_num_threads(1)
-    pids: list[int] = []
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            with _dies_with_parent():
-                return body(rank)
-        pids.append(pid)
-    print(*pids, flush=True)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    return 0
-
-
-def main(words: list[str]) -> int:
-    """Start the ranks of the scenario in ``words``."""
-    # Loaded before the fork: imported once.
     from helpers import impl, models  # noqa: F401
 
-    config = json.loads(words[0])
-    return fork_ranks(config["world_size"], lambda rank: _run_rank(config, rank))
+    torch.set_num_threads(1)
+    gc.freeze()  # the ranks need not look at all that
+    pids: list[int] = []
+    for line in iter(sys.stdin.readline, ""):
+        config = json.loads(line)
+        if config:
+            pids = [_fork_rank(config, rank) for rank in range(config["world_size"])]
+            print(*pids, flush=True)
+        else:
+            for pid in pids:
+                os.waitpid(pid, 0)
+            print("ended", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -11,10 +11,10 @@ SWITCH = "FSDP_C_SHM"
 
 
 @contextmanager
-def c10d_only() -> Iterator[None]:
-    """Engines that are made in here use c10d, on every rank that does the same."""
+def over(transport: str) -> Iterator[None]:
+    """Engines first used in here try shm, or use c10d, on ranks that do the same."""
     before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "0"
+    os.environ[SWITCH] = {"shm": "1", "c10d": "0"}[transport]
     try:
         yield
     finally:
@@ -22,6 +22,13 @@ def c10d_only() -> Iterator[None]:
             del os.environ[SWITCH]
         else:
             os.environ[SWITCH] = before
+
+
+@contextmanager
+def c10d_only() -> Iterator[None]:
+    """Engines that are made in here use c10d, on every rank that does the same."""
+    with over("c10d"):
+        yield
 
 
 def transport_of(group: dist.ProcessGroup) -> tuple[str, str]:
