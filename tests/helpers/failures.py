@@ -390,7 +390,7 @@ def main() -> None:
     """Start the ranks of a scenario per line; an empty one waits for their ends."""
     # Loaded before the fork: imported once. Optimizers import dynamo.
     import torch
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
     import torch.distributed.fsdp.wrap
 
     from helpers import impl, models  # noqa: F401
