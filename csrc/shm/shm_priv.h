@@ -165,6 +165,9 @@ void fsdp_shm_priv_ring_all(const fsdp_shm *shm);
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_check(fsdp_shm *shm,
                                                fsdp_error *error);
 
+/* Fails this rank, and with it the others, unless it has failed before. */
+void fsdp_shm_priv_give_up(fsdp_shm *shm, const char *cause);
+
 /* Monotonic, in ns. */
 int64_t fsdp_shm_priv_now(void);
 

@@ -435,6 +435,14 @@ static fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
   return status;
 }
 
+static void give_up(fsdp_transport *transport, const char *cause) {
+  fsdp_shm *shm = shm_of(transport);
+  if (check_owner(shm, NULL) != FSDP_OK) return;
+  (void)pthread_mutex_lock(&shm->mutex);
+  fsdp_shm_priv_give_up(shm, cause);
+  (void)pthread_mutex_unlock(&shm->mutex);
+}
+
 fsdp_status fsdp_shm_barrier(fsdp_transport *transport, const char *label,
                              fsdp_error *error) {
   const fsdp_dtype bytes = {.itemsize = 1};
@@ -461,4 +469,5 @@ static const fsdp_transport_ops g_ops = {
     .all_reduce = all_reduce,
     .wait = wait_for,
     .check = check,
+    .give_up = give_up,
 };

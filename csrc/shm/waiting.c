@@ -126,6 +126,13 @@ fsdp_status fsdp_shm_priv_check(fsdp_shm *shm, fsdp_error *error) {
   return FSDP_OK;
 }
 
+void fsdp_shm_priv_give_up(fsdp_shm *shm, const char *cause) {
+  fsdp_error failure;
+  (void)FSDP_FAIL(&failure, FSDP_BACKEND, "rank %" PRId64 " gave up: %.600s",
+                  shm->rank, cause);
+  (void)fail(shm, &failure, failure.message, NULL);
+}
+
 fsdp_status fsdp_shm_priv_progress(fsdp_shm *shm, fsdp_error *error) {
   fsdp_error failure;
   fsdp_status status = FSDP_OK;

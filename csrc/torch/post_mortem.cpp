@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "torch/bridge.h"
+#include "torch/transports.hpp"
 
 namespace fsdp_torch {
 namespace {
@@ -512,6 +513,28 @@ std::string PostMortem::describe(const std::string &cause,
 
 }  // namespace fsdp_torch
 
+namespace {
+
+// What waits in the group ends on all ranks, over gloo and over shared memory.
+void break_group(const c10::intrusive_ptr<c10d::ProcessGroup> &process_group,
+                 const std::string &cause) noexcept {
+  try {
+    fsdp_torch::Group group;
+    group.process_group = process_group;
+    fsdp_torch::look_up(group, c10::kCPU);
+    fsdp_transport *transport = group.transport.get();
+    if (transport != nullptr && transport->ops->give_up != nullptr) {
+      transport->ops->give_up(transport, cause.c_str());
+    }
+    if (fsdp_torch::is_gloo(*process_group, c10::kCPU)) {
+      fsdp_torch::break_gloo(*process_group);
+    }
+  } catch (const std::exception &) {  // no backend for the CPU
+  }
+}
+
+}  // namespace
+
 extern "C" PyObject *fsdp_torch_describe_failure(PyObject *process_group,
                                                  const char *cause,
                                                  const char *operation) {
@@ -524,12 +547,7 @@ extern "C" PyObject *fsdp_torch_describe_failure(PyObject *process_group,
     const std::shared_ptr<fsdp_torch::PostMortem> post_mortem =
         fsdp_torch::PostMortem::of(group);
     if (post_mortem) {
-      try {
-        if (fsdp_torch::is_gloo(*group, c10::kCPU)) {
-          fsdp_torch::break_gloo(*group);
-        }
-      } catch (const std::exception &) {  // no backend for the CPU
-      }
+      break_group(group, c10::str(operation, " failed (", cause, ")"));
       report = post_mortem->describe(cause, operation, nullptr);
     }
   }

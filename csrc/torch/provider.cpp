@@ -204,16 +204,20 @@ void wait_or_report(c10d::Work &work, Report &&report) {
 std::string Provider::report(Group *group, const char *cause,
                              const std::string &operation) const {
   if (!group->post_mortem) return cause;
-  break_groups();
+  break_groups(c10::str(operation, " failed in another group (", cause, ")"));
   const std::string text =
       group->post_mortem->describe(cause, operation, trace);
   tell_others(group, text);
   return text;
 }
 
-void Provider::break_groups() const {
+void Provider::break_groups(const std::string &cause) const {
   if (has_streams_ || !groups) return;
   for (const Group *each : groups()) {
+    fsdp_transport *transport = each->transport.get();
+    if (transport != nullptr && transport->ops->give_up != nullptr) {
+      transport->ops->give_up(transport, cause.c_str());
+    }
     if (each->is_gloo) break_gloo(*each->process_group);
   }
 }

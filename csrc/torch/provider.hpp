@@ -119,8 +119,9 @@ class Provider {
   void wait_for(const HostItem &item, bool has_failed) const;
   // The same for the operation `sequence` of `trace`.
   void wait_for(Group *group, c10d::Work &work, int64_t sequence) const;
-  // What waits in the engine's gloo groups ends, on all ranks.
-  void break_groups() const;
+  // What waits in the engine's groups ends, on all ranks: over gloo, and over
+  // transports that can tell the others `cause`.
+  void break_groups(const std::string &cause) const;
   // Says so in the engine's groups other than `group`.
   void tell_others(const Group *group, const std::string &text) const;
   // What to tell of a failure. Breaks the engine's groups.

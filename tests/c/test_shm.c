@@ -1,10 +1,11 @@
 /*
  * Tests of shm/: every collective, dtype and size on 1 to 5 ranks, many calls
- * in flight, several threads, messages.
+ * in flight, several threads, messages, giving up.
  */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/dtypes.h"
 #include "check.h"
@@ -324,6 +325,38 @@ static void test_barriers(void) {
   shm_run(3, meet_at_barriers, shm_shared(sizeof(int32_t)));
 }
 
+/* ---- Giving up -------------------------------------------------------------
+ */
+
+enum { VICTIM = 1 };
+
+static void give_up_on_one(const shm_rank *self) {
+  const fsdp_shm_options options = shm_options("give up");
+  fsdp_transport *transport = shm_create(self, &options);
+  const fsdp_transport_ops *ops = transport->ops;
+  fsdp_error error = {0};
+  fsdp_error later;
+  CHECK_I64(fsdp_shm_barrier(transport, "first", &error), FSDP_OK);
+  if (self->rank == VICTIM) {
+    ops->give_up(transport, "another group failed");
+    ops->give_up(transport, "and later");
+  }
+  CHECK_I64(fsdp_shm_barrier(transport, "unit 'g'", &error), FSDP_BACKEND);
+  CHECK(strstr(error.message, "rank 1 gave up: another group failed") != NULL);
+  /* The others' waits ended: they say which. */
+  CHECK(self->rank == VICTIM || strstr(error.message, "unit 'g'") != NULL);
+  ops->give_up(transport, "and later");
+  CHECK_I64(ops->check(transport, &later), FSDP_BACKEND);
+  CHECK_TEXT(later.message, error.message);
+  ops->destroy(transport);
+}
+
+static void test_giving_up_ends_the_others_waits(void) {
+  for (int64_t world_size = 2; world_size <= 3; world_size++) {
+    shm_run(world_size, give_up_on_one, NULL);
+  }
+}
+
 int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_every_kind_dtype_and_size),
@@ -334,6 +367,7 @@ int main(void) {
       CHECK_TEST(test_messages),
       CHECK_TEST(test_messages_keep_their_order),
       CHECK_TEST(test_barriers),
+      CHECK_TEST(test_giving_up_ends_the_others_waits),
   };
   return CHECK_RUN(tests);
 }

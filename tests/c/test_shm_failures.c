@@ -596,6 +596,7 @@ static void fork_one(const shm_rank *self) {
     CHECK_I64(run_call(transport, GATHER, "in the child", &error),
               FSDP_INVALID_STATE);
     CHECK_I64(transport->ops->check(transport, &error), FSDP_INVALID_STATE);
+    transport->ops->give_up(transport, "not its own");
     CHECK_I64(fsdp_shm_wait_messages(transport, &error), FSDP_INVALID_STATE);
     transport->ops->destroy(transport);
     /* It may have one of its own, which knows nothing of its parent's. */

@@ -91,6 +91,11 @@ typedef struct fsdp_transport_ops {
    * there was none. Cheap, does not wait. After a failure every call returns
    * it again. */
   fsdp_status (*check)(fsdp_transport *transport, fsdp_error *error);
+
+  /* Fails the transport on all ranks because of something outside of it; they
+   * are told `cause`. Nothing changes after an earlier failure. Does not wait.
+   * NULL: the transport cannot. */
+  void (*give_up)(fsdp_transport *transport, const char *cause);
 } fsdp_transport_ops;
 
 /* The first member of every transport. */
