@@ -155,14 +155,16 @@ def test_killed_outside_of_units(trial: Trial, place: str, operation: str) -> No
 
 @_cases("place", usual={"shm": ("backward",), "c10d": ("backward",)})
 def test_killed_in_another_replica(trial: Trial, place: str) -> None:
-    """Ranks that share no group with the dead one are told by one that does."""
+    """Ranks that share no group with the dead one are told by one that does.
+
+    Not by its end: it stays.
+    """
     told = trial.survivors(
-        "kill", place, victim=3, world_size=4, strategy="HYBRID_SHARD"
+        "kill", place, victim=3, world_size=4, strategy="HYBRID_SHARD", stays=True
     )
     for report in told.values():
         assert "Dead: rank 1 (global rank 3), process" in report.message
         assert not TIME_LIMIT.search(report.message)
-        assert report.seconds < GROUP_TIMEOUT_S
     assert "failed in another group" in told[0].message
 
 

@@ -48,6 +48,8 @@ class Scenario:
     transport: str = "shm"  # or c10d, which is gloo
     recovers: bool = False
     """Whether the ranks go on afterwards, in a new group."""
+    stays: bool = False
+    """Whether ranks that failed do not end before the others, bar the victim, did."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,15 @@ class _Ranks:
             torch.testing.assert_close(value, expected[name])
         (self.folder / f"{self.rank}.recovered").touch()
 
+    def await_others(self) -> None:
+        """Wait for the reports of all but the victim; not for ever."""
+        deadline = time.monotonic() + LIMIT_S / 2
+        others = set(range(self.config["world_size"])) - {self.config["victim"]}
+        while not all((self.folder / f"{rank}.json").exists() for rank in others):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.05)
+
     def check_transport(self) -> None:
         """Raise unless the groups, which were used, have the scenario's transport."""
         import torch
@@ -358,6 +369,8 @@ def _run_rank(config: dict[str, Any], rank: int) -> int:
         report = Report(type(error).__name__, str(error), seconds)
         (folder / f"{rank}.json").write_text(json.dumps(asdict(report)))
         traceback.print_exc()
+        if config["stays"]:
+            ranks.await_others()
         if not config["recovers"]:
             return 1
     if config["recovers"]:
