@@ -1,7 +1,7 @@
 """Orders between lanes that the C tests see on the tape only, with real streams.
 
 Each body goes wrong, for some of its seeds, when the wait that it names is taken
-out of csrc/core (docs/simdevice.md).
+out (docs/simdevice.md).
 """
 
 import copy
@@ -84,3 +84,24 @@ def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
                     torch.testing.assert_close(
                         mine.grad, theirs.grad, msg=f"seed {seed}, step {step}"
                     )
+
+
+@distributed(world_size=2, device="sim")
+def test_replaced_parameter(rank: int, world_size: int) -> None:
+    # unit_views.cpp, replace_param: the unit's gather comes after the copy of the
+    # new values into the shard.
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        inner = fsdp(nn.Linear(DIM, DIM, bias=False), use_orig_params=True)
+        first = nn.Linear(DIM, DIM, bias=False)
+        nn.init.eye_(first.weight)
+        model = fsdp(nn.Sequential(first, inner), use_orig_params=True)
+        x = torch.eye(DIM)
+        for step in range(4):
+            value = float(10 * seed + step + 1)
+            busy = keep_busy()
+            new = torch.full((DIM, DIM), value - 12) + busy[0]
+            inner.module.weight = nn.Parameter(new)
+            with torch.no_grad():
+                out = model(x)
+            assert set(out.flatten().tolist()) == {value}, f"seed {seed}, step {step}"
