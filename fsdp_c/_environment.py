@@ -29,6 +29,11 @@ SWITCHES = (
         "the file of libnccl; used for groups of any backend on a device",
     ),
     Switch(
+        "FSDP_C_NCCL_REGISTER",
+        "0",
+        "1: NCCL is told of the arena's blocks, to reach them without copies",
+    ),
+    Switch(
         "FSDP_C_POST_MORTEM_SECONDS",
         "5",
         "how long a rank whose collective failed waits for what the others say",
