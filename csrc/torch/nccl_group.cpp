@@ -1,5 +1,6 @@
 #include "torch/nccl_group.hpp"
 
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
