@@ -185,6 +185,17 @@ void choose(Connection &connection, Kind kind,
       device, timeout_ms_of(process_group, device), &connection.why_not);
 }
 
+// A rank did not come: says which, as for a collective that failed.
+[[noreturn]] void meeting_failed(const Group &group, const char *cause) {
+  std::string text = cause;
+  if (group.post_mortem) {
+    text = group.post_mortem->describe(
+        cause, "meeting of the ranks, before the group's first collective",
+        nullptr);
+  }
+  C10_THROW_ERROR(DistBackendError, text);
+}
+
 struct Registry {
   // Null where the group has not met. Forgets the groups that are gone.
   const Connection *find(const c10d::ProcessGroup &group,
@@ -255,7 +266,13 @@ void connect(Group &group, c10::Device device) {
     Connection made{
         c10::weak_intrusive_ptr<c10d::ProcessGroup>(group.process_group),
         device.type(), nullptr, nullptr, ""};
-    choose(made, kind, *group.process_group, device);
+    try {
+      choose(made, kind, *group.process_group, device);
+    } catch (const c10::Error &e) {
+      meeting_failed(group, e.what_without_backtrace());
+    } catch (const std::exception &e) {
+      meeting_failed(group, e.what());
+    }
     all.connections.push_back(std::move(made));
     found = &all.connections.back();
   }

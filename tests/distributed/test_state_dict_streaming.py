@@ -301,18 +301,25 @@ def _impatient_group() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("has_met", [True, False])
 @distributed(world_size=3)
-def test_a_rank_that_does_not_call(rank: int, world_size: int) -> None:
-    """The others name the unit and the rank, after the group's timeout."""
+def test_a_rank_that_does_not_call(rank: int, world_size: int, has_met: bool) -> None:
+    """The others name the rank, and the unit, after the group's timeout.
+
+    Ranks whose group has carried nothing yet wait in their first meeting: no unit.
+    """
     needs_fsdp_c("waits, and says less")
     with _impatient_group() as group:
         model = _wrap(_Deep(), process_group=group)
+        if has_met:
+            save(model, FULL, FullStateDictConfig(rank0_only=True))
         begin = time.monotonic()
         if rank != 0:  # the usual mistake, the other way round
             with pytest.raises(RuntimeError) as caught:
                 save(model, FULL, FullStateDictConfig(rank0_only=True))
-            assert "blocks.1.last" in str(caught.value)
-            assert "rank 0: no answer" in str(caught.value)
+            message = str(caught.value)
+            assert ("blocks.1.last" if has_met else "meeting of the ranks") in message
+            assert "rank 0: no answer" in message
             assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
             assert all(
                 module._kept_state is None for module in FSDP.fsdp_modules(model)
