@@ -81,7 +81,7 @@ std::vector<at::Tensor> empty_tensors(const std::vector<TensorSpec> &specs) {
       }
       continue;
     }
-    const Slab slab = make_slab(round_up(total, kLargePage));
+    const Slab slab = make_slab(total);  // its end may lie on small pages
     for (size_t offset = 0; begin < end; begin++) {
       const size_t nbytes = nbytes_of(specs[begin]);
       tensors.push_back(tensor_in(slab, offset, specs[begin], nbytes, keys));
