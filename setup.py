@@ -240,7 +240,7 @@ def bridge() -> setuptools.Extension:
     """
     extension = CppExtension(
         "fsdp_c._native",
-        sorted(glob("csrc/torch/*.cpp")),
+        sorted(glob("csrc/torch/**/*.cpp", recursive=True)),
         define_macros=MACROS,
         depends=[*HEADERS, *SOURCES, EXPORTS, "setup.py"],
         extra_link_args=[

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c import _load_state_dict, _native, _state_dict, _state_dict_type
+from fsdp_c import _native
 from fsdp_c._attributes import Attributes
 from fsdp_c._base import sharded_modules
 from fsdp_c._buffers import UnitBuffers
@@ -39,7 +39,7 @@ from fsdp_c._forward_methods import bind_forward_method
 from fsdp_c._ignored import find_ignored
 from fsdp_c._materialize import materialize
 from fsdp_c._names import WRAPPED_MODULE, clean_name
-from fsdp_c._optim_methods import OptimStateMethods
+from fsdp_c._optim.methods import OptimStateMethods
 from fsdp_c._originals import Originals
 from fsdp_c._params import (
     collect_uses,
@@ -47,6 +47,7 @@ from fsdp_c._params import (
     own_modules,
     unsharded_params,
 )
+from fsdp_c._state import kinds, load, save
 from fsdp_c._summon import summon_full_params, summoned
 from fsdp_c._sync import broadcast_from_first
 from fsdp_c._torch_compat import Policy, TrainingState
@@ -240,7 +241,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )
-        add_post_hook(_load_state_dict.finish_load)
+        add_post_hook(load.finish_load)
 
     @staticmethod
     def _make(
@@ -459,7 +460,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
             TypeError: ``state_dict_type`` is no StateDictType.
             ValueError: Nothing in ``module`` is wrapped.
         """
-        return _state_dict_type.set_state_dict_type(
+        return kinds.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
 
@@ -471,7 +472,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
             AssertionError: They differ.
             ValueError: Nothing in ``module`` is wrapped.
         """
-        return _state_dict_type.get_state_dict_type(module)
+        return kinds.get_state_dict_type(module)
 
     @staticmethod
     def state_dict_type(
@@ -481,7 +482,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """Set the settings for a while; see :meth:`set_state_dict_type`."""
-        return _state_dict_type.state_dict_type(
+        return kinds.state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
 
@@ -506,7 +507,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         positional = dict(
             zip(("destination", "prefix", "keep_vars"), args, strict=False)
         )
-        return _state_dict.save(
+        return save.save(
             self,
             positional.get("destination", destination),
             positional.get("prefix", prefix),
@@ -534,7 +535,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         """
         try:
             return super().load_state_dict(
-                _load_state_dict.with_wrapped_metadata(self, state_dict),
+                load.with_wrapped_metadata(self, state_dict),
                 strict,
                 assign,
             )
@@ -552,7 +553,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        _load_state_dict.begin_load(
+        load.begin_load(
             self, state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
         super()._load_from_state_dict(

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "torch/bridge.h"
-#include "torch/cuda_kernels.hpp"
+#include "torch/port/cuda_kernels.hpp"
 #include "torch/guard.hpp"
-#include "torch/transports.hpp"
+#include "torch/port/transports.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {

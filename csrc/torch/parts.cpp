@@ -9,8 +9,8 @@
 
 #include "shm/shm_transport.h"
 #include "torch/bridge.h"
-#include "torch/cuda_kernels.hpp"
-#include "torch/nccl_group.hpp"
+#include "torch/port/cuda_kernels.hpp"
+#include "torch/port/nccl_group.hpp"
 
 namespace fsdp_torch {
 namespace {

@@ -25,7 +25,7 @@
 #include "layout/param_table.h"
 #include "runtime/engine.h"
 #include "torch/compat.hpp"
-#include "torch/provider.hpp"
+#include "torch/port/provider.hpp"
 
 namespace fsdp_torch {
 

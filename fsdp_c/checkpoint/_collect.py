@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c import _optim_states
-from fsdp_c._optim_places import Place
+from fsdp_c._optim.places import Place
+from fsdp_c._optim.states import OptimStates, ParamState
+from fsdp_c._optim.states import collect as collect_states
 from fsdp_c.checkpoint._contents import (
     Contents,
     extra_states,
@@ -94,7 +95,7 @@ def collect(
             )
     states = None
     if optim is not None:
-        states = _optim_states.collect(model, optim)
+        states = collect_states(model, optim)
         for name, state in states.states.items():
             if name in mine and state.has_state:
                 _add_state(collected, name, state)
@@ -127,9 +128,7 @@ def _saved_here(
     return mine
 
 
-def _add_state(
-    collected: Collected, name: str, state: _optim_states.ParamState
-) -> None:
+def _add_state(collected: Collected, name: str, state: ParamState) -> None:
     where = f"optimizer state of {name!r}"
     collected.states[name] = StateSpec(
         {
@@ -153,7 +152,7 @@ def _manifest(
     contents: Contents,
     ranks: Ranks,
     optim: torch.optim.Optimizer | None,
-    states: _optim_states.OptimStates | None,
+    states: OptimStates | None,
     scheduler: Any,
     extra: Any,
 ) -> Manifest:

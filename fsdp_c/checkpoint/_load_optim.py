@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim_groups import groups_for_optimizer
-from fsdp_c._optim_keys import check_params, keys_of_optimizer, uses_names
-from fsdp_c._optim_places import Place, places_of_params
-from fsdp_c._optim_states import ParamState, assemble, install
-from fsdp_c._optim_states import collect as collect_states
+from fsdp_c._optim.groups import groups_for_optimizer
+from fsdp_c._optim.keys import check_params, keys_of_optimizer, uses_names
+from fsdp_c._optim.places import Place, places_of_params
+from fsdp_c._optim.states import ParamState, assemble, install
+from fsdp_c._optim.states import collect as collect_states
 from fsdp_c.checkpoint._dtypes import dtype_of
 from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fsdp_c._optim_places import Place
+from fsdp_c._optim.places import Place
 from fsdp_c.checkpoint._contents import Buffer, Contents, part_of
 from fsdp_c.checkpoint._memory import was_written
 from fsdp_c.checkpoint._plan import Target

@@ -291,10 +291,10 @@ def test_dict_does_not_follow_training(rank: int, world_size: int) -> None:
 def test_one_exchange_a_unit(rank: int, world_size: int) -> None:
     """One collective for what there is, then one exchange a unit; none for loading."""
     needs_fsdp_c("gathers each state")
-    from fsdp_c import _optim_transfer
+    from fsdp_c._optim import transfer
 
     calls: list[str] = []
-    owners = {"all_gather_object": dist, "pass_messages": _optim_transfer}
+    owners = {"all_gather_object": dist, "pass_messages": transfer}
     originals = {name: getattr(owner, name) for name, owner in owners.items()}
 
     def counted(name: str) -> Any:
@@ -328,17 +328,17 @@ def test_large_tensors_go_straight(
 ) -> None:
     """Packed or each in a message of its own: the same, both ways."""
     needs_fsdp_c("has no such limit")
-    from fsdp_c import _optim_transfer
+    from fsdp_c._optim import transfer
 
     model = wrap("uneven", nested=False, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["counting"](model.parameters())
     train(model, optim, "uneven", 1, rank=rank)
     local = copy.deepcopy(optim.state_dict()["state"])
     expected = full(model, optim)["state"]
-    limit = _optim_transfer.DIRECT_NBYTES
+    limit = transfer.DIRECT_NBYTES
     try:
         for nbytes in (1, 16, 64):
-            _optim_transfer.DIRECT_NBYTES = nbytes
+            transfer.DIRECT_NBYTES = nbytes
             assert_same_states(full(model, optim)["state"], expected)
             first = _rank0(model, optim)
             loaded = _load_rank0(model, optim, first)
@@ -348,7 +348,7 @@ def test_large_tensors_go_straight(
                 loaded = FSDP.optim_state_dict_to_load(model, optim, sharded)
             assert_same_states(loaded["state"], local)
     finally:
-        _optim_transfer.DIRECT_NBYTES = limit
+        transfer.DIRECT_NBYTES = limit
 
 
 class _Allocations(TorchDispatchMode):
@@ -376,7 +376,7 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
     about what there is, which are small.
     """
     needs_fsdp_c("gathers whole units on all ranks")
-    from fsdp_c import _optim_transfer
+    from fsdp_c._optim import transfer
 
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     model = fsdp(
@@ -390,9 +390,9 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
     optim.step()
     whole = 8 * 2 * 4 * (64 * 64 + 64)  # units, states, bytes, elements
     messages = 20 * 1024
-    limit = _optim_transfer.DIRECT_NBYTES
+    limit = transfer.DIRECT_NBYTES
     for nbytes in (limit, 4096):
-        _optim_transfer.DIRECT_NBYTES = nbytes
+        transfer.DIRECT_NBYTES = nbytes
         packed = whole if nbytes == limit else whole // 32
         try:
             with _Allocations() as count:
@@ -406,4 +406,4 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
                 _load_rank0(model, optim, first)
             assert count.nbytes < whole + packed // 2 + messages
         finally:
-            _optim_transfer.DIRECT_NBYTES = limit
+            transfer.DIRECT_NBYTES = limit

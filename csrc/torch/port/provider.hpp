@@ -18,7 +18,7 @@
 #include "base/trace.h"
 #include "port/device_ops.h"
 #include "port/transport.h"
-#include "torch/post_mortem.hpp"
+#include "torch/port/post_mortem.hpp"
 
 namespace fsdp_torch {
 

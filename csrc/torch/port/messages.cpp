@@ -9,7 +9,7 @@
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/objects.hpp"
-#include "torch/transports.hpp"
+#include "torch/port/transports.hpp"
 
 namespace fsdp_torch {
 namespace {

@@ -1,4 +1,4 @@
-#include "torch/transports.hpp"
+#include "torch/port/transports.hpp"
 
 #include <ATen/ATen.h>
 #include <Python.h>
@@ -13,7 +13,7 @@
 #include "base/dtypes.h"
 #include "shm/shm_transport.h"
 #include "torch/guard.hpp"
-#include "torch/nccl_group.hpp"
+#include "torch/port/nccl_group.hpp"
 
 namespace fsdp_torch {
 namespace {

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule
 from fsdp_c._failures import naming_ranks
-from fsdp_c._optim_entries import Values, all_entries, by_module, take
-from fsdp_c._optim_header import Header, TensorInfo, Wanted, read_header
-from fsdp_c._optim_places import Place
-from fsdp_c._optim_transfer import Item
+from fsdp_c._optim.entries import Values, all_entries, by_module, take
+from fsdp_c._optim.header import Header, TensorInfo, Wanted, read_header
+from fsdp_c._optim.places import Place
+from fsdp_c._optim.transfer import Item
 
 
 def _is_first(module: ShardedModule) -> bool:

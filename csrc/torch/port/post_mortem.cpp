@@ -1,6 +1,6 @@
 // Publishes, collects and puts into words what the ranks of a group were doing
 // when a collective failed.
-#include "torch/post_mortem.hpp"
+#include "torch/port/post_mortem.hpp"
 
 #include <ATen/ATen.h>
 #include <Python.h>
@@ -18,7 +18,7 @@
 #include <utility>
 
 #include "torch/bridge.h"
-#include "torch/transports.hpp"
+#include "torch/port/transports.hpp"
 
 namespace fsdp_torch {
 namespace {

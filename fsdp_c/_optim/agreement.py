@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_c._failures import naming_ranks
-from fsdp_c._optim_places import Place
-from fsdp_c._optim_states import ParamState, describe, same_value
+from fsdp_c._optim.places import Place
+from fsdp_c._optim.states import ParamState, describe, same_value
 
 
 class Scalar(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c._optim_keys import Key, ParamKeys
-from fsdp_c._optim_places import Place
+from fsdp_c._optim.keys import Key, ParamKeys
+from fsdp_c._optim.places import Place
 
 PlacesOfParam = Mapping[nn.Parameter, Sequence[Place]]
 

@@ -1,4 +1,4 @@
-#include "torch/nccl_group.hpp"
+#include "torch/port/nccl_group.hpp"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>

@@ -9,7 +9,7 @@
 
 #include "torch/compat.hpp"
 #include "torch/guard.hpp"
-#include "torch/provider.hpp"
+#include "torch/port/provider.hpp"
 
 namespace fsdp_torch {
 namespace {

@@ -17,21 +17,21 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._failures import naming_ranks
-from fsdp_c._optim_agreement import unpacked_value
-from fsdp_c._optim_entries import Values, all_entries, by_module, take
-from fsdp_c._optim_groups import groups_for_optimizer
-from fsdp_c._optim_header import Header, Wanted, check_header, read_header
-from fsdp_c._optim_keys import (
+from fsdp_c._optim.agreement import unpacked_value
+from fsdp_c._optim.entries import Values, all_entries, by_module, take
+from fsdp_c._optim.groups import groups_for_optimizer
+from fsdp_c._optim.header import Header, Wanted, check_header, read_header
+from fsdp_c._optim.keys import (
     ParamKeys,
     check_params,
     keys_of_input,
     keys_of_optimizer,
 )
-from fsdp_c._optim_places import Place, find_places, places_of_params
-from fsdp_c._optim_scatter import header_from_first, scatter
-from fsdp_c._optim_states import ParamState, assemble
-from fsdp_c._optim_transfer import Item
-from fsdp_c._sharded_tensors import find_problem, local_part, rows_of
+from fsdp_c._optim.places import Place, find_places, places_of_params
+from fsdp_c._optim.scatter import header_from_first, scatter
+from fsdp_c._optim.states import ParamState, assemble
+from fsdp_c._optim.transfer import Item
+from fsdp_c._state.sharded_tensors import find_problem, local_part, rows_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def load(
     ``model`` must call it. The result owns its memory; nothing is changed.
 
     Args:
-        model: As for :func:`fsdp_c._optim_states.collect`.
+        model: As for :func:`fsdp_c._optim.states.collect`.
         optim: The optimizer that will load it; None if ``optim_input`` says.
         state_dict: Full or sharded; ignored where ``rank0_only`` leaves this rank
             out.

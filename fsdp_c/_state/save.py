@@ -29,10 +29,10 @@ from torch.distributed.fsdp.api import (
 
 from fsdp_c._base import KeptState, ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engine
-from fsdp_c._local_state_dict import local_state
 from fsdp_c._names import WRAPPED_PREFIX
-from fsdp_c._own_parts import named_uses
-from fsdp_c._sharded_tensors import is_sharded, shard_tensor
+from fsdp_c._state.local import local_state
+from fsdp_c._state.own_parts import named_uses
+from fsdp_c._state.sharded_tensors import is_sharded, shard_tensor
 from fsdp_c._summon import summoned
 from fsdp_c._uses import is_flat_param, sharding_unit
 

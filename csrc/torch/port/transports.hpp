@@ -6,7 +6,7 @@
 #include <string>
 
 #include "port/transport.h"
-#include "torch/provider.hpp"
+#include "torch/port/provider.hpp"
 
 namespace fsdp_torch {
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fsdp_c._base import ShardedModule
 from fsdp_c._names import flat_param_name
-from fsdp_c._own_parts import OwnParts
-from fsdp_c._sharded_tensors import local_part, shape_of, sharded_tensor_of
+from fsdp_c._state.own_parts import OwnParts
+from fsdp_c._state.sharded_tensors import local_part, shape_of, sharded_tensor_of
 from fsdp_c._torch_compat import ShardedTensor
 
 

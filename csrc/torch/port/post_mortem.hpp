@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "base/trace.h"
-#include "torch/processes.hpp"
+#include "torch/port/processes.hpp"
 
 namespace fsdp_torch {
 

@@ -1,5 +1,5 @@
 // Memory, ordering and copies for the engine, over torch.
-#include "torch/provider.hpp"
+#include "torch/port/provider.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -9,9 +9,9 @@
 #include <optional>
 
 #include "host/kernels.h"
-#include "torch/cuda_kernels.hpp"
+#include "torch/port/cuda_kernels.hpp"
 #include "torch/guard.hpp"
-#include "torch/nccl_group.hpp"
+#include "torch/port/nccl_group.hpp"
 
 // A point on a lane: a ticket on the host, an event of the device elsewhere.
 struct fsdp_event {

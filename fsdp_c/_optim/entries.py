@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule
-from fsdp_c._optim_header import TensorInfo, Wanted
-from fsdp_c._optim_places import Place
-from fsdp_c._optim_transfer import Item, transfer, transfer_device
+from fsdp_c._optim.header import TensorInfo, Wanted
+from fsdp_c._optim.places import Place
+from fsdp_c._optim.transfer import Item, transfer, transfer_device
 
 # This rank's parts, by first name of the parameter and name of the state.
 Values = dict[tuple[str, str], Tensor]

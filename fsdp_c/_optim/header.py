@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c._optim_agreement import packed_value
-from fsdp_c._optim_local import LOCAL_PARTS
-from fsdp_c._optim_places import Place
-from fsdp_c._optim_save import WHOLE_STATES
-from fsdp_c._sharded_tensors import dtype_of, is_sharded, shape_of
+from fsdp_c._optim.agreement import packed_value
+from fsdp_c._optim.local import LOCAL_PARTS
+from fsdp_c._optim.places import Place
+from fsdp_c._optim.save import WHOLE_STATES
+from fsdp_c._state.sharded_tensors import dtype_of, is_sharded, shape_of
 
 
 class TensorInfo(NamedTuple):
@@ -47,7 +47,7 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
     """Return the header of ``state_dict``.
 
     Args:
-        state_dict: As :func:`fsdp_c._optim_save.save` returns it.
+        state_dict: As :func:`fsdp_c._optim.save.save` returns it.
         names: The parameters of the model; other entries that no group has belong
             to no parameter.
 

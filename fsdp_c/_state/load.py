@@ -23,19 +23,19 @@ from torch.distributed.fsdp.api import StateDictType
 from fsdp_c._base import Loading, LoadTree, ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engine
 from fsdp_c._failures import naming_ranks
-from fsdp_c._local_state_dict import find_local_problems, load_local, local_names
 from fsdp_c._names import WRAPPED_PREFIX, clean_name
-from fsdp_c._own_parts import OwnParts, named_uses
 from fsdp_c._params import own_modules
-from fsdp_c._row_transfer import load_rows
-from fsdp_c._sharded_tensors import (
+from fsdp_c._state.local import find_local_problems, load_local, local_names
+from fsdp_c._state.own_parts import OwnParts, named_uses
+from fsdp_c._state.rows import load_rows
+from fsdp_c._state.save import check_idle, check_owners, kind_of
+from fsdp_c._state.sharded_tensors import (
     find_problem,
     gather_sharded,
     has_rows,
     is_sharded,
     shape_of,
 )
-from fsdp_c._state_dict import check_idle, check_owners, kind_of
 from fsdp_c._summon import summoned
 from fsdp_c._torch_compat import ActivationWrapper
 

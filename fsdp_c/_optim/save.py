@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._optim_agreement import AgreedState, agree, unpacked_value
-from fsdp_c._optim_keys import ParamKeys
-from fsdp_c._optim_places import Place
-from fsdp_c._optim_states import OptimStates, ParamState, collect
-from fsdp_c._optim_transfer import Item, transfer, transfer_device
-from fsdp_c._sharded_tensors import has_rows, rows_of, wrap_chunk
+from fsdp_c._optim.agreement import AgreedState, agree, unpacked_value
+from fsdp_c._optim.keys import ParamKeys
+from fsdp_c._optim.places import Place
+from fsdp_c._optim.states import OptimStates, ParamState, collect
+from fsdp_c._optim.transfer import Item, transfer, transfer_device
+from fsdp_c._state.sharded_tensors import has_rows, rows_of, wrap_chunk
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
 # are tensors without one value per element, by parameter. There only if there are any.
@@ -59,7 +59,7 @@ def save(
     All ranks of ``model`` must call it. The tensors own their memory.
 
     Args:
-        model: As for :func:`fsdp_c._optim_states.collect`.
+        model: As for :func:`fsdp_c._optim.states.collect`.
         optim: Steps its parameters.
         options: What to return.
         state_dict: Of ``optim``; ``optim.state_dict()`` if None.
@@ -71,7 +71,7 @@ def save(
     Raises:
         RuntimeError: The ranks' optimizers do not fit together, or it failed on
             another rank.
-        ValueError: See :func:`~fsdp_c._optim_states.collect`; or state that is not
+        ValueError: See :func:`~fsdp_c._optim.states.collect`; or state that is not
             sharded differs between ranks.
     """
     modules = list(sharded_modules(model))

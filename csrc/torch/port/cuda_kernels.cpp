@@ -1,5 +1,5 @@
 // Opens the library of CUDA kernels and calls it.
-#include "torch/cuda_kernels.hpp"
+#include "torch/port/cuda_kernels.hpp"
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>

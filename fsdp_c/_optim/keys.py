@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._optim_places import Place
+from fsdp_c._optim.places import Place
 
 Key = int | str
 

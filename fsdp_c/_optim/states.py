@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim_groups import groups_by_name, groups_for_optimizer
-from fsdp_c._optim_keys import (
+from fsdp_c._optim.groups import groups_by_name, groups_for_optimizer
+from fsdp_c._optim.keys import (
     Key,
     ParamKeys,
     check_params,
     keys_of_optimizer,
     uses_names,
 )
-from fsdp_c._optim_places import Place, find_places, places_of_params
+from fsdp_c._optim.places import Place, find_places, places_of_params
 
 
 @dataclass

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import _native
 from fsdp_c._base import ShardedModule
 from fsdp_c._failures import naming_ranks
-from fsdp_c._own_parts import OwnParts
-from fsdp_c._sharded_tensors import aligned, dtype_of, local_part, shape_of
+from fsdp_c._state.own_parts import OwnParts
+from fsdp_c._state.sharded_tensors import aligned, dtype_of, local_part, shape_of
 from fsdp_c._torch_compat import ShardedTensor
 
 
@@ -134,8 +134,9 @@ def load_rows(
 
     Args:
         module: A wrapped module that is not summoned.
-        values: Each in the chunks of :func:`fsdp_c._sharded_tensors.rows_of`, and of
-            the shape of the parameter that it is for.
+        values: Each in the chunks of
+            :func:`fsdp_c._state.sharded_tensors.rows_of`, and of the shape of the
+            parameter that it is for.
         uses: By value, the number of a use of that parameter. Of several values for
             one parameter the last counts.
 

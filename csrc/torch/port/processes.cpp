@@ -1,5 +1,5 @@
 // Looks at processes through /proc.
-#include "torch/processes.hpp"
+#include "torch/port/processes.hpp"
 
 #include <sys/stat.h>
 #include <unistd.h>

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_c._names import clean_name
-from fsdp_c._optim_keys import keys_of_optimizer, uses_names
-from fsdp_c._optim_states import OptimStates, collect
+from fsdp_c._optim.keys import keys_of_optimizer, uses_names
+from fsdp_c._optim.states import OptimStates, collect
 
 # A top-level entry: the elements that the rank holds, by parameter.
 LOCAL_PARTS = "local_parts"
@@ -32,7 +32,7 @@ def save_local(
     communicated. The tensors own their memory.
 
     Raises:
-        ValueError: See :func:`~fsdp_c._optim_states.collect`.
+        ValueError: See :func:`~fsdp_c._optim.states.collect`.
     """
     if state_dict is None:
         state_dict = optim.state_dict()

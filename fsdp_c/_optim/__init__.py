@@ -1,0 +1,1 @@
+"""Optimizer state dicts: saved, loaded, rekeyed and moved between ranks."""
