@@ -1,28 +1,40 @@
-"""Command line: python -m fsdp_c doctor|checkpoint."""
+"""Command line: python -m fsdp_c COMMAND ..."""
 
 import sys
+from importlib import import_module
 
-from fsdp_c import doctor
-from fsdp_c.checkpoint import _command as checkpoint
+# Command: (the module whose main(words) runs it, arguments, what it is for).
+COMMANDS = {
+    "doctor": (
+        "fsdp_c.doctor",
+        "[--json]",
+        "print what was built, which paths are active and what is wrong; the exit "
+        "status is 1 if something is broken",
+    ),
+    "checkpoint": (
+        "fsdp_c.checkpoint._command",
+        "info|verify|export|reshard PATH ...",
+        "look at checkpoints, and convert them; see checkpoint --help",
+    ),
+}
 
-USAGE = """\
-usage: python -m fsdp_c doctor [--json]
-       python -m fsdp_c checkpoint info|verify|export|reshard PATH ...
 
-  doctor      print what was built, which paths are active and what is wrong;
-              the exit status is 1 if something is broken
-  checkpoint  look at checkpoints, and convert them; see checkpoint --help
-"""
+def usage() -> str:
+    """Return the text of ``--help``."""
+    lines = ["usage: python -m fsdp_c COMMAND ...", ""]
+    for command, (_, arguments, purpose) in COMMANDS.items():
+        lines += [f"  {command} {arguments}", f"      {purpose}"]
+    return "\n".join(lines) + "\n"
 
 
 def main(words: list[str]) -> int:
     """Run the command ``words``; return the exit status."""
-    if words[:1] == ["doctor"]:
-        return doctor.main(words[1:])
-    if words[:1] == ["checkpoint"]:
-        return checkpoint.main(words[1:])
+    if words and words[0] in COMMANDS:
+        module, _, _ = COMMANDS[words[0]]
+        status: int = import_module(module).main(words[1:])
+        return status
     is_help = words in (["-h"], ["--help"], ["help"])
-    print(USAGE, end="", file=sys.stdout if is_help else sys.stderr)
+    print(usage(), end="", file=sys.stdout if is_help else sys.stderr)
     return 0 if is_help else 2
 
 
