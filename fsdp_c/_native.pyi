@@ -253,6 +253,7 @@ def pass_messages(
     group: ProcessGroup,
     outgoing: Sequence[tuple[int, torch.Tensor]],
     incoming: Sequence[tuple[int, torch.Tensor]],
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ...,
 ) -> bool:
     """Pass CPU tensors through shared memory; False if that is not possible."""
 

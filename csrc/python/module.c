@@ -68,10 +68,12 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     pass_messages_doc,
-    "pass_messages($module, /, group, outgoing, incoming)\n--\n\n"
+    "pass_messages($module, /, group, outgoing, incoming, copies=())\n--\n\n"
     "Pass contiguous CPU tensors, (peer, tensor) each, between ranks of a\n"
-    "process group through shared memory. All ranks must call it. False if\n"
-    "that is not possible: then nothing was done.");
+    "process group through shared memory. All ranks must call it. `copies`,\n"
+    "(source, target) of as many bytes each, are made meanwhile. False if "
+    "that\n"
+    "is not possible: then nothing was done.");
 
 PyDoc_STRVAR(
     transport_doc,

@@ -54,41 +54,72 @@ static int read_messages(PyObject *sequence, bool is_outgoing,
   return 0;
 }
 
+/* Fills copies[0 ...] from a tuple of (source, target). */
+static int read_copies(PyObject *sequence, fsdp_torch_copy *copies) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sequence); i++) {
+    PyObject *item = PyTuple_GET_ITEM(sequence, i); /* borrowed */
+    if (!PyTuple_Check(item)) {
+      PyErr_SetString(PyExc_TypeError, "a copy is a tuple (source, target)");
+      return -1;
+    }
+    if (!PyArg_ParseTuple(item, "OO", &copies[i].source, &copies[i].target)) {
+      return -1;
+    }
+  }
+  return 0;
+}
+
 PyObject *fsdp_module_pass_messages(PyObject *Py_UNUSED(module), PyObject *args,
                                     PyObject *kwargs) {
-  static const char *const keywords[] = {"group", "outgoing", "incoming", NULL};
+  static const char *const keywords[] = {"group", "outgoing", "incoming",
+                                         "copies", NULL};
   fsdp_error error = {0};
-  PyObject *group, *outgoing_sequence, *incoming_sequence; /* borrowed */
-  PyObject *outgoing = NULL, *incoming = NULL;             /* tuples */
+  PyObject *group, *outgoing_sequence, *incoming_sequence;  /* borrowed */
+  PyObject *copy_sequence = NULL;                           /* borrowed */
+  PyObject *outgoing = NULL, *incoming = NULL, *own = NULL; /* tuples */
+  fsdp_torch_copy *copies = NULL;
   PyObject *result = NULL;
   fsdp_torch_message *messages = NULL;
   bool are_passed = false;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:pass_messages",
-                                   FSDP_KEYWORDS(keywords), &group,
-                                   &outgoing_sequence, &incoming_sequence)) {
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "OOO|O:pass_messages", FSDP_KEYWORDS(keywords), &group,
+          &outgoing_sequence, &incoming_sequence, &copy_sequence)) {
     return NULL;
   }
   outgoing = PySequence_Tuple(outgoing_sequence);
   if (outgoing == NULL) goto done;
   incoming = PySequence_Tuple(incoming_sequence);
   if (incoming == NULL) goto done;
+  own =
+      copy_sequence == NULL ? PyTuple_New(0) : PySequence_Tuple(copy_sequence);
+  if (own == NULL) goto done;
   const Py_ssize_t num_outgoing = PyTuple_GET_SIZE(outgoing);
   const Py_ssize_t num_messages = num_outgoing + PyTuple_GET_SIZE(incoming);
   messages = PyMem_Calloc((size_t)num_messages + 1, sizeof *messages);
-  if (messages == NULL) {
+  copies = PyMem_Calloc((size_t)PyTuple_GET_SIZE(own) + 1, sizeof *copies);
+  if (messages == NULL || copies == NULL) {
     PyErr_NoMemory();
     goto done;
   }
   if (read_messages(outgoing, true, messages) < 0) goto done;
   if (read_messages(incoming, false, messages + num_outgoing) < 0) goto done;
-  if (fsdp_torch_pass_messages(group, messages, (int64_t)num_messages,
-                               &are_passed, &error) != FSDP_OK) {
+  if (read_copies(own, copies) < 0) goto done;
+  const fsdp_torch_exchange exchange = {
+      .messages = messages,
+      .num_messages = (int64_t)num_messages,
+      .copies = copies,
+      .num_copies = (int64_t)PyTuple_GET_SIZE(own),
+  };
+  if (fsdp_torch_pass_messages(group, &exchange, &are_passed, &error) !=
+      FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     goto done;
   }
   result = PyBool_FromLong(are_passed);
 done:
   PyMem_Free(messages);
+  PyMem_Free(copies);
+  Py_XDECREF(own);
   Py_XDECREF(outgoing);
   Py_XDECREF(incoming);
   return result;

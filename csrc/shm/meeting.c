@@ -64,6 +64,10 @@ static void prepare(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
     refuse(meeting, mine, "no host memory");
     return;
   }
+  if (meeting->refusal != NULL) {
+    refuse(meeting, mine, meeting->refusal);
+    return;
+  }
   fsdp_shm_peer *self = &shm->peers[shm->rank];
   if (fsdp_shm_priv_process_get(&self->process, &error) != FSDP_OK ||
       fsdp_shm_priv_segment_create(&shm->geometry, &self->segment, descriptor,

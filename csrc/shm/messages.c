@@ -1,7 +1,7 @@
 /*
  * Messages between two ranks: a small ring for each pair and direction, which
- * the sender fills and the receiver empties. Long messages go through it slot
- * by slot.
+ * the sender fills and the receiver empties. What is longer than a slot goes
+ * through it slot by slot; what is much longer past it (direct.c).
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -63,6 +63,10 @@ static bool is_done(const fsdp_shm_message *message) {
 static bool can_go_on(const fsdp_shm *shm, const fsdp_shm_message *message) {
   const fsdp_shm_peer *peer = &shm->peers[message->peer];
   if (message->is_send) {
+    if (message->num_done < message->nbytes && !message->is_begun &&
+        fsdp_shm_priv_is_direct(shm, message)) {
+      return fsdp_shm_priv_is_offered(shm, message);
+    }
     return peer->num_sent -
                atomic_load(tail_of(shm, shm->rank, message->peer)) <
            FSDP_SHM_MESSAGE_SLOTS;
@@ -74,8 +78,10 @@ static bool can_go_on(const fsdp_shm *shm, const fsdp_shm_message *message) {
 static void send_slot(fsdp_shm *shm, fsdp_shm_message *message) {
   fsdp_shm_peer *peer = &shm->peers[message->peer];
   const size_t nbytes = next_nbytes(shm, message);
-  header_of(shm, shm->rank, message->peer, peer->num_sent)->nbytes =
-      message->is_begun ? -1 : message->nbytes;
+  fsdp_shm_message_header *header =
+      header_of(shm, shm->rank, message->peer, peer->num_sent);
+  header->nbytes = message->is_begun ? -1 : message->nbytes;
+  header->is_written = !message->is_begun && nbytes == 0 && message->nbytes > 0;
   if (nbytes > 0) {
     memcpy(memory_of(shm, shm->rank, message->peer, peer->num_sent),
            message->data + message->num_done, nbytes);
@@ -87,12 +93,22 @@ static void send_slot(fsdp_shm *shm, fsdp_shm_message *message) {
   fsdp_shm_priv_ring(shm, message->peer);
 }
 
+/* The next piece of a message, on the way that is open. */
+static void send_piece(fsdp_shm *shm, fsdp_shm_message *message) {
+  if (message->num_done < message->nbytes && !message->is_begun &&
+      fsdp_shm_priv_is_direct(shm, message)) {
+    fsdp_shm_priv_write_direct(shm, message);
+  } else {
+    send_slot(shm, message);
+  }
+}
+
 static fsdp_status receive_slot(fsdp_shm *shm, fsdp_shm_message *message,
                                 fsdp_error *error) {
   fsdp_shm_peer *peer = &shm->peers[message->peer];
-  const int64_t sent =
-      header_of(shm, message->peer, shm->rank, peer->num_received)->nbytes;
-  const size_t nbytes = next_nbytes(shm, message);
+  const fsdp_shm_message_header *header =
+      header_of(shm, message->peer, shm->rank, peer->num_received);
+  const int64_t sent = header->nbytes;
   if (!message->is_begun && sent != message->nbytes) {
     return FSDP_FAIL(error, FSDP_BACKEND,
                      "rank %" PRId64 " waits for a message of %" PRId64
@@ -101,6 +117,10 @@ static fsdp_status receive_slot(fsdp_shm *shm, fsdp_shm_message *message,
                      shm->rank, message->nbytes, message->label, message->peer,
                      sent);
   }
+  if (!message->is_begun && header->is_written) {
+    message->num_done = message->nbytes;
+  }
+  const size_t nbytes = next_nbytes(shm, message);
   if (nbytes > 0) {
     memcpy(message->data + message->num_done,
            memory_of(shm, message->peer, shm->rank, peer->num_received),
@@ -129,7 +149,14 @@ static bool is_first(const fsdp_shm *shm, size_t i) {
 static void remove_done(fsdp_shm *shm) {
   size_t num = 0;
   for (size_t i = 0; i < shm->num_messages; i++) {
-    if (!is_done(&shm->messages[i])) shm->messages[num++] = shm->messages[i];
+    const fsdp_shm_message *message = &shm->messages[i];
+    if (!is_done(message)) {
+      shm->messages[num++] = *message;
+    } else if (message->is_send) {
+      shm->peers[message->peer].num_messages_sent++;
+    } else {
+      shm->peers[message->peer].num_messages_received++;
+    }
   }
   if (num < shm->num_messages && num == 0) {
     fsdp_shm_priv_ring(shm, shm->rank); /* another thread may wait for them */
@@ -145,9 +172,10 @@ fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm, fsdp_error *error) {
     for (size_t i = 0; i < shm->num_messages; i++) {
       fsdp_shm_message *message = &shm->messages[i];
       if (!is_first(shm, i) || is_done(message)) continue;
+      if (!message->is_send) fsdp_shm_priv_offer(shm, message);
       if (!can_go_on(shm, message)) continue;
       if (message->is_send) {
-        send_slot(shm, message);
+        send_piece(shm, message);
       } else {
         FSDP_TRY(receive_slot(shm, message, error));
       }
@@ -237,6 +265,14 @@ fsdp_status fsdp_shm_recv(fsdp_transport *transport, int64_t sender, void *data,
                           fsdp_error *error) {
   fsdp_shm_message message = {.peer = sender, .data = data, .nbytes = nbytes};
   return start(transport, &message, label, error);
+}
+
+bool fsdp_shm_has_writers(fsdp_transport *transport) {
+  fsdp_shm *shm = (fsdp_shm *)transport;
+  (void)pthread_mutex_lock(&shm->mutex);
+  const bool has_writers = shm->has_writers;
+  (void)pthread_mutex_unlock(&shm->mutex);
+  return has_writers;
 }
 
 fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,

@@ -36,7 +36,7 @@ static bool place(int64_t num, int64_t nbytes, int64_t multiple, int64_t *end,
 
 bool fsdp_shm_priv_layout(int64_t world_size, int64_t ring_nbytes,
                           int64_t slot_nbytes, int64_t message_nbytes,
-                          fsdp_shm_geometry *geometry) {
+                          int64_t direct_nbytes, fsdp_shm_geometry *geometry) {
   const int64_t num_others = world_size > 1 ? world_size - 1 : 1;
   const int64_t line = FSDP_SHM_LINE_NBYTES;
   int64_t end = sizeof(fsdp_shm_header);
@@ -50,6 +50,7 @@ bool fsdp_shm_priv_layout(int64_t world_size, int64_t ring_nbytes,
       .slot_nbytes = slot_nbytes,
       .piece_nbytes = slot_nbytes / num_others / line * line,
       .message_slot_nbytes = message_slot,
+      .direct_nbytes = direct_nbytes,
   };
   const int64_t counter = sizeof(fsdp_shm_counter);
   int64_t num_messages;
@@ -59,6 +60,7 @@ bool fsdp_shm_priv_layout(int64_t world_size, int64_t ring_nbytes,
       !place(world_size, counter, line, &end, &g.message_tails) ||
       !place(num_messages, sizeof(fsdp_shm_message_header), line, &end,
              &g.message_headers) ||
+      !place(world_size, sizeof(fsdp_shm_offer), line, &end, &g.offers) ||
       !place(g.num_slots, FSDP_NUM_CHANNELS * sizeof(fsdp_shm_descriptor), line,
              &end, &g.descriptors) ||
       !place(num_messages, message_slot, PAGE_NBYTES, &end, &g.messages) ||

@@ -1,6 +1,6 @@
 /*
  * The layout of a segment, the memory that one rank shares with the others.
- * Only its owner writes to it, but for the doorbell.
+ * Only its owner writes to it, but for the doorbell and the locks of offers.
  */
 #ifndef FSDP_SHM_SEGMENT_PRIV_H
 #define FSDP_SHM_SEGMENT_PRIV_H
@@ -17,7 +17,7 @@ enum {
   FSDP_SHM_LINE_NBYTES = 64, /* of a cache; what is shared has its own lines */
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
-  FSDP_SHM_VERSION = 1
+  FSDP_SHM_VERSION = 2
 };
 
 typedef enum fsdp_shm_kind {
@@ -73,10 +73,21 @@ typedef struct fsdp_shm_counter {
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic int64_t value;
 } fsdp_shm_counter;
 
-/* The first slot of a message says how long it is. */
+/* The first slot of a message says how long it is, and whether all of it was
+ * written into the receiver's memory already (Note [Direct messages]). */
 typedef struct fsdp_shm_message_header {
   alignas(FSDP_SHM_LINE_NBYTES) int64_t nbytes;
+  bool is_written;
 } fsdp_shm_message_header;
+
+/* Memory that its owner waits for a message in. The sender writes `lock`. */
+typedef struct fsdp_shm_offer {
+  alignas(
+      FSDP_SHM_LINE_NBYTES) _Atomic int64_t sequence; /* 1, 2, ...; 0: none */
+  _Atomic int32_t lock;
+  int64_t nbytes;
+  uint64_t address; /* in the owner's process */
+} fsdp_shm_offer;
 
 /* Sizes and offsets in bytes; the same for all segments of a transport. */
 typedef struct fsdp_shm_geometry {
@@ -85,11 +96,13 @@ typedef struct fsdp_shm_geometry {
   int64_t slot_nbytes;
   int64_t piece_nbytes; /* of a slot, for each of the others; 0: no others */
   int64_t message_slot_nbytes;
+  int64_t direct_nbytes; /* messages of at least so much are; 0: none */
 
   int64_t tails;           /* counters [channel][rank that wrote] */
   int64_t message_heads;   /* counters [receiver] */
   int64_t message_tails;   /* counters [sender] */
   int64_t message_headers; /* [receiver][message slot] */
+  int64_t offers;          /* [sender] */
   int64_t descriptors;     /* [channel][slot], of the call that begins there */
   int64_t messages;        /* memory [receiver][message slot] */
   int64_t slots;           /* memory [channel][slot] */
@@ -103,11 +116,9 @@ typedef struct fsdp_shm_segment {
 } fsdp_shm_segment;
 
 /* Lays out a segment. False when a size does not fit in int64. */
-FSDP_NODISCARD bool fsdp_shm_priv_layout(int64_t world_size,
-                                         int64_t ring_nbytes,
-                                         int64_t slot_nbytes,
-                                         int64_t message_nbytes,
-                                         fsdp_shm_geometry *geometry);
+FSDP_NODISCARD bool fsdp_shm_priv_layout(
+    int64_t world_size, int64_t ring_nbytes, int64_t slot_nbytes,
+    int64_t message_nbytes, int64_t direct_nbytes, fsdp_shm_geometry *geometry);
 
 /* Makes a new segment of zeros with no name. All of its memory is there: no
  * later access can fail. descriptor [out] file descriptor, to be closed when

@@ -86,6 +86,10 @@ typedef struct fsdp_shm_peer {
   fsdp_shm_process process;
   int64_t num_sent;     /* message slots */
   int64_t num_received; /* the same */
+  int64_t num_messages_sent;
+  int64_t num_messages_received;
+  int64_t num_offered; /* of the messages received, or one more */
+  bool is_closed;      /* its memory cannot be written */
 } fsdp_shm_peer;
 
 typedef struct fsdp_shm {
@@ -106,6 +110,7 @@ typedef struct fsdp_shm {
   size_t message_capacity;
   size_t num_messages;
   int64_t message_progress_ns;
+  bool has_writers;    /* of memory that was offered, after a failure */
   const void **pieces; /* scratch of sums, one entry per rank */
   fsdp_error failure;  /* status FSDP_OK: none yet */
 } fsdp_shm;
@@ -136,6 +141,25 @@ FSDP_NODISCARD fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm,
                                                            fsdp_error *error);
 
 bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer);
+
+/* ---- direct.c: messages without staging ---- */
+
+/* Offers the memory of the oldest message from its rank, once. */
+void fsdp_shm_priv_offer(fsdp_shm *shm, const fsdp_shm_message *message);
+
+/* Whether a message that is to be sent can go past the ring. */
+bool fsdp_shm_priv_is_direct(const fsdp_shm *shm,
+                             const fsdp_shm_message *message);
+
+bool fsdp_shm_priv_is_offered(const fsdp_shm *shm,
+                              const fsdp_shm_message *message);
+
+/* Writes a piece of it into the memory that was offered; if that cannot be, it
+ * is not direct any more. */
+void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message);
+
+/* No more is written into what this rank offered, or has_writers is set. */
+void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm);
 
 /* ---- waiting.c: until others have come ---- */
 

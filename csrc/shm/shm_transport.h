@@ -36,12 +36,15 @@ extern "C" {
 
 /* 0 stands for the default everywhere but in `nbytes` and `key_prefix`. */
 typedef struct fsdp_shm_options {
-  int64_t nbytes;             /* sizeof(fsdp_shm_options) */
-  const char *key_prefix;     /* of the keys in the store; one per transport */
-  int64_t ring_nbytes;        /* staging memory of one rank and channel */
-  int64_t slot_nbytes;        /* a multiple of 64, at least 64 * world_size */
-  int64_t message_nbytes;     /* staging memory of one rank for fsdp_shm_send */
-  int64_t timeout_ms;         /* of a collective without progress: 1800000 */
+  int64_t nbytes;         /* sizeof(fsdp_shm_options) */
+  const char *key_prefix; /* of the keys in the store; one per transport */
+  const char *refusal;    /* why this rank takes no part; NULL: it does */
+  int64_t ring_nbytes;    /* staging memory of one rank and channel */
+  int64_t slot_nbytes;    /* a multiple of 64, at least 64 * world_size */
+  int64_t message_nbytes; /* staging memory of one rank for fsdp_shm_send */
+  int64_t direct_nbytes;  /* messages of so much are not staged where the system
+                             allows it; negative: all are */
+  int64_t timeout_ms;     /* of a collective without progress: 1800000 */
   int64_t meeting_timeout_ms; /* for all ranks to create theirs: 300000 */
   int64_t spin_us; /* how long to wait before sleeping; negative: not at all */
 } fsdp_shm_options;
@@ -91,6 +94,11 @@ FSDP_NODISCARD fsdp_status fsdp_shm_recv(fsdp_transport *transport,
                                          int64_t sender, void *data,
                                          int64_t nbytes, const char *label,
                                          fsdp_error *error);
+/* After a failure: whether another rank, stopped at the wrong moment, may still
+ * write into the memory of a message that was to be received. Such memory must
+ * not be given back. */
+bool fsdp_shm_has_writers(fsdp_transport *transport);
+
 /* Ends all messages that this rank started. */
 FSDP_NODISCARD fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,
                                                   fsdp_error *error);

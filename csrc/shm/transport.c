@@ -19,6 +19,7 @@ enum {
   DEFAULT_RING_NBYTES = 8 << 20,
   DEFAULT_SLOT_NBYTES = 256 << 10,
   DEFAULT_MESSAGE_NBYTES = 1 << 20,
+  DEFAULT_DIRECT_NBYTES = 256 << 10,
   DEFAULT_TIMEOUT_MS = 1800000,
   DEFAULT_MEETING_TIMEOUT_MS = 300000,
   DEFAULT_SPIN_US = 50
@@ -65,6 +66,7 @@ static void destroy(fsdp_transport *transport) {
     uint32_t here = FSDP_SHM_HERE;
     (void)atomic_compare_exchange_strong(&header->presence, &here,
                                          FSDP_SHM_LEFT);
+    fsdp_shm_priv_withdraw_offers(shm);
     fsdp_shm_priv_ring_all(shm);
     close_segments(shm);
     (void)pthread_mutex_destroy(&shm->mutex);
@@ -162,10 +164,12 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
 
   fsdp_shm_geometry geometry;
   const int64_t slot = or_default(options->slot_nbytes, DEFAULT_SLOT_NBYTES);
+  const int64_t direct_nbytes =
+      or_default(options->direct_nbytes, DEFAULT_DIRECT_NBYTES);
   if (!fsdp_shm_priv_layout(
           world_size, or_default(options->ring_nbytes, DEFAULT_RING_NBYTES),
           slot, or_default(options->message_nbytes, DEFAULT_MESSAGE_NBYTES),
-          &geometry)) {
+          direct_nbytes < 0 ? 0 : direct_nbytes, &geometry)) {
     return FSDP_FAIL(error, FSDP_OVERFLOW,
                      "the segment of %" PRId64
                      " ranks with ring_nbytes %" PRId64
@@ -175,6 +179,7 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
   const fsdp_shm_meeting meeting = {
       .store = store,
       .key_prefix = options->key_prefix,
+      .refusal = options->refusal,
       .timeout_ms =
           or_default(options->meeting_timeout_ms, DEFAULT_MEETING_TIMEOUT_MS),
       .rank = rank,

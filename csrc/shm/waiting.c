@@ -47,7 +47,7 @@ void fsdp_shm_priv_ring_all(const fsdp_shm *shm) {
  */
 
 /* Keeps the first failure; the others read `cause`. Nothing that is in flight
- * touches the caller's memory after it. */
+ * touches the caller's memory after it (see fsdp_shm_has_writers). */
 static fsdp_status fail(fsdp_shm *shm, const fsdp_error *failure,
                         const char *cause, fsdp_error *error) {
   fsdp_shm_header *header = shm->peers[shm->rank].segment.header;
@@ -59,6 +59,7 @@ static fsdp_status fail(fsdp_shm *shm, const fsdp_error *failure,
       fsdp_shm_channel *channel = &shm->channels[i];
       channel->first = channel->end = channel->writing = 0;
     }
+    fsdp_shm_priv_withdraw_offers(shm);
     shm->num_messages = 0;
     fsdp_shm_priv_ring_all(shm);
   }

@@ -337,14 +337,27 @@ typedef struct fsdp_torch_message {
   bool is_outgoing;
 } fsdp_torch_message;
 
+/* Two contiguous tensors in host memory, of as many bytes. */
+typedef struct fsdp_torch_copy {
+  struct _object *source;
+  struct _object *target;
+} fsdp_torch_copy;
+
+typedef struct fsdp_torch_exchange {
+  const fsdp_torch_message *messages;
+  int64_t num_messages;
+  const fsdp_torch_copy *copies; /* this rank's own, made meanwhile */
+  int64_t num_copies;
+} fsdp_torch_exchange;
+
 /*
  * Passes messages between ranks of a process group, if its transport can: every
  * rank must call, the messages between two ranks are in the same order on both.
  * are_passed [out] false: nothing was done. GIL (released inside); may block.
  */
 FSDP_NODISCARD fsdp_status fsdp_torch_pass_messages(
-    struct _object *group, const fsdp_torch_message *messages,
-    int64_t num_messages, bool *are_passed, fsdp_error *error);
+    struct _object *group, const fsdp_torch_exchange *exchange,
+    bool *are_passed, fsdp_error *error);
 
 #ifdef __cplusplus
 }

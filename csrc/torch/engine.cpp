@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "torch/bridge.h"
-#include "torch/port/cuda_kernels.hpp"
 #include "torch/guard.hpp"
+#include "torch/port/cuda_kernels.hpp"
 #include "torch/port/transports.hpp"
 #include "torch/unit.hpp"
 

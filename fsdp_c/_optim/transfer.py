@@ -99,9 +99,14 @@ def transfer(
             unpacking.append((packed, small))
             large.append(packed)
         incoming_messages += [(peer, each) for each in large]
-    works = _start(outgoing_messages, incoming_messages, group, device)
-    # gloo's messages travel while this rank copies what it holds itself.
-    _copy([source for source, _ in own], [target for _, target in own])
+    # The messages travel while this rank copies what it holds itself.
+    if device.type == "cpu" and pass_messages(
+        group, outgoing_messages, incoming_messages, own
+    ):
+        works = []
+    else:
+        works = _start(outgoing_messages, incoming_messages, group)
+        _copy([source for source, _ in own], [target for _, target in own])
     with naming_ranks(group, "transfer of optimizer states"):
         for work in works:
             work.wait()
@@ -175,11 +180,8 @@ def _start(
     outgoing: Sequence[tuple[int, Tensor]],
     incoming: Sequence[tuple[int, Tensor]],
     group: ProcessGroup,
-    device: torch.device,
 ) -> list[dist.Work]:
-    """Pass messages, or start to; return what is to be waited for."""
-    if device.type == "cpu" and pass_messages(group, outgoing, incoming):
-        return []
+    """Start to pass messages; return what is to be waited for."""
     calls = ((dist.isend, outgoing), (dist.irecv, incoming))
     operations = [
         dist.P2POp(call, memory, group=group, group_peer=peer)

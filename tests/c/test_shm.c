@@ -1,6 +1,6 @@
 /*
  * Tests of shm/: every collective, dtype and size on 1 to 5 ranks, many calls
- * in flight, several threads, messages, giving up.
+ * in flight, several threads, giving up.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -220,91 +220,8 @@ static void test_ranks_that_are_threads(void) {
   CHECK_I64(shm_num_segments(), 0);
 }
 
-/* ---- Messages --------------------------------------------------------------
+/* ---- Barriers --------------------------------------------------------------
  */
-
-static unsigned char message_byte(int64_t from, int64_t to, int64_t i) {
-  return (unsigned char)(from * 89 + to * 57 + i * 7 + i / 251);
-}
-
-/* Everybody sends to everybody, among them more than the rings hold. */
-static void exchange(const shm_rank *self) {
-  static const int64_t sizes[] = {0, 1, 1000, 100000};
-  enum { NUM_SIZES = 4, MAX = 100000 };
-  const fsdp_shm_options options = shm_options("messages");
-  fsdp_transport *transport = shm_create(self, &options);
-  unsigned char *sent[8] = {NULL};
-  unsigned char *got[8] = {NULL};
-  for (int64_t i = 0; i < NUM_SIZES * 2; i++) {
-    const int64_t nbytes = sizes[i % NUM_SIZES];
-    for (int64_t to = 0; to < self->world_size; to++) {
-      if (to == self->rank) continue;
-      if (i == 0) sent[to] = malloc(MAX);
-      if (i == 0) got[to] = malloc(MAX);
-      for (int64_t k = 0; k < nbytes; k++) {
-        sent[to][k] = message_byte(self->rank, to, k + i);
-      }
-      CHECK_I64(fsdp_shm_recv(transport, to, got[to], nbytes, "m", NULL),
-                FSDP_OK);
-      CHECK_I64(fsdp_shm_send(transport, to, sent[to], nbytes, "m", NULL),
-                FSDP_OK);
-    }
-    CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
-    int64_t num_wrong = 0;
-    for (int64_t from = 0; from < self->world_size; from++) {
-      for (int64_t k = 0; from != self->rank && k < nbytes; k++) {
-        if (got[from][k] != message_byte(from, self->rank, k + i)) num_wrong++;
-      }
-    }
-    CHECK_I64(num_wrong, 0);
-  }
-  for (int64_t rank = 0; rank < self->world_size; rank++) {
-    free(sent[rank]);
-    free(got[rank]);
-  }
-  transport->ops->destroy(transport);
-}
-
-static void test_messages(void) {
-  for (int64_t world_size = 2; world_size <= 5; world_size++) {
-    shm_run(world_size, exchange, NULL);
-  }
-}
-
-/* Several to one rank at once stay in order, also those of many slots. */
-static void send_in_order(const shm_rank *self) {
-  enum { NUM = 20, MAX_NUMEL = 2000 };
-  const fsdp_shm_options options = shm_options("order");
-  fsdp_transport *transport = shm_create(self, &options);
-  int64_t (*numbers)[MAX_NUMEL] = calloc(NUM, sizeof *numbers);
-  if (numbers == NULL) abort();
-  for (int64_t i = 0; i < NUM; i++) {
-    const int64_t nbytes = (i % 3 * 900 + 1) * (int64_t)sizeof(int64_t);
-    for (int64_t k = 0; self->rank == 0 && k < MAX_NUMEL; k++) {
-      numbers[i][k] = i * MAX_NUMEL + k;
-    }
-    const fsdp_status status =
-        self->rank == 0
-            ? fsdp_shm_send(transport, 1, numbers[i], nbytes, "number", NULL)
-            : fsdp_shm_recv(transport, 0, numbers[i], nbytes, "number", NULL);
-    CHECK_I64(status, FSDP_OK);
-  }
-  CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
-  int64_t num_wrong = 0;
-  for (int64_t i = 0; i < NUM; i++) {
-    for (int64_t k = 0; k <= i % 3 * 900; k++) {
-      if (numbers[i][k] != i * MAX_NUMEL + k) num_wrong++;
-    }
-  }
-  CHECK_I64(num_wrong, 0);
-  CHECK_I64(fsdp_shm_barrier(transport, "end", NULL), FSDP_OK);
-  free(numbers);
-  transport->ops->destroy(transport);
-}
-
-static void test_messages_keep_their_order(void) {
-  shm_run(2, send_in_order, NULL);
-}
 
 /* After it nobody has come less far than anybody before it. */
 static void meet_at_barriers(const shm_rank *self) {
@@ -364,8 +281,6 @@ int main(void) {
       CHECK_TEST(test_random_calls_in_flight),
       CHECK_TEST(test_two_threads_of_each_rank),
       CHECK_TEST(test_ranks_that_are_threads),
-      CHECK_TEST(test_messages),
-      CHECK_TEST(test_messages_keep_their_order),
       CHECK_TEST(test_barriers),
       CHECK_TEST(test_giving_up_ends_the_others_waits),
   };

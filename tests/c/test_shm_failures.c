@@ -299,52 +299,6 @@ static void test_ranks_in_different_channels_end_too(void) {
   shm_run(2, diverge, NULL);
 }
 
-/* ---- Messages --------------------------------------------------------------
- */
-
-static void send_another_size(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("sizes");
-  fsdp_transport *transport = shm_create(self, &options);
-  fsdp_error error = {0};
-  fsdp_status status;
-  if (self->rank == 0) {
-    status = fsdp_shm_send(transport, 1, g_buffer, 9000, "step", &error);
-  } else {
-    status = fsdp_shm_recv(transport, 0, g_buffer, 9001, "step", &error);
-  }
-  if (status == FSDP_OK) status = fsdp_shm_wait_messages(transport, &error);
-  CHECK_I64(status, FSDP_BACKEND);
-  check_says(&error, "rank 1 waits for a message of 9001 bytes (step)");
-  check_says(&error, "rank 0 sent 9000 bytes");
-  transport->ops->destroy(transport);
-}
-
-static void test_messages_of_another_size_are_told(void) {
-  shm_run(2, send_another_size, NULL);
-}
-
-static void wait_for_a_dead_sender(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("sender");
-  fsdp_transport *transport = shm_create(self, &options);
-  fsdp_error error = {0};
-  CHECK_I64(fsdp_shm_barrier(transport, "begin", &error), FSDP_OK);
-  if (self->rank == VICTIM) (void)kill(getpid(), SIGKILL);
-  fsdp_status status =
-      self->rank == 0
-          ? fsdp_shm_recv(transport, VICTIM, g_buffer, 100, "state", &error)
-          : fsdp_shm_send(transport, VICTIM, g_buffer, 30000, "state", &error);
-  if (status == FSDP_OK) status = fsdp_shm_wait_messages(transport, &error);
-  CHECK_I64(status, FSDP_BACKEND);
-  check_says(&error, "1 message(s) (state)");
-  check_says(&error, "rank 1");
-  check_says(&error, "dead");
-  transport->ops->destroy(transport);
-}
-
-static void test_a_killed_partner_of_messages_is_named(void) {
-  shm_run_without(3, VICTIM, wait_for_a_dead_sender, NULL);
-}
-
 /* ---- Meetings --------------------------------------------------------------
  */
 
@@ -631,8 +585,6 @@ int main(void) {
       CHECK_TEST(test_different_calls_are_told),
       CHECK_TEST(test_different_roots_are_told),
       CHECK_TEST(test_ranks_in_different_channels_end_too),
-      CHECK_TEST(test_messages_of_another_size_are_told),
-      CHECK_TEST(test_a_killed_partner_of_messages_is_named),
       CHECK_TEST(test_without_memory_there_is_none_for_anybody),
       CHECK_TEST(test_too_much_memory_is_no_signal),
       CHECK_TEST(test_ranks_with_other_options_do_not_meet),

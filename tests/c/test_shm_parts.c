@@ -78,7 +78,7 @@ static void test_a_segment_is_opened_by_who_knows_it(void) {
   fsdp_error error = {0};
   int file = -1;
   const int64_t pid = getpid();
-  CHECK(fsdp_shm_priv_layout(2, 4096, 1024, 4096, &geometry));
+  CHECK(fsdp_shm_priv_layout(2, 4096, 1024, 4096, 0, &geometry));
   CHECK_I64(geometry.nbytes % 4096, 0);
   CHECK_I64(fsdp_shm_priv_segment_create(&geometry, &own, &file, NULL),
             FSDP_OK);

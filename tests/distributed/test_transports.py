@@ -14,7 +14,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import CASES
 from helpers.reference import Differential
-from helpers.transports import c10d_only, transport_of
+from helpers.transports import c10d_only, over, transport_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
 
@@ -66,6 +66,36 @@ def test_the_default_is_shared_memory(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
 
 
+@distributed(world_size=(2, 3))
+def test_a_switch_on_one_rank_holds_for_all(rank: int, world_size: int) -> None:
+    """The others hear of it and do not wait; without it they meet again."""
+    needs_fsdp_c("has no transports")
+    group = dist.new_group(backend="gloo")
+    with over("c10d" if rank == 1 else "shm"):
+        model = fsdp(torch.nn.Linear(4, 4), process_group=group)
+        model(torch.ones(2, 4)).sum().backward()
+        why = "rank 1: switched off by FSDP_C_SHM=0"
+        assert transport_of(group) == ("c10d", why)
+        del model
+    dist.destroy_process_group(group)
+
+
+@distributed(world_size=2)
+def test_a_group_that_was_switched_off_can_meet_later(
+    rank: int, world_size: int
+) -> None:
+    """Once its ranks are switched on, all of them."""
+    needs_fsdp_c("has no transports")
+    group = dist.new_group(backend="gloo")
+    for transport in ("c10d", "shm"):
+        with over(transport):
+            model = fsdp(torch.nn.Linear(4, 4), process_group=group)
+            model(torch.ones(2, 4)).sum().backward()
+            assert transport_of(group)[0] == transport
+            del model
+    dist.destroy_process_group(group)
+
+
 @distributed(world_size=4)
 def test_replicas_have_transports_of_their_own(rank: int, world_size: int) -> None:
     """Both groups of a hybrid mesh share memory."""
@@ -101,7 +131,9 @@ def test_messages(rank: int, world_size: int) -> None:
             outgoing.append((peer, content(rank, peer, numel, dtype)))
             incoming.append((peer, torch.empty(numel, dtype=dtype)))
             expected.append(content(peer, rank, numel, dtype))
-    assert pass_messages(dist.group.WORLD, outgoing, incoming)
+    copies = [(torch.arange(5), torch.empty(5, dtype=torch.int64))]
+    assert pass_messages(dist.group.WORLD, outgoing, incoming, copies)
+    assert copies[0][1].tolist() == [0, 1, 2, 3, 4]
     for (_, found), wanted in zip(incoming, expected, strict=True):
         assert torch.equal(found, wanted)
     with c10d_only():
@@ -123,6 +155,10 @@ def test_wrong_messages(rank: int, world_size: int) -> None:
         pass_messages(group, [torch.ones(1)], [])
     with pytest.raises(ValueError, match=r"rank|receiver|peer"):
         pass_messages(group, [(7, torch.ones(1))], [])
+    with pytest.raises(ValueError, match="a copy of 12 bytes into 16"):
+        pass_messages(group, [], [], [(torch.ones(3), torch.ones(4))])
+    with pytest.raises(TypeError, match="tuple"):
+        pass_messages(group, [], [], [torch.ones(3)])
     here, there = torch.full((3,), float(rank)), torch.empty(3)
     assert pass_messages(group, [(1 - rank, here)], [(1 - rank, there)])
     assert there.tolist() == [1.0 - rank] * 3

@@ -47,7 +47,7 @@ SYSTEM = {
         *("fcntl.h", "linux/futex.h", "pthread.h", "sched.h", "unistd.h"),
         *(
             f"sys/{name}.h"
-            for name in ("mman", "random", "resource", "stat", "syscall")
+            for name in ("mman", "random", "resource", "stat", "syscall", "uio")
         ),
     },
 }

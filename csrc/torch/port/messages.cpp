@@ -5,6 +5,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
 #include "shm/shm_transport.h"
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
@@ -14,17 +19,38 @@
 namespace fsdp_torch {
 namespace {
 
-at::Tensor read_message(const fsdp_torch_message &message) {
-  if (!THPVariable_Check(message.tensor)) {
-    throw std::invalid_argument("a message is not a tensor");
+at::Tensor read_tensor(PyObject *object, const char *what) {
+  if (!THPVariable_Check(object)) {
+    throw std::invalid_argument(std::string(what) + " is not a tensor");
   }
-  at::Tensor tensor = THPVariable_Unpack(message.tensor);
-  check_memory(tensor, "a message");
+  at::Tensor tensor = THPVariable_Unpack(object);
+  check_memory(tensor, what);
   if (!tensor.is_cpu()) {
-    throw std::invalid_argument("a message is on " + tensor.device().str() +
-                                ", need it on the CPU");
+    throw std::invalid_argument(std::string(what) + " is on " +
+                                tensor.device().str() + ", need it on the CPU");
   }
   return tensor;
+}
+
+struct Copy {
+  at::Tensor source;
+  at::Tensor target;
+};
+
+Copy read_copy(const fsdp_torch_copy &given) {
+  Copy copy = {read_tensor(given.source, "the source of a copy"),
+               read_tensor(given.target, "the target of a copy")};
+  if (copy.source.nbytes() != copy.target.nbytes()) {
+    throw std::invalid_argument(c10::str("a copy of ", copy.source.nbytes(),
+                                         " bytes into ", copy.target.nbytes()));
+  }
+  return copy;
+}
+
+void run(const Copy &copy) {
+  if (copy.source.nbytes() == 0) return;
+  std::memcpy(copy.target.mutable_data_ptr(), copy.source.const_data_ptr(),
+              copy.source.nbytes());
 }
 
 void start(fsdp_transport *transport, const fsdp_torch_message &message,
@@ -46,6 +72,28 @@ void wait(fsdp_transport *transport) {
     C10_THROW_ERROR(DistBackendError, error.message);
   }
 }
+
+// Another rank may write into memory that it was offered even after a failure:
+// then the memory is never given back.
+class KeptIfWritten {
+ public:
+  KeptIfWritten(fsdp_transport *transport,
+                const std::vector<at::Tensor> &tensors)
+      : transport_(transport), tensors_(tensors) {}
+  KeptIfWritten(const KeptIfWritten &) = delete;
+  KeptIfWritten &operator=(const KeptIfWritten &) = delete;
+  ~KeptIfWritten() {
+    if (!fsdp_shm_has_writers(transport_)) return;
+    static auto *kept = new std::vector<at::Tensor>;
+    static std::mutex mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
+    kept->insert(kept->end(), tensors_.begin(), tensors_.end());
+  }
+
+ private:
+  fsdp_transport *transport_;
+  const std::vector<at::Tensor> &tensors_;
+};
 
 }  // namespace
 }  // namespace fsdp_torch
@@ -69,13 +117,18 @@ extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
 }
 
 extern "C" fsdp_status fsdp_torch_pass_messages(
-    PyObject *group, const fsdp_torch_message *messages, int64_t num_messages,
-    bool *are_passed, fsdp_error *error) {
+    PyObject *group, const fsdp_torch_exchange *exchange, bool *are_passed,
+    fsdp_error *error) {
   GUARDED(error) {
     fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
     std::vector<at::Tensor> tensors;
-    for (int64_t i = 0; i < num_messages; i++) {
-      tensors.push_back(fsdp_torch::read_message(messages[i]));
+    std::vector<fsdp_torch::Copy> copies;
+    for (int64_t i = 0; i < exchange->num_messages; i++) {
+      tensors.push_back(
+          fsdp_torch::read_tensor(exchange->messages[i].tensor, "a message"));
+    }
+    for (int64_t i = 0; i < exchange->num_copies; i++) {
+      copies.push_back(fsdp_torch::read_copy(exchange->copies[i]));
     }
     const pybind11::gil_scoped_release no_gil;
     fsdp_torch::connect(found, c10::kCPU);
@@ -83,10 +136,12 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
     fsdp_transport *transport = found.transport.get();
     *are_passed = transport != nullptr && transport->ops->is_host;
     if (!*are_passed) return FSDP_OK;
-    for (int64_t i = 0; i < num_messages; i++) {
-      fsdp_torch::start(transport, messages[i],
+    const fsdp_torch::KeptIfWritten kept(transport, tensors);
+    for (int64_t i = 0; i < exchange->num_messages; i++) {
+      fsdp_torch::start(transport, exchange->messages[i],
                         tensors[static_cast<size_t>(i)]);
     }
+    for (const fsdp_torch::Copy &copy : copies) fsdp_torch::run(copy);
     fsdp_torch::wait(transport);
     return FSDP_OK;
   };

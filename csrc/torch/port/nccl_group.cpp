@@ -177,9 +177,12 @@ std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
                                           int64_t world_size,
                                           c10::Device device,
                                           int64_t timeout_ms,
+                                          const char *refusal,
                                           std::string *why_not) {
-  const Library &found = the_library();
-  if (!agree(store, rank, world_size, timeout_ms, found.why_not, why_not)) {
+  static const Library no_library = {};
+  const Library &found = refusal == nullptr ? the_library() : no_library;
+  const std::string mine = refusal == nullptr ? found.why_not : refusal;
+  if (!agree(store, rank, world_size, timeout_ms, mine, why_not)) {
     return nullptr;
   }
   auto source = std::make_shared<EventSource>(EventSource{device});

@@ -31,12 +31,13 @@ struct NcclLibrary {
 NcclLibrary find_nccl();
 
 // Joins the group over NCCL. All ranks come here and agree: null on all of them
-// if one cannot, and `why_not` says why. `store` outlives the transport. Throws
-// if a rank did not come, or NCCL failed.
+// if one cannot, or has a refusal (else null), and `why_not` says why. `store`
+// outlives the transport. Throws if a rank did not come, or NCCL failed.
 std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
                                           int64_t world_size,
                                           c10::Device device,
                                           int64_t timeout_ms,
+                                          const char *refusal,
                                           std::string *why_not);
 
 }  // namespace fsdp_torch

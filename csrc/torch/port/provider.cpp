@@ -9,8 +9,8 @@
 #include <optional>
 
 #include "host/kernels.h"
-#include "torch/port/cuda_kernels.hpp"
 #include "torch/guard.hpp"
+#include "torch/port/cuda_kernels.hpp"
 #include "torch/port/nccl_group.hpp"
 
 // A point on a lane: a ticket on the host, an event of the device elsewhere.

@@ -103,6 +103,7 @@ struct Connection {
   std::unique_ptr<GroupStore> store;  // outlives the transport
   std::shared_ptr<fsdp_transport> transport;
   std::string why_not;
+  const char *refusal = nullptr;  // this rank's, when it met
 };
 
 fsdp_store core_store(const Connection &connection) {
@@ -114,11 +115,12 @@ fsdp_store core_store(const Connection &connection) {
 }
 
 void connect_shm(Connection &connection, c10d::ProcessGroup &group,
-                 c10::Device device) {
+                 c10::Device device, const char *refusal) {
   const fsdp_store store = core_store(connection);
   fsdp_shm_options options = {};
   options.nbytes = sizeof(options);
   options.key_prefix = "shm/";
+  options.refusal = refusal;
   options.timeout_ms = timeout_ms_of(group, device);
   options.meeting_timeout_ms = options.timeout_ms;
   fsdp_transport *transport = nullptr;
@@ -143,13 +145,7 @@ Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
       *why_not = "the group's backend on the CPU is not gloo";
       return Kind::kC10d;
     }
-    if (!is_switched_off("FSDP_C_SHM")) return Kind::kShm;
-    *why_not = "switched off by FSDP_C_SHM=0";
-    return Kind::kC10d;
-  }
-  if (is_switched_off("FSDP_C_NCCL")) {
-    *why_not = "switched off by FSDP_C_NCCL=0";
-    return Kind::kC10d;
+    return Kind::kShm;
   }
   if (std::getenv("FSDP_C_NCCL_LIBRARY") != nullptr ||
       is_nccl(*group.process_group, device.type())) {
@@ -157,6 +153,18 @@ Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
   }
   *why_not = "the group's backend on this device is not nccl";
   return Kind::kC10d;
+}
+
+// Why this rank takes no part, if its user says so; the others hear it in the
+// meeting and take none either.
+const char *refusal_of(Kind kind) {
+  if (kind == Kind::kShm && is_switched_off("FSDP_C_SHM")) {
+    return "switched off by FSDP_C_SHM=0";
+  }
+  if (kind == Kind::kNccl && is_switched_off("FSDP_C_NCCL")) {
+    return "switched off by FSDP_C_NCCL=0";
+  }
+  return nullptr;
 }
 
 void choose(Connection &connection, Kind kind,
@@ -177,12 +185,13 @@ void choose(Connection &connection, Kind kind,
   connection.store->store = kind == Kind::kNccl ? store->clone() : store;
   connection.store->prefix = base + std::to_string(generation) + "/";
   if (kind == Kind::kShm) {
-    connect_shm(connection, process_group, device);
+    connect_shm(connection, process_group, device, refusal_of(kind));
     return;
   }
   connection.transport = join_nccl(
       core_store(connection), process_group.getRank(), process_group.getSize(),
-      device, timeout_ms_of(process_group, device), &connection.why_not);
+      device, timeout_ms_of(process_group, device), refusal_of(kind),
+      &connection.why_not);
 }
 
 // A rank did not come: says which, as for a collective that failed.
@@ -198,14 +207,14 @@ void choose(Connection &connection, Kind kind,
 
 struct Registry {
   // Null where the group has not met. Forgets the groups that are gone.
-  const Connection *find(const c10d::ProcessGroup &group,
-                         c10::DeviceType device_type) {
+  Connection *find(const c10d::ProcessGroup &group,
+                   c10::DeviceType device_type) {
     connections.erase(std::remove_if(connections.begin(), connections.end(),
                                      [](const Connection &one) {
                                        return one.group.expired();
                                      }),
                       connections.end());
-    for (const Connection &one : connections) {
+    for (Connection &one : connections) {
       if (one.group._unsafe_get_target() == &group &&
           one.device_type == device_type) {
         return &one;
@@ -261,11 +270,19 @@ void connect(Group &group, c10::Device device) {
   if (kind == Kind::kC10d) return;
   Registry &all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const Connection *found = all.find(*group.process_group, device.type());
-  if (found == nullptr) {
+  Connection *found = all.find(*group.process_group, device.type());
+  const char *refusal = refusal_of(kind);
+  // Switched on again since, on all ranks or none.
+  const bool is_anew =
+      found != nullptr && found->refusal != nullptr && refusal == nullptr;
+  if (found == nullptr || is_anew) {
     Connection made{
         c10::weak_intrusive_ptr<c10d::ProcessGroup>(group.process_group),
-        device.type(), nullptr, nullptr, ""};
+        device.type(),
+        nullptr,
+        nullptr,
+        "",
+        refusal};
     try {
       choose(made, kind, *group.process_group, device);
     } catch (const c10::Error &e) {
@@ -273,11 +290,16 @@ void connect(Group &group, c10::Device device) {
     } catch (const std::exception &e) {
       meeting_failed(group, e.what());
     }
-    all.connections.push_back(std::move(made));
-    found = &all.connections.back();
+    if (found == nullptr) {
+      all.connections.push_back(std::move(made));
+      found = &all.connections.back();
+    } else {
+      *found = std::move(made);
+    }
   }
-  group.transport = found->transport;
-  group.why_not = found->why_not;
+  // A switch that was set since the ranks met holds for this user of the group.
+  group.transport = refusal == nullptr ? found->transport : nullptr;
+  group.why_not = refusal == nullptr ? found->why_not : refusal;
 }
 
 void look_up(Group &group, c10::DeviceType device_type) {

@@ -1,0 +1,133 @@
+/*
+ * Long messages without staging: the receiver offers its memory, the sender
+ * writes into it.
+ *
+ * Note [Direct messages]
+ * A message through the ring is copied twice, once by each side, and both wait
+ * for each other. The kernel can copy from one process to another
+ * (process_vm_writev), where it lets a process trace the other; then the sender
+ * does all the work, and the receiver is free to do its own meanwhile. The
+ * receiver's page faults are the sender's work too.
+ *
+ * Each rank has an offer for each sender: the memory of the oldest message that
+ * it waits for from it. The sender locks the offer, writes a piece, unlocks.
+ * When the receiver fails it takes its offers back by locking them for good, so
+ * nothing is written afterwards. A sender that is stopped with the lock in its
+ * hands is waited for shortly only: then has_writers says that the memory must
+ * not be given back.
+ *
+ * What cannot be written goes through the ring, from then on all that goes to
+ * that rank.
+ */
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "shm/shm_priv.h"
+
+enum {
+  PIECE_NBYTES = 4 << 20,
+  WITHDRAW_MS = 1000,
+  NS_PER_MS = 1000000,
+};
+
+enum { FREE = 0, WRITING, WITHDRAWN };
+
+static fsdp_shm_offer *offer_of(const fsdp_shm *shm, int64_t sender,
+                                int64_t receiver) {
+  char *offers = fsdp_shm_priv_base(shm, receiver) + shm->geometry.offers;
+  return &((fsdp_shm_offer *)(void *)offers)[sender];
+}
+
+void fsdp_shm_priv_offer(fsdp_shm *shm, const fsdp_shm_message *message) {
+  fsdp_shm_peer *peer = &shm->peers[message->peer];
+  if (peer->num_offered > peer->num_messages_received) return;
+  fsdp_shm_offer *offer = offer_of(shm, message->peer, shm->rank);
+  offer->address = (uint64_t)(uintptr_t)message->data;
+  offer->nbytes = message->nbytes;
+  peer->num_offered = peer->num_messages_received + 1;
+  atomic_store(&offer->sequence, peer->num_offered);
+  fsdp_shm_priv_ring(shm, message->peer);
+}
+
+bool fsdp_shm_priv_is_direct(const fsdp_shm *shm,
+                             const fsdp_shm_message *message) {
+  return message->nbytes >= shm->geometry.direct_nbytes &&
+         shm->geometry.direct_nbytes > 0 &&
+         !shm->peers[message->peer].is_closed;
+}
+
+bool fsdp_shm_priv_is_offered(const fsdp_shm *shm,
+                              const fsdp_shm_message *message) {
+  fsdp_shm_offer *offer = offer_of(shm, shm->rank, message->peer);
+  return atomic_load(&offer->sequence) ==
+         shm->peers[message->peer].num_messages_sent + 1;
+}
+
+/* Bytes written; 0 when the kernel does not let us, or there is nothing to
+ * write to any more. */
+static int64_t write_piece(int64_t pid, uint64_t address, char *data,
+                           int64_t nbytes) {
+  const size_t piece =
+      (size_t)(nbytes < PIECE_NBYTES ? nbytes : (int64_t)PIECE_NBYTES);
+  const struct iovec from = {.iov_base = data, .iov_len = piece};
+  union {
+    uintptr_t number;
+    void *pointer; /* in the other process */
+  } there = {.number = (uintptr_t)address};
+  const struct iovec into = {.iov_base = there.pointer, .iov_len = piece};
+  const ssize_t written = process_vm_writev((pid_t)pid, &from, 1, &into, 1, 0);
+  return written > 0 ? (int64_t)written : 0;
+}
+
+void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
+  fsdp_shm_peer *peer = &shm->peers[message->peer];
+  fsdp_shm_offer *offer = offer_of(shm, shm->rank, message->peer);
+  int32_t free_state = FREE;
+  int64_t written = 0;
+  /* The receiver finds another size itself, from the slot. */
+  if (offer->nbytes == message->nbytes &&
+      atomic_compare_exchange_strong(&offer->lock, &free_state, WRITING)) {
+    /* Its pid may be another's by now. */
+    if (fsdp_shm_priv_process_look(&peer->process) != FSDP_SHM_PROCESS_DEAD) {
+      written = write_piece(peer->process.pid,
+                            offer->address + (uint64_t)message->num_done,
+                            message->data + message->num_done,
+                            message->nbytes - message->num_done);
+    }
+    atomic_store(&offer->lock, FREE);
+  }
+  if (written > 0) {
+    message->num_done += written;
+  } else {
+    peer->is_closed = true;
+    message->num_done = 0; /* all of it through the ring */
+  }
+}
+
+/* Whether no sender writes into what this rank offered to it, now and later. */
+static bool withdraw(fsdp_shm *shm, int64_t sender) {
+  fsdp_shm_offer *offer = offer_of(shm, sender, shm->rank);
+  const int64_t end_ns = fsdp_shm_priv_now() + (int64_t)WITHDRAW_MS * NS_PER_MS;
+  for (;;) {
+    int32_t state = FREE;
+    if (atomic_compare_exchange_strong(&offer->lock, &state, WITHDRAWN)) {
+      return true;
+    }
+    if (state == WITHDRAWN) return true;
+    const fsdp_shm_process *process = &shm->peers[sender].process;
+    if (fsdp_shm_priv_process_look(process) == FSDP_SHM_PROCESS_DEAD) {
+      return true;
+    }
+    if (fsdp_shm_priv_now() > end_ns) return false;
+    (void)usleep(1000);
+  }
+}
+
+void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm) {
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    const fsdp_shm_peer *peer = &shm->peers[rank];
+    if (rank == shm->rank) continue;
+    if (peer->num_offered == peer->num_messages_received) continue;
+    if (!withdraw(shm, rank)) shm->has_writers = true;
+  }
+}
