@@ -236,11 +236,15 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
                                 : issue(transport, call->channel, error);
 }
 
-/* Bytes of `numel` elements; *nbytes_all [out] of `num_ranks` times as many. */
-static fsdp_status count_bytes(fsdp_nccl_kind kind, int64_t numel,
-                               fsdp_dtype dtype, int64_t num_ranks,
-                               int64_t *nbytes, fsdp_error *error) {
+/* Checks a call of `numel` elements on each of `num_ranks` ranks; nbytes [out]
+ * of one rank's. */
+static fsdp_status check(const fsdp_nccl_transport *transport,
+                         const fsdp_call *call, fsdp_nccl_kind kind,
+                         int64_t numel, fsdp_dtype dtype, int64_t num_ranks,
+                         int64_t *nbytes, fsdp_error *error) {
   int64_t all;
+  const fsdp_status status = check_call(transport, call, error);
+  if (status != FSDP_OK) return status;
   if (numel < 0 || dtype.itemsize < 1) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                      "%s of %" PRId64 " elements of %d bytes", kind_name(kind),
@@ -263,10 +267,9 @@ fsdp_status fsdp_nccl_priv_all_gather(fsdp_transport *base,
                                       fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   int64_t nbytes = 0;
-  fsdp_status status = check_call(transport, call, error);
-  if (status != FSDP_OK) return status;
-  status = count_bytes(FSDP_NCCL_ALL_GATHER, shard_numel, dtype,
-                       transport->world_size, &nbytes, error);
+  const fsdp_status status =
+      check(transport, call, FSDP_NCCL_ALL_GATHER, shard_numel, dtype,
+            transport->world_size, &nbytes, error);
   if (status != FSDP_OK) return status;
   /* As bytes: any dtype goes, NCCL does the same inside. */
   const fsdp_nccl_collective collective = {
@@ -286,9 +289,8 @@ fsdp_status fsdp_nccl_priv_broadcast(fsdp_transport *base,
                                      fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   int64_t nbytes = 0;
-  fsdp_status status = check_call(transport, call, error);
-  if (status != FSDP_OK) return status;
-  status = count_bytes(FSDP_NCCL_BROADCAST, numel, dtype, 1, &nbytes, error);
+  const fsdp_status status = check(transport, call, FSDP_NCCL_BROADCAST, numel,
+                                   dtype, 1, &nbytes, error);
   if (status != FSDP_OK) return status;
   if (root < 0 || root >= transport->world_size) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
@@ -331,10 +333,9 @@ fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
                                           fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   int64_t nbytes = 0;
-  fsdp_status status = check_call(transport, call, error);
-  if (status != FSDP_OK) return status;
-  status = count_bytes(FSDP_NCCL_REDUCE_SCATTER, shard_numel, dtype,
-                       transport->world_size, &nbytes, error);
+  fsdp_status status =
+      check(transport, call, FSDP_NCCL_REDUCE_SCATTER, shard_numel, dtype,
+            transport->world_size, &nbytes, error);
   if (status != FSDP_OK) return status;
   status = check_sum(transport, FSDP_NCCL_REDUCE_SCATTER, dtype, scale, error);
   if (status != FSDP_OK) return status;
@@ -356,9 +357,8 @@ fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   int64_t nbytes = 0;
-  fsdp_status status = check_call(transport, call, error);
-  if (status != FSDP_OK) return status;
-  status = count_bytes(FSDP_NCCL_ALL_REDUCE, numel, dtype, 1, &nbytes, error);
+  fsdp_status status = check(transport, call, FSDP_NCCL_ALL_REDUCE, numel,
+                             dtype, 1, &nbytes, error);
   if (status != FSDP_OK) return status;
   status = check_sum(transport, FSDP_NCCL_ALL_REDUCE, dtype, scale, error);
   if (status != FSDP_OK) return status;
