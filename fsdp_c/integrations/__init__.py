@@ -1,0 +1,1 @@
+"""fsdp_c inside other libraries; nothing here is imported unless asked for."""

@@ -1,0 +1,53 @@
+"""What is exchanged while installed: torch's class and the functions of others."""
+
+import sys
+from types import ModuleType
+
+from torch.distributed.fsdp import fully_sharded_data_parallel as torch_module
+
+from fsdp_c._sharded_module import FullyShardedDataParallel
+from fsdp_c.integrations._import_hook import ImportHook
+from fsdp_c.integrations.huggingface import _accelerate_plugin, _accelerate_state
+from fsdp_c.integrations.huggingface._patch import Applied, Patch
+from fsdp_c.integrations.huggingface._rebind import Rebinding
+
+PATCHES: tuple[Patch, ...] = (
+    *_accelerate_plugin.PATCHES,
+    *_accelerate_state.PATCHES,
+)
+
+
+class Swap:
+    """Everything that one installation changed.
+
+    Patches of modules that are imported already are applied at once, those of
+    others when they have been imported: the order does not matter, and nothing is
+    imported for it.
+    """
+
+    def __init__(self) -> None:
+        self._applied: list[Applied] = []
+        self._class = Rebinding(
+            torch_module.FullyShardedDataParallel, FullyShardedDataParallel
+        )
+        names = {patch.module for patch in PATCHES}
+        self._hook = ImportHook(after={name: self._apply for name in names})
+        self._hook.add()
+        for name in names:
+            module = sys.modules.get(name)
+            if module is not None:
+                self._apply(module)
+
+    def _apply(self, module: ModuleType) -> None:
+        for patch in PATCHES:
+            if patch.module == module.__name__:
+                applied = patch.apply(module)
+                if applied is not None:
+                    self._applied.append(applied)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        self._hook.remove()
+        while self._applied:
+            self._applied.pop().undo()
+        self._class.undo()
