@@ -5,6 +5,7 @@ FSDP processes. On the CPU the plugin is dropped without a word and DDP runs.
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp_c.integrations.huggingface._accelerate_plugin import materialize_on_cpu
@@ -21,17 +22,20 @@ ONE_PROCESS = (
 )
 
 
-def _use_fsdp(state: Any, plugin: Any) -> None:
-    """Make a state of CPU processes what accelerate makes one of GPU processes."""
-    from accelerate.state import DistributedType, PartialState
+def _use_fsdp(state: Any, plugin: Any, names: Mapping[str, Any]) -> None:
+    """Make a state of CPU processes what accelerate makes one of GPU processes.
 
+    ``names`` are those of accelerate's module.
+    """
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     if plugin.sync_module_states:
         plugin.param_init_fn = materialize_on_cpu
     state.fsdp_plugin = plugin
-    state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    kind = names["DistributedType"].FSDP
+    state.distributed_type = kind
+    # Later states take it from there.
+    names["PartialState"]._shared_state["distributed_type"] = kind
 
 
 def _wrap_init(original: Function) -> Function:
@@ -42,7 +46,7 @@ def _wrap_init(original: Function) -> Function:
             return
         kind = self.distributed_type.value
         if kind == "MULTI_CPU":
-            _use_fsdp(self, plugin)
+            _use_fsdp(self, plugin, original.__globals__)
         elif kind == "NO":
             warnings.warn(ONE_PROCESS, IntegrationWarning, stacklevel=3)
 

@@ -7,13 +7,18 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as torch_module
 
 from fsdp_c._sharded_module import FullyShardedDataParallel
 from fsdp_c.integrations._import_hook import ImportHook
-from fsdp_c.integrations.huggingface import _accelerate_plugin, _accelerate_state
+from fsdp_c.integrations.huggingface import (
+    _accelerate_optimizer,
+    _accelerate_plugin,
+    _accelerate_state,
+)
 from fsdp_c.integrations.huggingface._patch import Applied, Patch
 from fsdp_c.integrations.huggingface._rebind import Rebinding
 
 PATCHES: tuple[Patch, ...] = (
     *_accelerate_plugin.PATCHES,
     *_accelerate_state.PATCHES,
+    *_accelerate_optimizer.PATCHES,
 )
 
 
@@ -31,7 +36,7 @@ class Swap:
             torch_module.FullyShardedDataParallel, FullyShardedDataParallel
         )
         names = {patch.module for patch in PATCHES}
-        self._hook = ImportHook(after={name: self._apply for name in names})
+        self._hook = ImportHook(after=dict.fromkeys(names, self._apply))
         self._hook.add()
         for name in names:
             module = sys.modules.get(name)
