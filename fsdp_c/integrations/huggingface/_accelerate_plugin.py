@@ -32,16 +32,26 @@ PLUGIN_KEYS = (
 )
 
 
-def strategy_named(value: object) -> ShardingStrategy | None:
-    """Return the strategy that accelerate means by a name, a number or a strategy."""
-    if isinstance(value, ShardingStrategy):
+def strategy_named(key: str, value: object) -> ShardingStrategy | None:
+    """Return the strategy that accelerate means by a name, a number or a strategy.
+
+    Args:
+        key: How the value is called where the user set it, for the message.
+        value: None, or empty: no strategy.
+
+    Raises:
+        ValueError: There is no such strategy.
+    """
+    if value is None or isinstance(value, ShardingStrategy):
         return value
-    text = str(value).upper()
-    if text.isdigit():
-        numbers = {strategy.value: strategy for strategy in ShardingStrategy}
-        return numbers.get(int(text))
-    names = {strategy.name.lstrip("_"): strategy for strategy in ShardingStrategy}
-    return names.get(text.lstrip("_"))
+    text = str(value).upper().lstrip("_")
+    for strategy in ShardingStrategy:
+        if text in {strategy.name.lstrip("_"), str(strategy.value)}:
+            return strategy
+    if not text:
+        return None
+    names = ", ".join(strategy.name.lstrip("_") for strategy in ShardingStrategy)
+    raise ValueError(f"{key} is {value!r}; with FSDP version 1 it is one of {names}")
 
 
 def choose_strategy(
@@ -50,24 +60,16 @@ def choose_strategy(
     """Return the strategy that two spellings of it ask for; None where neither does.
 
     Raises:
-        ValueError: They ask for different ones.
+        ValueError: They ask for different ones, or for an unknown one.
     """
-    given = {
-        "sharding_strategy": sharding_strategy,
-        "reshard_after_forward": reshard_after_forward,
-    }
-    found = {
-        key: strategy
-        for key, value in given.items()
-        if value is not None and (strategy := strategy_named(value)) is not None
-    }
-    if len(set(found.values())) > 1:
+    first = strategy_named("sharding_strategy", sharding_strategy)
+    second = strategy_named("reshard_after_forward", reshard_after_forward)
+    if first is not None and second is not None and first is not second:
         raise ValueError(
-            "sharding_strategy asks for "
-            f"{found['sharding_strategy'].name} and reshard_after_forward for "
-            f"{found['reshard_after_forward'].name}: they mean the same, set only one"
+            f"sharding_strategy asks for {first.name} and reshard_after_forward for "
+            f"{second.name}: with FSDP version 1 both mean the strategy, set only one"
         )
-    return next(iter(found.values()), None)
+    return first or second
 
 
 def strategy_of_environment() -> ShardingStrategy | None:
@@ -76,20 +78,18 @@ def strategy_of_environment() -> ShardingStrategy | None:
     It always sets both variables: FULL_SHARD and true are its defaults.
 
     Raises:
-        ValueError: They ask for different strategies, or one is no strategy.
+        ValueError: They ask for different strategies, or for an unknown one.
     """
-    sharding = accelerate_setting("FSDP_SHARDING_STRATEGY")
+    sharding = strategy_named(
+        "FSDP_SHARDING_STRATEGY", accelerate_setting("FSDP_SHARDING_STRATEGY")
+    )
     reshard = accelerate_setting("FSDP_RESHARD_AFTER_FORWARD")
-    if reshard.lower() == "false":
-        raise ValueError(
-            "fsdp_reshard_after_forward is false, which only version 2 knows: with "
-            "version 1 name a strategy, as fsdp_reshard_after_forward: SHARD_GRAD_OP"
-        )
     if reshard.lower() in {"", "true"}:
-        return strategy_named(sharding)
-    if strategy_named(sharding) is ShardingStrategy.FULL_SHARD:
-        sharding = ""
-    return choose_strategy(sharding or None, reshard)
+        return sharding
+    by_reshard = strategy_named("fsdp_reshard_after_forward", reshard)
+    if sharding is ShardingStrategy.FULL_SHARD:
+        return by_reshard
+    return choose_strategy(sharding, by_reshard)
 
 
 def materialize_on_cpu(module: torch.nn.Module) -> torch.nn.Module:
@@ -105,6 +105,7 @@ def _wrap_post_init(original: Function) -> Function:
             version = accelerate_setting("FSDP_VERSION", "1")
         if int(version) == 2:
             raise ValueError(VERSION_2.format(keys=PLUGIN_KEYS))
+        strategy = choose_strategy(sharding, reshard) or strategy_of_environment()
         try:
             original(self, *args, **kwargs)
         except RuntimeError:
@@ -114,9 +115,6 @@ def _wrap_post_init(original: Function) -> Function:
             self.param_init_fn = materialize_on_cpu
         if self.sync_module_states and is_on("ACCELERATE_USE_CPU"):
             self.param_init_fn = materialize_on_cpu
-        strategy = choose_strategy(sharding, reshard)
-        if strategy is None and sharding is None:
-            strategy = strategy_of_environment()
         if strategy is not None:
             self.sharding_strategy = strategy
 

@@ -11,6 +11,9 @@ from fsdp_c.integrations.huggingface import (
     _accelerate_optimizer,
     _accelerate_plugin,
     _accelerate_state,
+    _peft_adapters,
+    _trainer_arguments,
+    _trainer_loss,
 )
 from fsdp_c.integrations.huggingface._patch import Applied, Patch
 from fsdp_c.integrations.huggingface._rebind import Rebinding
@@ -19,6 +22,9 @@ PATCHES: tuple[Patch, ...] = (
     *_accelerate_plugin.PATCHES,
     *_accelerate_state.PATCHES,
     *_accelerate_optimizer.PATCHES,
+    *_peft_adapters.PATCHES,
+    *_trainer_arguments.PATCHES,
+    *_trainer_loss.PATCHES,
 )
 
 

@@ -1,0 +1,106 @@
+"""transformers' TrainingArguments: every key of fsdp_config has an effect.
+
+Seen in transformers 5.23.0, ``training_args.py``, ``_process_fsdp_args``:
+
+* Without ``version`` FSDP2 runs, which fsdp_c does not replace: refused.
+* ``sharding_strategy`` is not read. A strategy that nobody asked for is passed on as
+  if the user had, and would win over one that ``accelerate launch`` was given.
+* ``offload_params`` is not read (it is called ``cpu_offload`` now), and
+  ``min_num_params`` has no effect unless ``auto_wrap_policy`` asks for sizes.
+* ``xla`` without torch_xla fails later with a message about something else.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+from fsdp_c.integrations.huggingface._accelerate_plugin import (
+    VERSION_2,
+    choose_strategy,
+)
+from fsdp_c.integrations.huggingface._patch import Function, Patch
+
+SIZE_POLICY = "SIZE_BASED_WRAP"
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in {"y", "yes", "t", "true", "on", "1"}
+
+
+def check_xla() -> None:
+    """Check that torch_xla can be imported.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    if find_spec("torch_xla") is None:
+        raise ImportError(
+            'fsdp_config["xla"] is true, and torch_xla, whose own class then wraps '
+            "the model, is not installed: install torch_xla, or remove the key to use "
+            "fsdp_c"
+        )
+
+
+def complete(config: dict[str, Any], plugin: dict[str, Any]) -> None:
+    """Bring into ``plugin`` what is in ``config`` and was not read.
+
+    Args:
+        config: ``fsdp_config``, without prefixes.
+        plugin: Arguments of accelerate's plugin, of version 1.
+
+    Raises:
+        ValueError: Keys contradict each other, or a strategy is unknown.
+    """
+    strategy = choose_strategy(
+        config.get("sharding_strategy"), config.get("reshard_after_forward")
+    )
+    plugin.pop("reshard_after_forward", None)
+    if strategy is not None:
+        plugin["reshard_after_forward"] = strategy.name
+    if _is_true(config.get("offload_params", False)):
+        plugin["cpu_offload"] = True
+    num_params = int(config.get("min_num_params") or 0)
+    if num_params > 0 and "auto_wrap_policy" not in config:
+        if config.get("transformer_layer_cls_to_wrap"):
+            raise ValueError(
+                "fsdp_config has both min_num_params and "
+                "transformer_layer_cls_to_wrap: set one of them, or auto_wrap_policy"
+            )
+        plugin["auto_wrap_policy"] = SIZE_POLICY
+        plugin["min_num_params"] = num_params
+
+
+def _wrap_process(original: Function) -> Function:
+    def process_fsdp_args(self: Any) -> Any:
+        plugin = original(self)
+        if plugin is None:
+            config = self.fsdp_config if self.fsdp else None
+            if isinstance(config, dict) and config.get("xla"):
+                check_xla()
+            return None
+        if plugin["fsdp_version"] == 2:
+            raise ValueError(
+                VERSION_2.format(
+                    keys='"version": 1 in fsdp_config of TrainingArguments'
+                )
+            )
+        complete(self.fsdp_config, plugin)
+        return plugin
+
+    return process_fsdp_args
+
+
+PATCHES = (
+    Patch(
+        module="transformers.training_args",
+        function="TrainingArguments._process_fsdp_args",
+        purpose=(
+            "fsdp_config without version 1 is refused; sharding_strategy, "
+            "offload_params and min_num_params in it take effect"
+        ),
+        parameters=frozenset({"self"}),
+        mentions=frozenset(
+            {"fsdp_config", "fsdp_version", "reshard_after_forward", "xla"}
+        ),
+        wrap=_wrap_process,
+    ),
+)
