@@ -1,10 +1,12 @@
 """What users and tools read off a wrapped module, under FSDP1's names."""
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import ShardingStrategy
 
 from fsdp_c._base import ShardedModule
+from fsdp_c._conversion import convert
 from fsdp_c._engines import ensure_engine
 from fsdp_c._names import WRAPPED_MODULE
 from fsdp_c._originals import FlatParameter
@@ -18,14 +20,36 @@ from fsdp_c._torch_compat import (
 class FlatParamHandle:
     """A unit's flat parameter, under the name ``_handle`` of FSDP1.
 
-    Only for looking: units are driven by the native engine.
+    For looking: units are driven by the native engine.
 
     Attributes:
-        flat_param: The first segment's flat parameter, sharded.
+        flat_param: The flat parameter that stands for the unit, sharded.
     """
 
-    def __init__(self, flat_param: FlatParameter) -> None:
+    def __init__(self, module: ShardedModule, flat_param: FlatParameter) -> None:
+        self._module = module
         self.flat_param = flat_param
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The dtype of the sharded parameters; setting it converts the unit.
+
+        All ranks must set it, between steps and without gradients. It follows
+        ``flat_param.data = flat_param.data.to(dtype)``, as Hugging Face accelerate
+        does both for models loaded in 16 bits that it trains in 32.
+        """
+        return self.flat_param.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        module = self._module
+        # Registered ones only: the values that they were given go into the shards.
+        flat_params = module._originals.flat_params()
+        for flat_param, shard in zip(flat_params, module._unit.shards, strict=False):
+            if flat_param.dtype != shard.dtype:
+                shard.copy_(flat_param.detach())
+                flat_param.data = shard
+        convert(module, lambda tensor: tensor.to(dtype), recurse=False)
 
 
 class Attributes(ShardedModule):
@@ -91,9 +115,13 @@ class Attributes(ShardedModule):
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        """The first segment's flat parameter; with use_orig_params a new view."""
+        """The first trainable segment's flat parameter, or the first one's.
+
+        With use_orig_params it is a new view.
+        """
         params = self.params
-        return params[0] if params else None
+        trainable = (param for param in params if param.requires_grad)
+        return next(trainable, params[0] if params else None)
 
     @property
     def params(self) -> list[FlatParameter]:
@@ -104,7 +132,7 @@ class Attributes(ShardedModule):
     def _handle(self) -> FlatParamHandle | None:
         """The flat parameter, as FSDP1 shows it; None without parameters."""
         flat_param = self._flat_param
-        return None if flat_param is None else FlatParamHandle(flat_param)
+        return None if flat_param is None else FlatParamHandle(self, flat_param)
 
     @property
     def _inter_node_pg(self) -> ProcessGroup | None:
