@@ -140,8 +140,9 @@ def trained(
     name: str,
     rank: int,
     *,
-    config: dict[str, Any],
+    config: dict[str, Any] | str,
     env: dict[str, str] | None = None,
+    model: nn.Module | None = None,
     **changes: Any,
 ) -> Iterator[Record]:
     """Train with FSDP in a shared folder; what the block does is still launched."""
@@ -149,8 +150,9 @@ def trained(
         shared_folder(rank) as folder,
         launched(rank, WORLD, **(env or {})),
     ):
-        args = arguments(folder, fsdp=True, fsdp_config=config, **changes)
-        record = train(name, args)
+        changes.setdefault("fsdp", True)
+        args = arguments(folder, fsdp_config=config, **changes)
+        record = train(name, args, model=model)
         yield record
         record.trainer = None
 
@@ -181,3 +183,17 @@ def assert_trained_alike(
     ):
         assert abs(actual - wanted) <= tolerance * max(1.0, wanted), (step, record)
     assert record.losses[-1] != record.losses[0]
+
+
+def assert_weights_alike(model: Any, expected: Record, tolerance: float) -> None:
+    """Fail unless the gathered weights agree with those of one process.
+
+    AdamW divides by the gradient's size, so an element whose gradient is nearly zero
+    may be off by far more than the loss: most elements must agree, all loosely.
+    """
+    actual = whole_weights(model)
+    assert set(actual) == set(expected.weights)
+    for name, wanted in expected.weights.items():
+        error = (actual[name].float() - wanted.float()).abs()
+        assert error.max() <= 1e-2, (name, float(error.max()))
+        assert error.mean() <= 10 * tolerance, (name, float(error.mean()))
