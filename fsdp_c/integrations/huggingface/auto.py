@@ -1,0 +1,11 @@
+"""Importing this module installs: the one line that a script needs.
+
+    import fsdp_c.integrations.huggingface.auto
+
+Source:
+    ``install`` in ``fsdp_c.integrations.huggingface``, which see.
+"""
+
+from fsdp_c.integrations.huggingface import install
+
+install()
