@@ -23,7 +23,9 @@ def _is_launchers(name: str) -> bool:
 def reset_accelerate() -> None:
     """Forget accelerate's state of the process; the process group stays."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from tqdm import tqdm
 
+    tqdm.monitor_interval = 0  # no thread that outlives the test
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
@@ -35,6 +37,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     for name in before:
         del os.environ[name]
     os.environ.update(values)
+    reset_accelerate()
     try:
         yield
     finally:
@@ -75,7 +78,3 @@ def single_process() -> Iterator[None]:
         yield
 
 
-def reset_caches(*objects: Any) -> None:
-    """Drop references that keep modules alive after a test."""
-    for each in objects:
-        vars(each).clear()

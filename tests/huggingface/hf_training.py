@@ -9,6 +9,7 @@ both sees the same examples.
 
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -136,6 +137,16 @@ def shared_folder(rank: int) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def new_groups_destroyed() -> Iterator[None]:
+    """Destroy the process groups that the block made: those of hybrid strategies."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    yield
+    gc.collect()
+    for group in set(dist.distributed_c10d._world.pg_map) - before:
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
 def trained(
     name: str,
     rank: int,
@@ -148,6 +159,7 @@ def trained(
     """Train with FSDP in a shared folder; what the block does is still launched."""
     with (
         shared_folder(rank) as folder,
+        new_groups_destroyed(),
         launched(rank, WORLD, **(env or {})),
     ):
         changes.setdefault("fsdp", True)

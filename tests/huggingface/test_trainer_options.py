@@ -33,6 +33,8 @@ from hf_training import (
 
 TIMEOUT_S = 300
 
+_BLOCKS = ("LlamaDecoderLayer",) * 3
+
 
 def _units(model: Any) -> list[str]:
     """Return the classes of the modules that are units, root first."""
@@ -115,8 +117,6 @@ class _Case:
     tolerance: float = 2e-6
 
 
-_BLOCKS = ("LlamaDecoderLayer",) * 3
-
 CASES = {
     "full_shard": _Case(
         {"reshard_after_forward": "full_shard"}, _has_strategy("FULL_SHARD")
@@ -132,10 +132,29 @@ CASES = {
         {"reshard_after_forward": "hybrid_shard_zero2"},
         _has_strategy("_HYBRID_SHARD_ZERO2"),
     ),
-    "strategy_of_environment": _Case(
+    "environment_alone": _Case(
+        {},
+        _all(
+            _has_strategy("SHARD_GRAD_OP"), _has_units("LlamaForCausalLM", *_BLOCKS)
+        ),
+        env={
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "1",
+            "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        },
+        arguments={"fsdp": None},
+    ),
+    "environment_over_default": _Case(
         {},
         _has_strategy("SHARD_GRAD_OP"),
         env={"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"},
+    ),
+    "sharding_strategy": _Case(
+        {"sharding_strategy": "SHARD_GRAD_OP"}, _has_strategy("SHARD_GRAD_OP")
+    ),
+    "sharding_strategy_by_number": _Case(
+        {"sharding_strategy": 2}, _has_strategy("SHARD_GRAD_OP")
     ),
     "strategy_of_fsdp_string": _Case(
         {},
@@ -171,9 +190,13 @@ CASES = {
         _has_units("LlamaForCausalLM", *(("LlamaAttention",) * 3)),
     ),
     "wrap_by_size": _Case(
-        # A block has 7,744 parameters, its MLP 4,608.
+        # An MLP has 4,608 parameters, the rest of a block 3,136.
         {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4000},
-        _has_units("LlamaForCausalLM", *(("LlamaMLP",) * 3)),
+        _has_units("LlamaForCausalLM", "LlamaModel", *(("LlamaMLP",) * 3)),
+    ),
+    "min_num_params_alone": _Case(
+        {"min_num_params": 4000},
+        _has_units("LlamaForCausalLM", "LlamaModel", *(("LlamaMLP",) * 3)),
     ),
     "no_wrap": _Case(
         {"auto_wrap_policy": "NO_WRAP"}, _has_units("LlamaForCausalLM")
@@ -217,6 +240,9 @@ CASES = {
     ),
     "cpu_offload": _Case(
         {"cpu_offload": True}, _attribute("cpu_offload.offload_params", True)
+    ),
+    "offload_params": _Case(
+        {"offload_params": "true"}, _attribute("cpu_offload.offload_params", True)
     ),
     "cpu_offload_of_fsdp_string": _Case(
         {},
@@ -312,11 +338,9 @@ def test_sync_module_states(rank: int, world_size: int, syncs: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lora"])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
 def test_model(rank: int, world_size: int, name: str, use_orig_params: bool) -> None:
-    # T5 ignores Trainer's num_items_in_batch, so a mean of means is right for it.
-    shared = {"average_tokens_across_devices": False} if name == "t5" else {}
-    expected = reference(name, **shared)
+    expected = reference(name)
     config = fsdp_config(use_orig_params=use_orig_params)
-    with trained(name, rank, config=config, **shared) as record:
+    with trained(name, rank, config=config) as record:
         model = root(record)
         assert _units(model).count(layer_class(name)) == (4 if name == "t5" else 2) + (
             name == "lora"

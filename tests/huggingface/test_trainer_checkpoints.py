@@ -1,0 +1,243 @@
+"""Trainer's checkpoints: saving, resuming, and loading into an unwrapped model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from helpers.distributed import distributed
+from hf_models import build, data
+from hf_process import launched
+from hf_training import (
+    WORLD,
+    arguments,
+    assert_trained_alike,
+    fsdp_config,
+    new_groups_destroyed,
+    reference,
+    root,
+    shared_folder,
+    train,
+    whole_weights,
+)
+
+TIMEOUT_S = 300
+KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+SAVED_AT = 2
+
+
+def _optimizer_state(trainer: Any) -> dict[str, Any]:
+    """Return this rank's optimizer state by position."""
+    optimizer = trainer.optimizer
+    state: dict[str, Any] = {}
+    for number, param in enumerate(
+        p for group in optimizer.param_groups for p in group["params"]
+    ):
+        for key, value in optimizer.state.get(param, {}).items():
+            state[f"{number}.{key}"] = torch.as_tensor(value).detach().clone()
+    return state
+
+
+def _assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    assert len(actual) > 0
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def _resume(
+    name: str, rank: int, folder: Path, config: dict[str, Any], **changes: Any
+) -> None:
+    """Train; train anew from the middle; fail unless both end with the same bits."""
+    options = {"fsdp": True, "save_strategy": "steps", "save_steps": SAVED_AT}
+    options |= changes
+    with launched(rank, WORLD):
+        args = arguments(folder, fsdp_config=dict(config), **options)
+        unbroken = train(name, args)
+        weights = whole_weights(root(unbroken))
+        state = _optimizer_state(unbroken.trainer)
+        rates = unbroken.trainer.lr_scheduler.get_last_lr()
+        unbroken.trainer = None
+    assert state
+    checkpoint = folder / f"checkpoint-{SAVED_AT}"
+    assert checkpoint.is_dir()
+    # Other weights: what is not loaded is seen.
+    model = build(name)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    with launched(rank, WORLD):
+        args = arguments(folder / "again", fsdp_config=dict(config), **options)
+        resumed = train(name, args, model=model, resume=str(checkpoint))
+        assert resumed.losses[-3:] == unbroken.losses[-3:]
+        assert resumed.grad_norms[-3:] == unbroken.grad_norms[-3:]
+        assert resumed.trainer.lr_scheduler.get_last_lr() == rates
+        _assert_equal(whole_weights(root(resumed)), weights)
+        _assert_equal(_optimizer_state(resumed.trainer), state)
+        resumed.trainer = None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_resume(rank: int, world_size: int, use_orig_params: bool, kind: str) -> None:
+    config = fsdp_config(use_orig_params=use_orig_params, state_dict_type=kind)
+    with shared_folder(rank) as folder:
+        _resume("llama", rank, folder, config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "lora"])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_resume_of_model(rank: int, world_size: int, name: str, kind: str) -> None:
+    with shared_folder(rank) as folder:
+        _resume(name, rank, folder, fsdp_config(state_dict_type=kind))
+
+
+_UNUSUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "shard_grad_op": ({"reshard_after_forward": "shard_grad_op"}, {}),
+    "no_shard": ({"reshard_after_forward": "no_shard"}, {}),
+    "hybrid_shard": ({"reshard_after_forward": "hybrid_shard"}, {}),
+    "cpu_offload": ({"cpu_offload": True}, {}),
+    "activation_checkpointing": ({"activation_checkpointing": "true"}, {}),
+    "bf16": ({}, {"bf16": True}),
+    "gradient_accumulation": ({}, {"gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option", list(_UNUSUAL))
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_resume_with(rank: int, world_size: int, option: str, kind: str) -> None:
+    config, changes = _UNUSUAL[option]
+    with shared_folder(rank) as folder, new_groups_destroyed():
+        _resume(
+            "llama",
+            rank,
+            folder,
+            fsdp_config(state_dict_type=kind, **config),
+            **changes,
+        )
+
+
+def _load_unwrapped(folder: Path, name: str) -> nn.Module:
+    """Load what save_model wrote, with from_pretrained, in this process alone."""
+    import transformers
+
+    classes = {
+        "llama": transformers.LlamaForCausalLM,
+        "gpt2": transformers.GPT2LMHeadModel,
+        "t5": transformers.T5ForConditionalGeneration,
+    }
+    model, info = classes[name].from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    assert not info["mismatched_keys"], info
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_save_model(rank: int, world_size: int, name: str, kind: str) -> None:
+    """As the guide says: with SHARDED_STATE_DICT, ask for FULL_STATE_DICT at the end."""
+    with shared_folder(rank) as folder:
+        with launched(rank, WORLD):
+            args = arguments(
+                folder,
+                fsdp=True,
+                fsdp_config=fsdp_config(state_dict_type=kind),
+            )
+            record = train(name, args)
+            trainer = record.trainer
+            if trainer.is_fsdp_enabled:
+                plugin = trainer.accelerator.state.fsdp_plugin
+                plugin.set_state_dict_type("FULL_STATE_DICT")
+            trainer.save_model(str(folder / "saved"))
+            weights = whole_weights(root(record))
+            record.trainer = trainer = None
+            dist.barrier()
+        loaded = _load_unwrapped(folder / "saved", name)
+        _assert_equal(dict(loaded.state_dict()), weights)
+        batch = data(name, 1)[0]
+        with torch.no_grad():
+            loaded(**{key: value[None] for key, value in batch.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_save_of_lora(rank: int, world_size: int, kind: str) -> None:
+    from peft import PeftModel
+
+    with shared_folder(rank) as folder:
+        with launched(rank, WORLD):
+            config = fsdp_config(state_dict_type=kind)
+            args = arguments(folder, fsdp=True, fsdp_config=config)
+            record = train("lora", args)
+            plugin = record.trainer.accelerator.state.fsdp_plugin
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+            record.trainer.save_model(str(folder / "saved"))
+            weights = whole_weights(root(record))
+            record.trainer = None
+            dist.barrier()
+        base: Any = build("llama")
+        # The base of build("lora") was made of another seed.
+        base.load_state_dict(build("lora").unload().state_dict())  # type: ignore[operator]
+        loaded = PeftModel.from_pretrained(base, str(folder / "saved"))
+        adapters = {n: w for n, w in loaded.state_dict().items() if "lora_" in n}
+        assert len(adapters) == 3 * 2 * 2
+        _assert_equal(dict(loaded.state_dict()), weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_load_best_model_at_end(rank: int, world_size: int, kind: str) -> None:
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "learning_rate": 0.3,  # so large that the loss grows
+    }
+    with shared_folder(rank) as folder, launched(rank, WORLD):
+        args = arguments(
+            folder,
+            fsdp=True,
+            fsdp_config=fsdp_config(state_dict_type=kind),
+            **options,
+        )
+        record = train("llama", args, eval_dataset=data("llama", 4))
+        trainer = record.trainer
+        best = min(record.evaluations)
+        assert best < record.evaluations[-1]
+        at = record.evaluations.index(best) + 1
+        assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{at}")
+        assert trainer.evaluate()["eval_loss"] == best
+        record.trainer = trainer = None
+
+
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_evaluation_alone(rank: int, world_size: int) -> None:
+    """evaluate() on a model that was never trained: only forward runs."""
+    expected = reference("llama")
+    with shared_folder(rank) as folder, launched(rank, WORLD):
+        args = arguments(folder, fsdp=True, fsdp_config=fsdp_config())
+        record = train("llama", args, eval_dataset=data("llama", 8))
+        assert_trained_alike(record, expected)
+        assert isinstance(record.trainer.model_wrapped, FSDP)
+        loss = record.trainer.evaluate()["eval_loss"]
+        record.trainer = None
+    model = build("llama")
+    model.load_state_dict(expected.weights)
+    with torch.no_grad():
+        losses = [
+            model(**{key: value[None] for key, value in example.items()}).loss
+            for example in data("llama", 8)
+        ]
+    assert min(losses) <= loss <= max(losses)
