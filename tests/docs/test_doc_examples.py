@@ -1,0 +1,244 @@
+"""The code in README.md and docs/*.md runs, on 2 ranks, page by page.
+
+Blocks of a page run one after the other in one namespace. What they do not make
+themselves is there before the first: see `_Page`, or the class of the page. Of a
+diff the new side runs. What cannot run says so on the page, and is counted here.
+"""
+
+import copy
+import gc
+import shutil
+import tempfile
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.doc_pages import Block, blocks_of, pages
+from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.models import DIM, MLP
+from helpers.models import Block as ModelBlock
+from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.state_dicts import everything
+
+POLICY = ModuleWrapPolicy({ModelBlock})
+
+# Blocks that cannot run, by page. Each says why above its fence.
+NOT_RUN: dict[str, int] = {}
+
+RUNNABLE = [
+    page
+    for page in pages()
+    if any(block.language in ("python", "diff") for block in blocks_of(page))
+]
+
+
+class _Page:
+    """What is there before the first block of a page, and what is checked."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        """Make the names that any block may use."""
+        import fsdp_c
+
+        model = fsdp(MLP(), auto_wrap_policy=POLICY, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.rank = rank
+        self.names: dict[str, Any] = {
+            "torch": torch,
+            "nn": nn,
+            "dist": dist,
+            "fsdp_c": fsdp_c,
+            "FSDP": FSDP,
+            "rank": rank,
+            "world_size": world_size,
+            "folder": folder,
+            "policy": POLICY,
+            "model": model,
+            "optimizer": optimizer,
+            "optim": optimizer,
+            "batch": torch.randn(4, DIM),
+            "batches": [torch.randn(4, DIM) for _ in range(2)],
+        }
+
+    def before(self, index: int) -> None:
+        """Prepare for the block with this index."""
+
+    def after(self, index: int) -> None:
+        """Check what the block with this index has done."""
+
+
+class _Readme(_Page):
+    """The module is not wrapped yet."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        self.names["model"] = MLP()
+
+    def after(self, index: int) -> None:
+        assert isinstance(self.names["model"], FSDP)
+        assert len(FSDP.fsdp_modules(self.names["model"])) == 4
+
+
+class _Checkpoint(_Page):
+    """The second block loads what the first saved, the last what the third did."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        model, optim = self.names["model"], self.names["optim"]
+        model(self.names["batch"]).sum().backward()
+        optim.step()
+        self.names["scheduler"] = torch.optim.lr_scheduler.StepLR(optim, 1)
+        self.expected = copy.deepcopy(full_state_dict(model))
+
+    def before(self, index: int) -> None:
+        if index in (1, 3):
+            _zero(self.names["model"])
+
+    def after(self, index: int) -> None:
+        state = full_state_dict(self.names["model"])
+        assert_same_tensors("state", state, self.expected, 0.0)
+        if index == 1:
+            assert self.names["step"] == 5
+
+
+class _StateDicts(_Page):
+    """The second block loads what the first saved; the others do both."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        self.reference, self.names["model"] = everything()
+
+    def before(self, index: int) -> None:
+        if index == 1:
+            _zero(self.names["model"])
+
+    def after(self, index: int) -> None:
+        state = full_state_dict(self.names["model"])
+        assert_same_tensors("state", state, self.reference.state_dict(), 0.0)
+
+
+class _OutOfMemory(MLP):
+    """Runs out of memory in the backward of a batch that is all zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if not x.any():
+            out.register_hook(_run_out_of_memory)
+        return out
+
+
+def _run_out_of_memory(grad: Tensor) -> None:
+    msg = "a test"
+    raise torch.OutOfMemoryError(msg)
+
+
+class _Failures(_Page):
+    """One batch of three does not fit; one rank fails; the group is replaced."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        model = fsdp(_OutOfMemory(), auto_wrap_policy=POLICY)
+        optimizer = torch.optim.AdamW(model.parameters())
+        reference = copy.deepcopy(full_state_dict(model))
+        self.twin = MLP()
+        self.twin.load_state_dict(reference)
+        batches = [torch.randn(4, DIM), torch.zeros(4, DIM), torch.ones(4, DIM)]
+        dist.broadcast(batches[0], 0)
+        self.names.update(
+            model=model,
+            optimizer=optimizer,
+            batches=batches,
+            failed_here=rank == 0,
+            build=_OutOfMemory,
+            timedelta=timedelta,
+            StateDictType=StateDictType,
+        )
+
+    def before(self, index: int) -> None:
+        if index == 1:
+            self.names["model"](torch.ones(4, DIM)).sum().backward()
+
+    def after(self, index: int) -> None:
+        if index == 0:
+            optimizer = torch.optim.AdamW(self.twin.parameters())
+            for batch in (self.names["batches"][0], self.names["batches"][2]):
+                self.twin(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = full_state_dict(self.names["model"])
+        assert_same_tensors("state", state, self.twin.state_dict(), 1e-5)
+
+
+SETUPS: dict[str, type[_Page]] = {
+    "README.md": _Readme,
+    "docs/checkpoint.md": _Checkpoint,
+    "docs/state_dicts.md": _StateDicts,
+    "docs/failures.md": _Failures,
+}
+
+
+def _zero(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+
+
+def _run(block: Block, names: dict[str, Any]) -> None:
+    """Run one block; a traceback shows its place on the page."""
+    code = block.new_side() if block.language == "diff" else block.code
+    padded = "\n" * (block.line - 1) + code
+    exec(compile(padded, block.page, "exec"), names)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_examples(rank: int, world_size: int, page: str) -> None:
+    needs_fsdp_c("is not what the pages are about")
+    folders = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folders)
+    groups = list(dist.distributed_c10d._world.pg_map)
+    blocks = [b for b in blocks_of(page) if b.language in ("python", "diff")]
+    setup = SETUPS.get(page, _Page)(rank, world_size, folders[0])
+    try:
+        for index, block in enumerate(blocks):
+            if block.not_run:
+                continue
+            setup.before(index)
+            _run(block, setup.names)
+            setup.after(index)
+            dist.barrier()
+    finally:
+        setup.names.clear()
+        del setup
+        gc.collect()  # models hold groups
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in groups:
+            dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folders[0])
+
+
+@pytest.mark.parametrize("page", pages())
+def test_code_compiles(page: str) -> None:
+    """What is not run, and the old side of a diff, is Python all the same."""
+    for block in blocks_of(page):
+        if block.language == "python":
+            compile(block.code, f"{page}:{block.line}", "exec")
+        elif block.language == "diff":
+            compile(block.old_side(), f"{page}:{block.line}, old", "exec")
+            compile(block.new_side(), f"{page}:{block.line}, new", "exec")
+
+
+def test_blocks_that_do_not_run_are_counted() -> None:
+    found = {p: sum(bool(b.not_run) for b in blocks_of(p)) for p in pages()}
+    assert {page: num for page, num in found.items() if num} == NOT_RUN
+
+
+def test_setups_are_of_pages() -> None:
+    assert set(SETUPS) <= set(RUNNABLE)
