@@ -195,7 +195,7 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     exec(compile(padded, block.page, "exec"), names)
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, device="cpu")
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples(rank: int, world_size: int, page: str) -> None:
     needs_fsdp_c("is not what the pages are about")

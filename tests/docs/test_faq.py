@@ -1,0 +1,208 @@
+"""The messages of fsdp_c that docs/faq.md quotes are those that it raises."""
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.doc_pages import blocks_of
+from helpers.impl import FSDP, fsdp, needs_fsdp_c
+
+PAGE = "docs/faq.md"
+POLICY = ModuleWrapPolicy({nn.Linear})
+LIMIT = timedelta(seconds=3)
+
+
+class Net(nn.Module):
+    """An embedding and a head that may share their weight."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 8)
+        self.block = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 10, bias=False)
+        if is_tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.block(self.emb(tokens)))
+        return out
+
+
+class Branches(nn.Module):
+    """Runs another unit on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x) if dist.get_rank() == 0 else self.b(x)
+        return out
+
+
+def _share_over_units() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp(Net(is_tied=True), auto_wrap_policy=POLICY)
+
+
+def _share_over_units_by_hand() -> None:
+    net = Net(is_tied=True)
+    net.head = fsdp(net.head)
+    fsdp(net)
+
+
+def _leave_on_meta() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(3, 3)
+    fsdp(module, param_init_fn=lambda module: None)
+
+
+def _fail(grad: Tensor) -> None:
+    raise ArithmeticError
+
+
+def _clip_after_an_exception() -> None:
+    model = fsdp(Net())
+    out = model(torch.tensor([[1, 2]]))
+    out.register_hook(_fail)
+    with contextlib.suppress(ArithmeticError):
+        out.sum().backward()
+    try:
+        model.clip_grad_norm_(1.0)
+    finally:
+        import fsdp_c
+
+        del out
+        fsdp_c.reset(model)
+
+
+def _in_a_group(body: Callable[[dist.ProcessGroup], None]) -> None:
+    """Run ``body`` in a group that may break."""
+    group = dist.new_group(timeout=LIMIT)
+    assert group is not None
+    try:
+        body(group)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def _run_different_units() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        model = fsdp(Branches(), auto_wrap_policy=POLICY, process_group=group)
+        model(torch.randn(1, 4))
+
+    _in_a_group(body)
+
+
+def _save_on_rank_0() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        model = fsdp(Net(), process_group=group)
+        if dist.get_rank() == 0:
+            model.state_dict()
+
+    _in_a_group(body)
+
+
+def _load_parts() -> None:
+    model = fsdp(Net(), use_orig_params=True)
+    state = model.state_dict()
+    state["head.weight"] = torch.empty(0)
+    model.load_state_dict(state)
+
+
+def _pickle() -> None:
+    import pickle
+
+    pickle.dumps(fsdp(Net()))
+
+
+# What makes each message, in the order of the page.
+CASES: list[Callable[[], None]] = [
+    _share_over_units,
+    _share_over_units_by_hand,
+    _leave_on_meta,
+    _clip_after_an_exception,
+    _run_different_units,
+    _save_on_rank_0,
+    _load_parts,
+    _pickle,
+]
+
+
+def _messages() -> list[str]:
+    return [block.code for block in blocks_of(PAGE) if not block.language]
+
+
+def test_every_message_has_a_case() -> None:
+    assert len(_messages()) == len(CASES)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+@distributed(world_size=2, device="cpu")
+def test_message(rank: int, world_size: int, index: int) -> None:
+    """Rank 0 raises it; ``...`` on the page stands for any text."""
+    needs_fsdp_c("has messages of its own")
+    raised = ""
+    try:
+        CASES[index]()
+    except Exception as error:
+        raised = " ".join(str(error).split())
+    if rank == 0:
+        expected = " ".join(_messages()[index].split())
+        pattern = re.escape(expected).replace(r"\.\.\.", ".*")
+        assert re.fullmatch(pattern, raised), raised
+    dist.barrier()
+
+
+@distributed(world_size=2, device="cpu")
+def test_optimizers_made_before_wrapping(rank: int, world_size: int) -> None:
+    """They step nothing with flat parameters, and everything with original ones."""
+    needs_fsdp_c("is not what it is about")
+    for use_orig_params in (False, True):
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        model = fsdp(net, use_orig_params=use_orig_params)
+        before = model.state_dict()
+        model(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        after = model.state_dict()
+        changed = [key for key in before if not torch.equal(before[key], after[key])]
+        assert changed == (list(before) if use_orig_params else [])
+
+
+@distributed(world_size=2, device="cpu")
+def test_ranks_differ_inside_a_summon(rank: int, world_size: int) -> None:
+    """Nothing is gathered there: one rank alone may call the model."""
+    needs_fsdp_c("is not what it is about")
+    model = fsdp(Net(), auto_wrap_policy=POLICY, use_orig_params=True)
+    with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+        if rank == 0:
+            assert model.module(torch.tensor([[1, 2]])).shape == (1, 2, 10)
+    dist.barrier()
+
+
+@distributed(world_size=2, device="cpu")
+def test_a_module_inside_the_wrapper_gathers_nothing(
+    rank: int, world_size: int
+) -> None:
+    """Its state dict has this rank's parts, so all ranks have other shapes."""
+    needs_fsdp_c("is not what it is about")
+    model = fsdp(Net(), use_orig_params=True)
+    shapes = [tuple(v.shape) for v in model.module.state_dict().values()]
+    gathered: list[list[tuple[int, ...]]] = [[], []]
+    dist.all_gather_object(gathered, shapes)
+    assert gathered[0] != gathered[1]
+    with pytest.raises(RuntimeError, match="'weight' must be 2-D"):
+        model.module.emb(torch.tensor([1]))
