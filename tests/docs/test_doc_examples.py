@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.doc_pages import Block, blocks_of, pages
-from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, MixedPrecision, StateDictType, fsdp, needs_fsdp_c
 from helpers.models import DIM, MLP
 from helpers.models import Block as ModelBlock
 from helpers.reference import assert_same_tensors, full_state_dict
@@ -29,7 +29,7 @@ from helpers.state_dicts import everything
 POLICY = ModuleWrapPolicy({ModelBlock})
 
 # Blocks that cannot run, by page. Each says why above its fence.
-NOT_RUN: dict[str, int] = {}
+NOT_RUN: dict[str, int] = {"docs/migrate.md": 1}
 
 RUNNABLE = [
     page
@@ -174,11 +174,35 @@ class _Failures(_Page):
         assert_same_tensors("state", state, self.twin.state_dict(), 1e-5)
 
 
+class _Migrate(_Page):
+    """What FSDP2 saved is loaded, and trains on as it would have there."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        self.names["precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+
+    def after(self, index: int) -> None:
+        names = self.names
+        assert isinstance(names["model"], FSDP)
+        if names.get("old") is None or "state" not in names:
+            return
+        for model, optimizer in (
+            (names["old"], names["old_optimizer"]),
+            (names["model"], names["optimizer"]),
+        ):
+            model(names["batch"]).sum().backward()
+            optimizer.step()
+        old = names.pop("old").state_dict()
+        expected = {key: value.full_tensor() for key, value in old.items()}
+        assert_same_tensors("state", full_state_dict(names["model"]), expected, 1e-6)
+
+
 SETUPS: dict[str, type[_Page]] = {
     "README.md": _Readme,
     "docs/checkpoint.md": _Checkpoint,
     "docs/state_dicts.md": _StateDicts,
     "docs/failures.md": _Failures,
+    "docs/migrate.md": _Migrate,
 }
 
 
