@@ -28,7 +28,7 @@ class Scalar(NamedTuple):
 
     def tensor(self) -> Tensor:
         """Return it on the CPU."""
-        return torch.tensor(self.value, dtype=self.dtype)
+        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
 
 def packed_value(value: Any) -> Any:

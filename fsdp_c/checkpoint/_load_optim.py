@@ -271,7 +271,7 @@ class OptimLoad:
 
 def _without_memory(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_meta:
-        return torch.zeros((), dtype=value.dtype).expand(value.shape)
+        return torch.zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
     return value
 
 

@@ -153,7 +153,7 @@ def _decode_scalar(name: Any, number: Any) -> Tensor:
     if dtype not in _SCALARS or type(number) is not _SCALARS[dtype]:
         raise ValueError(f"{number!r:.80} is no scalar of dtype {name}")
     try:
-        scalar = torch.tensor(number, dtype=dtype)
+        scalar = torch.tensor(number, dtype=dtype, device="cpu")
     except (RuntimeError, OverflowError) as error:
         raise ValueError(f"{number!r:.80} is no {name}: {error}") from None
     if scalar.item() != number and number == number:  # noqa: PLR0124  # NaN is not

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ def random_states() -> dict[str, Any]:
     version, state, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(state, dtype=torch.int64), gauss],
+        "python": [version, _on_host(state), gauss],
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
@@ -21,12 +22,17 @@ def random_states() -> dict[str, Any]:
         kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
         states["numpy"] = [
             kind,
-            torch.tensor(keys.tolist(), dtype=torch.int64),
+            _on_host(keys.tolist()),
             int(position),
             int(has_gauss),
             float(cached),
         ]
     return states
+
+
+def _on_host(numbers: Sequence[int]) -> torch.Tensor:
+    """Return them in host memory, whatever torch's default device is."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def check_random_states(states: Any) -> None:

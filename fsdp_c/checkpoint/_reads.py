@@ -113,7 +113,7 @@ def _read_through(descriptor: int, read: Read) -> None:
     itemsize = read.dtype.itemsize
     numel = read.target.numel()
     step = _CHUNK_NBYTES // itemsize
-    buffer = torch.empty(min(step, numel), dtype=read.dtype)
+    buffer = torch.empty(min(step, numel), dtype=read.dtype, device="cpu")
     for first in range(0, numel, step):
         part = buffer[: min(step, numel - first)]
         read_into(descriptor, read.begin + first * itemsize, bytes_of(part))

@@ -104,7 +104,7 @@ class RankSource:
         piece, info = self.entry.pieces.get(key), self.reads.tensors.get(key)
         if piece is None or info is None:
             raise ValueError(f"{self.name} has no tensor {key!r:.80}")
-        result = torch.empty(info.shape, dtype=dtype_of(info.dtype))
+        result = torch.empty(info.shape, dtype=dtype_of(info.dtype), device="cpu")
         with self.reads.unchanged() as descriptor:
             read_into(descriptor, info.begin, bytes_of(result))
         return result

@@ -285,8 +285,8 @@ def test_what_else_training_needs(rank: int, world_size: int, tmp_path: Path) ->
     assert drawn[1:] == again[1:]
     assert milestones.last_epoch == 0
     assert type(found.extra) is dict
-    assert torch.equal(found.extra.pop("order"), extra.pop("order"))
-    scalar = extra.pop("scalar")
+    assert torch.equal(found.extra.pop("order"), extra.pop("order").cpu())
+    scalar = extra.pop("scalar").cpu()
     assert torch.equal(found.extra["scalar"], scalar)
     assert found.extra.pop("scalar").dtype == torch.bfloat16
     assert math.isnan(found.extra["nested"].pop("nan"))
@@ -299,6 +299,29 @@ def test_what_else_training_needs(rank: int, world_size: int, tmp_path: Path) ->
     assert plateau.best == math.inf
     with pytest.raises(checkpoint.CheckpointError, match="pass the scheduler"):
         checkpoint.load(tmp_path / "d", model, optim, scheduler=milestones)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_under_a_default_device(
+    rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
+) -> None:
+    """What is read goes through host memory, wherever tensors are made by default."""
+    model = _wrap(MLP(1), set(), use_orig_params=use_orig_params)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    _train(model, optim, range(2), rank, world_size)
+    expected = {name: t.clone() for name, t in full_state_dict(model).items()}
+    states = {key: t.clone() for key, t in _state_tensors(optim).items()}
+    extra = {"order": torch.arange(10), "scalar": torch.tensor(2.5)}
+    with torch.device("meta"):
+        checkpoint.save(tmp_path / "c", model, optim, extra=extra)
+    _train(model, optim, range(2, 4), rank, world_size)
+    with torch.device("meta"):
+        found = checkpoint.load(tmp_path / "c", model, optim)
+    assert_same_tensors("state", full_state_dict(model), expected, 0.0)
+    assert_same_tensors("optimizer", _state_tensors(optim), states, 0.0)
+    assert found.extra["order"].tolist() == list(range(10))
+    assert found.extra["scalar"].item() == 2.5
 
 
 @pytest.mark.parametrize("case", CASES)
