@@ -415,6 +415,14 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// What the dispatcher would take apart first: convolutions into operators that
+// only backends have, the loss into one whose result meta tensors get wrong.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  for (const char *name : {"convolution", "convolution_backward", "mse_loss"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
