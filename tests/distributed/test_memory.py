@@ -2,8 +2,8 @@
 
 A unit's segments, one per (dtype, requires_grad), are cut into equal shards. With
 use_orig_params each parameter starts at a multiple of 16 bytes in the dtype that it is
-computed in (FSDP1's layout; an accelerator aligns shards too). A block holds the
-unsharded segments, each from a multiple of 256 bytes on. gloo's reduction needs as much
+computed in (FSDP1's layout); on an accelerator each does always, and each shard too. A
+block holds the unsharded segments, each from a multiple of 256 bytes on. gloo's reduction needs as much
 again as the gradients it reduces: scratch, two blocks per engine that take turns, each
 as large as its largest unit needs. Ranks that share memory need none.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     IS_TORCH,
@@ -32,6 +32,7 @@ from helpers.transports import c10d_only, num_scratches
 
 ALIGNMENT_NBYTES = 16
 SEGMENT_ALIGNMENT_NBYTES = 256
+ALIGNS_SHARDS = TEST_DEVICE != "cpu"
 KEYS = {
     "num_clients",
     "num_blocks",
@@ -74,15 +75,18 @@ def _shards(
 ) -> dict[tuple[torch.dtype, bool], int]:
     """Return the bytes of a shard of each segment, by (dtype, requires_grad)."""
     numels: dict[tuple[torch.dtype, bool], int] = {}
+    aligns_params = use_orig_params or ALIGNS_SHARDS
     for param in params:
         alignment = ALIGNMENT_NBYTES // min(compute_itemsize, param.element_size())
         key = (param.dtype, param.requires_grad)
-        offset = _round_up(numels.get(key, 0), alignment if use_orig_params else 1)
+        offset = _round_up(numels.get(key, 0), alignment if aligns_params else 1)
         numels[key] = offset + param.numel()
-    return {
-        (dtype, trains): -(-numel // world_size) * dtype.itemsize
-        for (dtype, trains), numel in numels.items()
-    }
+    shards = {}
+    for (dtype, trains), numel in numels.items():
+        alignment = ALIGNMENT_NBYTES // min(compute_itemsize, dtype.itemsize)
+        shard = _round_up(-(-numel // world_size), alignment if ALIGNS_SHARDS else 1)
+        shards[dtype, trains] = shard * dtype.itemsize
+    return shards
 
 
 def _shard_nbytes(params: Iterable[Tensor], world_size: int) -> int:

@@ -15,7 +15,7 @@ from helpers.distributed import distributed
 from helpers.impl import needs_fsdp_c
 from helpers.models import BATCH, DIM, MLP, Block, vectors
 from helpers.reference import Differential
-from helpers.transports import over
+from helpers.transports import OWN, over
 
 
 class _MistakeError(Exception):
@@ -117,7 +117,7 @@ def _go_on(differential: Differential) -> None:
 # Over gloo only one: what fails does not know what carries the collectives.
 @pytest.mark.parametrize(
     ("transport", "failure"),
-    [*(("shm", failure) for failure in _FAILURES), ("c10d", "mistake")],
+    [*((OWN, failure) for failure in _FAILURES), ("c10d", "mistake")],
 )
 @pytest.mark.parametrize(
     "place", ["first forward", "forward", "last backward", "backward", "hook"]
@@ -148,7 +148,7 @@ def test_on_all_ranks(
         del differential, handles
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_several_failures(
@@ -169,7 +169,7 @@ def test_several_failures(
         del differential, handles
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", [OWN, "c10d"])
 @distributed(world_size=2)
 def test_in_an_accumulation(rank: int, world_size: int, transport: str) -> None:
     """The micro-batches before the failed one go with it: all are repeated."""
@@ -193,7 +193,7 @@ def test_in_an_accumulation(rank: int, world_size: int, transport: str) -> None:
         del differential, handles
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("failure", list(_FAILURES))
 @distributed(world_size=(2, 3))
 def test_on_one_rank_between_forward_and_backward(
@@ -222,7 +222,7 @@ def test_on_one_rank_between_forward_and_backward(
         del differential
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", [OWN, "c10d"])
 @distributed(world_size=2)
 def test_parameters_and_optimizer_state_survive(
     rank: int, world_size: int, transport: str

@@ -1,7 +1,7 @@
 """What carries collectives: shared memory where the ranks share a host, or c10d.
 
-All other distributed tests run over shared memory; here the same models train over
-c10d, and the parts that only shared memory has are tested.
+All other distributed tests run over shared memory (on an accelerator over NCCL); here
+the same models train over c10d, and the parts that only shared memory has are tested.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import CASES
 from helpers.reference import Differential
-from helpers.transports import c10d_only, over, transport_of
+from helpers.transports import OWN, c10d_only, over, transport_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
 
@@ -54,14 +54,14 @@ def test_training_over_c10d(
 
 
 @distributed(world_size=(2, 3))
-def test_the_default_is_shared_memory(rank: int, world_size: int) -> None:
+def test_the_default_is_no_c10d(rank: int, world_size: int) -> None:
     """From the first engine on, and for every group."""
     needs_fsdp_c("has no transports")
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group()
     assert transport_of(group) == ("c10d", "the group has not been used yet")
     model = fsdp(torch.nn.Linear(4, 4), process_group=group)
     model(torch.ones(2, 4)).sum().backward()
-    assert transport_of(group) == ("shm", "")
+    assert transport_of(group) == (OWN, "")
     del model
     dist.destroy_process_group(group)
 
@@ -98,7 +98,7 @@ def test_a_group_that_was_switched_off_can_meet_later(
 
 @distributed(world_size=4)
 def test_replicas_have_transports_of_their_own(rank: int, world_size: int) -> None:
-    """Both groups of a hybrid mesh share memory."""
+    """Neither group of a hybrid mesh is carried by c10d."""
     needs_fsdp_c("has no transports")
     with hybrid_groups(2, 2) as groups:
         model = fsdp(
@@ -108,7 +108,7 @@ def test_replicas_have_transports_of_their_own(rank: int, world_size: int) -> No
         )
         model(torch.ones(2, 4)).sum().backward()
         for group in groups:
-            assert transport_of(group) == ("shm", "")
+            assert transport_of(group) == (OWN, "")
         del model
 
 
@@ -121,7 +121,8 @@ def test_messages(rank: int, world_size: int) -> None:
     def content(sender: int, receiver: int, numel: int, dtype: torch.dtype) -> object:
         seed = 1000 * sender + 10 * receiver + numel % 7
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+        values = torch.randint(0, 2, (numel,), generator=generator, device="cpu")
+        return values.to(dtype)
 
     sizes = [0, 1, 63, 4096, 3_000_001]
     peers = [peer for peer in range(world_size) if peer != rank]
@@ -129,9 +130,14 @@ def test_messages(rank: int, world_size: int) -> None:
     for numel, dtype in zip(sizes, DTYPES, strict=True):
         for peer in peers:
             outgoing.append((peer, content(rank, peer, numel, dtype)))
-            incoming.append((peer, torch.empty(numel, dtype=dtype)))
+            incoming.append((peer, torch.empty(numel, dtype=dtype, device="cpu")))
             expected.append(content(peer, rank, numel, dtype))
-    copies = [(torch.arange(5), torch.empty(5, dtype=torch.int64))]
+    copies = [
+        (
+            torch.arange(5, device="cpu"),
+            torch.empty(5, dtype=torch.int64, device="cpu"),
+        )
+    ]
     assert pass_messages(dist.group.WORLD, outgoing, incoming, copies)
     assert copies[0][1].tolist() == [0, 1, 2, 3, 4]
     for (_, found), wanted in zip(incoming, expected, strict=True):
@@ -148,18 +154,20 @@ def test_wrong_messages(rank: int, world_size: int) -> None:
 
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="not contiguous"):
-        pass_messages(group, [(1 - rank, torch.ones(4, 4).t())], [])
+        pass_messages(group, [(1 - rank, torch.ones(4, 4, device="cpu").t())], [])
     with pytest.raises(ValueError, match="not a tensor"):
         pass_messages(group, [(1 - rank, "text")], [])
     with pytest.raises(TypeError, match="tuple"):
         pass_messages(group, [torch.ones(1)], [])
     with pytest.raises(ValueError, match=r"rank|receiver|peer"):
-        pass_messages(group, [(7, torch.ones(1))], [])
+        pass_messages(group, [(7, torch.ones(1, device="cpu"))], [])
+    three = torch.ones(3, device="cpu")
     with pytest.raises(ValueError, match="a copy of 12 bytes into 16"):
-        pass_messages(group, [], [], [(torch.ones(3), torch.ones(4))])
+        pass_messages(group, [], [], [(three, torch.ones(4, device="cpu"))])
     with pytest.raises(TypeError, match="tuple"):
-        pass_messages(group, [], [], [torch.ones(3)])
-    here, there = torch.full((3,), float(rank)), torch.empty(3)
+        pass_messages(group, [], [], [three])
+    here = torch.full((3,), float(rank), device="cpu")
+    there = torch.empty(3, device="cpu")
     assert pass_messages(group, [(1 - rank, here)], [(1 - rank, there)])
     assert there.tolist() == [1.0 - rank] * 3
 

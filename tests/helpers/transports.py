@@ -1,27 +1,29 @@
-"""What carries the collectives of a test's ranks: shared memory, or c10d alone."""
+"""What carries the collectives of a test's ranks: fsdp_c's own transport, or c10d.
+
+On the CPU the own one is shared memory, on the simulated accelerator NCCL.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 
-SWITCH = "FSDP_C_SHM"
+from helpers.distributed import TEST_DEVICE
+
+OWN = "shm" if TEST_DEVICE == "cpu" else "nccl"
+SWITCHES = ("FSDP_C_SHM", "FSDP_C_NCCL")
 
 
 @contextmanager
 def over(transport: str) -> Iterator[None]:
-    """Engines first used in here try shm, or use c10d, on ranks that do the same."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = {"shm": "1", "c10d": "0"}[transport]
-    try:
+    """Engines first used in here try their own, or use c10d, on ranks that do so."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SWITCHES:
+            patch.setenv(name, {OWN: "1", "c10d": "0"}[transport])
         yield
-    finally:
-        if before is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = before
 
 
 @contextmanager
@@ -32,14 +34,14 @@ def c10d_only() -> Iterator[None]:
 
 
 def transport_of(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Return what carries a group's collectives on the CPU, and why c10d does."""
+    """Return what carries a group's collectives on the device, and why c10d does."""
     from fsdp_c import _native
 
-    return _native.transport(group, torch.device("cpu"))
+    return _native.transport(group, torch.device(TEST_DEVICE))
 
 
 def num_scratches() -> int:
-    """Return how many scratch blocks reductions have: gloo's need two, shm none."""
-    if os.environ.get(SWITCH) == "0":
+    """Return how many scratch blocks reductions have: c10d's need two, ours none."""
+    if os.environ.get(SWITCHES[0]) == "0":
         return 2
-    return 0 if transport_of(dist.group.WORLD)[0] == "shm" else 2
+    return 0 if transport_of(dist.group.WORLD)[0] == OWN else 2
