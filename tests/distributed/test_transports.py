@@ -70,11 +70,12 @@ def test_the_default_is_no_c10d(rank: int, world_size: int) -> None:
 def test_a_switch_on_one_rank_holds_for_all(rank: int, world_size: int) -> None:
     """The others hear of it and do not wait; without it they meet again."""
     needs_fsdp_c("has no transports")
-    group = dist.new_group(backend="gloo")
-    with over("c10d" if rank == 1 else "shm"):
+    group = dist.new_group()
+    with over("c10d" if rank == 1 else OWN):
         model = fsdp(torch.nn.Linear(4, 4), process_group=group)
         model(torch.ones(2, 4)).sum().backward()
-        why = "rank 1: switched off by FSDP_C_SHM=0"
+        switch = {"shm": "FSDP_C_SHM", "nccl": "FSDP_C_NCCL"}[OWN]
+        why = f"rank 1: switched off by {switch}=0"
         assert transport_of(group) == ("c10d", why)
         del model
     dist.destroy_process_group(group)
@@ -86,8 +87,8 @@ def test_a_group_that_was_switched_off_can_meet_later(
 ) -> None:
     """Once its ranks are switched on, all of them."""
     needs_fsdp_c("has no transports")
-    group = dist.new_group(backend="gloo")
-    for transport in ("c10d", "shm"):
+    group = dist.new_group()
+    for transport in ("c10d", OWN):
         with over(transport):
             model = fsdp(torch.nn.Linear(4, 4), process_group=group)
             model(torch.ones(2, 4)).sum().backward()
