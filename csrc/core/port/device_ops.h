@@ -77,6 +77,10 @@ typedef struct fsdp_device_ops {
   fsdp_status (*event_synchronize)(void *context, fsdp_event *event,
                                    fsdp_error *error);
 
+  /* A point in time on `lane`, for a timeline: the number by which the provider
+   * knows it, or -1: none. May be NULL: a device without lanes. Cannot fail. */
+  int32_t (*mark)(void *context, fsdp_lane lane);
+
   /* Data. `cast` copies, converting when the dtypes differ. */
   fsdp_status (*cast)(void *context, fsdp_lane lane, void *destination,
                       fsdp_dtype destination_dtype, const void *source,

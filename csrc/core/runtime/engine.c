@@ -68,6 +68,7 @@ static void detach_unit(fsdp_unit *unit) {
   forget_unit(engine, unit);
   destroy_event(engine, unit->unsharded);
   unit->unsharded = NULL;
+  engine->timeline = NULL; /* its entries hold indices */
   for (size_t i = (size_t)unit->index + 1; i < engine->num_units; i++) {
     engine->units[i - 1] = engine->units[i];
     engine->units[i - 1]->index--;

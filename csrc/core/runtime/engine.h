@@ -20,6 +20,7 @@
 
 #include "arena/arena.h"
 #include "base/status.h"
+#include "base/timeline.h"
 #include "base/trace.h"
 #include "base/types.h"
 #include "layout/flat_layout.h"
@@ -137,6 +138,23 @@ fsdp_sync fsdp_engine_get_sync(const fsdp_engine *engine);
 /* Checks before every unshard and reduction that all ranks of the group are
  * about to do the same; see Note [Checking the order]. Off at first. */
 void fsdp_engine_set_order_check(fsdp_engine *engine, bool is_on);
+
+/*
+ * Lets the engine write what it does into `timeline` (borrowed; NULL: no
+ * longer), until that is full or a unit leaves the engine. While there is none,
+ * each place costs a comparison.
+ *
+ * FSDP_INVALID_STATE  in the middle of a step, and timeline is not NULL.
+ */
+FSDP_NODISCARD fsdp_status fsdp_engine_set_timeline(fsdp_engine *engine,
+                                                    fsdp_timeline *timeline,
+                                                    fsdp_error *error);
+/* Borrowed; NULL: nothing is recorded. */
+fsdp_timeline *fsdp_engine_timeline(const fsdp_engine *engine);
+/* Writes a span from `begin_ns` to now. Nothing happens if begin_ns is 0 or
+ * nothing is recorded. unit NULL: none. */
+void fsdp_engine_note(const fsdp_engine *engine, const fsdp_unit *unit,
+                      fsdp_timeline_kind kind, int64_t begin_ns);
 
 /* Whether the unit is unsharded in master dtype instead of param dtype, from
  * its next forward on (evaluation in full precision). */

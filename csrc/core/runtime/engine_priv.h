@@ -74,6 +74,7 @@ struct fsdp_unit {
   void **param_data;       /* unshard.c: unsharded segments */
   bool is_kept;            /* unshard.c: UNSHARDING, and the block was used:
                               hidden until backward or the next forward */
+  bool is_ahead;           /* unshard.c: UNSHARDING by a prefetch */
   bool is_between_batches; /* backward.c: kept by a backward without sync */
   bool is_full;            /* unshard.c: this unshard is in master dtype */
   bool wants_full;         /* engine.c: the next one will be */
@@ -154,6 +155,7 @@ struct fsdp_engine {
   uint64_t order_fingerprint; /* check_order.c: of all collectives so far */
   int64_t num_order_checks;   /* check_order.c */
   fsdp_trace trace;
+  fsdp_timeline *timeline; /* note.c: borrowed; NULL: nothing is recorded */
 };
 
 /* The start of `rank`'s piece in a segment of `shard_numel` per rank. */
@@ -183,6 +185,34 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
 /* The host waits for all work now on HOST_COPY. */
 FSDP_NODISCARD fsdp_status
 fsdp_engine_priv_join_host_copies(fsdp_engine *engine, fsdp_error *error);
+
+/* note.c: spans of the timeline. Nothing happens while none is recorded. */
+typedef struct fsdp_priv_span {
+  int64_t begin_ns; /* 0: nothing is recorded */
+  int32_t mark;     /* of the device at its begin; -1: none */
+  fsdp_timeline_kind kind;
+} fsdp_priv_span;
+fsdp_priv_span fsdp_engine_priv_begin_span(const fsdp_engine *engine,
+                                           fsdp_timeline_kind kind);
+void fsdp_engine_priv_end_span(const fsdp_engine *engine, const fsdp_unit *unit,
+                               fsdp_priv_span span, int64_t nbytes, int flags);
+static inline fsdp_priv_span fsdp_engine_priv_begin(const fsdp_engine *engine,
+                                                    fsdp_timeline_kind kind) {
+  if (engine->timeline != NULL) {
+    return fsdp_engine_priv_begin_span(engine, kind);
+  }
+  return (fsdp_priv_span){.begin_ns = 0, .mark = -1, .kind = kind};
+}
+/* Adds the span. unit NULL: none. nbytes: of a collective, which is the newest
+ * of the trace. */
+static inline void fsdp_engine_priv_end(const fsdp_engine *engine,
+                                        const fsdp_unit *unit,
+                                        fsdp_priv_span span, int64_t nbytes,
+                                        int flags) {
+  if (span.begin_ns != 0) {
+    fsdp_engine_priv_end_span(engine, unit, span, nbytes, flags);
+  }
+}
 
 /* check_order.c */
 /* Compares the unit's next collective with that of the other ranks of its

@@ -33,6 +33,9 @@ static fsdp_status begin_iteration(fsdp_unit *root, fsdp_error *error) {
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
                                       FSDP_LANE_COMPUTE, engine->compute_done,
                                       error));
+  if (engine->timeline != NULL && !fsdp_timeline_begin_step(engine->timeline)) {
+    engine->timeline = NULL; /* full */
+  }
   fsdp_order_begin(engine->order);
   engine->root = root;
   engine->num_iterations++;

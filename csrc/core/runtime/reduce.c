@@ -16,6 +16,8 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   fsdp_error local = {0};
 
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE);
   unit->is_reduce_ready = false;
   if (!fsdp_grow((void **)&engine->issued_reduces, &engine->issued_capacity,
                  engine->num_issued_reduces + 1,
@@ -27,6 +29,7 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_REDUCE, &local));
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
   engine->num_reduces++;
+  fsdp_engine_priv_end(engine, unit, span, 0, 0);
 done:
   if (status != FSDP_OK) {
     fsdp_unit_priv_fail(unit, &local);
@@ -105,11 +108,14 @@ fsdp_status fsdp_engine_priv_finish_reduces(fsdp_engine *engine,
     engine->reduce_cursor = 0;
     return FSDP_OK;
   }
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_WAIT_REDUCES);
   FSDP_TRY(fsdp_engine_priv_wait_lane(
       engine, FSDP_LANE_COMPUTE, FSDP_LANE_REDUCE, engine->reduce_done, error));
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
                                       FSDP_LANE_REPLICATE,
                                       engine->replicate_done, error));
+  fsdp_engine_priv_end(engine, NULL, span, 0, 0);
   record_order(engine);
 done:
   return status;

@@ -26,6 +26,7 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_group *group = &unit->options.shard_group;
   fsdp_status status = FSDP_OK;
   void *scratch = NULL;
+  int64_t nbytes = 0;
 
   fsdp_trace_add(&engine->trace, "reduce_scatter", unit->name);
   if (unit->scratch_nbytes > 0 &&
@@ -34,6 +35,8 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(fsdp_engine_priv_take_scratch(engine, unit->scratch_nbytes,
                                            &scratch, error));
   }
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_SCATTER);
   FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REDUCE, group, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
@@ -42,8 +45,11 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
         ops->context, FSDP_LANE_REDUCE, group, unit->grad_data[i],
         scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset,
         segment->layout->shard_numel, segment->options.reduce_dtype, error));
+    nbytes +=
+        segment->layout->padded_numel * segment->options.reduce_dtype.itemsize;
   }
   FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REDUCE, group, error));
+  fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
 done:
   if (scratch != NULL) { /* also after a failure: REDUCE may be writing it */
     const bool is_first = status == FSDP_OK;
@@ -61,6 +67,9 @@ static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   fsdp_trace_add(&engine->trace, "all_reduce", unit->name);
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_REDUCE);
+  int64_t nbytes = 0;
   FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REPLICATE, group, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (unit->grad_data[i] == NULL) continue;
@@ -68,8 +77,11 @@ static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
                              own_slot(unit, i),
                              unit->segments[i].layout->shard_numel,
                              unit->segments[i].options.reduce_dtype, error));
+    nbytes += unit->segments[i].layout->shard_numel *
+              unit->segments[i].options.reduce_dtype.itemsize;
   }
   FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REPLICATE, group, error));
+  fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
 done:
   return status;
 }
@@ -80,11 +92,17 @@ static fsdp_status run_hook(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   fsdp_trace_add(&engine->trace, "reduce_hook", unit->name);
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_HOOK);
+  int64_t nbytes = 0;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (unit->grad_data[i] == NULL) continue;
     FSDP_TRY(ops->reduce_hook(ops->context, unit->options.owner,
                               FSDP_LANE_REDUCE, i, unit->grad_data[i], error));
+    nbytes += unit->segments[i].layout->padded_numel *
+              unit->segments[i].options.reduce_dtype.itemsize;
   }
+  fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
 done:
   return status;
 }

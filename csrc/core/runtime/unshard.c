@@ -112,6 +112,9 @@ static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
 
   if (group->world_size == 1) return FSDP_OK;
   fsdp_trace_add(&engine->trace, "all_gather", unit->name);
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
+  int64_t nbytes = 0;
   FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
@@ -122,14 +125,17 @@ static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
         ops->context, FSDP_LANE_UNSHARD, group, unit->param_data[i],
         sends_shard ? segment->options.shard : own_slot(unit, i),
         segment->layout->shard_numel, dtype, error));
+    nbytes += segment->layout->padded_numel * dtype.itemsize;
   }
   FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
+  fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
   engine->num_all_gathers++;
 done:
   return status;
 }
 
-fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
+/* is_ahead: a prefetch. */
+static fsdp_status unshard(fsdp_unit *unit, bool is_ahead, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
@@ -143,6 +149,8 @@ fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
   if (unit->state != FSDP_UNIT_SHARDED && unit->state != FSDP_UNIT_REDUCING) {
     return fsdp_unit_priv_check(unit, error);
   }
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_UNSHARD);
   FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
                             FSDP_VIEW_SHARDED, NULL, &any_copied, &local));
   if (any_copied) {
@@ -169,6 +177,9 @@ fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
                                &local));
   }
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_UNSHARD, &local));
+  unit->is_ahead = is_ahead;
+  fsdp_engine_priv_end(engine, unit, span, 0,
+                       is_ahead ? FSDP_TIMELINE_IS_AHEAD : 0);
 done:
   if (status != FSDP_OK) {
     if (block != NULL) {
@@ -182,6 +193,10 @@ done:
   return status;
 }
 
+fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
+  return unshard(unit, false, error);
+}
+
 fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
@@ -190,6 +205,8 @@ fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
   if (unit->state != FSDP_UNIT_UNSHARDING) {
     return fsdp_unit_priv_check(unit, error);
   }
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(unit->engine, FSDP_TIMELINE_WAIT_UNSHARD);
   if (!unit->is_resident) {
     FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
                              &local));
@@ -198,7 +215,11 @@ fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
                          unit->is_full ? FSDP_VIEW_FULL : FSDP_VIEW_UNSHARDED,
                          unit->param_data, &local));
   }
+  fsdp_engine_priv_end(unit->engine, unit, span, 0,
+                       (unit->is_kept ? FSDP_TIMELINE_IS_KEPT : 0) |
+                           (unit->is_ahead ? FSDP_TIMELINE_IS_AHEAD : 0));
   unit->is_kept = false;
+  unit->is_ahead = false;
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_WAIT, &local));
 done:
   if (status != FSDP_OK) {
@@ -220,6 +241,8 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
       unit->state != FSDP_UNIT_UNSHARDING) {
     return fsdp_unit_priv_check(unit, error);
   }
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(unit->engine, FSDP_TIMELINE_RESHARD);
   if (!unit->is_resident) {
     if (is_shown) {
       FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
@@ -235,7 +258,10 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
                              &local));
   }
   unit->is_kept = false;
+  unit->is_ahead = false;
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESHARD, &local));
+  fsdp_engine_priv_end(unit->engine, unit, span, 0,
+                       was_used ? 0 : FSDP_TIMELINE_IS_UNUSED);
 done:
   if (status != FSDP_OK) {
     fsdp_unit_priv_fail(unit, &local);
@@ -270,5 +296,5 @@ fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,
   fsdp_unit *unit = engine->units[index];
   if (unit->state != FSDP_UNIT_SHARDED || unit->is_summoned) return FSDP_OK;
   engine->num_prefetches++;
-  return fsdp_unit_priv_unshard(unit, error);
+  return unshard(unit, true, error);
 }
