@@ -32,14 +32,16 @@ except ImportError as error:
         "in the source directory"
     ) from error
 
-from fsdp_c import checkpoint
+from fsdp_c import checkpoint, trace
 from fsdp_c._engines import memory_stats, reset
 from fsdp_c._explain import ModelPlan, UnitPlan, explain
 from fsdp_c._forward_methods import register_forward_method
 from fsdp_c._originals import FlatParameter
 from fsdp_c._sharded_module import FullyShardedDataParallel
+from fsdp_c.trace import _automatic
 
 FSDP = FullyShardedDataParallel
+_automatic.install()
 __version__ = _native.build_info()["version"]
 
 __all__ = [
@@ -69,4 +71,5 @@ __all__ = [
     "memory_stats",
     "register_forward_method",
     "reset",
+    "trace",
 ]

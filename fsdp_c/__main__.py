@@ -16,6 +16,11 @@ COMMANDS = {
         "info|verify|export|reshard PATH ...",
         "look at checkpoints, and convert them; see checkpoint --help",
     ),
+    "trace": (
+        "fsdp_c.trace._command",
+        "summary|merge|show FOLDER ...",
+        "look at the steps that fsdp_c.trace recorded; see trace --help",
+    ),
 }
 
 

@@ -11,6 +11,7 @@ collective, what they are about to do: where a branch makes them run their units
 different orders, all raise an error that names the units.
 """
 
+from collections.abc import Callable
 from weakref import WeakSet
 
 from torch import nn
@@ -18,6 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c import _native
 from fsdp_c._base import ShardedModule, sharded_modules
+
+# Called with the root of every engine that is made.
+engine_listeners: list[Callable[[ShardedModule], None]] = []
 
 
 def ensure_engine(module: ShardedModule) -> _native.Engine:
@@ -41,6 +45,8 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
             each._is_root = each is module
             if each._unit_buffers is not None:
                 each._unit_buffers.activate(is_training=each.wrapped.training)
+        for listener in engine_listeners:
+            listener(module)
     assert module._engine is not None
     return module._engine
 

@@ -44,6 +44,11 @@ SWITCHES = (
         "0: gloo ranks of one host talk through c10d, not through shared memory",
     ),
     Switch(
+        "FSDP_C_TRACE",
+        "nothing is recorded",
+        "a folder: each rank writes a timeline of its third to fifth step there",
+    ),
+    Switch(
         "FSDP_USE_FULL_PREC_IN_EVAL",
         "0",
         "1: forward in eval mode computes in the parameters' own dtypes",

@@ -1,0 +1,88 @@
+"""FSDP_C_TRACE=folder: steps of a script that cannot be changed are recorded.
+
+The first model whose outermost module runs often enough is recorded: its third, fourth
+and fifth forward, with what follows them, since the first steps learn the order of the
+units and allocate. The rank's file is written when the sixth forward begins, or at the
+program's end.
+"""
+
+import atexit
+import os
+import sys
+import warnings
+from typing import Any
+
+from torch import nn
+
+from fsdp_c import _engines
+from fsdp_c._base import ShardedModule
+from fsdp_c.trace._recording import Timeline, start
+
+NUM_SKIPPED = 2
+NUM_STEPS = 3
+
+
+class _Watcher:
+    """Counts the forwards of one root; records when it is time."""
+
+    taken = False  # a model of this program was recorded, or is
+
+    def __init__(self, root: ShardedModule, folder: str) -> None:
+        self.engine = root._engine
+        self.folder = folder
+        self.num_forwards = 1  # the engine is made by the first
+        self.timeline: Timeline | None = None
+        self.handle = root.register_forward_pre_hook(self.before_forward)
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        assert isinstance(module, ShardedModule)
+        if module._engine is not self.engine or not module._is_root:
+            self.end()  # it is inside of another root now, which has a watcher
+            return
+        self.num_forwards += 1
+        if self.num_forwards == NUM_SKIPPED + 1:
+            self.begin(module)
+        elif self.num_forwards == NUM_SKIPPED + NUM_STEPS + 1:
+            self.end()
+
+    def begin(self, module: ShardedModule) -> None:
+        if _Watcher.taken:
+            self.handle.remove()
+            return
+        _Watcher.taken = True
+        try:
+            self.timeline = start(module, NUM_STEPS, folder=self.folder)
+        except (OSError, RuntimeError, ValueError) as error:
+            warnings.warn(f"FSDP_C_TRACE: nothing is recorded: {error}", stacklevel=2)
+            self.handle.remove()
+            return
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        self.handle.remove()
+        timeline, self.timeline = self.timeline, None
+        if timeline is None:
+            return
+        atexit.unregister(self.end)
+        try:
+            timeline.stop()
+        except (OSError, RuntimeError) as error:
+            warnings.warn(f"FSDP_C_TRACE: nothing was written: {error}", stacklevel=2)
+            return
+        if timeline.recorded.rank == 0:
+            print(
+                f"fsdp_c: {NUM_STEPS} steps were recorded in {self.folder}; see "
+                f"python -m fsdp_c trace summary {self.folder}",
+                file=sys.stderr,
+            )
+
+
+def _watch(root: ShardedModule, folder: str) -> None:
+    _Watcher(root, folder)  # the module's hook keeps it
+
+
+def install() -> None:
+    """Watch the models of this program, if the environment asks for it."""
+    folder = os.environ.get("FSDP_C_TRACE", "")
+    if folder:
+        _engines.engine_listeners.append(lambda root: _watch(root, folder))

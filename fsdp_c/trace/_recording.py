@@ -1,0 +1,329 @@
+"""Recording: start, stop, and what one rank has then."""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_c import _native
+from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._engines import ensure_engines, memory_stats
+from fsdp_c.trace._data import (
+    Recorded,
+    Span,
+    UnitInfo,
+    prepare_folder,
+    rank_path,
+    write_json,
+)
+from fsdp_c.trace._traces import Trace
+from fsdp_c.trace._units import units_of
+
+# Spans of one step for each unit, parameter and peer, and a little more.
+_SPANS_PER_UNIT = 64
+_SPANS_PER_PARAM = 3
+_SPANS_PER_PEER = 8
+_MAX_PEERS = 8  # gloo gathers by one broadcast a rank up to that many
+_MIN_CAPACITY = 4096
+_MAX_CAPACITY = 1 << 20  # 48 MiB
+# What tells the engines of one recording apart in the numbers of collectives.
+_SEQUENCES = 1 << 40
+
+
+class Timeline:
+    """A recording of one rank's steps: running at first, then what it gave.
+
+    Other methods than :meth:`stop` are for when it has ended.
+    """
+
+    def __init__(
+        self,
+        engines: dict[int, tuple[_native.Engine, tuple[UnitInfo, ...]]],
+        model: nn.Module,
+        folder: Path | None,
+    ) -> None:
+        self._engines = list(engines.values())
+        self._model: nn.Module | None = model
+        self._folder = folder
+        self._device = _device_of(model)
+        self._transport = _transport_of(model)
+        self._stats = memory_stats(model)
+        self._begin = time.monotonic_ns()
+        self._recorded: Recorded | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what the model does is recorded: not full, not stopped."""
+        return self._recorded is None and any(
+            engine.is_recording for engine, _ in self._engines
+        )
+
+    @property
+    def recorded(self) -> Recorded:
+        """What was recorded.
+
+        Raises:
+            RuntimeError: It still is.
+        """
+        if self._recorded is None:
+            raise RuntimeError(
+                "this is still being recorded: leave the `with` block, or call stop()"
+            )
+        return self._recorded
+
+    @cached_property
+    def trace(self) -> Trace:
+        """It as a trace of one rank."""
+        return Trace([self.recorded])
+
+    def summary(self) -> str:
+        """Return where this rank's time went, in words, and what to try."""
+        return self.trace.summary()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace-event file of this rank, for Perfetto."""
+        self.trace.save(path)
+
+    def draw(self, path: str | os.PathLike[str], *, step: int | None = None) -> None:
+        """Draw one step; see :meth:`Trace.draw`."""
+        self.trace.draw(path, step=step)
+
+    def write(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``rank<N>.json`` in ``folder`` and return its path.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        recorded = self.recorded
+        path = rank_path(prepare_folder(folder, recorded.rank), recorded.rank)
+        write_json(path, {**self.trace.chrome(), "fsdp_c": recorded.to_json()})
+        return path
+
+    def stop(self) -> "Timeline":
+        """End the recording; write the rank's file if start() was given a folder.
+
+        Nothing happens if it has ended already.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if self._recorded is None:
+            self._take()
+            if self._folder is not None:
+                self.write(self._folder)
+        return self
+
+    def _take(self) -> None:
+        assert self._model is not None
+        end = time.monotonic_ns()
+        spans: list[Span] = []
+        units: list[UnitInfo] = []
+        num_lost, full = 0, []
+        for index, (engine, own_units) in enumerate(self._engines):
+            entries, marks, lost, _, full_ns = engine.stop_timeline()
+            spans += _spans(entries, marks, len(units), index * _SEQUENCES)
+            units += own_units
+            num_lost += lost
+            full.append(full_ns)
+        if all(full):
+            end = max(full)
+        self._recorded = Recorded(
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            host=socket.gethostname(),
+            clock=_clock(),
+            device=self._device,
+            transport=self._transport,
+            units=tuple(units),
+            spans=tuple(sorted(spans, key=lambda span: span.end)),
+            begin=min([self._begin, *(span.begin for span in spans)]),
+            end=end,
+            num_lost=num_lost,
+            counts=_grown(self._stats, self._model),
+        )
+        self._model = None
+
+
+def _grown(before: dict[str, int], model: nn.Module) -> dict[str, int]:
+    after = memory_stats(model)
+    return {
+        key: value - before.get(key, 0)
+        for key, value in after.items()
+        if key.startswith("num_") and key not in ("num_units", "num_blocks")
+    }
+
+
+def _spans(
+    entries: bytes, marks: bytes, first_unit: int, first_sequence: int
+) -> list[Span]:
+    """Read what the engine gave."""
+    times = struct.unpack(f"={len(marks) // 8}q", marks)
+
+    def at(mark: int) -> int:
+        return times[mark] if 0 <= mark < len(times) else -1
+
+    spans = []
+    for fields in struct.iter_unpack(_native.TIMELINE_FORMAT, entries):
+        begin, end, sequence, nbytes, unit, mark_begin, mark_end, kind, flags = fields
+        spans.append(
+            Span(
+                begin,
+                end,
+                _native.TIMELINE_KINDS[kind],
+                unit + first_unit if unit >= 0 else -1,
+                sequence + first_sequence if sequence >= 0 else -1,
+                nbytes,
+                bool(flags & _native.TIMELINE_IS_AHEAD),
+                bool(flags & _native.TIMELINE_IS_KEPT),
+                bool(flags & _native.TIMELINE_IS_UNUSED),
+                bool(flags & _native.TIMELINE_WAS_DONE),
+                at(mark_begin),
+                at(mark_end),
+            )
+        )
+    return spans
+
+
+def _clock() -> str:
+    """Name the clock: one since this boot, of this time namespace."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/time"))
+    except OSError:  # an old kernel: the host alone
+        pass
+    return " ".join(parts)
+
+
+def _device_of(model: nn.Module) -> str:
+    return next(each.compute_device.type for each in sharded_modules(model))
+
+
+def _transport_of(model: nn.Module) -> str:
+    """What carries the first group of several ranks, or ""."""
+    for each in sharded_modules(model):
+        group = each._config.groups.shard_group
+        if group is not None and group.size() > 1:
+            return _native.transport(group, each.compute_device)[0]
+    return ""
+
+
+def _engines_with_units(
+    model: nn.Module,
+) -> dict[int, tuple[_native.Engine, tuple[UnitInfo, ...]]]:
+    """Return the engines of ``model`` by id, each with its units.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in it is wrapped, or it is inside the root of its engine.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    engines = ensure_engines(model)
+    if not engines:
+        raise ValueError(
+            f"there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    roots: dict[int, ShardedModule] = {
+        id(each._engine): each for each in sharded_modules(model) if each._is_root
+    }
+    if any(id(engine) not in roots for engine in engines):
+        raise ValueError(
+            "this module is part of a larger wrapped model that has run already: pass "
+            "the outermost wrapped module"
+        )
+    return {id(engine): (engine, units_of(roots[id(engine)])) for engine in engines}
+
+
+def _check_count(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def _default_capacity(units: tuple[UnitInfo, ...], steps: int) -> int:
+    per_step = sum(
+        _SPANS_PER_UNIT
+        + _SPANS_PER_PARAM * unit.num_params
+        + _SPANS_PER_PEER * min(len(unit.shard_ranks), _MAX_PEERS)
+        for unit in units
+    )
+    return min(max(steps * per_step, _MIN_CAPACITY), _MAX_CAPACITY)
+
+
+def start(
+    model: nn.Module,
+    steps: int = 3,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    capacity: int | None = None,
+) -> Timeline:
+    """Start to record what ``model`` does on this rank; ``stop()`` ends it.
+
+    A step is from one forward of the outermost wrapped module to the next, with the
+    backward and whatever follows. All ranks must call it, as they do forward: it may be
+    the first use of the model's process groups.
+
+    Args:
+        model: The wrapped model, between steps.
+        steps: After so many nothing more is recorded.
+        folder: Where stop() writes ``rank<N>.json``; made if need be.
+        capacity: Spans that are kept, 48 bytes each; the oldest go first. By default
+            enough for the steps, up to 2**20.
+
+    Raises:
+        OSError: ``folder`` cannot be written.
+        RuntimeError: The model is recorded already, or in the middle of a step.
+        TypeError: An argument is of a wrong type.
+        ValueError: Nothing in ``model`` is wrapped, or a number is below 1.
+    """
+    _check_count("steps", steps)
+    if capacity is not None:
+        _check_count("capacity", capacity)
+    engines = _engines_with_units(model)
+    path = None
+    if folder is not None:
+        path = prepare_folder(folder, dist.get_rank() if dist.is_initialized() else 0)
+    timeline = Timeline(engines, model, path)
+    started: list[_native.Engine] = []
+    try:
+        for engine, units in engines.values():
+            engine.start_timeline(capacity or _default_capacity(units, steps), steps)
+            started.append(engine)
+    except BaseException:
+        for engine in started:
+            engine.stop_timeline()
+        raise
+    return timeline
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    steps: int = 3,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    capacity: int | None = None,
+) -> Iterator[Timeline]:
+    """Record inside of a ``with`` block; the arguments and errors of :func:`start`.
+
+    If the block raises, the recording ends and nothing is written.
+    """
+    timeline = start(model, steps, folder=folder, capacity=capacity)
+    try:
+        yield timeline
+    except BaseException:
+        timeline._folder = None
+        timeline.stop()
+        raise
+    timeline.stop()
