@@ -18,6 +18,7 @@ CORE_ROOMS = (
     "port",
     "arena",
     "runtime",
+    "plan",
     "state",
 )
 ROOMS = (

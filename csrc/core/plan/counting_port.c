@@ -1,0 +1,544 @@
+/* The counting port's operations, in the port's order. */
+#include "plan/counting_port.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/alloc.h"
+#include "base/arith.h"
+
+struct fsdp_event {
+  double at;
+};
+
+enum { BLOCK_ALIGNMENT = 256, FIRST_ADDRESS = 1 << 20 };
+
+/* Memory ------------------------------------------------------------------- */
+
+fsdp_status fsdp_counting_device_hold(fsdp_counting_device *device,
+                                      fsdp_counted purpose, int64_t nbytes,
+                                      fsdp_error *error) {
+  int64_t total = 0;
+  int64_t held = device->nbytes[purpose];
+  bool fits = fsdp_add_i64(held, nbytes, &held);
+  for (int i = 0; fits && i < FSDP_NUM_COUNTED; i++) {
+    if (i == FSDP_COUNTED_HOST) continue;
+    fits = fsdp_add_i64(total, i == (int)purpose ? held : device->nbytes[i],
+                        &total);
+  }
+  if (!fits) {
+    return FSDP_FAIL(error, FSDP_OVERFLOW,
+                     "%" PRId64
+                     " more bytes do not fit in int64: the model is "
+                     "too large to be planned",
+                     nbytes);
+  }
+  device->nbytes[purpose] = held;
+  if (total > device->peak_nbytes) {
+    device->peak_nbytes = total;
+    memcpy(device->at_peak, device->nbytes, sizeof device->at_peak);
+  }
+  return FSDP_OK;
+}
+
+/* What was held is given back: that always fits. */
+static void drop(fsdp_counting_device *device, fsdp_counted purpose,
+                 int64_t nbytes) {
+  (void)!fsdp_counting_device_hold(device, purpose, -nbytes, NULL);
+}
+
+static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
+                               fsdp_error *error) {
+  fsdp_counting_device *self = context;
+  const uint64_t address = self->next_address;
+  int64_t length = 0;
+  fsdp_status status = FSDP_OK;
+
+  if (!fsdp_round_up_i64(nbytes, BLOCK_ALIGNMENT, &length) ||
+      (uint64_t)length > INT64_MAX - address) {
+    return FSDP_FAIL(error, FSDP_OVERFLOW,
+                     "a block of %" PRId64
+                     " bytes does not fit in the address "
+                     "space: the model is too large to be planned",
+                     nbytes);
+  }
+  FSDP_TRY(fsdp_counting_device_hold(self, FSDP_COUNTED_BLOCKS, nbytes, error));
+  self->next_address = address + (uint64_t)length;
+  *block = (void *)(uintptr_t)address; /* nobody reads or writes there */
+done:
+  return status;
+}
+
+static void block_free(void *context, void *block, int64_t nbytes,
+                       fsdp_event *last_use) {
+  (void)block;
+  (void)last_use;
+  drop(context, FSDP_COUNTED_BLOCKS, nbytes);
+}
+
+/* Host blocks belong to summons, which are no part of a step. */
+static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
+                              fsdp_error *error) {
+  (void)context;
+  (void)block;
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "a plan has no host block of %" PRId64 " bytes", nbytes);
+}
+
+static void host_free(void *context, void *block) {
+  (void)context;
+  (void)block;
+}
+
+/* Ordering ----------------------------------------------------------------- */
+
+static fsdp_status event_create(void *context, fsdp_event **event,
+                                fsdp_error *error) {
+  (void)context;
+  fsdp_event *created = fsdp_calloc(1, sizeof *created);
+  if (created == NULL) return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "event");
+  *event = created;
+  return FSDP_OK;
+}
+
+static void event_destroy(void *context, fsdp_event *event) {
+  (void)context;
+  fsdp_free(event);
+}
+
+static fsdp_status event_record(void *context, fsdp_event *event,
+                                fsdp_lane lane, fsdp_error *error) {
+  const fsdp_counting_device *self = context;
+  (void)error;
+  event->at = self->clocks[lane];
+  return FSDP_OK;
+}
+
+static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
+                              fsdp_error *error) {
+  fsdp_counting_device *self = context;
+  (void)error;
+  const double waited = event->at - self->clocks[lane];
+  if (waited <= 0) return FSDP_OK;
+  self->clocks[lane] = event->at;
+  if (lane == FSDP_LANE_COMPUTE) {
+    self->waited_seconds += waited;
+    if (self->wait_owner != NULL) self->wait_owner->waited_seconds += waited;
+  }
+  return FSDP_OK;
+}
+
+/* The host's own time counts nothing. */
+static fsdp_status event_synchronize(void *context, fsdp_event *event,
+                                     fsdp_error *error) {
+  (void)context;
+  (void)event;
+  (void)error;
+  return FSDP_OK;
+}
+
+/* Data: there is none. ------------------------------------------------------
+ */
+
+static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
+                        fsdp_dtype destination_dtype, const void *source,
+                        fsdp_dtype source_dtype, int64_t numel,
+                        fsdp_error *error) {
+  (void)context;
+  (void)lane;
+  (void)destination;
+  (void)destination_dtype;
+  (void)source;
+  (void)source_dtype;
+  (void)numel;
+  (void)error;
+  return FSDP_OK;
+}
+
+static fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
+                                  const void *host, int64_t nbytes,
+                                  fsdp_error *error) {
+  (void)context;
+  (void)lane;
+  (void)device;
+  (void)host;
+  (void)nbytes;
+  (void)error;
+  return FSDP_OK;
+}
+
+static fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
+                                const void *device, int64_t nbytes,
+                                fsdp_error *error) {
+  return copy_to_device(context, lane, host, device, nbytes, error);
+}
+
+static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
+                        fsdp_dtype destination_dtype,
+                        const fsdp_pack_item *items, int64_t num_items,
+                        double scale, fsdp_error *error) {
+  (void)items;
+  (void)scale;
+  return cast(context, lane, destination, destination_dtype, NULL,
+              destination_dtype, num_items, error);
+}
+
+static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
+                              fsdp_dtype destination_dtype, const void *source,
+                              fsdp_dtype source_dtype, int64_t numel,
+                              double scale, bool add, fsdp_error *error) {
+  (void)scale;
+  (void)add;
+  return cast(context, lane, destination, destination_dtype, source,
+              source_dtype, numel, error);
+}
+
+/* Collectives -------------------------------------------------------------- */
+
+static fsdp_status group_begin(void *context, fsdp_lane lane,
+                               const fsdp_group *group, fsdp_error *error) {
+  fsdp_counting_device *self = context;
+  (void)lane;
+  (void)group;
+  (void)error;
+  self->open_bytes = 0;
+  self->is_open = false; /* a unit without segments launches nothing */
+  return FSDP_OK;
+}
+
+/* Hops of a tree over the ranks: ceil(log2(world_size)). */
+static double num_hops(int64_t world_size) {
+  double hops = 0;
+  for (int64_t reached = 1; reached < world_size; hops++) {
+    if (reached > world_size / 2) {
+      reached = world_size;
+    } else {
+      reached *= 2;
+    }
+  }
+  return hops;
+}
+
+static fsdp_status group_end(void *context, fsdp_lane lane,
+                             const fsdp_group *group, fsdp_error *error) {
+  fsdp_counting_device *self = context;
+  (void)error;
+  if (!self->is_open) return FSDP_OK;
+  const bool is_replica = group->handle == &self->replica_link;
+  const fsdp_link *link = is_replica ? &self->replica_link : &self->shard_link;
+  double *free_at = &self->link_clocks[is_replica ? 1 : 0];
+  fsdp_collective_count *count = &self->collectives[self->open_kind];
+  const double seconds = link->latency_seconds * num_hops(group->world_size) +
+                         self->open_bytes / link->bytes_per_second;
+  const double begin =
+      self->clocks[lane] > *free_at ? self->clocks[lane] : *free_at;
+
+  self->clocks[lane] = begin + seconds;
+  *free_at = begin + seconds;
+  count->num_launches++;
+  count->seconds += seconds;
+  self->is_open = false;
+  return FSDP_OK;
+}
+
+/* One call of the launch that is open. */
+static fsdp_status count_call(fsdp_counting_device *self, fsdp_collective kind,
+                              int64_t payload_nbytes, int64_t wire_nbytes,
+                              fsdp_error *error) {
+  fsdp_collective_count *count = &self->collectives[kind];
+  int64_t payload = count->payload_nbytes;
+  int64_t wire = count->wire_nbytes;
+  if (!fsdp_add_i64(payload, payload_nbytes, &payload) ||
+      !fsdp_add_i64(wire, wire_nbytes, &wire)) {
+    return FSDP_FAIL(error, FSDP_OVERFLOW,
+                     "the bytes of a step's collectives do not fit in int64: "
+                     "the model is too large to be planned");
+  }
+  count->payload_nbytes = payload;
+  count->wire_nbytes = wire;
+  count->num_calls++;
+  self->open_kind = kind;
+  self->open_bytes += (double)wire_nbytes;
+  self->is_open = true;
+  return FSDP_OK;
+}
+
+/* A segment's padded bytes fit in int64_t: its layout checked that, for its own
+ * dtype; a wider reduce dtype was checked where the unit placed its blocks. */
+static fsdp_status all_gather(void *context, fsdp_lane lane,
+                              const fsdp_group *group, void *output,
+                              const void *input, int64_t shard_numel,
+                              fsdp_dtype dtype, fsdp_error *error) {
+  const int64_t shard_nbytes = shard_numel * dtype.itemsize;
+  (void)lane;
+  (void)output;
+  (void)input;
+  return count_call(context, FSDP_COLLECTIVE_ALL_GATHER,
+                    shard_nbytes * group->world_size,
+                    shard_nbytes * (group->world_size - 1), error);
+}
+
+/* Belongs to summons, as host_alloc. */
+static fsdp_status broadcast(void *context, fsdp_lane lane,
+                             const fsdp_group *group, void *buffer,
+                             int64_t numel, int64_t root, fsdp_dtype dtype,
+                             fsdp_error *error) {
+  (void)context;
+  (void)lane;
+  (void)group;
+  (void)buffer;
+  (void)root;
+  (void)dtype;
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "a plan has no broadcast of %" PRId64 " elements", numel);
+}
+
+static fsdp_status reduce_scatter(void *context, fsdp_lane lane,
+                                  const fsdp_group *group, void *buffer,
+                                  void *scratch, int64_t shard_numel,
+                                  fsdp_dtype dtype, fsdp_error *error) {
+  const int64_t shard_nbytes = shard_numel * dtype.itemsize;
+  (void)lane;
+  (void)buffer;
+  (void)scratch;
+  return count_call(context, FSDP_COLLECTIVE_REDUCE_SCATTER,
+                    shard_nbytes * group->world_size,
+                    shard_nbytes * (group->world_size - 1), error);
+}
+
+static bool reduce_wants_scratch(void *context, const fsdp_group *group) {
+  const fsdp_counting_device *self = context;
+  (void)group;
+  return self->wants_scratch;
+}
+
+static fsdp_status all_reduce(void *context, fsdp_lane lane,
+                              const fsdp_group *group, void *buffer,
+                              int64_t numel, fsdp_dtype dtype,
+                              fsdp_error *error) {
+  const int64_t nbytes = numel * dtype.itemsize;
+  int64_t wire = 0;
+  (void)lane;
+  (void)buffer;
+  /* Twice all but the part that is the rank's own. */
+  if (!fsdp_mul_i64(2, nbytes - nbytes / group->world_size, &wire)) {
+    wire = INT64_MAX;
+  }
+  return count_call(context, FSDP_COLLECTIVE_ALL_REDUCE, nbytes, wire, error);
+}
+
+static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
+                               int64_t segment, void *buffer,
+                               fsdp_error *error) {
+  (void)context;
+  (void)owner;
+  (void)lane;
+  (void)buffer;
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "a plan has no communication hook for segment %" PRId64,
+                   segment);
+}
+
+static fsdp_status exchange(void *context, const fsdp_group *group,
+                            const void *mine, int64_t nbytes, void *all,
+                            fsdp_error *error) {
+  (void)context;
+  (void)group;
+  (void)mine;
+  (void)all;
+  return FSDP_FAIL(
+      error, FSDP_INVALID_STATE,
+      "a plan has no other ranks to exchange %" PRId64 " bytes with", nbytes);
+}
+
+/* Views -------------------------------------------------------------------- */
+
+static fsdp_status show_params(void *context, void *owner, fsdp_view view,
+                               void *const *segments, fsdp_error *error) {
+  (void)context;
+  (void)owner;
+  (void)view;
+  (void)segments;
+  (void)error;
+  return FSDP_OK;
+}
+
+static fsdp_status take_params(void *context, void *owner, fsdp_view view,
+                               void *const *segments, bool *any_copied,
+                               fsdp_error *error) {
+  *any_copied = false;
+  return show_params(context, owner, view, segments, error);
+}
+
+static void mark_params(void *context, void *owner) {
+  fsdp_counting_device *self = context;
+  (void)owner;
+  self->params_changed = false;
+}
+
+static bool params_changed(void *context, void *owner) {
+  const fsdp_counting_device *self = context;
+  (void)owner;
+  return self->params_changed;
+}
+
+static fsdp_status take_grads(void *context, void *owner, bool unsharded_live,
+                              void *const *unsharded, bool *any_live,
+                              fsdp_error *error) {
+  fsdp_counted_unit *unit = owner;
+  (void)context;
+  (void)unsharded_live;
+  (void)unsharded;
+  (void)error;
+  *any_live = unit->has_grads;
+  unit->has_grads = false;
+  return FSDP_OK;
+}
+
+static fsdp_status take_full_grads(void *context, void *owner, fsdp_view view,
+                                   void *const *segments, bool *any_live,
+                                   fsdp_error *error) {
+  (void)view;
+  return take_grads(context, owner, false, segments, any_live, error);
+}
+
+static bool grads_live(void *context, void *owner) {
+  const fsdp_counted_unit *unit = owner;
+  (void)context;
+  return unit->has_grads;
+}
+
+/* Bytes of one sharded gradient; they fit, since the segment's do. */
+static int64_t grad_shard_nbytes(const fsdp_counted_unit *unit,
+                                 int64_t segment) {
+  return fsdp_flat_layout_segment(unit->layout, segment)->shard_numel *
+         unit->segments[segment].grad_dtype.itemsize;
+}
+
+static fsdp_counted grad_purpose(const fsdp_counted_unit *unit) {
+  return unit->is_on_host ? FSDP_COUNTED_HOST : FSDP_COUNTED_GRAD_SHARDS;
+}
+
+static void grads_free(void *context, void *owner) {
+  const fsdp_counted_unit *unit = owner;
+  const int64_t num_segments = fsdp_flat_layout_num_segments(unit->layout);
+  for (int64_t i = 0; i < num_segments; i++) {
+    if (!unit->has_grad_shard[i]) continue;
+    unit->has_grad_shard[i] = false;
+    drop(context, grad_purpose(unit), grad_shard_nbytes(unit, i));
+  }
+}
+
+static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
+                              void *const *segments, fsdp_error *error) {
+  fsdp_counted_unit *unit = owner;
+  unit->has_grads = true;
+  return show_params(context, owner, view, segments, error);
+}
+
+static fsdp_status grad_shard(void *context, void *owner, int64_t segment,
+                              bool is_replaced, void **data,
+                              fsdp_error *error) {
+  const fsdp_counted_unit *unit = owner;
+  fsdp_status status = FSDP_OK;
+  (void)is_replaced;
+  if (!unit->has_grad_shard[segment]) {
+    FSDP_TRY(fsdp_counting_device_hold(
+        context, grad_purpose(unit), grad_shard_nbytes(unit, segment), error));
+    unit->has_grad_shard[segment] = true;
+  }
+  *data = (void *)(uintptr_t)FIRST_ADDRESS;
+done:
+  return status;
+}
+
+static void grad_release(void *context, void *token) {
+  drop(context, FSDP_COUNTED_PENDING_GRADS, (int64_t)(uintptr_t)token - 1);
+}
+
+/* The device --------------------------------------------------------------- */
+
+void fsdp_counting_device_init(fsdp_counting_device *device, fsdp_link shard,
+                               fsdp_link replica) {
+  *device = (fsdp_counting_device){.shard_link = shard,
+                                   .replica_link = replica,
+                                   .next_address = FIRST_ADDRESS};
+}
+
+fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device) {
+  return (fsdp_device_ops){
+      .context = device,
+      .block_alloc = block_alloc,
+      .block_free = block_free,
+      .host_alloc = host_alloc,
+      .host_free = host_free,
+      .event_create = event_create,
+      .event_destroy = event_destroy,
+      .event_record = event_record,
+      .event_wait = event_wait,
+      .event_synchronize = event_synchronize,
+      .cast = cast,
+      .copy_to_device = copy_to_device,
+      .copy_to_host = copy_to_host,
+      .pack = pack,
+      .accumulate = accumulate,
+      .group_begin = group_begin,
+      .group_end = group_end,
+      .all_gather = all_gather,
+      .broadcast = broadcast,
+      .reduce_scatter = reduce_scatter,
+      .reduce_wants_scratch = reduce_wants_scratch,
+      .all_reduce = all_reduce,
+      .reduce_hook = reduce_hook,
+      .exchange = exchange,
+      .show_params = show_params,
+      .take_params = take_params,
+      .mark_params = mark_params,
+      .params_changed = params_changed,
+      .take_grads = take_grads,
+      .take_full_grads = take_full_grads,
+      .grads_live = grads_live,
+      .grads_free = grads_free,
+      .show_grads = show_grads,
+      .grad_shard = grad_shard,
+      .grad_release = grad_release,
+  };
+}
+
+fsdp_group fsdp_counting_device_group(fsdp_counting_device *device,
+                                      bool is_replica, int64_t world_size) {
+  return (fsdp_group){
+      .handle = is_replica ? &device->replica_link : &device->shard_link,
+      .rank = 0,
+      .world_size = world_size};
+}
+
+void fsdp_counting_device_restart(fsdp_counting_device *device) {
+  memset(device->collectives, 0, sizeof device->collectives);
+  memcpy(device->at_peak, device->nbytes, sizeof device->at_peak);
+  device->peak_nbytes = 0;
+  for (int i = 0; i < FSDP_NUM_COUNTED; i++) {
+    if (i != FSDP_COUNTED_HOST) device->peak_nbytes += device->nbytes[i];
+  }
+  device->waited_seconds = 0;
+}
+
+void fsdp_counting_device_compute(fsdp_counting_device *device,
+                                  double seconds) {
+  device->clocks[FSDP_LANE_COMPUTE] += seconds;
+}
+
+fsdp_status fsdp_counting_device_make_grad(fsdp_counting_device *device,
+                                           int64_t nbytes, void **token,
+                                           fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_PENDING_GRADS, nbytes,
+                                     error));
+  *token = (void *)((uintptr_t)nbytes + 1); /* a number, not an address */
+done:
+  return status;
+}
+
+double fsdp_counting_device_now(const fsdp_counting_device *device) {
+  return device->clocks[FSDP_LANE_COMPUTE];
+}

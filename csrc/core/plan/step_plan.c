@@ -1,0 +1,432 @@
+/* Step plan: checks the events, makes engine and units, and drives them. */
+#include "plan/step_plan.h"
+
+#include <inttypes.h>
+#include <math.h>
+
+#include "base/alloc.h"
+
+/* The first step finds the order, the second is the first that prefetches by
+ * it; from the third on blocks stay. */
+enum { NUM_STEPS = 3 };
+
+/* One unit of a run. */
+typedef struct planned_unit {
+  fsdp_counted_unit counted; /* the engine's owner token */
+  fsdp_segment_options *segments;
+  bool *is_used; /* per parameter: an event uses it */
+  int64_t num_trainable_uses;
+  bool is_silent; /* the gradients that come do not tell when backward has
+                     left the unit */
+  int64_t num_inputs_ready; /* events that will tell it, in a backward */
+  int64_t num_entered;      /* while events are checked */
+  bool has_begun_backward;  /* in this backward */
+  fsdp_unit *unit;
+} planned_unit;
+
+typedef struct plan_run {
+  const fsdp_plan_options *options;
+  fsdp_counting_device device;
+  planned_unit *units;
+  bool *has_grad; /* per event: the data that flows there requires grad */
+  fsdp_engine *engine;
+} plan_run;
+
+/* Checks ------------------------------------------------------------------- */
+
+static bool is_seconds(double value) {
+  return isfinite(value) && value >= 0;
+}
+
+static fsdp_status check_link(const char *name, const fsdp_link *link,
+                              fsdp_error *error) {
+  if (isfinite(link->bytes_per_second) && link->bytes_per_second > 0 &&
+      is_seconds(link->latency_seconds)) {
+    return FSDP_OK;
+  }
+  return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                   "the link of the %s group has %g bytes per second and a "
+                   "latency of %g seconds: need more than 0, and at least 0",
+                   name, link->bytes_per_second, link->latency_seconds);
+}
+
+static fsdp_status check_options(const fsdp_plan_options *options,
+                                 fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(check_link("shard", &options->shard_link, error));
+  FSDP_TRY(check_link("replica", &options->replica_link, error));
+  if (options->num_units < 1 || options->num_batches < 1 ||
+      options->num_events < 0) {
+    status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                       "a plan needs at least 1 unit and 1 batch, got %" PRId64
+                       ", %" PRId64 " and %" PRId64 " events",
+                       options->num_units, options->num_batches,
+                       options->num_events);
+  }
+done:
+  return status;
+}
+
+static fsdp_status check_event(const fsdp_plan_options *options, int64_t index,
+                               fsdp_error *error) {
+  const fsdp_plan_event *event = &options->events[index];
+  if (event->nbytes < 0 || !is_seconds(event->forward_seconds) ||
+      !is_seconds(event->backward_seconds)) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "event %" PRId64 " has %" PRId64
+                     " bytes and takes %g and %g seconds: need numbers >= 0",
+                     index, event->nbytes, event->forward_seconds,
+                     event->backward_seconds);
+  }
+  if (event->kind == FSDP_PLAN_WORK) return FSDP_OK;
+  if (event->unit < 0 || event->unit >= options->num_units) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "event %" PRId64 " names unit %" PRId64 " of %" PRId64,
+                     index, event->unit, options->num_units);
+  }
+  return FSDP_OK;
+}
+
+static bool is_trainable(const fsdp_flat_layout *layout, int64_t param) {
+  const int64_t segment = fsdp_flat_layout_slot(layout, param)->segment;
+  return fsdp_flat_layout_segment(layout, segment)->requires_grad;
+}
+
+static fsdp_status check_use(plan_run *run, int64_t index, fsdp_error *error) {
+  const fsdp_plan_event *event = &run->options->events[index];
+  const fsdp_plan_unit *unit = &run->options->units[event->unit];
+  planned_unit *planned = &run->units[event->unit];
+  const int64_t num_params = fsdp_flat_layout_num_params(unit->layout);
+
+  if (event->param < 0 || event->param >= num_params ||
+      planned->is_used[event->param] || event->nbytes != 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "event %" PRId64 " uses parameter %" PRId64
+                     " of unit '%s', which has %" PRId64
+                     ": each is used at most once, without activations",
+                     index, event->param, unit->name, num_params);
+  }
+  planned->is_used[event->param] = true;
+  if (is_trainable(unit->layout, event->param)) planned->num_trainable_uses++;
+  return FSDP_OK;
+}
+
+static fsdp_status check_nesting(plan_run *run, int64_t index,
+                                 fsdp_error *error) {
+  const fsdp_plan_event *event = &run->options->events[index];
+  planned_unit *planned = &run->units[event->unit];
+  const bool enters = event->kind == FSDP_PLAN_ENTER;
+  const bool is_root = event->unit == 0;
+
+  planned->num_entered += enters ? 1 : -1;
+  if (planned->num_entered >= 0 && (is_root || run->units[0].num_entered > 0)) {
+    return FSDP_OK;
+  }
+  return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                   "event %" PRId64
+                   " %s unit '%s' outside the root, or "
+                   "without an ENTER before it",
+                   index, enters ? "enters" : "leaves",
+                   run->options->units[event->unit].name);
+}
+
+/* Goes through forward once: which data requires grad, and what tells each unit
+ * that backward has left it (Note [Leaving a unit in backward]). */
+static fsdp_status read_events(plan_run *run, fsdp_error *error) {
+  const fsdp_plan_options *options = run->options;
+  bool has_grad = false;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < options->num_events; i++) {
+    const fsdp_plan_event *event = &options->events[i];
+    FSDP_TRY(check_event(options, i, error));
+    if (event->kind == FSDP_PLAN_USE) {
+      FSDP_TRY(check_use(run, i, error));
+      has_grad = has_grad ||
+                 is_trainable(options->units[event->unit].layout, event->param);
+    } else if (event->kind != FSDP_PLAN_WORK) {
+      FSDP_TRY(check_nesting(run, i, error));
+      if (event->kind == FSDP_PLAN_ENTER && has_grad) {
+        run->units[event->unit].num_inputs_ready++;
+      }
+    }
+    run->has_grad[i] = has_grad;
+  }
+  for (int64_t i = 0; i < options->num_units; i++) {
+    planned_unit *planned = &run->units[i];
+    planned->is_silent = planned->num_trainable_uses !=
+                         fsdp_flat_layout_num_params(options->units[i].layout);
+    if (planned->num_entered != 0) {
+      status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                         "unit '%s' is entered and never left",
+                         options->units[i].name);
+      goto done;
+    }
+  }
+done:
+  return status;
+}
+
+/* Making and taking apart ---------------------------------------------------
+ */
+
+static fsdp_status make_unit(plan_run *run, int64_t index, fsdp_error *error) {
+  const fsdp_plan_unit *plan = &run->options->units[index];
+  planned_unit *planned = &run->units[index];
+  const size_t num_segments =
+      (size_t)fsdp_flat_layout_num_segments(plan->layout);
+  fsdp_status status = FSDP_OK;
+
+  planned->segments = fsdp_calloc(num_segments, sizeof *planned->segments);
+  planned->counted.has_grad_shard = fsdp_calloc(num_segments, sizeof(bool));
+  planned->is_used = fsdp_calloc(
+      (size_t)fsdp_flat_layout_num_params(plan->layout), sizeof(bool));
+  if (planned->segments == NULL || planned->counted.has_grad_shard == NULL ||
+      planned->is_used == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "plan of unit '%s'",
+                     plan->name);
+  }
+  for (size_t i = 0; i < num_segments; i++) {
+    planned->segments[i] = plan->segments[i];
+    planned->segments[i].shard = &run->device; /* an address; never read */
+  }
+  planned->counted.layout = plan->layout;
+  planned->counted.segments = planned->segments;
+  planned->counted.is_on_host = plan->offloads;
+  const fsdp_unit_options options = {
+      .name = plan->name,
+      .owner = &planned->counted,
+      .layout = plan->layout,
+      .segments = planned->segments,
+      .shard_group = fsdp_counting_device_group(
+          &run->device, false, fsdp_flat_layout_world_size(plan->layout)),
+      .replica_group =
+          fsdp_counting_device_group(&run->device, true, plan->num_replicas),
+      .reshard_after_forward = plan->reshards,
+      .reshard_after_backward_without_sync = plan->reshards,
+      .backward_prefetch = plan->backward_prefetch,
+      .forward_prefetch = plan->forward_prefetch,
+      .prescale = 1,
+      .needs_reduce_scratch = run->options->wants_scratch,
+      .offloads = plan->offloads,
+  };
+  FSDP_TRY(fsdp_unit_create(&options, &planned->unit, error));
+  FSDP_TRY(fsdp_engine_add_unit(run->engine, planned->unit, error));
+done:
+  return status;
+}
+
+static fsdp_status run_init(plan_run *run, const fsdp_plan_options *options,
+                            fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+
+  *run = (plan_run){.options = options};
+  FSDP_TRY(check_options(options, error));
+  fsdp_counting_device_init(&run->device, options->shard_link,
+                            options->replica_link);
+  run->device.wants_scratch = options->wants_scratch;
+  run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
+  run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));
+  if (run->units == NULL || run->has_grad == NULL) {
+    status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "plan of %" PRId64 " units",
+                       options->num_units);
+    goto done;
+  }
+  const fsdp_device_ops ops = fsdp_counting_device_ops(&run->device);
+  FSDP_TRY(fsdp_engine_create(&ops, &run->engine, error));
+  for (int64_t i = 0; i < options->num_units; i++) {
+    FSDP_TRY(make_unit(run, i, error));
+  }
+  FSDP_TRY(read_events(run, error));
+done:
+  return status;
+}
+
+static void run_fini(plan_run *run) {
+  for (int64_t i = 0; run->units != NULL && i < run->options->num_units; i++) {
+    planned_unit *planned = &run->units[i];
+    fsdp_unit_destroy(planned->unit);
+    fsdp_free(planned->is_used);
+    fsdp_free(planned->counted.has_grad_shard);
+    fsdp_free(planned->segments);
+  }
+  fsdp_engine_destroy(run->engine);
+  fsdp_free(run->has_grad);
+  fsdp_free(run->units);
+}
+
+/* Running ------------------------------------------------------------------ */
+
+static fsdp_status run_forward(plan_run *run, fsdp_error *error) {
+  const fsdp_plan_options *options = run->options;
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < options->num_events; i++) {
+    const fsdp_plan_event *event = &options->events[i];
+    planned_unit *planned =
+        event->kind == FSDP_PLAN_WORK ? NULL : &run->units[event->unit];
+    run->device.wait_owner = planned == NULL ? NULL : &planned->counted;
+    if (event->kind == FSDP_PLAN_ENTER) {
+      FSDP_TRY(fsdp_unit_pre_forward(planned->unit, false, error));
+    }
+    fsdp_counting_device_compute(&run->device, event->forward_seconds);
+    if (event->kind == FSDP_PLAN_WORK) {
+      FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
+                                         event->nbytes, error));
+    }
+    if (event->kind == FSDP_PLAN_LEAVE) {
+      FSDP_TRY(fsdp_unit_post_forward(planned->unit, false, run->has_grad[i],
+                                      error));
+    }
+  }
+done:
+  return status;
+}
+
+/* As the bridge's expect_grads: once per backward. */
+static void expect_grads(planned_unit *planned) {
+  int64_t num_grads = planned->num_trainable_uses;
+  if (planned->has_begun_backward) return;
+  planned->has_begun_backward = true;
+  if (planned->is_silent) {
+    /* One that never comes keeps the unit to the end of backward. */
+    num_grads += planned->num_inputs_ready > 0 ? planned->num_inputs_ready : 1;
+  }
+  fsdp_unit_expect_grads(planned->unit, num_grads);
+}
+
+static fsdp_status give_grad(plan_run *run, const fsdp_plan_event *event,
+                             fsdp_error *error) {
+  const fsdp_flat_layout *layout = run->options->units[event->unit].layout;
+  const planned_unit *planned = &run->units[event->unit];
+  const fsdp_param_slot *slot = fsdp_flat_layout_slot(layout, event->param);
+  fsdp_grad grad = {.param = event->param, .is_expected = true};
+  fsdp_status status = FSDP_OK;
+
+  if (!is_trainable(layout, event->param)) return FSDP_OK;
+  grad.dtype = planned->segments[slot->segment].param_dtype;
+  /* Fits: the unit's blocks hold more. */
+  FSDP_TRY(fsdp_counting_device_make_grad(
+      &run->device, slot->numel * grad.dtype.itemsize, &grad.token, error));
+  FSDP_TRY(fsdp_unit_grad_ready(planned->unit, &grad, error));
+done:
+  return status;
+}
+
+static fsdp_status backward_event(plan_run *run, int64_t index,
+                                  fsdp_error *error) {
+  const fsdp_plan_event *event = &run->options->events[index];
+  fsdp_counting_device *device = &run->device;
+  planned_unit *planned =
+      event->kind == FSDP_PLAN_WORK ? NULL : &run->units[event->unit];
+  fsdp_status status = FSDP_OK;
+
+  device->wait_owner = planned == NULL ? NULL : &planned->counted;
+  if (event->kind == FSDP_PLAN_LEAVE) {
+    if (run->has_grad[index]) {
+      FSDP_TRY(fsdp_unit_pre_backward(planned->unit, error));
+      expect_grads(planned);
+    }
+    FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_ACTIVATIONS,
+                                       event->nbytes, error));
+  }
+  if (run->has_grad[index]) {
+    fsdp_counting_device_compute(device, event->backward_seconds);
+  }
+  if (event->kind == FSDP_PLAN_USE) FSDP_TRY(give_grad(run, event, error));
+  if (event->kind == FSDP_PLAN_WORK || event->kind == FSDP_PLAN_ENTER) {
+    FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_ACTIVATIONS,
+                                       -event->nbytes, error));
+  }
+  if (event->kind == FSDP_PLAN_ENTER && planned->is_silent &&
+      run->has_grad[index] && planned->has_begun_backward) {
+    FSDP_TRY(fsdp_unit_inputs_ready(planned->unit, error));
+  }
+done:
+  return status;
+}
+
+static fsdp_status run_backward(plan_run *run, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (int64_t i = 0; i < run->options->num_units; i++) {
+    run->units[i].has_begun_backward = false;
+  }
+  for (int64_t i = run->options->num_events; i-- > 0;) {
+    FSDP_TRY(backward_event(run, i, error));
+  }
+  run->device.wait_owner = NULL;
+  FSDP_TRY(fsdp_engine_finish_backward(run->engine, error));
+done:
+  return status;
+}
+
+/* All batches of a step; the optimizer stepped and cleared the gradients. */
+static fsdp_status run_step(plan_run *run, fsdp_error *error) {
+  const int64_t num_batches = run->options->num_batches;
+  fsdp_status status = FSDP_OK;
+
+  run->device.params_changed = true;
+  for (int64_t i = 0; i < run->options->num_units; i++) {
+    run->units[i].counted.has_grads = false;
+  }
+  for (int64_t i = 0; i < num_batches; i++) {
+    fsdp_engine_set_sync(run->engine, i + 1 < num_batches
+                                          ? run->options->accumulation
+                                          : FSDP_SYNC_REDUCE);
+    FSDP_TRY(run_forward(run, error));
+    FSDP_TRY(run_backward(run, error));
+  }
+done:
+  return status;
+}
+
+static double compute_seconds(const plan_run *run) {
+  double seconds = 0;
+  for (int64_t i = 0; i < run->options->num_events; i++) {
+    const fsdp_plan_event *event = &run->options->events[i];
+    seconds += event->forward_seconds;
+    if (run->has_grad[i]) seconds += event->backward_seconds;
+  }
+  return seconds * (double)run->options->num_batches;
+}
+
+fsdp_status fsdp_plan_run(const fsdp_plan_options *options,
+                          fsdp_plan_report *report, double *unit_seconds,
+                          fsdp_error *error) {
+  plan_run run = {0};
+  fsdp_engine_stats before = {0};
+  double begin = 0;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(run_init(&run, options, error));
+  for (int step = 0; step < NUM_STEPS; step++) {
+    fsdp_engine_get_stats(run.engine, &before);
+    fsdp_counting_device_restart(&run.device);
+    for (int64_t i = 0; i < options->num_units; i++) {
+      run.units[i].counted.waited_seconds = 0;
+    }
+    begin = fsdp_counting_device_now(&run.device);
+    FSDP_TRY(run_step(&run, error));
+  }
+  *report = (fsdp_plan_report){
+      .peak_nbytes = run.device.peak_nbytes,
+      .step_seconds = fsdp_counting_device_now(&run.device) - begin,
+      .compute_seconds = compute_seconds(&run),
+      .waited_seconds = run.device.waited_seconds,
+  };
+  fsdp_engine_get_stats(run.engine, &report->stats);
+  report->num_step_allocs =
+      report->stats.arena.num_allocs - before.arena.num_allocs;
+  for (int i = 0; i < FSDP_NUM_COUNTED; i++) {
+    report->at_peak[i] = run.device.at_peak[i];
+  }
+  for (int i = 0; i < FSDP_NUM_COLLECTIVES; i++) {
+    report->collectives[i] = run.device.collectives[i];
+  }
+  for (int64_t i = 0; i < options->num_units; i++) {
+    unit_seconds[i] = run.units[i].counted.waited_seconds;
+  }
+done:
+  run_fini(&run);
+  return status;
+}

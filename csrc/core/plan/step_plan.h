@@ -1,0 +1,111 @@
+/*
+ * Step plan: what a training step of some units needs, found by running the
+ * engine itself over the counting port. Nothing is allocated on a device, no
+ * rank communicates; the schedule, the arena's assignment of blocks and the
+ * layouts are those of training.
+ *
+ * A step is a list of events in the order of forward. Backward goes through it
+ * in reverse:
+ *
+ *   event        forward                       backward
+ *   ENTER unit   pre_forward                   inputs_ready, where the engine
+ *                                              waits for them
+ *   USE param    -                             the parameter's gradient
+ *   WORK         compute; nbytes of            compute; gives them back
+ *                activations are kept
+ *   LEAVE unit   post_forward                  pre_backward
+ *
+ * ENTER and LEAVE of a unit that is recomputed in backward carry the bytes that
+ * exist only while backward is in it: LEAVE holds them, ENTER gives them back.
+ */
+#ifndef FSDP_PLAN_STEP_PLAN_H
+#define FSDP_PLAN_STEP_PLAN_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "layout/flat_layout.h"
+#include "plan/counting_port.h"
+#include "runtime/engine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum fsdp_plan_event_kind {
+  FSDP_PLAN_ENTER = 0,
+  FSDP_PLAN_USE,
+  FSDP_PLAN_WORK,
+  FSDP_PLAN_LEAVE
+} fsdp_plan_event_kind;
+
+typedef struct fsdp_plan_event {
+  fsdp_plan_event_kind kind;
+  int64_t unit;            /* unless WORK */
+  int64_t param;           /* of USE: each at most once */
+  int64_t nbytes;          /* of activations, >= 0; 0 for USE */
+  double forward_seconds;  /* of compute; >= 0 */
+  double backward_seconds; /* likewise, before what the event does */
+} fsdp_plan_event;
+
+typedef struct fsdp_plan_unit {
+  const char *name;
+  const fsdp_flat_layout *layout; /* its world_size is the shard group's */
+  const fsdp_segment_options
+      *segments;        /* one per segment; `shard` is not read */
+  int64_t num_replicas; /* >= 1 */
+  bool reshards;        /* after forward, as FULL_SHARD */
+  fsdp_prefetch backward_prefetch;
+  bool forward_prefetch;
+  bool offloads;
+} fsdp_plan_unit;
+
+/* All that it points at is borrowed for the call. */
+typedef struct fsdp_plan_options {
+  const fsdp_plan_unit *units; /* parents first; the first is the root */
+  int64_t num_units;           /* >= 1 */
+  const fsdp_plan_event *events;
+  int64_t num_events;
+  fsdp_link shard_link;
+  fsdp_link replica_link;
+  bool wants_scratch;     /* reductions do, as through gloo */
+  int64_t num_batches;    /* of a step; >= 1 */
+  fsdp_sync accumulation; /* of all batches but the last */
+} fsdp_plan_options;
+
+/* All of one rank. */
+typedef struct fsdp_plan_report {
+  fsdp_engine_stats stats; /* at the end of the last step; counts since the
+                              first */
+  int64_t peak_nbytes;     /* most that was held in the last step, without the
+                              shards and the optimizer's state */
+  int64_t at_peak[FSDP_NUM_COUNTED]; /* then */
+  int64_t num_step_allocs;           /* of blocks in the last step */
+  fsdp_collective_count collectives[FSDP_NUM_COLLECTIVES]; /* in it */
+  double step_seconds;
+  double compute_seconds;
+  double waited_seconds; /* exposed communication */
+} fsdp_plan_report;
+
+/*
+ * Runs steps until the arena's assignment of blocks is fixed, and reports the
+ * last one.
+ *
+ * report        [out]
+ * unit_seconds  [out] per unit: what COMPUTE waited for it in the last step.
+ *
+ * FSDP_INVALID_ARGUMENT  a number is out of its bounds, an event names a unit
+ *                        or parameter that does not exist, or ENTER and LEAVE
+ *                        do not match.
+ * FSDP_OVERFLOW, FSDP_OUT_OF_MEMORY
+ */
+FSDP_NODISCARD fsdp_status fsdp_plan_run(const fsdp_plan_options *options,
+                                         fsdp_plan_report *report,
+                                         double *unit_seconds,
+                                         fsdp_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_PLAN_STEP_PLAN_H */

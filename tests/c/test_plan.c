@@ -1,0 +1,540 @@
+/*
+ * Tests of plan/: the engine over the counting port. Sizes and times are those
+ * that a reader can work out by hand.
+ */
+#include "base/alloc.h"
+#include "base/dtypes.h"
+#include "check.h"
+#include "layout/param_table.h"
+#include "plan/step_plan.h"
+
+enum { MAX_UNITS = 4, MAX_EVENTS = 32, WORLD_SIZE = 4, NUMEL = 4096 };
+
+static const fsdp_dtype FP32 = {FSDP_DTYPE_FLOAT32, 4};
+static const fsdp_dtype BF16 = {FSDP_DTYPE_BFLOAT16, 2};
+
+/* Units of two parameters of NUMEL elements each, and the events of a step. */
+typedef struct fixture {
+  fsdp_param_table *tables[MAX_UNITS];
+  fsdp_flat_layout *layouts[MAX_UNITS];
+  fsdp_segment_options segments[MAX_UNITS][2];
+  fsdp_plan_unit units[MAX_UNITS];
+  fsdp_plan_event events[MAX_EVENTS];
+  fsdp_plan_options options;
+  fsdp_plan_report report;
+  double unit_seconds[MAX_UNITS];
+} fixture;
+
+static void add_unit(fixture *self, const char *name, bool has_frozen,
+                     int64_t world_size) {
+  const int64_t index = self->options.num_units++;
+  const fsdp_param_spec specs[] = {
+      {.key = 0, .numel = NUMEL, .dtype = FP32, .requires_grad = true},
+      {.key = 1, .numel = NUMEL, .dtype = FP32, .requires_grad = !has_frozen},
+  };
+  CHECK_I64(fsdp_param_table_create(specs, 2, &self->tables[index], NULL),
+            FSDP_OK);
+  const fsdp_alignment alignment = {.itemsize = 4, .params = true};
+  CHECK_I64(fsdp_flat_layout_create(self->tables[index], world_size, alignment,
+                                    &self->layouts[index], NULL),
+            FSDP_OK);
+  for (int i = 0; i < 2; i++) {
+    self->segments[index][i] = (fsdp_segment_options){
+        .param_dtype = BF16, .reduce_dtype = BF16, .grad_dtype = FP32};
+  }
+  self->units[index] = (fsdp_plan_unit){
+      .name = name,
+      .layout = self->layouts[index],
+      .segments = self->segments[index],
+      .num_replicas = 1,
+      .reshards = true,
+      .backward_prefetch = FSDP_PREFETCH_PRE,
+  };
+}
+
+static fsdp_plan_event *add_event(fixture *self, fsdp_plan_event_kind kind,
+                                  int64_t unit, int64_t param) {
+  fsdp_plan_event *event = &self->events[self->options.num_events++];
+  *event = (fsdp_plan_event){.kind = kind, .unit = unit, .param = param};
+  return event;
+}
+
+/* One unit, with `nbytes` of activations; 1 s of forward, 2 s of backward. */
+static void run_unit(fixture *self, int64_t unit, int64_t nbytes) {
+  add_event(self, FSDP_PLAN_ENTER, unit, 0);
+  add_event(self, FSDP_PLAN_USE, unit, 0);
+  add_event(self, FSDP_PLAN_USE, unit, 1);
+  fsdp_plan_event *work = add_event(self, FSDP_PLAN_WORK, 0, 0);
+  work->nbytes = nbytes;
+  work->forward_seconds = 1;
+  work->backward_seconds = 2;
+  add_event(self, FSDP_PLAN_LEAVE, unit, 0);
+}
+
+static void init_options(fixture *self) {
+  *self = (fixture){0};
+  const fsdp_link link = {.bytes_per_second = 1e15, .latency_seconds = 0};
+  self->options = (fsdp_plan_options){
+      .units = self->units,
+      .events = self->events,
+      .shard_link = link,
+      .replica_link = link,
+      .num_batches = 1,
+  };
+}
+
+/* A root with one parameter in front of three children and one behind them. */
+static void init_tree(fixture *self, int64_t world_size) {
+  static const char *const names[] = {"a", "b", "c"};
+  init_options(self);
+  add_unit(self, "root", false, world_size);
+  add_event(self, FSDP_PLAN_ENTER, 0, 0);
+  add_event(self, FSDP_PLAN_USE, 0, 0);
+  for (int64_t i = 1; i < MAX_UNITS; i++) {
+    add_unit(self, names[i - 1], false, world_size);
+    run_unit(self, i, 1000);
+  }
+  add_event(self, FSDP_PLAN_USE, 0, 1);
+  add_event(self, FSDP_PLAN_LEAVE, 0, 0);
+}
+
+static void fini(fixture *self) {
+  for (int64_t i = 0; i < self->options.num_units; i++) {
+    fsdp_flat_layout_destroy(self->layouts[i]);
+    fsdp_param_table_destroy(self->tables[i]);
+  }
+  CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+static const fsdp_plan_report *run(fixture *self) {
+  fsdp_error error = {0};
+  const fsdp_status status =
+      fsdp_plan_run(&self->options, &self->report, self->unit_seconds, &error);
+  if (!CHECK_I64(status, FSDP_OK)) printf("  %s\n", error.message);
+  return &self->report;
+}
+
+static const char *message_of(fixture *self, fsdp_status expected) {
+  static fsdp_error error;
+  error = (fsdp_error){0};
+  const fsdp_plan_report report = self->report;
+  CHECK_I64(
+      fsdp_plan_run(&self->options, &self->report, self->unit_seconds, &error),
+      expected);
+  CHECK(memcmp(&report, &self->report, sizeof report) == 0);
+  return error.message;
+}
+
+static void check_close(double actual, double expected) {
+  const double difference = actual - expected;
+  if (!CHECK(difference < 1e-6 && difference > -1e-6)) {
+    printf("  is %.9f, expected %.9f\n", actual, expected);
+  }
+}
+
+static void test_memory_and_bytes(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const fsdp_plan_report *report = run(&self);
+  const int64_t whole = 2 * NUMEL * 2; /* of a unit in bf16 */
+  const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
+
+  CHECK_I64(report->stats.shard_nbytes, 4 * shard);
+  CHECK_I64(report->stats.grad_shard_nbytes, 4 * shard);
+  /* The root's, two for parameters and two for gradients, the root's again. */
+  CHECK_I64(report->stats.arena.nbytes, 6 * whole);
+  CHECK_I64(report->stats.arena.num_blocks, 6);
+  CHECK_I64(report->num_step_allocs, 0);
+  CHECK_I64(report->stats.scratch_nbytes, 0);
+
+  const fsdp_collective_count *gathers =
+      &report->collectives[FSDP_COLLECTIVE_ALL_GATHER];
+  const fsdp_collective_count *reduces =
+      &report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER];
+  /* The root once, each child in forward and in backward, but for the last one:
+   * nothing runs between. (It is gathered again all the same, as in FSDP1.) */
+  CHECK_I64(gathers->num_launches, 7);
+  CHECK_I64(gathers->num_calls, 7);
+  CHECK_I64(gathers->payload_nbytes, 7 * whole);
+  CHECK_I64(gathers->wire_nbytes, 7 * whole / 4 * 3);
+  CHECK_I64(reduces->num_launches, 4);
+  CHECK_I64(reduces->payload_nbytes, 4 * whole);
+  CHECK_I64(reduces->wire_nbytes, 4 * whole / 4 * 3);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_REDUCE].num_launches, 0);
+  fini(&self);
+}
+
+static void test_busiest_moment(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const fsdp_plan_report *report = run(&self);
+  const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
+  int64_t sum = 0;
+  for (int i = 0; i < FSDP_NUM_COUNTED; i++) {
+    if (i != FSDP_COUNTED_HOST) sum += report->at_peak[i];
+  }
+  CHECK_I64(sum, report->peak_nbytes);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_HOST], 0);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_BLOCKS], report->stats.arena.nbytes);
+  /* In the backward of a, the first child: two units were reduced; a's two
+   * gradients and the root's first have come, and wait to be packed. */
+  CHECK_I64(report->at_peak[FSDP_COUNTED_GRAD_SHARDS], 2 * shard);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_PENDING_GRADS], 3 * NUMEL * 2);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 0);
+  fini(&self);
+}
+
+static void test_activations(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const int64_t large = (int64_t)1 << 30;
+  for (int64_t i = 0; i < self.options.num_events; i++) {
+    if (self.events[i].kind == FSDP_PLAN_WORK) self.events[i].nbytes = large;
+  }
+  const fsdp_plan_report *report = run(&self);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 3 * large);
+  fini(&self);
+}
+
+/* c is recomputed: its activations are there in its backward only. */
+static void test_recomputation(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const int64_t large = (int64_t)1 << 30;
+  for (int64_t i = 0; i < self.options.num_events; i++) {
+    fsdp_plan_event *event = &self.events[i];
+    if (event->kind == FSDP_PLAN_WORK) event->nbytes = 0;
+    if (event->kind == FSDP_PLAN_ENTER || event->kind == FSDP_PLAN_LEAVE) {
+      event->nbytes = event->unit == 0 ? 0 : event->unit * large;
+    }
+    if (event->kind == FSDP_PLAN_LEAVE && event->unit == 3) {
+      event->backward_seconds = 1;
+    }
+  }
+  const fsdp_plan_report *report = run(&self);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 3 * large);
+  check_close(report->compute_seconds, 3 * (1 + 2) + 1);
+  fini(&self);
+}
+
+static void test_time_without_communication(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const fsdp_plan_report *report = run(&self);
+  check_close(report->compute_seconds, 9);
+  check_close(report->step_seconds, 9);
+  check_close(report->waited_seconds, 0);
+  fini(&self);
+}
+
+/* Every launch takes 0.25 s a hop, and 4 ranks have 2 hops. */
+static void test_exposed_communication(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  self.options.shard_link.latency_seconds = 0.25;
+  const fsdp_plan_report *report = run(&self);
+  check_close(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].seconds, 3.5);
+  check_close(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].seconds, 2);
+  check_close(report->compute_seconds, 9);
+  check_close(report->step_seconds, 9 + report->waited_seconds);
+  /* Forward has no prefetch: the host issues a child's gather when it comes to
+   * the child, without waiting; so b's and c's hide behind compute. The root's
+   * and a's do not: nothing runs before. At the end a's and the root's
+   * reductions follow the compute. */
+  check_close(self.unit_seconds[0], 0.5);
+  check_close(self.unit_seconds[1], 0.5);
+  check_close(self.unit_seconds[2], 0);
+  check_close(report->waited_seconds, 0.5 + 0.5 + self.unit_seconds[3] + 1);
+  fini(&self);
+}
+
+static void test_bandwidth(void) {
+  fixture self;
+  init_options(&self);
+  add_unit(&self, "root", false, WORLD_SIZE);
+  run_unit(&self, 0, 0);
+  const double wire = 2 * NUMEL * 2 / 4.0 * 3;
+  self.options.shard_link.bytes_per_second = wire; /* a second a launch */
+  const fsdp_plan_report *report = run(&self);
+  /* One gather, which nothing hides; one reduction, likewise. */
+  check_close(report->step_seconds, 1 + 1 + 2 + 1);
+  check_close(report->waited_seconds, 2);
+  fini(&self);
+}
+
+static void test_replicas(void) {
+  fixture self;
+  init_tree(&self, 2);
+  for (int i = 0; i < MAX_UNITS; i++) self.units[i].num_replicas = 8;
+  self.options.replica_link.latency_seconds = 0.125;
+  const fsdp_plan_report *report = run(&self);
+  const fsdp_collective_count *sums =
+      &report->collectives[FSDP_COLLECTIVE_ALL_REDUCE];
+  const int64_t slot = NUMEL * 2;
+  CHECK_I64(sums->num_launches, 4);
+  CHECK_I64(sums->payload_nbytes, 4 * slot);
+  CHECK_I64(sums->wire_nbytes, 4 * 2 * (slot - slot / 8));
+  check_close(sums->seconds, 4 * 3 * 0.125);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
+            4);
+  fini(&self);
+}
+
+/* One rank a shard group, in fp32: parameters need no block at all. */
+static void test_one_rank(void) {
+  fixture self;
+  init_tree(&self, 1);
+  for (int i = 0; i < MAX_UNITS; i++) {
+    self.segments[i][0].param_dtype = FP32;
+    self.segments[i][0].reduce_dtype = FP32;
+  }
+  const fsdp_plan_report *report = run(&self);
+  for (int i = 0; i < FSDP_NUM_COLLECTIVES; i++) {
+    CHECK_I64(report->collectives[i].num_launches, 0);
+  }
+  CHECK_I64(report->stats.arena.nbytes, 3 * 2 * NUMEL * 4);
+  fini(&self);
+}
+
+/* With a frozen segment: no gradient memory, one more gather call; the unit
+ * that backward leaves by its inputs is reduced there, not at the end. */
+static void test_frozen(void) {
+  fixture self;
+  init_options(&self);
+  add_unit(&self, "root", false, WORLD_SIZE);
+  add_unit(&self, "a", true, WORLD_SIZE);
+  add_event(&self, FSDP_PLAN_ENTER, 0, 0);
+  add_event(&self, FSDP_PLAN_USE, 0, 0);
+  run_unit(&self, 1, 0);
+  add_event(&self, FSDP_PLAN_USE, 0, 1);
+  add_event(&self, FSDP_PLAN_LEAVE, 0, 0);
+  const fsdp_plan_report *report = run(&self);
+  CHECK_I64(report->stats.shard_nbytes, 2 * (2 * NUMEL * 4 / WORLD_SIZE));
+  CHECK_I64(report->stats.grad_shard_nbytes, 3 * (NUMEL * 4 / WORLD_SIZE));
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_launches, 3);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_calls, 5);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
+            2);
+  fini(&self);
+}
+
+/* Nothing that requires grad before a: it keeps nothing for backward, and has
+ * none. */
+static void test_frozen_beginning(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const fsdp_plan_event *events = self.events;
+  CHECK_I64(events[1].kind, FSDP_PLAN_USE);
+  self.events[1].kind = FSDP_PLAN_WORK; /* the root's first is unused */
+  for (int64_t i = 2; i < self.options.num_events; i++) {
+    if (events[i].kind == FSDP_PLAN_USE && events[i].unit == 1) {
+      self.events[i].kind = FSDP_PLAN_WORK;
+    }
+  }
+  const fsdp_plan_report *report = run(&self);
+  /* The root once, b and c twice, a in forward; and once more by b's prefetch,
+   * which does not know that a has no backward. */
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_launches, 7);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
+            3);
+  /* Backward has no work before b. */
+  check_close(report->compute_seconds, 3 + 4);
+  fini(&self);
+}
+
+static void test_accumulation(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const int64_t whole = 2 * NUMEL * 2;
+  self.options.num_batches = 3;
+  self.options.accumulation = FSDP_SYNC_NONE;
+  const fsdp_plan_report *report = run(&self);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
+            4);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_launches, 21);
+  CHECK_I64(report->stats.arena.nbytes, (1 + 2 + 4) * whole);
+  check_close(report->compute_seconds, 27);
+
+  self.options.accumulation = FSDP_SYNC_SHARD;
+  report = run(&self);
+  CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
+            12);
+  CHECK_I64(report->stats.arena.nbytes, 6 * whole);
+  CHECK_I64(report->stats.partial_grad_nbytes, 4 * whole / WORLD_SIZE);
+  fini(&self);
+}
+
+static void test_scratch(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  self.options.wants_scratch = true;
+  CHECK_I64(run(&self)->stats.scratch_nbytes, 2 * 2 * NUMEL * 2);
+  fini(&self);
+}
+
+/* Offloaded: sharded gradients are on the host; the cast needs a stage. */
+static void test_offload(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  for (int i = 0; i < MAX_UNITS; i++) self.units[i].offloads = true;
+  const fsdp_plan_report *report = run(&self);
+  const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
+  CHECK_I64(report->stats.grad_shard_nbytes, 4 * shard);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_GRAD_SHARDS], 0);
+  CHECK_I64(report->stats.arena.nbytes, 6 * (2 * NUMEL * 2 + shard));
+  fini(&self);
+}
+
+static void test_hundred_thousand_ranks(void) {
+  fixture self;
+  init_tree(&self, 100000);
+  self.options.shard_link.latency_seconds = 1;
+  const fsdp_plan_report *report = run(&self);
+  /* 8,192 elements over 100,000 ranks: 1 each, the rest is padding. */
+  CHECK_I64(report->stats.shard_nbytes, 4 * 4);
+  const fsdp_collective_count *gathers =
+      &report->collectives[FSDP_COLLECTIVE_ALL_GATHER];
+  CHECK_I64(gathers->payload_nbytes, 7 * 2 * 100000);
+  check_close(gathers->seconds, 7 * 17); /* 2^17 ranks and more */
+  fini(&self);
+}
+
+static void test_wrong_arguments(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const fsdp_plan_options good = self.options;
+
+  self.options.shard_link.bytes_per_second = -1;
+  CHECK_TEXT(
+      message_of(&self, FSDP_INVALID_ARGUMENT),
+      "the link of the shard group has -1 bytes per second and a latency "
+      "of 0 seconds: need more than 0, and at least 0");
+  self.options = good;
+  self.options.replica_link.latency_seconds = -2;
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "-2 seconds") != NULL);
+  self.options = good;
+  self.options.num_batches = 0;
+  CHECK_TEXT(
+      message_of(&self, FSDP_INVALID_ARGUMENT),
+      "a plan needs at least 1 unit and 1 batch, got 4, 0 and 19 events");
+  self.options = good;
+  self.options.num_units = 0;
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "got 0, 1") != NULL);
+  self.options = good;
+  fini(&self);
+}
+
+static void test_wrong_events(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const fsdp_plan_event use = self.events[1];
+
+  self.events[1].param = 2;
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "event 1 uses parameter 2 of unit 'root', which has 2: each is "
+             "used at most once, without activations");
+  self.events[1] = use;
+  self.events[1].param = 1; /* used again at the end */
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "event 17") != NULL);
+  self.events[1] = use;
+  self.events[1].nbytes = -1;
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "-1 bytes") != NULL);
+  self.events[1] = use;
+  self.events[1].unit = 4;
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "event 1 names unit 4 of 4");
+  self.events[1] = (fsdp_plan_event){.kind = FSDP_PLAN_LEAVE, .unit = 2};
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "event 1 leaves unit 'b' outside the root, or without an ENTER "
+             "before it");
+  self.events[1] = (fsdp_plan_event){.kind = FSDP_PLAN_ENTER, .unit = 2};
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "unit 'b' is entered and never left");
+  self.events[1] = use;
+  fini(&self);
+}
+
+static void test_overflow(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  for (int64_t i = 0; i < self.options.num_events; i++) {
+    if (self.events[i].kind == FSDP_PLAN_WORK) {
+      self.events[i].nbytes = INT64_MAX / 2;
+    }
+  }
+  CHECK(strstr(message_of(&self, FSDP_OVERFLOW),
+               "do not fit in int64: the model is too large to be planned") !=
+        NULL);
+  fini(&self);
+}
+
+static void test_every_allocation_can_fail(void) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  const int64_t live = fsdp_alloc_live();
+  for (int64_t i = 0;; i++) {
+    fsdp_error error = {0};
+    fsdp_plan_report report = {.peak_nbytes = -1};
+    fsdp_alloc_fail_at(i);
+    const fsdp_status status =
+        fsdp_plan_run(&self.options, &report, self.unit_seconds, &error);
+    fsdp_alloc_fail_at(-1);
+    CHECK_I64(fsdp_alloc_live(), live);
+    if (status == FSDP_OK) {
+      CHECK(i > 50);
+      break;
+    }
+    CHECK_I64(status, FSDP_OUT_OF_MEMORY);
+    CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
+    CHECK_I64(report.peak_nbytes, -1);
+  }
+  fini(&self);
+}
+
+/* What belongs to summons and hooks, not to a step, is refused. */
+static void test_calls_outside_a_step(void) {
+  const fsdp_link link = {.bytes_per_second = 1};
+  fsdp_counting_device device;
+  fsdp_counting_device_init(&device, link, link);
+  const fsdp_device_ops ops = fsdp_counting_device_ops(&device);
+  const fsdp_group group = fsdp_counting_device_group(&device, false, 2);
+  void *block = NULL;
+  CHECK_I64(ops.host_alloc(&device, 1, &block, NULL), FSDP_INVALID_STATE);
+  ops.host_free(&device, block);
+  CHECK_I64(
+      ops.broadcast(&device, FSDP_LANE_COMPUTE, &group, NULL, 1, 0, FP32, NULL),
+      FSDP_INVALID_STATE);
+  CHECK_I64(ops.reduce_hook(&device, NULL, FSDP_LANE_REDUCE, 0, NULL, NULL),
+            FSDP_INVALID_STATE);
+  CHECK_I64(ops.exchange(&device, &group, NULL, 8, NULL, NULL),
+            FSDP_INVALID_STATE);
+  CHECK_I64(ops.block_alloc(&device, INT64_MAX, &block, NULL), FSDP_OVERFLOW);
+  CHECK(block == NULL);
+  CHECK_I64(device.peak_nbytes, 0);
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_memory_and_bytes),
+      CHECK_TEST(test_busiest_moment),
+      CHECK_TEST(test_activations),
+      CHECK_TEST(test_recomputation),
+      CHECK_TEST(test_time_without_communication),
+      CHECK_TEST(test_exposed_communication),
+      CHECK_TEST(test_bandwidth),
+      CHECK_TEST(test_replicas),
+      CHECK_TEST(test_one_rank),
+      CHECK_TEST(test_frozen),
+      CHECK_TEST(test_frozen_beginning),
+      CHECK_TEST(test_accumulation),
+      CHECK_TEST(test_scratch),
+      CHECK_TEST(test_offload),
+      CHECK_TEST(test_hundred_thousand_ranks),
+      CHECK_TEST(test_wrong_arguments),
+      CHECK_TEST(test_wrong_events),
+      CHECK_TEST(test_overflow),
+      CHECK_TEST(test_every_allocation_can_fail),
+      CHECK_TEST(test_calls_outside_a_step),
+  };
+  return CHECK_RUN(tests);
+}
