@@ -27,6 +27,7 @@
 enum {
   PIECE_NBYTES = 4 << 20,
   WITHDRAW_MS = 1000,
+  SEEN_MS = 10,
   NS_PER_MS = 1000000,
 };
 
@@ -79,6 +80,18 @@ static int64_t write_piece(int64_t pid, uint64_t address, char *data,
   return written > 0 ? (int64_t)written : 0;
 }
 
+/* Whether the pid is the peer's and not another's by now: it takes longer than
+ * this until a pid is used again. */
+static bool is_there(fsdp_shm_peer *peer) {
+  const int64_t now_ns = fsdp_shm_priv_now();
+  if (now_ns - peer->seen_ns < (int64_t)SEEN_MS * NS_PER_MS) return true;
+  if (fsdp_shm_priv_process_look(&peer->process) == FSDP_SHM_PROCESS_DEAD) {
+    return false;
+  }
+  peer->seen_ns = now_ns;
+  return true;
+}
+
 void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   fsdp_shm_peer *peer = &shm->peers[message->peer];
   fsdp_shm_offer *offer = offer_of(shm, shm->rank, message->peer);
@@ -87,8 +100,7 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   /* The receiver finds another size itself, from the slot. */
   if (offer->nbytes == message->nbytes &&
       atomic_compare_exchange_strong(&offer->lock, &free_state, WRITING)) {
-    /* Its pid may be another's by now. */
-    if (fsdp_shm_priv_process_look(&peer->process) != FSDP_SHM_PROCESS_DEAD) {
+    if (is_there(peer)) {
       written = write_piece(peer->process.pid,
                             offer->address + (uint64_t)message->num_done,
                             message->data + message->num_done,

@@ -90,6 +90,7 @@ typedef struct fsdp_shm_peer {
   int64_t num_messages_received;
   int64_t num_offered; /* of the messages received, or one more */
   bool is_closed;      /* its memory cannot be written */
+  int64_t seen_ns;     /* direct.c: when its process was last seen */
 } fsdp_shm_peer;
 
 typedef struct fsdp_shm {
