@@ -9,8 +9,8 @@
  * does all the work, and the receiver is free to do its own meanwhile. The
  * receiver's page faults are the sender's work too.
  *
- * Each rank has an offer for each sender: the memory of the oldest message that
- * it waits for from it. The sender locks the offer, writes a piece, unlocks.
+ * Each rank has offers for each sender: the memory of the next messages that it
+ * waits for from it. The sender locks an offer, writes a piece, unlocks it.
  * When the receiver fails it takes its offers back by locking them for good, so
  * nothing is written afterwards. A sender that is stopped with the lock in its
  * hands is waited for shortly only: then has_writers says that the memory must
@@ -33,20 +33,27 @@ enum {
 
 enum { FREE = 0, WRITING, WITHDRAWN };
 
-static fsdp_shm_offer *offer_of(const fsdp_shm *shm, int64_t sender,
-                                int64_t receiver) {
+static fsdp_shm_offer *offer_of(const fsdp_shm *shm,
+                                const fsdp_shm_message *message) {
+  const int64_t sender = message->is_send ? shm->rank : message->peer;
+  const int64_t receiver = message->is_send ? message->peer : shm->rank;
   char *offers = fsdp_shm_priv_base(shm, receiver) + shm->geometry.offers;
-  return &((fsdp_shm_offer *)(void *)offers)[sender];
+  return &(
+      (fsdp_shm_offer *)(void *)offers)[sender * FSDP_SHM_OFFERS +
+                                        message->sequence % FSDP_SHM_OFFERS];
 }
 
-void fsdp_shm_priv_offer(fsdp_shm *shm, const fsdp_shm_message *message) {
-  fsdp_shm_peer *peer = &shm->peers[message->peer];
-  if (peer->num_offered > peer->num_messages_received) return;
-  fsdp_shm_offer *offer = offer_of(shm, message->peer, shm->rank);
+void fsdp_shm_priv_offer(fsdp_shm *shm, fsdp_shm_message *message) {
+  const fsdp_shm_peer *peer = &shm->peers[message->peer];
+  if (message->is_offered ||
+      message->sequence > peer->num_recvs_done + FSDP_SHM_OFFERS) {
+    return;
+  }
+  fsdp_shm_offer *offer = offer_of(shm, message);
   offer->address = (uint64_t)(uintptr_t)message->data;
   offer->nbytes = message->nbytes;
-  peer->num_offered = peer->num_messages_received + 1;
-  atomic_store(&offer->sequence, peer->num_offered);
+  message->is_offered = true;
+  atomic_store(&offer->sequence, message->sequence);
   fsdp_shm_priv_ring(shm, message->peer);
 }
 
@@ -59,9 +66,7 @@ bool fsdp_shm_priv_is_direct(const fsdp_shm *shm,
 
 bool fsdp_shm_priv_is_offered(const fsdp_shm *shm,
                               const fsdp_shm_message *message) {
-  fsdp_shm_offer *offer = offer_of(shm, shm->rank, message->peer);
-  return atomic_load(&offer->sequence) ==
-         shm->peers[message->peer].num_messages_sent + 1;
+  return atomic_load(&offer_of(shm, message)->sequence) == message->sequence;
 }
 
 /* Bytes written; 0 when the kernel does not let us, or there is nothing to
@@ -94,7 +99,7 @@ static bool is_there(fsdp_shm_peer *peer) {
 
 void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   fsdp_shm_peer *peer = &shm->peers[message->peer];
-  fsdp_shm_offer *offer = offer_of(shm, shm->rank, message->peer);
+  fsdp_shm_offer *offer = offer_of(shm, message);
   int32_t free_state = FREE;
   int64_t written = 0;
   /* The receiver finds another size itself, from the slot. */
@@ -116,17 +121,18 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   }
 }
 
-/* Whether no sender writes into what this rank offered to it, now and later. */
-static bool withdraw(fsdp_shm *shm, int64_t sender) {
-  fsdp_shm_offer *offer = offer_of(shm, sender, shm->rank);
-  const int64_t end_ns = fsdp_shm_priv_now() + (int64_t)WITHDRAW_MS * NS_PER_MS;
+/* Whether the sender does not write into this message's memory, now and later.
+ */
+static bool withdraw(const fsdp_shm *shm, const fsdp_shm_message *message,
+                     int64_t end_ns) {
+  fsdp_shm_offer *offer = offer_of(shm, message);
   for (;;) {
     int32_t state = FREE;
     if (atomic_compare_exchange_strong(&offer->lock, &state, WITHDRAWN)) {
       return true;
     }
     if (state == WITHDRAWN) return true;
-    const fsdp_shm_process *process = &shm->peers[sender].process;
+    const fsdp_shm_process *process = &shm->peers[message->peer].process;
     if (fsdp_shm_priv_process_look(process) == FSDP_SHM_PROCESS_DEAD) {
       return true;
     }
@@ -136,10 +142,10 @@ static bool withdraw(fsdp_shm *shm, int64_t sender) {
 }
 
 void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm) {
-  for (int64_t rank = 0; rank < shm->world_size; rank++) {
-    const fsdp_shm_peer *peer = &shm->peers[rank];
-    if (rank == shm->rank) continue;
-    if (peer->num_offered == peer->num_messages_received) continue;
-    if (!withdraw(shm, rank)) shm->has_writers = true;
+  const int64_t end_ns = fsdp_shm_priv_now() + (int64_t)WITHDRAW_MS * NS_PER_MS;
+  for (size_t i = 0; i < shm->num_messages; i++) {
+    const fsdp_shm_message *message = &shm->messages[i];
+    if (message->is_send || !message->is_offered) continue;
+    if (!withdraw(shm, message, end_ns)) shm->has_writers = true;
   }
 }

@@ -152,10 +152,8 @@ static void remove_done(fsdp_shm *shm) {
     const fsdp_shm_message *message = &shm->messages[i];
     if (!is_done(message)) {
       shm->messages[num++] = *message;
-    } else if (message->is_send) {
-      shm->peers[message->peer].num_messages_sent++;
-    } else {
-      shm->peers[message->peer].num_messages_received++;
+    } else if (!message->is_send) {
+      shm->peers[message->peer].num_recvs_done++;
     }
   }
   if (num < shm->num_messages && num == 0) {
@@ -171,8 +169,8 @@ fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm, fsdp_error *error) {
     any = false;
     for (size_t i = 0; i < shm->num_messages; i++) {
       fsdp_shm_message *message = &shm->messages[i];
-      if (!is_first(shm, i) || is_done(message)) continue;
       if (!message->is_send) fsdp_shm_priv_offer(shm, message);
+      if (!is_first(shm, i) || is_done(message)) continue;
       if (!can_go_on(shm, message)) continue;
       if (message->is_send) {
         send_piece(shm, message);
@@ -229,7 +227,10 @@ static fsdp_status start_locked(fsdp_shm *shm, const fsdp_shm_message *message,
                      shm->num_messages + 1);
   }
   if (shm->num_messages == 0) shm->message_progress_ns = fsdp_shm_priv_now();
-  shm->messages[shm->num_messages++] = *message;
+  fsdp_shm_message *added = &shm->messages[shm->num_messages++];
+  fsdp_shm_peer *peer = &shm->peers[message->peer];
+  *added = *message;
+  added->sequence = message->is_send ? ++peer->num_sends : ++peer->num_recvs;
   return fsdp_shm_priv_progress(shm, error);
 }
 

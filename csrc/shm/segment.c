@@ -60,7 +60,8 @@ bool fsdp_shm_priv_layout(int64_t world_size, int64_t ring_nbytes,
       !place(world_size, counter, line, &end, &g.message_tails) ||
       !place(num_messages, sizeof(fsdp_shm_message_header), line, &end,
              &g.message_headers) ||
-      !place(world_size, sizeof(fsdp_shm_offer), line, &end, &g.offers) ||
+      !place(world_size, FSDP_SHM_OFFERS * sizeof(fsdp_shm_offer), line, &end,
+             &g.offers) ||
       !place(g.num_slots, FSDP_NUM_CHANNELS * sizeof(fsdp_shm_descriptor), line,
              &end, &g.descriptors) ||
       !place(num_messages, message_slot, PAGE_NBYTES, &end, &g.messages) ||

@@ -17,6 +17,7 @@ enum {
   FSDP_SHM_LINE_NBYTES = 64, /* of a cache; what is shared has its own lines */
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
+  FSDP_SHM_OFFERS = 16,       /* per sender */
   FSDP_SHM_VERSION = 2
 };
 
@@ -102,7 +103,7 @@ typedef struct fsdp_shm_geometry {
   int64_t message_heads;   /* counters [receiver] */
   int64_t message_tails;   /* counters [sender] */
   int64_t message_headers; /* [receiver][message slot] */
-  int64_t offers;          /* [sender] */
+  int64_t offers;          /* [sender][offer] */
   int64_t descriptors;     /* [channel][slot], of the call that begins there */
   int64_t messages;        /* memory [receiver][message slot] */
   int64_t slots;           /* memory [channel][slot] */

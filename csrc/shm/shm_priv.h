@@ -74,10 +74,12 @@ typedef struct fsdp_shm_channel {
 typedef struct fsdp_shm_message {
   bool is_send;
   int64_t peer;
+  int64_t sequence; /* 1, 2, ... of this direction */
   char *data;
   int64_t nbytes;
   int64_t num_done; /* bytes */
   bool is_begun;    /* its first slot was written or read */
+  bool is_offered;  /* its memory was, to the sender */
   char label[FSDP_SHM_LABEL_NBYTES];
 } fsdp_shm_message;
 
@@ -86,11 +88,11 @@ typedef struct fsdp_shm_peer {
   fsdp_shm_process process;
   int64_t num_sent;     /* message slots */
   int64_t num_received; /* the same */
-  int64_t num_messages_sent;
-  int64_t num_messages_received;
-  int64_t num_offered; /* of the messages received, or one more */
-  bool is_closed;      /* its memory cannot be written */
-  int64_t seen_ns;     /* direct.c: when its process was last seen */
+  int64_t num_sends;    /* messages started */
+  int64_t num_recvs;
+  int64_t num_recvs_done;
+  bool is_closed;  /* its memory cannot be written */
+  int64_t seen_ns; /* direct.c: when its process was last seen */
 } fsdp_shm_peer;
 
 typedef struct fsdp_shm {
@@ -145,8 +147,8 @@ bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer);
 
 /* ---- direct.c: messages without staging ---- */
 
-/* Offers the memory of the oldest message from its rank, once. */
-void fsdp_shm_priv_offer(fsdp_shm *shm, const fsdp_shm_message *message);
+/* Offers the memory of a message that is to come, once, if there is room. */
+void fsdp_shm_priv_offer(fsdp_shm *shm, fsdp_shm_message *message);
 
 /* Whether a message that is to be sent can go past the ring. */
 bool fsdp_shm_priv_is_direct(const fsdp_shm *shm,

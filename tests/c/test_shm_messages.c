@@ -290,8 +290,8 @@ static void leave_a_writer(const shm_rank *self) {
     fsdp_shm_offer *offers =
         (fsdp_shm_offer *)(void *)(fsdp_shm_priv_base(shm, 1) +
                                    shm->geometry.offers);
-    CHECK_I64(atomic_load(&offers[0].sequence), 1);
-    atomic_store(&offers[0].lock, 1); /* as rank 0 would */
+    CHECK_I64(atomic_load(&offers[1].sequence), 1);
+    atomic_store(&offers[1].lock, 1); /* as rank 0 would */
     transport->ops->give_up(transport, "a test");
     CHECK(fsdp_shm_has_writers(transport));
   }
