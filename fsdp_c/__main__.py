@@ -20,6 +20,10 @@ COMMANDS = {
         "fsdp_c.trace._command",
         "summary|merge|show FOLDER ...",
         "look at the steps that fsdp_c.trace recorded; see trace --help",
+    "launch": (
+        "fsdp_c.integrations.huggingface._launch",
+        "torchrun|accelerate|SCRIPT.py ...",
+        "run a program with fsdp_c in the place of torch's FSDP, in all its processes",
     ),
 }
 

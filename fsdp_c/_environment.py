@@ -19,6 +19,11 @@ SWITCHES = (
         "0: ATen's kernels on CUDA tensors, not those of fsdp_c",
     ),
     Switch(
+        "FSDP_C_INSTALL",
+        "0",
+        "1: fsdp_c takes the place of torch's FSDP; set by python -m fsdp_c launch",
+    ),
+    Switch(
         "FSDP_C_NCCL",
         "1",
         "0: on a device, collectives go through c10d, not NCCL directly",

@@ -15,6 +15,7 @@ from fsdp_c.integrations.huggingface import (
     _trainer_arguments,
     _trainer_loss,
 )
+from fsdp_c.integrations.huggingface._origin import comes_from_fsdp_c
 from fsdp_c.integrations.huggingface._patch import Applied, Patch
 from fsdp_c.integrations.huggingface._rebind import Rebinding
 
@@ -39,7 +40,9 @@ class Swap:
     def __init__(self) -> None:
         self._applied: list[Applied] = []
         self._class = Rebinding(
-            torch_module.FullyShardedDataParallel, FullyShardedDataParallel
+            torch_module.FullyShardedDataParallel,
+            FullyShardedDataParallel,
+            keeps=comes_from_fsdp_c,
         )
         names = {patch.module for patch in PATCHES}
         self._hook = ImportHook(after=dict.fromkeys(names, self._apply))

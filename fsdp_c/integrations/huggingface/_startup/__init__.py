@@ -1,0 +1,1 @@
+"""The folder that ``python -m fsdp_c launch`` puts first on PYTHONPATH."""

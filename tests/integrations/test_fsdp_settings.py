@@ -1,0 +1,238 @@
+"""How accelerate's plugin and the Trainer's fsdp_config are read while installed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from transformers import (
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
+
+from fsdp_c.integrations import huggingface
+from fsdp_c.integrations.huggingface import _trainer_arguments
+from fsdp_c.integrations.huggingface._trainer_loss import ignores_count
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (
+        "FSDP_VERSION",
+        "FSDP_SHARDING_STRATEGY",
+        "FSDP_RESHARD_AFTER_FORWARD",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING",
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_USE_CPU",
+    ):
+        # First set, so that what the libraries set is taken back as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with huggingface.installed():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        ({}, {}, "FULL_SHARD"),
+        ({"reshard_after_forward": "shard_grad_op"}, {}, "SHARD_GRAD_OP"),
+        ({"reshard_after_forward": "hybrid_shard_zero2"}, {}, "_HYBRID_SHARD_ZERO2"),
+        ({"sharding_strategy": "NO_SHARD"}, {}, "NO_SHARD"),
+        ({"sharding_strategy": 2}, {}, "SHARD_GRAD_OP"),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, {}, "NO_SHARD"),
+        (
+            {"sharding_strategy": "4", "reshard_after_forward": "HYBRID_SHARD"},
+            {},
+            "HYBRID_SHARD",
+        ),
+        ({}, {"FSDP_SHARDING_STRATEGY": "3"}, "NO_SHARD"),
+        # What accelerate launch sets: the defaults, and one of them changed.
+        (
+            {},
+            {
+                "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+                "FSDP_RESHARD_AFTER_FORWARD": "true",
+            },
+            "FULL_SHARD",
+        ),
+        (
+            {},
+            {
+                "FSDP_SHARDING_STRATEGY": "NO_SHARD",
+                "FSDP_RESHARD_AFTER_FORWARD": "true",
+            },
+            "NO_SHARD",
+        ),
+        (
+            {},
+            {
+                "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+                "FSDP_RESHARD_AFTER_FORWARD": "shard_grad_op",
+            },
+            "SHARD_GRAD_OP",
+        ),
+        # An argument is preferred to the environment.
+        (
+            {"reshard_after_forward": "full_shard"},
+            {"FSDP_SHARDING_STRATEGY": "NO_SHARD"},
+            "FULL_SHARD",
+        ),
+    ],
+)
+def test_strategy(
+    arguments: dict[str, Any],
+    env: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, **arguments)
+    used = plugin.sharding_strategy or plugin.reshard_after_forward
+    assert used is ShardingStrategy[expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (
+            {"sharding_strategy": "NO_SHARD", "reshard_after_forward": "full_shard"},
+            {},
+            "NO_SHARD and reshard_after_forward for FULL_SHARD",
+        ),
+        ({"reshard_after_forward": "half"}, {}, "reshard_after_forward is 'half'"),
+        ({"reshard_after_forward": False}, {}, "one of FULL_SHARD"),
+        ({}, {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "is 'false'"),
+        (
+            {},
+            {
+                "FSDP_SHARDING_STRATEGY": "NO_SHARD",
+                "FSDP_RESHARD_AFTER_FORWARD": "shard_grad_op",
+            },
+            "set only one",
+        ),
+        ({"fsdp_version": 2}, {}, 'fsdp_config={"version": 1, ...} in Training'),
+        ({"fsdp_version": None}, {"FSDP_VERSION": "2"}, "--fsdp_version 1"),
+    ],
+)
+def test_refused(
+    arguments: dict[str, Any],
+    env: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        FullyShardedDataParallelPlugin(**{"fsdp_version": 1, **arguments})
+
+
+def test_version_2_runs_when_not_installed() -> None:
+    huggingface.uninstall()
+    assert FullyShardedDataParallelPlugin(fsdp_version=2).fsdp_version == 2
+
+
+@pytest.mark.parametrize("key", ["sync_module_states", "cpu_ram_efficient_loading"])
+def test_broadcast_on_the_cpu(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, **{key: True})
+    assert plugin.sync_module_states is True
+    with torch.device("meta"):
+        layer = nn.Linear(2, 3)
+    assert plugin.param_init_fn(layer).weight.device.type == "cpu"
+
+
+def test_other_errors_of_the_plugin_come_through() -> None:
+    with pytest.raises(ValueError, match="Invalid auto wrap policy"):
+        FullyShardedDataParallelPlugin(fsdp_version=1, auto_wrap_policy="SOME")
+
+
+# fsdp_config -----------------------------------------------------------------
+
+
+def _plugin(tmp_path: Path, **config: Any) -> FullyShardedDataParallelPlugin:
+    fsdp = config.pop("fsdp", True)
+    arguments = TrainingArguments(
+        str(tmp_path),
+        fsdp=fsdp,
+        fsdp_config={"version": 1, **config},
+        use_cpu=True,
+        report_to=[],
+    )
+    return FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "FULL_SHARD"),
+        ({"reshard_after_forward": "shard_grad_op"}, "SHARD_GRAD_OP"),
+        ({"sharding_strategy": "NO_SHARD"}, "NO_SHARD"),
+        ({"fsdp_sharding_strategy": 5}, "_HYBRID_SHARD_ZERO2"),
+        ({"fsdp": "shard_grad_op auto_wrap"}, "SHARD_GRAD_OP"),
+        ({"fsdp": ["hybrid_shard", "auto_wrap"]}, "HYBRID_SHARD"),
+    ],
+)
+def test_strategy_of_the_trainer(
+    config: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    plugin = _plugin(tmp_path, **config)
+    assert plugin.sharding_strategy is ShardingStrategy[expected]
+
+
+def test_what_nobody_asked_for_leaves_it_to_accelerate_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
+    assert _plugin(tmp_path).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+
+
+def test_offload_params(tmp_path: Path) -> None:
+    assert _plugin(tmp_path, offload_params=True).cpu_offload.offload_params
+    assert _plugin(tmp_path, fsdp_offload_params="true").cpu_offload.offload_params
+    assert _plugin(tmp_path, cpu_offload=True).cpu_offload.offload_params
+    assert not _plugin(tmp_path, offload_params="false").cpu_offload.offload_params
+
+
+def test_min_num_params(tmp_path: Path) -> None:
+    plugin = _plugin(tmp_path, min_num_params=100)
+    assert plugin.auto_wrap_policy is size_based_auto_wrap_policy
+    assert plugin.min_num_params == 100
+    plugin = _plugin(tmp_path, min_num_params=9, auto_wrap_policy="NO_WRAP")
+    assert plugin.auto_wrap_policy is None
+    with pytest.raises(ValueError, match="set one of them"):
+        _plugin(tmp_path, min_num_params=9, transformer_layer_cls_to_wrap="Block")
+
+
+def test_version_1_must_be_asked_for(tmp_path: Path) -> None:
+    for config in ({}, {"version": 2}):
+        with pytest.raises(ValueError, match=r'set fsdp_config={"version": 1} in Tr'):
+            TrainingArguments(str(tmp_path), fsdp=True, fsdp_config=config)
+    TrainingArguments(str(tmp_path), use_cpu=True)  # without FSDP: nothing asked
+
+
+def test_xla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"xla": True, "xla_fsdp_settings": {}}
+    with pytest.raises(ImportError, match="torch_xla, whose own class then wraps"):
+        TrainingArguments(str(tmp_path), fsdp=True, fsdp_config=config)
+    # With torch_xla, the Trainer wraps with its class; nothing is for accelerate.
+    monkeypatch.setattr(_trainer_arguments, "find_spec", lambda name: name)
+    arguments = TrainingArguments(
+        str(tmp_path), fsdp=True, fsdp_config=config, use_cpu=True
+    )
+    assert arguments.fsdp_plugin_args is None
+
+
+def test_models_that_ignore_the_count() -> None:
+    assert ignores_count(T5ForConditionalGeneration.forward)
+    assert not ignores_count(LlamaForCausalLM.forward)
+    assert not ignores_count(GPT2LMHeadModel.forward)
+    assert not ignores_count(len)
