@@ -1,6 +1,6 @@
 """Trainer(fsdp=True): each option of fsdp_config takes effect and trains alike.
 
-Every case is compared with one process (Note [Reference] in hf_training.py), and
+Every case is compared with one process (Note [Reference] in helpers/hf_training.py), and
 looks at the wrapped model: an option that Trainer or accelerate drops on the way
 would train alike too.
 """
@@ -19,12 +19,13 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
 from helpers.distributed import distributed
-from hf_models import build, layer_class, numel
-from hf_training import (
+from helpers.hf_models import build, layer_class, numel
+from helpers.hf_training import (
     WORLD,
     Record,
     assert_trained_alike,
     assert_weights_alike,
+    cases,
     fsdp_config,
     reference,
     root,
@@ -134,9 +135,7 @@ CASES = {
     ),
     "environment_alone": _Case(
         {},
-        _all(
-            _has_strategy("SHARD_GRAD_OP"), _has_units("LlamaForCausalLM", *_BLOCKS)
-        ),
+        _all(_has_strategy("SHARD_GRAD_OP"), _has_units("LlamaForCausalLM", *_BLOCKS)),
         env={
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "1",
@@ -198,9 +197,7 @@ CASES = {
         {"min_num_params": 4000},
         _has_units("LlamaForCausalLM", "LlamaModel", *(("LlamaMLP",) * 3)),
     ),
-    "no_wrap": _Case(
-        {"auto_wrap_policy": "NO_WRAP"}, _has_units("LlamaForCausalLM")
-    ),
+    "no_wrap": _Case({"auto_wrap_policy": "NO_WRAP"}, _has_units("LlamaForCausalLM")),
     "backward_pre": _Case(
         {"backward_prefetch": "backward_pre"},
         _prefetches(lambda prefetches, steps: 2 * (steps - 1) <= prefetches),
@@ -249,9 +246,7 @@ CASES = {
         _attribute("cpu_offload.offload_params", True),
         arguments={"fsdp": "full_shard auto_wrap offload"},
     ),
-    "bf16": _Case(
-        {}, _computes_in_bf16, arguments={"bf16": True}, tolerance=1e-2
-    ),
+    "bf16": _Case({}, _computes_in_bf16, arguments={"bf16": True}, tolerance=1e-2),
     "bf16_flat_params_no_shard": _Case(
         {"use_orig_params": False, "reshard_after_forward": "no_shard"},
         _computes_in_bf16,
@@ -286,7 +281,23 @@ def _assert_case(record: Record, expected: Record, case: _Case) -> None:
     assert_weights_alike(model, expected, case.tolerance)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+_SLOW = (
+    "activation_checkpointing_flat_params",
+    "bf16_flat_params_no_shard",
+    "cpu_offload_of_fsdp_string",
+    "flat_params_shard_grad_op",
+    "gradient_accumulation_flat_params",
+    "min_num_params_alone",
+    "no_limit_all_gathers",
+    "prefixed_keys",
+    "sharding_strategy_by_number",
+    "use_orig_params",
+    "wrap_class",
+    "wrap_default",
+)
+
+
+@pytest.mark.parametrize("name", cases(CASES, _SLOW))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
 def test_option(rank: int, world_size: int, name: str) -> None:
     case = CASES[name]
@@ -306,7 +317,7 @@ def test_option(rank: int, world_size: int, name: str) -> None:
 def test_config_in_a_file(rank: int, world_size: int) -> None:
     import json
 
-    from hf_training import shared_folder
+    from helpers.hf_training import shared_folder
 
     expected = reference("llama")
     with shared_folder(rank) as folder:
@@ -324,7 +335,7 @@ def test_sync_module_states(rank: int, world_size: int, syncs: str) -> None:
     model = build("llama")
     with torch.no_grad():
         for param in model.parameters():
-            param += rank
+            param.add_(rank)
     config = fsdp_config(sync_module_states=syncs)
     with trained("llama", rank, config=config, model=model) as record:
         if syncs == "true":

@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -76,5 +75,3 @@ def single_process() -> Iterator[None]:
     """Be a process that no launcher started, without fsdp_c installed."""
     with _environment({}):
         yield
-
-

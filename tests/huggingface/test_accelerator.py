@@ -1,0 +1,326 @@
+"""Accelerator: loops of one's own, its checkpoints, and models wrapped before it."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import fsdp_c
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import ShardingStrategy
+from helpers.distributed import distributed
+from helpers.hf_models import build, clean, data
+from helpers.hf_process import launched
+from helpers.hf_training import (
+    WORLD,
+    cases,
+    new_groups_destroyed,
+    shared_folder,
+    whole_weights,
+)
+
+TIMEOUT_S = 300
+KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+BATCH = 2
+CLIP = 0.5
+RATE = 2e-3
+
+
+def _plugin(**options: Any) -> Any:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    options.setdefault("auto_wrap_policy", "transformer_based_wrap")
+    options.setdefault("use_orig_params", True)
+    return FullyShardedDataParallelPlugin(fsdp_version=1, **options)
+
+
+def _accelerator(*, accumulate: int = 1, **options: Any) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(
+        cpu=True,
+        fsdp_plugin=_plugin(**options),
+        gradient_accumulation_steps=accumulate,
+    )
+
+
+def _loader(name: str, num_batches: int, batch: int) -> Any:
+    from transformers import default_data_collator
+
+    return torch.utils.data.DataLoader(
+        data(name, num_batches * batch),  # type: ignore[arg-type]
+        batch_size=batch,
+        collate_fn=default_data_collator,
+    )
+
+
+class _Loop:
+    """A model, its optimizer and scheduler, prepared by an accelerator."""
+
+    def __init__(self, accelerator: Any, model: nn.Module) -> None:
+        self.accelerator = accelerator
+        self.model: Any = accelerator.prepare(model)
+        assert type(self.model) is FSDP, type(self.model)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1 / (1 + step)
+        )
+        self.optimizer, self.scheduler = accelerator.prepare(optimizer, scheduler)
+
+    def run(self, loader: Any) -> list[tuple[float, float]]:
+        """Train on all batches; return loss and gradient norm of each step."""
+        accelerator = self.accelerator
+        loader = accelerator.prepare(loader)
+        log, losses = [], []
+        for batch in loader:
+            with accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                accelerator.backward(loss)
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                    log.append((sum(losses) / len(losses), norm.item()))
+                    losses.clear()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return log
+
+
+@functools.cache
+def _reference(
+    name: str, num_steps: int, per_step: int
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Train one unwrapped model in plain torch on ``per_step`` micro-batches a step.
+
+    The mean over the micro-batches' losses is what ranks and accumulation make.
+    """
+    from transformers import default_data_collator
+
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    examples = data(name, num_steps * per_step * BATCH)
+    log = []
+    for step in range(num_steps):
+        losses = []
+        for micro in range(per_step):
+            at = (step * per_step + micro) * BATCH
+            batch = default_data_collator(examples[at : at + BATCH])  # type: ignore[arg-type]
+            loss = model(**batch).loss / per_step
+            loss.backward()
+            losses.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        # accelerate steps a scheduler once per process.
+        for group in optimizer.param_groups:
+            group["lr"] = RATE / (1 + WORLD * step)
+        optimizer.step()
+        optimizer.zero_grad()
+        log.append((sum(losses), norm.item()))
+    return log, clean(model)
+
+
+def _assert_alike(
+    actual: list[tuple[float, float]], expected: list[tuple[float, float]]
+) -> None:
+    assert len(actual) == len(expected) > 0
+    for step, (mine, wanted) in enumerate(zip(actual, expected, strict=True)):
+        assert abs(mine[0] - wanted[0]) <= 2e-6, (step, mine, wanted)
+        assert abs(mine[1] - wanted[1]) <= 2e-6 * max(1.0, wanted[1]), (step, mine)
+
+
+@contextmanager
+def _folder(rank: int, **env: str) -> Iterator[Path]:
+    with (
+        shared_folder(rank) as folder,
+        new_groups_destroyed(),
+        launched(rank, WORLD, **env),
+    ):
+        yield folder
+
+
+@pytest.mark.parametrize("accumulate", cases([1, 2], slow=[1]))
+@pytest.mark.parametrize("strategy", list(ShardingStrategy.__members__))
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_strategy(rank: int, world_size: int, strategy: str, accumulate: int) -> None:
+    expected, _ = _reference("llama", 4, WORLD * accumulate)
+    with _folder(rank):
+        accelerator = _accelerator(
+            accumulate=accumulate, sharding_strategy=ShardingStrategy[strategy]
+        )
+        loop = _Loop(accelerator, build("llama"))
+        units = list(FSDP.fsdp_modules(loop.model))
+        assert len(units) == 4
+        assert {unit.sharding_strategy.name for unit in units} == {strategy}
+        _assert_alike(
+            loop.run(_loader("llama", 4 * WORLD * accumulate, BATCH)), expected
+        )
+        del loop, units, accelerator
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "lora"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_model(rank: int, world_size: int, name: str, use_orig_params: bool) -> None:
+    expected, _ = _reference(name, 4, WORLD)
+    with _folder(rank):
+        accelerator = _accelerator(use_orig_params=use_orig_params)
+        model = build(name)
+        if name == "lora":
+            from peft.utils.other import fsdp_auto_wrap_policy
+
+            plugin = accelerator.state.fsdp_plugin
+            plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
+        loop = _Loop(accelerator, model)
+        _assert_alike(loop.run(_loader(name, 4 * WORLD, BATCH)), expected)
+        del loop, model, accelerator
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_save_state_and_load_state(
+    rank: int, world_size: int, name: str, kind: str
+) -> None:
+    """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
+    with _folder(rank) as folder:
+        loop = _Loop(_accelerator(state_dict_type=kind), build(name))
+        loop.run(_loader(name, 2 * WORLD, BATCH))
+        loop.accelerator.save_state(str(folder / "state"))
+        unbroken = loop.run(_loader(name, 2 * WORLD, BATCH))
+        weights = whole_weights(loop.model)
+        rate = loop.scheduler.get_last_lr()
+        del loop
+    with _folder(rank):
+        # Nothing is as it was: other weights and an optimizer without state.
+        model = build(name)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.5)
+        loop = _Loop(_accelerator(state_dict_type=kind), model)
+        loop.accelerator.load_state(str(folder / "state"))
+        assert loop.run(_loader(name, 2 * WORLD, BATCH)) == unbroken
+        assert loop.scheduler.get_last_lr() == rate
+        resumed = whole_weights(loop.model)
+        for key, value in weights.items():
+            assert torch.equal(resumed[key], value), key
+        del loop, model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_save_pretrained(rank: int, world_size: int, kind: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    with _folder(rank) as folder:
+        loop = _Loop(_accelerator(state_dict_type=kind), build("llama"))
+        loop.run(_loader("llama", 2 * WORLD, BATCH))
+        accelerator = loop.accelerator
+        accelerator.unwrap_model(loop.model).save_pretrained(
+            folder / "pretrained",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=accelerator.get_state_dict(loop.model),
+        )
+        accelerator.save_model(loop.model, str(folder / "saved"))
+        accelerator.wait_for_everyone()
+        weights = whole_weights(loop.model)
+        for where in ("pretrained", "saved"):
+            path = folder / where
+            if where == "saved":  # weights only: the configuration is ours
+                loaded = LlamaForCausalLM.from_pretrained(
+                    path, config=loop.model.config
+                )
+            else:
+                loaded = LlamaForCausalLM.from_pretrained(path)
+            for key, value in loaded.state_dict().items():
+                assert torch.equal(value, weights[key]), (where, key)
+            del loaded
+        accelerator.wait_for_everyone()
+        del loop, accelerator
+
+
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_wrapped_before_prepare(rank: int, world_size: int) -> None:
+    """A model that the user wrapped: accelerate must leave it as it is."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    expected, _ = _reference("llama", 4, WORLD)
+    with _folder(rank):
+        accelerator = _accelerator()
+        model = FSDP(
+            build("llama"),
+            auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            device_id=accelerator.device,
+        )
+        loop = _Loop(accelerator, model)
+        assert loop.model is model
+        _assert_alike(loop.run(_loader("llama", 4 * WORLD, BATCH)), expected)
+        del loop, model, accelerator
+
+
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_no_sync(rank: int, world_size: int) -> None:
+    """accelerator.no_sync(): no gradient is reduced inside, all are afterwards."""
+    with _folder(rank):
+        accelerator = _accelerator()
+        model = accelerator.prepare(build("llama"))
+        loader = accelerator.prepare(_loader("llama", 2 * WORLD, BATCH))
+        first, second = list(loader)
+        with accelerator.no_sync(model):
+            accelerator.backward(model(**first).loss)
+        assert fsdp_c.memory_stats(model)["num_reduces"] == 0
+        accelerator.backward(model(**second).loss)
+        assert fsdp_c.memory_stats(model)["num_reduces"] == 4
+        del model, loader, accelerator
+
+
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_ignored_modules_by_name(rank: int, world_size: int) -> None:
+    with _folder(rank):
+        accelerator = _accelerator(ignored_modules=r".*norm")
+        model = accelerator.prepare(build("llama"))
+        shapes = {n: p.shape for n, p in model.named_parameters()}
+        norms = {n for n in shapes if "norm" in n}
+        assert norms
+        assert all(shapes[name] == (32,) for name in norms)
+        assert not any("norm" in name for name in _sharded_names(model))
+        del model, accelerator
+
+
+def _sharded_names(model: Any) -> set[str]:
+    return {
+        name
+        for unit in FSDP.fsdp_modules(model)
+        for name in getattr(unit._flat_param, "_fqns", ())
+    }
+
+
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_weights_loaded_in_bf16_are_trained_in_fp32(rank: int, world_size: int) -> None:
+    """With mixed precision, accelerate upcasts the shards of a bf16 model."""
+    from accelerate import Accelerator
+
+    with _folder(rank):
+        accelerator = Accelerator(
+            cpu=True, mixed_precision="bf16", fsdp_plugin=_plugin()
+        )
+        model = accelerator.prepare(build("llama").to(torch.bfloat16))
+        for unit in fsdp_c.explain(model).units:
+            assert unit.master_dtypes == (torch.float32,)
+            assert unit.compute_dtypes == (torch.bfloat16,)
+        batch = next(iter(accelerator.prepare(_loader("llama", WORLD, BATCH))))
+        accelerator.backward(model(**batch).loss)
+        for param in model.parameters():
+            if param.numel():
+                assert param.grad is not None
+                assert param.dtype == param.grad.dtype == torch.float32
+        del model, accelerator
+    dist.barrier()

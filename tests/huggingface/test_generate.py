@@ -1,0 +1,107 @@
+"""generate() of sharded models: the same tokens as from the unwrapped model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_c
+from fsdp_c import FullyShardedDataParallel as FSDP
+from helpers.distributed import distributed
+from helpers.hf_models import PAD, build, data
+from helpers.hf_process import launched
+from helpers.hf_training import (
+    WORLD,
+    arguments,
+    fsdp_config,
+    root,
+    shared_folder,
+    train,
+    trained,
+    whole_weights,
+)
+
+TIMEOUT_S = 300
+
+
+def _unwrapped(name: str, weights: dict[str, Tensor]) -> Any:
+    model = build(name)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+@pytest.mark.parametrize("kind", ["full_shard", "shard_grad_op"])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_predict_with_generate(
+    rank: int, world_size: int, kind: str, num_beams: int
+) -> None:
+    num_examples, num_tokens = 6, 5
+    examples = data("t5", num_examples)
+    with shared_folder(rank) as folder, launched(rank, WORLD):
+        args = arguments(
+            folder,
+            fsdp=True,
+            fsdp_config=fsdp_config(reshard_after_forward=kind),
+            predict_with_generate=True,
+        )
+        record = train("t5", args)
+        result = record.trainer.predict(
+            examples, max_new_tokens=num_tokens, num_beams=num_beams
+        )
+        weights = whole_weights(root(record))
+        record.trainer = None
+    model = _unwrapped("t5", weights)
+    with torch.no_grad():
+        expected = model.generate(
+            torch.stack([example["input_ids"] for example in examples]),
+            max_new_tokens=num_tokens,
+            num_beams=num_beams,
+        )
+    actual = torch.from_numpy(result.predictions)
+    assert actual.shape[0] == num_examples
+    width = expected.shape[1]
+    assert torch.equal(actual[:, :width], expected)
+    assert torch.all(actual[:, width:] == PAD)
+    assert set(expected.flatten().tolist()) != {PAD}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "lora"])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_within_summon_full_params(
+    rank: int, world_size: int, name: str, use_orig_params: bool
+) -> None:
+    prompt = data(name, WORLD)[rank]["input_ids"][None]
+    config = fsdp_config(use_orig_params=use_orig_params)
+    with trained(name, rank, config=config) as record:
+        model = root(record).eval()
+        with torch.no_grad(), FSDP.summon_full_params(model, writeback=False):
+            # Each rank as many tokens as it likes: nothing is communicated.
+            actual = model.generate(
+                input_ids=prompt, max_new_tokens=4 + 3 * rank, do_sample=False
+            )
+        weights = whole_weights(model)
+    with torch.no_grad():
+        expected = _unwrapped(name, weights).generate(
+            input_ids=prompt, max_new_tokens=4 + 3 * rank, do_sample=False
+        )
+    assert torch.equal(actual, expected)
+
+
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_unit_by_unit(rank: int, world_size: int) -> None:
+    """register_forward_method: the model is never whole on a rank."""
+    prompt = data("llama", WORLD)[rank]["input_ids"][None]
+    # Ranks end at different lengths: the others go on for their sake.
+    options: dict[str, Any] = {"max_new_tokens": 3 + 4 * rank, "do_sample": False}
+    with trained("llama", rank, config=fsdp_config()) as record:
+        model = root(record).eval()
+        fsdp_c.register_forward_method(model, "generate")
+        with torch.no_grad():
+            actual = model.generate(input_ids=prompt, synced_gpus=True, **options)
+        weights = whole_weights(model)
+    with torch.no_grad():
+        expected = _unwrapped("llama", weights).generate(input_ids=prompt, **options)
+    assert torch.equal(actual, expected)

@@ -1,0 +1,228 @@
+"""Whole scripts on 2 processes: ours of examples/, and accelerate's, unchanged.
+
+accelerate's wheel contains scripts that its authors run on GPUs with torch's FSDP1
+(accelerate/test_utils/scripts). They know nothing of fsdp_c; `python -m fsdp_c launch`
+starts them. What they would download comes from offline/ and from a model made here.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.hf_training import cases
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = REPOSITORY / "examples"
+OFFLINE = Path(__file__).resolve().parent / "offline"
+YAML = EXAMPLES / "hf_accelerate.yaml"
+# The wrapped class says where it comes from; torch's would say torch.distributed.
+WRAPPED = "wrapped in: fsdp_c"
+
+FSDP_C_LAUNCH = ("-m", "fsdp_c", "launch")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def _run(words: Sequence[str | Path], folder: Path, *paths: Path) -> str:
+    """Run Python with ``words`` in ``folder``; return its output.
+
+    Args:
+        words: The arguments of Python.
+        folder: The working directory.
+        paths: More folders to import from.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "FSDP_", "MASTER_"))
+        and name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    }
+    python_path = [str(REPOSITORY), *map(str, paths), env.get("PYTHONPATH", "")]
+    env |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]]),
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_FR_BUFFER_SIZE": "0",
+    }
+    result = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-6000:]
+    return output
+
+
+def _losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+ loss ([0-9.]+)", output)]
+
+
+def test_trainer_example(tmp_path: Path) -> None:
+    script = EXAMPLES / "hf_trainer.py"
+    words = ["-m", *TORCHRUN, script, "--steps", "4", "--out", tmp_path / "out"]
+    output = _run(words, tmp_path)
+    assert WRAPPED in output, output[-3000:]
+    assert (tmp_path / "out" / "checkpoint-2" / "optimizer_0").is_dir()
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+
+
+def test_trainer_example_without_its_line(tmp_path: Path) -> None:
+    """`python -m fsdp_c launch` in the place of the added line: and resuming."""
+    lines = (EXAMPLES / "hf_trainer.py").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "(the added line)" not in line]
+    assert len(kept) == len(lines) - 1
+    code = "".join(kept).partition('"""\n\nfrom __future__')[2]
+    assert "fsdp_c." not in code
+    script = tmp_path / "plain.py"
+    script.write_text("".join(kept))
+    words = [*FSDP_C_LAUNCH, "torchrun", *TORCHRUN[1:], script]
+    text = ["--text", REPOSITORY / "README.md", "--out", tmp_path / "out"]
+    assert WRAPPED in _run([*words, "--steps", "2", *text], tmp_path)
+    output = _run([*words, "--steps", "4", "--resume", *text], tmp_path)
+    assert WRAPPED in output
+    state = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
+    assert json.loads(state.read_text())["global_step"] == 4
+
+
+def _accelerate_launch(*words: str | Path) -> list[str | Path]:
+    return [*FSDP_C_LAUNCH, "accelerate", "launch", *words]
+
+
+def test_accelerate_example(tmp_path: Path) -> None:
+    """Four steps at once; two, and two more after --resume: the same last losses."""
+    script = EXAMPLES / "hf_accelerate.py"
+    launch = _accelerate_launch("--config_file", YAML, "--main_process_port", "0")
+    whole = _run([*launch, script, "--steps", "3", "--out", "whole"], tmp_path)
+    assert WRAPPED in whole, whole[-3000:]
+    assert len(_losses(whole)) == 3
+    assert (tmp_path / "whole" / "model" / "model.safetensors").is_file()
+    more = [*launch, script, "--steps", "4", "--out", "whole", "--resume"]
+    resumed = _run(more, tmp_path)
+    assert len(_losses(resumed)) == 1
+    assert re.search(r"step 4 loss", resumed)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny BERT classifier and its tokenizer."""
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        BertTokenizerFast,
+    )
+
+    spec = importlib.util.spec_from_file_location("words", OFFLINE / "datasets.py")
+    assert spec is not None
+    assert spec.loader is not None
+    words = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(words)
+    folder = tmp_path_factory.mktemp("bert")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("\n".join([*special, *words.WORDS]) + "\n")
+    BertTokenizerFast(vocab_file=str(vocabulary)).save_pretrained(folder)
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=len(special) + len(words.WORDS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def _yaml(folder: Path, **changes: str) -> Path:
+    """Write the example's YAML with changed values of fsdp_config, for BERT."""
+    text = YAML.read_text()
+    changes.setdefault("fsdp_transformer_layer_cls_to_wrap", "BertLayer")
+    for key, value in changes.items():
+        text, count = re.subn(rf"(?m)^(\s*{key}:).*$", rf"\1 {value}", text)
+        assert count == 1, key
+    path = folder / "accelerate.yaml"
+    path.write_text(text)
+    return path
+
+
+def _accelerate_script(name: str) -> Path:
+    import accelerate.test_utils
+
+    return Path(accelerate.test_utils.__file__).parent / "scripts" / name
+
+
+def _launched(yaml: Path, name: str, *words: str | Path) -> list[str | Path]:
+    return _accelerate_launch(
+        "--config_file",
+        yaml,
+        "--main_process_port",
+        "0",
+        OFFLINE / "run_and_tell.py",
+        _accelerate_script(name),
+        *words,
+    )
+
+
+_PERFORMANCE = [
+    {},
+    {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": "bf16"},
+    {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_offload_params": "true"},
+]
+
+
+@pytest.mark.parametrize("changes", cases(_PERFORMANCE, slow=_PERFORMANCE[1:]))
+def test_accelerate_performance(
+    tmp_path: Path, bert: Path, changes: dict[str, str]
+) -> None:
+    """test_performance.py of accelerate: classification, evaluation, save_model."""
+    words = ["--model_name_or_path", bert, "--output_dir", tmp_path, "--num_epochs"]
+    output = _run(
+        _launched(
+            _yaml(tmp_path, **changes),
+            "external_deps/test_performance.py",
+            *words,
+            "1",
+        ),
+        tmp_path,
+        OFFLINE,
+    )
+    assert WRAPPED in output, output[-3000:]
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert 0.0 <= results["epoch-0"] <= 1.0
+
+
+@pytest.mark.parametrize(
+    "kind", cases(["SHARDED_STATE_DICT", "FULL_STATE_DICT"], slow=["FULL_STATE_DICT"])
+)
+def test_accelerate_checkpointing(tmp_path: Path, bert: Path, kind: str) -> None:
+    """test_checkpointing.py of accelerate: it asserts what it resumes with itself."""
+    yaml = _yaml(tmp_path, fsdp_state_dict_type=kind)
+    words = ["--model_name_or_path", bert, "--output_dir", tmp_path]
+    launch = _launched(yaml, "external_deps/test_checkpointing.py", *words)
+    output = _run([*launch, "--partial_train_epoch", "1"], tmp_path, OFFLINE)
+    assert WRAPPED in output, output[-3000:]
+    resume = [*launch, "--resume_from_checkpoint", tmp_path / "epoch_0"]
+    assert "resumed checkpoint performance" in _run(resume, tmp_path, OFFLINE)
+
+
+def test_accelerate_merge_weights(tmp_path: Path) -> None:
+    """test_merge_weights.py of accelerate: sharded files become one, four times."""
+    yaml = _yaml(tmp_path)
+    output = _run(_launched(yaml, "test_merge_weights.py"), tmp_path)
+    assert WRAPPED in output, output[-3000:]
