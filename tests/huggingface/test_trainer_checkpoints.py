@@ -71,11 +71,12 @@ def _resume(
     assert state
     checkpoint = folder / f"checkpoint-{SAVED_AT}"
     assert checkpoint.is_dir()
-    # Other weights: what is not loaded is seen.
+    # Other weights: what is not loaded is seen. (The base of LoRA is in no checkpoint.)
     model = build(name)
     with torch.no_grad():
         for param in model.parameters():
-            param.mul_(1.5)
+            if param.requires_grad:
+                param.mul_(1.5)
     with launched(rank, WORLD):
         args = arguments(folder / "again", fsdp_config=dict(config), **options)
         resumed = train(name, args, model=model, resume=str(checkpoint))
@@ -225,7 +226,7 @@ def test_load_best_model_at_end(rank: int, world_size: int, kind: str) -> None:
         "save_steps": 1,
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
-        "learning_rate": 0.3,  # so large that the loss grows
+        "greater_is_better": True,  # so that the best one is not the last
     }
     with shared_folder(rank) as folder, launched(rank, WORLD):
         args = arguments(
@@ -236,8 +237,8 @@ def test_load_best_model_at_end(rank: int, world_size: int, kind: str) -> None:
         )
         record = train("llama", args, eval_dataset=data("llama", 4))
         trainer = record.trainer
-        best = min(record.evaluations)
-        assert best < record.evaluations[-1]
+        best = max(record.evaluations)
+        assert best > record.evaluations[-1]
         at = record.evaluations.index(best) + 1
         assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{at}")
         assert trainer.evaluate()["eval_loss"] == best
