@@ -20,6 +20,7 @@ COMMANDS = {
         "fsdp_c.trace._command",
         "summary|merge|show FOLDER ...",
         "look at the steps that fsdp_c.trace recorded; see trace --help",
+    ),
     "launch": (
         "fsdp_c.integrations.huggingface._launch",
         "torchrun|accelerate|SCRIPT.py ...",
