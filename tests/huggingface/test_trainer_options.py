@@ -1,6 +1,6 @@
 """Trainer(fsdp=True): each option of fsdp_config takes effect and trains alike.
 
-Every case is compared with one process (Note [Reference] in helpers/hf_training.py), and
+Every case is compared with one process (Note [Reference], helpers/hf_training.py), and
 looks at the wrapped model: an option that Trainer or accelerate drops on the way
 would train alike too.
 """
