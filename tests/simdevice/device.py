@@ -66,6 +66,8 @@ def _device_module() -> types.ModuleType:
         "max_memory_allocated": lambda device=None: native().memory_stats()[
             "peak_nbytes"
         ],
+        # A torch.Stream is a context of its own.
+        "stream": lambda stream: stream or contextlib.nullcontext(),
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "Stream": lambda *args, **kwargs: torch.Stream("sim", *args, **kwargs),
         "Event": lambda *args, **kwargs: torch.Event("sim", *args, **kwargs),

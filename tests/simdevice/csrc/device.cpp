@@ -97,6 +97,21 @@ void synchronize(sim_stream *stream) {
 
 namespace {
 
+// To torch's profiler, whose events tests count.
+void report(void *data, int64_t nbytes) {
+  if (!c10::memoryProfilingEnabled()) return;
+  const sim_memory_stats stats = sim_memory_get_stats();
+  c10::reportMemoryUsageToProfiler(
+      data, nbytes, static_cast<size_t>(stats.live_nbytes),
+      static_cast<size_t>(stats.held_nbytes), device());
+}
+
+void release(void *data) {
+  if (data == nullptr) return;
+  report(data, -static_cast<int64_t>(sim_memory_nbytes(data)));
+  sim_memory_free(data);
+}
+
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return {nullptr, device()};
@@ -104,9 +119,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
     TORCH_CHECK_WITH(OutOfMemoryError, data != nullptr,
                      "sim device out of memory: tried to allocate ", nbytes,
                      " bytes");
-    return {data, data, sim_memory_free, device()};
+    report(data, static_cast<int64_t>(nbytes));
+    return {data, data, release, device()};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return sim_memory_free; }
+  c10::DeleterFnPtr raw_deleter() const override { return release; }
   void copy_data(void *to, const void *from, size_t nbytes) const override {
     sim_stream *stream = current_stream();
     enqueue(stream, [=] { std::memcpy(to, from, nbytes); });

@@ -182,9 +182,11 @@ void run_now(const c10::OperatorHandle &op, Stack &arguments, Stack *results) {
   if (is_shown) std::cerr << "sim: at once: " << schema << '\n';
   synchronize(current_stream());
   Stack operands = convert_stack(arguments, operand_of);
+  // What works in place is given the memory itself.
+  const bool may_resize = schema.name().back() != '_';
   for (size_t i = 0; i < operands.size(); i++) {
     // Written to afterwards: the operator may resize it.
-    if (is_written(schema.arguments()[i])) {
+    if (may_resize && is_written(schema.arguments()[i])) {
       operands[i] = convert_tensors(
           operands[i], [](const at::Tensor &each) { return each.clone(); });
     }
@@ -193,7 +195,7 @@ void run_now(const c10::OperatorHandle &op, Stack &arguments, Stack *results) {
   Stack stack = operands;
   call(op, stack);
   for (size_t i = 0; i < operands.size(); i++) {
-    if (!is_written(schema.arguments()[i])) continue;
+    if (!may_resize || !is_written(schema.arguments()[i])) continue;
     std::vector<at::Tensor> written;
     convert_tensors(operands[i], [&](const at::Tensor &each) {
       written.push_back(each);

@@ -20,6 +20,7 @@ typedef struct block {
   struct block *next; /* in `cached` or `pending` */
   sim_stream *stream;
   size_t nbytes; /* a multiple of ALIGNMENT */
+  size_t wanted; /* of the present allocation */
   use *uses;     /* on other streams */
 } block;
 
@@ -117,6 +118,7 @@ void *sim_memory_alloc(sim_stream *stream, size_t nbytes) {
   if (self != NULL) {
     self->next = NULL;
     self->uses = NULL;
+    self->wanted = nbytes;
     stats.num_allocs++;
     stats.live_blocks++;
     stats.live_nbytes += (int64_t)self->nbytes;
@@ -126,6 +128,10 @@ void *sim_memory_alloc(sim_stream *stream, size_t nbytes) {
   }
   pthread_mutex_unlock(&mutex);
   return self == NULL ? NULL : data_of(self);
+}
+
+size_t sim_memory_nbytes(void *data) {
+  return block_of(data)->wanted;
 }
 
 void sim_memory_free(void *data) {

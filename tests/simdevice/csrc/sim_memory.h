@@ -28,6 +28,8 @@ typedef struct sim_memory_stats {
 
 /* NULL without memory. nbytes == 0 gives a block, too. */
 SIM_API void *sim_memory_alloc(sim_stream *stream, size_t nbytes);
+/* What was asked for when `data` was allocated. */
+SIM_API size_t sim_memory_nbytes(void *data);
 /* NULL is fine. */
 SIM_API void sim_memory_free(void *data);
 /* `data` is used by work so far on `stream`: once freed, it is not handed out
