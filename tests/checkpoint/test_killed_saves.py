@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers.distributed import TESTS_DIR
 from helpers.seeds import seed_of
+
+pytestmark = pytest.mark.cpu_only("its ranks are processes of its own, on the CPU")
 
 
 def _run(*words: str) -> str:

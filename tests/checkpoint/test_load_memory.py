@@ -34,6 +34,7 @@ def _peak_nbytes(call: Callable[[], Any]) -> int:
     return status("VmHWM") - before
 
 
+@pytest.mark.cpu_only("memory of the process, of which the device's is a part there")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, timeout_s=120.0)
 def test_peaks(

@@ -226,7 +226,9 @@ def test_non_element_wise_state_of_whole_parameters(
 
     def build(**kwargs: Any) -> tuple[Any, Optimizer]:
         torch.manual_seed(0)
-        model = _wrap(MLP(), {Block}, use_orig_params=True, **kwargs)
+        # Two ranks cut the first weight, with and without aligned shards.
+        layers = nn.Linear(DIM, 13), nn.Tanh(), nn.Linear(13, 3)
+        model = _wrap(nn.Sequential(*layers), set(), use_orig_params=True, **kwargs)
         return model, torch.optim.Adafactor(model.parameters(), lr=0.05)
 
     whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp, needs_fsdp_c
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.reference import (
@@ -122,7 +122,7 @@ def test_what_changes_nothing(rank: int, world_size: int) -> None:
     model(torch.randn(4, 6)).sum().backward()
     units = [each._unit for each in FSDP.fsdp_modules(model)]
     if rank == 0:
-        model.to("cpu").float().to(dtype=torch.float32).cpu()
+        model.to(TEST_DEVICE).float().to(dtype=torch.float32).to(TEST_DEVICE)
     assert [each._unit for each in FSDP.fsdp_modules(model)] == units
     assert all(p.grad is not None for p in model.parameters() if p.numel())
 

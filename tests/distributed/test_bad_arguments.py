@@ -138,7 +138,7 @@ def test_sparse_parameters(rank: int, world_size: int) -> None:
     """A sparse parameter is named."""
     needs_fsdp_c("fails later")
     module = Block()
-    module.extra = nn.Parameter(torch.eye(3).to_sparse())
+    module.extra = nn.Parameter(torch.eye(3, device="cpu").to_sparse())
     with pytest.raises((ValueError, RuntimeError), match=r"extra.*sparse"):
         fsdp(module)
 

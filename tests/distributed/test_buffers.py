@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp, needs_fsdp_c
 from helpers.models import vectors
 from helpers.reference import Differential, full_state_dict
@@ -196,7 +196,7 @@ def test_meta_buffers(rank: int, world_size: int) -> None:
     """Buffers that are made by param_init_fn are cast like others."""
 
     def init(module: nn.Module) -> None:
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=TEST_DEVICE, recurse=False)
         for name, buffer in module.named_buffers(recurse=False):
             buffer.fill_(3 if name == "count" else 1.5)
         for param in module.parameters(recurse=False):

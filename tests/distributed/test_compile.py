@@ -149,6 +149,7 @@ def test_evaluation_between_steps(rank: int, world_size: int) -> None:
         del differential
 
 
+@pytest.mark.cpu_only("inductor generates no code for the simulated device")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, timeout_s=TIMEOUT_S)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import CASES, MLP, Block, Transformer, TransformerBlock, loss_of
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
@@ -58,11 +58,11 @@ def test_states_are_not_synced_by_default(rank: int, world_size: int) -> None:
 def test_device_id(
     rank: int, world_size: int, device_id: str | None, use_orig_params: bool
 ) -> None:
-    """The CPU with and without a device_id."""
+    """The device under test, named and not."""
     if device_id is None:
         needs_fsdp_c("needs a device_id on the CPU")
     kwargs: dict[str, Any] = (
-        {} if device_id is None else {"device_id": torch.device("cpu")}
+        {} if device_id is None else {"device_id": torch.device(TEST_DEVICE)}
     )
     case = CASES["mlp"]
     differential = Differential.of_case(

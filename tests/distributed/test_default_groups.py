@@ -64,6 +64,7 @@ def test_two_nodes_of_two(rank: int, world_size: int, strategy: str) -> None:
     _with_local_world_size("2", body)
 
 
+@pytest.mark.cpu_only("one accelerator is a node of its own: test_a_node_per_rank")
 @distributed(world_size=(2, 3))
 def test_one_node(rank: int, world_size: int) -> None:
     """Without LOCAL_WORLD_SIZE and accelerators all ranks shard."""

@@ -23,6 +23,8 @@ from helpers.failures import (
 )
 from helpers.impl import needs_fsdp_c
 
+pytestmark = pytest.mark.cpu_only("its ranks are processes of its own, on the CPU")
+
 RUNS_ALL = os.environ.get("FSDP_C_ALL_FAILURES", "0") == "1"
 # A rank that runs on two loaded cores may be late by some seconds.
 SLACK_S = 15.0

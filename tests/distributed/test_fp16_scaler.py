@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import loss_of
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
@@ -29,7 +29,7 @@ def _differential(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differ
 
 
 def _scaler(**kwargs: Any) -> ShardedGradScaler:
-    return ShardedGradScaler(device="cpu", growth_interval=1000, **kwargs)
+    return ShardedGradScaler(device=TEST_DEVICE, growth_interval=1000, **kwargs)
 
 
 def _everyones(value: float) -> list[float]:

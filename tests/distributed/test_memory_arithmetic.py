@@ -62,6 +62,7 @@ def _train(
     return model, fsdp_c.memory_stats(model)
 
 
+@pytest.mark.cpu_only("computes what CPU ranks hold, without an accelerator's padding")
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("accumulation", [None, "unsharded", "sharded"])
 @distributed(world_size=(2, 3))

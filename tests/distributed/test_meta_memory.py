@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.reference import assert_same_tensors, full_state_dict
 
@@ -69,7 +69,7 @@ def _init(module: nn.Module) -> None:
     """As torchdistX and FSDP's documentation do: this module's own tensors."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if any(tensor.is_meta for tensor in tensors):
-        module.to_empty(device=torch.device("cpu"), recurse=False)
+        module.to_empty(device=torch.device(TEST_DEVICE), recurse=False)
         reset: Any = module.reset_parameters
         reset()
 

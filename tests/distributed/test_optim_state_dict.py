@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, ShardingStrategy, StateDictType, fsdp, needs_fsdp_c
 from helpers.models import CASES
@@ -188,7 +188,7 @@ def test_sharded_holds_rows(
 ) -> None:
     """Each rank's rows of what FULL returns; offset, shape and placement."""
     needs_fsdp_c(REASON)
-    mesh = init_device_mesh("cpu", (world_size,)) if use_dtensor else None
+    mesh = init_device_mesh(TEST_DEVICE, (world_size,)) if use_dtensor else None
     model = wrap("scalar", device_mesh=mesh, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["adam"](model.parameters())
     train(model, optim, "scalar", 2, rank=rank)
@@ -294,7 +294,10 @@ def test_one_exchange_a_unit(rank: int, world_size: int) -> None:
     from fsdp_c._optim import transfer
 
     calls: list[str] = []
-    owners = {"all_gather_object": dist, "pass_messages": transfer}
+    exchange: tuple[str, Any] = ("pass_messages", transfer)
+    if TEST_DEVICE != "cpu":
+        exchange = ("batch_isend_irecv", dist)
+    owners = dict([("all_gather_object", dist), exchange])
     originals = {name: getattr(owner, name) for name, owner in owners.items()}
 
     def counted(name: str) -> Any:
@@ -312,7 +315,7 @@ def test_one_exchange_a_unit(rank: int, world_size: int) -> None:
     try:
         found = FSDP.optim_state_dict(model, optim)
         assert calls.count("all_gather_object") == 1
-        assert calls.count("pass_messages") == len(FSDP.fsdp_modules(model))
+        assert calls.count(exchange[0]) == len(FSDP.fsdp_modules(model))
         calls.clear()
         FSDP.optim_state_dict_to_load(model, optim, found)
         assert calls == []

@@ -260,6 +260,7 @@ def _is_dead(rank: int, world_size: int) -> None:
         del model
 
 
+@pytest.mark.cpu_only("the host waits for gloo's collectives, and is told there")
 @pytest.mark.parametrize("body", [_skips_in_eval, _skips_in_training, _is_dead])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_post_mortem(world_size: int, body: Callable[..., None]) -> None:

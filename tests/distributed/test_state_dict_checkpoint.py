@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import CASES
@@ -64,7 +64,7 @@ def _wrap(implementation: str, model: str, module: nn.Module, **kwargs: Any) -> 
     if implementation == "fsdp_c":
         return fsdp(module, auto_wrap_policy=policy, **kwargs)
     return torch_fsdp.FullyShardedDataParallel(
-        module, auto_wrap_policy=policy, device_id=torch.device("cpu"), **kwargs
+        module, auto_wrap_policy=policy, device_id=torch.device(TEST_DEVICE), **kwargs
     )
 
 
@@ -130,7 +130,7 @@ def test_other_world_sizes(
 def test_hybrid_and_meshes(rank: int, world_size: int, kind: str) -> None:
     """From two replicas to four shards and back; DTensor and ShardedTensor mixed."""
     needs_fsdp_c("refuses scalar parameters")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(TEST_DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     groups = [g for g in mesh.get_all_groups() if g is not dist.group.WORLD]
     with (
         destroyed_groups(groups),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     FSDP,
@@ -193,7 +193,7 @@ def test_sharded_tensors_are_torchs_chunks(rank: int, world_size: int) -> None:
     with_mesh = fsdp(
         copy.deepcopy(reference),
         use_orig_params=True,
-        device_mesh=init_device_mesh("cpu", (world_size,)),
+        device_mesh=init_device_mesh(TEST_DEVICE, (world_size,)),
     )
     dtensors = save(with_mesh, SHARDED)
     for name, value in save(model, SHARDED).items():
@@ -204,7 +204,7 @@ def test_sharded_tensors_are_torchs_chunks(rank: int, world_size: int) -> None:
         metadata = value.metadata().shards_metadata
         assert [tuple(m.shard_sizes) for m in metadata] == [c.shape for c in chunks]
         assert [m.placement.rank() for m in metadata] == list(range(len(chunks)))
-        assert all(m.placement.device().type == "cpu" for m in metadata)
+        assert all(m.placement.device().type == TEST_DEVICE for m in metadata)
         dtensor = dtensors[name]
         assert isinstance(dtensor, DTensor)
         assert dtensor.placements == (Shard(0),)
@@ -242,12 +242,14 @@ def test_device_mesh(rank: int, world_size: int, num_replicas: int | None) -> No
     """DTensors over the mesh; LOCAL is refused, as in FSDP1."""
     needs_fsdp_c("refuses scalar parameters")
     if num_replicas is None:
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = init_device_mesh(TEST_DEVICE, (world_size,))
         placements: tuple[Any, ...] = (Shard(0),)
         strategy = ShardingStrategy.FULL_SHARD
     else:
         sizes = (num_replicas, world_size // num_replicas)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            TEST_DEVICE, sizes, mesh_dim_names=("replicate", "shard")
+        )
         placements = (Replicate(), Shard(0))
         strategy = ShardingStrategy.HYBRID_SHARD
     groups = mesh.get_all_groups()

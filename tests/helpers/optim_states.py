@@ -120,7 +120,7 @@ def assert_same_states(
             assert found.dtype == value.dtype, (name, key)
             assert found.shape == value.shape, (name, key, found.shape, value.shape)
             if tolerance == 0.0:
-                assert torch.equal(found, value), (name, key)
+                assert torch.equal(found.cpu(), value.cpu()), (name, key)
             else:
                 assert_same(f"{name} {key}", found, value, tolerance)
 
