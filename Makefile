@@ -14,6 +14,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_FLAGS ?=
 OUT ?= out
+# make sim-test SIM_FLAGS=--one-each: one set of parameters of each test function.
+SIM_FLAGS ?=
 
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
@@ -27,7 +29,7 @@ export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test c-test lint format bench gpu-bench build clean
+.PHONY: help train test sim-test c-test lint format bench gpu-bench build clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -40,6 +42,10 @@ train: $(BUILT) ## train the example, compare it with the unsharded model first
 
 test: $(BUILT) c-test ## all tests; compiles the CUDA kernels where there is nvcc
 	python -m pytest
+
+sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/simdevice.md)
+	FSDP_C_TEST_DEVICE=sim python -m pytest tests/distributed tests/checkpoint \
+	  $(SIM_FLAGS)
 
 c-test: ## the C tests, with address and undefined behaviour sanitizers
 	$(MAKE) -C tests/c asan

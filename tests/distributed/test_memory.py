@@ -3,9 +3,10 @@
 A unit's segments, one per (dtype, requires_grad), are cut into equal shards. With
 use_orig_params each parameter starts at a multiple of 16 bytes in the dtype that it is
 computed in (FSDP1's layout); on an accelerator each does always, and each shard too. A
-block holds the unsharded segments, each from a multiple of 256 bytes on. gloo's reduction needs as much
-again as the gradients it reduces: scratch, two blocks per engine that take turns, each
-as large as its largest unit needs. Ranks that share memory need none.
+block holds the unsharded segments, each from a multiple of 256 bytes on. c10d's
+reduction needs as much again as the gradients it reduces: scratch, two blocks per
+engine that take turns, each as large as its largest unit needs. Ranks that share
+memory, or have NCCL, need none.
 """
 
 from collections.abc import Iterable

@@ -51,9 +51,8 @@ class _RecurrentNet(nn.Module):
 
     def forward(self, x: Tensor) -> PackedSequence:
         sequences = torch.stack([x, x.sin(), x.cos()])
-        packed = pack_padded_sequence(
-            sequences, torch.tensor([3, 2, 2, 1], device="cpu")
-        )
+        lengths = torch.tensor([3, 2, 2, 1], device="cpu")
+        packed = pack_padded_sequence(sequences, lengths)
         for layer in self.layers:
             packed = layer(packed)
         return packed

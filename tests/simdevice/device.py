@@ -40,6 +40,8 @@ def load() -> Any:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _device_module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    # torch's ShardedTensor asks so, and makes it a device of the accelerator.
+    torch.cuda.current_device = lambda: 0
     dist.Backend.register_backend("simccl", _make_backend, devices=["sim"])
     return _native
 
