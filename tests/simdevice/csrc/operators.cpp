@@ -222,15 +222,23 @@ at::Tensor device_like(const at::Tensor &meta) {
                            meta.options().device(device()));
 }
 
+// The CPU's kernel may leave out what nobody reads: batch norm does, in
+// evaluation.
+void copy_result(const at::Tensor &from, const at::Tensor &to) {
+  if (from.defined() && from.numel() > 0) to.copy_(from);
+}
+
 // Pairs of the operator's results and where they belong, filled by the task.
 void copy_results(const c10::IValue &from, const c10::IValue &to) {
   if (from.isTensor()) {
-    if (from.toTensor().defined()) to.toTensor().copy_(from.toTensor());
+    copy_result(from.toTensor(), to.toTensor());
     return;
   }
   const auto sources = from.toTensorVector();
   const auto targets = to.toTensorVector();
-  for (size_t i = 0; i < sources.size(); i++) targets[i].copy_(sources[i]);
+  for (size_t i = 0; i < sources.size(); i++) {
+    copy_result(sources[i], targets[i]);
+  }
 }
 
 // Outputs that the operator would have resized get their sizes now.
