@@ -102,6 +102,9 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
 
     Several engines (wrapped modules without a common wrapped ancestor) add up.
 
+    Args:
+        model: A wrapped module, or one that contains wrapped modules.
+
     Raises:
         TypeError: ``model`` is no module.
         ValueError: Nothing in ``model`` is wrapped.
@@ -119,6 +122,9 @@ def reset(model: nn.Module) -> None:
     Drops the gradients that were not reduced yet, unsharded parameters and
     prefetches; parameters and gradients from before the step stay. All ranks must
     call it, since the failed step may have ended elsewhere on each.
+
+    Args:
+        model: A wrapped module, or one that contains wrapped modules.
 
     Raises:
         TypeError: ``model`` is no module.

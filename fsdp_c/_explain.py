@@ -133,6 +133,9 @@ def explain(model: nn.Module) -> ModelPlan:
 
     Communicates nothing and changes nothing; ``print(explain(model))`` is a table.
 
+    Args:
+        model: A wrapped module, or one that contains wrapped modules.
+
     Raises:
         TypeError: ``model`` is no module.
         ValueError: Nothing in ``model`` is wrapped.

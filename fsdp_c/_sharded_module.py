@@ -96,6 +96,9 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         TypeError: An argument is of a wrong type.
         ValueError: An argument has a wrong value or is not available in this
             version; or a parameter cannot be sharded.
+
+    Source:
+        ``torch.distributed.fsdp.FullyShardedDataParallel`` (torch 2.13).
     """
 
     # For is_fsdp_managed_module() in Hugging Face transformers.
@@ -522,6 +525,11 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         All ranks must call it: with the whole state dict (FULL), or with what they
         saved (SHARDED, LOCAL). SHARDED communicates once a unit, the others not at all,
         but for units whose modules have loading of their own.
+
+        Args:
+            state_dict: By the keys of the unwrapped module.
+            strict: Keys that only one side has are an error.
+            assign: Not supported: a shard cannot be another tensor.
 
         Returns:
             The missing and the unexpected keys, as ``nn.Module.load_state_dict``,

@@ -85,6 +85,9 @@ class Info:
 def info(path: str | os.PathLike[str]) -> Info:
     """Return what a checkpoint holds, from its manifest alone.
 
+    Args:
+        path: The folder.
+
     Raises:
         CheckpointError: There is none, or its manifest is damaged.
     """
