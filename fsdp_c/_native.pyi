@@ -12,6 +12,12 @@ PREFETCH_POST: int
 SYNC_NONE: int
 SYNC_REDUCE: int
 SYNC_SHARD: int
+TIMELINE_IS_AHEAD: int
+TIMELINE_IS_KEPT: int
+TIMELINE_IS_UNUSED: int
+TIMELINE_WAS_DONE: int
+TIMELINE_FORMAT: str
+TIMELINE_KINDS: tuple[str, ...]
 
 @final
 class Unit:
@@ -107,10 +113,20 @@ class Engine:
     def in_forward(self) -> bool: ...
     @property
     def in_backward(self) -> bool: ...
+    @property
+    def is_recording(self) -> bool: ...
     def reset(self) -> None: ...
     def check_order(self, is_on: bool, /) -> None: ...
     def memory_stats(self) -> dict[str, int]: ...
     def trace(self) -> str: ...
+    def start_timeline(self, capacity: int, num_steps: int, /) -> None: ...
+    def stop_timeline(self) -> tuple[bytes, bytes, int, int, int]:
+        """(entries, marks, num_lost, num_steps, full_ns).
+
+        Entries are structs of TIMELINE_FORMAT: (begin_ns, end_ns, sequence, nbytes,
+        unit, mark_begin, mark_end, kind, flags), in the order of their ends. Marks are
+        times of the device, int64 ns. full_ns is 0 if it did not become full.
+        """
     def clip_grad_norm(
         self,
         extra_params: Sequence[torch.Tensor],

@@ -247,6 +247,69 @@ static PyObject *engine_clip_grad_norm(PyObject *object, PyObject *args,
   return norm;
 }
 
+static PyObject *engine_start_timeline(PyObject *object, PyObject *args) {
+  long long capacity, num_steps;
+  if (!PyArg_ParseTuple(args, "LL:start_timeline", &capacity, &num_steps)) {
+    return NULL;
+  }
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  fsdp_error error = {0};
+  fsdp_status status;
+  Py_BEGIN_ALLOW_THREADS;
+  status =
+      fsdp_torch_engine_start_timeline(engine, capacity, num_steps, &error);
+  Py_END_ALLOW_THREADS;
+  if (status != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_stop_timeline(PyObject *object,
+                                      PyObject *Py_UNUSED(ignored)) {
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  fsdp_timeline *timeline;
+  Py_BEGIN_ALLOW_THREADS;
+  timeline = fsdp_torch_engine_stop_timeline(engine);
+  Py_END_ALLOW_THREADS;
+  if (timeline == NULL) {
+    PyErr_SetString(PyExc_RuntimeError, "this engine was not being recorded");
+    return NULL;
+  }
+  const int64_t num_entries = fsdp_timeline_num_entries(timeline);
+  const size_t entry_nbytes = sizeof(fsdp_timeline_entry);
+  /* Cannot overflow: the ring is in memory. */
+  PyObject *result = NULL;
+  PyObject *entries = PyBytes_FromStringAndSize(
+      NULL, (Py_ssize_t)((size_t)num_entries * entry_nbytes));
+  if (entries != NULL) {
+    char *target = PyBytes_AS_STRING(entries);
+    for (int64_t i = 0; i < num_entries; i++, target += entry_nbytes) {
+      memcpy(target, fsdp_timeline_get(timeline, i), entry_nbytes);
+    }
+    int64_t num_marks = 0;
+    const int64_t *marks = fsdp_torch_engine_mark_times(engine, &num_marks);
+    result = Py_BuildValue("(Ny#LLL)", entries,
+                           num_marks == 0 ? "" : (const char *)marks,
+                           num_marks * (Py_ssize_t)sizeof *marks,
+                           (long long)fsdp_timeline_num_lost(timeline),
+                           (long long)fsdp_timeline_num_steps(timeline),
+                           (long long)fsdp_timeline_full_ns(timeline));
+  }
+  fsdp_timeline_destroy(timeline);
+  return result;
+}
+
+static PyObject *engine_get_is_recording(PyObject *object,
+                                         void *Py_UNUSED(closure)) {
+  const fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  return PyBool_FromLong(fsdp_torch_engine_is_recording(engine));
+}
+
 /* The type ----------------------------------------------------------------- */
 
 PyDoc_STRVAR(engine_doc,
@@ -273,11 +336,24 @@ PyDoc_STRVAR(
     "\n"
     "Every rank must call it.");
 
+PyDoc_STRVAR(engine_start_timeline_doc,
+             "start_timeline($self, capacity, num_steps, /)\n--\n\n"
+             "Record what the engine does from now on, for num_steps steps.");
+PyDoc_STRVAR(
+    engine_stop_timeline_doc,
+    "stop_timeline($self, /)\n--\n\n"
+    "End the recording: (entries, marks, num_lost, num_steps, full_ns).\n"
+    "Entries are structs of TIMELINE_FORMAT in the order of their ends.");
+
 static PyMethodDef engine_methods[] = {
     {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
     {"check_order", engine_check_order, METH_O, engine_check_order_doc},
     {"memory_stats", engine_memory_stats, METH_NOARGS, engine_memory_stats_doc},
     {"trace", engine_trace, METH_NOARGS, engine_trace_doc},
+    {"start_timeline", engine_start_timeline, METH_VARARGS,
+     engine_start_timeline_doc},
+    {"stop_timeline", engine_stop_timeline, METH_NOARGS,
+     engine_stop_timeline_doc},
     {"clip_grad_norm", (PyCFunction)(void (*)(void))engine_clip_grad_norm,
      METH_VARARGS | METH_KEYWORDS, engine_clip_doc},
     {NULL, NULL, 0, NULL},
@@ -289,6 +365,9 @@ static PyGetSetDef engine_getset[] = {
      "SYNC_SHARD.",
      NULL},
     {"in_forward", engine_get_in_forward, NULL, "Whether a forward is running.",
+     NULL},
+    {"is_recording", engine_get_is_recording, NULL,
+     "Whether a timeline is recorded now: started, not full, not stopped.",
      NULL},
     {"in_backward", engine_get_in_backward, NULL, "Whether a backward is open.",
      NULL},

@@ -147,6 +147,10 @@ static int add_constants(PyObject *module) {
       {"SYNC_NONE", FSDP_SYNC_NONE},
       {"SYNC_REDUCE", FSDP_SYNC_REDUCE},
       {"SYNC_SHARD", FSDP_SYNC_SHARD},
+      {"TIMELINE_IS_AHEAD", FSDP_TIMELINE_IS_AHEAD},
+      {"TIMELINE_IS_KEPT", FSDP_TIMELINE_IS_KEPT},
+      {"TIMELINE_IS_UNUSED", FSDP_TIMELINE_IS_UNUSED},
+      {"TIMELINE_WAS_DONE", FSDP_TIMELINE_WAS_DONE},
   };
   for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
     if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) <
@@ -156,6 +160,27 @@ static int add_constants(PyObject *module) {
   }
   return 0;
 }
+
+/* What the entries of a timeline are: their layout for struct.unpack, and the
+ * names of their kinds. */
+static int add_timeline_constants(PyObject *module) {
+  PyObject *names = PyTuple_New(FSDP_NUM_TIMELINE_KINDS);
+  if (names == NULL) return -1;
+  for (int i = 0; i < FSDP_NUM_TIMELINE_KINDS; i++) {
+    PyObject *name = PyUnicode_FromString(fsdp_timeline_kind_name(i));
+    if (name == NULL) {
+      Py_DECREF(names);
+      return -1;
+    }
+    PyTuple_SET_ITEM(names, i, name);
+  }
+  const int failed = PyModule_AddObjectRef(module, "TIMELINE_KINDS", names);
+  Py_DECREF(names);
+  if (failed < 0) return -1;
+  return PyModule_AddStringConstant(module, "TIMELINE_FORMAT", "=qqqqiiiBB2x");
+}
+
+_Static_assert(sizeof(fsdp_timeline_entry) == 48, "as in TIMELINE_FORMAT");
 
 static int module_exec(PyObject *module) {
   module_state *state = PyModule_GetState(module);
@@ -171,6 +196,7 @@ static int module_exec(PyObject *module) {
   };
 
   if (add_constants(module) < 0) return -1;
+  if (add_timeline_constants(module) < 0) return -1;
   state->packed_sequence = import_name("torch.nn.utils.rnn", "PackedSequence");
   if (state->packed_sequence == NULL) return -1;
   state->mapping = import_name("collections.abc", "Mapping");

@@ -136,10 +136,11 @@ static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
   return 0;
 }
 
-/* Runs `module` between pre_forward and post_forward. */
+/* Runs `module` between pre_forward and post_forward. begin_ns: of the span
+ * before it. */
 static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
-                            PyObject *module, PyObject *args,
-                            PyObject *kwargs) {
+                            PyObject *module, PyObject *args, PyObject *kwargs,
+                            int64_t begin_ns) {
   fsdp_error error = {0};
   fsdp_status status;
   PyObject *output;
@@ -152,8 +153,11 @@ static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
     return NULL;
   }
 
+  fsdp_torch_unit_end_span(unit, FSDP_TIMELINE_PRE_FORWARD, begin_ns);
+
   output =
       PyObject_Call(module, args, PyDict_GET_SIZE(kwargs) == 0 ? NULL : kwargs);
+  begin_ns = fsdp_torch_unit_begin_span(unit);
   if (output == NULL) goto fail;
 
   hook_context hook = {.state = state, .unit = unit};
@@ -171,19 +175,21 @@ static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
     fsdp_torch_set_python_error(&error);
     goto fail;
   }
+  fsdp_torch_unit_end_span(unit, FSDP_TIMELINE_POST_FORWARD, begin_ns);
   return output;
 
 fail:
+  fsdp_torch_unit_end_span(unit, FSDP_TIMELINE_POST_FORWARD, begin_ns);
   abandon(unit);
   Py_XDECREF(output);
   return NULL;
 }
 
 static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
-                             PyObject *module, PyObject *args,
-                             PyObject *kwargs) {
+                             PyObject *module, PyObject *args, PyObject *kwargs,
+                             int64_t begin_ns) {
   if (hook_inputs(state, unit, &args, &kwargs) < 0) return NULL;
-  PyObject *output = run_module(state, unit, module, args, kwargs);
+  PyObject *output = run_module(state, unit, module, args, kwargs, begin_ns);
   Py_DECREF(args);
   Py_DECREF(kwargs);
   return output;
@@ -207,11 +213,12 @@ PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
                         Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
   }
 
+  const int64_t begin_ns = fsdp_torch_unit_begin_span(unit);
   if (check_watched((unit_object *)object) < 0) return NULL;
   cast_context context = {.unit = unit};
   fsdp_torch_unit_input_cast(unit, &context.cast);
   if (!context.cast.is_needed) {
-    return run_forward(state, unit, args[0], args[1], args[2]);
+    return run_forward(state, unit, args[0], args[1], args[2], begin_ns);
   }
 
   PyObject *output = NULL;
@@ -221,7 +228,7 @@ PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
   if (inputs == NULL) goto done;
   keywords = fsdp_nested_map(state, args[2], cast_tensor, &context);
   if (keywords == NULL) goto done;
-  output = run_forward(state, unit, args[0], inputs, keywords);
+  output = run_forward(state, unit, args[0], inputs, keywords, begin_ns);
 done:
   Py_XDECREF(inputs);
   Py_XDECREF(keywords);

@@ -260,6 +260,35 @@ FSDP_NODISCARD fsdp_status
 fsdp_torch_engine_create(fsdp_torch_unit *const *units, int64_t num_units,
                          fsdp_torch_engine **engine, fsdp_error *error);
 
+/*
+ * Timeline of an engine: see fsdp_engine_set_timeline. Start and stop may
+ * block.
+ *
+ * FSDP_INVALID_ARGUMENT  capacity or num_steps < 1.
+ * FSDP_INVALID_STATE     in the middle of a step, or recorded already.
+ */
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_start_timeline(fsdp_torch_engine *engine, int64_t capacity,
+                                 int64_t num_steps, fsdp_error *error);
+/* Ends the recording: a new reference to what was recorded, to be destroyed
+ * with the GIL, or NULL if none was started. */
+fsdp_timeline *fsdp_torch_engine_stop_timeline(fsdp_torch_engine *engine)
+    FSDP_NOEXCEPT;
+/* When the marks of that timeline happened, in ns of its clock; -1: not known.
+ * None on a host device. Borrowed until the next stop. GIL. */
+const int64_t *fsdp_torch_engine_mark_times(const fsdp_torch_engine *engine,
+                                            int64_t *num_marks) FSDP_NOEXCEPT;
+/* Whether something is recorded now: started, not full and not stopped. */
+bool fsdp_torch_engine_is_recording(const fsdp_torch_engine *engine)
+    FSDP_NOEXCEPT;
+/* The begin of a span: now, or 0 while nothing is recorded. GIL. */
+int64_t fsdp_torch_unit_begin_span(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+/* Adds the span if begin_ns is not 0 and no other thread is inside the engine.
+ * GIL. */
+void fsdp_torch_unit_end_span(const fsdp_torch_unit *unit,
+                              fsdp_timeline_kind kind,
+                              int64_t begin_ns) FSDP_NOEXCEPT;
+
 /* Accepts NULL. The units must be destroyed or moved first, or outlive it
  * unused. GIL. Cannot fail. */
 void fsdp_torch_engine_destroy(fsdp_torch_engine *engine);

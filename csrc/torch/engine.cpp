@@ -19,6 +19,7 @@ namespace fsdp_torch {
 
 Engine::~Engine() {
   fsdp_engine_destroy(core);
+  fsdp_timeline_destroy(timeline);
 }
 
 void Engine::recover() {
@@ -208,6 +209,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     if (status != FSDP_OK) return status;
     // The provider is a part of the engine and does not outlive it.
     self->provider.trace = fsdp_engine_trace(self->core);
+    self->provider.engine = self->core;
     self->provider.groups = [engine = self.get()] {
       return fsdp_torch::groups_of(*engine);
     };
@@ -264,6 +266,7 @@ fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,
                                              fsdp_error *error) {
   GUARDED(error) {
     Engine &self = *engine->self;
+    const int64_t begin_ns = self.begin_span();
     std::vector<fsdp_torch::NormPart> parts;
     for (fsdp_torch::Unit *unit : self.units) {
       fsdp_torch::add_unit(parts, *unit);
@@ -282,6 +285,9 @@ fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,
       result = fsdp_torch::clip(self.provider, parts, max_norm, norm_type,
                                 fsdp_torch::norm_dtype(self.units),
                                 self.units.front()->device);
+      const std::lock_guard<std::mutex> lock(self.mutex);
+      fsdp_engine_note(self.core, nullptr, FSDP_TIMELINE_CLIP_GRAD_NORM,
+                       begin_ns);
     }
     PyObject *object = THPVariable_Wrap(result);
     if (object == nullptr) throw python_error();

@@ -47,9 +47,12 @@ class BackwardEnd {
 
   void run() {
     const std::lock_guard<std::mutex> lock(engine_->mutex);
+    const int64_t begin_ns = engine_->begin_span();
     check([&](fsdp_error *error) {
       return fsdp_engine_finish_backward(engine_->core, error);
     });
+    fsdp_engine_note(engine_->core, nullptr, FSDP_TIMELINE_FINISH_BACKWARD,
+                     begin_ns);
     has_succeeded_ = true;
   }
 
@@ -104,12 +107,15 @@ void expect_grads(Unit &unit) {
 void run_pre_backward(Unit &unit) {
   const std::shared_ptr<Engine> engine = unit.engine;
   const std::lock_guard<std::mutex> lock(engine->mutex);
+  const int64_t begin_ns = engine->begin_span();
   engine->recover();
   if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
   check([&](fsdp_error *error) {
     return fsdp_unit_pre_backward(unit.core, error);
   });
   expect_grads(unit);
+  fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_PRE_BACKWARD,
+                   begin_ns);
 }
 
 // One forward call of a unit. Its outputs share it, so that the first gradient
@@ -178,10 +184,13 @@ class GradHook : public torch::autograd::FunctionPostHook {
     if (handed.is_expected) param.expected_in = -1;
     handed.token = grad.unsafeReleaseTensorImpl();
     const std::lock_guard<std::mutex> lock(engine->mutex);
+    const int64_t begin_ns = engine->begin_span();
     if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
     check([&](fsdp_error *error) {
       return fsdp_unit_grad_ready(unit.core, &handed, error);
     });
+    fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_GRAD_READY,
+                     begin_ns);
   }
 
   std::shared_ptr<UnitHandle> handle_;

@@ -70,10 +70,13 @@ struct InputCall {
     const Unit &unit = *handle->unit;
     const std::shared_ptr<Engine> engine = unit.engine;
     const std::lock_guard<std::mutex> lock(engine->mutex);
+    const int64_t begin_ns = engine->begin_span();
     fsdp_error error = {};
     if (fsdp_unit_inputs_ready(unit.core, &error) != FSDP_OK) {
       throw_error(error);
     }
+    fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_GRAD_READY,
+                     begin_ns);
   }
 };
 

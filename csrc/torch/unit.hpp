@@ -44,11 +44,21 @@ struct Engine {
   // Tells the ranks that will wait for this one why they do so in vain; ""
   // takes it back. See Note [Post-mortem].
   void say(const std::string &words) noexcept;
+  // The begin of a span of the timeline: now, or 0 while none is recorded. With
+  // the GIL or the lock.
+  int64_t begin_span() const noexcept {
+    const fsdp_timeline *recorded = fsdp_engine_timeline(core);
+    return recorded == nullptr ? 0 : fsdp_timeline_now(recorded);
+  }
 
   std::mutex mutex;
   Provider provider;
   fsdp_engine *core = nullptr;
-  std::vector<Unit *> units;  // not owned; each removes itself
+  // Owned until the recording is taken; null: none was started. The core writes
+  // into it until it is full. Set with the lock, freed with the GIL.
+  fsdp_timeline *timeline = nullptr;
+  std::vector<int64_t> mark_times;  // of the timeline that was taken last
+  std::vector<Unit *> units;        // not owned; each removes itself
   // Of this iteration: the first call that has the input made by a node. See
   // Note [Leaving a unit in backward].
   std::unordered_map<const torch::autograd::Node *, std::weak_ptr<InputCall>>

@@ -275,16 +275,40 @@ void Provider::run_item(const HostItem &item, bool has_failed) const {
   }
 }
 
+void Provider::run_recorded(const HostItem &item,
+                            fsdp_timeline *timeline) const {
+  fsdp_timeline_entry entry = {};
+  entry.kind = FSDP_TIMELINE_WAIT;
+  entry.sequence = item.sequence;
+  entry.unit = -1;
+  entry.nbytes = -1;
+  entry.mark_begin = -1;
+  entry.mark_end = -1;
+  if (item.work != nullptr && item.work->isCompleted()) {
+    entry.flags = FSDP_TIMELINE_WAS_DONE;
+  }
+  entry.begin_ns = fsdp_timeline_now(timeline);
+  run_item(item, false);
+  entry.end_ns = fsdp_timeline_now(timeline);
+  fsdp_timeline_add(timeline, &entry);
+}
+
 // After a failure the rest, up to the ticket, still has to end, because its
 // memory will be reused; its steps would only work on garbage.
 void Provider::run_until(HostLane &lane, uint64_t ticket) {
   std::exception_ptr failure;
+  fsdp_timeline *timeline =
+      engine == nullptr ? nullptr : fsdp_engine_timeline(engine);
   while (lane.num_done < ticket && !lane.items.empty()) {
     const HostItem item = std::move(lane.items.front());
     lane.items.pop_front();
     lane.num_done++;
     try {
-      run_item(item, failure != nullptr);
+      if (timeline != nullptr && item.group != nullptr && !failure) {
+        run_recorded(item, timeline);
+      } else {
+        run_item(item, failure != nullptr);
+      }
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }
@@ -293,6 +317,10 @@ void Provider::run_until(HostLane &lane, uint64_t ticket) {
 }
 
 namespace {
+
+int32_t mark_lane(void *context, fsdp_lane lane) {
+  return provider_of(context).mark(lane);
+}
 
 fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
                         fsdp_error *error) {
@@ -521,6 +549,7 @@ fsdp_device_ops Provider::ops() {
   table.event_record = event_record;
   table.event_wait = event_wait;
   table.event_synchronize = event_synchronize;
+  if (has_streams_) table.mark = mark_lane;
   table.host_alloc = host_alloc;
   table.host_free = host_free;
   table.copy_to_device = copy_to_device;

@@ -18,6 +18,7 @@
 #include "base/trace.h"
 #include "port/device_ops.h"
 #include "port/transport.h"
+#include "runtime/engine.h"
 #include "torch/port/post_mortem.hpp"
 
 namespace fsdp_torch {
@@ -86,12 +87,23 @@ class Provider {
 
   // What this rank issued, for reports of failures. Borrowed; set once.
   const fsdp_trace *trace = nullptr;
+  // Whose timeline hears of waits for collectives; likewise.
+  const fsdp_engine *engine = nullptr;
   // All groups of the engine: where one fails, none can go on.
   std::function<std::vector<Group *>()> groups;
   // Throws: the group's transport failed. Says what every rank was doing, and
   // lets those know that wait elsewhere. sequence: in `trace`; -1: the last.
   [[noreturn]] void transport_failed(Group *group, const char *cause,
                                      int64_t sequence) const;
+
+  // Marks: points in time on the lanes of a device, for one timeline
+  // (marks.cpp). A host device has none. start throws; the others cannot fail.
+  void start_marks(int64_t num_marks);
+  // The number of a new mark, or -1: none is left.
+  int32_t mark(fsdp_lane lane) noexcept;
+  // When each happened, by the host's steady clock; waits for them. -1: not
+  // known.
+  std::vector<int64_t> take_marks() noexcept;
 
   bool has_streams() const { return has_streams_; }
   // The stream of a lane as the device's own handle.
@@ -115,6 +127,8 @@ class Provider {
   };
   void run_until(HostLane &lane, uint64_t ticket);
   void run_item(const HostItem &item, bool has_failed) const;
+  // The same for a collective while a timeline is recorded.
+  void run_recorded(const HostItem &item, fsdp_timeline *timeline) const;
   // Ends a collective of a host transport; only the first failure is described.
   void wait_for(const HostItem &item, bool has_failed) const;
   // The same for the operation `sequence` of `trace`.
@@ -128,7 +142,11 @@ class Provider {
   std::string report(Group *group, const char *cause,
                      const std::string &operation) const;
 
+  c10::Stream stream_of(fsdp_lane lane) const;
+
   c10::Device device_;
+  struct Marks;
+  std::shared_ptr<Marks> marks_;  // null: no timeline
   bool has_streams_;
   // By lane. COMPUTE is the current one; in its place stands that of the
   // blocks.
