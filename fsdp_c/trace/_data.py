@@ -94,11 +94,20 @@ class Recorded:
         """Return it as plain data."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain["units"] = [asdict(unit) for unit in self.units]
-        plain["spans"] = [
-            [int(value) if index != 2 else value for index, value in enumerate(span)]
-            for span in self.spans
-        ]
+        plain["spans"] = [_plain(span) for span in self.spans]
         return {"version": VERSION, **plain}
+
+
+def _plain(span: Span) -> list[Any]:
+    return [int(each) if isinstance(each, bool) else each for each in span]
+
+
+def _unit_from(plain: dict[str, Any]) -> UnitInfo:
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in plain.items()
+    }
+    return UnitInfo(**fields)
 
 
 def from_json(plain: dict[str, Any]) -> Recorded:
@@ -112,15 +121,7 @@ def from_json(plain: dict[str, Any]) -> Recorded:
     if version != VERSION:
         raise TraceError(f"version {version} of a trace, this program reads {VERSION}")
     try:
-        units = tuple(
-            UnitInfo(
-                **{
-                    key: tuple(value) if isinstance(value, list) else value
-                    for key, value in unit.items()
-                }
-            )
-            for unit in plain.pop("units")
-        )
+        units = tuple(_unit_from(unit) for unit in plain.pop("units"))
         spans = tuple(
             Span(*fields[:6], *map(bool, fields[6:10]), *fields[10:])
             for fields in plain.pop("spans")

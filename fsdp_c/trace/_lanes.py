@@ -126,10 +126,10 @@ def lanes_of(recorded: Recorded) -> Lanes:
 
 
 def _whole_steps(recorded: Recorded) -> list[Span]:
-    """Leave out what is left of a step whose begin was overwritten."""
-    if recorded.num_lost == 0:
-        return list(recorded.spans)
-    first = next((s.begin for s in recorded.spans if s.kind == "step"), recorded.end)
+    """Leave out what is left of a step whose begin was not seen, or overwritten."""
+    first = next((s.begin for s in recorded.spans if s.kind == "step"), None)
+    if first is None:
+        return []
     outer = [
         s.begin
         for s in recorded.spans

@@ -52,6 +52,9 @@ class Timeline:
         self._engines = list(engines.values())
         self._model: nn.Module | None = model
         self._folder = folder
+        # Now: the program may have left its process groups when it stops.
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._device = _device_of(model)
         self._transport = _transport_of(model)
         self._stats = memory_stats(model)
@@ -135,8 +138,8 @@ class Timeline:
         if all(full):
             end = max(full)
         self._recorded = Recorded(
-            rank=dist.get_rank() if dist.is_initialized() else 0,
-            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            rank=self._rank,
+            world_size=self._world_size,
             host=socket.gethostname(),
             clock=_clock(),
             device=self._device,
@@ -271,8 +274,8 @@ def start(
     """Start to record what ``model`` does on this rank; ``stop()`` ends it.
 
     A step is from one forward of the outermost wrapped module to the next, with the
-    backward and whatever follows. All ranks must call it, as they do forward: it may be
-    the first use of the model's process groups.
+    backward and whatever follows. Before the model's first forward all ranks must call
+    it: it is then the first use of the model's process groups.
 
     Args:
         model: The wrapped model, between steps.
