@@ -330,7 +330,7 @@ def test_run_frees_the_gil() -> None:
 # Errors ---------------------------------------------------------------------
 
 PLAN = (Placement.whole([4, 4]), Placement([(0, 0, 4, 0, 0), (1, 0, 4, 1, 6)]))
-FOUR, TEN = torch.ones(4), torch.zeros(10)
+FOUR, TEN = torch.ones(4, device="cpu"), torch.zeros(10, device="cpu")
 
 BAD_RUNS: dict[str, tuple[list[Any], list[Any], str]] = {
     "source small": (

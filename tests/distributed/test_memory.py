@@ -3,10 +3,10 @@
 A unit's segments, one per (dtype, requires_grad), are cut into equal shards. With
 use_orig_params each parameter starts at a multiple of 16 bytes in the dtype that it is
 computed in (FSDP1's layout); on an accelerator each does always, and each shard too. A
-block holds the unsharded segments, each from a multiple of 256 bytes on. c10d's
+block holds the unsharded segments, each from a multiple of 256 bytes on. gloo's
 reduction needs as much again as the gradients it reduces: scratch, two blocks per
 engine that take turns, each as large as its largest unit needs. Ranks that share
-memory, or have NCCL, need none.
+memory need none, nor do those of an accelerator.
 """
 
 from collections.abc import Iterable
@@ -300,6 +300,7 @@ def test_what_is_kept_for_backward_is_hidden(rank: int, world_size: int) -> None
         assert _memory_stats(model)["held_nbytes"] == 0
 
 
+@pytest.mark.cpu_only("the scratch is gloo's")
 @distributed(world_size=(2, 3))
 def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
     """Two blocks, whatever the number of units, from the first step on."""
@@ -320,6 +321,7 @@ def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
                 assert _memory_stats(model)["scratch_nbytes"] == 2 * largest
 
 
+@pytest.mark.cpu_only("the scratch is gloo's")
 @distributed(world_size=(2, 3))
 def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> None:
     """Its segments lie at 256-byte steps; the second block comes in the second step."""
