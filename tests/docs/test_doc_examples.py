@@ -6,10 +6,8 @@ diff the new side runs. What cannot run says so on the page, and is counted here
 """
 
 import copy
-import gc
-import shutil
-import tempfile
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from helpers.clean_groups import groups_destroyed
 from helpers.distributed import distributed
 from helpers.doc_pages import Block, blocks_of, pages
 from helpers.impl import FSDP, MixedPrecision, StateDictType, fsdp, needs_fsdp_c
@@ -221,31 +220,22 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 @distributed(world_size=2, device="cpu")
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_examples(rank: int, world_size: int, page: str) -> None:
+def test_examples(rank: int, world_size: int, page: str, tmp_path: Path) -> None:
     needs_fsdp_c("is not what the pages are about")
-    folders = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folders)
-    groups = list(dist.distributed_c10d._world.pg_map)
     blocks = [b for b in blocks_of(page) if b.language in ("python", "diff")]
-    setup = SETUPS.get(page, _Page)(rank, world_size, folders[0])
-    try:
-        for index, block in enumerate(blocks):
-            if block.not_run:
-                continue
-            setup.before(index)
-            _run(block, setup.names)
-            setup.after(index)
-            dist.barrier()
-    finally:
-        setup.names.clear()
-        del setup
-        gc.collect()  # models hold groups
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group not in groups:
-            dist.destroy_process_group(group)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folders[0])
+    with groups_destroyed():
+        setup = SETUPS.get(page, _Page)(rank, world_size, str(tmp_path))
+        try:
+            for index, block in enumerate(blocks):
+                if block.not_run:
+                    continue
+                setup.before(index)
+                _run(block, setup.names)
+                setup.after(index)
+                dist.barrier()
+        finally:
+            setup.names.clear()
+            del setup
 
 
 @pytest.mark.parametrize("page", pages())
