@@ -40,7 +40,8 @@ def test_python_without_torch_stays_without_it(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'fsdp_c' not in sys.modules\n"
         "assert not any(path.endswith('_startup') for path in sys.path)\n"
         "if len(sys.argv) == 2:\n"
-        "    subprocess.run([sys.executable, *sys.orig_argv[1:], 'child'], check=True)\n"
+        "    again = [sys.executable, *sys.orig_argv[1:], 'child']\n"
+        "    subprocess.run(again, check=True)\n"
         "    print('done')\n"
     )
     done = _launch_words("python", "-c", program, str(tmp_path), path=str(tmp_path))
