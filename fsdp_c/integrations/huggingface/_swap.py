@@ -14,6 +14,7 @@ from fsdp_c.integrations.huggingface import (
     _peft_adapters,
     _trainer_arguments,
     _trainer_loss,
+    _transformers_loading,
 )
 from fsdp_c.integrations.huggingface._origin import comes_from_fsdp_c
 from fsdp_c.integrations.huggingface._patch import Applied, Patch
@@ -26,6 +27,7 @@ PATCHES: tuple[Patch, ...] = (
     *_peft_adapters.PATCHES,
     *_trainer_arguments.PATCHES,
     *_trainer_loss.PATCHES,
+    *_transformers_loading.PATCHES,
 )
 
 
