@@ -12,6 +12,7 @@ from helpers.distributed import distributed
 from helpers.hf_models import PAD, build, data
 from helpers.hf_process import launched
 from helpers.hf_training import (
+    BATCH,
     WORLD,
     arguments,
     fsdp_config,
@@ -37,7 +38,7 @@ def _unwrapped(name: str, weights: dict[str, Tensor]) -> Any:
 def test_predict_with_generate(
     rank: int, world_size: int, kind: str, num_beams: int
 ) -> None:
-    num_examples, num_tokens = 6, 5
+    num_examples, num_tokens = 2 * WORLD * BATCH, 5
     examples = data("t5", num_examples)
     with shared_folder(rank) as folder, launched(rank, WORLD):
         args = arguments(
