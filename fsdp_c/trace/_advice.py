@@ -43,8 +43,8 @@ def _late_rank(numbers: Numbers, units: Sequence[UnitInfo]) -> str | None:
 
 def _forward_prefetch(numbers: Numbers, units: Sequence[UnitInfo]) -> str | None:
     phase = numbers.phases["forward"]
-    if numbers.share(phase.miss_wait) < WORTH:
-        return None
+    if numbers.share(phase.miss_wait - numbers.skew) < WORTH:
+        return None  # little, or for a late rank
     if all(unit.forward_prefetch for unit in _sharded(units)):
         return None
     return (
@@ -56,7 +56,7 @@ def _forward_prefetch(numbers: Numbers, units: Sequence[UnitInfo]) -> str | None
 
 def _backward_prefetch(numbers: Numbers, units: Sequence[UnitInfo]) -> str | None:
     phase = numbers.phases["backward"]
-    if numbers.share(phase.miss_wait + phase.late_wait) < WORTH:
+    if numbers.share(phase.miss_wait + phase.late_wait - numbers.skew) < WORTH:
         return None
     others = {u.backward_prefetch for u in _sharded(units)} - {"BACKWARD_PRE"}
     if not others:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_c.trace._clocks import align
 from fsdp_c.trace._data import TraceError
-from fsdp_c.trace._lanes import Lanes
+from fsdp_c.trace._lanes import Lanes, Step
 
 COLORS = {
     "forward": "#4c78a8",
@@ -18,7 +18,12 @@ COLORS = {
     "wait": "#e45756",
     "host": "#9d9d9d",
     "arena": "#bab0ac",
+    "hit": "#2d7f2d",
+    "miss": "#a02020",
 }
+MARKERS = {"hit": "^", "miss": "v"}
+# A stretch shorter than this part of the step has no name in it.
+LABEL_SHARE = 0.035
 MAX_RANKS = 4
 
 
@@ -56,11 +61,12 @@ def draw(
     for axis, (lanes, clock) in zip(axes, shown, strict=True):
         _draw_rank(axis, lanes, step, clock.offset - origin)
     axes[-1].set_xlabel(f"ms since the begin of step {step}")
-    _legend(figure)
+    _legend(figure, [lanes for lanes, _ in shown])
     figure.savefig(path, dpi=130)
 
 
-def _legend(figure: Any) -> None:
+def _legend(figure: Any, shown: Sequence[Lanes]) -> None:
+    from matplotlib.lines import Line2D  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
     names = {
@@ -70,60 +76,117 @@ def _legend(figure: Any) -> None:
         "unshard": "unshard in flight",
         "reduce": "reduction in flight",
         "replicate": "all_reduce in flight",
-        "wait": "waiting for communication",
-        "host": "calls of fsdp_c",
+        "wait": "exposed communication",
+        "host": "other calls of fsdp_c",
         "arena": "arena, bytes held",
     }
-    patches = [Patch(color=COLORS[key], label=name) for key, name in names.items()]
-    figure.legend(handles=patches, loc="outside upper center", ncols=5, frameon=False)
+    used = {"wait", "host", "arena"}
+    for lanes in shown:
+        used |= {each.what for each in lanes.compute}
+        used |= {each.lane for each in lanes.collectives if each.end > each.begin}
+    handles: list[Any] = [
+        Patch(color=COLORS[key], label=name)
+        for key, name in names.items()
+        if key in used
+    ]
+    for key, name in (("hit", "prefetch hit"), ("miss", "prefetch miss")):
+        handles.append(
+            Line2D([], [], color=COLORS[key], marker=MARKERS[key], ls="", label=name)
+        )
+    figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False)
 
 
 def _draw_rank(axis: Any, lanes: Lanes, index: int, shift: int) -> None:
     step = lanes.steps[index]
+    rows = ["replicate", "reduce", "unshard", "fsdp_c", "compute"]
+    if not any(each.lane == "replicate" for each in lanes.collectives):
+        rows.remove("replicate")
+    place = {name: row for row, name in enumerate(rows)}
 
-    def bars(row: int, items: list[tuple[int, int, str]], height: float) -> None:
+    def bars(row: int, items: list[tuple[int, int, str]], **more: Any) -> None:
         inside = [
             (max(begin, step.begin), min(end, step.end), color)
             for begin, end, color in items
             if end > step.begin and begin < step.end
         ]
+        more.setdefault("linewidth", 0)
         axis.broken_barh(
             [((b + shift) / 1e6, (e - b) / 1e6) for b, e, _ in inside],
-            (row - height / 2, height),
+            (row - 0.4, 0.8),
             facecolors=[COLORS[color] for *_, color in inside],
-            linewidth=0,
+            **more,
         )
 
-    rows = ["replicate", "reduce", "unshard", "fsdp_c", "compute"]
-    if not any(each.lane == "replicate" for each in lanes.collectives):
-        rows.remove("replicate")
-    place = {name: row for row, name in enumerate(rows)}
-    bars(place["compute"], [(s.begin, s.end, s.what) for s in lanes.compute], 0.8)
-    bars(place["fsdp_c"], [(s.begin, s.end, "host") for s in lanes.calls], 0.8)
+    bars(place["compute"], [(s.begin, s.end, s.what) for s in lanes.compute])
+    bars(place["fsdp_c"], [(s.begin, s.end, "host") for s in lanes.calls])
     waits = [(s.begin, s.end, "wait") for s in lanes.exposed]
-    bars(place["compute" if lanes.on_device else "fsdp_c"], waits, 0.8)
+    bars(place["compute" if lanes.on_device else "fsdp_c"], waits)
     for lane in rows:
         flights = [
             (each.begin, each.end, lane)
             for each in lanes.collectives
             if each.lane == lane and each.end > each.begin
         ]
-        if flights:
-            bars(place[lane], flights, 0.8)
-    _draw_arena(axis, lanes, step.begin, step.end, shift, len(rows))
+        if flights:  # each with an edge: they follow one another closely
+            bars(place[lane], flights, linewidth=0.8, edgecolor="white")
+    _label_units(axis, lanes, step, shift, place)
+    _draw_uses(axis, lanes, step, shift, place["compute"])
+    _draw_arena(axis, lanes, step, shift, len(rows))
     axis.set_yticks([*place.values(), len(rows)], [*place, "arena"])
     axis.set_ylim(-0.6, len(rows) + 0.6)
     axis.set_title(f"rank {lanes.recorded.rank}", loc="left", fontsize="small")
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_arena(
-    axis: Any, lanes: Lanes, begin: int, end: int, shift: int, row: int
+def _label_units(
+    axis: Any, lanes: Lanes, step: Step, shift: int, place: dict[str, int]
 ) -> None:
+    """Name the units of stretches that are long enough for a word."""
+    items = [(place["compute"], s.begin, s.end, s.unit) for s in lanes.compute]
+    items += [
+        (place[each.lane], each.begin, each.end, each.unit)
+        for each in lanes.collectives
+        if each.end > each.begin
+    ]
+    for row, begin, end, unit in items:
+        is_inside = begin >= step.begin and end <= step.end
+        if not is_inside or end - begin < LABEL_SHARE * (step.end - step.begin):
+            continue
+        axis.text(
+            ((begin + end) / 2 + shift) / 1e6,
+            row,
+            ".".join(lanes.recorded.label(unit).split(".")[-2:]),
+            ha="center",
+            va="center",
+            color="white",
+            fontsize=6,
+            clip_on=True,
+        )
+
+
+def _draw_uses(axis: Any, lanes: Lanes, step: Step, shift: int, row: int) -> None:
+    """Mark where a unit's parameters were needed."""
+    for key, is_hit in (("hit", True), ("miss", False)):
+        times = [
+            (use.time + shift) / 1e6
+            for use in lanes.uses
+            if use.is_hit == is_hit and step.begin <= use.time < step.end
+        ]
+        axis.plot(
+            times,
+            [row + 0.48] * len(times),
+            color=COLORS[key],
+            marker=MARKERS[key],
+            markersize=4,
+            linestyle="",
+        )
+
+
+def _draw_arena(axis: Any, lanes: Lanes, step: Step, shift: int, row: int) -> None:
     points = [
         (s.end, s.nbytes)
         for s in sorted(lanes.recorded.spans, key=lambda s: s.end)
-        if s.sequence < 0 and s.nbytes >= 0 and begin <= s.end <= end
+        if s.sequence < 0 and s.nbytes >= 0 and step.begin <= s.end <= step.end
     ]
     peak = max((nbytes for _, nbytes in points), default=0)
     if peak == 0:
@@ -137,5 +200,9 @@ def _draw_arena(
         linewidth=0,
     )
     axis.text(
-        (begin + shift) / 1e6, row, f"{peak / 2**20:.1f} MiB ", ha="right", fontsize=6
+        (step.begin + shift) / 1e6,
+        row,
+        f"{peak / 2**20:.1f} MiB ",
+        ha="right",
+        fontsize=6,
     )
