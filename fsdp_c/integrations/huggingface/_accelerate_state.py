@@ -2,13 +2,18 @@
 
 Seen in accelerate 1.15.0, ``state.py``: only processes with accelerators may become
 FSDP processes. On the CPU the plugin is dropped without a word and DDP runs.
+``accelerate launch`` does not tell FSDP processes that the configuration says
+``use_cpu``: without an accelerator each of them would train alone.
 """
 
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from fsdp_c.integrations.huggingface._accelerate_plugin import materialize_on_cpu
+from fsdp_c.integrations.huggingface._accelerate_settings import accelerate_setting
 from fsdp_c.integrations.huggingface._patch import (
     Function,
     IntegrationWarning,
@@ -38,10 +43,19 @@ def _use_fsdp(state: Any, plugin: Any, names: Mapping[str, Any]) -> None:
     names["PartialState"]._shared_state["distributed_type"] = kind
 
 
+def _are_on_cpu() -> bool:
+    """Return whether a launcher started several processes without an accelerator."""
+    is_launched = int(accelerate_setting("LOCAL_RANK", "-1")) >= 0
+    num_processes = int(accelerate_setting("WORLD_SIZE", "1"))
+    return is_launched and num_processes > 1 and not torch.accelerator.is_available()
+
+
 def _wrap_init(original: Function) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
         plugin = kwargs.get("fsdp_plugin")
+        if plugin is not None and "cpu" in kwargs and _are_on_cpu():
+            kwargs["cpu"] = True
+        original(self, *args, **kwargs)
         if plugin is None or getattr(self, "fsdp_plugin", None) is not None:
             return
         kind = self.distributed_type.value
