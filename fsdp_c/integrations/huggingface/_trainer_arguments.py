@@ -79,9 +79,7 @@ def _wrap_process(original: Function) -> Function:
             return None
         if plugin["fsdp_version"] == 2:
             raise ValueError(
-                VERSION_2.format(
-                    keys='"version": 1 in fsdp_config of TrainingArguments'
-                )
+                VERSION_2.format(keys='fsdp_config={"version": 1} in TrainingArguments')
             )
         complete(self.fsdp_config, plugin)
         return plugin
