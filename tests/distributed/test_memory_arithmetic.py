@@ -17,6 +17,8 @@ from helpers.distributed import distributed
 from helpers.impl import IS_TORCH, fsdp, needs_fsdp_c
 from helpers.transports import c10d_only, num_scratches
 
+pytestmark = pytest.mark.cpu_only("benchmarks/memory.py is about CPU ranks' padding")
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -62,7 +64,6 @@ def _train(
     return model, fsdp_c.memory_stats(model)
 
 
-@pytest.mark.cpu_only("computes what CPU ranks hold, without an accelerator's padding")
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("accumulation", [None, "unsharded", "sharded"])
 @distributed(world_size=(2, 3))

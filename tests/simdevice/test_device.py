@@ -55,6 +55,41 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
+LAYERS = {
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, bias=False), (2, 4, 7)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), (2, 4, 5, 5)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (2, 4, 5, 5)),
+    "layer norm": (lambda: nn.LayerNorm(8), (2, 4, 8)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 8)),
+    "batch norm": (lambda: nn.BatchNorm1d(4), (2, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+@sim_test
+def test_layers(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, is_training: bool
+) -> None:
+    """Bit for bit, with gradients; the losses too that meta tensors get wrong."""
+    make, shape = LAYERS[name]
+    with torch.device("cpu"):
+        layer = make().to(dtype).train(is_training)
+        x = torch.randn(shape).to(dtype)
+    found = []
+    for device in ("cpu", "sim"):
+        model = copy.deepcopy(layer).to(device)
+        mine = x.to(device).requires_grad_()
+        out = model(mine)
+        loss = functional.mse_loss(out.float(), torch.ones_like(out).float())
+        loss.backward()
+        grads = [param.grad for param in model.parameters()]
+        found.append([each.cpu() for each in (out, loss, mine.grad, *grads)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def train(model: nn.Module, device: str, name: str) -> list[float]:
     """Return the losses of some steps; clip, and step with ``name``."""
     model.to(device)

@@ -330,6 +330,29 @@ bool append_argument(std::string &key, const c10::IValue &value) {
   return true;
 }
 
+// Meta tensors have what CUDA returns. The CPU's kernels, which run here, keep
+// the statistics of a normalisation in the dtype of its input, unless its
+// weights have another.
+void use_dtypes_of_host(const c10::OperatorHandle &op, Inference &made) {
+  const std::string &name = op.schema().name();
+  size_t weight_index = 1;
+  if (name == "aten::native_layer_norm") {
+    weight_index = 2;
+  } else if (name != "aten::native_group_norm" &&
+             name != "aten::native_batch_norm") {
+    return;
+  }
+  const at::Tensor &input = made.arguments[0].toTensor();
+  const c10::IValue &weight = made.arguments[weight_index];
+  const bool is_mixed = weight.isTensor() && weight.toTensor().defined() &&
+                        weight.toTensor().scalar_type() != input.scalar_type();
+  const at::ScalarType dtype = is_mixed ? at::kFloat : input.scalar_type();
+  for (size_t i = 1; i < made.results.size(); i++) {
+    const at::Tensor &old = made.results[i].toTensor();
+    made.results[i] = at::empty(old.sizes(), old.options().dtype(dtype));
+  }
+}
+
 Inference infer_anew(const c10::OperatorHandle &op, const Stack &arguments) {
   Inference made;
   made.arguments = convert_stack(arguments, meta_of);
@@ -337,6 +360,7 @@ Inference infer_anew(const c10::OperatorHandle &op, const Stack &arguments) {
   replace_devices(made.results, c10::DeviceType::Meta);
   try {
     call(op, made.results);
+    use_dtypes_of_host(op, made);
     made.is_possible = true;
   } catch (const std::exception &error) {
     // run_now succeeds or says why it cannot.
@@ -426,9 +450,11 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 
 // What the dispatcher would take apart first: convolutions into operators that
-// only backends have, the loss into one whose result meta tensors get wrong.
+// only backends have, the loss into one whose result meta tensors get wrong,
+// normalisations into others than the ones whose backward is called.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  for (const char *name : {"convolution", "convolution_backward", "mse_loss"}) {
+  for (const char *name : {"convolution", "convolution_backward", "mse_loss",
+                           "native_layer_norm", "native_group_norm"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }
