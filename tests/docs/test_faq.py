@@ -206,3 +206,25 @@ def test_a_module_inside_the_wrapper_gathers_nothing(
     assert gathered[0] != gathered[1]
     with pytest.raises(RuntimeError, match="'weight' must be 2-D"):
         model.module.emb(torch.tensor([1]))
+
+
+@distributed(world_size=2, device="cpu")
+def test_gradients_of_gradients_fail(rank: int, world_size: int) -> None:
+    """Not silently: FSDP1 leaves the parameters without gradients."""
+    needs_fsdp_c("is not what it is about")
+    model = fsdp(nn.Linear(3, 1), use_orig_params=True)
+    x = torch.randn(2, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.square().sum().backward()
+
+
+@distributed(world_size=2, device="cpu")
+def test_policy_finds_blocks_inside_compiled_ones(rank: int, world_size: int) -> None:
+    needs_fsdp_c("is not what it is about")
+    import fsdp_c
+
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0] = torch.compile(module[0], backend="eager")
+    model = fsdp(module, auto_wrap_policy=POLICY)
+    assert [unit.name for unit in fsdp_c.explain(model).units] == ["", "0._orig_mod"]
