@@ -22,6 +22,7 @@ from helpers.hf_training import cases
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = REPOSITORY / "examples"
 OFFLINE = Path(__file__).resolve().parent / "offline"
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 YAML = EXAMPLES / "hf_accelerate.yaml"
 # The wrapped class says where it comes from; torch's would say torch.distributed.
 WRAPPED = "wrapped in: fsdp_c"
@@ -30,13 +31,16 @@ FSDP_C_LAUNCH = ("-m", "fsdp_c", "launch")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def _run(words: Sequence[str | Path], folder: Path, *paths: Path) -> str:
+def _run(
+    words: Sequence[str | Path], folder: Path, *paths: Path, **variables: str
+) -> str:
     """Run Python with ``words`` in ``folder``; return its output.
 
     Args:
         words: The arguments of Python.
         folder: The working directory.
         paths: More folders to import from.
+        variables: More of the environment.
     """
     env = {
         name: value
@@ -52,6 +56,7 @@ def _run(words: Sequence[str | Path], folder: Path, *paths: Path) -> str:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_FR_BUFFER_SIZE": "0",
+        **variables,
     }
     result = subprocess.run(
         [sys.executable, *map(str, words)],
@@ -117,6 +122,21 @@ def test_accelerate_example(tmp_path: Path) -> None:
     assert re.search(r"step 4 loss", resumed)
 
 
+def test_cpu_ram_efficient_loading(tmp_path: Path) -> None:
+    """Only rank 0 has the whole weights in memory: peaks, as Linux counts them."""
+    launch = _accelerate_launch("--config_file", YAML, "--main_process_port", "0")
+    words = [*launch, PROGRAMS / "load.py", tmp_path]
+    _run(words, tmp_path, MALLOC_MMAP_THRESHOLD_="65536")
+    first, second = (
+        json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)
+    )
+    whole = first["whole"]
+    assert first["wrapped"] >= whole, (first, second)  # files are read when used
+    assert second["loaded"] <= 0.2 * whole, (first, second)
+    # Half of it, and a block of the 8 that is whole, once more in the broadcast.
+    assert second["wrapped"] <= 0.8 * whole, (first, second)
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny BERT classifier and its tokenizer."""
@@ -173,7 +193,7 @@ def _launched(yaml: Path, name: str, *words: str | Path) -> list[str | Path]:
         yaml,
         "--main_process_port",
         "0",
-        OFFLINE / "run_and_tell.py",
+        PROGRAMS / "run_and_tell.py",
         _accelerate_script(name),
         *words,
     )
