@@ -234,6 +234,14 @@ def test_xla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments.fsdp_plugin_args is None
 
 
+def test_processes_without_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_trainer_arguments, "are_on_cpu", lambda: True)
+    with pytest.raises(ValueError, match="Pass use_cpu=True to TrainingArguments"):
+        _plugin(tmp_path)
+
+
 def test_models_that_ignore_the_count() -> None:
     assert ignores_count(T5ForConditionalGeneration.forward)
     assert not ignores_count(LlamaForCausalLM.forward)

@@ -296,6 +296,36 @@ def test_without_a_plugin_nothing_changes(kind: str) -> None:
     assert "fsdp_plugin" not in vars(state)
 
 
+def test_processes_without_a_group_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    with pytest.raises(RuntimeError, match="each would train alone"):
+        _wrap_init(_accelerates_init)(_State("NO"), fsdp_plugin=_Plugin())
+
+
+@pytest.mark.parametrize("uses_fsdp", ["true", "false"])
+def test_accelerate_launch_on_the_cpu_makes_a_group(
+    uses_fsdp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PartialState asks for a backend without knowing that it is on the CPU."""
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", uses_fsdp)
+    from accelerate.state import PartialState as TheirState
+
+    with installed():
+        state = TheirState.__new__(TheirState)
+        backend, kind = state._prepare_backend(False)
+    expected = ("gloo", "MULTI_CPU") if uses_fsdp == "true" else (None, "NO")
+    assert (backend, kind.value) == expected
+
+
 def test_one_process_is_told() -> None:
     state = _State("NO")
     with pytest.warns(IntegrationWarning, match="only one process"):

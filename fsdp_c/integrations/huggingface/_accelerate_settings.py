@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 
 def accelerate_setting(name: str, default: str = "") -> str:
     """Return the value of a variable that ``accelerate launch`` sets."""
@@ -11,3 +13,10 @@ def accelerate_setting(name: str, default: str = "") -> str:
 def is_on(name: str) -> bool:
     """Return whether a variable holds one of accelerate's words for true."""
     return accelerate_setting(name).lower() in {"y", "yes", "t", "true", "on", "1"}
+
+
+def are_on_cpu() -> bool:
+    """Return whether a launcher started several processes without an accelerator."""
+    is_launched = int(accelerate_setting("LOCAL_RANK", "-1")) >= 0
+    num_processes = int(accelerate_setting("WORLD_SIZE", "1"))
+    return is_launched and num_processes > 1 and not torch.accelerator.is_available()

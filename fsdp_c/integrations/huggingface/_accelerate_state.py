@@ -3,17 +3,15 @@
 Seen in accelerate 1.15.0, ``state.py``: only processes with accelerators may become
 FSDP processes. On the CPU the plugin is dropped without a word and DDP runs.
 ``accelerate launch`` does not tell FSDP processes that the configuration says
-``use_cpu``: without an accelerator each of them would train alone.
+``use_cpu``: without an accelerator they make no group, and each trains alone.
 """
 
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from fsdp_c.integrations.huggingface._accelerate_plugin import materialize_on_cpu
-from fsdp_c.integrations.huggingface._accelerate_settings import accelerate_setting
+from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu, is_on
 from fsdp_c.integrations.huggingface._patch import (
     Function,
     IntegrationWarning,
@@ -24,6 +22,13 @@ ONE_PROCESS = (
     "FSDP is configured and there is only one process: accelerate trains without "
     "FSDP. Start several, as `torchrun --nproc-per-node 2 ...` or `accelerate launch "
     "--num_processes 2 ...`"
+)
+
+NO_GROUP = (
+    "FSDP is configured, and accelerate makes no process group of the processes that "
+    "were started: each would train alone. There is no accelerator here: pass "
+    "use_cpu=True to TrainingArguments or cpu=True to Accelerator, before anything "
+    "else of accelerate is made"
 )
 
 
@@ -43,17 +48,23 @@ def _use_fsdp(state: Any, plugin: Any, names: Mapping[str, Any]) -> None:
     names["PartialState"]._shared_state["distributed_type"] = kind
 
 
-def _are_on_cpu() -> bool:
-    """Return whether a launcher started several processes without an accelerator."""
-    is_launched = int(accelerate_setting("LOCAL_RANK", "-1")) >= 0
-    num_processes = int(accelerate_setting("WORLD_SIZE", "1"))
-    return is_launched and num_processes > 1 and not torch.accelerator.is_available()
+def _wrap_prepare(original: Function) -> Function:
+    def prepare_backend(
+        self: Any, cpu: bool = False, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        backend, kind = original(self, cpu, *args, **kwargs)
+        if backend is None and is_on("ACCELERATE_USE_FSDP") and are_on_cpu():
+            self._cpu = True
+            backend, kind = original(self, True, *args, **kwargs)
+        return backend, kind
+
+    return prepare_backend
 
 
 def _wrap_init(original: Function) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plugin = kwargs.get("fsdp_plugin")
-        if plugin is not None and "cpu" in kwargs and _are_on_cpu():
+        if plugin is not None and "cpu" in kwargs and are_on_cpu():
             kwargs["cpu"] = True
         original(self, *args, **kwargs)
         if plugin is None or getattr(self, "fsdp_plugin", None) is not None:
@@ -61,6 +72,8 @@ def _wrap_init(original: Function) -> Function:
         kind = self.distributed_type.value
         if kind == "MULTI_CPU":
             _use_fsdp(self, plugin, original.__globals__)
+        elif kind == "NO" and are_on_cpu():
+            raise RuntimeError(NO_GROUP)
         elif kind == "NO":
             warnings.warn(ONE_PROCESS, IntegrationWarning, stacklevel=3)
 
@@ -68,6 +81,14 @@ def _wrap_init(original: Function) -> Function:
 
 
 PATCHES = (
+    Patch(
+        module="accelerate.state",
+        function="PartialState._prepare_backend",
+        purpose="processes of accelerate launch on the CPU make one group",
+        parameters=frozenset({"self", "cpu"}),
+        mentions=frozenset({"LOCAL_RANK", "MULTI_CPU", "backend"}),
+        wrap=_wrap_prepare,
+    ),
     Patch(
         module="accelerate.state",
         function="AcceleratorState.__init__",

@@ -17,8 +17,13 @@ from fsdp_c.integrations.huggingface._accelerate_plugin import (
     VERSION_2,
     choose_strategy,
 )
+from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu
 from fsdp_c.integrations.huggingface._patch import Function, Patch
 
+NO_USE_CPU = (
+    "several processes were started on a machine without an accelerator, and use_cpu "
+    "is not set: they make no process group. Pass use_cpu=True to TrainingArguments"
+)
 SIZE_POLICY = "SIZE_BASED_WRAP"
 
 
@@ -81,6 +86,8 @@ def _wrap_process(original: Function) -> Function:
             raise ValueError(
                 VERSION_2.format(keys='fsdp_config={"version": 1} in TrainingArguments')
             )
+        if are_on_cpu() and self.parallel_mode.name == "NOT_PARALLEL":
+            raise ValueError(NO_USE_CPU)
         complete(self.fsdp_config, plugin)
         return plugin
 
