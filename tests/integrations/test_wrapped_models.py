@@ -194,6 +194,7 @@ def test_sharded_optimizer_state(
 
 
 def _with_adapter() -> nn.Module:
+    pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -206,9 +207,9 @@ def _with_adapter() -> nn.Module:
 @distributed(world_size=2, timeout_s=300)
 def test_adapters_are_saved_and_loaded(rank: int, world_size: int, kind: str) -> None:
     with installed():
+        plain = _with_adapter()
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-        plain = _with_adapter()
         expected = get_peft_model_state_dict(plain)
         assert len(expected) == 4
         model = _fsdp(plain, use_orig_params=True)
@@ -312,6 +313,7 @@ def test_accelerate_launch_on_the_cpu_makes_a_group(
     uses_fsdp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PartialState asks for a backend without knowing that it is on the CPU."""
+    pytest.importorskip("accelerate")
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     monkeypatch.setenv("LOCAL_RANK", "0")
