@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import (
@@ -231,15 +236,54 @@ def test_adapters_are_saved_and_loaded(rank: int, world_size: int, kind: str) ->
         result = set_peft_model_state_dict(model, saved)
         assert result.unexpected_keys == []
         with FSDP.summon_full_params(model):
-            state = {
-                name: value.clone() for name, value in model.module.state_dict().items()
-            }
+            state = {name: value.clone() for name, value in model.named_parameters()}
         for name, value in state.items():
             if "lora_" in name:
                 key = name.replace(".default", "")
                 assert torch.equal(value, expected[key]), name
             else:
                 assert not value.any(), name
+
+
+# torch's own users of the class by name -----------------------------------------
+
+
+@pytest.mark.parametrize("full", [True, False])
+@distributed(world_size=2, timeout_s=240)
+def test_state_dicts_of_torch_checkpoint(
+    rank: int, world_size: int, full: bool
+) -> None:
+    """torch.distributed.checkpoint.state_dict sees fsdp_c's class as FSDP."""
+    options = StateDictOptions(full_state_dict=full)
+    torch.manual_seed(0)
+    model = _fsdp(MLP(2), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, DIM)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with FSDP.summon_full_params(model):
+        expected = {name: value.clone() for name, value in model.named_parameters()}
+    with installed():
+        state, optim_state = get_state_dict(model, optimizer, options=options)
+        assert state.keys() == expected.keys()
+        assert optim_state["state"].keys() == expected.keys()
+        torch.manual_seed(1)
+        other = _fsdp(MLP(2), use_orig_params=True)
+        fresh = torch.optim.AdamW(other.parameters(), lr=0.2)
+        set_state_dict(
+            other,
+            fresh,
+            model_state_dict=state,
+            optim_state_dict=optim_state,
+            options=options,
+        )
+    with FSDP.summon_full_params(other):
+        for name, value in other.named_parameters():
+            assert torch.equal(value, expected[name]), name
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for mine, then in zip(other.parameters(), model.parameters(), strict=True):
+        for key, value in optimizer.state.get(then, {}).items():
+            assert torch.equal(fresh.state[mine][key], value), key
 
 
 # accelerate's state on the CPU ----------------------------------------------------
