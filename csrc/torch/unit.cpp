@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "layout/alignment.h"
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/objects.hpp"
@@ -70,19 +71,14 @@ void choose_dtypes(Unit &unit, const fsdp_torch_unit_options &options) {
   }
 }
 
-// FSDP1's alignment, for the same shapes: of parameters, and only with
-// use_orig_params. An accelerator aligns everything: its collectives and
-// kernels are slower over odd addresses, and on the CPU nothing is gained.
 fsdp_alignment choose_alignment(const Unit &unit, PyObject *param_dtype) {
-  fsdp_alignment alignment = {};
-  alignment.itemsize = FSDP_ALIGNMENT_NBYTES;  // the segment's own
+  int32_t itemsize = 0;
   if (param_dtype != nullptr) {
-    alignment.itemsize =
+    itemsize =
         core_dtype(dtype_or(param_dtype, at::ScalarType::Float)).itemsize;
   }
-  alignment.params = unit.use_orig_params || !unit.device.is_cpu();
-  alignment.shards = !unit.device.is_cpu();
-  return alignment;
+  return fsdp_alignment_choose(itemsize, unit.use_orig_params,
+                               unit.device.is_cpu());
 }
 
 // Makes the table and the layout of `specs`, one per use.
