@@ -5,6 +5,7 @@
 #include "base/alloc.h"
 #include "base/dtypes.h"
 #include "check.h"
+#include "layout/alignment.h"
 #include "layout/param_table.h"
 #include "plan/step_plan.h"
 
@@ -491,6 +492,18 @@ static void test_every_allocation_can_fail(void) {
   fini(&self);
 }
 
+/* FSDP1's shapes on the CPU; everything aligned elsewhere. */
+static void test_alignment(void) {
+  const fsdp_alignment flat = fsdp_alignment_choose(0, false, true);
+  CHECK_I64(flat.itemsize, FSDP_ALIGNMENT_NBYTES);
+  CHECK(!flat.params && !flat.shards);
+  const fsdp_alignment orig = fsdp_alignment_choose(2, true, true);
+  CHECK_I64(orig.itemsize, 2);
+  CHECK(orig.params && !orig.shards);
+  const fsdp_alignment device = fsdp_alignment_choose(2, false, false);
+  CHECK(device.params && device.shards);
+}
+
 /* What belongs to summons and hooks, not to a step, is refused. */
 static void test_calls_outside_a_step(void) {
   const fsdp_link link = {.bytes_per_second = 1};
@@ -534,6 +547,7 @@ int main(void) {
       CHECK_TEST(test_wrong_events),
       CHECK_TEST(test_overflow),
       CHECK_TEST(test_every_allocation_can_fail),
+      CHECK_TEST(test_alignment),
       CHECK_TEST(test_calls_outside_a_step),
   };
   return CHECK_RUN(tests);
