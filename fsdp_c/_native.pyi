@@ -9,6 +9,10 @@ from torch.distributed import ProcessGroup
 PREFETCH_NONE: int
 PREFETCH_PRE: int
 PREFETCH_POST: int
+PLAN_ENTER: int
+PLAN_USE: int
+PLAN_WORK: int
+PLAN_LEAVE: int
 SYNC_NONE: int
 SYNC_REDUCE: int
 SYNC_SHARD: int
@@ -250,6 +254,34 @@ class CopyPlan:
         """
 
 def build_info() -> dict[str, str]: ...
+def choose_alignment(
+    param_itemsize: int, use_orig_params: bool, is_cpu: bool
+) -> tuple[int, bool, bool]:
+    """(itemsize, align_params, align_shards) of a unit's layout."""
+
+def plan_step(
+    units: Sequence[
+        tuple[
+            str,
+            Layout,
+            Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
+            int,
+            bool,
+            int,
+            bool,
+            bool,
+        ]
+    ],
+    events: Sequence[tuple[int, int, int, int, float, float]],
+    shard_link: tuple[float, float],
+    replica_link: tuple[float, float],
+    *,
+    num_batches: int = 1,
+    accumulation: int = ...,
+    wants_scratch: bool = False,
+) -> dict[str, Any]:
+    """What a rank needs for a training step; see fsdp_c.plan."""
+
 def empty_tensors(
     numels: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
  */
 #include "python/module.h"
 
+#include "plan/step_plan.h"
 #include "python/listed_hooks.h"
 
 #ifndef FSDP_C_VERSION
@@ -59,6 +60,27 @@ PyDoc_STRVAR(
     "crc32c(data, value=0)\n--\n\n"
     "CRC-32C of the bytes of a contiguous CPU tensor or a buffer, behind\n"
     "what gave `value`. Other threads run meanwhile.");
+
+PyDoc_STRVAR(
+    choose_alignment_doc,
+    "choose_alignment($module, /, param_itemsize, use_orig_params, is_cpu)\n"
+    "--\n\n"
+    "The (itemsize, align_params, align_shards) of a unit that computes in a\n"
+    "dtype of param_itemsize bytes (0: in the parameters' own).");
+
+PyDoc_STRVAR(
+    plan_step_doc,
+    "plan_step($module, /, units, events, shard_link, replica_link, *,\n"
+    "          num_batches=1, accumulation=SYNC_REDUCE, wants_scratch=False)\n"
+    "--\n\n"
+    "What a rank needs for a training step, by name: the engine runs over a\n"
+    "port that only counts. See fsdp_c/plan and csrc/core/plan/step_plan.h.\n"
+    "\n"
+    "units: (name, layout, [(param, reduce, grad dtype)], num_replicas,\n"
+    "reshards, backward_prefetch, forward_prefetch, offloads), root first.\n"
+    "events: (kind, unit, param, nbytes, forward_seconds, backward_seconds),\n"
+    "kind one of the PLAN constants. links: (bytes per second, latency in\n"
+    "seconds).");
 
 PyDoc_STRVAR(
     empty_tensors_doc,
@@ -118,6 +140,11 @@ static PyMethodDef module_methods[] = {
     {"build_info", build_info, METH_NOARGS, build_info_doc},
     {"crc32c", (PyCFunction)(void (*)(void))fsdp_module_crc32c,
      METH_VARARGS | METH_KEYWORDS, crc32c_doc},
+    {"choose_alignment",
+     (PyCFunction)(void (*)(void))fsdp_module_choose_alignment,
+     METH_VARARGS | METH_KEYWORDS, choose_alignment_doc},
+    {"plan_step", (PyCFunction)(void (*)(void))fsdp_module_plan_step,
+     METH_VARARGS | METH_KEYWORDS, plan_step_doc},
     {"empty_tensors", (PyCFunction)(void (*)(void))fsdp_module_empty_tensors,
      METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
     {"parts", parts, METH_NOARGS, parts_doc},
@@ -144,6 +171,10 @@ static int add_constants(PyObject *module) {
       {"PREFETCH_NONE", FSDP_PREFETCH_NONE},
       {"PREFETCH_PRE", FSDP_PREFETCH_PRE},
       {"PREFETCH_POST", FSDP_PREFETCH_POST},
+      {"PLAN_ENTER", FSDP_PLAN_ENTER},
+      {"PLAN_USE", FSDP_PLAN_USE},
+      {"PLAN_WORK", FSDP_PLAN_WORK},
+      {"PLAN_LEAVE", FSDP_PLAN_LEAVE},
       {"SYNC_NONE", FSDP_SYNC_NONE},
       {"SYNC_REDUCE", FSDP_SYNC_REDUCE},
       {"SYNC_SHARD", FSDP_SYNC_SHARD},

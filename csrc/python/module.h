@@ -81,6 +81,13 @@ PyObject *fsdp_module_empty_tensors(PyObject *module, PyObject *args,
 PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
 
+/* plan.c: plan_step(units, events, shard_link, replica_link, ...). */
+PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
+                                PyObject *kwargs);
+/* choose_alignment(param_itemsize, use_orig_params, is_cpu). */
+PyObject *fsdp_module_choose_alignment(PyObject *module, PyObject *args,
+                                       PyObject *kwargs);
+
 extern PyType_Spec fsdp_unit_object_spec;
 extern PyType_Spec fsdp_engine_object_spec;
 extern PyType_Spec fsdp_layout_object_spec;
