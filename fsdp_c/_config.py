@@ -44,6 +44,9 @@ DEFAULTS: Mapping[str, Any] = {
 # As in FSDP1: "1" makes forward in eval mode compute in master dtypes.
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
+# These give a unit's parameters back after forward.
+RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
 _PREFETCHES = {
     None: _native.PREFETCH_NONE,
     BackwardPrefetch.BACKWARD_PRE: _native.PREFETCH_PRE,
@@ -82,10 +85,7 @@ class Config:
             torch.OutOfMemoryError: The shards do not fit.
         """
         precision = self.mixed_precision
-        reshards = self.sharding_strategy in (
-            ShardingStrategy.FULL_SHARD,
-            ShardingStrategy.HYBRID_SHARD,
-        )
+        reshards = self.sharding_strategy in RESHARDING
         return _native.Unit(
             name,
             params,
