@@ -26,6 +26,12 @@ COMMANDS = {
         "torchrun|accelerate|SCRIPT.py ...",
         "run a program with fsdp_c in the place of torch's FSDP, in all its processes",
     ),
+    "plan": (
+        "fsdp_c.plan._command",
+        "--model MODEL --world-size N ...",
+        "plan a training: memory, bytes and time of one rank, without a GPU; see "
+        "plan --help",
+    ),
 }
 
 

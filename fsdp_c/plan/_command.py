@@ -1,0 +1,265 @@
+"""The command line: python -m fsdp_c plan --model MODEL --world-size N."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp.api import BackwardPrefetch, ShardingStrategy
+
+from fsdp_c import _native
+from fsdp_c.plan._errors import PlanError
+from fsdp_c.plan._model_plan import MAX_RANKS, Sharding, plan_model
+from fsdp_c.plan._models import find_model
+from fsdp_c.plan._picture import save_picture
+from fsdp_c.plan._plan import OPTIMIZERS, Link, Settings
+from fsdp_c.plan._table import bars_text, plan_text
+
+_SWEEP = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 100_000)
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_PREFETCHES = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
+_GIB = 2**30
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: need a number above 0")
+    return value
+
+
+def _latency(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text}: need a number of microseconds, 0 or more"
+        )
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: need a whole number, 1 or more")
+    return int(text)
+
+
+def _world_sizes(text: str) -> list[int]:
+    if text == "sweep":
+        return list(_SWEEP)
+    sizes = []
+    for item in text.split(","):
+        if not item.strip().isdecimal() or not 1 <= int(item) <= MAX_RANKS:
+            raise argparse.ArgumentTypeError(
+                f"{item.strip()!r} is no number of ranks: write one from 1 to "
+                f"{MAX_RANKS:,}, several with commas between, or sweep"
+            )
+        sizes.append(int(item))
+    return sizes
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    replicas, separator, shards = text.partition("x")
+    if not separator or not replicas.isdecimal() or not shards.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mesh: write REPLICASxSHARDS, such as 4x8"
+        )
+    return int(replicas), int(shards)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_c plan",
+        description="Plan a training: memory, bytes and time of one rank. Needs no "
+        "GPU and no process group; see docs/plan.md.",
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help="a folder with a Hugging Face config.json, a JSON file, a name that "
+        "transformers knows, or package.module:function, which returns the model or "
+        "(model, inputs)",
+    )
+    add(
+        "--world-size",
+        required=True,
+        type=_world_sizes,
+        metavar="N|N,N,...|sweep",
+        help="numbers of ranks; sweep: from 8 to 100,000",
+    )
+    _add_sharding(parser.add_argument_group("sharding"))
+    _add_training(parser.add_argument_group("training"))
+    _add_estimates(parser.add_argument_group("for the estimates of time"))
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw it: .png, .svg or .pdf with matplotlib; .txt, or without it, text",
+    )
+    return parser
+
+
+def _add_sharding(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--strategy",
+        default="FULL_SHARD",
+        choices=[each.name.lstrip("_") for each in ShardingStrategy],
+    )
+    add("--mesh", type=_mesh, metavar="RxS", help="replicas x shards, HYBRID_SHARD")
+    add(
+        "--wrap",
+        default="auto",
+        metavar="auto|none|size:NUMEL|Class,Class",
+        help="which modules become units (default: the model's blocks)",
+    )
+    add("--param-dtype", choices=_DTYPES)
+    add("--reduce-dtype", choices=_DTYPES)
+    add("--keep-low-precision-grads", action="store_true")
+    add("--use-orig-params", action="store_true")
+    add("--backward-prefetch", default="pre", choices=_PREFETCHES)
+    add("--forward-prefetch", action="store_true")
+    add("--cpu-offload", action="store_true")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--optimizer", default="adamw", choices=OPTIMIZERS)
+    add(
+        "--dtype",
+        default="float32",
+        choices=_DTYPES,
+        help="of the shards, which the optimizer steps (default: float32)",
+    )
+    add("--batch", type=_count, default=1, help="sequences of a rank's forward")
+    add("--sequence", type=_count, default=2048, help="tokens of each (default: 2048)")
+    add("--micro-batches", type=_count, default=1, help="of a step, in no_sync")
+    add("--accumulate-sharded", action="store_true", help="no_sync(sharded=True)")
+    add("--checkpoint-activations", action="store_true", help="in every unit")
+    add(
+        "--freeze",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="parameters that need no gradient, such as 'model.embed*'",
+    )
+
+
+def _add_estimates(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--link-gbps",
+        type=_number,
+        default=400.0,
+        help="1e9 bits per second of a rank's link, each direction (default: 400)",
+    )
+    add("--latency-us", type=_latency, default=10.0, help="of a hop (default: 10)")
+    add("--replica-link-gbps", type=_number, help="between replicas; as the other")
+    add("--replica-latency-us", type=_latency, help="likewise")
+    add(
+        "--tflops",
+        type=_number,
+        default=400.0,
+        help="1e12 operations per second that a device achieves (default: 400)",
+    )
+    add("--memory-gib", type=_number, help="of a device: what fits is suggested first")
+
+
+def _sharding(words: argparse.Namespace) -> Sharding:
+    names = {each.name.lstrip("_"): each for each in ShardingStrategy}
+    return Sharding(
+        strategy=names[words.strategy],
+        param_dtype=_DTYPES.get(words.param_dtype),
+        reduce_dtype=_DTYPES.get(words.reduce_dtype),
+        keep_low_precision_grads=words.keep_low_precision_grads,
+        use_orig_params=words.use_orig_params,
+        backward_prefetch=_PREFETCHES[words.backward_prefetch],
+        forward_prefetch=words.forward_prefetch,
+        cpu_offload=words.cpu_offload,
+    )
+
+
+def _settings(words: argparse.Namespace) -> Settings:
+    link = Link(words.link_gbps, words.latency_us)
+    gbps, latency = words.replica_link_gbps, words.replica_latency_us
+    return Settings(
+        link=link,
+        replica_link=Link(
+            link.gbps if gbps is None else gbps,
+            link.latency_us if latency is None else latency,
+        ),
+        tflops=words.tflops,
+        optimizer=words.optimizer,
+        on_cpu=words.device == "cpu",
+        recomputes=words.checkpoint_activations,
+        num_batches=words.micro_batches,
+        accumulation=_native.SYNC_SHARD
+        if words.accumulate_sharded
+        else _native.SYNC_NONE,
+    )
+
+
+def _run(words: argparse.Namespace) -> None:
+    source = find_model(
+        words.model,
+        batch=words.batch,
+        sequence=words.sequence,
+        dtype=_DTYPES[words.dtype],
+        frozen=tuple(words.freeze),
+    )
+    memory = None if words.memory_gib is None else int(words.memory_gib * _GIB)
+    plan = plan_model(
+        source,
+        words.world_size,
+        sharding=_sharding(words),
+        settings=_settings(words),
+        mesh=words.mesh,
+        wrap=words.wrap,
+        memory_nbytes=memory,
+    )
+    if words.json:
+        print(json.dumps(plan.as_dict(), indent=2))
+    else:
+        print(plan_text(plan), end="")
+        print(f"\n{bars_text(plan.ranks)}", end="")
+    if words.picture is not None:
+        path = save_picture(plan, words.picture)
+        if path != words.picture:
+            print(
+                f"matplotlib is not installed: the picture is text, {path}",
+                file=sys.stderr,
+            )
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command ``words``; return the exit status.
+
+    0: done. 2: wrong words, or a model that cannot be planned.
+    """
+    try:
+        parsed = _parser().parse_args(words)
+    except SystemExit as error:
+        return int(error.code or 0)
+    try:
+        _run(parsed)
+    except (PlanError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,474 @@
+"""One rank's plan: the engine of training, run over a port that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_c import _native
+from fsdp_c._config import _PREFETCHES, RESHARDING
+from fsdp_c._explain import _chosen
+from fsdp_c.plan._errors import PlanError
+from fsdp_c.plan._trace import Trace
+from fsdp_c.plan._units import UnitInfo, groups_of
+
+# Name: (states of a parameter's shape, whether there is a step of 4 bytes).
+OPTIMIZERS = {
+    "adamw": (2, True),
+    "adam": (2, True),
+    "adagrad": (1, True),
+    "rmsprop": (1, True),
+    "sgd-momentum": (1, False),
+    "sgd": (0, False),
+    "none": (0, False),
+}
+_STEP_NBYTES = 4  # torch keeps an optimizer's step as one fp32 element
+_BITS = 8
+BACKWARD_FACTOR = 2  # operations of backward for each of forward
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries a group's collectives, as seen by one rank.
+
+    Attributes:
+        gbps: 1e9 bits per second, in each direction.
+        latency_us: Microseconds of one hop; a collective of R ranks has
+            ceil(log2(R)).
+    """
+
+    gbps: float = 400.0
+    latency_us: float = 10.0
+
+    def in_seconds(self) -> tuple[float, float]:
+        """Return (bytes per second, seconds of latency)."""
+        return self.gbps * 1e9 / _BITS, self.latency_us * 1e-6
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What does not depend on the model.
+
+    Attributes:
+        link: Of the sharding group.
+        replica_link: Of the replicas.
+        tflops: 1e12 operations per second that a device achieves.
+        optimizer: A key of OPTIMIZERS.
+        on_cpu: Train on the CPU (FSDP1's shapes); else on an accelerator, where
+            parameters and shards are aligned.
+        recomputes: Every unit but the root is recomputed in backward (activation
+            checkpointing inside the unit).
+        num_batches: Micro-batches of a step.
+        accumulation: What all but the last do, one of ``_native.SYNC_...``.
+        wants_scratch: Reductions go through gloo, not shared memory or NCCL.
+        rank: Whose optimizer state is counted; with use_orig_params it depends on
+            the rank. The first one holds the most.
+    """
+
+    link: Link = Link()
+    replica_link: Link = Link()
+    tflops: float = 400.0
+    optimizer: str = "adamw"
+    on_cpu: bool = False
+    recomputes: bool = False
+    num_batches: int = 1
+    accumulation: int = _native.SYNC_REDUCE
+    wants_scratch: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All calls of one kind in a step, on one rank.
+
+    Attributes:
+        launches: Groups of calls: one for each unit.
+        calls: One for each segment of a unit.
+        payload_nbytes: Of the whole buffers, padding included.
+        wire_nbytes: That a rank of a ring sends, and as many that it receives.
+        seconds: That the link works for them.
+    """
+
+    launches: int
+    calls: int
+    payload_nbytes: int
+    wire_nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One unit's bytes on a rank.
+
+    Attributes:
+        name: Of its module; empty for the root.
+        kind: The module's class.
+        shard_ranks: Ranks that its parameters are sharded over.
+        numel: Elements of its parameters.
+        shard_nbytes: Of this rank's shards, padding included.
+        unsharded_nbytes: Of its whole parameters in forward, padding included.
+        grad_nbytes: Of its whole gradients in reduce dtype, padding included.
+        exposed_seconds: That the device waits for its parameters in a step.
+    """
+
+    name: str
+    kind: str
+    shard_ranks: int
+    numel: int
+    shard_nbytes: int
+    unsharded_nbytes: int
+    grad_nbytes: int
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds, sends and waits for. All in bytes and seconds.
+
+    Attributes:
+        world_size: All ranks.
+        shard_ranks: Ranks of the root's sharding group.
+        replicas: How many such groups there are.
+        shard_nbytes: Parameters: this rank's shards.
+        grad_shard_nbytes: Their gradients, when backward is over.
+        optimizer_nbytes: The optimizer's state.
+        arena_nbytes: Blocks for unsharded parameters and gradients.
+        scratch_nbytes: What reductions through gloo need beside them.
+        partial_grad_nbytes: Sums that accumulation keeps sharded.
+        buffer_nbytes: The model's buffers, which are not sharded.
+        pending_grad_nbytes: Of autograd's gradients at the busiest moment.
+        activation_nbytes: An estimate, at the busiest moment: what autograd keeps of
+            a forward on meta, with attention as a fused kernel. None: not known.
+        peak_nbytes: Device memory at the busiest moment of a step. Gradients and
+            activations count as far as they are there then.
+        host_nbytes: In host memory, with CPU offload.
+        step_allocs: Blocks that a step allocates once the assignment is fixed.
+        all_gather, reduce_scatter, all_reduce: The collectives of a step.
+        compute_seconds: An estimate: operations over ``tflops``.
+        exposed_seconds: An estimate: waits for collectives.
+        step_seconds: Their sum.
+        units: In the engine's order, the root first.
+    """
+
+    world_size: int
+    shard_ranks: int
+    replicas: int
+    shard_nbytes: int
+    grad_shard_nbytes: int
+    optimizer_nbytes: int
+    arena_nbytes: int
+    scratch_nbytes: int
+    partial_grad_nbytes: int
+    buffer_nbytes: int
+    pending_grad_nbytes: int
+    activation_nbytes: int | None
+    peak_nbytes: int
+    host_nbytes: int
+    step_allocs: int
+    all_gather: Collective
+    reduce_scatter: Collective
+    all_reduce: Collective
+    compute_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    units: tuple[UnitPlan, ...]
+
+
+def plan_rank(
+    units: Sequence[UnitInfo],
+    trace: Trace,
+    settings: Settings,
+    world_size: int,
+    mesh: tuple[int, int] | None = None,
+    buffer_nbytes: int = 0,
+) -> RankPlan:
+    """Return what one of ``world_size`` ranks needs for a training step.
+
+    The engine of csrc/core runs three steps over a port that allocates nothing and
+    counts; the last one is reported. So the layouts, the order of the collectives
+    and the blocks are those of training; times come from a model
+    (csrc/core/plan/counting_port.h).
+
+    Args:
+        units: From :func:`fsdp_c.plan._units.find_units`.
+        trace: From :func:`fsdp_c.plan._trace.trace_forward`, of the same model.
+        settings: See there.
+        world_size: All ranks, >= 1.
+        mesh: (replicas, shards) for the hybrid strategies.
+        buffer_nbytes: Of the model's buffers.
+
+    Raises:
+        PlanError: A number is out of its bounds, or a size does not fit in int64.
+    """
+    layouts = [_layout(unit, settings, world_size, mesh) for unit in units]
+    dtypes = [
+        _dtypes(unit, layout) for unit, layout in zip(units, layouts, strict=True)
+    ]
+    offloads = [_offloads(unit, settings) for unit in units]
+    native_units = [
+        (
+            unit.name or unit.kind,
+            layout,
+            dtypes[i],
+            groups_of(unit.config, world_size, mesh)[1],
+            unit.config.sharding_strategy in RESHARDING,
+            _PREFETCHES[unit.config.backward_prefetch],
+            unit.config.forward_prefetch,
+            offloads[i],
+        )
+        for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
+    ]
+    run = _Events(units, trace, settings)
+    try:
+        report: dict[str, Any] = _native.plan_step(
+            native_units,
+            run.events,
+            settings.link.in_seconds(),
+            settings.replica_link.in_seconds(),
+            num_batches=settings.num_batches,
+            accumulation=settings.accumulation,
+            wants_scratch=settings.wants_scratch,
+        )
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise PlanError(f"{world_size} ranks: {error}") from error
+    optimizer = [
+        _optimizer_nbytes(unit, layout, settings) if i in run.trained_units else 0
+        for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
+    ]
+    unit_plans = tuple(
+        _unit_plan(unit, layout, dtypes[i], report["unit_exposed_seconds"][i])
+        for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
+    )
+    on_host = sum(
+        unit.shard_nbytes + state
+        for unit, state, is_there in zip(unit_plans, optimizer, offloads, strict=True)
+        if is_there
+    )
+    peak = report["peak"]
+    at_rest = report["shard_nbytes"] + sum(optimizer) + buffer_nbytes - on_host
+    replicas = groups_of(units[0].config, world_size, mesh)[1]
+    return RankPlan(
+        world_size=world_size,
+        shard_ranks=layouts[0].world_size,
+        replicas=replicas,
+        shard_nbytes=report["shard_nbytes"],
+        grad_shard_nbytes=report["grad_shard_nbytes"],
+        optimizer_nbytes=sum(optimizer),
+        arena_nbytes=report["arena_nbytes"],
+        scratch_nbytes=report["scratch_nbytes"],
+        partial_grad_nbytes=report["partial_grad_nbytes"],
+        buffer_nbytes=buffer_nbytes,
+        pending_grad_nbytes=peak["pending_grads"],
+        activation_nbytes=peak["activations"] if trace.has_activations else None,
+        peak_nbytes=at_rest + peak["nbytes"],
+        host_nbytes=on_host + peak["host"],
+        step_allocs=report["num_step_allocs"],
+        all_gather=_collective(report["all_gather"]),
+        reduce_scatter=_collective(report["reduce_scatter"]),
+        all_reduce=_collective(report["all_reduce"]),
+        compute_seconds=report["compute_seconds"],
+        exposed_seconds=report["exposed_seconds"],
+        step_seconds=report["step_seconds"],
+        units=unit_plans,
+    )
+
+
+def _collective(count: dict[str, Any]) -> Collective:
+    return Collective(
+        launches=count["num_launches"],
+        calls=count["num_calls"],
+        payload_nbytes=count["payload_nbytes"],
+        wire_nbytes=count["wire_nbytes"],
+        seconds=count["seconds"],
+    )
+
+
+# What training decides in the bridge ------------------------------------------
+
+
+def _offloads(unit: UnitInfo, settings: Settings) -> bool:
+    """Whether shards are elsewhere than the device (csrc/torch/unit.cpp)."""
+    return unit.config.cpu_offload.offload_params and not settings.on_cpu
+
+
+def _layout(
+    unit: UnitInfo, settings: Settings, world_size: int, mesh: tuple[int, int] | None
+) -> _native.Layout:
+    param_dtype = unit.config.mixed_precision.param_dtype
+    itemsize, aligns_params, aligns_shards = _native.choose_alignment(
+        0 if param_dtype is None else param_dtype.itemsize,
+        use_orig_params=unit.config.use_orig_params,
+        is_cpu=settings.on_cpu,
+    )
+    shard_ranks, _ = groups_of(unit.config, world_size, mesh)
+    try:
+        return _native.Layout(
+            [(p.numel, p.dtype, p.requires_grad) for p in unit.params],
+            shard_ranks,
+            itemsize=itemsize,
+            align_params=aligns_params,
+            align_shards=aligns_shards,
+        )
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise PlanError(f"unit {unit.name or unit.kind!r}: {error}") from error
+
+
+def _dtypes(
+    unit: UnitInfo, layout: _native.Layout
+) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+    """Return (param, reduce, grad) dtype per segment (csrc/torch/unit.cpp)."""
+    precision = unit.config.mixed_precision
+    result = []
+    for master, *_ in layout.segments:
+        compute = _chosen(master, precision.param_dtype)
+        reduce = _chosen(compute, precision.reduce_dtype)
+        grad = compute if precision.keep_low_precision_grads else master
+        result.append((compute, reduce, grad))
+    return result
+
+
+def _unit_plan(
+    unit: UnitInfo,
+    layout: _native.Layout,
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
+    exposed_seconds: float,
+) -> UnitPlan:
+    shard = unsharded = grads = 0
+    for (master, is_trainable, _, _, shard_numel, padded_numel), chosen in zip(
+        layout.segments, dtypes, strict=True
+    ):
+        compute, reduce, _ = chosen
+        shard += shard_numel * master.itemsize
+        unsharded += padded_numel * compute.itemsize
+        grads += padded_numel * reduce.itemsize if is_trainable else 0
+    return UnitPlan(
+        name=unit.name,
+        kind=unit.kind,
+        shard_ranks=layout.world_size,
+        numel=unit.numel,
+        shard_nbytes=shard,
+        unsharded_nbytes=unsharded,
+        grad_nbytes=grads,
+        exposed_seconds=exposed_seconds,
+    )
+
+
+def _optimizer_nbytes(
+    unit: UnitInfo, layout: _native.Layout, settings: Settings
+) -> int:
+    """Return the bytes of torch's optimizer over what the unit shows to it."""
+    num_states, has_step = OPTIMIZERS[settings.optimizer]
+    step = _STEP_NBYTES if has_step else 0
+    total = 0
+    if not unit.config.use_orig_params:
+        for master, is_trainable, _, _, shard_numel, _ in layout.segments:
+            if is_trainable and shard_numel > 0:
+                total += num_states * shard_numel * master.itemsize + step
+        return total
+    rank = settings.rank % layout.world_size
+    for index, param in enumerate(unit.params):
+        begin, end, _, _ = layout.intersect(index, rank)
+        if param.requires_grad and end > begin:
+            total += num_states * (end - begin) * param.dtype.itemsize + step
+    return total
+
+
+# Events -----------------------------------------------------------------------
+
+_Event = tuple[int, int, int, int, float, float]
+
+
+class _Events:
+    """Turns a trace into the events of units; see csrc/core/plan/step_plan.h."""
+
+    def __init__(
+        self, units: Sequence[UnitInfo], trace: Trace, settings: Settings
+    ) -> None:
+        self._units = {unit.name: i for i, unit in enumerate(units)}
+        self._params = {
+            param.name: (i, j)
+            for i, unit in enumerate(units)
+            for j, param in enumerate(unit.params)
+        }
+        self._trains = [[p.requires_grad for p in unit.params] for unit in units]
+        self._rate = settings.tflops * 1e12
+        self._recomputes = settings.recomputes
+        self._inside: list[int] = []  # units entered, the root first
+        # Of the recomputed unit that is entered: its ENTER event, what is kept
+        # inside it, and its forward.
+        self._begin = 0
+        self._kept_nbytes = 0
+        self._seconds = 0.0
+        self.events: list[_Event] = []
+        self.trained_units: set[int] = set()  # those that get gradients
+        handlers: dict[str, Callable[..., None]] = {
+            "enter": self._enter,
+            "use": self._use,
+            "work": self._work,
+            "leave": self._leave,
+        }
+        for entry in trace.entries:
+            handlers[entry.kind](entry)
+
+    def _is_recomputed(self, depth: int) -> bool:
+        """Whether a unit at this depth, or one around it, is recomputed."""
+        return self._recomputes and depth > 1
+
+    def _enter(self, entry: Any) -> None:
+        unit = self._units.get(entry.name)
+        if unit is None:
+            return
+        self._inside.append(unit)
+        if self._is_recomputed(len(self._inside)) and len(self._inside) == 2:
+            self._kept_nbytes = 0
+            self._seconds = 0.0
+            self._add(_native.PLAN_WORK, nbytes=entry.nbytes)
+            self._begin = len(self.events)
+        self._add(_native.PLAN_ENTER, unit)
+
+    def _use(self, entry: Any) -> None:
+        unit, param = self._params.get(entry.name, (-1, 0))
+        if unit in self._inside:  # not ignored; its unit runs
+            self._add(_native.PLAN_USE, unit, param)
+            if self._trains[unit][param]:
+                self.trained_units.add(unit)
+
+    def _work(self, entry: Any) -> None:
+        seconds = entry.flops / self._rate
+        nbytes = entry.nbytes
+        if self._is_recomputed(len(self._inside)):
+            self._kept_nbytes += nbytes
+            self._seconds += seconds
+            nbytes = 0
+        self._add(
+            _native.PLAN_WORK,
+            nbytes=nbytes,
+            forward=seconds,
+            backward=BACKWARD_FACTOR * seconds,
+        )
+
+    def _leave(self, entry: Any) -> None:
+        unit = self._units.get(entry.name)
+        if unit is None:
+            return
+        nbytes, seconds = 0, 0.0
+        if self._is_recomputed(len(self._inside)) and len(self._inside) == 2:
+            nbytes, seconds = self._kept_nbytes, self._seconds
+            self.events[self._begin] = (_native.PLAN_ENTER, unit, 0, nbytes, 0.0, 0.0)
+        self._inside.pop()
+        self._add(_native.PLAN_LEAVE, unit, nbytes=nbytes, backward=seconds)
+
+    def _add(
+        self,
+        kind: int,
+        unit: int = 0,
+        param: int = 0,
+        *,
+        nbytes: int = 0,
+        forward: float = 0.0,
+        backward: float = 0.0,
+    ) -> None:
+        self.events.append((kind, unit, param, nbytes, forward, backward))

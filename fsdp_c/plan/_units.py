@@ -1,0 +1,163 @@
+"""Wraps a model on meta as training would, and returns its units without tensors."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp.api import ShardingStrategy
+
+from fsdp_c._base import ShardedModule
+from fsdp_c._config import DEFAULTS, Config, make_config
+from fsdp_c._groups import HYBRID
+from fsdp_c._ignored import find_ignored
+from fsdp_c._names import WRAPPED_MODULE, clean_name
+from fsdp_c._params import collect_uses
+from fsdp_c._uses import mark_sharded
+from fsdp_c._wrap import auto_wrap
+
+
+class _Group:
+    """Ranks that nobody talks to: enough for the constructor's checks."""
+
+    def rank(self) -> int:
+        """Return this process's rank."""
+        return 0
+
+    def size(self) -> int:
+        """Return a number of ranks: more than one, since the plan knows how many."""
+        return 2
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter of a unit."""
+
+    name: str  # in the unwrapped model
+    numel: int
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """One unit: what training would flatten together, and how."""
+
+    name: str  # of the module in the unwrapped model; empty for the root
+    kind: str  # the module's class
+    config: Config
+    params: tuple[ParamInfo, ...]  # each once, in the order of flattening
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(param.numel for param in self.params)
+
+
+class _PlannedModule(ShardedModule):
+    """Stands for a wrapped module: its place in the tree, without a native unit."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        *,
+        left_out: frozenset[nn.Parameter],
+    ) -> None:
+        nn.Module.__init__(self)
+        config = make_config(arguments)
+        ignored = find_ignored(module, config)
+        if config.auto_wrap_policy is not None:
+            for_children = {
+                **arguments,
+                "auto_wrap_policy": None,
+                "ignored_modules": None,
+                "ignored_states": list(ignored.params),
+            }
+            auto_wrap(module, config, for_children, ignored, self._make)
+        uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
+        self._config = config
+        self._ignored_modules = ignored.modules
+        self._ignored_params = ignored.params
+        self.params: dict[nn.Parameter, str] = {}  # in the order of first uses
+        for use in uses:
+            self.params.setdefault(use.param, use.fqn)
+            mark_sharded(use.param, type(module).__name__)
+        self.register_module(WRAPPED_MODULE, module)
+
+    @staticmethod
+    def _make(
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        *,
+        name: str,
+        left_out: frozenset[nn.Parameter],
+    ) -> "_PlannedModule":
+        """Wrap a module that a policy chose."""
+        del name
+        return _PlannedModule(module, arguments, left_out=left_out)
+
+
+def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[UnitInfo]:
+    """Wrap ``model`` and return its units, parents first: the engine's order.
+
+    The same code as in training decides which modules become units, which
+    parameters they hold and with which options. The model is wrapped in place and
+    its parameters are marked, so it cannot be wrapped again.
+
+    Args:
+        model: On the meta device (or any other).
+        arguments: Of FullyShardedDataParallel, without groups; those left out are
+            the defaults.
+
+    Raises:
+        TypeError, ValueError: As FullyShardedDataParallel raises them.
+    """
+    strategy = arguments.get("sharding_strategy")
+    group: Any = (_Group(), _Group()) if strategy in HYBRID else _Group()
+    given = {**DEFAULTS, **arguments, "process_group": group}
+    root = _PlannedModule(model, given, left_out=frozenset())
+    units = []
+    for path, module in root.named_modules():
+        if isinstance(module, _PlannedModule):
+            name = clean_name(f"{path}.")[:-1]
+            prefix = f"{name}." if name else ""
+            params = tuple(
+                ParamInfo(prefix + fqn, param.numel(), param.dtype, param.requires_grad)
+                for param, fqn in module.params.items()
+            )
+            kind = type(module.wrapped).__name__
+            units.append(UnitInfo(name, kind, module._config, params))
+    return units
+
+
+def groups_of(
+    config: Config, world_size: int, mesh: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Return how many ranks shard a unit, and how many replicate each shard.
+
+    Args:
+        config: The unit's.
+        world_size: All ranks.
+        mesh: (replicas, shards) of the hybrid strategies.
+
+    Source:
+        :func:`fsdp_c._groups.choose_groups`.
+    """
+    if config.sharding_strategy in HYBRID:
+        assert mesh is not None
+        return mesh[1], mesh[0]
+    if config.sharding_strategy is ShardingStrategy.NO_SHARD:
+        return 1, world_size
+    return world_size, 1
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Print no warnings: training gives them, a plan of many world sizes would too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
