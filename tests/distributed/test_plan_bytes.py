@@ -6,8 +6,12 @@ holds and what its collectives carry is what the plan says, which saw no rank.
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +32,7 @@ from helpers.transports import c10d_only, num_scratches
 if not IS_TORCH:
     import fsdp_c
     from fsdp_c import _native
-    from fsdp_c.plan import ModelSource, Settings, Sharding, plan_model
+    from fsdp_c.plan import ModelSource, Settings, Sharding, find_model, plan_model
     from fsdp_c.plan._trace import Inputs
 
 VOCABULARY, WIDTH, NUM_STEPS = 37, 20, 4
@@ -237,6 +241,32 @@ def _wrap(case: Case, groups: Any) -> Any:
     )
 
 
+def _measure(model: Any, case: Case, step: Callable[[Any], None]) -> dict[str, int]:
+    """Train; return what the last step and its end had, by name.
+
+    ``step(optimizer)`` is one step.
+    """
+    make_optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    optimizer = make_optimizer[case.optimizer](
+        [param for param in model.parameters() if param.requires_grad], lr=1e-3
+    )
+    for _ in range(NUM_STEPS - 1):
+        step(optimizer)
+    before = fsdp_c.memory_stats(model)
+    carried = _Carried()
+    with carried:
+        step(optimizer)
+    stats = fsdp_c.memory_stats(model)
+    state = tree_leaves([*optimizer.state.values()])
+    return {
+        **stats,
+        "optimizer_nbytes": sum(x.nbytes for x in state if torch.is_tensor(x)),
+        "step_allocs": stats["num_allocs"] - before["num_allocs"],
+        "all_gathers": stats["num_all_gathers"] - before["num_all_gathers"],
+        **carried.nbytes,
+    }
+
+
 def _step(model: Any, optimizer: Any, case: Case, rank: int) -> None:
     tokens = (torch.arange(6).view(2, 3) + rank) % VOCABULARY
     optimizer.zero_grad()
@@ -249,28 +279,9 @@ def _step(model: Any, optimizer: Any, case: Case, rank: int) -> None:
 
 
 def _train(case: Case, rank: int, groups: Any = None) -> dict[str, int]:
-    """Train; return what the last step and its end had, by name."""
     torch.manual_seed(0)
     model = _wrap(case, groups)
-    make_optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer = make_optimizer[case.optimizer](
-        [param for param in model.parameters() if param.requires_grad], lr=1e-3
-    )
-    for _ in range(NUM_STEPS - 1):
-        _step(model, optimizer, case, rank)
-    before = fsdp_c.memory_stats(model)
-    carried = _Carried()
-    with carried:
-        _step(model, optimizer, case, rank)
-    stats = fsdp_c.memory_stats(model)
-    state = tree_leaves([*optimizer.state.values()])
-    return {
-        **stats,
-        "optimizer_nbytes": sum(x.nbytes for x in state if torch.is_tensor(x)),
-        "step_allocs": stats["num_allocs"] - before["num_allocs"],
-        "all_gathers": stats["num_all_gathers"] - before["num_all_gathers"],
-        **carried.nbytes,
-    }
+    return _measure(model, case, lambda optimizer: _step(model, optimizer, case, rank))
 
 
 def _check(plan: Any, real: dict[str, int]) -> None:
@@ -366,3 +377,67 @@ def test_no_shard_bytes(rank: int, world_size: int) -> None:
     plan = _plan(case, world_size, rank, wants_scratch=True)
     assert plan.all_reduce.payload_nbytes == real["allreduce_"]
     assert plan.all_gather.calls == plan.reduce_scatter.calls == 0
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+GPT2 = {  # its head shares the embedding's weight
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 3,
+    "vocab_size": 101,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@distributed(world_size=2, timeout_s=180)
+def test_hugging_face(rank: int, world_size: int, config: dict[str, Any]) -> None:
+    """The plan is made of the JSON file, training runs the model of that config."""
+    needs_fsdp_c("has no memory_stats")
+    transformers = pytest.importorskip("transformers")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(config))
+        source = find_model(str(file), batch=2, sequence=6, dtype=torch.float32)
+    case = Case(use_orig_params=True, param_dtype=torch.bfloat16)
+    made = transformers.AutoConfig.for_model(**config)
+    module = getattr(transformers, config["architectures"][0])(made)
+    blocks = {type(m) for m in module.modules() if type(m).__name__.endswith("Layer")}
+    blocks |= {type(m) for m in module.modules() if type(m).__name__ == "GPT2Block"}
+    model = fsdp(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy(blocks),
+        mixed_precision=MixedPrecision(param_dtype=case.param_dtype),
+        use_orig_params=True,
+    )
+    tokens = torch.arange(12).view(2, 6) + rank
+
+    def step(optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    real = _measure(model, case, step)
+    plan = plan_model(
+        source,
+        [world_size],
+        sharding=Sharding(use_orig_params=True, param_dtype=case.param_dtype),
+        settings=Settings(
+            on_cpu=TEST_DEVICE == "cpu", rank=rank, wants_scratch=num_scratches() > 0
+        ),
+    )
+    assert "fused kernel" in plan.notes[0]
+    assert len(plan.ranks[0].units) == 4
+    _check(plan.ranks[0], real)
