@@ -126,4 +126,5 @@ def anchors_of(page: str) -> set[str]:
 
 def commands_of(page: str) -> list[str]:
     """Return what stands behind ``python -m fsdp_c`` on a page, each time."""
-    return [found.strip() for found in _COMMAND.findall(text_of(page))]
+    found = (each.strip() for each in _COMMAND.findall(text_of(page)))
+    return [each for each in found if each]
