@@ -51,7 +51,9 @@ def page() -> str:
     contents, body = [], []
     for name, module in modules().items():
         entries, borrowed = _split(module)
-        links = (f"[{each}](#{_anchor(module, each)})" for each in entries)
+        links = (
+            f"[{each}](#{_anchor(_heading(name, module, each))})" for each in entries
+        )
         contents.append(f"- `{name}`: " + ", ".join(links))
         body += [f"## {name}", _markdown(inspect.getdoc(module) or "")]
         body += [text for entry in entries for text in _entry(name, module, entry)]
@@ -88,26 +90,49 @@ def _split(module: ModuleType) -> tuple[list[str], list[str]]:
     return entries, borrowed
 
 
-def _anchor(module: ModuleType, name: str) -> str:
-    """Return the anchor of a heading: a class and a function may share a name."""
-    is_class = inspect.isclass(getattr(module, name))
-    return f"class-{name.lower()}" if is_class else name.lower()
+def _heading(module_name: str, module: ModuleType, name: str) -> str:
+    """Return a heading that no other has, also where letters' case is ignored."""
+    kind = "class " if inspect.isclass(getattr(module, name)) else ""
+    return f"{kind}{module_name}.{name}"
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(".", "").replace(" ", "-")
 
 
 def _entry(module_name: str, module: ModuleType, name: str) -> Iterator[str]:
     """Yield the paragraphs of one class or function."""
     value = getattr(module, name)
     tree = _parse(value)
-    yield f"### class {name}" if isinstance(tree, ast.ClassDef) else f"### {name}"
+    yield f"### {_heading(module_name, module, name)}"
     if isinstance(tree, ast.ClassDef):
         yield _fence(_class_signature(module_name, name, tree))
     else:
         yield _fence(_signature(f"{module_name}.{name}", tree))
     yield _markdown(inspect.getdoc(value) or "")
+    if isinstance(tree, ast.ClassDef) and "Attributes:" not in (value.__doc__ or ""):
+        yield from _fields(value, tree)
     yield f"In `{_path(value)}`."
     if isinstance(tree, ast.ClassDef):
         for member in _members(value):
             yield from _member(value, name, member)
+
+
+def _fields(cls: type, tree: ast.ClassDef) -> Iterator[str]:
+    """Yield the list of a class's fields, each with the comment behind it."""
+    lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+    items = []
+    for node in tree.body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if not node.target.id.startswith("_"):
+            comment = lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
+            items.append(
+                f"- `{ast.unparse(node)}`" + (f": {comment}" if comment else "")
+            )
+    if items:
+        yield "**Fields**"
+        yield "\n".join(items)
 
 
 def _member(cls: type, owner: str, name: str) -> Iterator[str]:
@@ -156,7 +181,7 @@ def _parse(value: Any) -> ast.AST:
 
 
 def _path(value: Any) -> str:
-    path = Path(inspect.getsourcefile(value) or "").resolve()
+    path = Path(inspect.getsourcefile(inspect.unwrap(value)) or "").resolve()
     return str(path.relative_to(ROOT))
 
 

@@ -5,8 +5,12 @@ themselves is there before the first: see `_Page`, or the class of the page. Of 
 diff the new side runs. What cannot run says so on the page, and is counted here.
 """
 
+import contextlib
 import copy
+import os
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,14 @@ RUNNABLE = [
 ]
 
 
+def _train_step(
+    optimizer: torch.optim.Optimizer, model: nn.Module, batch: Tensor
+) -> None:
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 class _Page:
     """What is there before the first block of a page, and what is checked."""
 
@@ -61,7 +73,8 @@ class _Page:
             "optimizer": optimizer,
             "optim": optimizer,
             "batch": torch.randn(4, DIM),
-            "batches": [torch.randn(4, DIM) for _ in range(2)],
+            "batches": [torch.randn(4, DIM) for _ in range(6)],
+            "train_step": partial(_train_step, optimizer),
         }
 
     def before(self, index: int) -> None:
@@ -211,6 +224,17 @@ def _zero(model: nn.Module) -> None:
             param.zero_()
 
 
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """Let relative paths on a page be in ``folder``."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def _run(block: Block, names: dict[str, Any]) -> None:
     """Run one block; a traceback shows its place on the page."""
     code = block.new_side() if block.language == "diff" else block.code
@@ -223,7 +247,7 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 def test_examples(rank: int, world_size: int, page: str, tmp_path: Path) -> None:
     needs_fsdp_c("is not what the pages are about")
     blocks = [b for b in blocks_of(page) if b.language in ("python", "diff")]
-    with groups_destroyed():
+    with groups_destroyed(), _inside(tmp_path):
         setup = SETUPS.get(page, _Page)(rank, world_size, str(tmp_path))
         try:
             for index, block in enumerate(blocks):

@@ -126,5 +126,6 @@ def anchors_of(page: str) -> set[str]:
 
 def commands_of(page: str) -> list[str]:
     """Return what stands behind ``python -m fsdp_c`` on a page, each time."""
-    found = (each.strip() for each in _COMMAND.findall(text_of(page)))
+    text = text_of(page).replace("\\\n", " ")
+    found = (each.strip() for each in _COMMAND.findall(text))
     return [each for each in found if each]
