@@ -91,15 +91,34 @@ class Timeline:
         return self.trace.summary()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace-event file of this rank, for Perfetto."""
+        """Write a trace-event file of this rank, for Perfetto.
+
+        Args:
+            path: Of the file, which is replaced if it is there.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         self.trace.save(path)
 
     def draw(self, path: str | os.PathLike[str], *, step: int | None = None) -> None:
-        """Draw one step; see :meth:`Trace.draw`."""
+        """Draw one step of this rank.
+
+        Args:
+            path: The name's end says the format: .png, .svg, .pdf.
+            step: 0 is the first that was recorded; the last if None.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            TraceError: There is no such step.
+        """
         self.trace.draw(path, step=step)
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``rank<N>.json`` in ``folder`` and return its path.
+
+        Args:
+            folder: The same for all ranks; made if need be.
 
         Raises:
             OSError: It cannot be written.

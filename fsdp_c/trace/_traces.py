@@ -24,6 +24,9 @@ class Trace:
     def __init__(self, recorded: Sequence[Recorded]) -> None:
         """Take what ranks of one run recorded.
 
+        Args:
+            recorded: One per rank, in any order.
+
         Raises:
             TraceError: They are of several runs, or several are of one rank.
         """
@@ -47,7 +50,10 @@ class Trace:
         return chrome_trace(self.lanes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write that file.
+        """Write a trace-event file of these ranks, for Perfetto.
+
+        Args:
+            path: Of the file, which is replaced if it is there.
 
         Raises:
             OSError: It cannot be written.
@@ -70,6 +76,9 @@ class Trace:
 
 def load(folder: str | os.PathLike[str]) -> Trace:
     """Return what all ranks wrote in ``folder``.
+
+    Args:
+        folder: The one that ``start`` or ``record`` was given.
 
     Raises:
         OSError: ``folder`` cannot be read.
