@@ -86,11 +86,14 @@ class Net(nn.Module):
         if case.frozen_embedding:
             self.embedding.requires_grad_(False)
         self.order = case.order
+        self.is_bare = case.is_bare
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for index in self.order:
             x = self.blocks[index](x)
+        if self.is_bare:
+            return x
         logits: Tensor = self.head(self.norm(x))
         return logits.float().mean()
 
@@ -113,6 +116,7 @@ class Case:
     forward_prefetch: bool = False
     accumulation: str | None = None
     order: tuple[int, ...] = (0, 1, 2)  # in which blocks run
+    is_bare: bool = False  # the root returns its last unit's output; no head runs
     optimizer: str = "adamw"
 
 
@@ -136,6 +140,8 @@ CASES = {
     "reversed": Case(use_orig_params=True, order=(2, 1, 0)),
     "one-twice": Case(order=(0, 1, 0, 2), nested=True),
     "one-unused": Case(use_orig_params=True, order=(0, 2)),
+    "bare": Case(is_bare=True, use_orig_params=True),
+    "bare-nested-flat": Case(is_bare=True, nested=True, param_dtype=torch.bfloat16),
     "one-unit": Case(use_orig_params=True, wraps=False),
     "grad-op": Case(strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True),
     "no-shard": Case(strategy=ShardingStrategy.NO_SHARD, nested=True),
@@ -278,8 +284,8 @@ def _step(model: Any, optimizer: Any, case: Case, rank: int) -> None:
     if case.accumulation is not None:
         options = {"sharded": True} if case.accumulation == "sharded" else {}
         with model.no_sync(**options):
-            model(tokens).backward()
-    model(tokens).backward()
+            model(tokens).float().mean().backward()
+    model(tokens).float().mean().backward()
     optimizer.step()
 
 
