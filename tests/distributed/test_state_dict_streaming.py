@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.allocations import counted
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.impl import FSDP, FullStateDictConfig, fsdp, needs_fsdp_c
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.state_dicts import FULL, LOCAL, SHARDED, load, save, whole_state
@@ -319,7 +319,10 @@ def test_a_rank_that_does_not_call(rank: int, world_size: int, has_met: bool) ->
                 save(model, FULL, FullStateDictConfig(rank0_only=True))
             message = str(caught.value)
             assert ("blocks.1.last" if has_met else "meeting of the ranks") in message
-            assert "rank 0: no answer" in message
+            if TEST_DEVICE == "cpu" or not has_met:
+                assert "rank 0: no answer" in message
+            else:  # NCCL's watchdog says it
+                assert f"rank {rank} of 3" in message
             assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
             assert all(
                 module._kept_state is None for module in FSDP.fsdp_modules(model)

@@ -35,7 +35,7 @@ class _Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn = nn.GRU(DIM, DIM)
+        self.rnn = nn.RNN(DIM, DIM)
 
     def forward(self, packed: PackedSequence) -> PackedSequence:
         out: PackedSequence = self.rnn(packed)[0]

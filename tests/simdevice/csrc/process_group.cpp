@@ -90,6 +90,10 @@ class StreamBackend final : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return "simccl"; }
+  // With the group's time limit, as NCCL's have it.
+  Ptr<Options> getBackendOptions() override {
+    return gloo_->getBackendOptions();
+  }
   void setTimeout(std::chrono::milliseconds timeout) override {
     gloo_->setTimeout(timeout);
   }
