@@ -406,7 +406,8 @@ def loss_of(output: Any) -> Tensor:
         .mul(1.0 + i)
         for i, tensor in enumerate(tensors_of(output))
     ]
-    return torch.stack(terms).sum()
+    # The lengths of a PackedSequence are on the CPU.
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
 def vectors(generator: torch.Generator) -> Inputs:
