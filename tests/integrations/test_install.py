@@ -66,9 +66,11 @@ def test_everything_goes_back() -> None:
     assert {
         ("torch.distributed.fsdp", "FullyShardedDataParallel"),
         (torch_module.__name__, "FullyShardedDataParallel"),
-        (dcp_state_dict.__name__, "FSDP"),
         ("transformers.trainer_seq2seq", "FullyShardedDataParallel"),
     } <= classes
+    # It would not work with another class, and sees none of it.
+    assert (dcp_state_dict.__name__, "FSDP") in before
+    assert (dcp_state_dict.__name__, "FSDP") not in changed
     assert {(patch.module, patch.function) for patch in PATCHES} <= changed
     # Those that hold a patched function by name have the new one.
     assert ("accelerate.accelerator", "load_fsdp_optimizer") in changed

@@ -39,6 +39,8 @@ def install() -> None:
     with _lock:
         if _swap is None:
             _swap = Swap()
+        else:
+            _swap.settle()
 
 
 def uninstall() -> None:

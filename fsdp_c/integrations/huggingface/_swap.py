@@ -1,6 +1,7 @@
 """What is exchanged while installed: torch's class and the functions of others."""
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from torch.distributed.fsdp import fully_sharded_data_parallel as torch_module
@@ -30,6 +31,10 @@ PATCHES: tuple[Patch, ...] = (
     *_transformers_loading.PATCHES,
 )
 
+# It asks torch's class for more than its interface: with fsdp_c's in its place it
+# raises "Expected a fsdp_state"; with torch's it takes a wrapped model as any module.
+LEFT_ALONE = frozenset({"torch.distributed.checkpoint.state_dict"})
+
 
 class Swap:
     """Everything that one installation changed.
@@ -45,9 +50,14 @@ class Swap:
             torch_module.FullyShardedDataParallel,
             FullyShardedDataParallel,
             keeps=comes_from_fsdp_c,
+            left_alone=LEFT_ALONE,
         )
         names = {patch.module for patch in PATCHES}
-        self._hook = ImportHook(after=dict.fromkeys(names, self._apply))
+        after: dict[str, Callable[[ModuleType], None]] = {
+            **dict.fromkeys(names, self._apply),
+            **dict.fromkeys(LEFT_ALONE, lambda _: self.settle()),
+        }
+        self._hook = ImportHook(after=after)
         self._hook.add()
         for name in names:
             module = sys.modules.get(name)
@@ -60,6 +70,10 @@ class Swap:
                 applied = patch.apply(module)
                 if applied is not None:
                     self._applied.append(applied)
+
+    def settle(self) -> None:
+        """Give torch's class back to modules that need it and took the other one."""
+        self._class.settle()
 
     def undo(self) -> None:
         """Put everything back."""

@@ -26,8 +26,9 @@ _BEFORE = (
     "transformers.trainer_seq2seq",
     "transformers.training_args",
 )
-# After this one: fsdp_c needs it.
-_AFTER = ("torch.distributed.fsdp",)
+# After the first: fsdp_c needs it. The second may import the first in its middle, and
+# is looked at again at its end.
+_AFTER = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 
 
 def _install(_: ModuleType) -> None:
