@@ -243,6 +243,6 @@ def test_accelerate_checkpointing(tmp_path: Path, bert: Path, kind: str) -> None
 
 def test_accelerate_merge_weights(tmp_path: Path) -> None:
     """test_merge_weights.py of accelerate: sharded files become one, four times."""
-    yaml = _yaml(tmp_path)
+    yaml = _yaml(tmp_path, fsdp_auto_wrap_policy="NO_WRAP")
     output = _run(_launched(yaml, "test_merge_weights.py"), tmp_path)
     assert WRAPPED in output, output[-3000:]
