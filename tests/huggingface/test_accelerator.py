@@ -300,9 +300,7 @@ def test_ignored_modules_by_name(rank: int, world_size: int) -> None:
 
 def _sharded_names(model: Any) -> set[str]:
     return {
-        name
-        for unit in FSDP.fsdp_modules(model)
-        for name in unit._flat_param._fqns
+        name for unit in FSDP.fsdp_modules(model) for name in unit._flat_param._fqns
     }
 
 
