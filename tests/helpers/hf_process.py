@@ -7,6 +7,8 @@ from collections.abc import Iterator
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# from_pretrained loads in threads, which may outlive it.
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 # What launchers and accelerate's classes write; taken back after each test.
 _PREFIXES = ("ACCELERATE_", "FSDP_", "FORK_LAUNCHED", "MASTER_")
