@@ -80,7 +80,7 @@ def test_layers(
     found = []
     for device in ("cpu", "sim"):
         model = copy.deepcopy(layer).to(device)
-        mine = x.to(device).requires_grad_()
+        mine = x.detach().clone().to(device).requires_grad_()
         out = model(mine)
         loss = functional.mse_loss(out.float(), torch.ones_like(out).float())
         loss.backward()
