@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import walk_packages
 from types import ModuleType
@@ -70,9 +71,10 @@ def modules() -> dict[str, ModuleType]:
     for each in walk_packages(package.__path__, "fsdp_c."):
         if any(part.startswith("_") for part in each.name.split(".")):
             continue
-        module = import_module(each.name)
-        if hasattr(module, "__all__"):
-            found[each.name] = module
+        # Importing huggingface.auto would install.
+        source = Path(find_spec(each.name).origin).read_text("utf-8")
+        if "__all__ = " in source:
+            found[each.name] = import_module(each.name)
     return found
 
 
