@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.hf_training import cases
+from helpers.hf_training import ALL, cases
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -227,9 +227,10 @@ def test_accelerate_performance(
     assert 0.0 <= results["epoch-0"] <= 1.0
 
 
-@pytest.mark.parametrize(
-    "kind", cases(["SHARDED_STATE_DICT", "FULL_STATE_DICT"], slow=["FULL_STATE_DICT"])
-)
+_KINDS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+
+
+@pytest.mark.parametrize("kind", cases(_KINDS, slow=_KINDS))
 def test_accelerate_checkpointing(tmp_path: Path, bert: Path, kind: str) -> None:
     """test_checkpointing.py of accelerate: it asserts what it resumes with itself."""
     yaml = _yaml(tmp_path, fsdp_state_dict_type=kind)
@@ -241,6 +242,7 @@ def test_accelerate_checkpointing(tmp_path: Path, bert: Path, kind: str) -> None
     assert "resumed checkpoint performance" in _run(resume, tmp_path, OFFLINE)
 
 
+@pytest.mark.skipif(not ALL, reason="FSDP_C_ALL_HUGGINGFACE=1 runs it")
 def test_accelerate_merge_weights(tmp_path: Path) -> None:
     """test_merge_weights.py of accelerate: sharded files become one, four times."""
     yaml = _yaml(tmp_path, fsdp_auto_wrap_policy="NO_WRAP")
