@@ -77,6 +77,8 @@ class Unit:
     def shards(self) -> list[torch.Tensor]: ...
     def intersect(self, param: int, rank: int) -> tuple[int, int, int, int]:
         """(begin, end) in the parameter and (begin, end) in the rank's shard."""
+    def parts(self, param: int, /) -> list[tuple[int, int]]:
+        """Per rank: (begin, end) of what it holds of the parameter."""
     def bind_flat_params(self, flat_params: Sequence[torch.Tensor], /) -> None: ...
     def forward(
         self,
@@ -170,6 +172,8 @@ class Layout:
         """
     def intersect(self, param: int, rank: int) -> tuple[int, int, int, int]:
         """(begin, end) in the parameter and (begin, end) in the rank's shard."""
+    def parts(self, param: int, /) -> list[tuple[int, int]]:
+        """Per rank: (begin, end) of what it holds of the parameter."""
 
 @final
 class Placement:
@@ -295,6 +299,34 @@ def parts() -> dict[str, str]:
 
     ``why_no_shm``, ``why_no_nccl``, ``why_no_cuda_kernels`` (empty for what can be
     used), ``nccl_path``, ``nccl_origin``, ``nccl_version``.
+    """
+
+def prepare_messages(
+    rank: int,
+    items: Sequence[tuple[int, Sequence[tuple[int, int]], Sequence[tuple[int, int]]]],
+    sources: Sequence[torch.Tensor | None],
+    targets: Sequence[torch.Tensor],
+    *,
+    direct_nbytes: int,
+) -> tuple[
+    list[tuple[int, torch.Tensor]],
+    list[tuple[int, torch.Tensor]],
+    list[tuple[torch.Tensor, torch.Tensor]],
+    list[tuple[torch.Tensor, torch.Tensor]],
+]:
+    """Plan one rank's part of an exchange: see csrc/core/state/exchange.h.
+
+    Args:
+        rank: This one.
+        items: ``(itemsize, held, needed)``, with ``(begin, end)`` for each rank.
+        sources: What this rank holds of each, contiguous; on any device.
+        targets: What it needs of each, contiguous; on one device.
+        direct_nbytes: Pieces of at least so many bytes are messages of their own.
+
+    Returns:
+        ``(outgoing, incoming, copies, unpacking)``, as views of bytes: messages are
+        ``(peer, tensor)``, copies are ``(source, target)``. Those of ``unpacking``
+        are for when the messages are there.
     """
 
 def pass_messages(

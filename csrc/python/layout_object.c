@@ -166,6 +166,33 @@ PyObject *fsdp_layout_intersect(const fsdp_flat_layout *layout, PyObject *args,
                        (long long)in_shard.end);
 }
 
+/* One parameter of a layout. */
+typedef struct layout_param {
+  const fsdp_flat_layout *layout;
+  int64_t param;
+} layout_param;
+
+static PyObject *part_item(const void *context, int64_t rank) {
+  const layout_param *which = context;
+  fsdp_range in_param, in_shard;
+  fsdp_flat_layout_intersect(which->layout, rank, which->param, &in_param,
+                             &in_shard);
+  return Py_BuildValue("LL", (long long)in_param.begin,
+                       (long long)in_param.end);
+}
+
+PyObject *fsdp_layout_parts(const fsdp_flat_layout *layout, PyObject *param) {
+  const long long index = PyLong_AsLongLong(param);
+  if (index == -1 && PyErr_Occurred()) return NULL;
+  const long long num_params = fsdp_flat_layout_num_params(layout);
+  if (index < 0 || index >= num_params) {
+    return PyErr_Format(PyExc_IndexError, "param %lld must be in [0, %lld)",
+                        index, num_params);
+  }
+  const layout_param which = {layout, index};
+  return fsdp_list_of(fsdp_flat_layout_world_size(layout), &which, part_item);
+}
+
 static PyObject *slot_item(const void *layout, int64_t param) {
   const fsdp_param_slot *slot = fsdp_flat_layout_slot(layout, param);
   return Py_BuildValue("LLL", (long long)slot->segment, (long long)slot->offset,
@@ -197,6 +224,10 @@ PyObject *fsdp_layout_segments(const fsdp_flat_layout *layout) {
 static PyObject *layout_intersect(PyObject *object, PyObject *args,
                                   PyObject *kwargs) {
   return fsdp_layout_intersect(fsdp_layout_object_layout(object), args, kwargs);
+}
+
+static PyObject *layout_parts(PyObject *object, PyObject *param) {
+  return fsdp_layout_parts(fsdp_layout_object_layout(object), param);
 }
 
 static PyObject *layout_get_slots(PyObject *object, void *Py_UNUSED(closure)) {
@@ -236,10 +267,15 @@ PyDoc_STRVAR(layout_intersect_doc,
              "intersect($self, /, param, rank)\n--\n\n"
              "(begin, end) in the parameter and (begin, end) in the rank's\n"
              "shard, in elements; all 0 when the rank holds none of it.");
+PyDoc_STRVAR(layout_parts_doc,
+             "parts($self, param, /)\n--\n\n"
+             "Per rank: (begin, end) of what it holds of the parameter, in\n"
+             "elements; both 0 when that is nothing.");
 
 static PyMethodDef layout_methods[] = {
     {"intersect", (PyCFunction)(void (*)(void))layout_intersect,
      METH_VARARGS | METH_KEYWORDS, layout_intersect_doc},
+    {"parts", layout_parts, METH_O, layout_parts_doc},
     {NULL, NULL, 0, NULL},
 };
 

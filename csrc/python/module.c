@@ -89,6 +89,14 @@ PyDoc_STRVAR(
     "where there are any; memory goes back in pieces of at most 64 MiB.");
 
 PyDoc_STRVAR(
+    prepare_messages_doc,
+    "prepare_messages($module, /, rank, items, sources, targets, *,\n"
+    "                 direct_nbytes)\n--\n\n"
+    "(outgoing, incoming, copies, unpacking) of one rank: messages are (peer,\n"
+    "bytes), copies (source, target). items: (itemsize, held, needed), with\n"
+    "(begin, end) for each rank. See csrc/core/state/exchange.h.");
+
+PyDoc_STRVAR(
     pass_messages_doc,
     "pass_messages($module, /, group, outgoing, incoming, copies=())\n--\n\n"
     "Pass contiguous CPU tensors, (peer, tensor) each, between ranks of a\n"
@@ -149,6 +157,9 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
     {"parts", parts, METH_NOARGS, parts_doc},
     {"transport", transport, METH_VARARGS, transport_doc},
+    {"prepare_messages",
+     (PyCFunction)(void (*)(void))fsdp_module_prepare_messages,
+     METH_VARARGS | METH_KEYWORDS, prepare_messages_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},
     {NULL, NULL, 0, NULL},

@@ -64,6 +64,7 @@ const fsdp_flat_layout *fsdp_layout_object_layout(PyObject *object);
 /* Of a Layout and of a Unit; each a new reference. */
 PyObject *fsdp_layout_intersect(const fsdp_flat_layout *layout, PyObject *args,
                                 PyObject *kwargs);
+PyObject *fsdp_layout_parts(const fsdp_flat_layout *layout, PyObject *param);
 PyObject *fsdp_layout_slots(const fsdp_flat_layout *layout);
 PyObject *fsdp_layout_segments(const fsdp_flat_layout *layout);
 
@@ -77,6 +78,10 @@ PyObject *fsdp_module_crc32c(PyObject *module, PyObject *args,
 /* transfers.c: empty_tensors(numels, dtypes). */
 PyObject *fsdp_module_empty_tensors(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
+/* prepare_messages.c: prepare_messages(rank, items, sources, targets, direct_nbytes).
+ */
+PyObject *fsdp_module_prepare_messages(PyObject *module, PyObject *args,
+                                       PyObject *kwargs);
 /* pass_messages(group, outgoing, incoming). */
 PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
                                     PyObject *kwargs);

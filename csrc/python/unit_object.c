@@ -282,6 +282,10 @@ static PyObject *unit_intersect(PyObject *object, PyObject *args,
                                kwargs);
 }
 
+static PyObject *unit_parts(PyObject *object, PyObject *param) {
+  return fsdp_layout_parts(fsdp_torch_unit_layout(unit_of(object)), param);
+}
+
 static PyObject *unit_get_layout(PyObject *object, void *Py_UNUSED(closure)) {
   return fsdp_layout_object_share(
       state_of_object(object), fsdp_torch_unit_layout(unit_of(object)), object);
@@ -408,6 +412,10 @@ PyDoc_STRVAR(unit_intersect_doc,
              "intersect($self, /, param, rank)\n--\n\n"
              "(begin, end) in the parameter and (begin, end) in the rank's\n"
              "shard, in elements; all 0 when the rank holds none of it.");
+PyDoc_STRVAR(unit_parts_doc,
+             "parts($self, param, /)\n--\n\n"
+             "Per rank: (begin, end) of what it holds of the parameter, in\n"
+             "elements; both 0 when that is nothing.");
 
 static PyMethodDef unit_methods[] = {
     {"forward", (PyCFunction)(void (*)(void))fsdp_unit_object_forward,
@@ -423,6 +431,7 @@ static PyMethodDef unit_methods[] = {
     {"bind_flat_params", unit_bind_flat_params, METH_O, unit_bind_doc},
     {"intersect", (PyCFunction)(void (*)(void))unit_intersect,
      METH_VARARGS | METH_KEYWORDS, unit_intersect_doc},
+    {"parts", unit_parts, METH_O, unit_parts_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,6 +19,7 @@
 #include "base/status.h"
 #include "runtime/engine.h"
 #include "state/copy_plan.h"
+#include "state/exchange.h"
 
 #ifdef __cplusplus
 #define FSDP_NOEXCEPT noexcept
@@ -358,6 +359,21 @@ struct _object *fsdp_torch_transport(struct _object *group,
  * the CUDA kernels for good. GIL (released inside); NULL with an exception.
  */
 struct _object *fsdp_torch_parts(void);
+
+/*
+ * What an exchange needs done, as views of the tensors: a new tuple of four
+ * lists, the outgoing messages (packed) and the incoming ones, (peer, bytes)
+ * each, this rank's own copies, and what is to be copied once the messages are
+ * there, (source, target) each. `sources` and `targets` are what this rank
+ * holds and needs of the items; a source is brought to the targets' device, and
+ * may be None where the rank holds nothing. GIL (released inside).
+ *
+ * FSDP_INVALID_ARGUMENT  a tensor has another size than the exchange says, or
+ *                        the targets are not contiguous or on several devices.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_exchange_prepare(
+    const fsdp_exchange *exchange, fsdp_torch_buffers sources,
+    fsdp_torch_buffers targets, struct _object **prepared, fsdp_error *error);
 
 /* A contiguous tensor in host memory that goes to `peer` or comes from it. */
 typedef struct fsdp_torch_message {

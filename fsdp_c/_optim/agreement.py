@@ -159,11 +159,7 @@ def _merge(
     if not any(reports):
         return None
     result = AgreedState(place)
-    owners = [
-        rank
-        for rank in range(len(reports))
-        if place.part_of(rank)[0] < place.part_of(rank)[1]
-    ]
+    owners = [rank for rank, (begin, end) in enumerate(place.parts) if begin < end]
     for name in dict.fromkeys(name for report in reports for name in report):
         have = [rank for rank in owners if name in reports[rank]]
         have = have or [rank for rank, report in enumerate(reports) if name in report]

@@ -31,7 +31,7 @@ from fsdp_c._optim.places import Place, find_places, places_of_params
 from fsdp_c._optim.scatter import header_from_first, scatter
 from fsdp_c._optim.states import ParamState, assemble
 from fsdp_c._optim.transfer import Item
-from fsdp_c._state.sharded_tensors import find_problem, local_part, rows_of
+from fsdp_c._state.sharded_tensors import find_problem, local_part, row_elements
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,11 @@ def _from_own(
             values,
             sharded,
             [
-                Item(e.info.dtype, _rows(e.info.shape, group.size()), e.place.part_of)
+                Item(
+                    e.info.dtype,
+                    row_elements(e.info.shape, group.size()),
+                    e.place.parts_over(group),
+                )
                 for e in sharded
             ],
             [local_part(states[e.name][e.key]) for e in sharded],
@@ -272,13 +276,3 @@ def _from_own(
             device=over.compute_device,
         )
     return values
-
-
-def _rows(shape: torch.Size, world_size: int) -> Callable[[int], tuple[int, int]]:
-    row_numel = shape[1:].numel()
-
-    def rows(rank: int) -> tuple[int, int]:
-        begin, end = rows_of(shape[0], world_size, rank)
-        return begin * row_numel, end * row_numel
-
-    return rows

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +66,17 @@ class Place:
             return self.shape
         return torch.Size([self.part_numel])
 
-    def part_of(self, rank: int) -> tuple[int, int]:
-        """Return ``(begin, end)`` of a rank of ``shard_group``."""
-        if self.module is None or self.shard_group is None:
-            return 0, self.numel
-        begin, end, _, _ = self.module._unit.intersect(self.index, rank)
-        return begin, end
+    @cached_property
+    def parts(self) -> list[tuple[int, int]]:
+        """``(begin, end)`` of what each rank of ``shard_group`` holds."""
+        assert self.module is not None  # sharded, so by a unit
+        return self.module._unit.parts(self.index)
+
+    def parts_over(self, group: ProcessGroup) -> list[tuple[int, int]]:
+        """Return ``(begin, end)`` of what each rank of the unit's group holds."""
+        if self.shard_group is None:
+            return [(0, self.numel)] * group.size()
+        return self.parts
 
     def part_in(self, values: Tensor) -> Tensor:
         """Return this rank's part of ``values``, 1-D, a view if it can be.
@@ -78,6 +84,8 @@ class Place:
         Args:
             values: One value per element of ``param``, in its shape.
         """
+        if values.dim() == 1 and values.numel() == self.part_numel:
+            return values
         return values.reshape(-1).narrow(0, self.offset, self.part_numel)
 
 

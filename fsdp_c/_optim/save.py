@@ -19,8 +19,13 @@ from fsdp_c._optim.agreement import AgreedState, agree, unpacked_value
 from fsdp_c._optim.keys import ParamKeys
 from fsdp_c._optim.places import Place
 from fsdp_c._optim.states import OptimStates, ParamState, collect
-from fsdp_c._optim.transfer import Item, transfer, transfer_device
-from fsdp_c._state.sharded_tensors import has_rows, rows_of, wrap_chunk
+from fsdp_c._optim.transfer import Item, Range, transfer, transfer_device
+from fsdp_c._state.sharded_tensors import (
+    has_rows,
+    row_elements,
+    rows_of,
+    wrap_chunk,
+)
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
 # are tensors without one value per element, by parameter. There only if there are any.
@@ -145,48 +150,43 @@ def _unit_tensors(
             for place, key, _ in entries
         }
     target = None if destination is None else dist.get_group_rank(group, destination)
+    needed = {
+        place: _needed(place, group.size(), target, options.shards)
+        for place in dict.fromkeys(place for place, _, _ in entries)
+    }
+    items = [Item(dtype, place.parts, needed[place]) for place, _, dtype in entries]
+    parts = [local[place.fqn].sharded.get(key) for place, key, _ in entries]
     device = transfer_device(module.compute_device, group)
-    items = [
-        Item(dtype, place.part_of, _needed(place, group.size(), target, options.shards))
-        for place, _, dtype in entries
-    ]
-    parts = [
-        local[place.fqn].sharded.get(key) if place.part_numel else None
-        for place, key, _ in entries
-    ]
     values = transfer(items, parts, group=group, device=device)
     if not is_wanted:
         return {}
     result: dict[tuple[str, str], Any] = {}
+    end = torch.device("cpu") if options.offload_to_cpu else module.compute_device
     for (place, key, _), value in zip(entries, values, strict=True):
-        result[place.fqn, key] = _in_form(module, place, value, options)
+        here = value if value.device == end else value.to(end)
+        result[place.fqn, key] = _in_form(module, place, here, options)
     return result
 
 
-def _needed(place: Place, world_size: int, target: int | None, shards: bool) -> Any:
-    """Return which elements of a parameter's state a rank needs."""
+def _needed(
+    place: Place, world_size: int, target: int | None, shards: bool
+) -> list[Range]:
+    """Return which elements of a parameter's state each rank needs."""
+    whole = (0, place.numel)
     if target is not None:
-        return lambda rank: (0, place.numel if rank == target else 0)
+        return [whole if rank == target else (0, 0) for rank in range(world_size)]
     if not shards or not has_rows(place.shape):
-        return lambda rank: (0, place.numel)
-    row_numel = place.shape[1:].numel()
-
-    def rows(rank: int) -> tuple[int, int]:
-        begin, end = rows_of(place.shape[0], world_size, rank)
-        return begin * row_numel, end * row_numel
-
-    return rows
+        return [whole] * world_size
+    return row_elements(place.shape, world_size)
 
 
 def _in_form(
     module: ShardedModule, place: Place, value: Tensor, options: SaveOptions
 ) -> Any:
     """Return a state of which this rank has what it needs, 1-D."""
-    target = torch.device("cpu") if options.offload_to_cpu else module.compute_device
-    value = value.to(target)
     if not options.shards or not has_rows(place.shape):
-        return value.reshape(place.shape)
-    chunk = value.reshape(-1, *place.shape[1:])
+        return value.view(place.shape)
+    chunk = value.view(-1, *place.shape[1:])
     return wrap_chunk(module, chunk, place.shape, use_dtensor=options.use_dtensor)
 
 

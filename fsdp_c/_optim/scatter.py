@@ -3,7 +3,7 @@
 Each rank gets its parts and nothing else; replicas get them from the first replica.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from fsdp_c._failures import naming_ranks
 from fsdp_c._optim.entries import Values, all_entries, by_module, take
 from fsdp_c._optim.header import Header, TensorInfo, Wanted, read_header
 from fsdp_c._optim.places import Place
-from fsdp_c._optim.transfer import Item
+from fsdp_c._optim.transfer import Item, Range
 
 
 def _is_first(module: ShardedModule) -> bool:
@@ -106,7 +106,11 @@ def scatter(
                 states = state_dict["state"]
                 parts = [states[entry.name][entry.key] for entry in entries]
             items = [
-                Item(e.info.dtype, _first_of(e.place.numel), e.place.part_of)
+                Item(
+                    e.info.dtype,
+                    _of_first(e.place.numel, groups.process_group),
+                    e.place.parts_over(groups.process_group),
+                )
                 for e in entries
             ]
             take(
@@ -121,8 +125,8 @@ def scatter(
             items = [
                 Item(
                     e.info.dtype,
-                    _first_of(e.place.part_numel),
-                    _all_of(e.place.part_numel),
+                    _of_first(e.place.part_numel, replicas),
+                    [(0, e.place.part_numel)] * replicas.size(),
                 )
                 for e in entries
             ]
@@ -138,9 +142,6 @@ def scatter(
     return values
 
 
-def _first_of(numel: int) -> Callable[[int], tuple[int, int]]:
-    return lambda rank: (0, numel if rank == 0 else 0)
-
-
-def _all_of(numel: int) -> Callable[[int], tuple[int, int]]:
-    return lambda rank: (0, numel)
+def _of_first(numel: int, group: ProcessGroup) -> list[Range]:
+    """Return the ranges of elements that only rank 0 has."""
+    return [(0, numel), *[(0, 0)] * (group.size() - 1)]

@@ -10,7 +10,7 @@ So a whole result costs as many bytes on the wire as it has, and no rank receive
 what it does not need.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,30 +19,30 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_c._failures import naming_ranks
-from fsdp_c._native import CopyPlan, Placement, empty_tensors, pass_messages
+from fsdp_c._native import (
+    CopyPlan,
+    Placement,
+    empty_tensors,
+    pass_messages,
+    prepare_messages,
+)
 
 # Pieces of at least this size are not packed.
 DIRECT_NBYTES = 1024 * 1024
 
+# Elements ``(begin, end)``.
 Range = tuple[int, int]
 
 
 class Item(NamedTuple):
-    """A 1-D tensor of which ranks hold and need ranges ``(begin, end)``.
+    """A 1-D tensor of which ranks hold and need ranges, one for each rank.
 
     Each element that a rank needs must be held by exactly one rank.
     """
 
     dtype: torch.dtype
-    held_by: Callable[[int], Range]
-    needed_by: Callable[[int], Range]
-
-
-class _Piece(NamedTuple):
-    item: int
-    begin: int
-    end: int
-    nbytes: int
+    held: Sequence[Range]
+    needed: Sequence[Range]
 
 
 def transfer(
@@ -58,60 +58,34 @@ def transfer(
 
     Args:
         items: What the ranks hold and need.
-        parts: What this rank holds of each item, 1-D, on any device; None where
-            that is nothing.
+        parts: What this rank holds of each item, on any device; None where that is
+            nothing.
         group: The ranks.
         device: Where ``group`` communicates, and the results are.
 
     Returns:
         1-D tensors with memory of their own.
     """
-    rank, world_size = group.rank(), group.size()
-    held = [_range(item.held_by(rank)) for item in items]
-    needed = [_range(item.needed_by(rank)) for item in items]
-    sources = [_bytes_of(part, device) for part in parts]
+    rank = group.rank()
+    needed = [item.needed[rank] for item in items]
     results = _empty([end - begin for begin, end in needed], items, device)
-    targets = [result.view(torch.uint8) for result in results]
-    outgoing_messages: list[tuple[int, Tensor]] = []
-    incoming_messages: list[tuple[int, Tensor]] = []
-    own: list[tuple[Tensor, Tensor]] = []
-    unpacking: list[tuple[Tensor, list[Tensor]]] = []
-    packages: dict[tuple[_Piece, ...], Tensor] = {}  # equal for several peers
-    for peer in range(world_size):
-        outgoing = _pieces(items, held, [_range(i.needed_by(peer)) for i in items])
-        out = _slices(outgoing, items, sources, held)
-        incoming = _pieces(items, [_range(i.held_by(peer)) for i in items], needed)
-        into = _slices(incoming, items, targets, needed)
-        if peer == rank:
-            own = list(zip(out, into, strict=True))
-            continue
-        large, small = _split(out)
-        if small:
-            content = tuple(outgoing)
-            if content not in packages:
-                packages[content] = _pack(small, device)
-            large.append(packages[content])
-        outgoing_messages += [(peer, each) for each in large]
-        large, small = _split(into)
-        if small:
-            nbytes = sum(each.numel() for each in small)
-            packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            unpacking.append((packed, small))
-            large.append(packed)
-        incoming_messages += [(peer, each) for each in large]
+    outgoing, incoming, copies, unpacking = prepare_messages(
+        rank,
+        [(item.dtype.itemsize, item.held, item.needed) for item in items],
+        parts,
+        results,
+        direct_nbytes=DIRECT_NBYTES,
+    )
     # The messages travel while this rank copies what it holds itself.
-    if device.type == "cpu" and pass_messages(
-        group, outgoing_messages, incoming_messages, own
-    ):
+    if device.type == "cpu" and pass_messages(group, outgoing, incoming, copies):
         works = []
     else:
-        works = _start(outgoing_messages, incoming_messages, group)
-        _copy([source for source, _ in own], [target for _, target in own])
+        works = _start(outgoing, incoming, group)
+        _copy(copies)
     with naming_ranks(group, "transfer of optimizer states"):
         for work in works:
             work.wait()
-    for packed, small in unpacking:
-        _unpack(packed, small)
+    _copy(unpacking)
     return results
 
 
@@ -125,55 +99,6 @@ def _empty(
         torch.empty(numel, dtype=dtype, device=device)
         for numel, dtype in zip(numels, dtypes, strict=True)
     ]
-
-
-def _range(given: Range) -> Range:
-    begin, end = given
-    return (begin, end) if begin < end else (0, 0)
-
-
-def _bytes_of(part: Tensor | None, device: torch.device) -> Tensor:
-    if part is None:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    flat = part.detach().to(device).reshape(-1).contiguous()
-    return flat.view(torch.uint8)
-
-
-def _pieces(
-    items: Sequence[Item], held: Sequence[Range], needed: Sequence[Range]
-) -> list[_Piece]:
-    """Return the pieces that go from a rank that holds to one that needs."""
-    found = []
-    for index, (item, (a, b), (c, d)) in enumerate(
-        zip(items, held, needed, strict=True)
-    ):
-        begin, end = max(a, c), min(b, d)
-        if begin < end:
-            found.append(_Piece(index, begin, end, (end - begin) * item.dtype.itemsize))
-    return found
-
-
-def _slices(
-    pieces: Sequence[_Piece],
-    items: Sequence[Item],
-    memory: Sequence[Tensor],
-    ranges: Sequence[Range],
-) -> list[Tensor]:
-    """Return the bytes of ``pieces`` in ``memory``, which holds ``ranges``."""
-    return [
-        memory[piece.item].narrow(
-            0,
-            (piece.begin - ranges[piece.item][0]) * items[piece.item].dtype.itemsize,
-            piece.nbytes,
-        )
-        for piece in pieces
-    ]
-
-
-def _split(slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the large ones, to be passed straight, and the small ones."""
-    large = [each for each in slices if each.numel() >= DIRECT_NBYTES]
-    return large, [each for each in slices if each.numel() < DIRECT_NBYTES]
 
 
 def _start(
@@ -192,31 +117,13 @@ def _start(
         return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each of ``sources`` into the one of ``targets``; bytes."""
-    whole = Placement.whole([each.numel() for each in sources])
-    CopyPlan(whole, whole).run(sources, targets)
-
-
-def _placements(slices: Sequence[Tensor]) -> tuple[Placement, Placement, int]:
-    """Return where ``slices`` are, where they are side by side, and their bytes."""
-    pieces, begin = [], 0
-    for index, each in enumerate(slices):
-        pieces.append((index, 0, each.numel(), 0, begin))
-        begin += each.numel()
-    return Placement.whole([each.numel() for each in slices]), Placement(pieces), begin
-
-
-def _pack(slices: Sequence[Tensor], device: torch.device) -> Tensor:
-    apart, together, nbytes = _placements(slices)
-    packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    CopyPlan(apart, together).run(slices, [packed])
-    return packed
-
-
-def _unpack(packed: Tensor, slices: Sequence[Tensor]) -> None:
-    apart, together, _ = _placements(slices)
-    CopyPlan(together, apart).run([packed], slices)
+def _copy(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Make copies, ``(source, target)`` each, of bytes."""
+    if not copies:
+        return
+    whole = Placement.whole([source.numel() for source, _ in copies])
+    plan = CopyPlan(whole, whole)
+    plan.run([source for source, _ in copies], [target for _, target in copies])
 
 
 def transfer_device(device: torch.device, group: ProcessGroup) -> torch.device:

@@ -65,6 +65,13 @@ def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
 
 
+def row_elements(shape: torch.Size, world_size: int) -> list[tuple[int, int]]:
+    """Return the elements ``[begin, end)`` of each rank's rows."""
+    row_numel = shape[1:].numel()
+    rows = [rows_of(shape[0], world_size, rank) for rank in range(world_size)]
+    return [(begin * row_numel, end * row_numel) for begin, end in rows]
+
+
 def aligned(nbytes: int) -> int:
     """Return what ``nbytes`` take in a buffer for tensors of several dtypes."""
     return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES

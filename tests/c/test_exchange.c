@@ -1,0 +1,344 @@
+/*
+ * Tests of state/exchange: the picture, every failure, and random exchanges of
+ * all ranks played through byte by byte.
+ */
+#include "base/alloc.h"
+#include "check.h"
+#include "state/exchange.h"
+
+/* --- Pictures ------------------------------------------------------------ */
+
+static fsdp_exchange *plan(const fsdp_exchange_item *items, int64_t num_items,
+                           int64_t rank, int64_t world_size,
+                           int64_t direct_nbytes) {
+  const fsdp_exchange_spec spec = {items, num_items, rank, world_size,
+                                   direct_nbytes};
+  fsdp_exchange *exchange = NULL;
+  CHECK_I64(fsdp_exchange_create(&spec, &exchange, NULL), FSDP_OK);
+  return exchange;
+}
+
+static size_t write_messages(char *text, size_t size, const char *way,
+                             const fsdp_exchange_message *messages,
+                             int64_t num_messages) {
+  size_t used = 0;
+  for (int64_t i = 0; i < num_messages; i++) {
+    const fsdp_exchange_message *message = &messages[i];
+    used += (size_t)snprintf(text + used, size - used,
+                             "%s %" PRId64 ", %" PRId64 " bytes:", way,
+                             message->peer, message->nbytes);
+    for (int64_t j = 0; j < message->num_pieces; j++) {
+      const fsdp_exchange_piece *piece = &message->pieces[j];
+      used += (size_t)snprintf(text + used, size - used,
+                               " %" PRId64 "[%" PRId64 " + %" PRId64 "]",
+                               piece->item, piece->offset, piece->nbytes);
+    }
+    used +=
+        (size_t)(message->same_as == i
+                     ? snprintf(text + used, size - used, "\n")
+                     : snprintf(text + used, size - used,
+                                " as message %" PRId64 "\n", message->same_as));
+  }
+  return used;
+}
+
+/* Destroys the exchange. */
+static const char *text_of(fsdp_exchange *exchange) {
+  static char text[4096];
+  size_t used = 0;
+  int64_t num = 0;
+  const fsdp_exchange_copy *copies = fsdp_exchange_copies(exchange, &num);
+  text[0] = '\0';
+  for (int64_t i = 0; i < num; i++) {
+    used += (size_t)snprintf(text + used, sizeof text - used,
+                             "copy %" PRId64 " %" PRId64 " -> %" PRId64
+                             ", %" PRId64 " bytes\n",
+                             copies[i].item, copies[i].source_offset,
+                             copies[i].target_offset, copies[i].nbytes);
+  }
+  const fsdp_exchange_message *messages =
+      fsdp_exchange_outgoing(exchange, &num);
+  used += write_messages(text + used, sizeof text - used, "to", messages, num);
+  messages = fsdp_exchange_incoming(exchange, &num);
+  (void)write_messages(text + used, sizeof text - used, "from", messages, num);
+  fsdp_exchange_destroy(exchange);
+  return text;
+}
+
+static void test_header_picture(void) {
+  const fsdp_range held[] = {{0, 3}, {3, 5}};
+  const fsdp_range needed[] = {{0, 5}, {3, 5}};
+  const fsdp_exchange_item item = {4, held, needed};
+  CHECK_TEXT(text_of(plan(&item, 1, 0, 2, 100)),
+             "copy 0 0 -> 0, 12 bytes\nfrom 1, 8 bytes: 0[12 + 8]\n");
+  CHECK_TEXT(text_of(plan(&item, 1, 1, 2, 100)),
+             "copy 0 0 -> 0, 8 bytes\nto 0, 8 bytes: 0[0 + 8]\n");
+  fsdp_exchange *exchange = plan(&item, 1, 1, 2, 100);
+  CHECK_I64(fsdp_exchange_num_items(exchange), 1);
+  CHECK_I64(fsdp_exchange_held_nbytes(exchange, 0), 8);
+  CHECK_I64(fsdp_exchange_needed_nbytes(exchange, 0), 8);
+  fsdp_exchange_destroy(exchange);
+  fsdp_exchange_destroy(NULL);
+  CHECK_TEXT(text_of(plan(NULL, 0, 0, 3, 1)), "");
+  CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+/* Two small pieces and a large one; both peers get what rank 0 has, rank 2
+ * without item 2. */
+static void test_packing(void) {
+  const fsdp_range held[] = {{0, 2}, {0, 0}, {0, 0}};
+  const fsdp_range all[] = {{0, 0}, {0, 2}, {0, 2}};
+  const fsdp_range first[] = {{0, 0}, {0, 2}, {1, 1}};
+  const fsdp_exchange_item same[] = {
+      {1, held, all}, {8, held, all}, {2, held, all}};
+  CHECK_TEXT(text_of(plan(same, 3, 0, 3, 16)),
+             "to 1, 16 bytes: 1[0 + 16]\nto 1, 6 bytes: 0[0 + 2] 2[0 + 4]\n"
+             "to 2, 16 bytes: 1[0 + 16]\n"
+             "to 2, 6 bytes: 0[0 + 2] 2[0 + 4] as message 1\n");
+  CHECK_TEXT(text_of(plan(same, 3, 2, 3, 16)),
+             "from 0, 16 bytes: 1[0 + 16]\nfrom 0, 6 bytes: 0[0 + 2] "
+             "2[0 + 4]\n");
+  const fsdp_exchange_item different[] = {
+      {1, held, all}, {8, held, all}, {2, held, first}};
+  CHECK_TEXT(text_of(plan(different, 3, 0, 3, 17)),
+             "to 1, 22 bytes: 0[0 + 2] 1[0 + 16] 2[0 + 4]\n"
+             "to 2, 18 bytes: 0[0 + 2] 1[0 + 16]\n");
+}
+
+/* --- Failures ------------------------------------------------------------ */
+
+static void check_refused(fsdp_exchange_spec spec, fsdp_status expected,
+                          const char *message) {
+  fsdp_exchange *exchange = NULL;
+  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  CHECK_I64(fsdp_exchange_create(&spec, &exchange, &error), expected);
+  CHECK_TEXT(error.message, message);
+  CHECK(exchange == NULL);
+  CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+static void test_refused(void) {
+  const fsdp_range good[] = {{0, 3}, {3, 5}};
+  const fsdp_range below[] = {{0, 3}, {-1, 5}};
+  const fsdp_range backwards[] = {{4, 3}, {3, 5}};
+  const fsdp_range huge[] = {{0, 3}, {3, INT64_MAX / 4}};
+  const fsdp_exchange_item items[] = {{4, good, good}, {4, below, good}};
+  check_refused((fsdp_exchange_spec){items, 2, 0, 2, 1}, FSDP_INVALID_ARGUMENT,
+                "rank 1 holds elements [-1, 5) of item 1, need 0 <= begin <= "
+                "end");
+  const fsdp_exchange_item needs = {4, good, backwards};
+  check_refused((fsdp_exchange_spec){&needs, 1, 0, 2, 1}, FSDP_INVALID_ARGUMENT,
+                "rank 0 needs elements [4, 3) of item 0, need 0 <= begin <= "
+                "end");
+  const fsdp_exchange_item wide = {8, huge, good};
+  check_refused((fsdp_exchange_spec){&wide, 1, 0, 2, 1}, FSDP_OVERFLOW,
+                "rank 1 holds elements up to 2305843009213693951 of item 0, 8 "
+                "bytes each: too many");
+  const fsdp_exchange_item nothing = {0, good, good};
+  check_refused((fsdp_exchange_spec){&nothing, 1, 0, 2, 1},
+                FSDP_INVALID_ARGUMENT, "item 0 has 0 bytes an element");
+  check_refused((fsdp_exchange_spec){items, 1, 2, 2, 1}, FSDP_INVALID_ARGUMENT,
+                "rank 2 of 2 ranks");
+  check_refused((fsdp_exchange_spec){items, 1, -1, 2, 1}, FSDP_INVALID_ARGUMENT,
+                "rank -1 of 2 ranks");
+}
+
+static void test_too_many_bytes(void) {
+  const fsdp_range held[] = {{0, INT64_MAX}, {0, 0}};
+  const fsdp_range needed[] = {{0, 0}, {0, INT64_MAX}};
+  const fsdp_exchange_item items[] = {{1, held, needed}, {1, held, needed}};
+  /* The last piece is large enough to go alone, then both are packed. */
+  const fsdp_range less[] = {{0, INT64_MAX - 1}, {0, 0}};
+  const fsdp_exchange_item packed[] = {{1, less, needed}, {1, less, needed}};
+  text_of(plan(items, 2, 0, 2, INT64_MAX));
+  check_refused((fsdp_exchange_spec){packed, 2, 0, 2, INT64_MAX}, FSDP_OVERFLOW,
+                "the messages for rank 1 have too many bytes");
+}
+
+static void test_out_of_memory(void) {
+  const fsdp_range held[] = {{0, 3}, {3, 5}};
+  const fsdp_range needed[] = {{0, 5}, {0, 5}};
+  const fsdp_exchange_item items[] = {{4, held, needed}, {9, held, needed}};
+  const fsdp_exchange_spec spec = {items, 2, 0, 2, 16};
+  fsdp_status status = FSDP_OUT_OF_MEMORY;
+  int64_t index = 0;
+  for (; status == FSDP_OUT_OF_MEMORY; index++) {
+    fsdp_exchange *exchange = NULL;
+    fsdp_alloc_fail_at(index);
+    status = fsdp_exchange_create(&spec, &exchange, NULL);
+    fsdp_alloc_fail_at(-1);
+    CHECK((exchange != NULL) == (status == FSDP_OK));
+    fsdp_exchange_destroy(exchange);
+    CHECK_I64(fsdp_alloc_live(), 0);
+  }
+  CHECK_I64(status, FSDP_OK);
+  CHECK(index > 6);
+}
+
+/* --- All ranks together --------------------------------------------------- */
+
+enum {
+  RANKS = 5,
+  ITEMS = 4,
+  NUMEL = 12,
+  ITEMSIZE = 4,
+  ROOM = NUMEL * ITEMSIZE
+};
+
+typedef struct world {
+  int64_t num_ranks;
+  int64_t num_items;
+  int64_t direct_nbytes;
+  fsdp_range held[ITEMS][RANKS];
+  fsdp_range needed[ITEMS][RANKS];
+  fsdp_exchange_item items[ITEMS];
+  fsdp_exchange *exchanges[RANKS];
+  unsigned char results[RANKS][ITEMS][ROOM];
+} world;
+
+static unsigned char byte_of(int64_t item, int64_t index) {
+  return (unsigned char)(1 + item * ROOM + index);
+}
+
+/* The ranks hold an item in any order, with elements that nobody holds. */
+static void draw_item(world *self, int64_t index, uint64_t *seed) {
+  int64_t bounds[RANKS + 1];
+  int64_t next = check_random(seed, 3);
+  const int64_t turn = check_random(seed, self->num_ranks);
+  for (int64_t i = 0; i <= self->num_ranks; i++) {
+    bounds[i] = next;
+    next += check_random(seed, (NUMEL - next) / 2 + 1);
+  }
+  for (int64_t i = 0; i < self->num_ranks; i++) {
+    const int64_t rank = (i + turn) % self->num_ranks;
+    self->held[index][rank] = (fsdp_range){bounds[i], bounds[i + 1]};
+    const int64_t begin = check_random(seed, NUMEL + 1);
+    const int64_t numel = check_random(seed, NUMEL - begin + 1);
+    self->needed[index][rank] = (fsdp_range){begin, begin + numel};
+  }
+  self->items[index] = (fsdp_exchange_item){
+      1 + check_random(seed, ITEMSIZE), self->held[index], self->needed[index]};
+}
+
+/* The number `number` of the messages to or from a peer; NULL behind them. */
+static const fsdp_exchange_message *message_at(
+    const fsdp_exchange_message *messages, int64_t num_messages, int64_t peer,
+    int64_t number) {
+  for (int64_t i = 0; i < num_messages; i++) {
+    if (messages[i].peer == peer && number-- == 0) return &messages[i];
+  }
+  return NULL;
+}
+
+/* A byte of the message that `from` sends, by the messages that are the same:
+ * what is packed once must be right for all. */
+static unsigned char sent_byte(const world *self, int64_t from,
+                               const fsdp_exchange_message *messages,
+                               const fsdp_exchange_message *message,
+                               int64_t index) {
+  const fsdp_exchange_message *packed = &messages[message->same_as];
+  const fsdp_exchange_piece *piece = packed->pieces;
+  while (index >= piece->nbytes) index -= (piece++)->nbytes;
+  const fsdp_exchange_item *item = &self->items[piece->item];
+  return byte_of(piece->item, item->held[from].begin * item->itemsize +
+                                  piece->offset + index);
+}
+
+/* Returns whether there was a message. */
+static bool pass_message(world *self, int64_t from, int64_t to,
+                         int64_t number) {
+  int64_t num_out, num_in;
+  const fsdp_exchange_message *outgoing =
+      fsdp_exchange_outgoing(self->exchanges[from], &num_out);
+  const fsdp_exchange_message *incoming =
+      fsdp_exchange_incoming(self->exchanges[to], &num_in);
+  const fsdp_exchange_message *out = message_at(outgoing, num_out, to, number);
+  const fsdp_exchange_message *in = message_at(incoming, num_in, from, number);
+  if (!CHECK((out == NULL) == (in == NULL)) || out == NULL) return false;
+  CHECK_I64(out->nbytes, in->nbytes);
+  CHECK(out->num_pieces == 1 || out->pieces[0].nbytes < self->direct_nbytes);
+  int64_t index = 0;
+  for (int64_t i = 0; i < in->num_pieces; i++) {
+    const fsdp_exchange_piece *piece = &in->pieces[i];
+    for (int64_t j = 0; j < piece->nbytes; j++, index++) {
+      self->results[to][piece->item][piece->offset + j] =
+          sent_byte(self, from, outgoing, out, index);
+    }
+  }
+  CHECK_I64(index, in->nbytes);
+  return true;
+}
+
+static void run_world(world *self) {
+  for (int64_t rank = 0; rank < self->num_ranks; rank++) {
+    self->exchanges[rank] = plan(self->items, self->num_items, rank,
+                                 self->num_ranks, self->direct_nbytes);
+    int64_t num;
+    const fsdp_exchange_copy *copies =
+        fsdp_exchange_copies(self->exchanges[rank], &num);
+    for (int64_t i = 0; i < num; i++) {
+      const fsdp_exchange_item *item = &self->items[copies[i].item];
+      for (int64_t j = 0; j < copies[i].nbytes; j++) {
+        self->results[rank][copies[i].item][copies[i].target_offset + j] =
+            byte_of(copies[i].item, item->held[rank].begin * item->itemsize +
+                                        copies[i].source_offset + j);
+      }
+    }
+  }
+  for (int64_t from = 0; from < self->num_ranks; from++) {
+    for (int64_t to = 0; to < self->num_ranks; to++) {
+      if (from == to) continue;
+      int64_t number = 0;
+      while (pass_message(self, from, to, number)) number++;
+    }
+  }
+}
+
+/* Every needed element that somebody holds is there, and nothing else. */
+static void check_results(const world *self) {
+  for (int64_t rank = 0; rank < self->num_ranks; rank++) {
+    for (int64_t i = 0; i < self->num_items; i++) {
+      const int64_t itemsize = self->items[i].itemsize;
+      const fsdp_range needed = self->needed[i][rank];
+      for (int64_t j = 0; j < ROOM; j++) {
+        const int64_t byte = needed.begin * itemsize + j;
+        bool is_held = false;
+        for (int64_t holder = 0; holder < self->num_ranks; holder++) {
+          is_held |= self->held[i][holder].begin * itemsize <= byte &&
+                     byte < self->held[i][holder].end * itemsize;
+        }
+        is_held &= byte < needed.end * itemsize;
+        CHECK_I64(self->results[rank][i][j], is_held ? byte_of(i, byte) : 0);
+      }
+    }
+  }
+}
+
+static void test_random_exchanges(void) {
+  const int64_t before = check_num_failures;
+  for (uint64_t first = 1; first <= 3000; first++) {
+    uint64_t seed = first * 77777;
+    world self = {.num_ranks = 1 + check_random(&seed, RANKS),
+                  .num_items = check_random(&seed, ITEMS + 1),
+                  .direct_nbytes = check_random(&seed, 20)};
+    for (int64_t i = 0; i < self.num_items; i++) draw_item(&self, i, &seed);
+    run_world(&self);
+    check_results(&self);
+    for (int64_t rank = 0; rank < self.num_ranks; rank++) {
+      fsdp_exchange_destroy(self.exchanges[rank]);
+    }
+    if (check_num_failures == before) continue;
+    printf("seed %" PRIu64 "\n", first);
+    return;
+  }
+  CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+int main(void) {
+  const check_test tests[] = {
+      CHECK_TEST(test_header_picture), CHECK_TEST(test_packing),
+      CHECK_TEST(test_refused),        CHECK_TEST(test_too_many_bytes),
+      CHECK_TEST(test_out_of_memory),  CHECK_TEST(test_random_exchanges),
+  };
+  return CHECK_RUN(tests);
+}
