@@ -162,15 +162,26 @@ static void remove_done(fsdp_shm *shm) {
   shm->num_messages = num;
 }
 
+/* The same while a pass over all messages comes to `message`: cheap, for there
+ * may be hundreds. */
+static bool is_first_in_pass(fsdp_shm *shm, const fsdp_shm_message *message) {
+  fsdp_shm_peer *peer = &shm->peers[message->peer];
+  uint64_t *pass = message->is_send ? &peer->send_pass : &peer->recv_pass;
+  if (*pass == shm->message_pass) return false;
+  *pass = shm->message_pass;
+  return true;
+}
+
 fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   bool any_ever = false;
   for (bool any = shm->num_messages > 0; any;) {
     any = false;
+    shm->message_pass++;
     for (size_t i = 0; i < shm->num_messages; i++) {
       fsdp_shm_message *message = &shm->messages[i];
       if (!message->is_send) fsdp_shm_priv_offer(shm, message);
-      if (!is_first(shm, i) || is_done(message)) continue;
+      if (!is_first_in_pass(shm, message) || is_done(message)) continue;
       if (!can_go_on(shm, message)) continue;
       if (message->is_send) {
         send_piece(shm, message);
@@ -179,7 +190,7 @@ fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm, fsdp_error *error) {
       }
       any = any_ever = true;
     }
-    remove_done(shm);
+    if (any) remove_done(shm);
   }
 done:
   if (any_ever) shm->message_progress_ns = fsdp_shm_priv_now();
@@ -198,13 +209,17 @@ bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer) {
 /* ---- Calls -----------------------------------------------------------------
  */
 
+static fsdp_status check_owner(const fsdp_shm *shm, fsdp_error *error) {
+  if (shm->owner == getpid()) return FSDP_OK;
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "a forked child has no messages of rank %" PRId64,
+                   shm->rank);
+}
+
 static fsdp_status check_message(const fsdp_shm *shm, int64_t peer,
                                  int64_t nbytes, fsdp_error *error) {
-  if (shm->owner != getpid()) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "a forked child has no messages of rank %" PRId64,
-                     shm->rank);
-  }
+  const fsdp_status status = check_owner(shm, error);
+  if (status != FSDP_OK) return status;
   if (peer < 0 || peer >= shm->world_size || peer == shm->rank || nbytes < 0) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                      "message of %" PRId64 " bytes between rank %" PRId64
@@ -276,17 +291,26 @@ bool fsdp_shm_has_writers(fsdp_transport *transport) {
   return has_writers;
 }
 
+fsdp_status fsdp_shm_move_messages(fsdp_transport *transport,
+                                   fsdp_error *error) {
+  fsdp_shm *shm = (fsdp_shm *)transport;
+  fsdp_status status = check_owner(shm, error);
+  if (status != FSDP_OK) return status;
+  (void)pthread_mutex_lock(&shm->mutex);
+  status = fsdp_shm_priv_check(shm, error);
+  if (status == FSDP_OK) status = fsdp_shm_priv_progress(shm, error);
+  (void)pthread_mutex_unlock(&shm->mutex);
+  return status;
+}
+
 fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,
                                    fsdp_error *error) {
   fsdp_shm *shm = (fsdp_shm *)transport;
   const fsdp_shm_goal goal = {.is_messages = true};
-  if (shm->owner != getpid()) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "a forked child has no messages of rank %" PRId64,
-                     shm->rank);
-  }
+  fsdp_status status = check_owner(shm, error);
+  if (status != FSDP_OK) return status;
   (void)pthread_mutex_lock(&shm->mutex);
-  fsdp_status status = fsdp_shm_priv_check(shm, error);
+  status = fsdp_shm_priv_check(shm, error);
   if (status == FSDP_OK) status = fsdp_shm_priv_wait(shm, &goal, error);
   (void)pthread_mutex_unlock(&shm->mutex);
   return status;

@@ -91,6 +91,8 @@ typedef struct fsdp_shm_peer {
   int64_t num_sends;    /* messages started */
   int64_t num_recvs;
   int64_t num_recvs_done;
+  uint64_t send_pass; /* the last pass over the messages that met one */
+  uint64_t recv_pass;
   bool is_closed;  /* its memory cannot be written */
   int64_t seen_ns; /* direct.c: when its process was last seen */
 } fsdp_shm_peer;
@@ -113,6 +115,7 @@ typedef struct fsdp_shm {
   size_t message_capacity;
   size_t num_messages;
   int64_t message_progress_ns;
+  uint64_t message_pass;
   bool has_writers;    /* of memory that was offered, after a failure */
   const void **pieces; /* scratch of sums, one entry per rank */
   fsdp_error failure;  /* status FSDP_OK: none yet */

@@ -99,6 +99,11 @@ FSDP_NODISCARD fsdp_status fsdp_shm_recv(fsdp_transport *transport,
  * not be given back. */
 bool fsdp_shm_has_writers(fsdp_transport *transport);
 
+/* Does what can be done without waiting. A rank that is busy with something
+ * else calls it now and then: senders wait for the receiver's offers. */
+FSDP_NODISCARD fsdp_status fsdp_shm_move_messages(fsdp_transport *transport,
+                                                  fsdp_error *error);
+
 /* Ends all messages that this rank started. */
 FSDP_NODISCARD fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,
                                                   fsdp_error *error);

@@ -6,7 +6,7 @@ states they have, and take what is not sharded from a rank that has it.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class AgreedState:
     Attributes:
         place: The parameter.
         sharded: dtypes of the states that have one value per element.
-        plain: The other states, as :func:`packed_value`.
+        plain: The other states, as :func:`packed_value`; shared by parameters.
     """
 
     place: Place
@@ -60,11 +60,20 @@ class AgreedState:
     plain: dict[str, Any] = field(default_factory=dict)
 
 
+# What one rank has of a parameter: whether it is sharded, and a dtype or a plain state.
+_Kind = dict[str, tuple[bool, Any]]
+
+
 class _Report(NamedTuple):
-    """One rank's states: what each has is a dtype, or a plain state."""
+    """One rank's states.
+
+    Most parameters have the same: ``kinds`` lists what differs, ``states`` has the
+    index of each parameter's.
+    """
 
     error: str | None
-    states: dict[str, dict[str, tuple[bool, Any]]]
+    kinds: list[_Kind]
+    states: dict[str, int]
 
 
 def agree(
@@ -89,14 +98,12 @@ def agree(
     """
     gathered: list[tuple[_Report, list[Any]]] = []
     for group in groups:
-        mine = _Report(
-            None if error is None else str(error),
-            {
-                name: _report(state)
-                for name, state in states.items()
-                if state.place.shard_group is group
-            },
-        )
+        its_states = {
+            name: state
+            for name, state in states.items()
+            if state.place.shard_group is group
+        }
+        mine = _report(its_states, error)
         reports: list[Any] = [None] * group.size()
         with naming_ranks(group, "comparison of optimizer states"):
             dist.all_gather_object(reports, mine, group=group)
@@ -106,11 +113,10 @@ def agree(
     agreed: dict[str, AgreedState] = {}
     for mine, reports in gathered:
         _check_reports(reports)
-        for name in mine.states:
-            place = states[name].place
-            found = _merge(place, [report.states[name] for report in reports])
-            if found is not None:
-                agreed[name] = found
+        places = [states[name].place for name in mine.states]
+        agreed.update(
+            (each.place.fqn, each) for each in _agreed_states(places, reports)
+        )
     for name, state in states.items():
         if state.place.shard_group is None and state.has_state:
             agreed[name] = AgreedState(
@@ -121,13 +127,43 @@ def agree(
     return {name: agreed[name] for name in states if name in agreed}
 
 
-def _report(state: ParamState) -> dict[str, tuple[bool, Any]]:
+def _report(states: Mapping[str, ParamState], error: Exception | None) -> _Report:
+    report = _Report(None if error is None else str(error), [], {})
+    known: dict[tuple[Any, ...], int] = {}
+    for name, state in states.items():
+        kind = _kind(state)
+        key = _key(kind)
+        new = len(report.kinds)
+        index = new if key is None else known.setdefault(key, new)
+        if index == new:
+            report.kinds.append(kind)
+        report.states[name] = index
+    return report
+
+
+def _kind(state: ParamState) -> _Kind:
     if not state.has_state:
         return {}
     return {
         **{name: (True, value.dtype) for name, value in state.sharded.items()},
         **{name: (False, packed_value(value)) for name, value in state.plain.items()},
     }
+
+
+def _key(kind: _Kind) -> tuple[Any, ...] | None:
+    """Return what two kinds have in common only if they are the same, bit for bit.
+
+    None where that takes more than a look.
+    """
+    key: list[Any] = []
+    for name, (_, value) in kind.items():
+        if isinstance(value, Scalar):
+            key += name, value.dtype, repr(value.value)
+        elif isinstance(value, torch.dtype):
+            key += name, value
+        else:
+            return None
+    return tuple(key)
 
 
 def _check_reports(reports: Sequence[_Report]) -> None:
@@ -152,14 +188,39 @@ def _missing(what: str) -> str:
     )
 
 
+def _agreed_states(
+    places: Sequence[Place], reports: Sequence[_Report]
+) -> Iterator[AgreedState]:
+    """Yield the states of the parameters that have any on some rank."""
+    found: dict[tuple[Any, ...], AgreedState | None] = {}
+    for place in places:
+        indices = tuple(report.states[place.fqn] for report in reports)
+        owners = [rank for rank, (begin, end) in enumerate(place.parts) if begin < end]
+        key = (indices, *owners)
+        if key not in found:
+            kinds = [
+                report.kinds[index]
+                for report, index in zip(reports, indices, strict=True)
+            ]
+            found[key] = _merge(place, owners, kinds)
+        state = found[key]
+        if state is not None:
+            yield AgreedState(place, state.sharded, state.plain)
+
+
 def _merge(
-    place: Place, reports: Sequence[Mapping[str, tuple[bool, Any]]]
+    place: Place, owners: Sequence[int], reports: Sequence[_Kind]
 ) -> AgreedState | None:
-    """Return the state of one parameter, of the ranks' reports."""
+    """Return the state of one parameter, of which the ranks have ``reports``.
+
+    Args:
+        place: The parameter.
+        owners: The ranks that hold a part of it.
+        reports: Of all ranks.
+    """
     if not any(reports):
         return None
     result = AgreedState(place)
-    owners = [rank for rank, (begin, end) in enumerate(place.parts) if begin < end]
     for name in dict.fromkeys(name for report in reports for name in report):
         have = [rank for rank in owners if name in reports[rank]]
         have = have or [rank for rank, report in enumerate(reports) if name in report]

@@ -13,7 +13,7 @@ from fsdp_c._names import clean_name
 from fsdp_c._uses import is_flat_param, sharding_unit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object for each parameter
 class Place:
     """A parameter of the model, and where this rank's part of it lies.
 
@@ -49,7 +49,7 @@ class Place:
         """Elements of this rank's part."""
         return self.end - self.begin
 
-    @property
+    @cached_property
     def is_flat(self) -> bool:
         """Whether the optimizer steps a flat parameter that contains it."""
         return is_flat_param(self.param)
@@ -59,7 +59,7 @@ class Place:
         """The group over which it is sharded; None if each rank has the whole."""
         return None if self.module is None else self.module._config.groups.shard_group
 
-    @property
+    @cached_property
     def local_shape(self) -> torch.Size:
         """Shape of this rank's part as a tensor: 1-D, unless it is the whole."""
         if self.shard_group is None:

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -18,6 +19,8 @@
 
 namespace fsdp_torch {
 namespace {
+
+constexpr size_t kPiece = size_t{1} << 20;
 
 at::Tensor read_tensor(PyObject *object, const char *what) {
   if (!THPVariable_Check(object)) {
@@ -47,12 +50,6 @@ Copy read_copy(const fsdp_torch_copy &given) {
   return copy;
 }
 
-void run(const Copy &copy) {
-  if (copy.source.nbytes() == 0) return;
-  std::memcpy(copy.target.mutable_data_ptr(), copy.source.const_data_ptr(),
-              copy.source.nbytes());
-}
-
 void start(fsdp_transport *transport, const fsdp_torch_message &message,
            const at::Tensor &tensor) {
   const auto nbytes = static_cast<int64_t>(tensor.nbytes());
@@ -66,10 +63,27 @@ void start(fsdp_transport *transport, const fsdp_torch_message &message,
   if (status != FSDP_OK) throw_error(error);
 }
 
+void check(fsdp_status status, const fsdp_error &error) {
+  if (status != FSDP_OK) C10_THROW_ERROR(DistBackendError, error.message);
+}
+
 void wait(fsdp_transport *transport) {
   fsdp_error error = {};
-  if (fsdp_shm_wait_messages(transport, &error) != FSDP_OK) {
-    C10_THROW_ERROR(DistBackendError, error.message);
+  check(fsdp_shm_wait_messages(transport, &error), error);
+}
+
+// The messages move on between the pieces: other ranks that send must not wait
+// until a long copy is made.
+void run(const Copy &copy, fsdp_transport *transport) {
+  const size_t nbytes = copy.source.nbytes();
+  if (nbytes == 0) return;
+  const auto *source = static_cast<const char *>(copy.source.const_data_ptr());
+  auto *target = static_cast<char *>(copy.target.mutable_data_ptr());
+  for (size_t begin = 0; begin < nbytes; begin += kPiece) {
+    std::memcpy(target + begin, source + begin,
+                std::min(kPiece, nbytes - begin));
+    fsdp_error error = {};
+    check(fsdp_shm_move_messages(transport, &error), error);
   }
 }
 
@@ -141,7 +155,9 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
       fsdp_torch::start(transport, exchange->messages[i],
                         tensors[static_cast<size_t>(i)]);
     }
-    for (const fsdp_torch::Copy &copy : copies) fsdp_torch::run(copy);
+    for (const fsdp_torch::Copy &copy : copies) {
+      fsdp_torch::run(copy, transport);
+    }
     fsdp_torch::wait(transport);
     return FSDP_OK;
   };
