@@ -78,7 +78,8 @@ PyObject *fsdp_module_crc32c(PyObject *module, PyObject *args,
 /* transfers.c: empty_tensors(numels, dtypes). */
 PyObject *fsdp_module_empty_tensors(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
-/* prepare_messages.c: prepare_messages(rank, items, sources, targets, direct_nbytes).
+/* prepare_messages.c: prepare_messages(rank, items, sources, targets,
+ * direct_nbytes).
  */
 PyObject *fsdp_module_prepare_messages(PyObject *module, PyObject *args,
                                        PyObject *kwargs);

@@ -2,9 +2,8 @@
  * prepare_messages(): an exchange's ranges, from Python, and what they ask of
  * one rank. See state/exchange.h.
  */
-#include "state/exchange.h"
-
 #include "python/convert.h"
+#include "state/exchange.h"
 
 /* The items of an exchange, and the ranges that they point to. */
 typedef struct exchange_items {

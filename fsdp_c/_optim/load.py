@@ -1,7 +1,7 @@
 """Optimizer state dicts into the form that a sharded model's optimizer loads.
 
 Checks come first, on what the dictionary holds and not on its elements; then each
-unit's states come in one exchange, see Note [One exchange per unit].
+unit's states come in one exchange, see Note [One exchange].
 """
 
 import copy

@@ -1,11 +1,18 @@
 """Optimizer state dicts of a sharded model: full, sharded, local.
 
-One exchange a unit, see Note [One exchange per unit]; before it, the ranks agree on
-what there is with one small collective a call.
+The ranks agree on what there is with one small collective a call, then pass each
+other elements.
+
+Note [Batches of units]
+An exchange takes what it packs as extra memory, and so does a result that is made on
+another device than it ends on. So units are exchanged one after the other. Where
+results come into place and most pieces go straight (see transfer.py), several units
+go in one exchange, as long as what it packs is no more than the largest unit: ranks
+that do not wait for each other after each unit are faster. All ranks batch alike.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +26,13 @@ from fsdp_c._optim.agreement import AgreedState, agree, unpacked_value
 from fsdp_c._optim.keys import ParamKeys
 from fsdp_c._optim.places import Place
 from fsdp_c._optim.states import OptimStates, ParamState, collect
-from fsdp_c._optim.transfer import Item, Range, transfer, transfer_device
+from fsdp_c._optim.transfer import (
+    DIRECT_NBYTES,
+    Item,
+    Range,
+    transfer,
+    transfer_device,
+)
 from fsdp_c._state.sharded_tensors import (
     has_rows,
     row_elements,
@@ -30,6 +43,8 @@ from fsdp_c._state.sharded_tensors import (
 # A top-level entry of a full or sharded optimizer state dict: names of states that
 # are tensors without one value per element, by parameter. There only if there are any.
 WHOLE_STATES = "whole_states"
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -99,13 +114,10 @@ def save(
         name: {key: unpacked_value(value) for key, value in state.plain.items()}
         for name, state in agreed.items()
     }
-    by_module: dict[ShardedModule | None, list[AgreedState]] = {}
-    for state in agreed.values():
-        by_module.setdefault(state.place.module, []).append(state)
     with torch.no_grad():
-        for module, its_states in by_module.items():
-            for (name, key), value in _unit_tensors(
-                module, its_states, local.states, options, destination
+        for batch in _batches(agreed.values(), options):
+            for (name, key), value in _batch_tensors(
+                batch, local.states, options, destination
             ).items():
                 states[name][key] = value
     if not is_wanted:
@@ -125,34 +137,85 @@ def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int
     return dist.get_global_rank(groups.process_group, 0)
 
 
-def _unit_tensors(
-    module: ShardedModule | None,
+def _batches(
+    agreed: Iterable[AgreedState], options: SaveOptions
+) -> Iterator[list[AgreedState]]:
+    """Yield the states in lists of which each is for one exchange.
+
+    See Note [Batches of units]. Those of a list have the same device and group.
+    """
+    by_module: dict[ShardedModule | None, list[AgreedState]] = {}
+    for state in agreed:
+        by_module.setdefault(state.place.module, []).append(state)
+    most = max((_nbytes(states) for states in by_module.values()), default=0)
+    batch: list[AgreedState] = []
+    packed = 0
+    last: Any = None
+    for module, states in by_module.items():
+        kind = None if module is None else (module.compute_device, _group_of(states))
+        more = _packed_nbytes(states)
+        is_alone = module is None or options.shards or module.compute_device != _CPU
+        if batch and (is_alone or kind != last or packed + more > most):
+            yield batch
+            batch, packed = [], 0
+        batch += states
+        packed += more
+        last = kind
+    if batch:
+        yield batch
+
+
+def _group_of(states: Sequence[AgreedState]) -> ProcessGroup | None:
+    return states[0].place.shard_group
+
+
+def _nbytes(states: Sequence[AgreedState]) -> int:
+    """Return the bytes of whole parameters' states."""
+    return sum(
+        state.place.numel * dtype.itemsize
+        for state in states
+        for dtype in state.sharded.values()
+    )
+
+
+def _packed_nbytes(states: Sequence[AgreedState]) -> int:
+    """Return how many of the bytes go packed, at most, if whole ones are needed."""
+    if _group_of(states) is None:
+        return 0
+    return sum(
+        nbytes
+        for state in states
+        for dtype in state.sharded.values()
+        for begin, end in state.place.parts
+        if (nbytes := (end - begin) * dtype.itemsize) < DIRECT_NBYTES
+    )
+
+
+def _batch_tensors(
     agreed: list[AgreedState],
     local: Mapping[str, ParamState],
     options: SaveOptions,
     destination: int | None,
 ) -> dict[tuple[str, str], Any]:
-    """Return one unit's sharded states, in the form that is asked for."""
+    """Return the sharded states of a batch, in the form that is asked for."""
     entries = [
         (state.place, key, dtype)
         for state in agreed
         for key, dtype in state.sharded.items()
     ]
-    group = None if module is None else module._config.groups.shard_group
+    module, group = agreed[0].place.module, _group_of(agreed)
     is_wanted = destination in (None, dist.get_rank())
     if module is None or group is None:
         if not is_wanted:
             return {}
         return {
-            (place.fqn, key): _of_whole(
-                module, place, local[place.fqn].sharded[key], options
-            )
+            (place.fqn, key): _of_whole(place, local[place.fqn].sharded[key], options)
             for place, key, _ in entries
         }
     target = None if destination is None else dist.get_group_rank(group, destination)
     needed = {
-        place: _needed(place, group.size(), target, options.shards)
-        for place in dict.fromkeys(place for place, _, _ in entries)
+        state.place: _needed(state.place, group.size(), target, options.shards)
+        for state in agreed
     }
     items = [Item(dtype, place.parts, needed[place]) for place, _, dtype in entries]
     parts = [local[place.fqn].sharded.get(key) for place, key, _ in entries]
@@ -160,12 +223,13 @@ def _unit_tensors(
     values = transfer(items, parts, group=group, device=device)
     if not is_wanted:
         return {}
-    result: dict[tuple[str, str], Any] = {}
-    end = torch.device("cpu") if options.offload_to_cpu else module.compute_device
-    for (place, key, _), value in zip(entries, values, strict=True):
-        here = value if value.device == end else value.to(end)
-        result[place.fqn, key] = _in_form(module, place, here, options)
-    return result
+    end = _CPU if options.offload_to_cpu else module.compute_device
+    return {
+        (place.fqn, key): _in_form(
+            place, value if device == end else value.to(end), options
+        )
+        for (place, key, _), value in zip(entries, values, strict=True)
+    }
 
 
 def _needed(
@@ -180,21 +244,19 @@ def _needed(
     return row_elements(place.shape, world_size)
 
 
-def _in_form(
-    module: ShardedModule, place: Place, value: Tensor, options: SaveOptions
-) -> Any:
+def _in_form(place: Place, value: Tensor, options: SaveOptions) -> Any:
     """Return a state of which this rank has what it needs, 1-D."""
     if not options.shards or not has_rows(place.shape):
         return value.view(place.shape)
+    assert place.module is not None  # it was passed between ranks
     chunk = value.view(-1, *place.shape[1:])
-    return wrap_chunk(module, chunk, place.shape, use_dtensor=options.use_dtensor)
+    return wrap_chunk(place.module, chunk, place.shape, use_dtensor=options.use_dtensor)
 
 
-def _of_whole(
-    module: ShardedModule | None, place: Place, value: Tensor, options: SaveOptions
-) -> Any:
+def _of_whole(place: Place, value: Tensor, options: SaveOptions) -> Any:
     """Return a state that each rank has in whole."""
-    device = torch.device("cpu") if options.offload_to_cpu else value.device
+    module = place.module
+    device = _CPU if options.offload_to_cpu else value.device
     if module is None or not options.shards or not has_rows(place.shape):
         return value.detach().reshape(place.shape).to(device, copy=True)
     row_numel = place.shape[1:].numel()

@@ -1,13 +1,13 @@
 """Moves parts of tensors from the ranks that hold them to those that need them.
 
-Note [One exchange per unit]
-What a unit's states need is one list of *items*; for every item each rank holds a
-range of elements and needs a range, both known to all ranks by arithmetic. Every
-pair of ranks passes what one holds and the other needs: the small pieces packed side
-by side, whatever their dtypes, as one message; pieces of DIRECT_NBYTES and more
-straight from their memory into their place, which needs neither memory nor a copy.
-So a whole result costs as many bytes on the wire as it has, and no rank receives
-what it does not need.
+Note [One exchange]
+What a unit's states need, or several units', is one list of *items*; for every item
+each rank holds a range of elements and needs a range, both known to all ranks by
+arithmetic. Every pair of ranks passes what one holds and the other needs: the small
+pieces packed side by side, whatever their dtypes, as one message; pieces of
+DIRECT_NBYTES and more straight from their memory into their place, which needs neither
+memory nor a copy. So a whole result costs as many bytes on the wire as it has, and no
+rank receives what it does not need. csrc/core/state/exchange.h plans it.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def transfer(
     group: ProcessGroup,
     device: torch.device,
 ) -> list[Tensor]:
-    """Return, for each item, what this rank needs; see Note [One exchange per unit].
+    """Return, for each item, what this rank needs; see Note [One exchange].
 
     All ranks of ``group`` must call it with the same items.
 
