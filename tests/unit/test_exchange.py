@@ -70,7 +70,7 @@ def test_a_source_that_is_not_contiguous() -> None:
     [
         (0, {"sources": []}, ValueError, "0 sources and 1 targets"),
         (0, {"sources": [None]}, ValueError, "source of item 0 is None.* 12 bytes"),
-        (0, {"sources": [torch.ones(2)]}, ValueError, "has 8 bytes, the exchange has 12"),
+        (0, {"sources": [torch.ones(2)]}, ValueError, "8 bytes, the exchange has 12"),
         (0, {"sources": ["x"]}, ValueError, "source of item 0 is no tensor"),
         (0, {"targets": [torch.ones(4)]}, ValueError, "target of item 0 has 16 bytes"),
         (2, {}, ValueError, "rank 2 of 2 ranks"),
