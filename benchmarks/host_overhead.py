@@ -10,6 +10,7 @@ sharded implementation has in it, is measured apart.
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -84,8 +85,8 @@ def time_fake_group(*, num_steps: int, num_warmup: int) -> float:
     return median_ms(step, num_steps=num_steps, num_warmup=num_warmup)
 
 
-def run_worker(args: argparse.Namespace) -> None:
-    """Time forward, backward and zero_grad of one implementation."""
+def create_step(implementation: str) -> Callable[[], None]:
+    """Return forward, backward and freeing of the gradients, in a fake group."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(
@@ -94,15 +95,11 @@ def run_worker(args: argparse.Namespace) -> None:
         world_size=WORLD_SIZE,
         store=FakeStore(),
     )
-    if args.worker == FAKE:
-        median = time_fake_group(num_steps=args.steps, num_warmup=args.warmup)
-        report_result(args.worker_folder, {"step_ms": median})
-        return
     blocks = [Block(WIDTH, NUM_HEADS) for _ in range(NUM_UNITS)]
     num_params = len(list(blocks[0].parameters()))
     if num_params != PARAMS_PER_UNIT:
         raise AssertionError(f"{num_params} parameters in a block")
-    model = parallelise(nn.Sequential(*blocks), args.worker)
+    model = parallelise(nn.Sequential(*blocks), implementation)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.register_comm_hook(None, all_reduce_hook)
     params = list(model.parameters())
@@ -113,7 +110,20 @@ def run_worker(args: argparse.Namespace) -> None:
         for param in params:
             param.grad = None
 
-    median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
+    return step
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """Time one implementation, or the fake group."""
+    if args.worker == FAKE:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "fake", rank=0, world_size=WORLD_SIZE, store=FakeStore()
+        )
+        median = time_fake_group(num_steps=args.steps, num_warmup=args.warmup)
+    else:
+        step = create_step(args.worker)
+        median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
     report_result(args.worker_folder, {"step_ms": median})
 
 

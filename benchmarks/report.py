@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+import host_instructions
 import host_overhead
 import memory
 import state_dict
@@ -52,6 +53,12 @@ DDP has no units and shards nothing; its row tells what data parallelism costs a
 (The fake group makes it use a hook in Python, once per bucket.)
 
 {host_overhead}
+
+The same steps in instructions, counted by valgrind in one process each. Times depend on
+what else the machine does; these do not (two runs differ by less than a percent), but
+they leave out the kernel and what the processor waits for.
+
+{host_instructions}
 
 ## A training step on {num_ranks} ranks
 
@@ -131,7 +138,13 @@ result takes, on the rank that needs most.
 {tables}
 """
 
-FILES = ("host_overhead.json", "train_step.json", "memory.json", "state_dict.json")
+FILES = (
+    "host_overhead.json",
+    "host_instructions.json",
+    "train_step.json",
+    "memory.json",
+    "state_dict.json",
+)
 
 
 def read_or_run_all(
@@ -147,6 +160,8 @@ def read_or_run_all(
         warmup=10,
         rounds=rounds,
     )
+    print("host_instructions", file=sys.stderr)
+    counts = host_instructions.measure(host_overhead.IMPLEMENTATIONS, steps=2, warmup=4)
     print("train_step", file=sys.stderr)
     step = train_step.measure(
         train_step.IMPLEMENTATIONS,
@@ -165,7 +180,7 @@ def read_or_run_all(
         rounds=2,
         folder=None,
     )
-    return [host, step, peaks, states]
+    return [host, counts, step, peaks, states]
 
 
 def memory_section(peaks: Json) -> str:
@@ -202,11 +217,12 @@ def state_dict_section(states: Json) -> str:
     )
 
 
-def write_markdown(
-    host: Json, step: Json, peaks: Json, states: Json, path: Path
-) -> None:
+def write_markdown(results: list[Json], path: Path) -> None:
     """Write the page."""
-    commands = dict.fromkeys([host["command"], step["command"], command_line()])
+    host, counts, step, peaks, states = results
+    commands = dict.fromkeys(
+        [host["command"], counts["command"], step["command"], command_line()]
+    )
     models = dict.fromkeys(row["model"] for row in step["results"])
     tables = "\n\n".join(
         f"{train_step.describe(model)} parameters.\n\n"
@@ -226,6 +242,7 @@ def write_markdown(
         world_size=host_overhead.WORLD_SIZE,
         fake_group_us=host["fake_group_us_per_unit"],
         host_overhead=host_overhead.render(host, markdown=True),
+        host_instructions=host_instructions.render(counts, markdown=True),
         num_ranks=train_step.NUM_RANKS,
         optimizer={"sgd": "SGD", "adamw": "AdamW"}[step["settings"]["optimizer"]],
         batch=train_step.BATCH,
@@ -255,21 +272,22 @@ def draw_bars(
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(host: Json, step: Json, path: Path) -> None:
-    """Write the picture: host overhead, then one panel per model."""
+def draw(counts: Json, step: Json, path: Path) -> None:
+    """Write the picture: the host's work, then one panel per model."""
     models = list(dict.fromkeys(row["model"] for row in step["results"]))
     num_panels = 1 + len(models)
     figure = Figure(figsize=(10, 2.3 * num_panels), layout="constrained")
     panels = figure.subplots(num_panels, 1)
     added = {
-        row["implementation"]: row["added_us_per_unit"]
-        for row in host["results"]
+        row["implementation"]: row["added_per_unit"] / 1e3
+        for row in counts["results"]
         if row["implementation"] != BARE
     }
     title = (
-        f"Host time added per unit and step (fake group of {host_overhead.WORLD_SIZE})"
+        "Instructions of the host, added per unit and step "
+        f"(fake group of {host_overhead.WORLD_SIZE})"
     )
-    draw_bars(panels[0], title, added, unit="microseconds, less is better", digits=0)
+    draw_bars(panels[0], title, added, unit="thousands, less is better", digits=0)
     for panel, model in zip(panels[1:], models, strict=True):
         times = {
             row["implementation"]: row["step_ms"]
@@ -305,15 +323,15 @@ def main() -> int:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
     results = read_or_run_all(args.json, steps_scale=args.steps, rounds=args.rounds)
-    host, step, peaks, states = results
+    host, counts, step, *_ = results
     if args.save_json is not None:
         for name, result in zip(FILES, results, strict=True):
             write_json(args.save_json / name, result)
     if not any(row["implementation"] == FSDP_C_ORIG for row in host["results"]):
         print("fsdp_c is not in the results: no ratios to it", file=sys.stderr)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_markdown(host, step, peaks, states, args.out / "benchmarks.md")
-    draw(host, step, args.out / "benchmarks.png")
+    write_markdown(results, args.out / "benchmarks.md")
+    draw(counts, step, args.out / "benchmarks.png")
     print(f"written: {args.out / 'benchmarks.md'}, {args.out / 'benchmarks.png'}")
     return 0
 

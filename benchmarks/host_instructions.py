@@ -1,0 +1,167 @@
+"""Instructions that each implementation's own code adds to a step, per unit.
+
+    python benchmarks/host_instructions.py
+
+The model and the fake group of host_overhead.py, run under valgrind (callgrind). Other
+processes on the machine change times, but not what is executed: two runs differ by less
+than a percent. An instruction is not a nanosecond: waiting for memory is not counted,
+nor is what the kernel does.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from common import (
+    Json,
+    add_common_arguments,
+    command_line,
+    environment,
+    environment_line,
+    format_table,
+    ratio,
+    report_result,
+    run_interleaved,
+    write_json,
+)
+from host_overhead import IMPLEMENTATIONS, NUM_UNITS, create_step
+from implementations import BARE, FSDP_C_ORIG, LABELS, why_unavailable
+
+OUTPUT = "callgrind.out"
+
+
+def count_here(implementation: str, folder: Path, *, steps: int, warmup: int) -> None:
+    """Run the steps in this process, which valgrind runs; it writes the counts."""
+
+    def control(command: str) -> None:
+        subprocess.run(
+            ["callgrind_control", command, str(os.getpid())],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+    step = create_step(implementation)
+    for _ in range(warmup):
+        step()
+    control("--zero")
+    for _ in range(steps):
+        step()
+    control("--dump")
+    (folder / "is_counted").touch()
+    os._exit(0)  # nothing of the interpreter's end, which is slow here
+
+
+def read_total(folder: Path) -> int:
+    """Return the instructions of the only dump.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    for path in sorted(folder.glob(f"{OUTPUT}.*")):
+        for line in path.read_text(errors="replace").splitlines():
+            if line.startswith("totals:"):
+                return int(line.split()[1])
+    raise RuntimeError(f"valgrind wrote no counts into {folder}")
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """Count one implementation in a process under valgrind."""
+    folder: Path = args.worker_folder
+    command = ["valgrind", "--tool=callgrind"]
+    command += [f"--callgrind-out-file={folder / OUTPUT}", sys.executable, __file__]
+    command += ["--counted", args.worker, "--worker-folder", str(folder)]
+    command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    subprocess.run(command, check=False)  # the file tells
+    if not (folder / "is_counted").exists():
+        raise RuntimeError(f"{LABELS[args.worker]} did not run under valgrind")
+    report_result(folder, {"instructions": read_total(folder) / args.steps})
+
+
+def measure(implementations: list[str], *, steps: int, warmup: int) -> Json:
+    """Count all implementations that are available and return the results.
+
+    Raises:
+        RuntimeError: valgrind is not installed.
+    """
+    for program in ("valgrind", "callgrind_control"):
+        if shutil.which(program) is None:
+            raise RuntimeError(f"{program} is not there: install valgrind")
+    counts_of = ["--steps", str(steps), "--warmup", str(warmup)]
+    jobs = {
+        name: [__file__, "--worker", name, *counts_of]
+        for name in implementations
+        if why_unavailable(name) is None
+    }
+    results = run_interleaved(jobs, num_rounds=1, num_ranks=1)
+    counts = {name: float(runs[0]["instructions"]) for name, runs in results.items()}
+    return {
+        "benchmark": "host_instructions",
+        "command": command_line(),
+        "environment": environment(),
+        "settings": {"steps": steps, "warmup": warmup},
+        "results": [
+            {
+                "implementation": name,
+                "instructions_per_step": count,
+                "added_per_unit": (count - counts[BARE]) / NUM_UNITS,
+            }
+            for name, count in counts.items()
+        ],
+    }
+
+
+def render(data: Json, *, markdown: bool) -> str:
+    """Return the results as a table."""
+    added = {row["implementation"]: row["added_per_unit"] for row in data["results"]}
+    rows = [
+        [
+            LABELS[row["implementation"]],
+            f"{row['instructions_per_step'] / 1e6:.1f}",
+            f"{row['added_per_unit'] / 1e3:.0f}",
+            "-"
+            if row["implementation"] == BARE
+            else ratio(row["added_per_unit"], added.get(FSDP_C_ORIG)),
+        ]
+        for row in data["results"]
+    ]
+    headers = ["implementation", "step (million)", "added per unit (thousand)"]
+    return format_table([*headers, "to fsdp_c"], rows, markdown=markdown)
+
+
+def main() -> int:
+    """Run the benchmark, or one worker of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_common_arguments(parser, steps=2, warmup=4, rounds=1)
+    parser.add_argument("--counted", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[name for name in IMPLEMENTATIONS if name != BARE],
+        help="implementations to count (default: all)",
+    )
+    args = parser.parse_args()
+    if args.counted is not None:
+        count_here(
+            args.counted, args.worker_folder, steps=args.steps, warmup=args.warmup
+        )
+    if args.worker is not None:
+        run_worker(args)
+        return 0
+    data = measure(
+        [BARE, *args.only] if args.only else IMPLEMENTATIONS,
+        steps=args.steps,
+        warmup=args.warmup,
+    )
+    print(environment_line(data["environment"]))
+    print(f"{args.steps} steps after {args.warmup}, instructions in user space\n")
+    print(render(data, markdown=args.markdown))
+    if args.json is not None:
+        write_json(Path(args.json), data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
