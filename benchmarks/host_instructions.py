@@ -3,9 +3,8 @@
     python benchmarks/host_instructions.py
 
 The model and the fake group of host_overhead.py, run under valgrind (callgrind). Other
-processes on the machine change times, but not what is executed: two runs differ by less
-than a percent. An instruction is not a nanosecond: waiting for memory is not counted,
-nor is what the kernel does.
+processes on the machine change times, but hardly what is executed. An instruction is
+not a nanosecond: waiting for memory is not counted, nor is what the kernel does.
 """
 
 import argparse

@@ -55,8 +55,8 @@ DDP has no units and shards nothing; its row tells what data parallelism costs a
 {host_overhead}
 
 The same steps in instructions, counted by valgrind in one process each. Times depend on
-what else the machine does; these do not (two runs differ by less than a percent), but
-they leave out the kernel and what the processor waits for.
+what else the machine does; these hardly do, but they leave out the kernel and what the
+processor waits for.
 
 {host_instructions}
 
