@@ -85,16 +85,16 @@ def time_fake_group(*, num_steps: int, num_warmup: int) -> float:
     return median_ms(step, num_steps=num_steps, num_warmup=num_warmup)
 
 
+def join_fake_group() -> None:
+    """Use one thread, and a process group that needs no other ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+
+
 def create_step(implementation: str) -> Callable[[], None]:
     """Return forward, backward and freeing of the gradients, in a fake group."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "fake",
-        rank=0,
-        world_size=WORLD_SIZE,
-        store=FakeStore(),
-    )
+    join_fake_group()
     blocks = [Block(WIDTH, NUM_HEADS) for _ in range(NUM_UNITS)]
     num_params = len(list(blocks[0].parameters()))
     if num_params != PARAMS_PER_UNIT:
@@ -116,10 +116,7 @@ def create_step(implementation: str) -> Callable[[], None]:
 def run_worker(args: argparse.Namespace) -> None:
     """Time one implementation, or the fake group."""
     if args.worker == FAKE:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "fake", rank=0, world_size=WORLD_SIZE, store=FakeStore()
-        )
+        join_fake_group()
         median = time_fake_group(num_steps=args.steps, num_warmup=args.warmup)
     else:
         step = create_step(args.worker)

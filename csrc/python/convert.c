@@ -1,5 +1,5 @@
 /*
- * Lists and tuples of integers, to and from C.
+ * Lists and tuples, to and from C.
  */
 #include "python/convert.h"
 
@@ -69,4 +69,9 @@ int64_t *fsdp_read_int64s(PyObject *sequence, const char *name,
 done:
   Py_DECREF(items);
   return values;
+}
+
+fsdp_torch_buffers fsdp_buffers_of(PyObject *tuple) {
+  return (fsdp_torch_buffers){PySequence_Fast_ITEMS(tuple),
+                              PyTuple_GET_SIZE(tuple)};
 }

@@ -48,11 +48,6 @@ static void copy_plan_dealloc(PyObject *object) {
 
 /* Run ---------------------------------------------------------------------- */
 
-static fsdp_torch_buffers buffers_of(PyObject *tuple) {
-  return (fsdp_torch_buffers){PySequence_Fast_ITEMS(tuple),
-                              PyTuple_GET_SIZE(tuple)};
-}
-
 static PyObject *copy_plan_run(PyObject *object, PyObject *args,
                                PyObject *kwargs) {
   static const char *const keywords[] = {"sources", "targets", NULL};
@@ -69,8 +64,8 @@ static PyObject *copy_plan_run(PyObject *object, PyObject *args,
   if (sources == NULL) goto done;
   targets = PySequence_Tuple(target_sequence);
   if (targets == NULL) goto done;
-  if (fsdp_torch_copy_plan_run(plan_of(object), buffers_of(sources),
-                               buffers_of(targets), &error) != FSDP_OK) {
+  if (fsdp_torch_copy_plan_run(plan_of(object), fsdp_buffers_of(sources),
+                               fsdp_buffers_of(targets), &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     goto done;
   }

@@ -99,11 +99,6 @@ static int read_items(exchange_items *self, PyObject *tuple) {
   return 0;
 }
 
-static fsdp_torch_buffers buffers_of(PyObject *tuple) {
-  return (fsdp_torch_buffers){PySequence_Fast_ITEMS(tuple),
-                              PyTuple_GET_SIZE(tuple)};
-}
-
 /* What the exchange asks of the rank; NULL with an exception. */
 static PyObject *prepare(const fsdp_exchange_spec *spec, PyObject *sources,
                          PyObject *targets) {
@@ -115,8 +110,9 @@ static PyObject *prepare(const fsdp_exchange_spec *spec, PyObject *sources,
   status = fsdp_exchange_create(spec, &exchange, &error);
   Py_END_ALLOW_THREADS;
   if (status == FSDP_OK) {
-    status = fsdp_torch_exchange_prepare(
-        exchange, buffers_of(sources), buffers_of(targets), &prepared, &error);
+    status = fsdp_torch_exchange_prepare(exchange, fsdp_buffers_of(sources),
+                                         fsdp_buffers_of(targets), &prepared,
+                                         &error);
   }
   if (status != FSDP_OK) fsdp_torch_set_python_error(&error);
   fsdp_exchange_destroy(exchange);

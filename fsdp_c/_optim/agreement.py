@@ -156,10 +156,10 @@ def _key(kind: _Kind) -> tuple[Any, ...] | None:
     None where that takes more than a look.
     """
     key: list[Any] = []
-    for name, (_, value) in kind.items():
+    for name, (is_sharded, value) in kind.items():
         if isinstance(value, Scalar):
             key += name, value.dtype, repr(value.value)
-        elif isinstance(value, torch.dtype):
+        elif is_sharded:
             key += name, value
         else:
             return None
