@@ -125,7 +125,7 @@ def _decode(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
         if tag == "$tuple" and isinstance(content, list):
             return tuple(_decode(item, get_tensor) for item in content)
         if tag == "$bytes" and isinstance(content, str):
-            return bytes.fromhex(content)
+            return _decode_bytes(content)
         if tag == "$tensor" and isinstance(content, str):
             return get_tensor(content)
         if tag == "$dict" and isinstance(content, list):
@@ -133,6 +133,13 @@ def _decode(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
         if tag == "$scalar" and isinstance(content, list) and len(content) == 2:
             return _decode_scalar(content[0], _decode(content[1], get_tensor))
     raise ValueError(f"{value!r:.80} is no value of a checkpoint")
+
+
+def _decode_bytes(content: str) -> bytes:
+    try:
+        return bytes.fromhex(content)
+    except ValueError:
+        raise ValueError(f"{content!r:.80} is not hexadecimal") from None
 
 
 def _decode_dict(content: list[Any], get_tensor: Callable[[str], Tensor]) -> Any:

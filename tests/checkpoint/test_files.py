@@ -112,33 +112,38 @@ def test_plain_tensors() -> None:
     assert torch.equal(_round_trip([torch.arange(3)])[0], torch.arange(3))
 
 
+UNKNOWN = "is no value of a checkpoint"
+
+
 @pytest.mark.parametrize(
-    "value",
+    ("value", "message"),
     [
-        {"$what": 1},
-        {"$tuple": 1},
-        {"$float": "1"},
-        {"$float": ["nan"]},
-        {"$bytes": "xx"},
-        {"$dict": [[1]]},
-        {"$dict": [[[], 1]]},
-        {"$dict": [[1, 1], [1, 2]]},
-        {"$scalar": ["F32", 1]},
-        {"$scalar": ["F32", 0.1]},
-        {"$scalar": ["F16", 1e9]},
-        {"$scalar": ["I8", 300]},
-        {"$scalar": ["Q7", 1]},
-        {"$scalar": [["F32"], 1.0]},
-        {"$scalar": []},
-        {"$tensor": 3},
-        {"$tuple": [], "a": 1},
+        ({"$what": 1}, UNKNOWN),
+        ({"$tuple": 1}, UNKNOWN),
+        ({"$float": "1"}, UNKNOWN),
+        ({"$float": ["nan"]}, UNKNOWN),
+        ({"$bytes": "xx"}, "'xx' is not hexadecimal"),
+        ({"$dict": [[1]]}, "is no list of keys and values"),
+        ({"$dict": [[[], 1]]}, "a key of .* unhashable"),
+        ({"$dict": [[1, 1], [1, 2]]}, "stands twice"),
+        ({"$scalar": ["F32", 1]}, "1 is no scalar of dtype F32"),
+        ({"$scalar": ["F32", 0.1]}, r"0\.1 is no F32"),
+        ({"$scalar": ["F16", 1e9]}, r"1000000000\.0 is no F16"),
+        ({"$scalar": ["I8", 300]}, "300 is no I8"),
+        ({"$scalar": ["Q7", 1]}, "'Q7'"),
+        ({"$scalar": [["F32"], 1.0]}, r"\['F32'\]"),
+        ({"$scalar": []}, UNKNOWN),
+        ({"$tensor": 3}, UNKNOWN),
+        ({"$tuple": [], "a": 1}, UNKNOWN),
     ],
 )
-def test_hostile_plain_values(value: Any) -> None:
-    def no_tensor(key: str) -> torch.Tensor:
-        raise ValueError(key)
+def test_hostile_plain_values(value: Any, message: str) -> None:
+    """Each is refused for its own reason, with what is wrong in the message."""
 
-    with pytest.raises(ValueError, match=r"."):
+    def no_tensor(key: str) -> torch.Tensor:
+        raise AssertionError(f"asked for the tensor {key}")
+
+    with pytest.raises(ValueError, match=message):
         _plain.decode(value, no_tensor)
 
 

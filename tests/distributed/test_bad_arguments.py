@@ -168,21 +168,6 @@ def test_integer_parameters(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_integer_parameter_that_requires_grad(rank: int, world_size: int) -> None:
-    """Only possible behind torch's back; named."""
-    needs_fsdp_c("is not asked")
-    module = Block()
-    bad = nn.Parameter(torch.arange(6), requires_grad=False)
-    try:
-        bad.requires_grad_(True)
-    except RuntimeError:
-        pytest.skip("torch lets no integer tensor require grad")
-    module.extra = bad
-    with pytest.raises(ValueError, match="extra"):
-        fsdp(module)
-
-
-@distributed(world_size=2)
 def test_parameter_that_is_no_leaf(rank: int, world_size: int) -> None:
     """A computed tensor in a parameter's place is named."""
     needs_fsdp_c("is not asked")
