@@ -48,7 +48,7 @@ sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/s
 	  $(SIM_FLAGS)
 
 c-test: ## the C tests, with address and undefined behaviour sanitizers
-	$(MAKE) -C tests/c asan
+	$(MAKE) -C tests/c -j$(shell nproc) asan
 	$(MAKE) -C tests/c abi
 
 lint: $(BUILT) ## formats, types, room order, symbols, words
