@@ -15,7 +15,7 @@
 namespace fsdp_torch {
 namespace {
 
-struct Library {
+struct KernelLibrary {
   const fsdp_cuda_kernels *kernels = nullptr;
   std::string reason;
 };
@@ -32,7 +32,7 @@ std::string library_path() {
 }
 
 // Never closed: kernels may be in flight until the process ends.
-Library open_library(c10::Device device) {
+KernelLibrary open_library(c10::Device device) {
   const char *choice = std::getenv("FSDP_C_CUDA");
   if (choice != nullptr && std::string(choice) == "0") {
     return {nullptr, "FSDP_C_CUDA=0"};
@@ -57,8 +57,8 @@ Library open_library(c10::Device device) {
   return {kernels, ""};
 }
 
-const Library &library(c10::Device device) {
-  static const Library opened = open_library(device);
+const KernelLibrary &library(c10::Device device) {
+  static const KernelLibrary opened = open_library(device);
   return opened;
 }
 
@@ -88,7 +88,7 @@ std::vector<fsdp_host_span> spans_of(const std::vector<at::Tensor> &tensors) {
   return spans;
 }
 
-void check(fsdp_status status, const fsdp_error &error) {
+void throw_unless_ok(fsdp_status status, const fsdp_error &error) {
   if (status != FSDP_OK) throw_error(error);
 }
 
@@ -113,7 +113,7 @@ bool pack_on_cuda(c10::Device device, void *destination, fsdp_dtype dtype,
   const fsdp_status status = kernels->pack(destination, dtype, items, num_items,
                                            scale, stream_of(device), &error);
   if (status == FSDP_INVALID_ARGUMENT) return false;  // integers: ATen's
-  check(status, error);
+  throw_unless_ok(status, error);
   return true;
 }
 
@@ -127,14 +127,16 @@ at::Tensor norm_on_cuda(const std::vector<at::Tensor> &tensors, double power) {
   const auto num_spans = static_cast<int64_t>(spans.size());
   fsdp_error error;
   int64_t nbytes = 0;
-  check(kernels->norm_scratch(spans.data(), num_spans, &nbytes, &error), error);
+  throw_unless_ok(
+      kernels->norm_scratch(spans.data(), num_spans, &nbytes, &error), error);
   const at::TensorOptions options =
       at::TensorOptions().dtype(at::kDouble).device(device);
   const at::Tensor scratch = at::empty({nbytes / 8}, options);
   at::Tensor norm = at::empty({}, options);
-  check(kernels->norm(spans.data(), num_spans, power, scratch.data_ptr(),
-                      norm.data_ptr<double>(), stream_of(device), &error),
-        error);
+  throw_unless_ok(
+      kernels->norm(spans.data(), num_spans, power, scratch.data_ptr(),
+                    norm.data_ptr<double>(), stream_of(device), &error),
+      error);
   return norm;
 }
 
@@ -150,9 +152,10 @@ bool scale_on_cuda(const std::vector<at::Tensor> &tensors,
   if (kernels == nullptr) return false;
   const c10::DeviceGuard guard(device);
   fsdp_error error;
-  check(kernels->scale(spans.data(), static_cast<int64_t>(spans.size()),
-                       scale.data_ptr<float>(), stream_of(device), &error),
-        error);
+  throw_unless_ok(
+      kernels->scale(spans.data(), static_cast<int64_t>(spans.size()),
+                     scale.data_ptr<float>(), stream_of(device), &error),
+      error);
   for (const at::Tensor &tensor : tensors) {
     tensor.unsafeGetTensorImpl()->bump_version();  // autograd sees the write
   }

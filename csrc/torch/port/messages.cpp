@@ -35,14 +35,14 @@ at::Tensor read_tensor(PyObject *object, const char *what) {
   return tensor;
 }
 
-struct Copy {
+struct TensorCopy {
   at::Tensor source;
   at::Tensor target;
 };
 
-Copy read_copy(const fsdp_torch_copy &given) {
-  Copy copy = {read_tensor(given.source, "the source of a copy"),
-               read_tensor(given.target, "the target of a copy")};
+TensorCopy read_copy(const fsdp_torch_copy &given) {
+  TensorCopy copy = {read_tensor(given.source, "the source of a copy"),
+                     read_tensor(given.target, "the target of a copy")};
   if (copy.source.nbytes() != copy.target.nbytes()) {
     throw std::invalid_argument(c10::str("a copy of ", copy.source.nbytes(),
                                          " bytes into ", copy.target.nbytes()));
@@ -63,18 +63,18 @@ void start(fsdp_transport *transport, const fsdp_torch_message &message,
   if (status != FSDP_OK) throw_error(error);
 }
 
-void check(fsdp_status status, const fsdp_error &error) {
+void throw_unless_sent(fsdp_status status, const fsdp_error &error) {
   if (status != FSDP_OK) C10_THROW_ERROR(DistBackendError, error.message);
 }
 
 void wait(fsdp_transport *transport) {
   fsdp_error error = {};
-  check(fsdp_shm_wait_messages(transport, &error), error);
+  throw_unless_sent(fsdp_shm_wait_messages(transport, &error), error);
 }
 
 // The messages move on between the pieces: other ranks that send must not wait
 // until a long copy is made.
-void run(const Copy &copy, fsdp_transport *transport) {
+void run(const TensorCopy &copy, fsdp_transport *transport) {
   const size_t nbytes = copy.source.nbytes();
   if (nbytes == 0) return;
   const auto *source = static_cast<const char *>(copy.source.const_data_ptr());
@@ -83,7 +83,7 @@ void run(const Copy &copy, fsdp_transport *transport) {
     std::memcpy(target + begin, source + begin,
                 std::min(kPiece, nbytes - begin));
     fsdp_error error = {};
-    check(fsdp_shm_move_messages(transport, &error), error);
+    throw_unless_sent(fsdp_shm_move_messages(transport, &error), error);
   }
 }
 
@@ -136,7 +136,7 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
   GUARDED(error) {
     fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
     std::vector<at::Tensor> tensors;
-    std::vector<fsdp_torch::Copy> copies;
+    std::vector<fsdp_torch::TensorCopy> copies;
     for (int64_t i = 0; i < exchange->num_messages; i++) {
       tensors.push_back(
           fsdp_torch::read_tensor(exchange->messages[i].tensor, "a message"));
@@ -155,7 +155,7 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
       fsdp_torch::start(transport, exchange->messages[i],
                         tensors[static_cast<size_t>(i)]);
     }
-    for (const fsdp_torch::Copy &copy : copies) {
+    for (const fsdp_torch::TensorCopy &copy : copies) {
       fsdp_torch::run(copy, transport);
     }
     fsdp_torch::wait(transport);
