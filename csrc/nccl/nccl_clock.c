@@ -21,6 +21,14 @@ void fsdp_nccl_priv_pause(int64_t *pause_us) {
   (void)nanosleep(&time, NULL); /* a signal only makes it shorter */
 }
 
+void fsdp_nccl_priv_sleep_ms(int64_t time_ms) {
+  const struct timespec time = {
+      .tv_sec = (time_t)(time_ms / MS_PER_S),
+      .tv_nsec = (long)(time_ms % MS_PER_S) * NS_PER_MS,
+  };
+  (void)nanosleep(&time, NULL); /* no signal reaches an errand */
+}
+
 bool fsdp_nccl_priv_cond_init(pthread_cond_t *cond) {
   pthread_condattr_t attributes;
   if (pthread_condattr_init(&attributes) != 0) return false;

@@ -97,9 +97,8 @@ static fsdp_status find_sums(fsdp_nccl_transport *transport, fsdp_channel index,
         transport, index, c->dtype, c->scale, &c->op, &result, error);
     if (status != FSDP_OK) return status;
     if (result != FSDP_NCCL_SUCCESS) {
-      return fsdp_nccl_priv_fail_result(transport, index, (int)index,
-                                        "ncclRedOpCreatePreMulSum", result,
-                                        error);
+      return fsdp_nccl_priv_fail_result(
+          transport, index, "ncclRedOpCreatePreMulSum", result, error);
     }
   }
   return FSDP_OK;
@@ -120,32 +119,44 @@ static fsdp_nccl_operation begin_operation(fsdp_nccl_transport *transport,
   return operation;
 }
 
+/* The launch, in the order of all launches of the process. FSDP_OK when it was
+ * made; result [out] NCCL's. */
+static fsdp_status launch_in_order(fsdp_nccl_transport *transport,
+                                   const fsdp_nccl_channel *channel,
+                                   int *result, fsdp_error *error) {
+  fsdp_nccl_priv_begin_launch(transport);
+  /* What another thread's launch hung on may have ended this transport. */
+  const fsdp_status status =
+      fsdp_nccl_priv_first_error(transport, false, error);
+  if (status == FSDP_OK) *result = launch(transport, channel);
+  fsdp_nccl_priv_end_launch(transport);
+  return status;
+}
+
 /* Gives the collectives to NCCL, on a channel that this thread uses. */
 static fsdp_status issue_locked(fsdp_nccl_transport *transport,
                                 fsdp_channel index, fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
-  const int64_t timeout_ms = transport->options.timeout_ms;
+  int result = FSDP_NCCL_SUCCESS;
   fsdp_error cause;
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(fsdp_nccl_priv_settle(transport, index, "what came before",
-                                 timeout_ms, error));
+  if (channel->comm_in_use == NULL) {
+    FSDP_TRY(fsdp_nccl_priv_connect(transport, index, error));
+  }
   FSDP_TRY(find_sums(transport, index, error));
   const fsdp_nccl_operation operation = begin_operation(transport, channel);
-  const int result = launch(transport, channel);
+  FSDP_TRY(launch_in_order(transport, channel, &result, error));
   if (result == FSDP_NCCL_IN_PROGRESS) {
-    /* Connections are being made; the stream has the kernel only after it. */
-    FSDP_TRY(fsdp_nccl_priv_settle(transport, index, operation.name, timeout_ms,
-                                   error));
+    FSDP_TRY(fsdp_nccl_priv_settle(transport, index, operation.name,
+                                   transport->options.timeout_ms, error));
   } else if (result != FSDP_NCCL_SUCCESS) {
-    return fsdp_nccl_priv_fail_result(transport, index, (int)index,
-                                      operation.name, result, error);
+    return fsdp_nccl_priv_fail_result(transport, index, operation.name, result,
+                                      error);
   }
   status = fsdp_nccl_priv_track(transport, index, &operation, channel->stream,
                                 &cause);
-  if (status != FSDP_OK) {
-    status = fsdp_nccl_priv_fail(transport, (int)index, &cause, error);
-  }
+  if (status != FSDP_OK) status = fsdp_nccl_priv_fail(transport, &cause, error);
 done:
   return status;
 }

@@ -1,13 +1,25 @@
 /*
- * Communicators: made over the store, settled, left.
+ * Communicators: made over the store when they are first needed, used by one
+ * thread at a time. See Note [One thread in a communicator].
  */
 #include <inttypes.h>
 #include <stdio.h>
 
 #include "nccl/nccl_priv.h"
 
+/* How long one question for the id waits in the store: another thread may have
+ * to ask over the same connection. */
+enum { ID_SLICE_MS = 500 };
+
 static const char *channel_key(fsdp_channel channel) {
   return channel == FSDP_CHANNEL_GATHER ? "gather" : "reduce";
+}
+
+void fsdp_nccl_priv_enter_thread(const fsdp_nccl_transport *transport) {
+  const fsdp_nccl_events *events = transport->options.events;
+  if (events != NULL && events->enter_thread != NULL) {
+    events->enter_thread(events->context);
+  }
 }
 
 static fsdp_status fail_id(fsdp_nccl_transport *transport, fsdp_error *cause,
@@ -22,17 +34,46 @@ static fsdp_status fail_id(fsdp_nccl_transport *transport, fsdp_error *cause,
                   transport->rank, transport->world_size,
                   transport->rank == 0 ? "write" : "read", key,
                   transport->options.init_timeout_ms, reason);
-  return fsdp_nccl_priv_fail(transport, FSDP_NCCL_NO_CHANNEL, cause, error);
+  return fsdp_nccl_priv_fail(transport, cause, error);
+}
+
+/* Waits for the id in slices, as long as the transport is healthy. */
+static fsdp_status read_id(fsdp_nccl_transport *transport, const char *key,
+                           int64_t deadline_ms, fsdp_nccl_id *id,
+                           fsdp_error *cause) {
+  const fsdp_store *store = &transport->store;
+  for (;;) {
+    int64_t nbytes = sizeof id->internal;
+    const int64_t begin_ms = fsdp_nccl_priv_now_ms();
+    int64_t slice_ms = deadline_ms - begin_ms;
+    if (slice_ms > ID_SLICE_MS) slice_ms = ID_SLICE_MS;
+    if (slice_ms < 1) slice_ms = 1;
+    const fsdp_status status =
+        store->get(store->context, key, slice_ms, id->internal,
+                   sizeof id->internal, &nbytes, cause);
+    if (status == FSDP_OK) {
+      if (nbytes == (int64_t)sizeof id->internal) return FSDP_OK;
+      return FSDP_FAIL(cause, FSDP_BACKEND,
+                       "it has %" PRId64 " bytes instead of %d", nbytes,
+                       FSDP_NCCL_ID_NBYTES);
+    }
+    const int64_t now_ms = fsdp_nccl_priv_now_ms();
+    /* A store that says no before its time is one that does not work. */
+    const bool is_broken = now_ms - begin_ms < slice_ms / 2;
+    if (is_broken || now_ms >= deadline_ms ||
+        !fsdp_nccl_priv_is_healthy(transport)) {
+      return status;
+    }
+  }
 }
 
 /* The channel's id: rank 0 makes it, the store carries it. */
 static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
-                               fsdp_channel channel, fsdp_nccl_id *id,
-                               fsdp_error *error) {
+                               fsdp_channel channel, int64_t deadline_ms,
+                               fsdp_nccl_id *id, fsdp_error *error) {
   const fsdp_store *store = &transport->store;
   char key[FSDP_NCCL_KEY_NBYTES];
   fsdp_error cause = {0};
-  int64_t nbytes = sizeof id->internal;
   fsdp_status status;
 
   (void)snprintf(key, sizeof key, "%s/id/%s", transport->options.prefix,
@@ -40,59 +81,156 @@ static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
   if (transport->rank == 0) {
     const int result = transport->api.get_unique_id(id);
     if (result != FSDP_NCCL_SUCCESS) {
-      return fsdp_nccl_priv_fail_result(transport, channel,
-                                        FSDP_NCCL_NO_CHANNEL, "ncclGetUniqueId",
+      return fsdp_nccl_priv_fail_result(transport, channel, "ncclGetUniqueId",
                                         result, error);
     }
     status = store->set(store->context, key, id->internal, sizeof id->internal,
                         &cause);
   } else {
-    status = store->get(store->context, key, transport->options.init_timeout_ms,
-                        id->internal, sizeof id->internal, &nbytes, &cause);
+    status = read_id(transport, key, deadline_ms, id, &cause);
   }
-  if (status == FSDP_OK && nbytes != (int64_t)sizeof id->internal) {
-    status = FSDP_FAIL(&cause, FSDP_BACKEND,
-                       "it has %" PRId64 " bytes instead of %d", nbytes,
-                       FSDP_NCCL_ID_NBYTES);
+  if (status == FSDP_OK) return FSDP_OK;
+  return fail_id(transport, &cause, key, error);
+}
+
+/* Blocks until all ranks are there; the result of NCCL. */
+static int make_comm(fsdp_nccl_transport *transport, const fsdp_nccl_id *id,
+                     fsdp_nccl_comm **comm) {
+  const fsdp_nccl_api *api = &transport->api;
+  const fsdp_nccl_tuning *tuning = &transport->options.tuning;
+  int64_t pause_us = 0;
+  fsdp_nccl_config config = {
+      .nbytes = sizeof config,
+      .magic = FSDP_NCCL_CONFIG_MAGIC,
+      .version = FSDP_NCCL_OLDEST_VERSION,
+      .blocking = 1,
+      .cga_cluster_size = tuning->cga_cluster_size,
+      .min_ctas = tuning->min_ctas,
+      .max_ctas = tuning->max_ctas,
+      .net_name = tuning->net_name,
+      .split_share = tuning->split_share,
+  };
+  int result =
+      api->comm_init_rank_config(comm, (int)transport->world_size, *id,
+                                 (int)transport->rank, &config);
+  /* Where NCCL_COMM_BLOCKING=0 overrides the configuration. */
+  while (result == FSDP_NCCL_IN_PROGRESS &&
+         fsdp_nccl_priv_is_healthy(transport)) {
+    int state = FSDP_NCCL_SUCCESS;
+    fsdp_nccl_priv_pause(&pause_us);
+    result = api->comm_get_async_error(*comm, &state);
+    if (result == FSDP_NCCL_SUCCESS) result = state;
   }
-  if (status != FSDP_OK) return fail_id(transport, &cause, key, error);
-  return FSDP_OK;
+  return result;
+}
+
+/*
+ * An errand: NCCL has no way to end a blocking ncclCommInitRankConfig from
+ * another thread that would not free what it uses. So whoever waits for it goes
+ * when its time is over, and this thread aborts the communicator when NCCL lets
+ * it go: with the last rank, or when the ranks that are there end.
+ */
+static void connect_channel(fsdp_nccl_transport *transport,
+                            fsdp_channel index) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  fsdp_nccl_comm *comm = NULL;
+  fsdp_nccl_priv_enter_thread(transport);
+  (void)pthread_mutex_lock(&transport->lock);
+  const fsdp_nccl_id id = channel->id;
+  (void)pthread_mutex_unlock(&transport->lock);
+  const int result = make_comm(transport, &id, &comm);
+  if (result != FSDP_NCCL_SUCCESS && comm != NULL) {
+    (void)transport->api.comm_abort(comm); /* the result says what matters */
+    comm = NULL;
+  }
+  (void)pthread_mutex_lock(&transport->lock);
+  channel->made_result = result;
+  channel->is_made = true;
+  if (transport->phase == FSDP_NCCL_HEALTHY) {
+    channel->comm = comm;
+    comm = NULL;
+  }
+  (void)pthread_cond_broadcast(&transport->changed);
+  (void)pthread_mutex_unlock(&transport->lock);
+  if (comm != NULL) (void)transport->api.comm_abort(comm); /* too late */
+}
+
+/* Waits for the errand. Whether it made what it could, until `deadline_ms`. */
+static bool wait_until_made(fsdp_nccl_transport *transport,
+                            fsdp_nccl_channel *channel, int64_t deadline_ms,
+                            int *result) {
+  (void)pthread_mutex_lock(&transport->lock);
+  while (!channel->is_made && transport->phase == FSDP_NCCL_HEALTHY &&
+         fsdp_nccl_priv_now_ms() < deadline_ms) {
+    fsdp_nccl_priv_cond_wait(&transport->changed, &transport->lock,
+                             deadline_ms);
+  }
+  const bool is_made = channel->is_made;
+  *result = channel->made_result;
+  channel->comm_in_use = channel->comm;
+  (void)pthread_mutex_unlock(&transport->lock);
+  return is_made;
+}
+
+static void set_connecting(fsdp_nccl_transport *transport,
+                           fsdp_nccl_channel *channel, bool is_connecting) {
+  (void)pthread_mutex_lock(&transport->lock);
+  channel->is_connecting = is_connecting;
+  channel->busy_since_ms = fsdp_nccl_priv_now_ms();
+  (void)pthread_mutex_unlock(&transport->lock);
+}
+
+static fsdp_status connect_until(fsdp_nccl_transport *transport,
+                                 fsdp_channel index, int64_t deadline_ms,
+                                 fsdp_error *error) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  const int kind = FSDP_NCCL_CONNECTING + (int)index;
+  fsdp_nccl_id id = {{0}};
+  int result = FSDP_NCCL_SUCCESS;
+  fsdp_error cause;
+  fsdp_status status = agree_on_id(transport, index, deadline_ms, &id, error);
+  if (status != FSDP_OK) return status;
+  (void)pthread_mutex_lock(&transport->lock);
+  channel->id = id;
+  (void)pthread_mutex_unlock(&transport->lock);
+  if (!fsdp_nccl_priv_errand_start(transport, (fsdp_nccl_errand_kind)kind,
+                                   connect_channel, index)) {
+    (void)FSDP_FAIL(&cause, FSDP_BACKEND,
+                    "rank %" PRId64 " of %" PRId64
+                    ": the thread that makes a NCCL communicator cannot be "
+                    "started, the system has no more threads",
+                    transport->rank, transport->world_size);
+    return fsdp_nccl_priv_fail(transport, &cause, error);
+  }
+  const bool is_made =
+      wait_until_made(transport, channel, deadline_ms, &result);
+  status = fsdp_nccl_priv_first_error(transport, false, error);
+  if (status != FSDP_OK) return status;
+  if (!is_made) {
+    return fsdp_nccl_priv_fail_slow(transport, index, "ncclCommInitRankConfig",
+                                    transport->options.init_timeout_ms, error);
+  }
+  if (result == FSDP_NCCL_SUCCESS) return FSDP_OK;
+  return fsdp_nccl_priv_fail_result(transport, index, "ncclCommInitRankConfig",
+                                    result, error);
 }
 
 fsdp_status fsdp_nccl_priv_connect(fsdp_nccl_transport *transport,
                                    fsdp_channel index, fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
-  fsdp_nccl_id id = {{0}};
-  fsdp_nccl_comm *comm = NULL;
-  fsdp_nccl_config config = {
-      .nbytes = sizeof config,
-      .magic = FSDP_NCCL_CONFIG_MAGIC,
-      .version = FSDP_NCCL_OLDEST_VERSION,
-      .blocking = 0,
-      .cga_cluster_size = FSDP_NCCL_CONFIG_UNDEFINED,
-      .min_ctas = FSDP_NCCL_CONFIG_UNDEFINED,
-      .max_ctas = FSDP_NCCL_CONFIG_UNDEFINED,
-      .net_name = NULL,
-      .split_share = FSDP_NCCL_CONFIG_UNDEFINED,
-  };
-
-  fsdp_status status = agree_on_id(transport, index, &id, error);
+  const int64_t deadline_ms =
+      fsdp_nccl_priv_now_ms() + transport->options.init_timeout_ms;
+  set_connecting(transport, channel, true);
+  const fsdp_status status =
+      connect_until(transport, index, deadline_ms, error);
+  set_connecting(transport, channel, false);
   if (status != FSDP_OK) return status;
-  const int result = transport->api.comm_init_rank_config(
-      &comm, (int)transport->world_size, id, (int)transport->rank, &config);
-  (void)pthread_mutex_lock(&transport->lock);
-  channel->comm = comm;
-  channel->comm_in_use = comm;
-  (void)pthread_mutex_unlock(&transport->lock);
-  if (result != FSDP_NCCL_SUCCESS && result != FSDP_NCCL_IN_PROGRESS) {
-    return fsdp_nccl_priv_fail_result(transport, index, (int)index,
-                                      "ncclCommInitRankConfig", result, error);
-  }
-  status = fsdp_nccl_priv_settle(transport, index, "ncclCommInitRankConfig",
-                                 transport->options.init_timeout_ms, error);
-  if (status == FSDP_OK) return FSDP_OK;
-  return fsdp_nccl_priv_first_error(transport, true, error);
+  fsdp_nccl_priv_order_launches(transport);
+  fsdp_nccl_priv_register_all(transport, index);
+  return FSDP_OK;
 }
+
+/* ---- One thread at a time -------------------------------------------------*/
 
 fsdp_status fsdp_nccl_priv_lock_channel(fsdp_nccl_transport *transport,
                                         fsdp_channel index, fsdp_error *error) {
@@ -104,6 +242,7 @@ fsdp_status fsdp_nccl_priv_lock_channel(fsdp_nccl_transport *transport,
   const bool is_healthy = transport->phase == FSDP_NCCL_HEALTHY;
   if (is_healthy) {
     channel->is_busy = true;
+    channel->busy_since_ms = fsdp_nccl_priv_now_ms();
     channel->comm_in_use = channel->comm;
   }
   (void)pthread_mutex_unlock(&transport->lock);
@@ -119,27 +258,61 @@ void fsdp_nccl_priv_unlock_channel(fsdp_nccl_transport *transport,
   (void)pthread_mutex_unlock(&transport->lock);
 }
 
-static fsdp_status fail_slow(fsdp_nccl_transport *transport,
-                             fsdp_channel channel, const char *what,
-                             int64_t timeout_ms, fsdp_error *error) {
+bool fsdp_nccl_priv_wait_until_free(fsdp_nccl_transport *transport,
+                                    fsdp_channel index, int64_t time_ms) {
+  const fsdp_nccl_channel *channel = &transport->channels[index];
+  const int64_t deadline_ms = fsdp_nccl_priv_now_ms() + time_ms;
+  while (channel->is_busy && fsdp_nccl_priv_now_ms() < deadline_ms) {
+    fsdp_nccl_priv_cond_wait(&transport->changed, &transport->lock,
+                             deadline_ms);
+  }
+  return !channel->is_busy;
+}
+
+void fsdp_nccl_priv_poll(fsdp_nccl_transport *transport, fsdp_channel index) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  int state = FSDP_NCCL_SUCCESS;
+  (void)pthread_mutex_lock(&transport->lock);
+  fsdp_nccl_comm *comm = channel->comm;
+  const bool is_mine = transport->phase == FSDP_NCCL_HEALTHY &&
+                       !channel->is_busy && comm != NULL;
+  if (is_mine) {
+    channel->is_busy = true;
+    channel->busy_since_ms = fsdp_nccl_priv_now_ms();
+  }
+  (void)pthread_mutex_unlock(&transport->lock);
+  if (!is_mine) return;
+  int result = transport->api.comm_get_async_error(comm, &state);
+  if (result == FSDP_NCCL_SUCCESS) result = state;
+  fsdp_nccl_priv_unlock_channel(transport, index);
+  if (result == FSDP_NCCL_SUCCESS || result == FSDP_NCCL_IN_PROGRESS) return;
+  (void)fsdp_nccl_priv_fail_result(transport, index, "the communicator", result,
+                                   NULL); /* the transport keeps it */
+}
+
+fsdp_status fsdp_nccl_priv_fail_slow(fsdp_nccl_transport *transport,
+                                     fsdp_channel channel, const char *what,
+                                     int64_t timeout_ms, fsdp_error *error) {
   fsdp_error cause;
   char operation[FSDP_NCCL_LABEL_NBYTES + 64];
-  fsdp_nccl_priv_format_operation(channel, &transport->channels[channel].last,
-                                  operation, sizeof operation);
+  (void)pthread_mutex_lock(&transport->lock);
+  const fsdp_nccl_operation last = transport->channels[channel].last;
+  (void)pthread_mutex_unlock(&transport->lock);
+  fsdp_nccl_priv_format_operation(channel, &last, operation, sizeof operation);
   (void)FSDP_FAIL(&cause, FSDP_BACKEND,
                   "rank %" PRId64 " of %" PRId64
                   ": %s on the host is still in progress after %" PRId64
                   " ms, at %s: another rank does not take part",
                   transport->rank, transport->world_size, what, timeout_ms,
                   operation);
-  return fsdp_nccl_priv_fail(transport, (int)channel, &cause, error);
+  return fsdp_nccl_priv_fail(transport, &cause, error);
 }
 
 fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,
                                   fsdp_channel index, const char *what,
                                   int64_t timeout_ms, fsdp_error *error) {
   fsdp_nccl_comm *comm = transport->channels[index].comm_in_use;
-  int64_t started_ms = 0;
+  const int64_t started_ms = fsdp_nccl_priv_now_ms();
   int64_t pause_us = 0;
   for (;;) {
     int state = FSDP_NCCL_SUCCESS;
@@ -147,86 +320,15 @@ fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,
     if (result == FSDP_NCCL_SUCCESS) result = state;
     if (result == FSDP_NCCL_SUCCESS) return FSDP_OK;
     if (result != FSDP_NCCL_IN_PROGRESS) {
-      return fsdp_nccl_priv_fail_result(transport, index, (int)index, what,
-                                        result, error);
+      return fsdp_nccl_priv_fail_result(transport, index, what, result, error);
     }
-
-    if (started_ms == 0) started_ms = fsdp_nccl_priv_now_ms();
     if (timeout_ms > 0 && fsdp_nccl_priv_now_ms() - started_ms >= timeout_ms) {
-      return fail_slow(transport, index, what, timeout_ms, error);
+      return fsdp_nccl_priv_fail_slow(transport, index, what, timeout_ms,
+                                      error);
     }
-    fsdp_nccl_priv_look_at_others(transport, (int)index);
     fsdp_nccl_priv_pause(&pause_us);
-    /* Not waiting: who aborts waits for this thread to leave the channel. */
     const fsdp_status status =
         fsdp_nccl_priv_first_error(transport, false, error);
     if (status != FSDP_OK) return status;
-  }
-}
-
-/* Whether everything in flight on the channel was done by `deadline_ms`. */
-static bool drain(fsdp_nccl_transport *transport, fsdp_channel channel,
-                  int64_t deadline_ms) {
-  fsdp_nccl_operation oldest;
-  int64_t pause_us = 0;
-  for (;;) {
-    if (fsdp_nccl_priv_retire(transport, channel, FSDP_NCCL_MAX_OUTSTANDING,
-                              NULL) != FSDP_OK) {
-      return false;
-    }
-    if (!fsdp_nccl_priv_oldest(transport, channel, &oldest)) return true;
-    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
-    fsdp_nccl_priv_pause(&pause_us);
-  }
-}
-
-/* Whether NCCL finalized `comm` by `deadline_ms`. */
-static bool flush(const fsdp_nccl_transport *transport, fsdp_nccl_comm *comm,
-                  int64_t deadline_ms) {
-  const fsdp_nccl_api *api = &transport->api;
-  int64_t pause_us = 0;
-  int result = api->comm_finalize(comm);
-  if (result == FSDP_NCCL_SUCCESS) result = FSDP_NCCL_IN_PROGRESS;
-  while (result == FSDP_NCCL_IN_PROGRESS) {
-    int state = FSDP_NCCL_SUCCESS;
-    result = api->comm_get_async_error(comm, &state);
-    if (result == FSDP_NCCL_SUCCESS) result = state;
-    if (result != FSDP_NCCL_IN_PROGRESS) break;
-    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
-    fsdp_nccl_priv_pause(&pause_us);
-  }
-  return result == FSDP_NCCL_SUCCESS;
-}
-
-/*
- * Note [Leaving NCCL]
- * ncclCommDestroy waits for the ranks of the same host unless the communicator
- * was finalized first, and finalizing is not blocking. So a rank that has
- * nothing in flight finalizes, which lets its network threads send what peers
- * still need, for up to leave_ms, and then destroys, which is local. Whoever
- * has not come that far by then, or has failed, aborts.
- */
-void fsdp_nccl_priv_leave(fsdp_nccl_transport *transport) {
-  const int64_t deadline_ms =
-      fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
-  bool is_idle = true;
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    is_idle = is_idle && drain(transport, (fsdp_channel)i, deadline_ms);
-  }
-  /* Else aborting gives memory and operators back, too. */
-  if (is_idle) fsdp_nccl_priv_deregister_all(transport);
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    fsdp_nccl_channel *channel = &transport->channels[i];
-    fsdp_nccl_comm *comm = channel->comm;
-    if (comm == NULL) continue;
-    channel->comm = NULL;
-    channel->comm_in_use = comm;
-    if (is_idle) fsdp_nccl_priv_free_sums(transport, (fsdp_channel)i);
-    /* Results are of no use any more. */
-    if (is_idle && flush(transport, comm, deadline_ms)) {
-      (void)transport->api.comm_destroy(comm);
-    } else {
-      (void)transport->api.comm_abort(comm);
-    }
   }
 }

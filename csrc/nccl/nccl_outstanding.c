@@ -44,17 +44,37 @@ done:
   return status;
 }
 
+/* Whether the oldest operation is done, or nobody can know. Under the lock. */
+static fsdp_status query(const fsdp_nccl_events *events, void *event,
+                         bool *is_done, fsdp_error *error) {
+  fsdp_error cause = {0};
+  const fsdp_status status =
+      events->query(events->context, event, is_done, &cause);
+  if (status == FSDP_OK) return FSDP_OK;
+  switch (fsdp_nccl_priv_capture_error(&cause)) {
+    case FSDP_NCCL_CAPTURE_RUNS:
+      *is_done = false;
+      return FSDP_OK;
+    case FSDP_NCCL_EVENT_CAPTURED:
+      *is_done = true;
+      return FSDP_OK;
+    default:
+      if (error != NULL) *error = cause;
+      return status;
+  }
+}
+
 fsdp_status fsdp_nccl_priv_retire(fsdp_nccl_transport *transport,
                                   fsdp_channel index, int64_t max,
                                   fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
   const fsdp_nccl_events *events = transport->options.events;
   fsdp_status status = FSDP_OK;
+  if (events == NULL) return FSDP_OK;
   (void)pthread_mutex_lock(&transport->lock);
   for (int64_t i = 0; i < max && channel->num_outstanding > 0; i++) {
     bool is_done = false;
-    FSDP_TRY(
-        events->query(events->context, at(channel, 0)->event, &is_done, error));
+    FSDP_TRY(query(events, at(channel, 0)->event, &is_done, error));
     if (!is_done) break;
     channel->first_outstanding =
         (channel->first_outstanding + 1) % FSDP_NCCL_MAX_OUTSTANDING;

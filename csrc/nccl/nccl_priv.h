@@ -11,6 +11,8 @@
 #include "base/status.h"
 #include "nccl/nccl_transport.h"
 
+struct fsdp_nccl_transport;
+
 enum {
   FSDP_NCCL_LABEL_NBYTES = 96,
   FSDP_NCCL_MAX_OUTSTANDING = 128, /* launches per channel with an event each */
@@ -59,9 +61,17 @@ typedef struct fsdp_nccl_outstanding {
 
 typedef struct fsdp_nccl_channel {
   /* Guarded by the transport's lock. */
-  fsdp_nccl_comm *comm; /* NULL once aborted or left */
-  bool is_busy;         /* a thread is inside NCCL with `comm` */
+  fsdp_nccl_comm *comm;  /* NULL until it is needed, and after its end */
+  bool is_busy;          /* a thread is inside NCCL with `comm` */
+  bool is_connecting;    /* that thread waits for `comm` to be made */
+  int64_t busy_since_ms; /* of is_busy */
   fsdp_nccl_operation last;
+
+  /* The communicator in the making: the busy thread writes the id, the errand
+   * the rest, under the lock. */
+  fsdp_nccl_id id;
+  bool is_made;
+  int made_result;
 
   /* Of the busy thread, or of the one between group_begin and group_end. */
   fsdp_nccl_comm *comm_in_use; /* `comm` when the channel was locked */
@@ -83,11 +93,35 @@ typedef struct fsdp_nccl_channel {
 
 typedef struct fsdp_nccl_registration {
   void *buffer;
+  int64_t nbytes;
   void *handles[FSDP_NUM_CHANNELS]; /* NULL: not registered there */
 } fsdp_nccl_registration;
 
+/* What a thread of its own does for a transport, because it may block: one of
+ * each at a time. Those from CONNECTING on are per channel. */
+typedef enum fsdp_nccl_errand_kind {
+  FSDP_NCCL_LOOKING = 0, /* for another rank's failure in the store */
+  FSDP_NCCL_ENDING,      /* aborts, publishes, collects */
+  FSDP_NCCL_LEAVING,     /* finalizes and destroys the communicators */
+  FSDP_NCCL_CONNECTING,  /* makes a communicator */
+  FSDP_NCCL_ABORTING = FSDP_NCCL_CONNECTING + FSDP_NUM_CHANNELS,
+  FSDP_NCCL_NUM_ERRANDS = FSDP_NCCL_ABORTING + FSDP_NUM_CHANNELS
+} fsdp_nccl_errand_kind;
+
+typedef void (*fsdp_nccl_errand_body)(struct fsdp_nccl_transport *transport,
+                                      fsdp_channel channel);
+
+typedef struct fsdp_nccl_errand {
+  struct fsdp_nccl_transport *transport;
+  fsdp_nccl_errand_body body;
+  fsdp_channel channel;
+  pthread_t thread;
+  bool is_started; /* and neither joined nor detached */
+  bool is_done;
+} fsdp_nccl_errand;
+
 /* FAILING: the first error is known, the communicators are being aborted and
- * the others' last words collected. */
+ * the others' last words collected. A transport that was left is FAILED. */
 typedef enum fsdp_nccl_phase {
   FSDP_NCCL_HEALTHY = 0,
   FSDP_NCCL_FAILING,
@@ -99,16 +133,23 @@ typedef struct fsdp_nccl_transport {
   fsdp_nccl_api api;
   fsdp_nccl_options options;
   char *prefix;            /* owned; options.prefix points here */
+  char *net_name;          /* owned; options.tuning.net_name points here */
   fsdp_nccl_events events; /* options.events points here or is NULL */
   fsdp_store store;
+  int version; /* of NCCL */
   int64_t rank;
   int64_t world_size;
   unsigned num_forks; /* of the process, when the transport was made */
 
   pthread_mutex_t lock;
-  pthread_cond_t changed; /* is_busy or phase */
+  pthread_cond_t changed; /* is_busy, is_made, phase or is_done */
   fsdp_nccl_phase phase;
   fsdp_error error;
+  bool is_aborting;          /* what is idle is not flushed any more */
+  int64_t words_deadline_ms; /* until then calls wait for FAILED */
+  fsdp_nccl_errand errands[FSDP_NCCL_NUM_ERRANDS];
+  int64_t num_errands; /* not done */
+  bool is_orphan;      /* destroyed: the last errand frees the transport */
   fsdp_nccl_channel channels[FSDP_NUM_CHANNELS];
   fsdp_nccl_registration *registrations; /* guarded by the lock */
   size_t num_registrations;
@@ -117,8 +158,8 @@ typedef struct fsdp_nccl_transport {
   /* Of the watchdog's list, under its lock. */
   struct fsdp_nccl_transport *next;
   bool is_listed;
-  bool is_watched;      /* the watchdog is looking at it */
-  int64_t last_look_ms; /* for another rank's failure in the store */
+  bool is_pinned;       /* the watchdog, or the exit, is at it */
+  int64_t last_look_ms; /* for another rank's failure; the watchdog's */
 } fsdp_nccl_transport;
 
 static inline fsdp_nccl_transport *fsdp_nccl_priv_of(fsdp_transport *base) {
@@ -131,15 +172,39 @@ static inline fsdp_nccl_transport *fsdp_nccl_priv_of(fsdp_transport *base) {
 int64_t fsdp_nccl_priv_now_ms(void);
 /* Sleeps a little, longer with each call on the same `*pause_us` (from 0). */
 void fsdp_nccl_priv_pause(int64_t *pause_us);
+void fsdp_nccl_priv_sleep_ms(int64_t time_ms);
 /* A condition variable on that clock. False when the system has none left. */
 bool fsdp_nccl_priv_cond_init(pthread_cond_t *cond);
 /* Waits for `cond` until `deadline_ms` at the latest. */
 void fsdp_nccl_priv_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock,
                               int64_t deadline_ms);
 
+/* ---- nccl_errand.c --------------------------------------------------------*/
+
+/* Runs `body` on a thread of its own. The thread's device is not set. False
+ * when there is no thread, or the last one of this kind still runs. */
+bool fsdp_nccl_priv_errand_start(fsdp_nccl_transport *transport,
+                                 fsdp_nccl_errand_kind kind,
+                                 fsdp_nccl_errand_body body,
+                                 fsdp_channel channel);
+/* Whether the errand was done, or never started, by `deadline_ms`. */
+bool fsdp_nccl_priv_errand_wait(fsdp_nccl_transport *transport,
+                                fsdp_nccl_errand_kind kind,
+                                int64_t deadline_ms);
+/* Whether all errands were done by `deadline_ms`. If not, the transport belongs
+ * to them: the last one frees it. */
+bool fsdp_nccl_priv_errands_end(fsdp_nccl_transport *transport,
+                                int64_t deadline_ms);
+
+/* ---- nccl_transport.c -----------------------------------------------------*/
+
+/* Frees what is left when nobody uses the transport any more. */
+void fsdp_nccl_priv_free(fsdp_nccl_transport *transport);
+
 /* ---- nccl_comm.c ----------------------------------------------------------*/
 
-/* Makes the channel's communicator; fails the transport if it cannot. */
+/* Makes the communicator of a channel that this thread uses; fails the
+ * transport if it cannot. */
 FSDP_NODISCARD fsdp_status fsdp_nccl_priv_connect(
     fsdp_nccl_transport *transport, fsdp_channel channel, fsdp_error *error);
 /* Marks the channel as in use by this thread; the first error of a transport
@@ -148,17 +213,42 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_priv_lock_channel(
     fsdp_nccl_transport *transport, fsdp_channel channel, fsdp_error *error);
 void fsdp_nccl_priv_unlock_channel(fsdp_nccl_transport *transport,
                                    fsdp_channel channel);
+/* Under the transport's lock: waits for the channel to be out of use. */
+bool fsdp_nccl_priv_wait_until_free(fsdp_nccl_transport *transport,
+                                    fsdp_channel channel, int64_t time_ms);
 /* Waits until NCCL's own work on the host is done for the channel, which this
- * thread uses; `what` is under way. On failure the transport has failed, and
- * the error may still lack the others' last words. */
+ * thread uses; `what` is under way. Only a communicator that NCCL_COMM_BLOCKING
+ * made non-blocking needs it. On failure the transport has failed. */
 FSDP_NODISCARD fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,
                                                  fsdp_channel channel,
                                                  const char *what,
                                                  int64_t timeout_ms,
                                                  fsdp_error *error);
-/* Frees the communicators: flushed, if that takes no longer than leave_ms;
- * aborted otherwise. */
-void fsdp_nccl_priv_leave(fsdp_nccl_transport *transport);
+/* An error that NCCL reports by itself, between calls: fails the transport.
+ * Asks nothing of a channel that a thread uses. */
+void fsdp_nccl_priv_poll(fsdp_nccl_transport *transport, fsdp_channel channel);
+/* Fails the transport: `what` has not ended on the host. */
+fsdp_status fsdp_nccl_priv_fail_slow(fsdp_nccl_transport *transport,
+                                     fsdp_channel channel, const char *what,
+                                     int64_t timeout_ms, fsdp_error *error);
+/* Makes this thread one of the transport's device. */
+void fsdp_nccl_priv_enter_thread(const fsdp_nccl_transport *transport);
+
+/* ---- nccl_leave.c ---------------------------------------------------------*/
+
+/* Frees the communicators: flushed, if that is done by `deadline_ms`; aborted
+ * otherwise. Every later call returns `reason`. */
+void fsdp_nccl_priv_leave(fsdp_nccl_transport *transport,
+                          const fsdp_error *reason, int64_t deadline_ms);
+
+/* ---- nccl_order.c ---------------------------------------------------------*/
+
+/* After a communicator was made, before anything is launched on it: asks NCCL
+ * to keep launches in order; see Note [Launch order]. */
+void fsdp_nccl_priv_order_launches(const fsdp_nccl_transport *transport);
+/* Around each launch. */
+void fsdp_nccl_priv_begin_launch(const fsdp_nccl_transport *transport);
+void fsdp_nccl_priv_end_launch(const fsdp_nccl_transport *transport);
 
 /* ---- nccl_scale.c ---------------------------------------------------------*/
 
@@ -223,26 +313,40 @@ void fsdp_nccl_priv_free_events(fsdp_nccl_transport *transport);
 
 /* ---- nccl_failure.c -------------------------------------------------------*/
 
-enum { FSDP_NCCL_NO_CHANNEL = -1 };
-
 /* Ends the transport with `cause` (see Note [NCCL failures]), unless it ended
- * before; `held` is the channel that this thread uses, or NO_CHANNEL. Returns
- * the first error. */
-fsdp_status fsdp_nccl_priv_fail(fsdp_nccl_transport *transport, int held,
+ * before. Does not wait: the rest is an errand's. Returns the first error. */
+fsdp_status fsdp_nccl_priv_fail(fsdp_nccl_transport *transport,
                                 const fsdp_error *cause, fsdp_error *error);
 /* The same for a result of NCCL: `what` failed ("ncclGetUniqueId"), after or in
  * the last operation of the channel. */
 fsdp_status fsdp_nccl_priv_fail_result(fsdp_nccl_transport *transport,
-                                       fsdp_channel channel, int held,
-                                       const char *what, int result,
-                                       fsdp_error *error);
+                                       fsdp_channel channel, const char *what,
+                                       int result, fsdp_error *error);
 /* The first error; FSDP_OK while there is none. With `waits` it waits, within
  * limits, for what is being collected for it. */
 FSDP_NODISCARD fsdp_status fsdp_nccl_priv_first_error(
     fsdp_nccl_transport *transport, bool waits, fsdp_error *error);
-/* Fails the transport if another rank says in the store that it failed. Looks
- * at most once a second. */
-void fsdp_nccl_priv_look_at_others(fsdp_nccl_transport *transport, int held);
+bool fsdp_nccl_priv_is_healthy(fsdp_nccl_transport *transport);
+/* Aborts all communicators side by side; see Note [Aborting under a call].
+ * Whether all were gone by `deadline_ms`. */
+bool fsdp_nccl_priv_abort_all(fsdp_nccl_transport *transport,
+                              int64_t deadline_ms);
+
+/* ---- nccl_words.c ---------------------------------------------------------*/
+
+/* Where this rank is: its last operation on both channels. */
+void fsdp_nccl_priv_format_position(fsdp_nccl_transport *transport, char *out,
+                                    size_t out_nbytes);
+/* Tells the others where this rank is and why it ended. False when the store
+ * does not take it. */
+bool fsdp_nccl_priv_publish(fsdp_nccl_transport *transport,
+                            const char *position, const char *cause);
+/* Appends to `error` what the other ranks say. */
+void fsdp_nccl_priv_collect(const fsdp_nccl_transport *transport,
+                            const char *position, fsdp_error *error);
+/* Lets an errand look whether another rank says in the store that it failed,
+ * and fail the transport then; at most once a second. The watchdog's. */
+void fsdp_nccl_priv_look_at_others(fsdp_nccl_transport *transport);
 /* Writes "operation 17 of the gathers (all_gather of unit 'x')". */
 void fsdp_nccl_priv_format_operation(fsdp_channel channel,
                                      const fsdp_nccl_operation *operation,
@@ -262,7 +366,23 @@ unsigned fsdp_nccl_priv_num_forks(void);
 
 /* ---- nccl_register.c ------------------------------------------------------*/
 
-/* Deregisters what is left, on communicators that are still there. */
-void fsdp_nccl_priv_deregister_all(fsdp_nccl_transport *transport);
+/* Registers what is registered on a channel whose communicator is new, and that
+ * this thread uses. */
+void fsdp_nccl_priv_register_all(fsdp_nccl_transport *transport,
+                                 fsdp_channel channel);
+/* Deregisters what is left, on a channel that this thread uses. */
+void fsdp_nccl_priv_deregister_all(fsdp_nccl_transport *transport,
+                                   fsdp_channel channel);
+
+/* ---- nccl_capture.c -------------------------------------------------------*/
+
+typedef enum fsdp_nccl_capture_error {
+  FSDP_NCCL_NO_CAPTURE_ERROR = 0,
+  FSDP_NCCL_CAPTURE_RUNS,  /* an event cannot be asked at the moment */
+  FSDP_NCCL_EVENT_CAPTURED /* it is part of a graph: never */
+} fsdp_nccl_capture_error;
+
+/* Which error of CUDA's about the capture of a graph this is, if any. */
+fsdp_nccl_capture_error fsdp_nccl_priv_capture_error(const fsdp_error *error);
 
 #endif /* FSDP_NCCL_PRIV_H */

@@ -18,6 +18,13 @@ void fsdp_nccl_options_init(fsdp_nccl_options *options) {
       .grace_ms = 2000,
       .leave_ms = 2000,
       .poll_ms = 200,
+      .tuning =
+          {
+              .cga_cluster_size = FSDP_NCCL_CONFIG_UNDEFINED,
+              .min_ctas = FSDP_NCCL_CONFIG_UNDEFINED,
+              .max_ctas = FSDP_NCCL_CONFIG_UNDEFINED,
+              .split_share = FSDP_NCCL_CONFIG_UNDEFINED,
+          },
   };
 }
 
@@ -28,41 +35,48 @@ static void free_host_memory(fsdp_nccl_transport *transport) {
   }
   fsdp_free(transport->registrations);
   fsdp_free(transport->prefix);
+  fsdp_free(transport->net_name);
   fsdp_free(transport);
 }
 
+void fsdp_nccl_priv_free(fsdp_nccl_transport *transport) {
+  const fsdp_nccl_options options = transport->options;
+  fsdp_nccl_priv_free_events(transport);
+  (void)pthread_cond_destroy(&transport->changed);
+  (void)pthread_mutex_destroy(&transport->lock);
+  free_host_memory(transport);
+  if (options.release != NULL) options.release(options.owner);
+}
+
 static void destroy(fsdp_transport *base) {
+  enum { MORE_MS = 1000 }; /* for errands that are about to end */
   fsdp_nccl_transport *transport;
+  fsdp_error reason;
   if (base == NULL) return;
   transport = fsdp_nccl_priv_of(base);
-  if (transport->num_forks == fsdp_nccl_priv_num_forks()) {
-    fsdp_nccl_priv_unwatch(transport);
-    fsdp_nccl_priv_leave(transport);
-    fsdp_nccl_priv_free_events(transport);
-    (void)pthread_cond_destroy(&transport->changed);
-    (void)pthread_mutex_destroy(&transport->lock);
+  if (transport->num_forks != fsdp_nccl_priv_num_forks()) {
+    free_host_memory(transport); /* the rest is the parent's */
+    return;
   }
-  free_host_memory(transport);
+  fsdp_nccl_priv_unwatch(transport);
+  (void)FSDP_FAIL(&reason, FSDP_INVALID_STATE,
+                  "rank %" PRId64 " of %" PRId64 " has left its NCCL group",
+                  transport->rank, transport->world_size);
+  fsdp_nccl_priv_leave(
+      transport, &reason,
+      fsdp_nccl_priv_now_ms() + transport->options.leave_ms);
+  if (fsdp_nccl_priv_errands_end(
+          transport,
+          fsdp_nccl_priv_now_ms() + transport->options.grace_ms + MORE_MS)) {
+    fsdp_nccl_priv_free(transport);
+  }
 }
 
 static fsdp_status check(fsdp_transport *base, fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   if (transport->num_forks != fsdp_nccl_priv_num_forks()) return FSDP_OK;
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    int state = FSDP_NCCL_SUCCESS;
-    int result = FSDP_NCCL_SUCCESS;
-    (void)pthread_mutex_lock(&transport->lock);
-    fsdp_nccl_comm *comm = transport->channels[i].comm;
-    if (transport->phase == FSDP_NCCL_HEALTHY && comm != NULL) {
-      result = transport->api.comm_get_async_error(comm, &state);
-      if (result == FSDP_NCCL_SUCCESS) result = state;
-    }
-    (void)pthread_mutex_unlock(&transport->lock);
-    if (result != FSDP_NCCL_SUCCESS && result != FSDP_NCCL_IN_PROGRESS) {
-      return fsdp_nccl_priv_fail_result(transport, (fsdp_channel)i,
-                                        FSDP_NCCL_NO_CHANNEL,
-                                        "the communicator", result, error);
-    }
+    fsdp_nccl_priv_poll(transport, (fsdp_channel)i);
   }
   return fsdp_nccl_priv_first_error(transport, false, error);
 }
@@ -127,11 +141,17 @@ static fsdp_nccl_transport *make(const fsdp_nccl_library *library,
     transport->events = *options->events;
     transport->options.events = &transport->events;
   }
+  if (options->tuning.net_name != NULL) {
+    transport->net_name = fsdp_strdup(options->tuning.net_name);
+    transport->options.tuning.net_name = transport->net_name;
+  }
   transport->store = *store;
+  transport->version = library->version;
   transport->rank = rank;
   transport->world_size = world_size;
   transport->num_forks = fsdp_nccl_priv_num_forks();
   if (transport->prefix == NULL ||
+      (options->tuning.net_name != NULL && transport->net_name == NULL) ||
       pthread_mutex_init(&transport->lock, NULL) != 0) {
     free_host_memory(transport);
     return NULL;
@@ -158,13 +178,12 @@ fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                      "NCCL transport of rank %" PRId64, rank);
   }
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    FSDP_TRY(fsdp_nccl_priv_connect(self, (fsdp_channel)i, error));
-  }
   FSDP_TRY(fsdp_nccl_priv_watch(self, error));
   *transport = &self->base;
   self = NULL;
 done:
+  /* The caller keeps what it would have released. */
+  if (self != NULL) self->options.release = NULL;
   destroy(self == NULL ? NULL : &self->base);
   return status;
 }

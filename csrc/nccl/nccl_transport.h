@@ -3,27 +3,43 @@
  * communicators of its own, one for gathers and one for reductions, so that
  * they overlap. Implements port/transport.h; `call->stream` is a cudaStream_t.
  *
+ * A communicator is made by the first call on its channel. All ranks make the
+ * same calls in the same order, per channel, so all of them come to it; a group
+ * that is never gathered from has no communicator, and no device memory, for
+ * gathers.
+ *
  * A call enqueues on its stream and returns. The host waits for NCCL's own
- * host-side work alone (connections at the first collectives), never for the
- * device, and never longer than the time limit.
+ * host-side work alone (making a communicator, connections at the first
+ * collectives), never for the device, and never longer than the time limit.
  *
  * Note [NCCL failures]
  * Whatever fails first - a result of NCCL, an error that it reports later, an
  * operation that takes longer than `timeout_ms`, another rank that says in the
- * store that it failed - ends the transport, once: this rank says in the store
- * where it is, both communicators are aborted (a host that waits for a stream
- * then returns), the others' last words are collected for up to `grace_ms`,
+ * store that it failed - ends the transport, once: both communicators are
+ * aborted (a host that waits for a stream then returns), this rank says in the
+ * store where it is, the others' last words are collected for up to `grace_ms`,
  * and from then on every call returns that first error. It names the rank, the
- * call's label, its sequence number and the time limit.
+ * call's label, its sequence number and the time limit. Aborts that do not end
+ * within 3 seconds are left to their threads.
  *
  * Note [NCCL threads]
  * The first transport starts one thread, the watchdog; the last one to go joins
- * it. It polls errors and the events of outstanding operations. After a fork
- * the child has neither thread nor communicators: there every call fails and
- * destroy only gives host memory back.
+ * it. It polls errors, the events of outstanding operations and threads that do
+ * not come out of NCCL, and waits for nothing. What may block - making a
+ * communicator, aborting, the store - runs as an errand, on a thread of its own
+ * (nccl_errand.c). After a fork the child has neither threads nor
+ * communicators: there every call fails and destroy only gives host memory
+ * back.
  * Locks, in this order: the list of transports (nccl_watchdog.c), one
- * transport's state. Neither is held while NCCL, the store or an event function
- * may block; a channel in use is marked as such instead.
+ * transport's state. Neither is held while NCCL or the store may block; a
+ * channel in use is marked as such instead. The launch lock (nccl_order.c) is
+ * held during a launch, and takes the transport's lock.
+ *
+ * Note [One thread in a communicator]
+ * No NCCL function may run on a communicator while another one does, not even
+ * ncclCommGetAsyncError: from NCCL 2.26 on it joins a thread of the
+ * communicator and frees its memory. A thread that calls NCCL marks the channel
+ * as in use first. The one exception is in Note [Aborting under a call].
  */
 #ifndef FSDP_NCCL_TRANSPORT_H
 #define FSDP_NCCL_TRANSPORT_H
@@ -52,10 +68,20 @@ typedef struct fsdp_nccl_events {
   /* is_done [out] whether the recorded work is done. Does not wait. */
   fsdp_status (*query)(void *context, void *event, bool *is_done,
                        fsdp_error *error);
-  /* The watchdog calls it before it looks at a transport, so that the device
-   * is the transport's. May be NULL. */
+  /* Threads of the transport call it before anything else, so that the device
+   * is the transport's, and no capture of a graph is in their way
+   * (fsdp_nccl_relax_capture). May be NULL. */
   void (*enter_thread)(void *context);
 } fsdp_nccl_events;
+
+/* As in ncclConfig_t; FSDP_NCCL_CONFIG_UNDEFINED, or NULL: NCCL decides. */
+typedef struct fsdp_nccl_tuning {
+  int cga_cluster_size;
+  int min_ctas;
+  int max_ctas;
+  int split_share;
+  const char *net_name; /* copied */
+} fsdp_nccl_tuning;
 
 typedef struct fsdp_nccl_options {
   /* Of all keys in the store; no two transports over one store share it, not
@@ -68,25 +94,33 @@ typedef struct fsdp_nccl_options {
   int64_t poll_ms;         /* how often the watchdog looks */
   /* Copied. NULL: only NCCL's own errors are watched, not operations. */
   const fsdp_nccl_events *events;
+  fsdp_nccl_tuning tuning; /* the same on all ranks */
+  /* Called with `owner` when nothing of the transport uses the store and the
+   * events any more: at the end of destroy, or after it when a thread is stuck
+   * in the store or in NCCL. Not if the transport could not be made. May be
+   * NULL. */
+  void (*release)(void *owner);
+  void *owner;
 } fsdp_nccl_options;
 
 /* 10 minutes for meeting and for operations (as c10d), 2 seconds of grace, 2
- * to leave, a look every 200 ms; no prefix, no events. Cannot fail. */
+ * to leave, a look every 200 ms, NCCL's own tuning; no prefix, no events, no
+ * owner. Cannot fail. */
 void fsdp_nccl_options_init(fsdp_nccl_options *options);
 
 /*
- * Joins the group. Every rank calls it, with its device current; waits for the
- * others.
+ * Makes this rank's part of the group. Waits for nobody: the ranks meet in
+ * their first calls.
  *
- * store      copied; its context must outlive the transport. Used by the
- *            watchdog's thread, and while the others may be inside a wait of
- *            their own: give a connection that nobody else uses.
+ * store      copied; its context must last until `release`. Used by several
+ *            threads, also while other users of the group's store may be inside
+ *            a wait: give a connection that nobody else uses.
  * transport  [out] new; ends with transport->ops->destroy().
  *
  * FSDP_INVALID_ARGUMENT  a rank or world size out of range, no prefix, a
  *                        negative time, no time to join.
  * FSDP_OUT_OF_MEMORY
- * FSDP_BACKEND           NCCL or the store failed, or the time limit passed.
+ * FSDP_BACKEND           the watchdog cannot be started.
  */
 FSDP_NODISCARD fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
                                             const fsdp_nccl_options *options,
@@ -127,6 +161,42 @@ void fsdp_nccl_deregister(fsdp_transport *transport, void *buffer);
 
 /* Whether the watchdog's thread runs in this process. Cannot fail. */
 bool fsdp_nccl_has_watchdog(void);
+
+/* For the end of the process, before the device goes: stops the watchdog and
+ * leaves all groups, whoever still holds their transports. A later call on them
+ * returns FSDP_INVALID_STATE, and none can be created; destroy gives the memory
+ * back as ever. Takes a little longer than the transports' leave_ms at most.
+ * Cannot fail. */
+void fsdp_nccl_leave_all(void);
+
+/*
+ * Lets this thread ask for events while another one captures a CUDA graph:
+ * otherwise the question is an error, and spoils the capture. Does nothing the
+ * second time. False when no CUDA is loaded, or it refuses. Cannot fail.
+ */
+bool fsdp_nccl_relax_capture(void);
+
+/*
+ * Lets the ranks of a group find out whether all of them can use NCCL, with a
+ * number of requests to the store that does not depend on the number of ranks.
+ * `arrive` does not wait; `conclude` waits for the last rank to arrive, or for
+ * the first one that refuses.
+ *
+ * store        `add` must be there.
+ * key          of this meeting; no other one over the store has it.
+ * refusal      why this rank cannot; NULL or "": it can.
+ * is_possible  [out] the same on all ranks.
+ * reason       [out] one refusal, or "".
+ *
+ * FSDP_BACKEND  the store failed, or not all ranks came within the time limit.
+ */
+FSDP_NODISCARD fsdp_status fsdp_nccl_meeting_arrive(
+    const fsdp_store *store, const char *key, int64_t rank, int64_t world_size,
+    const char *refusal, fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_nccl_meeting_conclude(
+    const fsdp_store *store, const char *key, int64_t world_size,
+    int64_t timeout_ms, bool *is_possible, char *reason, size_t reason_nbytes,
+    fsdp_error *error);
 
 #ifdef __cplusplus
 }

@@ -20,6 +20,7 @@ static fsdp_nccl_transport *g_transports = NULL;
 static pthread_t g_thread;
 static bool g_has_thread = false;
 static bool g_is_ready = false; /* g_changed is initialised */
+static bool g_is_over = false;  /* the process ends */
 /* The thread of another generation ends. */
 static uintptr_t g_generation = 0;
 static _Atomic unsigned g_num_forks = 0;
@@ -31,6 +32,7 @@ static void forget_all(void) {
   g_is_ready = fsdp_nccl_priv_cond_init(&g_changed);
   g_transports = NULL;
   g_has_thread = false;
+  g_is_over = false;
   g_generation++;
   atomic_fetch_add(&g_num_forks, 1);
 }
@@ -51,27 +53,6 @@ bool fsdp_nccl_has_watchdog(void) {
   return has_thread;
 }
 
-/* An error that NCCL reports by itself, between calls. */
-static bool look_at_comm(fsdp_nccl_transport *transport, fsdp_channel index) {
-  int state = FSDP_NCCL_SUCCESS;
-  int result = FSDP_NCCL_SUCCESS;
-  (void)pthread_mutex_lock(&transport->lock);
-  const bool is_healthy = transport->phase == FSDP_NCCL_HEALTHY;
-  fsdp_nccl_comm *comm = transport->channels[index].comm;
-  if (is_healthy && comm != NULL) {
-    result = transport->api.comm_get_async_error(comm, &state);
-    if (result == FSDP_NCCL_SUCCESS) result = state;
-  }
-  (void)pthread_mutex_unlock(&transport->lock);
-  if (!is_healthy) return false;
-  if (result == FSDP_NCCL_SUCCESS || result == FSDP_NCCL_IN_PROGRESS) {
-    return true;
-  }
-  (void)fsdp_nccl_priv_fail_result(transport, index, FSDP_NCCL_NO_CHANNEL,
-                                   "the communicator", result, NULL);
-  return false; /* the error is kept in the transport */
-}
-
 static void fail_hung(fsdp_nccl_transport *transport, fsdp_channel index,
                       const fsdp_nccl_operation *oldest) {
   fsdp_error cause;
@@ -84,43 +65,60 @@ static void fail_hung(fsdp_nccl_transport *transport, fsdp_channel index,
                   "not answer",
                   transport->rank, transport->world_size, operation,
                   transport->options.timeout_ms);
-  (void)fsdp_nccl_priv_fail(transport, FSDP_NCCL_NO_CHANNEL, &cause, NULL);
+  (void)fsdp_nccl_priv_fail(transport, &cause, NULL);
 }
 
 /* Operations that should have ended. */
-static bool look_at_operations(fsdp_nccl_transport *transport,
+static void look_at_operations(fsdp_nccl_transport *transport,
                                fsdp_channel index) {
   fsdp_nccl_operation oldest;
   fsdp_error cause;
-  if (transport->options.events == NULL) return true;
   if (fsdp_nccl_priv_retire(transport, index, FSDP_NCCL_MAX_OUTSTANDING,
                             &cause) != FSDP_OK) {
-    (void)fsdp_nccl_priv_fail(transport, FSDP_NCCL_NO_CHANNEL, &cause, NULL);
-    return false;
+    (void)fsdp_nccl_priv_fail(transport, &cause, NULL);
+    return;
   }
-  if (!fsdp_nccl_priv_oldest(transport, index, &oldest)) return true;
+  if (!fsdp_nccl_priv_oldest(transport, index, &oldest)) return;
   const int64_t age_ms = fsdp_nccl_priv_now_ms() - oldest.started_ms;
   const int64_t timeout_ms = transport->options.timeout_ms;
   if (timeout_ms > 0 && age_ms >= timeout_ms) {
     fail_hung(transport, index, &oldest);
-    return false;
+  } else if (age_ms >= OLD_MS) {
+    fsdp_nccl_priv_look_at_others(transport);
   }
-  if (age_ms >= OLD_MS) {
-    fsdp_nccl_priv_look_at_others(transport, FSDP_NCCL_NO_CHANNEL);
-  }
-  return true;
 }
 
+/* A thread that should have come out of NCCL. One that makes a communicator
+ * looks at its limit itself. */
+static void look_at_thread(fsdp_nccl_transport *transport,
+                           fsdp_channel index) {
+  const fsdp_nccl_channel *channel = &transport->channels[index];
+  const int64_t timeout_ms = transport->options.timeout_ms;
+  (void)pthread_mutex_lock(&transport->lock);
+  const bool is_busy = channel->is_busy;
+  const bool is_connecting = channel->is_connecting;
+  const int64_t age_ms = fsdp_nccl_priv_now_ms() - channel->busy_since_ms;
+  const char *name = channel->last.name;
+  (void)pthread_mutex_unlock(&transport->lock);
+  if (!is_busy) return;
+  if (!is_connecting && timeout_ms > 0 && age_ms >= timeout_ms) {
+    (void)fsdp_nccl_priv_fail_slow(transport, index,
+                                   name == NULL ? "a call of NCCL" : name,
+                                   timeout_ms, NULL);
+  } else if (age_ms >= OLD_MS) {
+    fsdp_nccl_priv_look_at_others(transport);
+  }
+}
+
+/* Nothing here waits for the store, for another thread or for the device. */
 static void look_at(fsdp_nccl_transport *transport) {
-  const fsdp_nccl_events *events = transport->options.events;
-  if (events != NULL && events->enter_thread != NULL) {
-    events->enter_thread(events->context);
-  }
+  fsdp_nccl_priv_enter_thread(transport);
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    if (!look_at_comm(transport, (fsdp_channel)i)) return;
-  }
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    if (!look_at_operations(transport, (fsdp_channel)i)) return;
+    const fsdp_channel index = (fsdp_channel)i;
+    if (!fsdp_nccl_priv_is_healthy(transport)) return;
+    fsdp_nccl_priv_poll(transport, index);
+    look_at_operations(transport, index);
+    look_at_thread(transport, index);
   }
 }
 
@@ -141,11 +139,11 @@ static void *run(void *argument) {
                              fsdp_nccl_priv_now_ms() + period_ms());
     fsdp_nccl_transport *transport = g_transports;
     while (g_generation == generation && transport != NULL) {
-      transport->is_watched = true; /* it stays in the list until then */
+      transport->is_pinned = true; /* it stays in the list until then */
       (void)pthread_mutex_unlock(&g_lock);
       look_at(transport);
       (void)pthread_mutex_lock(&g_lock);
-      transport->is_watched = false;
+      transport->is_pinned = false;
       (void)pthread_cond_broadcast(&g_changed);
       transport = transport->next;
     }
@@ -167,14 +165,21 @@ static bool start(void) {
   return is_started;
 }
 
+static fsdp_status refuse(const char *reason, fsdp_error *error) {
+  return FSDP_FAIL(error, FSDP_BACKEND,
+                   "the thread that watches NCCL cannot be started: %s",
+                   reason);
+}
+
 fsdp_status fsdp_nccl_priv_watch(fsdp_nccl_transport *transport,
                                  fsdp_error *error) {
   bool is_watched = false;
   (void)pthread_once(&g_once, prepare);
   (void)pthread_mutex_lock(&g_lock);
+  const bool is_over = g_is_over;
   transport->next = g_transports;
   g_transports = transport;
-  if (g_is_ready) {
+  if (g_is_ready && !is_over) {
     if (!g_has_thread) g_has_thread = start();
     is_watched = g_has_thread;
   }
@@ -183,30 +188,69 @@ fsdp_status fsdp_nccl_priv_watch(fsdp_nccl_transport *transport,
   (void)pthread_cond_broadcast(&g_changed); /* its period may be shorter */
   (void)pthread_mutex_unlock(&g_lock);
   if (is_watched) return FSDP_OK;
-  return FSDP_FAIL(error, FSDP_BACKEND,
-                   "the thread that watches NCCL cannot be started, the system "
-                   "has no more threads");
+  return refuse(is_over ? "the process ends" : "the system has no more threads",
+                error);
 }
 
-void fsdp_nccl_priv_unwatch(fsdp_nccl_transport *transport) {
-  pthread_t thread;
-  bool is_last = false;
-  if (!transport->is_listed) return;
-  (void)pthread_mutex_lock(&g_lock);
-  while (transport->is_watched) {
-    (void)pthread_cond_wait(&g_changed, &g_lock);
-  }
+/* Under the lock, which it gives back: the thread ends, for nobody needs it. */
+static void stop(void) {
+  const pthread_t thread = g_thread;
+  const bool has_thread = g_has_thread;
+  g_has_thread = false;
+  g_generation++;
+  (void)pthread_cond_broadcast(&g_changed);
+  (void)pthread_mutex_unlock(&g_lock);
+  if (has_thread) (void)pthread_join(thread, NULL); /* it holds nothing */
+}
+
+/* Under the lock: takes a transport out of the list. */
+static void unlist(fsdp_nccl_transport *transport) {
   fsdp_nccl_transport **place = &g_transports;
   while (*place != transport) place = &(*place)->next;
   *place = transport->next;
   transport->is_listed = false;
-  if (g_transports == NULL) {
-    is_last = true;
-    thread = g_thread;
-    g_has_thread = false;
-    g_generation++;
+}
+
+void fsdp_nccl_priv_unwatch(fsdp_nccl_transport *transport) {
+  (void)pthread_mutex_lock(&g_lock);
+  while (transport->is_pinned) {
+    (void)pthread_cond_wait(&g_changed, &g_lock);
+  }
+  const bool is_listed = transport->is_listed;
+  if (is_listed) unlist(transport);
+  if (is_listed && g_transports == NULL) {
+    stop();
+  } else {
+    (void)pthread_mutex_unlock(&g_lock);
+  }
+}
+
+void fsdp_nccl_leave_all(void) {
+  fsdp_error reason;
+  int64_t deadline_ms = 0;
+  (void)pthread_once(&g_once, prepare);
+  (void)pthread_mutex_lock(&g_lock);
+  g_is_over = true;
+  stop();
+  (void)pthread_mutex_lock(&g_lock);
+  while (g_transports != NULL) {
+    fsdp_nccl_transport *transport = g_transports;
+    unlist(transport);
+    transport->is_pinned = true; /* who destroys it waits until then */
+    (void)pthread_mutex_unlock(&g_lock);
+    /* One time to leave for all of them. */
+    if (deadline_ms == 0) {
+      deadline_ms = fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
+    }
+    (void)FSDP_FAIL(&reason, FSDP_INVALID_STATE,
+                    "rank %" PRId64 " of %" PRId64
+                    ": the process ends and has left its NCCL groups, nothing "
+                    "can be gathered or reduced any more",
+                    transport->rank, transport->world_size);
+    fsdp_nccl_priv_leave(transport, &reason, deadline_ms);
+    (void)pthread_mutex_lock(&g_lock);
+    transport->is_pinned = false;
     (void)pthread_cond_broadcast(&g_changed);
   }
   (void)pthread_mutex_unlock(&g_lock);
-  if (is_last) (void)pthread_join(thread, NULL); /* it holds nothing */
 }

@@ -5,8 +5,10 @@
 
 #include <inttypes.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "nccl_fake_priv.h"
@@ -16,7 +18,13 @@ enum { TAPE_NBYTES = 65536, MAX_COMMS = 4096 };
 struct fsdp_nccl_comm {
   bool is_live;
   bool is_revoked;
+  bool is_ending; /* abort was called */
   int64_t num_polls; /* that still say "in progress" */
+  int64_t num_inside; /* threads that are in a call */
+  /* As in NCCL 2.26 and newer: a launch leaves it behind, the next call on the
+   * communicator frees it. Without a lock, so that the sanitizers see who comes
+   * at the same time. */
+  char *group_job;
 };
 
 pthread_mutex_t nccl_fake_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -36,6 +44,13 @@ static bool g_fail_polls;
 static int64_t g_in_progress;
 static int g_async_error;
 static bool g_is_blocking;
+static int64_t g_aborts_awaited;
+static int64_t g_num_aborts_begun;
+static bool g_inits_wait;
+static int64_t g_num_polls;
+static int64_t g_num_threads;
+static fsdp_nccl_config g_config;
+static char g_net_name[64];
 static _Thread_local int t_group_depth;
 
 static void write_line(const char *format, ...) FSDP_PRINTF(1, 2);
@@ -60,6 +75,7 @@ void nccl_fake_reset(void) {
   g_tape_nbytes = 0;
   g_tape[0] = 0;
   g_base = NULL;
+  for (int64_t i = 0; i < g_num_comms; i++) free(g_comms[i].group_job);
   memset(g_comms, 0, sizeof g_comms);
   g_num_comms = 0;
   g_num_aborts = 0;
@@ -69,6 +85,11 @@ void nccl_fake_reset(void) {
   g_in_progress = 0;
   g_async_error = FSDP_NCCL_SUCCESS;
   g_is_blocking = false;
+  g_aborts_awaited = 0;
+  g_num_aborts_begun = 0;
+  g_inits_wait = false;
+  g_num_polls = 0;
+  g_num_threads = 0;
   unlock();
   nccl_fake_priv_reset_store();
   nccl_fake_priv_reset_events();
@@ -131,6 +152,41 @@ void nccl_fake_set_blocking(bool is_blocking) {
   unlock();
 }
 
+void nccl_fake_set_aborts_awaited(int64_t num_aborts) {
+  lock();
+  g_aborts_awaited = num_aborts;
+  unlock();
+}
+
+void nccl_fake_set_inits_wait(bool wait) {
+  lock();
+  g_inits_wait = wait;
+  (void)pthread_cond_broadcast(&g_changed);
+  unlock();
+}
+
+static int64_t read_number(const int64_t *number) {
+  lock();
+  const int64_t value = *number;
+  unlock();
+  return value;
+}
+
+int64_t nccl_fake_num_polls(void) {
+  return read_number(&g_num_polls);
+}
+
+int64_t nccl_fake_num_threads(void) {
+  return read_number(&g_num_threads);
+}
+
+fsdp_nccl_config nccl_fake_config(void) {
+  lock();
+  const fsdp_nccl_config config = g_config;
+  unlock();
+  return config;
+}
+
 int64_t nccl_fake_num_live(void) {
   int64_t num = 0;
   lock();
@@ -174,6 +230,31 @@ static void check_comm(const fsdp_nccl_comm *comm, const char *call) {
   }
 }
 
+/* The beginning of a call that no other may overlap; takes the lock. */
+static void enter(fsdp_nccl_comm *comm, const char *call) {
+  lock();
+  check_comm(comm, call);
+  if (comm == NULL) return;
+  if (comm->num_inside++ > 0) {
+    write_line("WRONG %s on communicator %" PRId64 " under another call\n",
+               call, number(comm));
+  }
+  unlock();
+  (void)sched_yield(); /* for whoever should not come */
+  lock();
+}
+
+/* Gives the lock back. */
+static void leave(fsdp_nccl_comm *comm) {
+  if (comm != NULL) comm->num_inside--;
+  unlock();
+}
+
+static void free_group_job(fsdp_nccl_comm *comm) {
+  free(comm->group_job);
+  comm->group_job = NULL;
+}
+
 /* A result for a call that may be in progress afterwards. */
 static int progress(fsdp_nccl_comm *comm) {
   comm->num_polls = g_in_progress;
@@ -208,10 +289,17 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
   } else {
     fsdp_nccl_comm *made = &g_comms[g_num_comms++];
     made->is_live = true;
+    made->num_inside = 1;
+    *comm = made; /* as NCCL does, before it waits for the others */
     write_line("init %" PRId64 " %s rank %d/%d%s\n", number(made), id.internal,
-               rank, num_ranks, config->blocking == 0 ? "" : " BLOCKING");
+               rank, num_ranks, config->blocking == 1 ? "" : " NON-BLOCKING");
+    g_config = *config;
+    (void)snprintf(g_net_name, sizeof g_net_name, "%s",
+                   config->net_name == NULL ? "" : config->net_name);
+    g_config.net_name = g_net_name;
+    while (g_inits_wait) (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
+    made->num_inside = 0;
     result = progress(made);
-    *comm = made;
   }
   unlock();
   return result;
@@ -219,8 +307,8 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
 
 static int fake_async_error(fsdp_nccl_comm *comm, int *async_error) {
   int result = FSDP_NCCL_SUCCESS;
-  lock();
-  check_comm(comm, "get_async_error");
+  enter(comm, "get_async_error");
+  g_num_polls++;
   if (g_fail_polls && is_chosen()) {
     result = g_fail_result;
   } else if (g_async_error != FSDP_NCCL_SUCCESS) {
@@ -232,45 +320,61 @@ static int fake_async_error(fsdp_nccl_comm *comm, int *async_error) {
     *async_error = FSDP_NCCL_SUCCESS;
   }
   unlock();
+  free_group_job(comm);
+  lock();
+  leave(comm);
   return result;
 }
 
 /* Common to finalize, destroy, abort and revoke. */
 static int end_call(fsdp_nccl_comm *comm, const char *call) {
-  check_comm(comm, call);
   write_line("%s %" PRId64 "\n", call, number(comm));
   return is_chosen() ? g_fail_result : FSDP_NCCL_SUCCESS;
 }
 
 static int fake_finalize(fsdp_nccl_comm *comm) {
-  lock();
-  const int result = end_call(comm, "finalize");
-  if (result == FSDP_NCCL_SUCCESS) (void)progress(comm); /* polls tell */
-  unlock();
+  enter(comm, "finalize");
+  int result = end_call(comm, "finalize");
+  if (result == FSDP_NCCL_SUCCESS) result = progress(comm);
+  leave(comm);
   return result;
 }
 
 static int fake_destroy(fsdp_nccl_comm *comm) {
-  lock();
+  enter(comm, "destroy");
   if (comm->num_polls > 0) write_line("WRONG destroy in progress\n");
   const int result = end_call(comm, "destroy");
   comm->is_live = false;
-  unlock();
+  leave(comm);
+  free_group_job(comm);
   return result;
 }
 
+/* May come under another call, which it ends; waits for the other
+ * communicators, whose kernels are in the way, if it is asked to. */
 static int fake_abort(fsdp_nccl_comm *comm) {
   lock();
+  check_comm(comm, "abort");
+  if (comm->is_ending) write_line("WRONG abort twice\n");
+  comm->is_ending = true;
+  g_num_aborts_begun++;
+  (void)pthread_cond_broadcast(&g_changed);
+  while (g_num_aborts_begun < g_aborts_awaited) {
+    (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
+  }
   const int result = end_call(comm, "abort");
   comm->is_live = false;
   g_num_aborts++;
   (void)pthread_cond_broadcast(&g_changed);
+  const bool is_under_call = comm->num_inside > 0;
   unlock();
+  if (!is_under_call) free_group_job(comm);
   return result;
 }
 
 static int fake_revoke(fsdp_nccl_comm *comm, int flags) {
   lock();
+  check_comm(comm, "revoke");
   const int result = end_call(comm, flags == 0 ? "revoke" : "revoke FLAGS");
   comm->is_revoked = true;
   (void)pthread_cond_broadcast(&g_changed);
@@ -283,8 +387,7 @@ static const char *fake_error_string(int result) {
 }
 
 static const char *fake_last_error(fsdp_nccl_comm *comm) {
-  (void)comm;
-  return "the wire is cut";
+  return comm == NULL ? "the wire is cut" : "asked of a communicator";
 }
 
 static int fake_group_start(void) {
@@ -324,10 +427,15 @@ static int collect(const char *name, const char *tail, const void *send,
                    const void *receive, size_t numel, int dtype,
                    fsdp_nccl_comm *comm, void *stream) {
   int result = FSDP_NCCL_SUCCESS;
-  lock();
-  check_comm(comm, name);
+  enter(comm, name);
+  if (comm->group_job == NULL) comm->group_job = malloc(1);
+  if (g_in_progress > 0) g_num_threads++; /* a group's thread in NCCL */
   if (is_chosen()) {
     result = g_fail_result;
+    goto done;
+  }
+  if (g_async_error != FSDP_NCCL_SUCCESS) {
+    result = g_async_error; /* as NCCL's own check of a call */
     goto done;
   }
   if (t_group_depth == 0) nccl_fake_priv_check_settled();
@@ -345,7 +453,7 @@ static int collect(const char *name, const char *tail, const void *send,
   result = progress(comm);
   if (t_group_depth > 0) result = FSDP_NCCL_SUCCESS;
 done:
-  unlock();
+  leave(comm);
   return result;
 }
 
@@ -384,8 +492,7 @@ static int fake_red_op_create(int *op, void *scalar, int dtype, int residence,
   int result = FSDP_NCCL_SUCCESS;
   uint32_t bits32 = 0;
   uint16_t bits16 = 0;
-  lock();
-  check_comm(comm, "red_op_create");
+  enter(comm, "red_op_create");
   if (is_chosen()) {
     result = g_fail_result;
   } else {
@@ -398,23 +505,21 @@ static int fake_red_op_create(int *op, void *scalar, int dtype, int residence,
                dtype_name(dtype), is_16 ? bits16 : bits32,
                residence == FSDP_NCCL_SCALAR_ON_HOST ? "" : " ON DEVICE");
   }
-  unlock();
+  leave(comm);
   return result;
 }
 
 static int fake_red_op_destroy(int op, fsdp_nccl_comm *comm) {
-  lock();
-  check_comm(comm, "red_op_destroy");
+  enter(comm, "red_op_destroy");
   write_line("red_op_destroy %" PRId64 " op%d\n", number(comm), op);
-  unlock();
+  leave(comm);
   return FSDP_NCCL_SUCCESS;
 }
 
 static int fake_register(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
                          void **handle) {
   int result = FSDP_NCCL_SUCCESS;
-  lock();
-  check_comm(comm, "register");
+  enter(comm, "register");
   if (is_chosen()) {
     result = g_fail_result;
   } else {
@@ -422,16 +527,15 @@ static int fake_register(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
                (const char *)buffer - g_base, nbytes);
     *handle = (char *)buffer + number(comm);
   }
-  unlock();
+  leave(comm);
   return result;
 }
 
 static int fake_deregister(fsdp_nccl_comm *comm, void *handle) {
-  lock();
-  check_comm(comm, "deregister");
+  enter(comm, "deregister");
   write_line("deregister %" PRId64 " +%td\n", number(comm),
              (const char *)handle - g_base - number(comm));
-  unlock();
+  leave(comm);
   return FSDP_NCCL_SUCCESS;
 }
 

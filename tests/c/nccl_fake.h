@@ -1,8 +1,9 @@
 /*
  * A NCCL that only writes down its calls: the table of entry points, a store
  * in memory and events for tests of the transport. Knows what is wrong with a
- * call (a communicator after its end, a group left open) and says so on the
- * tape. One per process; any thread may call.
+ * call (a communicator after its end, or in the hands of two threads, a group
+ * left open) and says "WRONG" on the tape. One per process; any thread may
+ * call.
  */
 #ifndef FSDP_TESTS_NCCL_FAKE_H
 #define FSDP_TESTS_NCCL_FAKE_H
@@ -41,6 +42,18 @@ void nccl_fake_set_async_error(int result);
  * revoked (then they do not). */
 void nccl_fake_set_blocking(bool is_blocking);
 
+/* Aborts wait until so many have begun, as behind each other's kernels. */
+void nccl_fake_set_aborts_awaited(int64_t num_aborts);
+/* Communicators are not made before this is false again. */
+void nccl_fake_set_inits_wait(bool wait);
+
+/* What a launch must not cost: polls of errors so far, and threads that NCCL
+ * starts for launches that are in progress afterwards. */
+int64_t nccl_fake_num_polls(void);
+int64_t nccl_fake_num_threads(void);
+/* Of the last communicator that was made; net_name is "" for none. */
+fsdp_nccl_config nccl_fake_config(void);
+
 /* Communicators that were made, and not aborted or destroyed since. */
 int64_t nccl_fake_num_live(void);
 int64_t nccl_fake_num_aborts(void);
@@ -48,6 +61,9 @@ int64_t nccl_fake_num_aborts(void);
 /* The store. Call number `index` from now fails; -1: none. */
 fsdp_store nccl_fake_store(void);
 void nccl_fake_store_fail_at(int64_t index);
+/* Every call fails from now on / waits until this is false again. */
+void nccl_fake_store_break(bool is_broken);
+void nccl_fake_store_hold(bool is_held);
 int64_t nccl_fake_num_store_calls(void);
 /* The store's text for `key`, or "". Borrowed as the tape. */
 const char *nccl_fake_store_text(const char *key);
@@ -56,6 +72,8 @@ const char *nccl_fake_store_text(const char *key);
 fsdp_nccl_events nccl_fake_events(void);
 void nccl_fake_hold_events(bool is_held);
 void nccl_fake_event_fail_at(int64_t index);
+/* Queries fail with `text` from now on; NULL: no more. */
+void nccl_fake_event_set_error(const char *text);
 int64_t nccl_fake_num_events(void); /* not destroyed */
 
 #endif /* FSDP_TESTS_NCCL_FAKE_H */

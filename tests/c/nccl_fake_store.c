@@ -28,9 +28,12 @@ static entry g_entries[MAX_KEYS];
 static int64_t g_num_entries;
 static int64_t g_store_fail_at = -1;
 static int64_t g_num_store_calls;
+static bool g_is_store_broken;
+static bool g_is_store_held;
 static char g_text[VALUE_NBYTES + 1];
 static bool g_is_held;
 static int64_t g_event_fail_at = -1;
+static const char *g_event_error;
 static int64_t g_num_events;
 /* Events are places here, so that a forked child has none to give back. */
 static bool g_is_event[MAX_EVENTS];
@@ -52,6 +55,8 @@ void nccl_fake_priv_reset_store(void) {
   g_num_entries = 0;
   g_num_store_calls = 0;
   g_store_fail_at = -1;
+  g_is_store_broken = false;
+  g_is_store_held = false;
   unlock();
 }
 
@@ -59,6 +64,34 @@ void nccl_fake_store_fail_at(int64_t index) {
   lock();
   g_store_fail_at = index;
   unlock();
+}
+
+void nccl_fake_store_break(bool is_broken) {
+  lock();
+  g_is_store_broken = is_broken;
+  unlock();
+}
+
+void nccl_fake_store_hold(bool is_held) {
+  lock();
+  g_is_store_held = is_held;
+  unlock();
+}
+
+/* The beginning of every request. Whether it fails. */
+static bool begin_request(void) {
+  const struct timespec pause = {.tv_nsec = 1000000};
+  lock();
+  g_num_store_calls++;
+  const bool fails = is_chosen(&g_store_fail_at);
+  while (g_is_store_held) {
+    unlock();
+    (void)nanosleep(&pause, NULL);
+    lock();
+  }
+  const bool is_broken = g_is_store_broken;
+  unlock();
+  return fails || is_broken;
 }
 
 int64_t nccl_fake_num_store_calls(void) {
@@ -78,9 +111,8 @@ static entry *find(const char *key) {
 static fsdp_status store_set(void *context, const char *key, const void *value,
                              int64_t nbytes, fsdp_error *error) {
   (void)context;
+  const bool fails = begin_request() || nbytes > VALUE_NBYTES;
   lock();
-  g_num_store_calls++;
-  const bool fails = is_chosen(&g_store_fail_at) || nbytes > VALUE_NBYTES;
   if (!fails) {
     entry *place = find(key);
     if (place == NULL) place = &g_entries[g_num_entries++];
@@ -98,11 +130,7 @@ static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
                              fsdp_error *error) {
   const struct timespec pause = {.tv_nsec = 1000000};
   (void)context;
-  lock();
-  g_num_store_calls++;
-  const bool fails = is_chosen(&g_store_fail_at);
-  unlock();
-  if (fails) {
+  if (begin_request()) {
     return FSDP_FAIL(error, FSDP_BACKEND, "injected at store get %s", key);
   }
   for (int64_t waited_ms = 0;; waited_ms++) {
@@ -122,8 +150,31 @@ static fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
                    timeout_ms);
 }
 
+static fsdp_status store_add(void *context, const char *key, int64_t change,
+                             int64_t *sum, fsdp_error *error) {
+  int64_t value = 0;
+  (void)context;
+  if (begin_request()) {
+    return FSDP_FAIL(error, FSDP_BACKEND, "injected at store add %s", key);
+  }
+  lock();
+  entry *place = find(key);
+  if (place == NULL) {
+    place = &g_entries[g_num_entries++];
+    (void)snprintf(place->key, sizeof place->key, "%s", key);
+  } else {
+    memcpy(&value, place->value, sizeof value);
+  }
+  value += change;
+  memcpy(place->value, &value, sizeof value);
+  place->nbytes = sizeof value;
+  *sum = value;
+  unlock();
+  return FSDP_OK;
+}
+
 fsdp_store nccl_fake_store(void) {
-  return (fsdp_store){.set = store_set, .get = store_get};
+  return (fsdp_store){.set = store_set, .get = store_get, .add = store_add};
 }
 
 const char *nccl_fake_store_text(const char *key) {
@@ -142,6 +193,13 @@ void nccl_fake_priv_reset_events(void) {
   lock();
   g_is_held = false;
   g_event_fail_at = -1;
+  g_event_error = NULL;
+  unlock();
+}
+
+void nccl_fake_event_set_error(const char *text) {
+  lock();
+  g_event_error = text;
   unlock();
 }
 
@@ -220,8 +278,10 @@ static fsdp_status event_query(void *context, void *event, bool *is_done,
   lock();
   check_event(event);
   *is_done = !g_is_held;
+  const char *text = g_event_error;
   unlock();
-  return FSDP_OK;
+  if (text == NULL) return FSDP_OK;
+  return FSDP_FAIL(error, FSDP_BACKEND, "%s", text);
 }
 
 fsdp_nccl_events nccl_fake_events(void) {

@@ -6,6 +6,8 @@
 
 #include <time.h>
 
+#include "nccl/nccl_priv.h"
+
 char nccl_fixture_memory[NCCL_FIXTURE_NBYTES];
 
 const fsdp_dtype NCCL_F32 = {FSDP_DTYPE_FLOAT32, 4};
@@ -37,7 +39,18 @@ fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
                                               world_size, &transport, &error);
   if (status != FSDP_OK) printf("cannot join: %s\n", error.message);
   CHECK(status == FSDP_OK);
+  nccl_fixture_connect(transport);
   return transport;
+}
+
+void nccl_fixture_connect(fsdp_transport *transport) {
+  fsdp_nccl_transport *self = fsdp_nccl_priv_of(transport);
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    const fsdp_channel channel = (fsdp_channel)i;
+    CHECK(fsdp_nccl_priv_lock_channel(self, channel, NULL) == FSDP_OK);
+    CHECK(fsdp_nccl_priv_connect(self, channel, NULL) == FSDP_OK);
+    fsdp_nccl_priv_unlock_channel(self, channel);
+  }
 }
 
 void nccl_fixture_write_ids(void) {

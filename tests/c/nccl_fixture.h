@@ -25,6 +25,9 @@ fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
 /* Joins without a reset, after rank 0. */
 fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
                                        int64_t rank, int64_t world_size);
+/* Makes both communicators, as the first calls on the channels would. The two
+ * functions above have done it. */
+void nccl_fixture_connect(fsdp_transport *transport);
 /* Writes the ids that rank 0 would. */
 void nccl_fixture_write_ids(void);
 

@@ -2,6 +2,8 @@
  * NCCL transport: failures. Each call of NCCL, of the store and of the events
  * fails once; the first error stays, and each communicator ends once.
  */
+#include <stdatomic.h>
+
 #include "base/alloc.h"
 #include "nccl_fixture.h"
 
@@ -71,17 +73,14 @@ static void test_every_nccl_call_can_fail(void) {
       CHECK(strstr(error.message,
                    "with NCCL result 2 (some error: the wire is cut)") != NULL);
       CHECK_I64(nccl_fake_num_live(), 0); /* aborted, and not only at the end */
-      if (transport != NULL) {
-        CHECK_I64(nccl_fake_num_aborts(), 2);
-        check_stays_failed(transport, &error);
-        transport->ops->destroy(transport);
-        CHECK_TEXT(nccl_fake_tape(), "");
-      }
+      check_stays_failed(transport, &error);
+      transport->ops->destroy(transport);
+      CHECK_TEXT(nccl_fake_tape(), "");
       check_left_nothing();
     }
     /* 2 ids, 2 communicators, 2 groups of 4, 2 operators, 2 collectives; then
-     * 2 polls per communicator and launch, and one before each launch. */
-    CHECK_I64(i, polls == 0 ? 16 : 32);
+     * 2 polls per communicator and launch. */
+    CHECK_I64(i, polls == 0 ? 16 : 28);
   }
 }
 
@@ -109,6 +108,12 @@ static void test_what_an_error_says(void) {
   check_left_nothing();
 }
 
+/* The check finds the failure; the next call tells what was collected. */
+static void fail_fully(fsdp_transport *transport, fsdp_error *error) {
+  CHECK(transport->ops->check(transport, error) == FSDP_BACKEND);
+  CHECK(nccl_fixture_gather(transport, "late", error) == FSDP_BACKEND);
+}
+
 /* The ranks say where they were. */
 static void test_last_words(void) {
   const fsdp_nccl_options options = nccl_fixture_options();
@@ -123,11 +128,11 @@ static void test_last_words(void) {
   CHECK(nccl_fixture_gather(ranks[0], "unit 'b'", &error) == FSDP_OK);
   CHECK(nccl_fixture_gather(ranks[1], "unit 'b'", &error) == FSDP_OK);
   nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
-  CHECK(ranks[3]->ops->check(ranks[3], &error) == FSDP_BACKEND);
+  fail_fully(ranks[3], &error);
   CHECK(strstr(error.message, "No answer from rank 0, 1, 2 within 300 ms.") !=
         NULL);
-  CHECK(ranks[0]->ops->check(ranks[0], &error) == FSDP_BACKEND);
-  CHECK(ranks[1]->ops->check(ranks[1], &error) == FSDP_BACKEND);
+  fail_fully(ranks[0], &error);
+  fail_fully(ranks[1], &error);
   CHECK_TEXT(
       error.message,
       "rank 1 of 4: the communicator failed at operation 2 of the gathers "
@@ -153,8 +158,8 @@ static void test_every_store_call_can_fail(void) {
       nccl_fixture_write_ids();
       nccl_fake_store_fail_at(i);
       CHECK(fsdp_nccl_create(&library, &options, &store, rank, 2, &transport,
-                             &error) == FSDP_BACKEND);
-      CHECK(transport == NULL);
+                             &error) == FSDP_OK);
+      CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_BACKEND);
       CHECK(strstr(error.message, rank == 0
                                       ? "rank 0 of 2 cannot write the id"
                                       : "rank 1 of 2 cannot read the id") ==
@@ -162,6 +167,8 @@ static void test_every_store_call_can_fail(void) {
       CHECK(strstr(error.message, i == 0 ? "'p/id/gather'" : "'p/id/reduce'") !=
             NULL);
       CHECK(strstr(error.message, "injected at store") != NULL);
+      check_stays_failed(transport, &error);
+      transport->ops->destroy(transport);
       check_left_nothing();
     }
   }
@@ -190,15 +197,20 @@ static void test_ids_that_do_not_come(void) {
   options.init_timeout_ms = 100;
   nccl_fake_reset();
   CHECK(fsdp_nccl_create(&library, &options, &store, 1, 2, &transport,
-                         &error) == FSDP_BACKEND);
+                         &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
   CHECK(strstr(error.message,
                "rank 1 of 2 cannot read the id of a NCCL communicator, key "
                "'p/id/gather' of the group's store, within 100 ms (no key "
-               "p/id/gather after 100 ms). Did rank 0") == error.message);
+               "p/id/gather after ") == error.message);
+  CHECK(strstr(error.message, " ms). Did rank 0") != NULL);
+  transport->ops->destroy(transport);
   CHECK(store.set(store.context, "p/id/gather", "short", 5, NULL) == FSDP_OK);
   CHECK(fsdp_nccl_create(&library, &options, &store, 1, 2, &transport,
-                         &error) == FSDP_BACKEND);
+                         &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
   CHECK(strstr(error.message, "it has 5 bytes instead of 128") != NULL);
+  transport->ops->destroy(transport);
   check_left_nothing();
 }
 
@@ -219,7 +231,7 @@ static void test_every_event_call_can_fail(void) {
     }
     CHECK(status == FSDP_BACKEND);
     CHECK(strstr(error.message, "injected at event") == error.message);
-    CHECK_I64(nccl_fake_num_aborts(), 2);
+    CHECK_I64(nccl_fake_num_live(), 0);
     check_stays_failed(transport, &error);
     transport->ops->destroy(transport);
     check_left_nothing();
@@ -236,9 +248,8 @@ static void test_errors_that_come_later(void) {
   nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
   CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_BACKEND);
   CHECK_TEXT(error.message,
-             "rank 0 of 1: what came before failed at operation 1 of the "
-             "gathers (unit 'a') with NCCL result 6 (remote error: the wire is "
-             "cut)");
+             "rank 0 of 1: all_gather failed at operation 2 of the gathers "
+             "(unit 'b') with NCCL result 6 (remote error: the wire is cut)");
   CHECK(transport->ops->check(transport, &again) == FSDP_BACKEND);
   CHECK_TEXT(again.message, error.message);
   check_stays_failed(transport, &error);
@@ -246,7 +257,8 @@ static void test_errors_that_come_later(void) {
   check_left_nothing();
 }
 
-/* A rank that failed to join ends the others' wait. */
+/* A rank that failed ends the others' wait for it; what was being made when
+ * they gave up is aborted when NCCL comes out with it. */
 static void test_another_rank_fails_to_join(void) {
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
@@ -255,14 +267,56 @@ static void test_another_rank_fails_to_join(void) {
   fsdp_error error = {0};
   nccl_fake_reset();
   options.init_timeout_ms = 600000;
-  nccl_fake_set_in_progress(INT64_MAX);
+  options.poll_ms = 1;
+  nccl_fake_set_inits_wait(true);
   CHECK(store.set(store.context, "p/failed", "rank 1 of 2: no memory", 22,
                   NULL) == FSDP_OK);
   CHECK(fsdp_nccl_create(&library, &options, &store, 0, 2, &transport,
-                         &error) == FSDP_BACKEND);
+                         &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
   CHECK(strstr(error.message,
                "rank 0 of 2 ends because another rank failed: rank 1 of 2: no "
                "memory.") == error.message);
+  CHECK_I64(nccl_fake_num_live(), 1); /* NCCL still has it */
+  nccl_fake_set_inits_wait(false);
+  transport->ops->destroy(transport);
+  CHECK_I64(nccl_fake_num_aborts(), 1);
+  check_left_nothing();
+}
+
+static void release(void *owner) {
+  atomic_store((_Atomic bool *)owner, true);
+}
+
+/* The same when nobody ever comes; what the stuck thread uses is kept. */
+static void test_nobody_joins(void) {
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *transport = NULL;
+  fsdp_error error = {0};
+  _Atomic bool is_released = false;
+  nccl_fake_reset();
+  options.init_timeout_ms = 100;
+  options.grace_ms = 0;
+  options.release = release;
+  options.owner = &is_released;
+  nccl_fake_set_inits_wait(true);
+  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 2, &transport,
+                         &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message,
+               "rank 0 of 2: ncclCommInitRankConfig on the host is still in "
+               "progress after 100 ms, at the start of the gathers: another "
+               "rank does not take part") == error.message);
+  transport->ops->destroy(transport);
+  CHECK(!atomic_load(&is_released));
+  CHECK_I64(nccl_fake_num_live(), 1);
+  nccl_fake_set_inits_wait(false);
+  for (int i = 0; i < 10000 && !atomic_load(&is_released); i++) {
+    nccl_fixture_sleep_ms(1);
+  }
+  CHECK(atomic_load(&is_released));
   CHECK_I64(nccl_fake_num_aborts(), 1);
   check_left_nothing();
 }
@@ -277,6 +331,7 @@ int main(void) {
       CHECK_TEST(test_every_event_call_can_fail),
       CHECK_TEST(test_errors_that_come_later),
       CHECK_TEST(test_another_rank_fails_to_join),
+      CHECK_TEST(test_nobody_joins),
   };
   return CHECK_RUN(tests);
 }

@@ -30,6 +30,10 @@ typedef struct fsdp_store {
   fsdp_status (*get)(void *context, const char *key, int64_t timeout_ms,
                      void *value, int64_t capacity, int64_t *nbytes,
                      fsdp_error *error);
+  /* Adds `change` to the number in the key, 0 before; sum [out] the new one,
+   * which no other rank sees at the same time. NULL where nobody counts. */
+  fsdp_status (*add)(void *context, const char *key, int64_t change,
+                     int64_t *sum, fsdp_error *error);
 } fsdp_store;
 
 typedef enum fsdp_channel {

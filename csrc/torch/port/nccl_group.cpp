@@ -1,7 +1,6 @@
 #include "torch/port/nccl_group.hpp"
 
 #include <c10/core/Allocator.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -11,6 +10,7 @@
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "nccl/nccl_transport.h"
 #include "torch/guard.hpp"
@@ -73,6 +73,8 @@ fsdp_status event_query(void * /*context*/, void *event, bool *is_done,
 
 void enter_thread(void *context) {
   const c10::Device device = static_cast<EventSource *>(context)->device;
+  // Where a user captures a graph, the watchdog's questions must not spoil it.
+  if (device.is_cuda()) (void)fsdp_nccl_relax_capture();
   const c10::impl::VirtualGuardImpl guard(device.type());
   guard.uncheckedSetDevice(device);
 }
@@ -115,30 +117,41 @@ const Library &the_library() {
   return *self;
 }
 
-// Whether all ranks have a library; the reason of the first that has none.
+// What a transport's threads use, for as long as one of them may run.
+struct Owner {
+  EventSource source;
+  std::shared_ptr<void> store;
+};
+
+void release_owner(void *owner) {
+  delete static_cast<Owner *>(owner);
+}
+
+// Whether all ranks have a library and want to use it; else one rank's reason.
 bool agree(const fsdp_store &store, int64_t rank, int64_t world_size,
            int64_t timeout_ms, const std::string &mine, std::string *why_not) {
+  constexpr const char *kKey = "nccl/library";
+  std::array<char, FSDP_ERROR_MESSAGE_NBYTES> reason = {};
+  bool is_possible = false;
   fsdp_error error = {};
-  if (store.set(store.context, ("library/" + std::to_string(rank)).c_str(),
-                mine.data(), static_cast<int64_t>(mine.size()),
-                &error) != FSDP_OK) {
+  if (fsdp_nccl_meeting_arrive(&store, kKey, rank, world_size, mine.c_str(),
+                               &error) != FSDP_OK ||
+      fsdp_nccl_meeting_conclude(&store, kKey, world_size, timeout_ms,
+                                 &is_possible, reason.data(), reason.size(),
+                                 &error) != FSDP_OK) {
     throw_error(error);
   }
-  for (int64_t other = 0; other < world_size; other++) {
-    std::array<char, FSDP_ERROR_MESSAGE_NBYTES> theirs = {};
-    int64_t nbytes = 0;
-    if (store.get(store.context, ("library/" + std::to_string(other)).c_str(),
-                  timeout_ms, theirs.data(),
-                  static_cast<int64_t>(theirs.size()) - 1, &nbytes,
-                  &error) != FSDP_OK) {
-      throw_error(error);
-    }
-    if (nbytes > 0) {
-      *why_not = "rank " + std::to_string(other) + ": " + theirs.data();
-      return false;
-    }
-  }
-  return true;
+  *why_not = reason.data();
+  return is_possible;
+}
+
+fsdp_nccl_tuning core_tuning(const NcclTuning &tuning) {
+  const auto value = [](const std::optional<int> &each) {
+    return each.value_or(FSDP_NCCL_CONFIG_UNDEFINED);
+  };
+  return {value(tuning.cga_cluster_size), value(tuning.min_ctas),
+          value(tuning.max_ctas), value(tuning.split_share),
+          tuning.net_name.empty() ? nullptr : tuning.net_name.c_str()};
 }
 
 }  // namespace
@@ -173,21 +186,20 @@ NcclLibrary find_nccl() {
           version.data(), ""};
 }
 
-std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
-                                          int64_t world_size,
-                                          c10::Device device,
-                                          int64_t timeout_ms,
-                                          const char *refusal,
-                                          std::string *why_not) {
+std::shared_ptr<fsdp_transport> join_nccl(
+    const fsdp_store &store, std::shared_ptr<void> store_owner, int64_t rank,
+    int64_t world_size, c10::Device device, int64_t timeout_ms,
+    const NcclTuning &tuning, const char *refusal, std::string *why_not) {
   static const Library no_library = {};
   const Library &found = refusal == nullptr ? the_library() : no_library;
   const std::string mine = refusal == nullptr ? found.why_not : refusal;
   if (!agree(store, rank, world_size, timeout_ms, mine, why_not)) {
     return nullptr;
   }
-  auto source = std::make_shared<EventSource>(EventSource{device});
+  auto owner =
+      std::make_unique<Owner>(Owner{{device}, std::move(store_owner)});
   fsdp_nccl_events events = {};
-  events.context = source.get();
+  events.context = &owner->source;
   events.create = event_create;
   events.destroy = event_destroy;
   events.record = event_record;
@@ -199,15 +211,21 @@ std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
   options.init_timeout_ms = timeout_ms;
   options.timeout_ms = timeout_ms;
   options.events = &events;
-  const c10::DeviceGuard guard(device);
+  options.tuning = core_tuning(tuning);
+  options.release = release_owner;
+  options.owner = owner.get();
   fsdp_transport *transport = nullptr;
   fsdp_error error = {};
   if (fsdp_nccl_create(&found.library, &options, &store, rank, world_size,
                        &transport, &error) != FSDP_OK) {
     throw_error(error);
   }
-  return {transport,
-          [source](fsdp_transport *self) { self->ops->destroy(self); }};
+  (void)owner.release();  // the transport's
+  return {transport, [](fsdp_transport *self) { self->ops->destroy(self); }};
+}
+
+void leave_nccl() {
+  fsdp_nccl_leave_all();
 }
 
 }  // namespace fsdp_torch

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "port/transport.h"
@@ -30,14 +31,27 @@ struct NcclLibrary {
 };
 NcclLibrary find_nccl();
 
+// What the group's NCCL options ask for, as in fsdp_nccl_tuning; empty: NCCL
+// decides.
+struct NcclTuning {
+  std::optional<int> cga_cluster_size;
+  std::optional<int> min_ctas;
+  std::optional<int> max_ctas;
+  std::optional<int> split_share;
+  std::string net_name;
+};
+
 // Joins the group over NCCL. All ranks come here and agree: null on all of them
-// if one cannot, or has a refusal (else null), and `why_not` says why. `store`
-// outlives the transport. Throws if a rank did not come, or NCCL failed.
-std::shared_ptr<fsdp_transport> join_nccl(const fsdp_store &store, int64_t rank,
-                                          int64_t world_size,
-                                          c10::Device device,
-                                          int64_t timeout_ms,
-                                          const char *refusal,
-                                          std::string *why_not);
+// if one cannot, or has a refusal (else null), and `why_not` says why. Keeps
+// `store_owner` as long as a thread may use `store`. Throws if a rank did not
+// come.
+std::shared_ptr<fsdp_transport> join_nccl(
+    const fsdp_store &store, std::shared_ptr<void> store_owner, int64_t rank,
+    int64_t world_size, c10::Device device, int64_t timeout_ms,
+    const NcclTuning &tuning, const char *refusal, std::string *why_not);
+
+// For the end of the process: all NCCL groups are left, whoever still holds
+// them, and the watchdog ends.
+void leave_nccl();
 
 }  // namespace fsdp_torch

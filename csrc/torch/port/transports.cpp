@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/dtypes.h"
@@ -69,6 +71,15 @@ fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
   };
 }
 
+fsdp_status store_add(void *context, const char *key, int64_t change,
+                      int64_t *sum, fsdp_error *error) {
+  GUARDED(error) {
+    const auto &self = *static_cast<GroupStore *>(context);
+    *sum = self.store->add(self.key(key), change);
+    return FSDP_OK;
+  };
+}
+
 bool is_switched_off(const char *name) {
   const char *value = std::getenv(name);
   return value != nullptr && std::strcmp(value, "0") == 0;
@@ -92,6 +103,38 @@ int64_t timeout_ms_of(c10d::ProcessGroup &group, c10::Device device) {
   }
 }
 
+// An integer of c10d's ncclConfig_t, unless it is NCCL's "undefined".
+std::optional<int> integer_of(const pybind11::object &config,
+                              const char *name) {
+  if (!pybind11::hasattr(config, name)) return std::nullopt;
+  const auto value = config.attr(name).cast<int>();
+  if (value == std::numeric_limits<int>::min()) return std::nullopt;
+  return value;
+}
+
+// The group's NCCL options, read by attribute: their class needs nccl.h. What
+// they do not have, and everything on a backend without them, is NCCL's choice.
+NcclTuning tuning_of(c10d::ProcessGroup &group, c10::Device device) {
+  NcclTuning tuning;
+  const pybind11::gil_scoped_acquire gil;
+  try {
+    const pybind11::object options =
+        pybind11::cast(group.getBackend(device.type())).attr("options");
+    if (!pybind11::hasattr(options, "config")) return tuning;
+    const pybind11::object config = options.attr("config");
+    tuning.cga_cluster_size = integer_of(config, "cga_cluster_size");
+    tuning.min_ctas = integer_of(config, "min_ctas");
+    tuning.max_ctas = integer_of(config, "max_ctas");
+    tuning.split_share = integer_of(config, "split_share");
+    if (pybind11::hasattr(config, "net_name") &&
+        !config.attr("net_name").is_none()) {
+      tuning.net_name = config.attr("net_name").cast<std::string>();
+    }
+  } catch (const std::exception &) {  // a user's own backend
+  }
+  return tuning;
+}
+
 // Choosing --------------------------------------------------------------------
 
 // Of one process group on one kind of device, as long as the group lives: all
@@ -100,7 +143,7 @@ int64_t timeout_ms_of(c10d::ProcessGroup &group, c10::Device device) {
 struct Connection {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   c10::DeviceType device_type;
-  std::unique_ptr<GroupStore> store;  // outlives the transport
+  std::shared_ptr<GroupStore> store;  // outlives the transport
   std::shared_ptr<fsdp_transport> transport;
   std::string why_not;
   const char *refusal = nullptr;  // this rank's, when it met
@@ -111,6 +154,7 @@ fsdp_store core_store(const Connection &connection) {
   store.context = connection.store.get();
   store.set = store_set;
   store.get = store_get;
+  store.add = store_add;
   return store;
 }
 
@@ -168,7 +212,8 @@ const char *refusal_of(Kind kind) {
 }
 
 void choose(Connection &connection, Kind kind,
-            c10d::ProcessGroup &process_group, c10::Device device) {
+            c10d::ProcessGroup &process_group, c10::Device device,
+            const NcclTuning &tuning) {
   const auto store = process_group.getStore();
   if (!store) {
     connection.why_not = "the group has no store";
@@ -180,7 +225,7 @@ void choose(Connection &connection, Kind kind,
                            "/" + c10::DeviceTypeName(device.type(), true) + "/";
   const int64_t generation =
       store->add(base + std::to_string(process_group.getRank()), 1);
-  connection.store = std::make_unique<GroupStore>();
+  connection.store = std::make_shared<GroupStore>();
   // NCCL's watchdog asks while others wait: not over their connection.
   connection.store->store = kind == Kind::kNccl ? store->clone() : store;
   connection.store->prefix = base + std::to_string(generation) + "/";
@@ -188,10 +233,12 @@ void choose(Connection &connection, Kind kind,
     connect_shm(connection, process_group, device, refusal_of(kind));
     return;
   }
-  connection.transport = join_nccl(
-      core_store(connection), process_group.getRank(), process_group.getSize(),
-      device, timeout_ms_of(process_group, device), refusal_of(kind),
-      &connection.why_not);
+  connection.transport =
+      join_nccl(core_store(connection), connection.store,
+                process_group.getRank(), process_group.getSize(), device,
+                timeout_ms_of(process_group, device),
+                tuning, refusal_of(kind),
+                &connection.why_not);
 }
 
 // A rank did not come: says which, as for a collective that failed.
@@ -227,24 +274,15 @@ struct Registry {
   std::vector<Connection> connections;
 };
 
-// What has a thread must go before the devices do, at the end of the process.
-void leave_devices();
-
 Registry &registry() {
   // Never destroyed: process groups may outlive static objects.
   static auto *const self = [] {
-    std::atexit(leave_devices);
+    // What has threads must go before the devices do. Engines that nobody
+    // destroyed still hold their transports then.
+    std::atexit(leave_nccl);
     return new Registry();
   }();
   return *self;
-}
-
-void leave_devices() {
-  Registry &all = registry();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  for (Connection &one : all.connections) {
-    if (one.device_type != c10::kCPU) one.transport = nullptr;
-  }
 }
 
 }  // namespace
@@ -268,6 +306,10 @@ void connect(Group &group, c10::Device device) {
   group.transport = nullptr;
   const Kind kind = kind_for(group, device, &group.why_not);
   if (kind == Kind::kC10d) return;
+  // It takes the GIL, whose holders may wait for the registry.
+  const NcclTuning tuning = kind == Kind::kNccl
+                                ? tuning_of(*group.process_group, device)
+                                : NcclTuning{};
   Registry &all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   Connection *found = all.find(*group.process_group, device.type());
@@ -284,7 +326,7 @@ void connect(Group &group, c10::Device device) {
         "",
         refusal};
     try {
-      choose(made, kind, *group.process_group, device);
+      choose(made, kind, *group.process_group, device, tuning);
     } catch (const c10::Error &e) {
       meeting_failed(group, e.what_without_backtrace());
     } catch (const std::exception &e) {

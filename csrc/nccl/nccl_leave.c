@@ -1,0 +1,140 @@
+/*
+ * Leaving a group: communicators are flushed and destroyed, or aborted.
+ */
+#include "nccl/nccl_priv.h"
+
+enum { CLAIM_MS = 200, ABORT_MS = 3000 };
+
+/* Whether the time to leave is over: who waited for this thread aborts. */
+static bool is_too_late(fsdp_nccl_transport *transport) {
+  (void)pthread_mutex_lock(&transport->lock);
+  const bool is_aborting = transport->is_aborting;
+  (void)pthread_mutex_unlock(&transport->lock);
+  return is_aborting;
+}
+
+/* Whether everything in flight on the channel was done by `deadline_ms`. */
+static bool drain(fsdp_nccl_transport *transport, fsdp_channel channel,
+                  int64_t deadline_ms) {
+  fsdp_nccl_operation oldest;
+  int64_t pause_us = 0;
+  for (;;) {
+    if (fsdp_nccl_priv_retire(transport, channel, FSDP_NCCL_MAX_OUTSTANDING,
+                              NULL) != FSDP_OK) {
+      return false;
+    }
+    if (!fsdp_nccl_priv_oldest(transport, channel, &oldest)) {
+      return !is_too_late(transport);
+    }
+    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
+    fsdp_nccl_priv_pause(&pause_us);
+  }
+}
+
+/* Whether NCCL finalized `comm`. Blocks, unless NCCL_COMM_BLOCKING=0. */
+static bool flush(const fsdp_nccl_transport *transport, fsdp_nccl_comm *comm,
+                  int64_t deadline_ms) {
+  const fsdp_nccl_api *api = &transport->api;
+  int64_t pause_us = 0;
+  int result = api->comm_finalize(comm);
+  while (result == FSDP_NCCL_IN_PROGRESS) {
+    int state = FSDP_NCCL_SUCCESS;
+    result = api->comm_get_async_error(comm, &state);
+    if (result == FSDP_NCCL_SUCCESS) result = state;
+    if (result != FSDP_NCCL_IN_PROGRESS) break;
+    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
+    fsdp_nccl_priv_pause(&pause_us);
+  }
+  return result == FSDP_NCCL_SUCCESS;
+}
+
+/* Takes the channel for this thread, whatever the transport's phase, unless it
+ * is too late. */
+static bool claim(fsdp_nccl_transport *transport, fsdp_channel index) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  (void)pthread_mutex_lock(&transport->lock);
+  const bool is_free =
+      fsdp_nccl_priv_wait_until_free(transport, index, CLAIM_MS) &&
+      !transport->is_aborting;
+  if (is_free) {
+    channel->is_busy = true;
+    channel->busy_since_ms = fsdp_nccl_priv_now_ms();
+    channel->comm_in_use = channel->comm;
+  }
+  (void)pthread_mutex_unlock(&transport->lock);
+  return is_free;
+}
+
+/* The communicator, which from now on is only this thread's to end; NULL when
+ * another one ends it. */
+static fsdp_nccl_comm *take_comm(fsdp_nccl_transport *transport,
+                                 fsdp_nccl_channel *channel) {
+  (void)pthread_mutex_lock(&transport->lock);
+  fsdp_nccl_comm *comm = channel->comm;
+  channel->comm = NULL;
+  (void)pthread_mutex_unlock(&transport->lock);
+  return comm;
+}
+
+/* Flushes and destroys a communicator that is idle; else leaves it to who
+ * aborts. */
+static void leave_channel(fsdp_nccl_transport *transport, fsdp_channel index,
+                          int64_t deadline_ms) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  if (!claim(transport, index)) return;
+  fsdp_nccl_comm *comm = channel->comm_in_use;
+  if (comm != NULL) {
+    fsdp_nccl_priv_deregister_all(transport, index);
+    fsdp_nccl_priv_free_sums(transport, index);
+    /* Results are of no use any more. */
+    if (flush(transport, comm, deadline_ms) &&
+        take_comm(transport, channel) == comm) {
+      (void)transport->api.comm_destroy(comm);
+    }
+  }
+  fsdp_nccl_priv_unlock_channel(transport, index);
+}
+
+/*
+ * Note [Leaving NCCL]
+ * ncclCommDestroy waits for the ranks of the same host unless the communicator
+ * was finalized first. So a rank that has nothing in flight finalizes, which
+ * lets its network threads send what peers still need, and then destroys, which
+ * is local. Finalizing blocks, so it is an errand's. Whoever has not come that
+ * far after leave_ms, or has failed, or has a thread inside NCCL, aborts.
+ */
+static void leave_idle(fsdp_nccl_transport *transport, fsdp_channel unused) {
+  const int64_t deadline_ms =
+      fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
+  (void)unused;
+  fsdp_nccl_priv_enter_thread(transport);
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    if (!drain(transport, (fsdp_channel)i, deadline_ms)) return;
+  }
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    leave_channel(transport, (fsdp_channel)i, deadline_ms);
+  }
+}
+
+void fsdp_nccl_priv_leave(fsdp_nccl_transport *transport,
+                          const fsdp_error *reason, int64_t deadline_ms) {
+  (void)pthread_mutex_lock(&transport->lock);
+  const bool is_healthy = transport->phase == FSDP_NCCL_HEALTHY;
+  if (is_healthy) {
+    transport->phase = FSDP_NCCL_FAILED;
+    transport->error = *reason;
+    (void)pthread_cond_broadcast(&transport->changed);
+  }
+  (void)pthread_mutex_unlock(&transport->lock);
+  if (is_healthy &&
+      fsdp_nccl_priv_errand_start(transport, FSDP_NCCL_LEAVING, leave_idle,
+                                  FSDP_CHANNEL_GATHER)) {
+    (void)fsdp_nccl_priv_errand_wait(transport, FSDP_NCCL_LEAVING, deadline_ms);
+  }
+  /* What an earlier failure is aborting is that errand's. */
+  if (!fsdp_nccl_priv_errand_wait(transport, FSDP_NCCL_ENDING,
+                                  fsdp_nccl_priv_now_ms() + ABORT_MS)) {
+    return;
+  }
+  (void)fsdp_nccl_priv_abort_all(transport, fsdp_nccl_priv_now_ms() + ABORT_MS);
+}

@@ -1,0 +1,255 @@
+/*
+ * NCCL transport: how it ends when something else is stuck too - another
+ * communicator's abort, the store, a thread inside NCCL, a leaked model. Run
+ * under ThreadSanitizer, too (make tsan).
+ */
+#define _POSIX_C_SOURCE 200809L /* fork */
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/alloc.h"
+#include "nccl/nccl_priv.h"
+#include "nccl_fixture.h"
+
+static fsdp_nccl_options quick_options(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  options.poll_ms = 1;
+  options.timeout_ms = 100;
+  return options;
+}
+
+static void leave(fsdp_transport *transport) {
+  transport->ops->destroy(transport);
+  CHECK_I64(nccl_fake_num_live(), 0);
+  CHECK_I64(nccl_fake_num_events(), 0);
+  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
+}
+
+static void wait_for_aborts(int64_t num) {
+  for (int i = 0; i < 20000 && nccl_fake_num_aborts() < num; i++) {
+    nccl_fixture_sleep_ms(1);
+  }
+  CHECK_I64(nccl_fake_num_aborts(), num);
+}
+
+/* Each abort waits for the other one's kernel to end. */
+static void test_aborts_that_wait_for_each_other(void) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_error error = {0};
+  nccl_fake_set_aborts_awaited(2);
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  wait_for_aborts(2);
+  CHECK(nccl_fixture_gather(transport, "late", &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message, "did not end within 100 ms") != NULL);
+  leave(transport);
+}
+
+/* Of several groups, as shards and replicas are: the watchdog does not wait in
+ * the one for the other. */
+static void test_two_groups_that_hang(void) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_nccl_options other_options = quick_options();
+  other_options.timeout_ms = 400;
+  other_options.prefix = "q";
+  fsdp_transport *first = nccl_fixture_join(&options, 0, 1);
+  fsdp_transport *second = nccl_fixture_join_next(&other_options, 0, 1);
+  fsdp_error error = {0};
+  nccl_fake_set_aborts_awaited(4);
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(second, "unit 'b'", &error) == FSDP_OK);
+  wait_for_aborts(4);
+  CHECK(nccl_fixture_gather(second, "late", &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message, "(unit 'b') did not end within 400 ms") != NULL);
+  first->ops->destroy(first);
+  leave(second);
+}
+
+/* A store that does not answer keeps nobody from ending: aborts come first, and
+ * other groups are watched as ever. */
+static void test_store_that_hangs(void) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_nccl_options other_options = quick_options();
+  other_options.timeout_ms = 1500; /* after it looked at others */
+  fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *second = nccl_fixture_join_next(&other_options, 1, 2);
+  fsdp_error error = {0};
+  nccl_fake_store_hold(true);
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
+  CHECK(nccl_fixture_gather(second, "unit 'a'", &error) == FSDP_OK);
+  wait_for_aborts(4);
+  CHECK(nccl_fixture_gather(first, "late", &error) == FSDP_BACKEND);
+  CHECK(strstr(error.message, "did not end within 100 ms") != NULL);
+  nccl_fake_store_hold(false);
+  first->ops->destroy(first);
+  leave(second);
+}
+
+/* The transport may go while its threads are stuck in the store. */
+static void test_destroyed_while_the_store_hangs(void) {
+  fsdp_nccl_options options = quick_options();
+  options.grace_ms = 0;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  nccl_fake_store_hold(true);
+  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+  wait_for_aborts(2);
+  transport->ops->destroy(transport);
+  nccl_fake_store_hold(false);
+  for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
+    nccl_fixture_sleep_ms(1);
+  }
+  CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+/* As many questions about 4096 ranks as about 65, and all in the grace. */
+static void test_last_words_of_many_ranks(void) {
+  const int64_t world_sizes[] = {65, 4096};
+  for (int i = 0; i < 2; i++) {
+    const fsdp_nccl_options options = quick_options();
+    fsdp_transport *transport = nccl_fixture_join(&options, 0, world_sizes[i]);
+    fsdp_error error = {0};
+    const int64_t before = nccl_fake_num_store_calls();
+    const int64_t begin_ms = fsdp_nccl_priv_now_ms();
+    nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+    CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_BACKEND);
+    CHECK(strstr(error.message,
+                 "No answer from rank 1, 2, 3, 4, 5, 6, 7, 8 and more within "
+                 "300 ms. Ranks from 64 on were not asked.") != NULL);
+    /* 3 to publish; rounds of 63 after 0, 5, 15, 35, 75, 155, 300 ms. */
+    CHECK(nccl_fake_num_store_calls() - before <= 3 + 7 * 63);
+    CHECK(fsdp_nccl_priv_now_ms() - begin_ms < 300 + 4000);
+    leave(transport);
+  }
+}
+
+typedef struct stuck_call {
+  fsdp_transport *transport;
+  fsdp_status status;
+  fsdp_error error;
+} stuck_call;
+
+static void *gather_and_be_stuck(void *argument) {
+  stuck_call *call = argument;
+  call->status = nccl_fixture_gather(call->transport, "unit 'b'", &call->error);
+  return NULL;
+}
+
+/* A thread that NCCL does not let go, with nothing else in flight: the host
+ * waits for a peer's connection. */
+static void test_launch_that_hangs(void) {
+  const fsdp_nccl_options options = quick_options();
+  stuck_call call = {0};
+  pthread_t thread;
+  call.transport = nccl_fixture_join(&options, 0, 1);
+  nccl_fake_set_blocking(true);
+  CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(call.status == FSDP_BACKEND);
+  CHECK_TEXT(call.error.message,
+             "rank 0 of 1: all_gather on the host is still in progress after "
+             "100 ms, at operation 1 of the gathers (unit 'b'): another rank "
+             "does not take part");
+  leave(call.transport);
+}
+
+/* ---- The end of the process -----------------------------------------------*/
+
+/* Runs `body` in a child, for the end of a process is its last act. */
+static void run_in_child(bool (*body)(void)) {
+  (void)fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    const int64_t before = check_num_failures;
+    const bool is_right = body() && check_num_failures == before;
+    (void)fflush(stdout);
+    _exit(is_right ? 0 : 1);
+  }
+  int exit_status = -1;
+  CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
+  CHECK_I64(exit_status, 0);
+}
+
+static bool leave_all_with_leaks(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  options.poll_ms = 1;
+  fsdp_nccl_options other_options = options;
+  other_options.prefix = "q";
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  fsdp_transport *idle = nccl_fixture_join(&options, 0, 1);
+  fsdp_transport *hanging = nccl_fixture_join_next(&other_options, 0, 1);
+  fsdp_transport *late = NULL;
+  fsdp_error error = {0};
+  CHECK(nccl_fixture_unit(idle, true, &error) == FSDP_OK);
+  fsdp_nccl_leave_all();
+  CHECK(!fsdp_nccl_has_watchdog());
+  CHECK_I64(nccl_fake_num_live(), 0);
+  CHECK_I64(nccl_fake_num_aborts(), 0);
+  CHECK(nccl_fixture_gather(idle, "late", &error) == FSDP_INVALID_STATE);
+  CHECK_TEXT(error.message,
+             "rank 0 of 1: the process ends and has left its NCCL groups, "
+             "nothing can be gathered or reduced any more");
+  CHECK(idle->ops->check(idle, &error) == FSDP_INVALID_STATE);
+  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 1, &late, &error) ==
+        FSDP_BACKEND);
+  CHECK(strstr(error.message, "the process ends") != NULL);
+  fsdp_nccl_leave_all();
+  idle->ops->destroy(idle); /* a model that goes later still */
+  leave(hanging);
+  CHECK_I64(fsdp_alloc_live(), 0);
+  return true;
+}
+
+static bool leave_all_that_hang(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  options.leave_ms = 50;
+  stuck_call call = {0};
+  pthread_t thread;
+  call.transport = nccl_fixture_join(&options, 0, 1);
+  nccl_fake_set_blocking(true);
+  CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  nccl_fixture_sleep_ms(20);
+  fsdp_nccl_leave_all(); /* under the call */
+  CHECK_I64(nccl_fake_num_live(), 0);
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(call.status == FSDP_INVALID_STATE);
+  leave(call.transport);
+
+  nccl_fake_set_blocking(false);
+  return true;
+}
+
+static bool leave_all_in_flight(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  options.leave_ms = 50;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  nccl_fake_hold_events(true);
+  CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
+  fsdp_nccl_leave_all();
+  CHECK_I64(nccl_fake_num_aborts(), 2);
+  leave(transport);
+  return true;
+}
+
+static void test_end_of_the_process(void) {
+  run_in_child(leave_all_with_leaks);
+  run_in_child(leave_all_that_hang);
+  run_in_child(leave_all_in_flight);
+}
+
+int main(void) {
+  static const check_test tests[] = {
+      CHECK_TEST(test_end_of_the_process), /* forks before there are threads */
+      CHECK_TEST(test_aborts_that_wait_for_each_other),
+      CHECK_TEST(test_two_groups_that_hang),
+      CHECK_TEST(test_store_that_hangs),
+      CHECK_TEST(test_destroyed_while_the_store_hangs),
+      CHECK_TEST(test_last_words_of_many_ranks),
+      CHECK_TEST(test_launch_that_hangs),
+  };
+  return CHECK_RUN(tests);
+}
