@@ -7,6 +7,7 @@ from torch import nn
 
 from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._names import clean_name
+from fsdp_c._param_kinds import check_kind
 from fsdp_c._uses import ParamUse, is_flat_param, sharding_unit
 
 
@@ -48,6 +49,18 @@ def unsharded_params(
             and not is_flat_param(param)
         ):
             yield name, param
+
+
+def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
+    """Check that all parameters in ``module`` can be flattened.
+
+    Before any of its modules is wrapped, and before they have memory.
+
+    Raises:
+        ValueError: One cannot; the message names it.
+    """
+    for name, param in unsharded_params(module, ignored_params):
+        check_kind(clean_name(name), param)
 
 
 def collect_uses(
@@ -111,7 +124,7 @@ def move_to_device(
 
     Raises:
         ValueError: A parameter or buffer is still on the meta device, or a
-            parameter is sparse or no leaf.
+            parameter cannot be flattened.
     """
     for use in uses:
         _check(use)
@@ -130,20 +143,10 @@ def move_to_device(
 
 
 def _check(use: ParamUse) -> None:
-    """Check that a parameter is one that can be flattened."""
+    """Check that a parameter can be flattened, now that it has memory."""
     if use.param.is_meta:
         raise ValueError(_still_on_meta("parameter", use.fqn))
-    if use.param.layout is not torch.strided:
-        layout = str(use.param.layout).removeprefix("torch.")
-        raise ValueError(
-            f"parameter {use.fqn!r} is sparse ({layout}): make it dense with "
-            "to_dense(), or list its module in ignored_modules"
-        )
-    if not use.param.is_leaf:
-        raise ValueError(
-            f"parameter {use.fqn!r} is not a leaf of the autograd graph (it is the "
-            "result of a computation): register it as nn.Parameter(value.detach())"
-        )
+    check_kind(use.fqn, use.param)
 
 
 def _still_on_meta(kind: str, fqn: str) -> str:

@@ -42,6 +42,7 @@ from fsdp_c._names import WRAPPED_MODULE, clean_name
 from fsdp_c._optim.methods import OptimStateMethods
 from fsdp_c._originals import Originals
 from fsdp_c._params import (
+    check_params,
     collect_uses,
     move_to_device,
     own_modules,
@@ -163,6 +164,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
                 stacklevel=3,
             )
         ignored = find_ignored(module, config)
+        check_params(module, ignored.params)
         group = config.groups.process_group
         device = choose_device(
             config.device_id, unsharded_params(module, ignored.params), group

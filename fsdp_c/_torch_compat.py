@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -40,6 +41,7 @@ __all__ = [
     "TensorProperties",
     "TrainingState",
     "all_gather_flat",
+    "overrides_dispatch",
     "run_policy",
 ]
 
@@ -69,3 +71,8 @@ def all_gather_flat(
         else dist.all_gather_into_tensor
     )
     gather(output, mine, group=group)
+
+
+def overrides_dispatch(tensor: Tensor) -> bool:
+    """Whether the tensor's class has a ``__torch_dispatch__`` of its own."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

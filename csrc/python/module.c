@@ -245,6 +245,8 @@ static int module_exec(PyObject *module) {
   if (state->mapping == NULL) return -1;
   state->mutable_mapping = import_name("collections.abc", "MutableMapping");
   if (state->mutable_mapping == NULL) return -1;
+  state->nn_module = import_name("torch.nn", "Module");
+  if (state->nn_module == NULL) return -1;
   state->copy = import_name("copy", "copy");
   if (state->copy == NULL) return -1;
   state->make = PyUnicode_InternFromString("_make");
@@ -273,6 +275,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->packed_sequence);
   Py_VISIT(state->mapping);
   Py_VISIT(state->mutable_mapping);
+  Py_VISIT(state->nn_module);
   Py_VISIT(state->copy);
   Py_VISIT(state->output_hooks);
   return 0;
@@ -289,6 +292,7 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->packed_sequence);
   Py_CLEAR(state->mapping);
   Py_CLEAR(state->mutable_mapping);
+  Py_CLEAR(state->nn_module);
   Py_CLEAR(state->copy);
   Py_CLEAR(state->make);
   Py_CLEAR(state->dataclass_fields);

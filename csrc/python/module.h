@@ -34,6 +34,7 @@ typedef struct module_state {
   PyObject *packed_sequence;  /* torch.nn.utils.rnn.PackedSequence */
   PyObject *mapping;          /* collections.abc.Mapping */
   PyObject *mutable_mapping;  /* collections.abc.MutableMapping */
+  PyObject *nn_module;        /* torch.nn.Module */
   PyObject *copy;             /* copy.copy */
   PyObject *make;             /* "_make" */
   PyObject *dataclass_fields; /* "__dataclass_fields__" */

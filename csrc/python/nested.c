@@ -262,22 +262,34 @@ PyObject *fsdp_nested_map(const module_state *state, PyObject *object,
 
 /* Visit -------------------------------------------------------------------- */
 
+/* Note [Objects as outputs]
+ * A forward may return an object of the user's own that holds tensors. They are
+ * looked for in its attributes (`__dict__` and `__slots__`), and in what these
+ * hold, without running code of the object's class. Such objects lead anywhere,
+ * so inside them everything is visited once and no more than MAX_SEEN things
+ * are; modules are passed by, and so are leaf tensors, whose gradients lead
+ * nowhere: parameters are among them. */
+enum { MAX_SEEN = 10000 };
+
 typedef struct visitor {
   const module_state *state;
   fsdp_nested_visit_fn visit;
   void *context;
+  int num_objects; /* entered now; 0: only containers lead here */
+  PyObject *seen;  /* dict of address: object, kept alive; NULL: none yet */
+  bool is_cut;     /* there was more than MAX_SEEN */
 } visitor;
 
-static int visit_object(const visitor *self, PyObject *object);
+static int visit_object(visitor *self, PyObject *object);
 
-static int visit_tuple(const visitor *self, PyObject *object) {
+static int visit_tuple(visitor *self, PyObject *object) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
     if (visit_object(self, PyTuple_GET_ITEM(object, i)) < 0) return -1;
   }
   return 0;
 }
 
-static int visit_list(const visitor *self, PyObject *object) {
+static int visit_list(visitor *self, PyObject *object) {
   /* The size is read again each time: `visit` may run Python. */
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); i++) {
     PyObject *item = Py_NewRef(PyList_GET_ITEM(object, i));
@@ -288,7 +300,7 @@ static int visit_list(const visitor *self, PyObject *object) {
   return 0;
 }
 
-static int visit_set(const visitor *self, PyObject *object) {
+static int visit_set(visitor *self, PyObject *object) {
   PyObject *items = PySequence_List(object);
   if (items == NULL) return -1;
   const int status = visit_list(self, items);
@@ -296,7 +308,7 @@ static int visit_set(const visitor *self, PyObject *object) {
   return status;
 }
 
-static int visit_mapping(const visitor *self, PyObject *object) {
+static int visit_mapping(visitor *self, PyObject *object) {
   PyObject *values = PyMapping_Values(object);
   if (values == NULL) return -1;
   const int status = visit_list(self, values);
@@ -304,8 +316,7 @@ static int visit_mapping(const visitor *self, PyObject *object) {
   return status;
 }
 
-static int visit_dataclass(const visitor *self, PyObject *object,
-                           PyObject *names) {
+static int visit_dataclass(visitor *self, PyObject *object, PyObject *names) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(names); i++) {
     PyObject *value = get_optional_attr(object, PyList_GET_ITEM(names, i));
     if (value == NULL) {
@@ -319,8 +330,91 @@ static int visit_dataclass(const visitor *self, PyObject *object,
   return 0;
 }
 
-/* A dataclass, a mapping that is no dict, or something without tensors. */
-static int visit_other(const visitor *self, PyObject *object) {
+/* Whether `object` comes for the first time; -1 with an exception. */
+static int is_new(visitor *self, PyObject *object) {
+  if (self->seen == NULL) self->seen = PyDict_New();
+  if (self->seen == NULL) return -1;
+  PyObject *address = PyLong_FromVoidPtr(object);
+  if (address == NULL) return -1;
+  int result = PyDict_Contains(self->seen, address);
+  if (result == 0) {
+    if (PyDict_GET_SIZE(self->seen) < MAX_SEEN) {
+      result = PyDict_SetItem(self->seen, address, object) < 0 ? -1 : 1;
+    } else {
+      self->is_cut = true;
+    }
+  } else if (result > 0) {
+    result = 0;
+  }
+  Py_DECREF(address);
+  return result;
+}
+
+/* The values of the slots that `type` itself declares. */
+static int visit_slots(visitor *self, PyObject *object, PyTypeObject *type) {
+  int status = -1;
+  PyObject *values = NULL;
+  PyObject *names = PyObject_GetAttrString((PyObject *)type, "__dict__");
+  if (names == NULL) return -1;
+  const int has_slots = PyMapping_HasKeyString(names, "__slots__");
+  if (!has_slots) {
+    status = 0;
+    goto done;
+  }
+  values = PyMapping_Values(names);
+  if (values == NULL) goto done;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
+    PyObject *descriptor = PyList_GET_ITEM(values, i); /* borrowed; list ours */
+    if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) continue;
+    PyObject *value =
+        Py_TYPE(descriptor)->tp_descr_get(descriptor, object, (PyObject *)type);
+    if (value == NULL) {
+      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) goto done;
+      PyErr_Clear(); /* not set */
+      continue;
+    }
+    const int visited = visit_object(self, value);
+    Py_DECREF(value);
+    if (visited < 0) goto done;
+  }
+  status = 0;
+done:
+  Py_XDECREF(values);
+  Py_DECREF(names);
+  return status;
+}
+
+/* Any object: see Note [Objects as outputs]. */
+static int visit_attributes(visitor *self, PyObject *object) {
+  int status = PyObject_IsInstance(object, self->state->nn_module);
+  if (status != 0 || PyModule_Check(object)) return status < 0 ? -1 : 0;
+  if (self->num_objects == 0) { /* else visit_object has asked */
+    status = is_new(self, object);
+    if (status <= 0) return status;
+  }
+  self->num_objects++;
+  PyObject *attributes = PyObject_GenericGetDict(object, NULL);
+  if (attributes != NULL) {
+    status = visit_mapping(self, attributes);
+    Py_DECREF(attributes);
+  } else {
+    PyErr_Clear(); /* it has none */
+    status = 0;
+  }
+  PyObject *types = Py_TYPE(object)->tp_mro; /* borrowed; a tuple */
+  for (Py_ssize_t i = 0; status >= 0 && i < PyTuple_GET_SIZE(types); i++) {
+    PyTypeObject *type = (PyTypeObject *)PyTuple_GET_ITEM(types, i);
+    if (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)) {
+      status = visit_slots(self, object, type);
+    }
+  }
+  self->num_objects--;
+  return status;
+}
+
+/* A dataclass, a mapping that is no dict, or any other object. */
+static int visit_other(visitor *self, PyObject *object) {
+  if (self->num_objects > 0) return visit_attributes(self, object);
   PyObject *names = get_dataclass_names(self->state, object);
   if (names != NULL) {
     const int status = visit_dataclass(self, object, names);
@@ -330,12 +424,13 @@ static int visit_other(const visitor *self, PyObject *object) {
   if (PyErr_Occurred()) return -1;
   const int is_mapping = PyObject_IsInstance(object, self->state->mapping);
   if (is_mapping < 0) return -1;
-  return is_mapping ? visit_mapping(self, object) : 0;
+  return is_mapping ? visit_mapping(self, object)
+                    : visit_attributes(self, object);
 }
 
 /* A dict that is a dataclass too holds its fields as items (Hugging Face's
  * ModelOutput), or, when it has no items, as attributes. */
-static int visit_dict(const visitor *self, PyObject *object) {
+static int visit_dict(visitor *self, PyObject *object) {
   if (PyDict_GET_SIZE(object) == 0 && !PyDict_CheckExact(object)) {
     PyObject *names = get_dataclass_names(self->state, object);
     if (names == NULL) return PyErr_Occurred() ? -1 : 0;
@@ -346,8 +441,20 @@ static int visit_dict(const visitor *self, PyObject *object) {
   return visit_mapping(self, object);
 }
 
-static int visit_object(const visitor *self, PyObject *object) {
-  int (*visit_container)(const visitor *, PyObject *) = visit_other;
+static int visit_tensor(visitor *self, PyObject *tensor) {
+  if (self->num_objects > 0) {
+    const int is_first = is_new(self, tensor);
+    if (is_first <= 0) return is_first;
+    PyObject *is_leaf = PyObject_GetAttrString(tensor, "is_leaf");
+    if (is_leaf == NULL) return -1;
+    Py_DECREF(is_leaf);
+    if (is_leaf == Py_True) return 0; /* the singleton: only compared */
+  }
+  return self->visit(tensor, self->context);
+}
+
+static int visit_object(visitor *self, PyObject *object) {
+  int (*visit_container)(visitor *, PyObject *) = visit_other;
 
   if (PyTuple_Check(object)) {
     visit_container = visit_tuple;
@@ -360,7 +467,11 @@ static int visit_object(const visitor *self, PyObject *object) {
   } else if (is_atom(object)) {
     return 0;
   } else if (fsdp_torch_is_tensor(object)) {
-    return self->visit(object, self->context);
+    return visit_tensor(self, object);
+  }
+  if (self->num_objects > 0) {
+    const int is_first = is_new(self, object);
+    if (is_first <= 0) return is_first;
   }
   if (Py_EnterRecursiveCall(" while reading the outputs of a forward")) {
     return -1;
@@ -372,6 +483,8 @@ static int visit_object(const visitor *self, PyObject *object) {
 
 int fsdp_nested_visit(const module_state *state, PyObject *object,
                       fsdp_nested_visit_fn visit, void *context) {
-  const visitor self = {.state = state, .visit = visit, .context = context};
-  return visit_object(&self, object);
+  visitor self = {.state = state, .visit = visit, .context = context};
+  const int status = visit_object(&self, object);
+  Py_XDECREF(self.seen);
+  return status < 0 ? -1 : self.is_cut;
 }

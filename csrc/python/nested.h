@@ -3,9 +3,10 @@
  *
  * Containers are tuple (named tuples, struct sequences and PackedSequence
  * included), list, dict, set, frozenset, their subclasses, mappings and
- * dataclasses. Anything else is left alone. The kinds are those of
+ * dataclasses. The kinds are those of
  * torch.distributed.utils._apply_to_tensors (torch 2.13), plus frozenset and
- * mappings that are not dicts.
+ * mappings that are not dicts. Any other object is left alone in arguments, and
+ * searched in results: see Note [Objects as outputs].
  */
 #ifndef FSDP_PYTHON_NESTED_H
 #define FSDP_PYTHON_NESTED_H
@@ -28,7 +29,10 @@ typedef int (*fsdp_nested_visit_fn)(PyObject *tensor, void *context);
 PyObject *fsdp_nested_map(const module_state *state, PyObject *object,
                           fsdp_nested_map_fn map, void *context);
 
-/* Calls `visit` for every tensor in `object`. 0, or -1 with an exception. */
+/*
+ * Calls `visit` for every tensor in `object`. 0; 1 where an object in it holds
+ * more than is looked at; or -1 with an exception.
+ */
 int fsdp_nested_visit(const module_state *state, PyObject *object,
                       fsdp_nested_visit_fn visit, void *context);
 

@@ -136,6 +136,33 @@ static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
   return 0;
 }
 
+/* Whether autograd records; -1 with an exception. */
+static int is_grad_enabled(void) {
+  PyObject *torch = PyImport_ImportModule("torch");
+  if (torch == NULL) return -1;
+  PyObject *enabled = PyObject_CallMethod(torch, "is_grad_enabled", NULL);
+  Py_DECREF(torch);
+  if (enabled == NULL) return -1;
+  const int result = PyObject_IsTrue(enabled);
+  Py_DECREF(enabled);
+  return result;
+}
+
+/* Hooks the tensors in `output`. 0, or -1 with an exception. */
+static int hook_outputs(hook_context *hook, PyObject *output) {
+  const int is_cut = fsdp_nested_visit(hook->state, output, hook_tensor, hook);
+  if (is_cut <= 0 || hook->expects_backward) return is_cut < 0 ? -1 : 0;
+  const int needs_backward = is_grad_enabled();
+  if (needs_backward <= 0) return needs_backward;
+  PyErr_Format(PyExc_TypeError,
+               "FSDP unit '%s': no tensor that requires grad was found in the "
+               "output of its forward, a %.200s that holds too many objects to "
+               "search: return the tensors in a tuple, dict or dataclass",
+               fsdp_unit_name(fsdp_torch_unit_core(hook->unit)),
+               Py_TYPE(output)->tp_name);
+  return -1;
+}
+
 /* Runs `module` between pre_forward and post_forward. begin_ns: of the span
  * before it. */
 static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
@@ -161,7 +188,7 @@ static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
   if (output == NULL) goto fail;
 
   hook_context hook = {.state = state, .unit = unit};
-  if (fsdp_nested_visit(state, output, hook_tensor, &hook) < 0) goto fail;
+  if (hook_outputs(&hook, output) < 0) goto fail;
   if (hook.has_params) {
     PyObject *copied = fsdp_nested_map(state, output, copy_param, &hook);
     if (copied == NULL) goto fail;
