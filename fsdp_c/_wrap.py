@@ -70,6 +70,7 @@ def auto_wrap(
     elif policy is not None:
         wrapper.wrap_recursively(policy)
     wrapper.warn_of_shared_params()
+    wrapper.warn_of_full_precision()
 
 
 def _check_unwrapped(root: nn.Module) -> None:
@@ -109,6 +110,7 @@ class _Wrapper:
         self._visited: dict[nn.Module, nn.Module] = {}
         self._chains = _chains_of_shared_params(root, ignored)
         self._hoisted: set[nn.Parameter] = set()
+        self._kept: dict[str, str] = {}  # class by path of full-precision units
 
     # Policies as objects ---------------------------------------------------
 
@@ -221,8 +223,10 @@ class _Wrapper:
                 and not all(module in chain for chain in chains)
             }
             self._hoisted |= left_out
-        if self._casts and self._is_full_precision(module):
-            keep_full_precision(module)
+        if self._is_full_precision(module):
+            self._kept[path] = type(module).__name__
+            if self._casts:
+                keep_full_precision(module)
         return self._make(module, arguments, name=path, left_out=frozenset(left_out))
 
     def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
@@ -248,6 +252,25 @@ class _Wrapper:
         warnings.warn(
             f"shared between units: {', '.join(names)}. Each is kept in the lowest "
             "unit that contains all its uses, and is whole while that unit runs",
+            stacklevel=5,
+        )
+
+    def warn_of_full_precision(self) -> None:
+        """Say once which modules became units that mixed precision leaves alone.
+
+        Source:
+            The first words: ``_warn_on_overridden_mixed_precision`` (torch 2.13,
+            ``fsdp/_wrap_utils.py``).
+        """
+        if not self._kept:
+            return
+        first = [f"{path} ({name})" for path, name in self._kept.items()][:8]
+        more = f" and {len(self._kept) - 8} more" if len(self._kept) > 8 else ""
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP. "
+            "These modules will be wrapped as separate FSDP instances with mixed "
+            f"precision disabled: {', '.join(first)}{more}; their classes are in "
+            "MixedPrecision._module_classes_to_ignore",
             stacklevel=5,
         )
 
