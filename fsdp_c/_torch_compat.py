@@ -1,6 +1,7 @@
 """The only file that touches torch's private names; one place per torch version."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +42,7 @@ __all__ = [
     "TrainingState",
     "all_gather_flat",
     "run_policy",
+    "timeout_of",
 ]
 
 # What torch.distributed.optim._apply_optimizer_in_backward() leaves on parameters.
@@ -69,3 +71,14 @@ def all_gather_flat(
         else dist.all_gather_into_tensor
     )
     gather(output, mine, group=group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the time limit of a group's collectives; None where it tells none."""
+    try:
+        for device in group._device_types:
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    except (AttributeError, RuntimeError):  # a user's own group
+        pass
+    return None
