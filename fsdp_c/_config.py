@@ -236,8 +236,9 @@ def _check_buffer_dtype(dtype: Any) -> None:
 
 def _check_init_fn(value: Any) -> Callable[[nn.Module], Any] | None:
     if value is not None and not callable(value):
-        raise TypeError(
-            f"param_init_fn must be a function of a module, or None, got {value!r}"
+        raise ValueError(  # FSDP1's class and first words
+            f"Expected {value!r} to be callable but got {type(value)}: param_init_fn "
+            "must be a function of a module, or None"
         )
     return cast("Callable[[nn.Module], Any] | None", value)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fsdp_c._device import current_accelerator
+from fsdp_c._torch_compat import timeout_of
 
 
 class NodeGroups(NamedTuple):
@@ -25,11 +26,11 @@ _made: WeakKeyDictionary[ProcessGroup, dict[int, NodeGroups]] = WeakKeyDictionar
 def node_groups(default_group: ProcessGroup) -> NodeGroups:
     """Return the node-wise groups of this rank.
 
-    They are made once per process and default group and then shared by all units,
-    until the user destroys them: the first call is collective, for all ranks of
-    ``default_group``. Ranks are taken
-    to be numbered node by node. Example with 2 nodes of 4: rank 1 shards over
-    ``[0, 1, 2, 3]`` and replicates over ``[1, 5]``.
+    They are made once per process and default group, with its time limit, and then
+    shared by all units, until the user destroys them: the first call is collective,
+    for all ranks of ``default_group``. Ranks are taken to be numbered node by node.
+    Example with 2 nodes of 4: rank 1 shards over ``[0, 1, 2, 3]`` and replicates over
+    ``[1, 5]``.
 
     Raises:
         ValueError: The world size is no multiple of the ranks per node.
@@ -87,10 +88,14 @@ def _make(default_group: ProcessGroup, world_size: int, num_local: int) -> NodeG
     ]
     peers = [list(range(local, world_size, num_local)) for local in range(num_local)]
     rank, backend = default_group.rank(), dist.get_backend(default_group)
+    timeout = timeout_of(default_group)  # not torch's own default
 
     def own_group(rank_lists: list[list[int]]) -> ProcessGroup:
         # Every rank takes part in the making of every group.
-        groups = [dist.new_group(ranks, backend=backend) for ranks in rank_lists]
+        groups = [
+            dist.new_group(ranks, backend=backend, timeout=timeout)
+            for ranks in rank_lists
+        ]
         own: ProcessGroup = groups[[rank in ranks for ranks in rank_lists].index(True)]
         return own
 

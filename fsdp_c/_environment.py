@@ -44,6 +44,11 @@ SWITCHES = (
         "how long a rank whose collective failed waits for what the others say",
     ),
     Switch(
+        "FSDP_C_SAVE_EXIT_SECONDS",
+        "60",
+        "how long the end of a process waits for a save whose folder does not grow",
+    ),
+    Switch(
         "FSDP_C_SHM",
         "1",
         "0: gloo ranks of one host talk through c10d, not through shared memory",

@@ -103,9 +103,11 @@ def _hybrid_groups(
     if process_group is None:
         return node_groups(_default_group())
     if not isinstance(process_group, tuple) or len(process_group) != 2:
-        raise ValueError(
-            f"{strategy.name} takes two groups, got process_group={process_group!r}: "
-            "pass process_group=(shard_group, replica_group), a 2-D device_mesh "
+        raise ValueError(  # FSDP1's first words
+            "Expected process_group to be passed in as either None or "
+            "Tuple[dist.ProcessGroup, dist.ProcessGroup] but got "
+            f"{type(process_group)}: {strategy.name} takes two groups, "
+            "process_group=(shard_group, replica_group), a 2-D device_mesh "
             "(replicate, shard), or neither, to shard inside each node"
         )
     return (

@@ -386,7 +386,9 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
             module: A wrapped module, or one that contains wrapped modules.
             recurse: Also the units inside ``module``'s own.
             writeback: Keep what is written; each rank keeps the part that it holds,
-                so write the same on all ranks.
+                so write the same on all ranks. With NO_SHARD it is kept either way
+                (but for offloaded parameters, offload_to_cpu and rank0_only), as in
+                FSDP1: what is shown is the parameters' own storage.
             rank0_only: Only rank 0 of each sharding group shows them; the other ranks
                 take part but see their shards. With ``writeback`` all ranks get
                 what rank 0 has written (of HYBRID_SHARD and NO_SHARD: the first

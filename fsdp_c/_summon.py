@@ -9,6 +9,13 @@ from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engines
 
 
+class SummonError(AssertionError, RuntimeError):
+    """summon_full_params() at a wrong moment.
+
+    FSDP1 raises an AssertionError; the rest of fsdp_c a RuntimeError.
+    """
+
+
 @contextmanager
 def summoned(
     module: ShardedModule, *, writeback: bool, clean_names: bool = False
@@ -43,6 +50,30 @@ def _clean_names(module: ShardedModule) -> Iterator[None]:
         module._shows_clean_names = before
 
 
+def _check_moment(module: ShardedModule) -> None:
+    """Raise unless the unit of ``module`` can be summoned now.
+
+    Source:
+        The beginnings of the messages: ``_unshard_params_for_summon`` (torch 2.13,
+        ``fsdp/_unshard_param_utils.py``).
+    """
+    name, engine = module._unit.name, module._engine
+    if module._unit.is_summoned:
+        raise SummonError(
+            "Cannot manually unshard parameters when already unsharding parameters: "
+            f"those of unit {name!r} are summoned already, and summon_full_params() "
+            "cannot be nested"
+        )
+    if engine is not None and (engine.in_forward or engine.in_backward):
+        place = "backward" if engine.in_backward else "forward"
+        raise SummonError(
+            "Cannot manually unshard parameters during forward/backward: the "
+            f"parameters of unit {name!r} cannot be summoned inside {place}; call "
+            "summon_full_params() between steps, and fsdp_c.reset(model) first after "
+            "an exception in the middle of one"
+        )
+
+
 @contextmanager
 def summon_full_params(
     module: nn.Module,
@@ -60,11 +91,7 @@ def summon_full_params(
     ensure_engines(module)
     modules = [each for each in sharded_modules(module) if recurse or each is module]
     for each in modules:
-        if each._unit.is_summoned:
-            raise RuntimeError(
-                f"the parameters of unit {each._unit.name!r} are summoned already: "
-                "summon_full_params() cannot be nested"
-            )
+        _check_moment(each)
     for each in modules:
         each._originals.check()
     with ExitStack() as stack:

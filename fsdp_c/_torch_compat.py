@@ -1,6 +1,7 @@
 """The only file that touches torch's private names; one place per torch version."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "all_gather_flat",
     "overrides_dispatch",
     "run_policy",
+    "timeout_of",
 ]
 
 # What torch.distributed.optim._apply_optimizer_in_backward() leaves on parameters.
@@ -76,3 +78,14 @@ def all_gather_flat(
 def overrides_dispatch(tensor: Tensor) -> bool:
     """Whether the tensor's class has a ``__torch_dispatch__`` of its own."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the time limit of a group's collectives; None where it tells none."""
+    try:
+        for device in group._device_types:
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    except (AttributeError, RuntimeError):  # a user's own group
+        pass
+    return None

@@ -1,6 +1,7 @@
 """auto_wrap_policy: decides which modules become units, and wraps them."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -70,6 +71,7 @@ def auto_wrap(
     elif policy is not None:
         wrapper.wrap_recursively(policy)
     wrapper.warn_of_shared_params()
+    wrapper.warn_of_full_precision()
 
 
 def _check_unwrapped(root: nn.Module) -> None:
@@ -107,8 +109,9 @@ class _Wrapper:
         self._casts = config.mixed_precision.param_dtype is not None
         # What a visited module became: a wrapped one, or itself.
         self._visited: dict[nn.Module, nn.Module] = {}
-        self._chains = _chains_of_shared_params(root, ignored)
+        self._partly = _partly_shared_params(root, ignored)
         self._hoisted: set[nn.Parameter] = set()
+        self._kept: dict[str, str] = {}  # class by path of full-precision units
 
     # Policies as objects ---------------------------------------------------
 
@@ -212,18 +215,13 @@ class _Wrapper:
     def _wrap(
         self, module: nn.Module, path: str, arguments: Mapping[str, Any]
     ) -> nn.Module:
-        left_out: set[nn.Parameter] = set()
-        if self._chains:
-            left_out = {
-                param
-                for param, chains in self._chains.items()
-                if any(module in chain for chain in chains)
-                and not all(module in chain for chain in chains)
-            }
-            self._hoisted |= left_out
-        if self._casts and self._is_full_precision(module):
-            keep_full_precision(module)
-        return self._make(module, arguments, name=path, left_out=frozenset(left_out))
+        left_out = self._partly.get(module, frozenset())
+        self._hoisted |= left_out
+        if self._is_full_precision(module):
+            self._kept[path] = type(module).__name__
+            if self._casts:
+                keep_full_precision(module)
+        return self._make(module, arguments, name=path, left_out=left_out)
 
     def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
         if parent._modules.get(name) is child:
@@ -251,13 +249,33 @@ class _Wrapper:
             stacklevel=5,
         )
 
+    def warn_of_full_precision(self) -> None:
+        """Say once which modules became units that mixed precision leaves alone.
 
-def _chains_of_shared_params(
+        Source:
+            The first words: ``_warn_on_overridden_mixed_precision`` (torch 2.13,
+            ``fsdp/_wrap_utils.py``).
+        """
+        if not self._kept:
+            return
+        first = [f"{path} ({name})" for path, name in self._kept.items()][:8]
+        more = f" and {len(self._kept) - 8} more" if len(self._kept) > 8 else ""
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP. "
+            "These modules will be wrapped as separate FSDP instances with mixed "
+            f"precision disabled: {', '.join(first)}{more}; their classes are in "
+            "MixedPrecision._module_classes_to_ignore",
+            stacklevel=5,
+        )
+
+
+def _partly_shared_params(
     root: nn.Module, ignored: Ignored
-) -> dict[nn.Parameter, list[frozenset[nn.Module]]]:
-    """Return, of each parameter with several places, the modules above each place.
+) -> dict[nn.Module, frozenset[nn.Parameter]]:
+    """Return the parameters that a module shares with others outside of it.
 
-    A place is a path from ``root``: a module that two others hold has two.
+    By every module that contains some of the places where the parameter is used, but
+    not all. A place is a path from ``root``: a module that two others hold has two.
     """
     chains: dict[nn.Parameter, list[frozenset[nn.Module]]] = {}
     stack: list[tuple[nn.Module, frozenset[nn.Module]]] = [(root, frozenset({root}))]
@@ -271,4 +289,11 @@ def _chains_of_shared_params(
             for child in module._modules.values()
             if child is not None
         )
-    return {param: places for param, places in chains.items() if len(places) > 1}
+    partly: dict[nn.Module, set[nn.Parameter]] = {}
+    for param, places in chains.items():
+        if len(places) > 1:
+            counts = Counter(module for chain in places for module in chain)
+            for module, count in counts.items():
+                if count < len(places):
+                    partly.setdefault(module, set()).add(param)
+    return {module: frozenset(params) for module, params in partly.items()}

@@ -56,6 +56,18 @@ static uint64_t make_token(const fsdp_shm_process *process) {
   return token;
 }
 
+static int64_t now_ms(void) {
+  enum { NS_PER_MS = 1000000 };
+  return fsdp_shm_priv_now() / NS_PER_MS;
+}
+
+/* What is left of the meeting's time: one limit for all waits together, however
+ * many ranks there are. At least 1, for a last look. */
+static int64_t left_ms(const fsdp_shm_meeting *meeting, int64_t begin_ms) {
+  const int64_t left = meeting->timeout_ms - (now_ms() - begin_ms);
+  return left < 1 ? 1 : left;
+}
+
 /* This rank's own segment. Without one the reason is noted in `mine`. */
 static void prepare(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
                     hello *greeting, int *descriptor, verdict *mine) {
@@ -118,8 +130,8 @@ static void accept_hello(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
   }
 }
 
-static fsdp_status get_hellos(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
-                              verdict *mine, fsdp_error *error) {
+static fsdp_status get_hellos(const fsdp_shm_meeting *meeting, int64_t begin_ms,
+                              fsdp_shm *shm, verdict *mine, fsdp_error *error) {
   const fsdp_store *store = meeting->store;
   fsdp_status status = FSDP_OK;
   for (int64_t rank = 0; rank < meeting->world_size; rank++) {
@@ -127,8 +139,8 @@ static fsdp_status get_hellos(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
     hello theirs = {0};
     int64_t nbytes = 0;
     FSDP_TRY(store->get(store->context, key_of(meeting, rank, "hello").text,
-                        meeting->timeout_ms, &theirs, sizeof theirs, &nbytes,
-                        error));
+                        left_ms(meeting, begin_ms), &theirs, sizeof theirs,
+                        &nbytes, error));
     if (nbytes != sizeof theirs || theirs.version != FSDP_SHM_VERSION) {
       refuse(meeting, mine, "another rank runs another version of fsdp_c");
       continue;
@@ -141,8 +153,8 @@ done:
 
 /* The verdict of all: that of the first rank that could not. */
 static fsdp_status get_verdicts(const fsdp_shm_meeting *meeting,
-                                const verdict *mine, verdict *all,
-                                fsdp_error *error) {
+                                int64_t begin_ms, const verdict *mine,
+                                verdict *all, fsdp_error *error) {
   const fsdp_store *store = meeting->store;
   fsdp_status status = FSDP_OK;
   verdict first = {.is_possible = 1};
@@ -151,8 +163,8 @@ static fsdp_status get_verdicts(const fsdp_shm_meeting *meeting,
     int64_t nbytes = sizeof theirs;
     if (rank != meeting->rank) {
       FSDP_TRY(store->get(store->context, key_of(meeting, rank, "verdict").text,
-                          meeting->timeout_ms, &theirs, sizeof theirs, &nbytes,
-                          error));
+                          left_ms(meeting, begin_ms), &theirs, sizeof theirs,
+                          &nbytes, error));
     }
     if (nbytes != sizeof theirs) {
       theirs = (verdict){.reason = "ranks run different versions of fsdp_c"};
@@ -167,6 +179,7 @@ done:
 fsdp_status fsdp_shm_priv_meet(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
                                fsdp_shm_verdict *outcome, fsdp_error *error) {
   const fsdp_store *store = meeting->store;
+  const int64_t begin_ms = now_ms();
   fsdp_status status = FSDP_OK;
   int descriptor = -1;
   verdict mine = {.is_possible = 1};
@@ -181,11 +194,11 @@ fsdp_status fsdp_shm_priv_meet(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
   FSDP_TRY(store->set(store->context,
                       key_of(meeting, meeting->rank, "hello").text, &greeting,
                       sizeof greeting, error));
-  FSDP_TRY(get_hellos(meeting, shm, &mine, error));
+  FSDP_TRY(get_hellos(meeting, begin_ms, shm, &mine, error));
   FSDP_TRY(store->set(store->context,
                       key_of(meeting, meeting->rank, "verdict").text, &mine,
                       sizeof mine, error));
-  FSDP_TRY(get_verdicts(meeting, &mine, &all, error));
+  FSDP_TRY(get_verdicts(meeting, begin_ms, &mine, &all, error));
 
   outcome->is_possible = all.is_possible != 0;
   memcpy(outcome->reason, all.reason, sizeof outcome->reason);

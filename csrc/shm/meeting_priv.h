@@ -16,7 +16,7 @@ typedef struct fsdp_shm_meeting {
   const fsdp_store *store;
   const char *key_prefix; /* shorter than FSDP_SHM_PREFIX_NBYTES */
   const char *refusal;    /* why this rank takes no part; NULL: it does */
-  int64_t timeout_ms;
+  int64_t timeout_ms;     /* for all of it, not for each wait */
   int64_t rank;
   int64_t world_size;
 } fsdp_shm_meeting;

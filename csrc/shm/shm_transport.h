@@ -45,7 +45,7 @@ typedef struct fsdp_shm_options {
   int64_t direct_nbytes;  /* messages of so much are not staged where the system
                              allows it; negative: all are */
   int64_t timeout_ms;     /* of a collective without progress: 1800000 */
-  int64_t meeting_timeout_ms; /* for all ranks to create theirs: 300000 */
+  int64_t meeting_timeout_ms; /* for the whole meeting of all ranks: 300000 */
   int64_t spin_us; /* how long to wait before sleeping; negative: not at all */
 } fsdp_shm_options;
 

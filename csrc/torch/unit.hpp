@@ -201,7 +201,10 @@ void show_sharded(Unit &unit);
 // post_forward.
 void hide_grads(Unit &unit);
 void show_hidden_grads(Unit &unit);
-// Tells the core which segments have parameters that require grad now.
+// Makes parameters require grad where their flat parameter does, on which the
+// user sets it with use_orig_params=False.
+void show_requires_grad(Unit &unit);
+// The same, and tells the core which segments have such parameters now.
 void follow_requires_grad(Unit &unit);
 // Makes `tensor` the unit's parameter in the place of the one before: its value
 // goes into the shard, its memory away.

@@ -115,6 +115,7 @@ fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit,
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
     self.engine->recover();
     const at::NoGradGuard no_grad;
+    fsdp_torch::show_requires_grad(self);
     return fsdp_unit_summon(self.core, &here, error);
   };
 }

@@ -350,15 +350,21 @@ void show_hidden_grads(Unit &unit) {
   }
 }
 
+void show_requires_grad(Unit &unit) {
+  for (Param &param : unit.params) {
+    const at::Tensor &flat_param = segment_of(unit, param).flat_param;
+    if (flat_param.defined() &&
+        param.tensor.requires_grad() != flat_param.requires_grad()) {
+      param.tensor.set_requires_grad(flat_param.requires_grad());
+    }
+  }
+}
+
 void follow_requires_grad(Unit &unit) {
+  show_requires_grad(unit);
   for (Segment &segment : unit.segments) segment.wants_grad = false;
   for (Param &param : unit.params) {
     Segment &segment = segment_of(unit, param);
-    // With use_orig_params=False the user sets it on the flat parameter.
-    if (segment.flat_param.defined() &&
-        param.tensor.requires_grad() != segment.flat_param.requires_grad()) {
-      param.tensor.set_requires_grad(segment.flat_param.requires_grad());
-    }
     segment.wants_grad = segment.wants_grad || param.tensor.requires_grad();
   }
   for (size_t i = 0; i < unit.segments.size(); i++) {

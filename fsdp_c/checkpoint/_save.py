@@ -1,5 +1,16 @@
-"""save: every rank writes its part, all become visible together."""
+"""save: every rank writes its part, all become visible together.
 
+Note [Saves and the end of the process]
+The thread of a save does not keep the interpreter: it is a daemon, and what the end
+of the process waits for is decided by a function that atexit calls. A rank that still
+writes its part finishes it. A rank that has written its part leaves: rank 0 needs its
+files, not its process. Rank 0 waits for the parts of the others as long as the folder
+grows; when nothing in it has changed for FSDP_C_SAVE_EXIT_SECONDS, the ranks that are
+missing are taken for dead, the save is abandoned, its folder deleted, and an error is
+logged. What was at the path before is still there.
+"""
+
+import atexit
 import contextlib
 import logging
 import os
@@ -37,6 +48,8 @@ _log = logging.getLogger("fsdp_c")
 _HEADLINE = "the checkpoint was not saved"
 _FIRST_WAIT_S = 0.005
 _LONGEST_WAIT_S = 0.25
+_EXIT_SECONDS = "FSDP_C_SAVE_EXIT_SECONDS"
+_DEFAULT_EXIT_S = 60.0
 
 
 class SaveHandle:
@@ -50,6 +63,7 @@ class SaveHandle:
         self.path = path
         self._problems: tuple[str, ...] = ()
         self._thread: threading.Thread | None = None
+        self._job: _Job | None = None
         self._was_told = False
 
     def done(self) -> bool:
@@ -101,6 +115,28 @@ class SaveHandle:
 _last: SaveHandle | None = None
 
 
+def _exit_seconds() -> float:
+    """Return how long the end of the process waits for a folder that does not grow."""
+    try:
+        seconds = float(os.environ.get(_EXIT_SECONDS, _DEFAULT_EXIT_S))
+    except ValueError:
+        return _DEFAULT_EXIT_S
+    return seconds if seconds >= 0 else _DEFAULT_EXIT_S
+
+
+def _finish_at_exit() -> None:
+    """See Note [Saves and the end of the process]."""
+    handle = _last
+    if handle is None or handle._job is None or handle.done():
+        return
+    _log.info("the process ends: waiting for the save to %s", handle.path)
+    handle._job.hurry(_exit_seconds())
+    assert handle._thread is not None
+    handle._thread.join()  # an error was logged by the thread
+    if not handle._problems:
+        _log.info("the save to %s: %s", handle.path, handle._job.outcome)
+
+
 def wait_for_save() -> None:
     """Wait until this process writes no checkpoint; errors stay for who asks."""
     if _last is not None and _last._thread is not None:
@@ -140,7 +176,8 @@ def save(
         process_group: The ranks that hold the model; the default group if None.
         overwrite: Replace a checkpoint that is at ``path``.
         blocking: False: copy everything to the host and write in a thread. A save
-            that follows waits for this one.
+            that follows waits for this one; the end of the process finishes or
+            abandons it, see docs/checkpoint.md.
         timeout: Seconds that a thread waits for other ranks.
         progress: Show a bar on rank 0; None: if stderr is a terminal.
 
@@ -177,10 +214,16 @@ def save(
     if blocking:
         job.run_with(ranks)
     else:
+        handle._job = job
         handle._thread = threading.Thread(
-            target=handle._run, args=(job,), name=f"fsdp_c save {job.path}"
+            target=handle._run,
+            args=(job,),
+            name=f"fsdp_c save {job.path}",
+            daemon=True,
         )
         _last = handle
+        atexit.unregister(_finish_at_exit)  # once, and before what came earlier
+        atexit.register(_finish_at_exit)
         handle._thread.start()
     return handle
 
@@ -246,6 +289,27 @@ def _merge(collected: Collected, reports: list[Any]) -> Manifest:
     return replace(manifest, optim=replace(manifest.optim, states=states))
 
 
+class _Growth:
+    """Whether files in a folder still come or grow."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._seen: dict[str, int] = {}
+        self._since = time.monotonic()
+
+    def stands_since(self) -> float:
+        """Look; return the seconds since something was new."""
+        seen = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                    seen[entry.name] = entry.stat().st_size
+        if seen != self._seen:
+            self._seen = seen
+            self._since = time.monotonic()
+        return time.monotonic() - self._since
+
+
 class _Job:
     """The part of a save that writes files."""
 
@@ -260,12 +324,24 @@ class _Job:
     ) -> None:
         self.folder, self.save_id, self.path = names
         self.timeout_s = 0.0
+        self.outcome = "complete"
+        self._stall_s: float | None = None  # at the end of the process
+        self._wakes = threading.Event()
         self._collected = collected
         self._manifest = manifest
         self._temporary = temporary  # on rank 0
         self._rank = ranks.rank
         self._world_size = ranks.world_size
         self._progress = progress
+
+    def hurry(self, stall_s: float) -> None:
+        """Let the thread end soon: the process does.
+
+        Args:
+            stall_s: How long to wait for other ranks while the folder does not grow.
+        """
+        self._stall_s = stall_s
+        self._wakes.set()
 
     # With collectives -------------------------------------------------------
 
@@ -342,8 +418,17 @@ class _Job:
         except OSError:
             _log.exception("cannot tell rank 0 that the save failed")
 
+    def _pause(self, wait_s: float) -> float:
+        """Wait for ``wait_s``, less if the process ends; return the next time."""
+        if self._stall_s is None and self._wakes.wait(wait_s):
+            return _FIRST_WAIT_S
+        if self._stall_s is not None:
+            time.sleep(wait_s)
+        return min(2 * wait_s, _LONGEST_WAIT_S)
+
     def _wait_for_entries(self, deadline: float) -> None:
         wanted = {entry_file(r, self._world_size) for r in range(self._world_size)}
+        growth = _Growth(self.folder)
         wait_s = _FIRST_WAIT_S
         while True:
             names = set(os.listdir(self.folder))
@@ -365,12 +450,24 @@ class _Job:
                         f"{self.timeout_s:g} s, {min(missing)} for one"
                     ],
                 )
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            if self._stall_s is not None and growth.stands_since() > self._stall_s:
+                raise CheckpointError(
+                    _HEADLINE,
+                    [
+                        "abandoned at the end of the process: nothing was written "
+                        f"for {self._stall_s:g} s ({_EXIT_SECONDS}), and "
+                        f"{len(missing)} ranks had not written their part, "
+                        f"{min(missing)} for one"
+                    ],
+                )
+            wait_s = self._pause(wait_s)
 
     def _wait_for_publication(self, deadline: float) -> None:
         wait_s = _FIRST_WAIT_S
         while not self._is_published():
+            if self._stall_s is not None:
+                self.outcome = "this rank's part is written, rank 0 ends it"
+                return
             if not os.path.isdir(self.folder) and not self._is_published():
                 raise CheckpointError(
                     _HEADLINE, ["another rank failed: rank 0's error says why"]
@@ -379,8 +476,7 @@ class _Job:
                 raise CheckpointError(
                     _HEADLINE, [f"rank 0 had not ended it after {self.timeout_s:g} s"]
                 )
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            wait_s = self._pause(wait_s)
 
     def _is_published(self) -> bool:
         try:

@@ -3,6 +3,7 @@
  * that no two holders ever share memory, and every failure of a step.
  */
 #include "arena/arena.h"
+#include "arena/arena_priv.h"
 #include "arena_fixture.h"
 #include "base/alloc.h"
 #include "check.h"
@@ -431,6 +432,41 @@ static void test_clients_added_later_keep_conflicts(void) {
   arena_fixture_destroy(arena, device);
 }
 
+/* Plans units of one size that run in a row, each taken before the one before
+ * it is given back, or all of them kept. Returns what the plan looked at. */
+static int64_t plan_of_many(int64_t num_clients, bool are_kept) {
+  recorder *device = recorder_create();
+  int64_t *nbytes = fsdp_calloc((size_t)num_clients, sizeof *nbytes);
+  CHECK(nbytes != NULL);
+  for (int64_t i = 0; i < num_clients; i++) nbytes[i] = 64;
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, num_clients);
+  for (int64_t i = 0; i < num_clients; i++) {
+    (void)arena_fixture_take(arena, i);
+    if (i > 0 && !are_kept) arena_fixture_give(arena, i - 1);
+  }
+  for (int64_t i = are_kept ? 0 : num_clients - 1; i < num_clients; i++) {
+    arena_fixture_give(arena, i);
+  }
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).num_blocks, are_kept ? num_clients : 2);
+  const int64_t num_steps = fsdp_arena_priv_plan_steps(arena);
+  fsdp_free(nbytes);
+  arena_fixture_destroy(arena, device);
+  return num_steps;
+}
+
+/* A plan costs the conflicts that there are, and a bit for each pair: no loop
+ * over colours, clients and clients. */
+static void test_plans_of_many_clients(void) {
+  const int64_t few = plan_of_many(256, false);
+  const int64_t more = plan_of_many(512, false);
+  CHECK(few <= 256 * 2 * (256 / 64 + 4));
+  CHECK(more <= 512 * 2 * (512 / 64 + 4));
+  const int64_t few_kept = plan_of_many(256, true);
+  const int64_t more_kept = plan_of_many(512, true);
+  CHECK(more_kept <= 5 * few_kept); /* conflicts grow by 4, their cube by 8 */
+}
+
 /* A client that needs more from now on gets a block of its own size; the plan
  * is made again. */
 static void test_resized_client(void) {
@@ -478,6 +514,7 @@ int main(void) {
       CHECK_TEST(test_every_port_call_can_fail),
       CHECK_TEST(test_every_allocation_can_fail),
       CHECK_TEST(test_clients_added_later_keep_conflicts),
+      CHECK_TEST(test_plans_of_many_clients),
       CHECK_TEST(test_resized_client),
   };
   return CHECK_RUN(tests);

@@ -115,8 +115,9 @@ static void test_other_unit(void) {
   CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
   CHECK_I64(model_enter(&m, 1, &error), FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,
-             "the ranks run their units in different orders; until collective "
-             "1 (iteration 1) they agreed, now rank 0: all_gather of unit 'a'; "
+             "Forward order differs across ranks: the ranks run their units in "
+             "different orders; until collective 1 (iteration 1) they agreed, "
+             "now rank 0: all_gather of unit 'a'; "
              "rank 1: all_gather of unit 'b'. All ranks must run the same "
              "units in the same order");
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED); /* nothing was issued */

@@ -303,6 +303,9 @@ static void check_combination(const model_options *options, int bits,
   CHECK_I64(recorder_live_blocks(m.device), num_blocks);
 
   const double first = (double)(m.options.rank * NUMEL);
+  const bool is_kept =
+      writeback || (options->world_size == 1 && !options->offloads &&
+                    (bits & (ON_HOST | FIRST_ONLY)) == 0);
   const bool gets_params = writes_params || !is_shown_here(bits);
   const bool gets_grads = writes_grads;
   const float *params = shard();
@@ -310,10 +313,10 @@ static void check_combination(const model_options *options, int bits,
   for (int64_t i = 0; i < NUMEL; i++) {
     const float param = (float)(PARAMS + first + (double)i);
     const float grad = (float)(GRADS + first + (double)i);
-    CHECK(params[i] == (writeback && gets_params ? param : params_before[i]));
+    CHECK(params[i] == (is_kept && gets_params ? param : params_before[i]));
     if (!is_shown_here(bits)) continue; /* one broadcast for both */
-    CHECK(grads[i] == (writeback && gets_grads ? grad : grads_before[i]));
-    if (writeback && gets_grads) unit->expected[0][(int64_t)first + i] = grad;
+    CHECK(grads[i] == (is_kept && gets_grads ? grad : grads_before[i]));
+    if (is_kept && gets_grads) unit->expected[0][(int64_t)first + i] = grad;
   }
   if (is_shown_here(bits) || !writeback) {
     model_step(&m); /* added to what was written */

@@ -399,6 +399,56 @@ static void test_a_rank_that_does_not_come_is_an_error(void) {
   shm_run(2, meet_alone, NULL);
 }
 
+/* A store whose answers take a while, and the limits that it was asked with. */
+enum { SLOW_MS = 20, SLOW_RANKS = 4, SLOW_GETS = 2 * (SLOW_RANKS - 1) };
+
+typedef struct slow_store {
+  int64_t limits_ms[SLOW_GETS];
+  int64_t num_gets;
+} slow_store;
+
+static fsdp_status slow_set(void *context, const char *key, const void *value,
+                            int64_t nbytes, fsdp_error *error) {
+  (void)context, (void)key, (void)value, (void)nbytes, (void)error;
+  return FSDP_OK;
+}
+
+static fsdp_status slow_get(void *context, const char *key, int64_t timeout_ms,
+                            void *value, int64_t capacity, int64_t *nbytes,
+                            fsdp_error *error) {
+  slow_store *self = context;
+  (void)key, (void)error;
+  if (CHECK(self->num_gets < SLOW_GETS)) {
+    self->limits_ms[self->num_gets++] = timeout_ms;
+  }
+  shm_sleep_ms(SLOW_MS);
+  memset(value, 0,
+         (size_t)capacity); /* of another version: nothing is mapped */
+  *nbytes = capacity;
+  return FSDP_OK;
+}
+
+/* One limit for all waits: what one takes is gone for the next. */
+static void test_a_meeting_has_one_time_limit(void) {
+  slow_store slow = {0};
+  const fsdp_store store = {.context = &slow, .set = slow_set, .get = slow_get};
+  fsdp_shm_options options = shm_options("slow");
+  options.meeting_timeout_ms = 3 * SLOW_MS;
+  fsdp_transport *transport = NULL;
+  fsdp_shm_verdict verdict = {0};
+  CHECK_I64(fsdp_shm_create(&store, &options, 0, SLOW_RANKS, &transport,
+                            &verdict, NULL),
+            FSDP_OK);
+  CHECK(!verdict.is_possible && transport == NULL);
+  CHECK_I64(slow.num_gets, SLOW_GETS);
+  CHECK(slow.limits_ms[0] <= 3 * SLOW_MS);
+  for (int64_t i = 1; i < SLOW_GETS; i++) {
+    const int64_t most = slow.limits_ms[i - 1] - SLOW_MS;
+    CHECK(slow.limits_ms[i] >= 1);
+    CHECK(slow.limits_ms[i] <= (most > 1 ? most : 1) + 1);
+  }
+}
+
 /* Rank 0's allocation i fails: nobody gets a transport, nothing is lost. */
 static void meet_with_failing_allocations(const shm_rank *self) {
   char key[32];
@@ -589,6 +639,7 @@ int main(void) {
       CHECK_TEST(test_too_much_memory_is_no_signal),
       CHECK_TEST(test_ranks_with_other_options_do_not_meet),
       CHECK_TEST(test_a_rank_that_does_not_come_is_an_error),
+      CHECK_TEST(test_a_meeting_has_one_time_limit),
       CHECK_TEST(test_every_allocation_of_a_meeting_can_fail),
       CHECK_TEST(test_every_allocation_of_a_call_can_fail),
       CHECK_TEST(test_bad_arguments_change_nothing),

@@ -1,6 +1,9 @@
 """Saves that write in a thread: what they hold, how they end, who waits."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +16,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _files, _save
-from helpers.distributed import distributed
+from helpers.distributed import TESTS_DIR, distributed
+from helpers.ending_saves import DYING_RANK, WORLD_SIZE
 from helpers.impl import fsdp
 from helpers.models import MLP, Block
 from helpers.reference import assert_same_tensors, full_state_dict
@@ -161,3 +165,47 @@ def test_waits_grow_no_longer_than_a_quarter_second(
         handle = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
     handle.result()
     assert time.perf_counter() - begin < 10 * (_save._LONGEST_WAIT_S + 0.5)
+
+
+def _end_ranks(folder: Path, scenario: str) -> tuple[list[int | str], str]:
+    """Return how the ranks ended, and what they logged."""
+    paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.ending_saves", str(folder), scenario],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "FSDP_C_SAVE_EXIT_SECONDS": "1",
+        },
+        stdout=subprocess.PIPE,
+        timeout=180,
+        check=True,
+    )
+    log = (folder / "stderr").read_text(errors="replace")
+    return json.loads(done.stdout), log
+
+
+def test_the_process_ends_with_a_save(tmp_path: Path) -> None:
+    """All ranks end at once: the checkpoint is complete, and nobody stays."""
+    statuses, log = _end_ranks(tmp_path, "all")
+    assert statuses == [0] * WORLD_SIZE, log
+    checkpoint.verify(tmp_path / "c")
+    assert {each.name for each in tmp_path.iterdir()} <= {"c", "store", "stderr"}
+
+
+def test_the_process_ends_without_a_rank(tmp_path: Path) -> None:
+    """One rank dies while it writes: the others end, and rank 0 says what was lost.
+
+    What was there before is still there.
+    """
+    statuses, log = _end_ranks(tmp_path, "dies")
+    expected: list[int | str] = [0] * WORLD_SIZE
+    expected[DYING_RANK] = 3
+    assert statuses == expected, log
+    assert "rank 0: the checkpoint was not saved\n  - abandoned at the end" in log, log
+    assert f"rank-{DYING_RANK:05d}-of-{WORLD_SIZE:05d}.json for one" in log
+    assert "rank 1: the save to" in log
+    assert "this rank's part is written, rank 0 ends it" in log
+    checkpoint.verify(tmp_path / "c")
+    assert '"before"' in (tmp_path / "c" / "manifest.json").read_text()
+    assert {each.name for each in tmp_path.iterdir()} <= {"c", "store", "stderr"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from helpers.distributed import distributed
@@ -14,6 +15,7 @@ from helpers.impl import (
     FSDP,
     IS_TORCH,
     MixedPrecision,
+    ShardingStrategy,
     StateDictType,
     fsdp,
     needs_fsdp_c,
@@ -71,7 +73,11 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "device kind": ({"device_id": 1.5}, TypeError, "device_id"),
     "ignored number": ({"ignored_modules": 3}, TypeError, "ignored_modules"),
     "ignored not a module": ({"ignored_modules": [3]}, ValueError, "ignored_modules"),
-    "init_fn number": ({"param_init_fn": 3}, TypeError, "param_init_fn"),
+    "init_fn number": (
+        {"param_init_fn": 3},
+        ValueError,
+        "^Expected 3 to be callable but got <class 'int'>: param_init_fn",
+    ),
     "unknown": ({"shard_strategy": None}, TypeError, "shard_strategy"),
 }
 
@@ -224,6 +230,38 @@ def test_state_dict_type_on_the_wrong_things(rank: int, world_size: int) -> None
         assert len(model.state_dict()) == 4
 
 
+_DURING = "^Cannot manually unshard parameters during forward/backward"
+
+
+@distributed(world_size=2)
+def test_summon_inside_backward(rank: int, world_size: int) -> None:
+    """FSDP1's words and class; a RuntimeError as well, as all of ours."""
+    model = fsdp(Block(), use_orig_params=True)
+    out = model(torch.randn(2, 6))
+
+    def summon(_: torch.Tensor) -> None:
+        with FSDP.summon_full_params(model):
+            pass
+
+    out.register_hook(summon)
+    with pytest.raises(AssertionError, match=_DURING) as caught:
+        out.sum().backward()
+    assert IS_TORCH or isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@distributed(world_size=2)
+def test_one_group_for_two(rank: int, world_size: int, strategy: str) -> None:
+    """The error of a hybrid strategy begins with FSDP1's words."""
+    words = r"^Expected process_group to be passed in as either None or Tuple\["
+    with pytest.raises(ValueError, match=words):
+        fsdp(
+            Block(),
+            sharding_strategy=getattr(ShardingStrategy, strategy),
+            process_group=dist.group.WORLD,
+        )
+
+
 @distributed(world_size=2)
 def test_summon_inside_forward(rank: int, world_size: int) -> None:
     """Whole parameters cannot be summoned in the middle of a forward."""
@@ -243,7 +281,7 @@ def test_summon_inside_forward(rank: int, world_size: int) -> None:
     outer: list[Any] = []
     outer.append(fsdp(Net(), use_orig_params=True))
     model = outer[0]
-    with pytest.raises((RuntimeError, AssertionError, ValueError)):
+    with pytest.raises(AssertionError, match=_DURING):
         model(torch.randn(2, 6))
     if IS_TORCH:
         return

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -235,3 +236,22 @@ def test_ignored_states(rank: int, world_size: int) -> None:
             fsdp(module, **kwargs)
     with pytest.warns(UserWarning, match="Trying to ignore the top-level module"):
         fsdp(module, ignored_modules=[module])
+
+
+@distributed(world_size=2)
+def test_they_have_the_time_limit_of_the_default_group(
+    rank: int, world_size: int
+) -> None:
+    """A rank that does not come is noticed then, not after torch's 30 minutes."""
+    needs_fsdp_c("gives them torch's own default")
+    from fsdp_c._default_groups import node_groups
+
+    limit = timedelta(seconds=77)
+    default = dist.new_group(timeout=limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        made = node_groups(default)
+    for group in made:
+        assert group._get_backend(torch.device("cpu")).options._timeout == limit
+    for group in (*made, default):
+        dist.destroy_process_group(group)

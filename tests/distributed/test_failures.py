@@ -183,6 +183,32 @@ def test_stopped(trial: Trial, place: str) -> None:
         assert TIME_LIMIT.search(_headline(report))
 
 
+_MEETING = "meeting of the ranks, before the group's first collective"
+_SYNC = "broadcast of module states"
+_WRAPPING: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("stop", "meeting", _MEETING, {}),
+    ("raise", "meeting", _MEETING, {"stays": True}),
+    ("kill", "construction", _SYNC, {"syncs": True}),
+    ("stop", "before", _SYNC, {"syncs": True}),
+    # The store is stopped too, and would answer no more.
+    ("stop", "meeting", _MEETING, {"store": "tcp", "victim": 0}),
+    ("stop", "construction", _SYNC, {"store": "tcp", "victim": 0, "syncs": True}),
+)
+
+
+@_cases(
+    ("action", "place", "operation", "options"),
+    usual={"shm": _WRAPPING, "c10d": _WRAPPING[4:5]},
+    rare={"c10d": _WRAPPING[:4] + _WRAPPING[5:]},
+)
+def test_in_wrapping(
+    trial: Trial, action: str, place: str, operation: str, options: dict[str, Any]
+) -> None:
+    """Before there was any step: one time limit for all that a rank waits for."""
+    for report in trial.survivors(action, place, world_size=4, **options).values():
+        assert operation in _headline(report)
+
+
 _STORE_DIES = ("kill", "Dead: rank 0", "store is gone")
 _STORE_STOPS = ("stop", "rank 0, process", "store does not answer")
 

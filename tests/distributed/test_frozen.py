@@ -12,7 +12,9 @@ from helpers.distributed import distributed
 from helpers.impl import (
     FSDP,
     MixedPrecision,
+    ShardingStrategy,
     assert_idle,
+    fsdp,
     memory_stats,
     needs_fsdp_c,
 )
@@ -382,3 +384,24 @@ def test_layers_unused_from_some_step_on(
     assert block_nbytes < held[2]  # not known yet
     assert held[3] == held[5] <= held[2] // 2
     assert held[4] <= block_nbytes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_a_summon_shows_what_is_frozen(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """Set on the flat parameter after wrapping, shown before the next forward.
+
+    A forward without gradients does not look: it must not be needed.
+    """
+    model = fsdp(Block(), sharding_strategy=ShardingStrategy[strategy])
+    for is_trainable in (False, True, False):
+        for param in model.parameters():
+            param.requires_grad = is_trainable
+        with torch.no_grad():
+            model(torch.ones(2, DIM))
+        with FSDP.summon_full_params(model):
+            for name, param in model.named_parameters():
+                assert param.requires_grad is is_trainable, name
+        assert all(p.requires_grad is is_trainable for p in model.parameters())

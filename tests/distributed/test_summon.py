@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     FSDP,
+    IS_TORCH,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
@@ -119,6 +120,10 @@ class _Look:
         )
         # What every rank holds whole anyway is shown as it is, as in FSDP1.
         self.is_resident = not is_sharded
+        on_host = options["offload_to_cpu"] and TEST_DEVICE != "cpu"
+        self.keeps = options["writeback"] or (
+            self.is_resident and not options["rank0_only"] and not on_host
+        )
         # Only the first rank's values count with rank0_only.
         self.factor = 0.9
         if options["rank0_only"] and differential.rank > 0:
@@ -130,7 +135,7 @@ class _Look:
         with FSDP.summon_full_params(self.differential.model, **self.options):
             self.inside()
         assert [id(p) for p in self.differential.model.parameters()] == before
-        if self.options["writeback"]:
+        if self.keeps:
             self.write_reference()
 
     def selected(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -160,7 +165,7 @@ class _Look:
         assert net.first.weight is net.second.weight
         with torch.no_grad():
             for name, _ in self.selected():
-                if self.options["writeback"] or not self.is_resident:
+                if self.keeps or not self.is_resident:
                     mine[name].mul_(self.factor)
                 grad = mine[name].grad
                 if self.options["with_grads"] and grad is not None:
@@ -406,6 +411,41 @@ def test_between_no_sync_backwards(
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@distributed(world_size=2)
+def test_no_shard_keeps_what_is_written(
+    rank: int, world_size: int, param_dtype: torch.dtype | None, use_orig_params: bool
+) -> None:
+    """Without a write-back too, as FSDP1: with a cast, and gradients as well."""
+    model = fsdp(
+        Block(),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        mixed_precision=MixedPrecision(param_dtype=param_dtype),
+        use_orig_params=use_orig_params,
+    )
+    model(torch.ones(2, DIM)).sum().backward()
+    with_grads = not IS_TORCH or use_orig_params
+    before = {}
+    with (
+        FSDP.summon_full_params(model, writeback=False, with_grads=with_grads),
+        torch.no_grad(),
+    ):
+        for name, param in model.named_parameters():
+            before[name] = param.clone()
+            param.add_(1.0)
+            if with_grads:
+                param.grad.fill_(3.0)
+    with FSDP.summon_full_params(model, writeback=False, with_grads=with_grads):
+        for name, param in model.named_parameters():
+            assert_same(name, param.detach(), before[name] + 1.0)
+            if with_grads:
+                assert bool((param.grad == 3.0).all()), name
+    for param in model.parameters():
+        assert param.grad is not None
+        assert not with_grads or bool((param.grad[param.grad != 0] == 3.0).all())
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
@@ -423,7 +463,7 @@ def test_exception_inside(
             FSDP.summon_full_params(model, writeback=writeback, with_grads=True),
             torch.no_grad(),
         ):
-            if writeback or strategy != "NO_SHARD":  # whose ranks hold the whole
+            if writeback or strategy != "NO_SHARD":  # which keeps writes
                 for param in model.parameters():
                     param.mul_(0.5)
             msg = "wrong inside"

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, MixedPrecision, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import (
+    FSDP,
+    IS_TORCH,
+    MixedPrecision,
+    ShardingStrategy,
+    fsdp,
+    needs_fsdp_c,
+)
 from helpers.models import Block
 from helpers.reference import assert_same_tensors, full_state_dict
 
@@ -114,8 +121,8 @@ def test_batch_norm_has_its_own_unit_in_full_precision(
     def is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or isinstance(module, Block)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it wraps them
+    words = "These modules will be wrapped as separate FSDP"
+    with pytest.warns(UserWarning, match=words) as told:
         model = fsdp(
             _Normed(),
             auto_wrap_policy=(
@@ -124,6 +131,7 @@ def test_batch_norm_has_its_own_unit_in_full_precision(
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
             use_orig_params=use_orig_params,
         )
+    assert IS_TORCH or "norm (BatchNorm1d)" in str(told[-1].message)
     assert isinstance(model.norm, FSDP)
     assert len(FSDP.fsdp_modules(model)) == 4
     inner = model.norm.module

@@ -31,6 +31,8 @@ GROUP_TIMEOUT_S = 3.0
 POST_MORTEM_S = 2.0
 # Of a whole test: above all the start of the processes.
 LIMIT_S = 120.0
+# Places before the first step: before wrapping, in it, before the first meeting.
+WRAPPING = ("before", "construction", "meeting")
 # Steps before the one with the failure.
 NUM_GOOD_STEPS = 2
 
@@ -48,6 +50,8 @@ class Scenario:
     transport: str = "shm"  # or c10d, which is gloo
     recovers: bool = False
     """Whether the ranks go on afterwards, in a new group."""
+    syncs: bool = False
+    """Whether rank 0's parameters are broadcast in wrapping, which is what fails."""
     stays: bool = False
     """Whether ranks that failed do not end before the others, bar the victim, did."""
 
@@ -156,16 +160,15 @@ class _Ranks:
     def __init__(self, config: dict[str, Any], rank: int) -> None:
         import torch
         import torch.distributed as dist
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         from helpers.impl import ShardingStrategy, fsdp
-        from helpers.models import Block
 
         self.config = config
         self.rank = rank
         self.folder = Path(config["folder"])
         self.is_victim = rank == config["victim"]
         self.is_due = False
+        self._num_blocks = 0
         world_size = config["world_size"]
         dist.init_process_group(
             "gloo",
@@ -182,14 +185,37 @@ class _Ranks:
         self.wrap = functools.partial(
             fsdp,
             sharding_strategy=ShardingStrategy[config["strategy"]],
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=self._policy,
+            sync_module_states=config["syncs"],
             use_orig_params=True,
         )
-        torch.manual_seed(0)
-        self.use(self.wrap(Blocks(self), process_group=group))
         self.groups = group if isinstance(group, tuple) else (group,)
+        self.group = group
         self.x = torch.ones(4, 6, requires_grad=True)
         dist.barrier()
+
+    def _policy(self, module: Any, recurse: bool, **_: Any) -> bool:
+        """Wrap the blocks; with the second one the victim is in the middle of it."""
+        from helpers.models import Block
+
+        if not recurse and isinstance(module, Block):
+            self._num_blocks += 1
+            if self._num_blocks == 2:
+                self.act("construction")
+        return recurse or isinstance(module, Block)
+
+    def construct(self) -> None:
+        """Wrap the model and let the ranks meet, which may fail."""
+        import torch
+        import torch.distributed as dist
+
+        self.is_due = self.config["place"] in WRAPPING
+        self.act("before")
+        torch.manual_seed(0)
+        self.use(self.wrap(Blocks(self), process_group=self.group))
+        self.act("meeting")
+        if not self.is_due:
+            dist.barrier()
 
     def use(self, model: Any) -> None:
         """Train ``model`` from now on."""
@@ -310,6 +336,7 @@ class _Ranks:
 
     def train(self) -> None:
         """Train until it fails."""
+        self.construct()
         for index in range(NUM_GOOD_STEPS + 3):
             self.is_due = index == NUM_GOOD_STEPS
             if self.is_due and self.config["action"] in ("skip", "reorder"):

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arena/arena_priv.h"
 #include "base/alloc.h"
 
 enum { NONE = -1, WORD_BITS = 64 };
@@ -20,12 +21,14 @@ typedef struct block {
   bool was_given;   /* free_event has been recorded */
   int64_t given_at; /* position in the sequence of gives; 0: never */
   int64_t holder;   /* client or NONE */
+  bool is_claimed;  /* by a colour of the plan that is being made */
 } block;
 
 typedef struct client_state {
   int64_t nbytes;
   int64_t held;    /* block or NONE */
   int64_t planned; /* block or NONE */
+  int64_t colour;  /* of the plan that is being made, or NONE */
   bool ever_took;
 } client_state;
 
@@ -46,7 +49,8 @@ struct fsdp_arena {
   int64_t last_async_giver;   /* gave back after a collective; likewise */
   int64_t num_gives;
   int64_t num_held;
-  bool is_dirty; /* fsdp_arena_plan() has something to do */
+  bool is_dirty;          /* fsdp_arena_plan() has something to do */
+  int64_t num_plan_steps; /* see arena_priv.h */
   fsdp_arena_stats stats;
 };
 
@@ -257,8 +261,8 @@ fsdp_status fsdp_arena_add_client(fsdp_arena *arena, int64_t nbytes,
   arena->clients = clients;
   if (!grow_conflicts(arena)) goto no_memory;
 
-  arena->clients[id] =
-      (client_state){.nbytes = nbytes, .held = NONE, .planned = NONE};
+  arena->clients[id] = (client_state){
+      .nbytes = nbytes, .held = NONE, .planned = NONE, .colour = NONE};
   arena->stats.num_clients++;
   *client = id;
   return FSDP_OK;
@@ -359,20 +363,24 @@ void fsdp_arena_get_stats(const fsdp_arena *arena, fsdp_arena_stats *stats) {
   *stats = arena->stats;
 }
 
+int64_t fsdp_arena_priv_plan_steps(const fsdp_arena *arena) {
+  return arena->num_plan_steps;
+}
+
 /* --- Plan ---------------------------------------------------------------- */
 
 /* One client that is to get a colour. */
 typedef struct coloured {
   int64_t nbytes;
   int64_t client;
-  int64_t colour;
 } coloured;
 
 /* One colour: clients that share a block of `nbytes`. */
 typedef struct colour_class {
   int64_t nbytes;
-  int64_t slot; /* block or NONE */
-  bool is_new;  /* allocated for this plan */
+  int64_t slot;        /* block or NONE */
+  int64_t refused_for; /* the client that may not have it, or NONE */
+  bool is_new;         /* allocated for this plan */
 } colour_class;
 
 /* qsort order: largest first, ties by client. */
@@ -383,66 +391,86 @@ static int compare_coloured(const void *left, const void *right) {
   return a->client < b->client ? -1 : 1;
 }
 
-/* Whether a client of `colour` among the first `num` conflicts with `item`. */
-static bool colour_conflicts(const fsdp_arena *arena, const coloured *items,
-                             int64_t num, int64_t colour,
-                             const coloured *item) {
-  for (int64_t i = 0; i < num; i++) {
-    if (items[i].colour == colour &&
-        is_conflict(arena, items[i].client, item->client)) {
-      return true;
+/* The first client from `from` on that has a bit in the client's row, or NONE.
+ */
+static int64_t next_conflict(fsdp_arena *arena, int64_t client, int64_t from) {
+  const uint64_t *row = conflict_row(arena, client);
+  for (size_t i = (size_t)from / WORD_BITS; i < arena->row_words; i++) {
+    const int64_t begin = (int64_t)i * WORD_BITS;
+    const uint64_t later =
+        from > begin ? ~UINT64_C(0) << (from - begin) : ~UINT64_C(0);
+    arena->num_plan_steps++;
+    if ((row[i] & later) != 0) return begin + __builtin_ctzll(row[i] & later);
+  }
+  return NONE;
+}
+
+/* Each conflict stands in both rows then: one row tells all of a client's. */
+static void make_symmetric(fsdp_arena *arena) {
+  for (int64_t i = 0; i < arena->stats.num_clients; i++) {
+    for (int64_t other = next_conflict(arena, i, 0); other != NONE;
+         other = next_conflict(arena, i, other + 1)) {
+      if (!row_has(conflict_row(arena, other), i)) {
+        row_flip(conflict_row(arena, other), i);
+      }
     }
   }
-  return false;
 }
 
 /* Gives each item the lowest colour that no conflicting one has. Returns the
  * number of colours. Items are largest first, so the first of a colour sets
  * its size. */
-static int64_t colour_items(const fsdp_arena *arena, coloured *items,
+static int64_t colour_items(fsdp_arena *arena, const coloured *items,
                             int64_t num_items, colour_class *colours) {
   int64_t num_colours = 0;
   for (int64_t i = 0; i < num_items; i++) {
+    const int64_t client = items[i].client;
     int64_t chosen = 0;
-    while (chosen < num_colours &&
-           colour_conflicts(arena, items, i, chosen, &items[i])) {
-      chosen++;
+    for (int64_t other = next_conflict(arena, client, 0); other != NONE;
+         other = next_conflict(arena, client, other + 1)) {
+      const int64_t colour = arena->clients[other].colour;
+      if (colour != NONE) colours[colour].refused_for = client;
     }
-    items[i].colour = chosen;
+    while (chosen < num_colours && colours[chosen].refused_for == client) {
+      chosen++;
+      arena->num_plan_steps++;
+    }
+    arena->clients[client].colour = chosen;
     if (chosen == num_colours) {
-      colours[num_colours++] =
-          (colour_class){.nbytes = items[i].nbytes, .slot = NONE};
+      colours[num_colours++] = (colour_class){
+          .nbytes = items[i].nbytes, .slot = NONE, .refused_for = NONE};
     }
   }
   return num_colours;
 }
 
-static bool is_claimed(const colour_class *colours, int64_t num_colours,
-                       int64_t slot) {
-  for (int64_t i = 0; i < num_colours; i++) {
-    if (colours[i].slot == slot) return true;
-  }
-  return false;
-}
-
 /* Claims an existing block of exactly the right size for each colour, and
- * allocates where there is none; on failure frees what it allocated. */
+ * allocates where there is none; on failure frees what it allocated. Colours
+ * are largest first: those of one size stand together, so that one goes on
+ * looking where the one before it stopped. */
 static fsdp_status claim_blocks(fsdp_arena *arena, colour_class *colours,
                                 int64_t num_colours, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  size_t next = 0;
+  for (size_t j = 0; j < arena->num_slots; j++) {
+    arena->blocks[j].is_claimed = false;
+  }
   for (int64_t i = 0; i < num_colours; i++) {
-    for (size_t j = 0; j < arena->num_slots && colours[i].slot == NONE; j++) {
-      if (arena->blocks[j].data == NULL ||
-          arena->blocks[j].nbytes != colours[i].nbytes ||
-          is_claimed(colours, num_colours, (int64_t)j)) {
+    if (i == 0 || colours[i].nbytes != colours[i - 1].nbytes) next = 0;
+    for (; next < arena->num_slots && colours[i].slot == NONE; next++) {
+      block *candidate = &arena->blocks[next];
+      arena->num_plan_steps++;
+      if (candidate->data == NULL || candidate->nbytes != colours[i].nbytes) {
         continue;
       }
-      colours[i].slot = (int64_t)j;
+      candidate->is_claimed = true;
+      colours[i].slot = (int64_t)next;
     }
   }
   for (int64_t i = 0; i < num_colours; i++) {
     if (colours[i].slot != NONE) continue;
     FSDP_TRY(add_block(arena, colours[i].nbytes, &colours[i].slot, error));
+    arena->blocks[colours[i].slot].is_claimed = true;
     colours[i].is_new = true;
   }
 done:
@@ -465,6 +493,7 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
   arena->last_compute_giver = NONE;
   arena->last_async_giver = NONE;
   if (!arena->is_dirty || arena->num_held > 0) return FSDP_OK;
+  arena->num_plan_steps = 0;
 
   items = fsdp_calloc((size_t)num_clients, sizeof *items);
   if (items == NULL) goto no_memory;
@@ -472,22 +501,23 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
   if (colours == NULL) goto no_memory;
 
   for (int64_t i = 0; i < num_clients; i++) {
+    arena->clients[i].colour = NONE;
     if (!arena->clients[i].ever_took) continue;
     items[num_items++] =
         (coloured){.nbytes = arena->clients[i].nbytes, .client = i};
   }
   qsort(items, (size_t)num_items, sizeof *items, compare_coloured);
+  make_symmetric(arena);
   const int64_t num_colours = colour_items(arena, items, num_items, colours);
   FSDP_TRY(claim_blocks(arena, colours, num_colours, error));
 
   for (size_t i = 0; i < arena->num_slots; i++) {
     if (arena->blocks[i].data == NULL) continue;
-    if (!is_claimed(colours, num_colours, (int64_t)i)) {
-      remove_block(arena, (int64_t)i);
-    }
+    if (!arena->blocks[i].is_claimed) remove_block(arena, (int64_t)i);
   }
   for (int64_t i = 0; i < num_items; i++) {
-    arena->clients[items[i].client].planned = colours[items[i].colour].slot;
+    client_state *planned = &arena->clients[items[i].client];
+    planned->planned = colours[planned->colour].slot;
   }
   arena->is_dirty = false;
   goto done;

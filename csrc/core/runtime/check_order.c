@@ -17,6 +17,9 @@
 
 enum { STEP_NBYTES = 160, REPORT_NBYTES = 400 };
 
+/* How FSDP1's error begins, for programs that look for it. */
+#define FSDP1_WORDS "Forward order differs across ranks: "
+
 /* Whether all ranks sent the same bytes. `all` has room for one per rank. */
 static fsdp_status exchange(fsdp_unit *unit, const void *mine, size_t nbytes,
                             void *all, bool *is_same, fsdp_error *error) {
@@ -86,11 +89,12 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   describe(steps, (int64_t)world_size, report);
   status = FSDP_FAIL(
       error, FSDP_INVALID_STATE,
-      "the ranks run their units in different orders; until collective %" PRId64
-      " (iteration %" PRId64
+      "%sthe ranks run their units in different orders; until collective "
+      "%" PRId64 " (iteration %" PRId64
       ") they agreed, now %s. All ranks must run the "
       "same units in the same order",
-      engine->num_order_checks - 1, engine->num_iterations, report);
+      engine->in_backward ? "" : FSDP1_WORDS, engine->num_order_checks - 1,
+      engine->num_iterations, report);
 done:
   fsdp_free(steps);
   return status;
@@ -99,3 +103,5 @@ done:
 void fsdp_engine_set_order_check(fsdp_engine *engine, bool is_on) {
   engine->checks_order = is_on;
 }
+
+#undef FSDP1_WORDS

@@ -45,11 +45,13 @@ static void forget_unit(fsdp_engine *engine, const fsdp_unit *unit) {
     engine->issued_reduces[num_kept++] = engine->issued_reduces[i];
   }
   engine->num_issued_reduces = num_kept;
+  if (engine->num_recorded_reduces > 0) { /* once, not for every unit */
+    for (size_t i = 0; i < engine->num_units; i++) {
+      engine->units[i]->reduce_position = -1;
+    }
+  }
   engine->num_recorded_reduces = 0;
   engine->reduce_cursor = 0;
-  for (size_t i = 0; i < engine->num_units; i++) {
-    engine->units[i]->reduce_position = -1;
-  }
   fsdp_order_begin(engine->order);
   fsdp_order_begin(engine->order);
   for (int i = 0; i < FSDP_TRACE_CAPACITY; i++) {

@@ -20,6 +20,15 @@ static bool moves_params(const fsdp_unit *unit) {
   return unit->full_nbytes > 0 && (!unit->is_resident || unit->summon.on_host);
 }
 
+/* Whether what is written is kept without a write-back too: FSDP1 shows the
+ * storage itself where a rank holds all of a unit (NO_SHARD), and so does a
+ * unit here that needs no cast. One answer for parameters with and without
+ * casts, and for gradients. */
+static bool keeps_writes(const fsdp_unit *unit) {
+  return unit->options.shard_group.world_size == 1 && !unit->options.offloads &&
+         !unit->summon.on_host && !unit->summon.on_first_rank_only;
+}
+
 /* Gathers, and where this rank shows it, moves it to where it is shown. */
 static fsdp_status bring_whole(fsdp_unit *unit, bool is_grad,
                                fsdp_error *error) {
@@ -210,6 +219,7 @@ static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
   if (!moves_params(unit)) {
     return writeback ? write_back_resident(unit, error) : FSDP_OK;
   }
+  writeback = writeback || keeps_writes(unit);
   /* Off the block first: if something fails, the next try goes on from here. */
   if (unit->whole.is_shown) {
     if (writeback) {
@@ -236,6 +246,7 @@ static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
   fsdp_status status = FSDP_OK;
 
   if (!unit->has_whole_grads) return FSDP_OK;
+  writeback = writeback || keeps_writes(unit);
   if (whole->is_shown) {
     FSDP_TRY(ops->take_full_grads(ops->context, unit->options.owner,
                                   whole_view(unit), whole->data,

@@ -8,9 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdlib>
-#include <functional>
 #include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -19,6 +17,7 @@
 
 #include "torch/bridge.h"
 #include "torch/port/transports.hpp"
+#include "torch/port/within.hpp"
 
 namespace fsdp_torch {
 namespace {
@@ -55,28 +54,6 @@ std::string position_of(const fsdp_trace *trace, int world_size) {
     text += "\n" + operation_of(trace, i);
   }
   return text;
-}
-
-// Runs `body` on a thread of its own. After `limit` the thread is left alone
-// with what it holds, and the result is false.
-bool run_within(std::chrono::milliseconds limit, std::function<void()> body) {
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable ended;
-    bool has_ended = false;
-  };
-  const auto shared = std::make_shared<Shared>();
-  std::thread([shared, body = std::move(body)] {
-    try {
-      body();
-    } catch (...) {  // of the store; `body` keeps what matters
-    }
-    const std::lock_guard<std::mutex> lock(shared->mutex);
-    shared->has_ended = true;
-    shared->ended.notify_all();
-  }).detach();
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  return shared->ended.wait_for(lock, limit, [&] { return shared->has_ended; });
 }
 
 std::string process_key(const std::string &prefix, int rank) {

@@ -5,8 +5,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <optional>
@@ -16,6 +18,7 @@
 #include "shm/shm_transport.h"
 #include "torch/guard.hpp"
 #include "torch/port/nccl_group.hpp"
+#include "torch/port/within.hpp"
 
 namespace fsdp_torch {
 namespace {
@@ -36,16 +39,54 @@ static_assert(FSDP_DTYPE_BFLOAT16 == static_cast<int>(at::kBFloat16));
 struct GroupStore {
   c10::intrusive_ptr<c10d::Store> store;
   std::string prefix;
+  // Of all that is asked until the ranks have met; none while it is empty.
+  std::optional<std::chrono::steady_clock::time_point> deadline = std::nullopt;
 
   std::string key(const char *name) const { return prefix + name; }
 };
+
+// Answers of `ask`, which the store may never give: the process that hosts it
+// may be stopped, and its own time limits do not hold then. Throws what `ask`
+// throws, and when the deadline is over.
+std::vector<uint8_t> answer_of(
+    const GroupStore &self,
+    const std::function<std::vector<uint8_t>(c10d::Store &)> &ask) {
+  // For an answer that the store gives at its own limit, which is the same.
+  constexpr std::chrono::milliseconds kGrace(250);
+  if (!self.deadline) return ask(*self.store);
+  struct Answer {
+    std::vector<uint8_t> bytes;
+    std::exception_ptr error;
+  };
+  const auto answer = std::make_shared<Answer>();
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+      *self.deadline - std::chrono::steady_clock::now());
+  const bool is_there =
+      run_within(std::max(left, std::chrono::milliseconds(0)) + kGrace,
+                 [answer, ask, store = self.store] {
+                   try {
+                     answer->bytes = ask(*store);
+                   } catch (...) {
+                     answer->error = std::current_exception();
+                   }
+                 });
+  TORCH_CHECK_WITH(DistStoreError, is_there,
+                   "the group's store did not answer within the time limit");
+  if (answer->error) std::rethrow_exception(answer->error);
+  return answer->bytes;
+}
 
 fsdp_status store_set(void *context, const char *key, const void *value,
                       int64_t nbytes, fsdp_error *error) {
   GUARDED(error) {
     const auto &self = *static_cast<GroupStore *>(context);
     const auto *bytes = static_cast<const uint8_t *>(value);
-    self.store->set(self.key(key), std::vector<uint8_t>(bytes, bytes + nbytes));
+    answer_of(self, [key = self.key(key),
+                     sent = std::vector<uint8_t>(bytes, bytes + nbytes)](
+                        c10d::Store &store) {
+      store.set(key, sent);
+      return std::vector<uint8_t>();
+    });
     return FSDP_OK;
   };
 }
@@ -55,12 +96,16 @@ fsdp_status store_get(void *context, const char *key, int64_t timeout_ms,
                       fsdp_error *error) {
   GUARDED(error) {
     const auto &self = *static_cast<GroupStore *>(context);
-    if (timeout_ms > 0) {
-      self.store->wait({self.key(key)}, std::chrono::milliseconds(timeout_ms));
-    } else if (!self.store->check({self.key(key)})) {
+    if (timeout_ms <= 0 && !self.store->check({self.key(key)})) {
       return FSDP_FAIL(error, FSDP_BACKEND, "the store has no key '%s'", key);
     }
-    const std::vector<uint8_t> bytes = self.store->get(self.key(key));
+    const std::vector<uint8_t> bytes =
+        answer_of(self, [key = self.key(key), timeout_ms](c10d::Store &store) {
+          if (timeout_ms > 0) {
+            store.wait({key}, std::chrono::milliseconds(timeout_ms));
+          }
+          return store.get(key);
+        });
     const auto numel = static_cast<int64_t>(bytes.size());
     if (!bytes.empty()) {
       std::memcpy(value, bytes.data(),
@@ -174,6 +219,7 @@ void connect_shm(Connection &connection, c10d::ProcessGroup &group,
                       &transport, &verdict, &error) != FSDP_OK) {
     throw_error(error);
   }
+  connection.store->deadline = std::nullopt; /* they have met */
   connection.why_not = verdict.reason;
   if (transport == nullptr) return;
   connection.transport = std::shared_ptr<fsdp_transport>(
@@ -223,22 +269,35 @@ void choose(Connection &connection, Kind kind,
   // one store meets at new keys.
   const std::string base = "fsdp_c/transport/" + process_group.getGroupName() +
                            "/" + c10::DeviceTypeName(device.type(), true) + "/";
-  const int64_t generation =
-      store->add(base + std::to_string(process_group.getRank()), 1);
   connection.store = std::make_shared<GroupStore>();
-  // NCCL's watchdog asks while others wait: not over their connection.
-  connection.store->store = kind == Kind::kNccl ? store->clone() : store;
-  connection.store->prefix = base + std::to_string(generation) + "/";
+  connection.store->store = store;
+  // A limit without an end is a year, which a clock can count.
+  const std::chrono::milliseconds limit = std::min<std::chrono::milliseconds>(
+      std::chrono::milliseconds(timeout_ms_of(process_group, device)),
+      std::chrono::hours(24 * 365));
+  connection.store->deadline = std::chrono::steady_clock::now() + limit;
+  const std::vector<uint8_t> count = answer_of(
+      *connection.store, [key = base + std::to_string(process_group.getRank())](
+                             c10d::Store &asked) {
+        const std::string text = std::to_string(asked.add(key, 1));
+        return std::vector<uint8_t>(text.begin(), text.end());
+      });
+  connection.store->prefix =
+      base + std::string(count.begin(), count.end()) + "/";
+  // NCCL has limits of its own. Its watchdog asks while others wait: not over
+  // their connection.
+  if (kind == Kind::kNccl) {
+    connection.store->deadline = std::nullopt;
+    connection.store->store = store->clone();
+  }
   if (kind == Kind::kShm) {
     connect_shm(connection, process_group, device, refusal_of(kind));
     return;
   }
-  connection.transport =
-      join_nccl(core_store(connection), connection.store,
-                process_group.getRank(), process_group.getSize(), device,
-                timeout_ms_of(process_group, device),
-                tuning, refusal_of(kind),
-                &connection.why_not);
+  connection.transport = join_nccl(
+      core_store(connection), connection.store, process_group.getRank(),
+      process_group.getSize(), device, timeout_ms_of(process_group, device),
+      tuning, refusal_of(kind), &connection.why_not);
 }
 
 // A rank did not come: says which, as for a collective that failed.

@@ -1,0 +1,129 @@
+"""Counts the calls that Python makes for models of two sizes.
+
+    python -m helpers.scale <kind> <small> <large>
+
+In a process of its own, as rank 0 of 4 in a group that only pretends (torch's "fake"
+backend). Prints, by phase, the number of calls of both sizes. What calls cost is not
+timed, and loops in C are not seen: tests/c counts those that could grow.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+# nn.Module.load_state_dict picks the keys of each child by comparing all keys of its
+# parent: for a list of n modules n * n comparisons, with or without fsdp_c.
+TORCHS_OWN = {"startswith"}
+WIDTH = 4
+
+
+class _Calls:
+    def __init__(self) -> None:
+        self.num = 0
+
+    def note(self, _frame: Any, event: str, argument: Any) -> None:
+        is_own = event == "c_call" and argument.__name__ not in TORCHS_OWN
+        self.num += event == "call" or is_own
+
+
+def _count(body: Callable[[], Any]) -> tuple[Any, int]:
+    calls = _Calls()
+    sys.setprofile(calls.note)
+    try:
+        result = body()
+    finally:
+        sys.setprofile(None)
+    return result, calls.num
+
+
+def _model(kind: str, size: int) -> tuple[Any, Any]:
+    """Return a model and its policy."""
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    class Units(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.units = nn.ModuleList(Unit() for _ in range(size))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for unit in self.units:
+                x = unit(x)
+            return x
+
+    class Params(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.params = nn.ParameterList(torch.ones(WIDTH) for _ in range(size))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.stack(list(self.params)).sum(0)
+
+    if kind == "params":
+        return Params(), None
+    model = Units()
+    if kind == "shared":  # a parameter that every unit uses
+        for unit in model.units:
+            unit.shared = model.units[0].weight
+    return model, ModuleWrapPolicy({Unit})
+
+
+def _phases(kind: str, size: int) -> dict[str, int]:
+    import torch
+
+    from fsdp_c import FSDP
+
+    model, policy = _model(kind, size)
+    counts: dict[str, int] = {}
+
+    def phase(name: str, body: Callable[[], Any]) -> Any:
+        result, counts[name] = _count(body)
+        return result
+
+    def summon() -> None:
+        with FSDP.summon_full_params(wrapped):
+            pass
+
+    wrapped = phase(
+        "construction",
+        lambda: FSDP(model, auto_wrap_policy=policy, use_orig_params=True),
+    )
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    for step in ("first", "second"):
+        loss = phase(f"{step} forward", lambda: wrapped(torch.ones(2, WIDTH)).sum())
+        phase(f"{step} backward", loss.backward)
+        phase(f"{step} clip_grad_norm_", lambda: wrapped.clip_grad_norm_(1.0))
+        optimizer.step()
+    phase("summon_full_params", summon)
+    state = phase("state_dict", wrapped.state_dict)
+    phase("load_state_dict", lambda: wrapped.load_state_dict(state))
+    phase("optim_state_dict", lambda: FSDP.optim_state_dict(wrapped, optimizer))
+    return counts
+
+
+def main() -> None:
+    """Count both sizes."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.simplefilter("ignore")  # of parameters that units share
+    kind, small, large = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    _phases(kind, 2)  # what is made once
+    counts = [_phases(kind, size) for size in (small, large)]
+    print(json.dumps({name: [each[name] for each in counts] for name in counts[0]}))
+
+
+if __name__ == "__main__":
+    main()
