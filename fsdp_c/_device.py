@@ -65,6 +65,19 @@ def current_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator()
 
 
+def wait_for_uploads(modules: Iterable[Any]) -> None:
+    """Wait for all devices of sharded modules that keep their shards on the host.
+
+    Before the host writes shards: a forward that had no backward may have left copies
+    that still read them.
+    """
+    devices = {
+        each.compute_device for each in modules if each.cpu_offload.offload_params
+    }
+    for device in devices - {CPU}:
+        torch.accelerator.synchronize(device)
+
+
 def choose_device(
     device_id: torch.device | None,
     named_params: Iterable[tuple[str, nn.Parameter]],

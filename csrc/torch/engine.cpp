@@ -132,18 +132,12 @@ at::Tensor total_norm(Provider &provider, const std::vector<NormPart> &parts,
   const bool is_max = std::isinf(norm_type);
   at::Tensor total = at::zeros({}, options);
   for (const NormPart &part : parts) {
-    std::vector<at::Tensor> term = {
-        local_term(part, norm_type, options).to(options)};
+    at::Tensor term = local_term(part, norm_type, options).to(options);
     if (part.group != nullptr) {
-      c10d::AllreduceOptions reduction;
-      reduction.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-      const auto work = part.group->process_group->allreduce(term, reduction);
-      if (work) {
-        provider.finish(part.group, *work,
-                        "all_reduce of the norm in clip_grad_norm_");
-      }
+      term = reduce_scalar(provider, *part.group, term, is_max,
+                           "all_reduce of the norm in clip_grad_norm_");
     }
-    total = is_max ? at::maximum(total, term[0]) : total + term[0];
+    total = is_max ? at::maximum(total, term) : total + term;
   }
   return is_max ? total : total.pow(1.0 / norm_type);
 }

@@ -12,6 +12,16 @@ void show(Param &param, const at::Tensor &view) {
   param.tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
 }
 
+// Uploads of a forward that had no backward may still read a shard in host
+// memory.
+void wait_for_uploads(const Unit &unit) {
+  if (!unit.offloads || !unit.engine) return;
+  fsdp_error error = {};
+  if (fsdp_engine_join_host(unit.engine->core, &error) != FSDP_OK) {
+    throw_error(error);
+  }
+}
+
 // Copies a replaced parameter into `view`, its place in the shard or in the
 // whole parameters.
 void write_back(const Unit &unit, const Param &param, const at::Tensor &view,
@@ -19,6 +29,7 @@ void write_back(const Unit &unit, const Param &param, const at::Tensor &view,
   const at::Tensor value = param.tensor.detach();
   const int64_t numel = param.unsharded.numel();
   at::Tensor target = view;
+  wait_for_uploads(unit);
   if (value.numel() == view.numel()) {
     target.copy_(value.reshape(view.sizes()));
   } else if (value.numel() == numel) {  // the whole one: keep this rank's part
@@ -48,6 +59,7 @@ void write_back_flat_params(Unit &unit) {
              c10::str("expected ", segment.shard.numel(), " elements of ",
                       segment.master));
     }
+    wait_for_uploads(unit);
     segment.shard.copy_(value.reshape({-1}));
     segment.flat_param.unsafeGetTensorImpl()->shallow_copy_from(
         segment.shard.getIntrusivePtr());

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.api import StateDictType
 
 from fsdp_c._base import Loading, LoadTree, ShardedModule, sharded_modules
+from fsdp_c._device import wait_for_uploads
 from fsdp_c._engines import ensure_engine
 from fsdp_c._failures import naming_ranks
 from fsdp_c._names import WRAPPED_PREFIX, clean_name
@@ -115,6 +116,7 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
         each.end_load()  # one that an exception has left
         check_idle(each, "load_state_dict")
         each._originals.check()
+    wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
     is_plain = all(_loads_plainly(each) for each in modules)
     problems: list[str] = []

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_c._base import ShardedModule
+from fsdp_c._device import wait_for_uploads
 from fsdp_c.checkpoint._contents import Contents, find_contents
 from fsdp_c.checkpoint._errors import CheckpointError, reason
 from fsdp_c.checkpoint._files import Advance
@@ -134,6 +136,7 @@ class _Loading:
         manifest = self.source.manifest
         self._holders = Holders(manifest)
         self._contents: Contents = contents
+        wait_for_uploads(m for m in model.modules() if isinstance(m, ShardedModule))
         self._targets = ModelTargets(contents)
         self._is_same_size = manifest.world_size == ranks.world_size
         self._optim: OptimLoad | None = None

@@ -77,9 +77,13 @@ static fsdp_status take_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, bool *any_copied,
                                fsdp_error *error) {
   const model_unit *unit = owner;
-  const fsdp_status status = recorder_ops(context)->take_params(
+  fsdp_status status = recorder_ops(context)->take_params(
       context, owner, view, segments, any_copied, error);
   if (status != FSDP_OK || !*any_copied) return status;
+  if (unit->offloads && view == FSDP_VIEW_SHARDED) { /* as the bridge does */
+    status = fsdp_engine_join_host(fsdp_unit_engine(unit->unit), error);
+    if (status != FSDP_OK) return status;
+  }
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (view == FSDP_VIEW_SHARDED) {
       recorder_touch(context,

@@ -37,7 +37,7 @@ PORT_CALLS = {
 }
 LANE_CALLS = {
     "fsdp_engine_priv_wait_lane(": "mutated_wait_lane(",
-    "fsdp_engine_priv_join_host_copies(": "mutated_join_host_copies(",
+    "fsdp_engine_join_host(": "mutated_join_host(",
 }
 
 # Included first. `IS_REMOVED` says whether the call is left out altogether.
@@ -67,9 +67,9 @@ static inline fsdp_status mutated_event_synchronize(host_call *call, void *c,
 static inline fsdp_status mutated_wait_lane(fsdp_engine *engine, fsdp_lane waiter,
     fsdp_lane recorder, fsdp_event *event, fsdp_error *error) {
   PASS(fsdp_engine_priv_wait_lane(engine, waiter, recorder, event, error)) }
-static inline fsdp_status mutated_join_host_copies(fsdp_engine *engine,
+static inline fsdp_status mutated_join_host(fsdp_engine *engine,
     fsdp_error *error) {
-  PASS(fsdp_engine_priv_join_host_copies(engine, error)) }
+  PASS(fsdp_engine_join_host(engine, error)) }
 """
 
 
@@ -86,7 +86,11 @@ class Site:
     def name(self) -> str:
         """Return file, line, function and call."""
         line = self.path.read_text()[: self.offset].count("\n") + 1
-        call = self.call.replace("fsdp_engine_priv_", "").strip("ops->(")
+        call = (
+            self.call.replace("fsdp_engine_priv_", "")
+            .replace("fsdp_engine_", "")
+            .strip("ops->(")
+        )
         return f"{self.path.name}:{line} {self.function}: {call}"
 
     def mutated(self) -> str:

@@ -29,7 +29,7 @@ void recorder_priv_die(const char *what) {
 
 const char *recorder_priv_lane_name(fsdp_lane lane) {
   static const char *const names[FSDP_NUM_LANES] = {
-      "compute", "unshard", "reduce", "replicate", "host_copy"};
+      "compute", "unshard", "reduce", "replicate", "upload", "download"};
   return (unsigned)lane < FSDP_NUM_LANES ? names[lane] : "unknown_lane";
 }
 
@@ -214,6 +214,10 @@ void recorder_name_host_memory(recorder *self, const void *data, int64_t nbytes,
 void recorder_name_owner(recorder *self, const void *owner, const char *name) {
   named *item = add_named(&self->owners, owner);
   snprintf(item->name, sizeof item->name, "%s", name);
+}
+
+void recorder_limit_memory(recorder *self, int64_t nbytes) {
+  self->memory_limit = nbytes;
 }
 
 void recorder_fail_at(recorder *self, int64_t index) {

@@ -8,7 +8,7 @@
  *   record e1 compute             wait unshard e1
  *   synchronize e1
  *   cast unshard 4 f32->bf16
- *   copy_to_device host_copy 16   copy_to_host host_copy 16   (16: bytes)
+ *   copy_to_device upload 16   copy_to_host download 16   (16: bytes)
  *   pack compute bf16 x0.5 5@0 3@8+ zero4@16      ("+": added)
  *   accumulate reduce 4 bf16->f32 x0.25 [add]
  *   group_begin unshard g0        group_end unshard g0
@@ -83,6 +83,8 @@ void recorder_name_owner(recorder *self, const void *owner, const char *name);
  * fails, and only that one; -1 turns it off. It does nothing, leaves no line,
  * and reports OUT_OF_MEMORY (alloc) or BACKEND with "injected at <line>". */
 void recorder_fail_at(recorder *self, int64_t index);
+/* Blocks on the device may take up to `nbytes` together; 0: as they like. */
+void recorder_limit_memory(recorder *self, int64_t nbytes);
 
 /* Operations so far, of those that can fail, failed ones too. */
 int64_t recorder_num_calls(const recorder *self);

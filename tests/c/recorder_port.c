@@ -15,6 +15,13 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
   const fsdp_status status = recorder_priv_begin(
       self, FSDP_OUT_OF_MEMORY, error, "alloc %" PRId64 "%s", nbytes, name);
   if (status != FSDP_OK) return status;
+  if (self->memory_limit > 0 &&
+      nbytes > self->memory_limit - self->live_nbytes) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "%" PRId64 " of %" PRId64 " bytes are left",
+                     self->memory_limit - self->live_nbytes,
+                     self->memory_limit);
+  }
 
   if (nbytes < 1) recorder_priv_die("block_alloc of nothing");
   void *data = NULL;
@@ -99,6 +106,10 @@ static void block_free(void *context, void *block, int64_t nbytes,
       self, "free %" PRId64 "%s%s", nbytes,
       recorder_priv_memory_name(self, " ", block, name, sizeof name), after);
   free_known_block(self, block, false, nbytes, last_use);
+}
+
+static void memory_release(void *context) {
+  recorder_priv_write_line(context, "release_memory");
 }
 
 static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
@@ -595,6 +606,7 @@ static void grad_release(void *context, void *token) {
 void recorder_priv_fill_ops(fsdp_device_ops *ops) {
   ops->block_alloc = block_alloc;
   ops->block_free = block_free;
+  ops->memory_release = memory_release;
   ops->host_alloc = host_alloc;
   ops->host_free = host_free;
   ops->event_create = event_create;

@@ -77,6 +77,7 @@ struct recorder {
   int64_t num_host_blocks_ever;
   int64_t live_blocks;
   int64_t live_nbytes;
+  int64_t memory_limit; /* of live_nbytes; 0: none */
   fsdp_event *events;
   int64_t num_events_ever;
   int64_t live_events;

@@ -31,7 +31,8 @@ static void test_take_waits_for_the_free_event(void) {
              "wait unshard e1\n"
              "record e1 compute\n"
              "free 64 b1 after e1\n"
-             "destroy e1\n");
+             "destroy e1\n"
+             "release_memory\n");
   arena_fixture_destroy(arena, device);
   fsdp_arena_destroy(NULL);
 }
@@ -287,6 +288,66 @@ static void test_trim_frees_what_is_not_held(void) {
   arena_fixture_destroy(arena, device);
 }
 
+/* --- Memory of freed blocks ---------------------------------------------- */
+
+/* A chain of growing clients, so that the first rule frees and the plan too. */
+static void take_a_chain(fsdp_arena *arena, int64_t num_clients) {
+  for (int64_t i = 0; i < num_clients; i++) {
+    (void)arena_fixture_take(arena, i);
+    arena_fixture_give(arena, i);
+  }
+  arena_fixture_plan(arena);
+}
+
+static void test_a_plan_gives_memory_back_once(void) {
+  static const char release[] = "release_memory\n";
+  recorder *device = recorder_create();
+  const int64_t nbytes[] = {16, 32, 64};
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
+  take_a_chain(arena, 3);
+  const char *tape = recorder_tape(device);
+  CHECK(arena_fixture_stats(arena).num_frees > 0);
+  /* After the last free, which only the plan knows. */
+  CHECK_TEXT(tape + strlen(tape) - strlen(release), release);
+  for (int step = 0; step < 2; step++) {
+    recorder_clear(device);
+    take_a_chain(arena, 3);
+    CHECK(strstr(recorder_tape(device), "release_memory") == NULL);
+  }
+  CHECK(fsdp_arena_trim(arena));
+  CHECK(strstr(recorder_tape(device), release) != NULL);
+  recorder_clear(device);
+  CHECK(!fsdp_arena_trim(arena)); /* nothing was left */
+  CHECK_TEXT(recorder_tape(device), "");
+  arena_fixture_destroy(arena, device);
+}
+
+/* No memory for the plan's blocks beside the old ones: those go first. */
+static void test_a_plan_in_little_memory(void) {
+  recorder *device = recorder_create();
+  const int64_t nbytes[] = {64, 32};
+  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
+  (void)arena_fixture_take(arena, 0);
+  arena_fixture_give(arena, 0);
+  (void)arena_fixture_take(arena, 1); /* in the block of 64 bytes */
+  (void)arena_fixture_take(arena, 0); /* a second one */
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 64 + 64);
+  arena_fixture_give(arena, 0);
+  arena_fixture_give(arena, 1);
+  recorder_limit_memory(device, 64 + 64);
+  CHECK_I64(fsdp_arena_plan(arena, &error), FSDP_OK);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 64 + 32);
+  /* Not even that: the arena says so, and goes on later. */
+  CHECK(fsdp_arena_trim(arena));
+  recorder_limit_memory(device, 64 + 31);
+  CHECK_I64(fsdp_arena_plan(arena, &error), FSDP_OUT_OF_MEMORY);
+  recorder_limit_memory(device, 0);
+  arena_fixture_plan(arena);
+  CHECK_I64(arena_fixture_stats(arena).nbytes, 64 + 32);
+  arena_fixture_destroy(arena, device);
+}
+
 /* --- Failures ------------------------------------------------------------ */
 
 /* A short life of an arena: the first rule with a free, a plan that keeps,
@@ -365,8 +426,8 @@ static void test_every_port_call_can_fail(void) {
       arena_fixture_plan(arena);
     }
     arena_fixture_destroy(arena, device);
-    if (status == FSDP_OK) {
-      CHECK_I64(i, num_calls); /* each call of a whole life has failed once */
+    if (i >= num_calls) { /* each call of a whole life has failed once */
+      CHECK_I64(status, FSDP_OK);
       break;
     }
   }
@@ -511,6 +572,8 @@ int main(void) {
       CHECK_TEST(test_new_neighbours_make_the_plan_dirty),
       CHECK_TEST(test_reductions_do_not_share_with_their_followers),
       CHECK_TEST(test_trim_frees_what_is_not_held),
+      CHECK_TEST(test_a_plan_gives_memory_back_once),
+      CHECK_TEST(test_a_plan_in_little_memory),
       CHECK_TEST(test_every_port_call_can_fail),
       CHECK_TEST(test_every_allocation_can_fail),
       CHECK_TEST(test_clients_added_later_keep_conflicts),

@@ -46,7 +46,7 @@ static void test_frozen_unit_reshards(void) {
   give_inputs(1);
   CHECK_TEXT(recorder_tape(m.device),
              "show frozen sharded\n"
-             "record e11 compute\n");
+             "record e12 compute\n");
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
   finish();
   CHECK(!m.units[1].has_grads);

@@ -33,50 +33,48 @@ static void test_step(void) {
              "record e1 compute\n"
              "wait unshard e1\n"
              "take_params u sharded\n"
-             "event e6\n"
+             "event e7\n"
              "alloc 64 b1\n"
-             "copy_to_device host_copy 32 b1+32 <- u.shard0\n"
-             "record e4 host_copy\n"
+             "copy_to_device upload 32 b1+32 <- u.shard0\n"
+             "record e4 upload\n"
              "wait unshard e4\n"
              "group_begin unshard g0\n"
              "all_gather unshard g0 8 f32 b1 <- b1+32\n"
              "group_end unshard g0\n"
-             "record e5 unshard\n"
-             "wait compute e5\n"
+             "record e6 unshard\n"
+             "wait compute e6\n"
              "show u unsharded\n"
              "show u sharded\n"
              "mark_params u\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n"
              "take_grads u\n"
-             "wait compute e5\n"
+             "wait compute e6\n"
              "show u unsharded\n"
-             "event e7\n"
+             "event e8\n"
              "alloc 288 b2\n"
              "pack compute f32 x1 16@0 b2\n"
              "release t1\n"
              "show u sharded\n"
-             "record e6 compute\n"
+             "record e7 compute\n"
              "grad_shard u 0\n"
              "record e1 compute\n"
              "wait reduce e1\n"
              "group_begin reduce g0\n"
              "reduce_scatter reduce g0 8 f32 b2\n"
              "group_end reduce g0\n"
-             "record e2 reduce\n"
-             "wait host_copy e2\n"
              "grad_shard u 0\n"
              "accumulate reduce 8 f32->f32 x0.5 b2+256 <- b2+32\n"
              "record e2 reduce\n"
-             "wait host_copy e2\n"
-             "copy_to_host host_copy 32 u.grad0 <- b2+256\n"
-             "record e7 host_copy\n"
+             "wait download e2\n"
+             "copy_to_host download 32 u.grad0 <- b2+256\n"
+             "record e8 download\n"
              "record e2 reduce\n"
              "wait compute e2\n"
              "record e3 replicate\n"
              "wait compute e3\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n"
+             "record e4 upload\n"
+             "wait download e4\n"
+             "record e5 download\n"
+             "synchronize e5\n"
              "show_grads u sharded\n");
   model_check_grads(&m);
   model_fini(&m);
@@ -92,35 +90,37 @@ static void test_second_backward(void) {
   CHECK_I64(model_backward(&m, NULL), FSDP_OK);
   CHECK_TEXT(recorder_tape(m.device),
              "take_grads u\n"
-             "wait compute e5\n"
+             "wait compute e6\n"
              "show u unsharded\n"
-             "wait compute e7\n"
+             "wait compute e8\n"
              "pack compute f32 x1 16@0 b2\n"
              "release t2\n"
              "show u sharded\n"
-             "record e6 compute\n"
+             "record e7 compute\n"
              "record e1 compute\n"
              "wait reduce e1\n"
              "group_begin reduce g0\n"
              "reduce_scatter reduce g0 8 f32 b2\n"
              "group_end reduce g0\n"
              "record e2 reduce\n"
-             "wait host_copy e2\n"
+             "wait download e2\n"
              "grad_shard u 0\n"
-             "copy_to_device host_copy 32 b2+256 <- u.grad0\n"
-             "record e4 host_copy\n"
-             "wait reduce e4\n"
+             "copy_to_device download 32 b2+256 <- u.grad0\n"
+             "record e5 download\n"
+             "wait reduce e5\n"
              "accumulate reduce 8 f32->f32 x0.5 add b2+256 <- b2+32\n"
              "record e2 reduce\n"
-             "wait host_copy e2\n"
-             "copy_to_host host_copy 32 u.grad0 <- b2+256\n"
-             "record e7 host_copy\n"
+             "wait download e2\n"
+             "copy_to_host download 32 u.grad0 <- b2+256\n"
+             "record e8 download\n"
              "record e2 reduce\n"
              "wait compute e2\n"
              "record e3 replicate\n"
              "wait compute e3\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n"
+             "record e4 upload\n"
+             "wait download e4\n"
+             "record e5 download\n"
+             "synchronize e5\n"
              "show_grads u sharded\n");
   model_check_grads(&m);
   model_fini(&m);
@@ -140,59 +140,57 @@ static void test_casts_and_replicas(void) {
              "record e1 compute\n"
              "wait unshard e1\n"
              "take_params u sharded\n"
-             "event e6\n"
+             "event e7\n"
              "alloc 288 b1\n"
-             "copy_to_device host_copy 32 b1+256 <- u.shard0\n"
-             "record e4 host_copy\n"
+             "copy_to_device upload 32 b1+256 <- u.shard0\n"
+             "record e4 upload\n"
              "wait unshard e4\n"
              "cast unshard 8 f32->bf16 b1 <- b1+256\n"
              "group_begin unshard g0\n"
              "all_gather unshard g0 8 bf16 b1 <- b1\n"
              "group_end unshard g0\n"
-             "record e5 unshard\n"
-             "wait compute e5\n"
+             "record e6 unshard\n"
+             "wait compute e6\n"
              "show u unsharded\n"
              "show u sharded\n"
              "mark_params u\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n"
              "take_grads u\n"
-             "wait compute e5\n"
+             "wait compute e6\n"
              "show u unsharded\n"
-             "event e7\n"
+             "event e8\n"
              "alloc 288 b2\n"
              "pack compute f32 x1 16@0 b2\n"
              "release t1\n"
              "show u sharded\n"
-             "record e6 compute\n"
+             "record e7 compute\n"
              "grad_shard u 0\n"
              "record e1 compute\n"
              "wait reduce e1\n"
-             "event e8\n"
+             "event e9\n"
              "alloc 64 b3\n"
              "group_begin reduce g0\n"
              "reduce_scatter reduce g0 8 f32 b2 scratch b3\n"
              "group_end reduce g0\n"
-             "record e8 reduce\n"
+             "record e9 reduce\n"
              "record e2 reduce\n"
              "wait replicate e2\n"
              "group_begin replicate g1\n"
              "all_reduce replicate g1 8 f32 b2\n"
              "group_end replicate g1\n"
-             "record e3 replicate\n"
-             "wait host_copy e3\n"
              "grad_shard u 0\n"
              "accumulate replicate 8 f32->f32 x0.25 b2+256 <- b2\n"
              "record e3 replicate\n"
-             "wait host_copy e3\n"
-             "copy_to_host host_copy 32 u.grad0 <- b2+256\n"
-             "record e7 host_copy\n"
+             "wait download e3\n"
+             "copy_to_host download 32 u.grad0 <- b2+256\n"
+             "record e8 download\n"
              "record e2 reduce\n"
              "wait compute e2\n"
              "record e3 replicate\n"
              "wait compute e3\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n"
+             "record e4 upload\n"
+             "wait download e4\n"
+             "record e5 download\n"
+             "synchronize e5\n"
              "show_grads u sharded\n");
   model_check_grads(&m);
   model_fini(&m);
@@ -207,44 +205,42 @@ static void test_one_rank(void) {
              "record e1 compute\n"
              "wait unshard e1\n"
              "take_params u sharded\n"
-             "event e6\n"
+             "event e7\n"
              "alloc 32 b1\n"
-             "copy_to_device host_copy 32 b1 <- u.shard0\n"
-             "record e4 host_copy\n"
+             "copy_to_device upload 32 b1 <- u.shard0\n"
+             "record e4 upload\n"
              "wait unshard e4\n"
-             "record e5 unshard\n"
-             "wait compute e5\n"
+             "record e6 unshard\n"
+             "wait compute e6\n"
              "show u unsharded\n"
              "show u sharded\n"
              "mark_params u\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n"
              "take_grads u\n"
-             "wait compute e5\n"
+             "wait compute e6\n"
              "show u unsharded\n"
-             "event e7\n"
+             "event e8\n"
              "alloc 288 b2\n"
              "pack compute f32 x1 8@0 b2\n"
              "release t1\n"
              "show u sharded\n"
-             "record e6 compute\n"
+             "record e7 compute\n"
              "grad_shard u 0\n"
              "record e1 compute\n"
              "wait reduce e1\n"
-             "record e2 reduce\n"
-             "wait host_copy e2\n"
              "grad_shard u 0\n"
              "accumulate reduce 8 f32->f32 x1 b2+256 <- b2\n"
              "record e2 reduce\n"
-             "wait host_copy e2\n"
-             "copy_to_host host_copy 32 u.grad0 <- b2+256\n"
-             "record e7 host_copy\n"
+             "wait download e2\n"
+             "copy_to_host download 32 u.grad0 <- b2+256\n"
+             "record e8 download\n"
              "record e2 reduce\n"
              "wait compute e2\n"
              "record e3 replicate\n"
              "wait compute e3\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n"
+             "record e4 upload\n"
+             "wait download e4\n"
+             "record e5 download\n"
+             "synchronize e5\n"
              "show_grads u sharded\n");
   model_check_grads(&m);
   model_fini(&m);
@@ -255,19 +251,21 @@ static void test_one_rank(void) {
              "record e1 compute\n"
              "wait unshard e1\n"
              "take_params u sharded\n"
-             "event e6\n"
+             "event e7\n"
              "alloc 288 b1\n"
-             "copy_to_device host_copy 32 b1+256 <- u.shard0\n"
-             "record e4 host_copy\n"
+             "copy_to_device upload 32 b1+256 <- u.shard0\n"
+             "record e4 upload\n"
              "wait unshard e4\n"
              "cast unshard 8 f32->bf16 b1 <- b1+256\n"
-             "record e5 unshard\n"
-             "wait compute e5\n"
+             "record e6 unshard\n"
+             "wait compute e6\n"
              "show u unsharded\n"
              "show u sharded\n"
-             "record e6 compute\n"
-             "record e4 host_copy\n"
-             "synchronize e4\n");
+             "record e7 compute\n"
+             "record e4 upload\n"
+             "wait download e4\n"
+             "record e5 download\n"
+             "synchronize e5\n");
   model_step(&m);
   model_check_grads(&m);
   model_fini(&m);
@@ -322,7 +320,9 @@ static void test_accumulates(void) {
 /* The host may write the shards after a forward without backward, and after a
  * backward that reduced nothing. */
 static void test_host_is_joined(void) {
-  static const char joined[] = "record e4 host_copy\nsynchronize e4\n";
+  static const char joined[] =
+      "record e4 upload\nwait download e4\nrecord e5 download\n"
+      "synchronize e5\n";
   model_options options = offload_options(2, 0);
   options.forward_prefetch = true;
   model_start_tree(&m, &options, 2);
@@ -361,6 +361,80 @@ static void test_host_is_joined(void) {
   model_fini(&m);
 }
 
+/* The lane on which event `name` was recorded last before `end`. */
+static void last_record(const char *tape, const char *end, const char *name,
+                        char *lane) {
+  char pattern[32];
+  snprintf(pattern, sizeof pattern, "record %s ", name);
+  lane[0] = '\0';
+  for (const char *at = strstr(tape, pattern); at != NULL && at < end;
+       at = strstr(at + 1, pattern)) {
+    (void)sscanf(at + strlen(pattern), "%15s", lane);
+  }
+}
+
+/* A unit's shard comes while the gradient of the one before is still being
+ * reduced and downloaded: uploads wait for memory alone, and that was
+ * compute's.
+ */
+static void test_uploads_do_not_wait_for_downloads(void) {
+  model_options options = offload_options(2, 0);
+  model_start_tree(&m, &options, 3);
+  for (int i = 0; i < 3; i++) {
+    model_step(&m);
+    model_optimizer_step(&m);
+  }
+  recorder_clear(m.device);
+  model_step(&m);
+  const char *tape = recorder_tape(m.device);
+  const char *first_download = strstr(tape, "copy_to_host download");
+  CHECK(first_download != NULL);
+  CHECK(strstr(first_download, "copy_to_device upload") != NULL);
+  int num_waits = 0;
+  for (const char *at = strstr(tape, "wait upload "); at != NULL;
+       at = strstr(at + 1, "wait upload ")) {
+    char name[16] = "";
+    char lane[16] = "";
+    (void)sscanf(at, "wait upload %15s", name);
+    last_record(tape, at, name, lane);
+    if (lane[0] == '\0') continue; /* of the step before */
+    num_waits++;
+    CHECK_TEXT(lane, "compute");
+  }
+  CHECK(num_waits > 0);
+  model_fini(&m);
+}
+
+/* The host goes on after a forward that a backward follows, and may not write
+ * the shards before that. */
+static void test_forward_does_not_wait(void) {
+  model_options options = offload_options(2, 0);
+  options.forward_prefetch = true;
+  model_start_tree(&m, &options, 2);
+  for (int i = 0; i < 2; i++) {
+    recorder_clear(m.device);
+    CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+    CHECK(strstr(recorder_tape(m.device), "synchronize") == NULL);
+    CHECK(strstr(recorder_tape(m.device), "copy_to_device upload") != NULL);
+    CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+    model_optimizer_step(&m);
+  }
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  CHECK_TEXT(recorder_race(m.device), "");
+  model_optimizer_step(&m);
+  CHECK(strstr(recorder_race(m.device), "write by host, not after read of") !=
+        NULL);
+  recorder_clear_race(m.device);
+  /* Unless it asks: for a load, or memory that the user put in a shard's place.
+   */
+  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_join_host(m.engine, NULL), FSDP_OK);
+  model_optimizer_step(&m);
+  CHECK_TEXT(recorder_race(m.device), "");
+  fsdp_engine_reset(m.engine);
+  model_fini(&m);
+}
+
 /* In master dtype no shard has to be cast. */
 static void test_full_precision(void) {
   model_options options = offload_options(2, 1);
@@ -369,7 +443,7 @@ static void test_full_precision(void) {
   fsdp_unit_set_full_precision(m.units[0].unit, true);
   CHECK_I64(model_forward(&m, false, NULL), FSDP_OK);
   CHECK(strstr(recorder_tape(m.device),
-               "copy_to_device host_copy 32 b1+32 <- u.shard0\n") != NULL);
+               "copy_to_device upload 32 b1+32 <- u.shard0\n") != NULL);
   CHECK(strstr(recorder_tape(m.device), "cast") == NULL);
   fsdp_unit_set_full_precision(m.units[0].unit, false);
   model_step(&m);
@@ -422,6 +496,8 @@ int main(void) {
       CHECK_TEST(test_one_rank),
       CHECK_TEST(test_accumulates),
       CHECK_TEST(test_host_is_joined),
+      CHECK_TEST(test_uploads_do_not_wait_for_downloads),
+      CHECK_TEST(test_forward_does_not_wait),
       CHECK_TEST(test_full_precision),
       CHECK_TEST(test_memory),
       CHECK_TEST(test_every_call_can_fail),

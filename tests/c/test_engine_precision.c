@@ -107,16 +107,16 @@ static void test_switch(void) {
              "record e1 compute\n"
              "wait unshard e1\n"
              "take_params u sharded\n"
-             "event e6\n"
+             "event e7\n"
              "alloc 64 b1\n"
              "group_begin unshard g0\n"
              "all_gather unshard g0 8 f32 b1 <- shard\n"
              "group_end unshard g0\n"
-             "record e5 unshard\n"
-             "wait compute e5\n"
+             "record e6 unshard\n"
+             "wait compute e6\n"
              "show u full\n"
              "show u sharded\n"
-             "record e6 compute\n");
+             "record e7 compute\n");
   recorder_clear(m.device);
   set_full(0, false);
   forward(false);
@@ -124,16 +124,16 @@ static void test_switch(void) {
              "record e1 compute\n"
              "wait unshard e1\n"
              "take_params u sharded\n"
-             "wait unshard e6\n"
+             "wait unshard e7\n"
              "cast unshard 8 f32->bf16 b1 <- shard\n"
              "group_begin unshard g0\n"
              "all_gather unshard g0 8 bf16 b1 <- b1\n"
              "group_end unshard g0\n"
-             "record e5 unshard\n"
-             "wait compute e5\n"
+             "record e6 unshard\n"
+             "wait compute e6\n"
              "show u unsharded\n"
              "show u sharded\n"
-             "record e6 compute\n");
+             "record e7 compute\n");
   set_full(0, true);
   forward(false); /* the client is there already */
   CHECK_I64(model_stats(&m).arena.num_clients, 3);

@@ -74,11 +74,11 @@ static void test_one_unit(void) {
   step();
   CHECK(strstr(recorder_tape(m.device),
                "wait reduce e1\n"
-               "wait reduce e8\n"
+               "wait reduce e9\n"
                "group_begin reduce g0\n"
                "reduce_scatter reduce g0 4 f32 b2 scratch b3\n"
                "group_end reduce g0\n"
-               "record e8 reduce\n"
+               "record e9 reduce\n"
                "grad_shard root 0\n"
                "accumulate") != NULL);
   CHECK_TEXT(turns(), "b3 ");
@@ -157,7 +157,7 @@ static void test_grows(void) {
   recorder_show_memory(m.device, true);
   recorder_clear(m.device);
   step(); /* a, root */
-  CHECK(strstr(recorder_tape(m.device), "free 32 b3 after e8\nalloc 512 b7\n"));
+  CHECK(strstr(recorder_tape(m.device), "free 32 b3 after e9\nalloc 512 b7\n"));
   CHECK_TEXT(turns(), "b7 b4 ");
   CHECK_I64(scratch_nbytes(), 512 + 32);
   fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);

@@ -258,16 +258,16 @@ static void test_summon_and_write_back(void) {
              "group_begin unshard g0\n"
              "all_gather unshard g0 8 f32\n"
              "group_end unshard g0\n"
-             "record e5 unshard\n"
-             "wait compute e5\n"
+             "record e6 unshard\n"
+             "wait compute e6\n"
              "show u full\n"
              "take_params u full\n"
              "show u sharded\n"
              "cast compute 8 f32->f32\n"
              "record e1 compute\n"
              "wait unshard e1\n"
-             "record e5 compute\n"
-             "free 64 after e5\n");
+             "record e6 compute\n"
+             "free 64 after e6\n");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
   model_fini(&m);
 }
@@ -282,8 +282,8 @@ static void test_dismiss_without_writeback(void) {
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
   CHECK_TEXT(recorder_tape(m.device),
              "show root sharded\n"
-             "record e5 compute\n"
-             "free 32 after e5\n");
+             "record e6 compute\n"
+             "free 32 after e6\n");
   model_fini(&m);
 }
 

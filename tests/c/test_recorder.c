@@ -168,7 +168,7 @@ static void test_host_memory(void) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
   void *const it = ops->context;
-  const fsdp_lane lane = FSDP_LANE_HOST_COPY;
+  const fsdp_lane lane = FSDP_LANE_DOWNLOAD;
   int owner = 0;
   int handle = 0;
   const fsdp_group group = {&handle, 1, 3};
@@ -219,15 +219,15 @@ static void test_host_memory(void) {
              "alloc 8 b1\n"
              "host_alloc 8 h1\n"
              "event e1\n"
-             "copy_to_device host_copy 8 b1 <- shard\n"
-             "broadcast host_copy g0 1 f32 from 1 b1\n"
-             "broadcast host_copy g0 2 f32 from 0 b1\n"
-             "copy_to_host host_copy 8 h1 <- b1\n"
-             "record e1 host_copy\n"
+             "copy_to_device download 8 b1 <- shard\n"
+             "broadcast download g0 1 f32 from 1 b1\n"
+             "broadcast download g0 2 f32 from 0 b1\n"
+             "copy_to_host download 8 h1 <- b1\n"
+             "record e1 download\n"
              "synchronize e1\n"
              "exchange g0 1\n"
              "exchange g0 1\n"
-             "reduce_hook unit0 host_copy 2 b1\n"
+             "reduce_hook unit0 download 2 b1\n"
              "take_full_grads unit0 full_on_host\n"
              "mark_params unit0\n"
              "params_changed unit0\n"
@@ -329,9 +329,9 @@ static void test_chosen_call_fails_once(void) {
   CHECK(block == NULL);
   CHECK_I64(ops->block_alloc(ops->context, 8, &block, &error), FSDP_OK);
   recorder_fail_at(device, 0);
-  CHECK_I64(ops->event_record(ops->context, event, FSDP_LANE_HOST_COPY, &error),
+  CHECK_I64(ops->event_record(ops->context, event, FSDP_LANE_DOWNLOAD, &error),
             FSDP_BACKEND);
-  CHECK_TEXT(error.message, "injected at record e1 host_copy");
+  CHECK_TEXT(error.message, "injected at record e1 download");
   CHECK_TEXT(recorder_tape(device), "event e1\nalloc 8\n");
   CHECK_I64(recorder_num_calls(device), 4);
   recorder_clear(device);

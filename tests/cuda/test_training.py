@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from scenarios import check_changes
 
 from helpers.impl import IS_TORCH
+from helpers.one_gpu import one_gpu_environment
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
 TIMEOUT_S = 300.0
@@ -35,14 +37,6 @@ needs_gpus = pytest.mark.skipif(
 pytestmark = pytest.mark.skipif(IS_TORCH, reason="tests fsdp_c, not torch's FSDP")
 
 
-def nccl_version() -> tuple[int, ...]:
-    """Return NCCL's version, () without NCCL."""
-    if NUM_GPUS < 1 or not torch.distributed.is_nccl_available():
-        return ()
-    version: tuple[int, ...] = torch.cuda.nccl.version()
-    return version
-
-
 def run(
     name: str,
     folder: Path,
@@ -50,6 +44,7 @@ def run(
     kind: str,
     world_size: int,
     environ: Mapping[str, str] | None = None,
+    environ_of_rank: Callable[[int], Mapping[str, str]] = lambda rank: {},
 ) -> None:
     """Run a scenario on all ranks; fail with what the first failing one printed."""
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
@@ -57,6 +52,7 @@ def run(
     for rank, log in enumerate(logs):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
         env.update(environ or {})
+        env.update(environ_of_rank(rank))
         with log.open("wb") as output:
             command = [sys.executable, str(SCRIPT), name, str(folder), kind]
             processes.append(
@@ -101,12 +97,27 @@ def test_a_rank_per_gpu(name: str, tmp_path: Path) -> None:
 
 
 @needs_a_gpu
-@pytest.mark.parametrize("name", ["full_shard", "bf16", "gradient_accumulation"])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_on_one_gpu(name: str, tmp_path: Path) -> None:
-    if nccl_version() < (2, 30):
-        pytest.skip(f"needs NCCL 2.30 or newer, this is {nccl_version()}")
-    environ = {
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1],
-    }
-    run(name, tmp_path, kind="cuda", world_size=2, environ=environ)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    run(
+        name,
+        tmp_path,
+        kind="cuda",
+        world_size=2,
+        environ={"CUDA_VISIBLE_DEVICES": visible},
+        environ_of_rank=one_gpu_environment,
+    )
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 5e-2])
+def test_an_untrained_model_is_found_out(tolerance: float) -> None:
+    before = [torch.ones(8), torch.zeros(3)]
+    expected = [torch.ones(8) * (1 + 1e-3), torch.full((3,), 1e-4)]
+    check_changes(before, expected, expected, tolerance)
+    close = [param * (1 + 1e-7) for param in expected]
+    check_changes(before, close, expected, tolerance)
+    with pytest.raises(AssertionError, match=r"parameter 0 .* off by 100\.00%"):
+        check_changes(before, before, expected, tolerance)
+    with pytest.raises(AssertionError, match="parameter 0 did not move"):
+        check_changes(before, before, before, tolerance)

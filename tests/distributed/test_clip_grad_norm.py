@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.profiler import ProfilerActivity, profile
 
 from helpers.distributed import distributed
 from helpers.impl import (
@@ -16,6 +17,7 @@ from helpers.impl import (
 )
 from helpers.models import CASES, MLP, Block
 from helpers.reference import Differential
+from helpers.transports import OWN, over
 
 
 @pytest.mark.trap(15)
@@ -167,3 +169,29 @@ def test_bf16_gradients(rank: int, world_size: int, use_orig_params: bool) -> No
     norm = model.clip_grad_norm_(1e9)
     assert norm.dtype == torch.bfloat16
     assert norm.item() == pytest.approx(total.sqrt().item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("transport", ["own", "c10d"])
+@distributed(world_size=(2, 3))
+def test_what_carries_the_norm(
+    rank: int, world_size: int, transport: str, norm_type: float
+) -> None:
+    """The group's own transport, without a call of c10d, and the same norm."""
+    needs_fsdp_c("has no transports")
+    group = torch.distributed.new_group()  # its ranks have not met
+    with over(OWN if transport == "own" else "c10d"):
+        model = fsdp(torch.nn.Linear(5, 7), process_group=group, use_orig_params=True)
+        model(torch.ones(2, 5) * (rank + 1)).square().sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([torch.zeros(1), *(g.flatten() for g in grads)])
+        norms = [torch.empty(()) for _ in range(world_size)]
+        torch.distributed.all_gather(norms, flat.norm(norm_type), group=group)
+        expected = torch.stack(norms).norm(norm_type)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            norm = model.clip_grad_norm_(1e-3, norm_type)
+        calls = [e.name for e in profiler.events() if e.name == "c10d::allreduce_"]
+        assert len(calls) == (0 if transport == "own" else 1)
+        torch.testing.assert_close(norm, expected)
+        del model
+    torch.distributed.destroy_process_group(group)

@@ -46,7 +46,8 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 2.0
 _STDERR_TAIL_CHARS = 4000
 
-# Where bodies make their tensors: "cpu", or "sim", the simulated accelerator.
+# Where bodies make their tensors: "cpu"; "sim", the simulated accelerator; "cuda", a
+# GPU per rank or, where there are fewer, one GPU for all ranks (helpers.one_gpu).
 TEST_DEVICE = os.environ.get("FSDP_C_TEST_DEVICE", "cpu")
 
 Status = Literal["passed", "skipped", "xfailed", "failed"]
@@ -328,7 +329,7 @@ def distributed(
     Args:
         world_size: Ranks; a sequence runs the test once for each.
         timeout_s: Seconds after which the ranks' stacks are shown and they end.
-        device: "cpu" or "sim"; by default what FSDP_C_TEST_DEVICE says.
+        device: "cpu", "sim" or "cuda"; by default what FSDP_C_TEST_DEVICE says.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import importlib.util
 import json
+import os
 import pickle
 import signal
 import sys
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.distributed import Outcome, Task
+from helpers.one_gpu import gpu_of_rank
 from helpers.seeds import seed_everything
 
 _PR_SET_PDEATHSIG = 1
@@ -134,11 +136,17 @@ def _run(task: Task, rank: int) -> Outcome:
     return outcome
 
 
-def _set_up_device(device: str) -> str:
+def _set_up_device(device: str, rank: int, world_size: int) -> str:
     """Make the device under test the default one; return the backends' names."""
     if device == "cpu":
         return "gloo"
-    assert device == "sim", f"FSDP_C_TEST_DEVICE={device}: cpu or sim"
+    if device == "cuda":
+        index, variables = gpu_of_rank(rank, world_size, torch.cuda.device_count())
+        os.environ.update(variables)
+        torch.cuda.set_device(index)
+        torch.set_default_device(torch.device("cuda", index))
+        return "cpu:gloo,cuda:nccl"
+    assert device == "sim", f"FSDP_C_TEST_DEVICE={device}: cpu, sim or cuda"
     from simdevice.device import load
 
     load()
@@ -161,7 +169,7 @@ def main() -> None:
         Connection(config["connection"]) as connection,
     ):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        backend = _set_up_device(config["device"])
+        backend = _set_up_device(config["device"], rank, config["world_size"])
         dist.init_process_group(
             backend,
             store=dist.FileStore(config["store"], config["world_size"]),  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Gives this process the device "sim" and the c10d backend "simccl".
+"""Gives this process the device "sim" and the c10d backends "simccl" and "simgloo".
 
     load()
     x = torch.ones(3, device="sim")
@@ -9,6 +9,7 @@ Environment: SIM_SEED and SIM_DELAY, the seed and the scale of the delays.
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import types
 from datetime import timedelta
@@ -42,7 +43,9 @@ def load() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend()
     # torch's ShardedTensor asks so, and makes it a device of the accelerator.
     torch.cuda.current_device = lambda: 0
-    dist.Backend.register_backend("simccl", _make_backend, devices=["sim"])
+    for name in ("simccl", "simgloo"):
+        make = functools.partial(_make_backend, name)
+        dist.Backend.register_backend(name, make, devices=["sim"])
     return _native
 
 
@@ -84,10 +87,12 @@ def _device_module() -> types.ModuleType:
 
 
 def _make_backend(
-    store: Any, rank: int, world_size: int, timeout: timedelta
+    name: str, store: Any, rank: int, world_size: int, timeout: timedelta
 ) -> dist.distributed_c10d.Backend:
     gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("simccl", store), rank, world_size, timeout=timeout
+        dist.PrefixStore(name, store), rank, world_size, timeout=timeout
     )
-    backend: dist.distributed_c10d.Backend = native().make_backend(gloo)
+    backend: dist.distributed_c10d.Backend = native().make_backend(
+        gloo, name == "simgloo"
+    )
     return backend

@@ -35,3 +35,7 @@ def test_collectives_go_through_nccl(rank: int, world_size: int) -> None:
     sharded(x).sum().backward()
     # At least a gather and a reduction of each unit.
     assert num_launches() - before >= 2 * NUM_UNITS
+    for norm_type in (2.0, float("inf")):
+        before = num_launches()
+        sharded.clip_grad_norm_(1.0, norm_type)
+        assert num_launches() - before == 1

@@ -50,6 +50,7 @@ struct fsdp_arena {
   int64_t num_gives;
   int64_t num_held;
   bool is_dirty;          /* fsdp_arena_plan() has something to do */
+  bool left_memory;       /* a block was freed since the last memory_release */
   int64_t num_plan_steps; /* see arena_priv.h */
   fsdp_arena_stats stats;
 };
@@ -171,6 +172,7 @@ static void remove_block(fsdp_arena *arena, int64_t slot) {
   ops->block_free(ops->context, target->data, target->nbytes,
                   target->was_given ? target->free_event : NULL);
   ops->event_destroy(ops->context, target->free_event);
+  arena->left_memory = true;
   arena->stats.num_frees++;
   arena->stats.num_blocks--;
   arena->stats.nbytes -= target->nbytes;
@@ -180,6 +182,14 @@ static void remove_block(fsdp_arena *arena, int64_t slot) {
     arena->clients[i].planned = NONE;
     arena->is_dirty = true;
   }
+}
+
+/* See Note [Memory that blocks leave] in arena.h. */
+static void release_memory(fsdp_arena *arena) {
+  const fsdp_device_ops *ops = arena->ops;
+  if (!arena->left_memory) return;
+  arena->left_memory = false;
+  if (ops->memory_release != NULL) ops->memory_release(ops->context);
 }
 
 /* Frees every block that nobody holds. */
@@ -355,8 +365,12 @@ void *fsdp_arena_data(const fsdp_arena *arena, int64_t client) {
   return slot == NONE ? NULL : arena->blocks[slot].data;
 }
 
-void fsdp_arena_trim(fsdp_arena *arena) {
+bool fsdp_arena_trim(fsdp_arena *arena) {
+  const int64_t num_frees = arena->stats.num_frees;
   remove_free_blocks(arena);
+  if (arena->stats.num_frees == num_frees) return false;
+  release_memory(arena);
+  return true;
 }
 
 void fsdp_arena_get_stats(const fsdp_arena *arena, fsdp_arena_stats *stats) {
@@ -509,7 +523,14 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
   qsort(items, (size_t)num_items, sizeof *items, compare_coloured);
   make_symmetric(arena);
   const int64_t num_colours = colour_items(arena, items, num_items, colours);
-  FSDP_TRY(claim_blocks(arena, colours, num_colours, error));
+  status = claim_blocks(arena, colours, num_colours, error);
+  if (status == FSDP_OUT_OF_MEMORY && fsdp_arena_trim(arena)) {
+    for (int64_t i = 0; i < num_colours; i++) {
+      colours[i] = (colour_class){.nbytes = colours[i].nbytes, .slot = NONE};
+    }
+    status = claim_blocks(arena, colours, num_colours, error);
+  }
+  if (status != FSDP_OK) goto done;
 
   for (size_t i = 0; i < arena->num_slots; i++) {
     if (arena->blocks[i].data == NULL) continue;
@@ -520,6 +541,7 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
     planned->planned = colours[planned->colour].slot;
   }
   arena->is_dirty = false;
+  release_memory(arena);
   goto done;
 
 no_memory:

@@ -21,6 +21,13 @@
  * the rest of the run. Addresses are then fixed and a step allocates nothing.
  * A take that finds its planned block held (the order changed) falls back to
  * the first rule and makes the plan dirty.
+ *
+ * Note [Memory that blocks leave]
+ * Blocks lie in memory that the device's allocator keeps apart from the user's
+ * tensors (Note [Streams of blocks] in provider.cpp). What a plan leaves over
+ * would stay there unused, so the plan gives it back, once. When the device
+ * runs out of memory, blocks that nobody holds are freed before the caller
+ * gives up.
  */
 #ifndef FSDP_ARENA_ARENA_H
 #define FSDP_ARENA_ARENA_H
@@ -94,13 +101,15 @@ void *fsdp_arena_data(const fsdp_arena *arena, int64_t client);
  * Call it between steps, when the lanes have joined: neighbours in time are
  * forgotten. Assigns a block to every client that ever took one, allocates what
  * is missing and frees what is left over. Does nothing when the plan still
- * holds or when a block is held. On failure every block that was there is kept.
+ * holds or when a block is held. Where the device has no memory for new blocks,
+ * the old ones are freed first. After a failure the arena has no plan.
  */
 FSDP_NODISCARD fsdp_status fsdp_arena_plan(fsdp_arena *arena,
                                            fsdp_error *error);
 
-/* Frees all blocks that are not held; later takes allocate again. */
-void fsdp_arena_trim(fsdp_arena *arena);
+/* Frees all blocks that are not held; later takes allocate again. Returns
+ * whether there were any. May block the host. Cannot fail. */
+bool fsdp_arena_trim(fsdp_arena *arena);
 
 /* Cannot fail. */
 void fsdp_arena_get_stats(const fsdp_arena *arena, fsdp_arena_stats *stats);

@@ -58,7 +58,10 @@ typedef struct fsdp_device_ops {
    * happened; may block the host. Cannot fail. */
   void (*block_free)(void *context, void *block, int64_t nbytes,
                      fsdp_event *last_use);
-  /* The same in host memory (pinned where there is an accelerator). */
+  /* Gives what freed blocks have left with the device's allocator back to the
+   * device; may be slow. May be NULL: nothing is left. Cannot fail. */
+  void (*memory_release)(void *context);
+  /* Blocks in host memory (pinned where there is an accelerator). */
   fsdp_status (*host_alloc)(void *context, int64_t nbytes, void **block,
                             fsdp_error *error);
   void (*host_free)(void *context, void *block);

@@ -246,9 +246,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));
   /* The user reads gradients and writes shards on the host now. */
-  if (engine->offloads) {
-    FSDP_TRY(fsdp_engine_priv_join_host_copies(engine, &local));
-  }
+  FSDP_TRY(fsdp_engine_join_host(engine, &local));
   for (size_t i = 0; i < engine->num_units; i++) {
     FSDP_TRY(finish_unit(engine->units[i], &local));
   }

@@ -24,7 +24,8 @@ fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
   FSDP_TRY(ops->event_create(ops->context, &self->compute_done, error));
   FSDP_TRY(ops->event_create(ops->context, &self->reduce_done, error));
   FSDP_TRY(ops->event_create(ops->context, &self->replicate_done, error));
-  FSDP_TRY(ops->event_create(ops->context, &self->host_copy_done, error));
+  FSDP_TRY(ops->event_create(ops->context, &self->upload_done, error));
+  FSDP_TRY(ops->event_create(ops->context, &self->download_done, error));
   *engine = self;
   self = NULL;
 done:
@@ -85,8 +86,8 @@ static void detach_unit(fsdp_unit *unit) {
 
 void fsdp_engine_destroy(fsdp_engine *engine) {
   if (engine == NULL) return;
-  if (engine->host_copy_done != NULL) { /* made completely */
-    fsdp_engine_reset(engine);          /* joins the lanes */
+  if (engine->download_done != NULL) { /* made completely */
+    fsdp_engine_reset(engine);         /* joins the lanes */
   }
   while (engine->num_units > 0) {
     detach_unit(engine->units[engine->num_units - 1]);
@@ -95,7 +96,8 @@ void fsdp_engine_destroy(fsdp_engine *engine) {
   destroy_event(engine, engine->compute_done);
   destroy_event(engine, engine->reduce_done);
   destroy_event(engine, engine->replicate_done);
-  destroy_event(engine, engine->host_copy_done);
+  destroy_event(engine, engine->upload_done);
+  destroy_event(engine, engine->download_done);
   fsdp_order_destroy(engine->order);
   fsdp_arena_destroy(engine->arena);
   fsdp_free(engine->recorded_reduces);
@@ -159,7 +161,7 @@ static void join_lanes(fsdp_engine *engine) {
     (void)!fsdp_engine_priv_wait_lane(
         engine, FSDP_LANE_COMPUTE, (fsdp_lane)lane, engine->compute_done, NULL);
   }
-  if (engine->offloads) (void)!fsdp_engine_priv_join_host_copies(engine, NULL);
+  (void)!fsdp_engine_join_host(engine, NULL);
 }
 
 void fsdp_engine_reset(fsdp_engine *engine) {

@@ -77,7 +77,7 @@ typedef struct fsdp_unit_options {
    * and a local sum take half the time of its reduce-scatter). */
   bool needs_reduce_scratch;
   /* Shards and sharded gradients are in host memory, the device is elsewhere.
-   * Copies run on the lane HOST_COPY, through the unit's blocks. */
+   * Copies run on the lanes UPLOAD and DOWNLOAD, through the unit's blocks. */
   bool offloads;
 } fsdp_unit_options;
 
@@ -234,6 +234,15 @@ FSDP_NODISCARD fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit,
  * gradients and plans the arena. Does nothing outside a backward. */
 FSDP_NODISCARD fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
                                                        fsdp_error *error);
+
+/*
+ * The host waits until no copy reads or writes shards and gradients in host
+ * memory (units that offload). The end of a backward does so, and the end of a
+ * forward that no backward follows. Between a forward and its backward, call it
+ * before the host writes a shard. Does nothing if no unit offloads.
+ */
+FSDP_NODISCARD fsdp_status fsdp_engine_join_host(fsdp_engine *engine,
+                                                 fsdp_error *error);
 
 /* Whether a backward is open. */
 bool fsdp_engine_in_backward(const fsdp_engine *engine);

@@ -134,7 +134,8 @@ struct fsdp_engine {
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
   fsdp_event *replicate_done;
-  fsdp_event *host_copy_done;
+  fsdp_event *upload_done;
+  fsdp_event *download_done;
 
   /* reduce.c: the order of reductions in the last backward and in this one. */
   fsdp_unit **recorded_reduces;
@@ -182,9 +183,17 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
                                                       fsdp_event *event,
                                                       fsdp_error *error);
 
-/* The host waits for all work now on HOST_COPY. */
-FSDP_NODISCARD fsdp_status
-fsdp_engine_priv_join_host_copies(fsdp_engine *engine, fsdp_error *error);
+/* memory.c */
+/* A block besides those of the arena; give it back with block_free. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
+                                                  int64_t nbytes, void **block,
+                                                  fsdp_error *error);
+/* The port's grad_shard. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_grad_shard(fsdp_unit *unit,
+                                                     int64_t segment,
+                                                     bool is_replaced,
+                                                     void **data,
+                                                     fsdp_error *error);
 
 /* note.c: spans of the timeline. Nothing happens while none is recorded. */
 typedef struct fsdp_priv_span {

@@ -27,13 +27,16 @@ done:
   return status;
 }
 
-fsdp_status fsdp_engine_priv_join_host_copies(fsdp_engine *engine,
-                                              fsdp_error *error) {
+fsdp_status fsdp_engine_join_host(fsdp_engine *engine, fsdp_error *error) {
   const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(ops->event_record(ops->context, engine->host_copy_done,
-                             FSDP_LANE_HOST_COPY, error));
-  FSDP_TRY(ops->event_synchronize(ops->context, engine->host_copy_done, error));
+  if (!engine->offloads) return FSDP_OK;
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD,
+                                      FSDP_LANE_UPLOAD, engine->upload_done,
+                                      error));
+  FSDP_TRY(ops->event_record(ops->context, engine->download_done,
+                             FSDP_LANE_DOWNLOAD, error));
+  FSDP_TRY(ops->event_synchronize(ops->context, engine->download_done, error));
 done:
   return status;
 }

@@ -44,8 +44,11 @@ done:
 }
 
 /* The outermost unit leaves: prefetches beyond the end are dropped, what stays
- * for backward is hidden. */
-static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
+ * for backward is hidden. The end of a backward waits for the uploads of its
+ * forward; where none is expected, this does, because the user may write the
+ * shards on the host next. */
+static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
+                                 fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
@@ -54,10 +57,7 @@ static fsdp_status end_iteration(fsdp_engine *engine, fsdp_error *error) {
     }
     FSDP_TRY(fsdp_unit_priv_hide(unit, error));
   }
-  /* The user may write the shards on the host now. */
-  if (engine->offloads) {
-    FSDP_TRY(fsdp_engine_priv_join_host_copies(engine, error));
-  }
+  if (!expects_backward) FSDP_TRY(fsdp_engine_join_host(engine, error));
 done:
   return status;
 }
@@ -105,7 +105,7 @@ done:
     if (unit->state == FSDP_UNIT_UNSHARDING) {
       (void)!fsdp_unit_priv_reshard(unit, NULL);
     }
-    if (engine->depth == 0) (void)!end_iteration(engine, NULL);
+    if (engine->depth == 0) (void)!end_iteration(engine, false, NULL);
   }
   return status;
 }
@@ -123,7 +123,8 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
       expects_backward &&
       (!unit->options.reshard_after_forward || unit == engine->root);
   if (!is_kept) FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
-  if (engine->depth <= 1) FSDP_TRY(end_iteration(engine, error));
+  if (engine->depth <= 1)
+    FSDP_TRY(end_iteration(engine, expects_backward, error));
   if (engine->depth > 0) engine->depth--; /* last: see abandon_forward */
 done:
   return status;
@@ -135,5 +136,5 @@ void fsdp_unit_abandon_forward(fsdp_unit *unit, bool in_backward) {
   if (engine->depth > 0) engine->depth--;
   /* The module's own exception is what the user must see. */
   (void)!fsdp_unit_priv_reshard(unit, NULL);
-  if (engine->depth == 0) (void)!end_iteration(engine, NULL);
+  if (engine->depth == 0) (void)!end_iteration(engine, false, NULL);
 }

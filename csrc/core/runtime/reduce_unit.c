@@ -4,7 +4,7 @@
  *   lane REDUCE      reduce_scatter; + the partial gradient, if there is one
  *   lane REPLICATE   all_reduce of this rank's slot, if there are replicas
  *   the last of them accumulate into the sharded gradient, scaled to the mean
- *   lane HOST_COPY   the same through the device, if the unit offloads
+ *   lane DOWNLOAD    the same through the device, if the unit offloads
  *
  * With FSDP_SYNC_SHARD it ends after the first line: the slot is added to the
  * partial gradient, which the next FSDP_SYNC_REDUCE takes in. A communication
@@ -111,12 +111,11 @@ done:
  */
 
 static fsdp_status take_partial(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
 
   if (unit->partial_block != NULL) return FSDP_OK;
-  FSDP_TRY(ops->block_alloc(ops->context, unit->partial_nbytes,
-                            &unit->partial_block, error));
+  FSDP_TRY(fsdp_engine_priv_alloc(unit->engine, unit->partial_nbytes,
+                                  &unit->partial_block, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->partial_data[i] =
         unit->segments[i].has_grad_place
@@ -165,7 +164,6 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
 
 /* Before the lanes wait for COMPUTE, where new ones are zeroed. */
 static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   void *data = NULL;
   fsdp_status status = FSDP_OK;
 
@@ -173,8 +171,8 @@ static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
     if (unit->grad_data[i] == NULL || unit->segments[i].has_grad_shard) {
       continue;
     }
-    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i,
-                             !unit->has_sharded_grad, &data, error));
+    FSDP_TRY(fsdp_unit_priv_grad_shard(unit, i, !unit->has_sharded_grad, &data,
+                                       error));
     unit->segments[i].has_grad_shard = true;
   }
 done:
@@ -195,11 +193,11 @@ static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, void *host,
   *target = unit->stage_data[index];
   if (!unit->has_sharded_grad) return FSDP_OK;
   FSDP_TRY(ops->copy_to_device(
-      ops->context, FSDP_LANE_HOST_COPY, *target, host,
+      ops->context, FSDP_LANE_DOWNLOAD, *target, host,
       segment->layout->shard_numel * segment->options.grad_dtype.itemsize,
       error));
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_HOST_COPY,
-                                      engine->host_copy_done, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_DOWNLOAD,
+                                      engine->download_done, error));
 done:
   return status;
 }
@@ -222,8 +220,8 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
       unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * num_ranks);
   fsdp_status status = FSDP_OK;
 
-  if (unit->options.offloads) { /* it may use the staging memory now */
-    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_HOST_COPY, lane,
+  if (unit->options.offloads && unit->has_sharded_grad) { /* it comes first */
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
   }
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -240,12 +238,12 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
                              own_slot(unit, i), segment->options.reduce_dtype,
                              numel, scale, unit->has_sharded_grad, error));
     if (!unit->options.offloads) continue;
-    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_HOST_COPY, lane,
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
-    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_HOST_COPY, grad_shard,
+    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD, grad_shard,
                                target, numel * dtype.itemsize, error));
   }
-  *last_use = unit->options.offloads ? FSDP_LANE_HOST_COPY : lane;
+  *last_use = unit->options.offloads ? FSDP_LANE_DOWNLOAD : lane;
   unit->has_sharded_grad = true;
 done:
   return status;

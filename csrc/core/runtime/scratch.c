@@ -38,7 +38,7 @@ fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine, int64_t nbytes,
       FSDP_TRY(ops->event_create(ops->context, &scratch->free_event, error));
     }
     free_one(engine, scratch);
-    FSDP_TRY(ops->block_alloc(ops->context, need, &scratch->block, error));
+    FSDP_TRY(fsdp_engine_priv_alloc(engine, need, &scratch->block, error));
     scratch->nbytes = need;
   }
   *data = scratch->block;

@@ -31,11 +31,9 @@ static void *own_slot(fsdp_unit *unit, int64_t segment, bool is_grad) {
 /* The shard of the segment, or its sharded gradient. */
 static fsdp_status get_shard(fsdp_unit *unit, int64_t segment, bool is_grad,
                              void **shard, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
   if (is_grad) {
-    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, segment, false,
-                             shard, error));
+    FSDP_TRY(fsdp_unit_priv_grad_shard(unit, segment, false, shard, error));
     unit->segments[segment].has_grad_shard = true;
   } else {
     *shard = unit->segments[segment].options.shard;
@@ -57,12 +55,11 @@ static void place_whole(fsdp_unit *unit, bool is_grad, void *block) {
 
 static fsdp_status take_block(fsdp_unit *unit, bool is_grad,
                               fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_summoned *whole = whole_of(unit, is_grad);
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(ops->block_alloc(ops->context, whole_nbytes(unit, is_grad),
-                            &whole->block, error));
+  FSDP_TRY(fsdp_engine_priv_alloc(unit->engine, whole_nbytes(unit, is_grad),
+                                  &whole->block, error));
   place_whole(unit, is_grad, whole->block);
 done:
   return status;

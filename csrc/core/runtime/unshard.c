@@ -45,7 +45,7 @@ static fsdp_status take_block(fsdp_unit *unit, void **block,
   }
   FSDP_TRY(fsdp_arena_take(
       engine->arena, param_client(unit),
-      unit->options.offloads ? FSDP_LANE_HOST_COPY : FSDP_LANE_UNSHARD, block,
+      unit->options.offloads ? FSDP_LANE_UPLOAD : FSDP_LANE_UNSHARD, block,
       error));
 done:
   return status;
@@ -67,12 +67,11 @@ static fsdp_status upload_shards(fsdp_unit *unit, void *block,
                        ? own_slot(unit, i)
                        : at_nbytes(block, segment->param_stage_offset);
     FSDP_TRY(ops->copy_to_device(
-        ops->context, FSDP_LANE_HOST_COPY, target, segment->options.shard,
+        ops->context, FSDP_LANE_UPLOAD, target, segment->options.shard,
         segment->layout->shard_numel * dtype.itemsize, error));
   }
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
-                                      FSDP_LANE_HOST_COPY,
-                                      engine->host_copy_done, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_UNSHARD, FSDP_LANE_UPLOAD, engine->upload_done, error));
 done:
   return status;
 }
@@ -166,7 +165,7 @@ static fsdp_status unshard(fsdp_unit *unit, bool is_ahead, fsdp_error *error) {
   place_segments(unit, block);
   if (!unit->is_resident) {
     if (unit->options.offloads) {
-      last_use = FSDP_LANE_HOST_COPY;
+      last_use = FSDP_LANE_UPLOAD;
       FSDP_TRY(upload_shards(unit, block, &local));
       last_use = FSDP_LANE_UNSHARD;
     }

@@ -1,6 +1,8 @@
 // Collectives for the engine, over c10d.
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
 #include <cstdio>
@@ -21,6 +23,10 @@ Group &backend_of(const fsdp_group *group) {
 // How one call of a transport is made: the label lives as long as this.
 class TransportCall {
  public:
+  TransportCall(const Provider &provider, fsdp_lane lane, const char *label) {
+    std::snprintf(text_.data(), text_.size(), "%s", label);
+    place(provider, lane);
+  }
   TransportCall(const Provider &provider, fsdp_lane lane) {
     const fsdp_trace_entry *entry =
         provider.trace == nullptr ? nullptr : fsdp_trace_last(provider.trace);
@@ -28,10 +34,7 @@ class TransportCall {
       std::snprintf(text_.data(), text_.size(), "%s of unit '%s'",
                     entry->operation, entry->unit ? entry->unit : "-");
     }
-    call_.channel =
-        lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE;
-    if (provider.has_streams()) call_.stream = provider.native_stream(lane);
-    call_.label = text_.data();
+    place(provider, lane);
   }
   TransportCall(const TransportCall &) = delete;
   TransportCall &operator=(const TransportCall &) = delete;
@@ -39,6 +42,13 @@ class TransportCall {
   const fsdp_call *get() const { return &call_; }
 
  private:
+  void place(const Provider &provider, fsdp_lane lane) {
+    call_.channel =
+        lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE;
+    if (provider.has_streams()) call_.stream = provider.native_stream(lane);
+    call_.label = text_.data();
+  }
+
   std::array<char, 160> text_ = {};
   fsdp_call call_ = {};
 };
@@ -322,7 +332,80 @@ fsdp_status exchange(void *context, const fsdp_group *group, const void *mine,
   };
 }
 
+// Runs `body` on the lane of reductions, after and before what the current
+// stream has and will have.
+template <typename Body>
+void between_compute(const Provider &provider, const Body &body) {
+  if (!provider.has_streams()) {
+    body();
+    return;
+  }
+  const c10::DeviceType type = provider.device().type();
+  const c10::impl::VirtualGuardImpl guard(type);
+  const auto current = [&] { return guard.getStream(provider.device()); };
+  c10::Event before(type);
+  c10::Event after(type);
+  before.record(current());
+  provider.on_lane(FSDP_LANE_REDUCE, [&] {
+    before.block(current());
+    body();
+    after.record(current());
+  });
+  after.block(current());
+}
+
+// Over the ranks, by the group's transport; the host waits if that is the
+// host's.
+at::Tensor reduce_by_transport(Provider &provider, Group &group,
+                               const at::Tensor &term, bool is_max,
+                               const char *label) {
+  fsdp_transport *transport = group.transport.get();
+  const TransportCall call(provider, FSDP_LANE_REDUCE, label);
+  const fsdp_dtype dtype = {static_cast<int32_t>(term.scalar_type()),
+                            static_cast<int32_t>(term.element_size())};
+  // Transports have sums only; the maximum is found among all terms.
+  const at::Tensor all =
+      is_max ? at::empty({group.process_group->getSize()}, term.options())
+             : term;
+  fsdp_error error = {};
+  uint64_t ticket = 0;
+  fsdp_status status = FSDP_OK;
+  between_compute(provider, [&] {
+    status = is_max ? transport->ops->all_gather(
+                          transport, call.get(), all.data_ptr(),
+                          term.data_ptr(), 1, dtype, &ticket, &error)
+                    : transport->ops->all_reduce(transport, call.get(),
+                                                 all.data_ptr(), 1, dtype, 1.0,
+                                                 &ticket, &error);
+  });
+  if (status == FSDP_OK && transport->ops->is_host) {
+    status =
+        transport->ops->wait(transport, call.get()->channel, ticket, &error);
+  }
+  if (status == FSDP_BACKEND) {
+    provider.transport_failed(&group, error.message, std::string(label));
+  }
+  if (status != FSDP_OK) throw_error(error);
+  return is_max ? all.max() : all;
+}
+
 }  // namespace
+
+at::Tensor reduce_scalar(Provider &provider, Group &group,
+                         const at::Tensor &term, bool is_max,
+                         const char *label) {
+  TORCH_INTERNAL_ASSERT(term.numel() == 1 &&
+                        term.device() == provider.device());
+  if (group.transport) {
+    return reduce_by_transport(provider, group, term, is_max, label);
+  }
+  std::vector<at::Tensor> tensors = {term};
+  c10d::AllreduceOptions options;
+  options.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+  const WorkPtr work = group.process_group->allreduce(tensors, options);
+  if (work) provider.finish(&group, *work, label);
+  return tensors[0];
+}
 
 void add_collective_ops(fsdp_device_ops *ops) {
   ops->group_begin = group_begin;

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -57,7 +58,9 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
 // A caching allocator hands out memory that the current stream still uses,
 // since later work of that stream comes after. Lanes do not: they use a new
 // block at once. Blocks therefore belong to a stream of their own, on which
-// nothing runs, and are given back after their last use.
+// nothing runs, and are given back after their last use. Memory that was given
+// back stays in that stream's cache, of no use to the user's tensors, until the
+// cache is emptied (Note [Memory that blocks leave] in arena.h).
 void *Provider::allocate(int64_t nbytes) {
   std::optional<c10::StreamGuard> guard;
   if (has_streams_) guard.emplace(streams_[FSDP_LANE_COMPUTE]);
@@ -88,6 +91,17 @@ void Provider::free_block(void *block, fsdp_event *last_use) {
     deregister_block(*transport, block);
   }
   blocks_.erase(block);
+}
+
+void Provider::release_memory() noexcept {
+  if (!has_streams_) return;
+  auto *allocator =
+      dynamic_cast<c10::DeviceAllocator *>(c10::GetAllocator(device_.type()));
+  if (allocator == nullptr) return;  // one without a cache
+  try {
+    allocator->emptyCache();
+  } catch (const std::exception &) {  // a capture of a graph: it stays there
+  }
 }
 
 // Pinned, so that copies need not wait for the host.
@@ -238,6 +252,11 @@ void Provider::transport_failed(Group *group, const char *cause,
                   report(group, cause, operation_of(trace, sequence)));
 }
 
+void Provider::transport_failed(Group *group, const char *cause,
+                                const std::string &operation) const {
+  C10_THROW_ERROR(DistBackendError, report(group, cause, operation));
+}
+
 void Provider::wait_for(Group *group, c10d::Work &work,
                         int64_t sequence) const {
   wait_or_report(work, [&](const char *cause) {
@@ -337,6 +356,10 @@ void block_free(void *context, void *block, int64_t /*nbytes*/,
     provider_of(context).free_block(block, last_use);
   } catch (...) {
   }
+}
+
+void memory_release(void *context) {
+  provider_of(context).release_memory();
 }
 
 fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
@@ -544,6 +567,7 @@ fsdp_device_ops Provider::ops() {
   table.context = this;
   table.block_alloc = block_alloc;
   table.block_free = block_free;
+  table.memory_release = memory_release;
   table.event_create = event_create;
   table.event_destroy = event_destroy;
   table.event_record = event_record;

@@ -26,6 +26,8 @@ namespace fsdp_torch {
 // A process group and what the provider has to know about its backend.
 struct Group {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  // gloo over host memory. Over device memory gloo copies through the host, and
+  // is one backend among others.
   bool is_gloo = false;
   // Without one (a group written in Python) only the calls that Python can
   // override work.
@@ -47,6 +49,8 @@ class Provider {
 
   void *allocate(int64_t nbytes);
   void free_block(void *block, fsdp_event *last_use);
+  // Empties the device allocator's cache.
+  void release_memory() noexcept;
   void record(fsdp_event *event, fsdp_lane lane);
   void wait(fsdp_lane lane, fsdp_event *event);
 
@@ -95,6 +99,9 @@ class Provider {
   // lets those know that wait elsewhere. sequence: in `trace`; -1: the last.
   [[noreturn]] void transport_failed(Group *group, const char *cause,
                                      int64_t sequence) const;
+  // The same; `operation` is what failed.
+  [[noreturn]] void transport_failed(Group *group, const char *cause,
+                                     const std::string &operation) const;
 
   // Marks: points in time on the lanes of a device, for one timeline
   // (marks.cpp). A host device has none. start throws; the others cannot fail.
@@ -163,6 +170,13 @@ class Provider {
 
 // collectives.cpp
 void add_collective_ops(fsdp_device_ops *ops);
+// The sum over the group's ranks, or the maximum, of a tensor of one element on
+// the provider's device; may be the tensor itself. Goes through the group's
+// transport where it has one, on the channel of reductions, which all work on
+// the compute lane follows. Throws; `label` says what failed.
+at::Tensor reduce_scalar(Provider &provider, Group &group,
+                         const at::Tensor &term, bool is_max,
+                         const char *label);
 
 // The provider behind the context of the port's functions.
 inline Provider &provider_of(void *context) {

@@ -352,7 +352,8 @@ Group group_from(PyObject *object, c10::Device device) {
   group.process_group =
       pybind11::handle(object).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   try {
-    group.is_gloo = is_gloo(*group.process_group, device.type());
+    const bool is_of_gloo = is_gloo(*group.process_group, device.type());
+    group.is_gloo = is_of_gloo && device.is_cpu();
   } catch (const std::exception &) {
     group.has_backend = false;  // a user's own group
   }

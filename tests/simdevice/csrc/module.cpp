@@ -31,6 +31,7 @@ PYBIND11_MODULE(_sim_native, m) {
   m.def("synchronize", synchronize, without_gil());
   m.def("set_schedule", sim_set_schedule, without_gil());
   m.def("empty_cache", sim_memory_empty_cache, without_gil());
+  m.def("set_memory_limit", sim_memory_set_limit);
   m.def("reset_peak", sim_memory_reset_peak);
   m.def("memory_stats", memory_stats);
   m.def("make_backend", sim::make_backend, without_gil());

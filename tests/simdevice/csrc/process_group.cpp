@@ -1,8 +1,10 @@
-// The c10d backend "simccl": collectives in stream order, over gloo.
+// The c10d backends of the device: collectives in stream order, over gloo.
 //
 // A group has a stream of its own, as NCCL's has. A collective is a task of it,
 // which waits for the stream that was current and runs gloo's collective over
-// the same memory; Work::wait makes the current stream wait.
+// the same memory; Work::wait makes the current stream wait. That is "simccl".
+// "simgloo" stands for gloo on a GPU: its backend has gloo's name, and the host
+// waits in Work::wait, too.
 #include <ATen/core/ivalue_inl.h>
 #include <c10/core/StreamGuard.h>
 
@@ -49,9 +51,10 @@ void append(Tensors &all, const TensorLists &lists) {
 class StreamWork final : public c10d::Work {
  public:
   StreamWork(sim_stream *stream, c10::Stream c10_stream, uint64_t ticket,
-             Tensors kept, Tensors outputs)
+             bool blocks_host, Tensors kept, Tensors outputs)
       : stream_(stream),
         ticket_(ticket),
+        blocks_host_(blocks_host),
         kept_(std::move(kept)),
         future_(c10::make_intrusive<c10::ivalue::Future>(
             c10::ListType::create(c10::TensorType::get()),
@@ -62,6 +65,7 @@ class StreamWork final : public c10d::Work {
   bool isCompleted() override { return sim_stream_is_done(stream_, ticket_); }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
+    if (blocks_host_) sim_stream_synchronize(stream_, ticket_);
     sim_stream_wait(current_stream(), stream_, ticket_);
     kept_.clear();  // from here on the current stream keeps the order
     return true;
@@ -72,14 +76,16 @@ class StreamWork final : public c10d::Work {
  private:
   sim_stream *stream_;
   uint64_t ticket_;
+  bool blocks_host_;
   Tensors kept_;  // the tensors, until somebody waits
   Ptr<c10::ivalue::Future> future_;
 };
 
 class StreamBackend final : public c10d::Backend {
  public:
-  explicit StreamBackend(Ptr<c10d::Backend> gloo)
+  StreamBackend(Ptr<c10d::Backend> gloo, bool is_like_gloo)
       : Backend(gloo->getRank(), gloo->getSize()),
+        is_like_gloo_(is_like_gloo),
         gloo_(std::move(gloo)),
         c10_stream_(new_stream()),
         stream_(stream_of(c10_stream_.id())) {}
@@ -89,7 +95,9 @@ class StreamBackend final : public c10d::Backend {
     sim_stream_synchronize(stream_, sim_stream_last(stream_));
   }
 
-  const std::string getBackendName() const override { return "simccl"; }
+  const std::string getBackendName() const override {
+    return is_like_gloo_ ? "gloo" : "simccl";
+  }
   // With the group's time limit, as NCCL's have it.
   Ptr<Options> getBackendOptions() override {
     return gloo_->getBackendOptions();
@@ -267,7 +275,8 @@ class StreamBackend final : public c10d::Backend {
     if (is_coalescing_) {
       coalesced_.emplace_back(std::move(run));
       append(coalesced_tensors_, kept);
-      return c10::make_intrusive<StreamWork>(stream_, c10_stream_, 0, Tensors{},
+      return c10::make_intrusive<StreamWork>(stream_, c10_stream_, 0,
+                                             is_like_gloo_, Tensors{},
                                              std::move(results));
     }
     std::vector<Call> calls;
@@ -290,9 +299,11 @@ class StreamBackend final : public c10d::Backend {
           }
         });
     return c10::make_intrusive<StreamWork>(stream_, c10_stream_, ticket,
-                                           std::move(kept), std::move(results));
+                                           is_like_gloo_, std::move(kept),
+                                           std::move(results));
   }
 
+  bool is_like_gloo_;
   Ptr<c10d::Backend> gloo_;
   c10::Stream c10_stream_;
   sim_stream *stream_;
@@ -303,8 +314,8 @@ class StreamBackend final : public c10d::Backend {
 
 }  // namespace
 
-Ptr<c10d::Backend> make_backend(Ptr<c10d::Backend> gloo) {
-  return c10::make_intrusive<StreamBackend>(std::move(gloo));
+Ptr<c10d::Backend> make_backend(Ptr<c10d::Backend> gloo, bool is_like_gloo) {
+  return c10::make_intrusive<StreamBackend>(std::move(gloo), is_like_gloo);
 }
 
 }  // namespace sim

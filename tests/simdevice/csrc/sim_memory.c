@@ -30,6 +30,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static block *cached;
 static block *pending; /* freed, and still used on another stream */
 static sim_memory_stats stats;
+static int64_t limit; /* of stats.held_nbytes; 0: none */
 
 static block *block_of(void *data) {
   return (block *)(void *)((char *)data - ALIGNMENT);
@@ -98,6 +99,7 @@ static block *take_cached(sim_stream *stream, size_t nbytes) {
 }
 
 static block *take_new(sim_stream *stream, size_t nbytes) {
+  if (limit > 0 && (int64_t)nbytes > limit - stats.held_nbytes) return NULL;
   block *self = aligned_alloc(ALIGNMENT, ALIGNMENT + nbytes);
   if (self == NULL) return NULL;
   self->stream = stream;
@@ -115,6 +117,12 @@ void *sim_memory_alloc(sim_stream *stream, size_t nbytes) {
   give_pending();
   block *self = take_cached(stream, rounded);
   if (self == NULL) self = take_new(stream, rounded);
+  if (self == NULL && cached != NULL) { /* as CUDA's allocator does */
+    pthread_mutex_unlock(&mutex);
+    sim_memory_empty_cache();
+    pthread_mutex_lock(&mutex);
+    self = take_new(stream, rounded);
+  }
   if (self != NULL) {
     self->next = NULL;
     self->uses = NULL;
@@ -188,6 +196,12 @@ void sim_memory_empty_cache(void) {
     }
   }
   cached = kept;
+  pthread_mutex_unlock(&mutex);
+}
+
+void sim_memory_set_limit(int64_t nbytes) {
+  pthread_mutex_lock(&mutex);
+  limit = nbytes;
   pthread_mutex_unlock(&mutex);
 }
 

@@ -37,6 +37,8 @@ SIM_API void sim_memory_free(void *data);
 SIM_API void sim_memory_record_stream(void *data, sim_stream *stream);
 /* Gives cached blocks back to the system. */
 SIM_API void sim_memory_empty_cache(void);
+/* The device has so much memory, live and cached; 0: as much as the host. */
+SIM_API void sim_memory_set_limit(int64_t nbytes);
 SIM_API sim_memory_stats sim_memory_get_stats(void);
 SIM_API void sim_memory_reset_peak(void);
 

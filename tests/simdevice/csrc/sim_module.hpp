@@ -7,8 +7,9 @@
 
 namespace sim {
 
-// Collectives of `gloo` in stream order.
+// Collectives of `gloo` in stream order. `is_like_gloo`: as gloo itself carries
+// tensors of a GPU.
 c10::intrusive_ptr<c10d::Backend> make_backend(
-    c10::intrusive_ptr<c10d::Backend> gloo);
+    c10::intrusive_ptr<c10d::Backend> gloo, bool is_like_gloo);
 
 }  // namespace sim
