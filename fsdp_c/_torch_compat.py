@@ -1,6 +1,7 @@
 """The only file that touches torch's private names; one place per torch version."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
@@ -38,8 +40,10 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorMetadata",
     "TensorProperties",
+    "TorchFSDP",
     "TrainingState",
     "all_gather_flat",
+    "checkpoint_state_dict",
     "run_policy",
 ]
 
@@ -57,6 +61,11 @@ def run_policy(
 ) -> dict[Module, dict[str, Any]]:
     """Return the constructor arguments of every module that ``policy`` wraps."""
     return policy._run_policy(root, ignored_modules, root_kwargs)
+
+
+def checkpoint_state_dict() -> Any:
+    """Return torch.distributed.checkpoint.state_dict, imported when first needed."""
+    return import_module("torch.distributed.checkpoint.state_dict")
 
 
 def all_gather_flat(
