@@ -7,8 +7,7 @@ from torch.distributed.fsdp.api import ShardingStrategy
 
 from fsdp_c._base import ShardedModule
 from fsdp_c._conversion import convert
-from fsdp_c._engines import ensure_engine
-from fsdp_c._names import WRAPPED_MODULE
+from fsdp_c._engines import ensure_engine, release_engine
 from fsdp_c._originals import FlatParameter
 from fsdp_c._torch_compat import (
     CHECKPOINT_WRAPPED_MODULE,
@@ -138,14 +137,14 @@ class Attributes(ShardedModule):
     def _inter_node_pg(self) -> ProcessGroup | None:
         return self._config.groups.inter_node_group
 
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell torch.distributed.checkpoint.state_dict what is in no key.
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        """Return whether buffers have a dtype of their own."""
+        return self._config.mixed_precision.buffer_dtype is not None
 
-        Source:
-            ``_iterate_valid_model_state`` (torch 2.13,
-            ``distributed/checkpoint/state_dict.py``): values are names of children.
-        """
-        return {WRAPPED_MODULE: WRAPPED_MODULE}
+    def _reset_lazy_init(self) -> None:
+        """Let the next call decide anew which module is the root; between steps."""
+        self._assert_idle("_reset_lazy_init")
+        release_engine(self)
 
     def extra_repr(self) -> str:
         """Say how the module is sharded."""

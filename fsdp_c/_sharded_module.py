@@ -23,7 +23,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c import _native
+from fsdp_c import _native, _torch_dispatch
 from fsdp_c._attributes import Attributes
 from fsdp_c._base import sharded_modules
 from fsdp_c._buffers import UnitBuffers
@@ -51,12 +51,13 @@ from fsdp_c._params import (
 from fsdp_c._state import kinds, load, save
 from fsdp_c._summon import summon_full_params, summoned
 from fsdp_c._sync import broadcast_from_first
+from fsdp_c._torch_class import TorchClass
 from fsdp_c._torch_compat import Policy, TrainingState
 from fsdp_c._uses import mark_sharded
 from fsdp_c._wrap import auto_wrap
 
 
-class FullyShardedDataParallel(OptimStateMethods, Attributes):
+class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
     """Shards a module's parameters, gradients and optimizer state over ranks.
 
     The interface is that of ``torch.distributed.fsdp.FullyShardedDataParallel``
@@ -141,6 +142,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
             "ignored_states": ignored_states,
             "device_mesh": device_mesh,
         }
+        _torch_dispatch.begin(type(self), module)
         self._construct(module, arguments, name="", left_out=frozenset())
 
     def _construct(

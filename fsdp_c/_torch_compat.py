@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
@@ -40,8 +42,10 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorMetadata",
     "TensorProperties",
+    "TorchFSDP",
     "TrainingState",
     "all_gather_flat",
+    "checkpoint_state_dict",
     "overrides_dispatch",
     "run_policy",
     "timeout_of",
@@ -61,6 +65,11 @@ def run_policy(
 ) -> dict[Module, dict[str, Any]]:
     """Return the constructor arguments of every module that ``policy`` wraps."""
     return policy._run_policy(root, ignored_modules, root_kwargs)
+
+
+def checkpoint_state_dict() -> Any:
+    """Return torch.distributed.checkpoint.state_dict, imported when first needed."""
+    return import_module("torch.distributed.checkpoint.state_dict")
 
 
 def all_gather_flat(

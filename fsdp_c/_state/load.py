@@ -120,12 +120,14 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
     kinds = {each: kind_of(each) for each in modules}
     is_plain = all(_loads_plainly(each) for each in modules)
     problems: list[str] = []
+    prefixes = {
+        each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
+        for name, each in module.named_modules()
+        if isinstance(each, ShardedModule)
+    }
+    for each in modules:
+        _drop_own_shards(each, state_dict, prefixes[each])
     if is_plain:  # or a hook might change the state dict before a unit sees it
-        prefixes = {
-            each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
-            for name, each in module.named_modules()
-            if isinstance(each, ShardedModule)
-        }
         for each in modules:
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
@@ -293,9 +295,6 @@ def _load_unit(
         load_local(module, entries)
         stack.enter_context(module._originals.absent())
         return
-    for name, value in _entries(module, state_dict, prefix).items():
-        if _is_own_shard(module, value):
-            del state_dict[f"{prefix}{name}"]
     values: dict[str, Any] = {}
     uses: dict[str, int] = {}
     for name, use in named_uses(module):
@@ -313,13 +312,23 @@ def _load_unit(
         stack.enter_context(summoned(module, writeback=True))
 
 
-def _is_own_shard(module: ShardedModule, value: Any) -> bool:
-    """Return whether ``value`` is a flat parameter of the unit itself.
+def _drop_own_shards(
+    module: ShardedModule, state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Take values out that are what the unit itself has registered.
 
-    ``set_model_state_dict()`` of torch.distributed.checkpoint adds what is registered
-    to what the user gives.
+    ``set_model_state_dict()`` of torch.distributed.checkpoint adds these to the whole
+    tensors that the user gives. They are this rank's shards and say nothing new.
     """
-    return any(value is flat_param for flat_param in module._originals.flat_params())
+    group = module._config.groups.shard_group
+    if group is None or group.size() == 1 or module._unit.is_summoned:
+        return
+    own = {id(use.param) for use in module._originals.uses}
+    own.update(id(flat_param) for flat_param in module._originals.flat_params())
+    names = [name for name, _ in named_uses(module)] + local_names(module)
+    for name in names:
+        if id(state_dict.get(f"{prefix}{name}")) in own:
+            del state_dict[f"{prefix}{name}"]
 
 
 def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:

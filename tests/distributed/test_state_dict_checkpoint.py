@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +24,9 @@ from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import CASES
 from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.shared_folder import shared_folder
 from helpers.state_dicts import (
+    FULL,
     LOCAL,
     SHARDED,
     destroyed_groups,
@@ -35,19 +35,6 @@ from helpers.state_dicts import (
     save,
     whole_state,
 )
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """Yield a folder that all ranks see, removed at the end."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(names)
-    try:
-        yield names[0]
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(names[0])
 
 
 @contextlib.contextmanager
@@ -106,7 +93,7 @@ def test_other_world_sizes(
         torch.manual_seed(0)
         reference = CASES[model].build()
         with (
-            _folder() as folder,
+            shared_folder() as folder,
             _first_ranks(num_before) as before,
             _first_ranks(num_after) as after,
         ):
@@ -142,7 +129,7 @@ def test_hybrid_and_meshes(rank: int, world_size: int, kind: str) -> None:
     with (
         destroyed_groups(groups),
         hybrid_groups(2, 2) as own_groups,
-        _folder() as folder,
+        shared_folder() as folder,
     ):
         hybrid: dict[str, Any] = {
             "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
@@ -172,7 +159,7 @@ def test_local(rank: int, world_size: int, use_orig_params: bool) -> None:
     needs_fsdp_c("refuses scalar parameters")
     reference, model = everything(0, use_orig_params=use_orig_params)
     _, other = everything(1, use_orig_params=use_orig_params)
-    with _folder() as folder:
+    with shared_folder() as folder:
         dcp.save(save(model, LOCAL), checkpoint_id=folder)
         state = save(other, LOCAL)
         dcp.load(state, checkpoint_id=folder)
@@ -206,32 +193,27 @@ def test_torchs_local_state_dicts(rank: int, world_size: int) -> None:
 def test_checkpoint_state_dict_functions(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    """get_model_state_dict and set_model_state_dict, FULL, as the type set says."""
-    needs_fsdp_c("is what they know")
+    """get_model_state_dict and set_model_state_dict: the options choose the kind.
+
+    More of them is in tests/programs/test_checkpoint_state_dict.py.
+    """
+    needs_fsdp_c("refuses scalar parameters")
     reference, model = everything(0, use_orig_params=use_orig_params)
     expected = reference.state_dict()
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
-    if rank == 0:
+    full = StateDictOptions(full_state_dict=True)
+    for kind in (FULL, SHARDED):  # what is set on the model has no effect
+        FSDP.set_state_dict_type(model, kind)
+        state = get_model_state_dict(model, options=full)
         assert_same_tensors("state", state, expected, 0.0)
-    for options in (None, StateDictOptions(full_state_dict=True)):
-        _, other = everything(1, use_orig_params=use_orig_params)
-        set_model_state_dict(other, copy.deepcopy(expected), options=options)
-        assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)
-    if use_orig_params:  # or torch does not find the names that rank 0 has
-        torch.manual_seed(rank)
-        reference = CASES["mlp"].build()
-        other = _wrap("fsdp_c", "mlp", CASES["mlp"].build(), use_orig_params=True)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        given = reference.state_dict() if rank == 0 else {}
-        set_model_state_dict(other, given, options=options)
-        firsts = [reference.state_dict()]
-        dist.broadcast_object_list(firsts)
-        assert_same_tensors("broadcast", full_state_dict(other), firsts[0], 0.0)
-    FSDP.set_state_dict_type(model, SHARDED)
+        assert FSDP.get_state_dict_type(model).state_dict_type is kind
     sharded = get_model_state_dict(model)
     assert_same_tensors("sharded", whole_state(sharded), expected, 0.0)
+    for given, options in ((sharded, None), (copy.deepcopy(expected), full)):
+        _, other = everything(1, use_orig_params=use_orig_params)
+        set_model_state_dict(other, given, options=options)
+        assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)
     _, other = everything(1, use_orig_params=use_orig_params)
-    FSDP.set_state_dict_type(other, SHARDED)
-    set_model_state_dict(other, sharded)
-    assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = copy.deepcopy(expected) if rank == 0 else {}
+    set_model_state_dict(other, given, options=options)
+    assert_same_tensors("broadcast", full_state_dict(other), expected, 0.0)

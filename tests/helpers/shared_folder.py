@@ -1,0 +1,21 @@
+"""A folder that all ranks of a test see."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Yield its path on every rank; it is removed at the end. Collective."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    try:
+        yield names[0]
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(names[0])
