@@ -113,9 +113,8 @@ static int make_comm(fsdp_nccl_transport *transport, const fsdp_nccl_id *id,
       .net_name = tuning->net_name,
       .split_share = tuning->split_share,
   };
-  int result =
-      api->comm_init_rank_config(comm, (int)transport->world_size, *id,
-                                 (int)transport->rank, &config);
+  int result = api->comm_init_rank_config(comm, (int)transport->world_size, *id,
+                                          (int)transport->rank, &config);
   /* Where NCCL_COMM_BLOCKING=0 overrides the configuration. */
   while (result == FSDP_NCCL_IN_PROGRESS &&
          fsdp_nccl_priv_is_healthy(transport)) {
@@ -150,10 +149,11 @@ static bool hand_over(fsdp_nccl_transport *transport,
 }
 
 /*
- * An errand, for the store and NCCL may hang. NCCL has no way to end a blocking ncclCommInitRankConfig from
- * another thread that would not free what it uses. So whoever waits for it goes
- * when its time is over, and this thread aborts the communicator when NCCL lets
- * it go: with the last rank, or when the ranks that are there end.
+ * An errand, for the store and NCCL may hang. NCCL has no way to end a blocking
+ * ncclCommInitRankConfig from another thread that would not free what it uses.
+ * So whoever waits for it goes when its time is over, and this thread aborts
+ * the communicator when NCCL lets it go: with the last rank, or when the ranks
+ * that are there end.
  */
 static void connect_channel(fsdp_nccl_transport *transport,
                             fsdp_channel index) {

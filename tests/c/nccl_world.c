@@ -30,7 +30,8 @@ static _Atomic int64_t g_failing_launch;
 static _Atomic bool g_is_silent;
 /* Never freed: whoever uses one after its end is told. */
 static struct fsdp_nccl_comm g_comms[NCCL_WORLD_MAX_GROUPS];
-static _Thread_local struct fsdp_nccl_comm *t_last; /* for the event behind it */
+static _Thread_local struct fsdp_nccl_comm
+    *t_last; /* for the event behind it */
 
 static void pause_1ms(void) {
   const struct timespec time = {.tv_nsec = 1000000};
@@ -129,8 +130,8 @@ static int world_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
 
 static int world_async_error(fsdp_nccl_comm *comm, int *async_error) {
   enter(comm, "async_error");
-  *async_error = has_lost_peer(comm->group) ? FSDP_NCCL_REMOTE_ERROR
-                                            : FSDP_NCCL_SUCCESS;
+  *async_error =
+      has_lost_peer(comm->group) ? FSDP_NCCL_REMOTE_ERROR : FSDP_NCCL_SUCCESS;
   leave(comm);
   return FSDP_NCCL_SUCCESS;
 }
@@ -263,8 +264,8 @@ static void event_destroy(void *context, void *event) {
 static fsdp_status event_record(void *context, void *event, void *stream,
                                 fsdp_error *error) {
   (void)context, (void)stream, (void)error;
-  *(world_event *)event = (world_event){
-      t_last, atomic_load(&t_last->group->launched[g_rank])};
+  *(world_event *)event =
+      (world_event){t_last, atomic_load(&t_last->group->launched[g_rank])};
   return FSDP_OK;
 }
 

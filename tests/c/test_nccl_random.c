@@ -124,8 +124,8 @@ static fsdp_status run_step(fsdp_transport *transport, bool is_reduce,
   if (is_group) FSDP_TRY(ops->group_begin(transport, &call, error));
   for (int i = 0; i < (is_group ? 2 : 1); i++) {
     if (is_reduce) {
-      FSDP_TRY(ops->all_reduce(transport, &call, memory, 4, dtype, 1, NULL,
-                               error));
+      FSDP_TRY(
+          ops->all_reduce(transport, &call, memory, 4, dtype, 1, NULL, error));
     } else {
       FSDP_TRY(ops->all_gather(transport, &call, memory, memory, 4, dtype, NULL,
                                error));

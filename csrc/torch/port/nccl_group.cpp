@@ -196,8 +196,7 @@ std::shared_ptr<fsdp_transport> join_nccl(
   if (!agree(store, rank, world_size, timeout_ms, mine, why_not)) {
     return nullptr;
   }
-  auto owner =
-      std::make_unique<Owner>(Owner{{device}, std::move(store_owner)});
+  auto owner = std::make_unique<Owner>(Owner{{device}, std::move(store_owner)});
   fsdp_nccl_events events = {};
   events.context = &owner->source;
   events.create = event_create;

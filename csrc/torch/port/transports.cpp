@@ -233,12 +233,10 @@ void choose(Connection &connection, Kind kind,
     connect_shm(connection, process_group, device, refusal_of(kind));
     return;
   }
-  connection.transport =
-      join_nccl(core_store(connection), connection.store,
-                process_group.getRank(), process_group.getSize(), device,
-                timeout_ms_of(process_group, device),
-                tuning, refusal_of(kind),
-                &connection.why_not);
+  connection.transport = join_nccl(
+      core_store(connection), connection.store, process_group.getRank(),
+      process_group.getSize(), device, timeout_ms_of(process_group, device),
+      tuning, refusal_of(kind), &connection.why_not);
 }
 
 // A rank did not come: says which, as for a collective that failed.
