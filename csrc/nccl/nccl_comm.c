@@ -9,7 +9,10 @@
 
 /* How long one question for the id waits in the store: another thread may have
  * to ask over the same connection. */
-enum { ID_SLICE_MS = 500 };
+enum { ID_SLICE_MS = 500, MORE_MS = 200 /* for the errand's own error */ };
+
+static const char ID_STAGE[] = "the exchange of a communicator's id";
+static const char INIT_STAGE[] = "ncclCommInitRankConfig";
 
 static const char *channel_key(fsdp_channel channel) {
   return channel == FSDP_CHANNEL_GATHER ? "gather" : "reduce";
@@ -110,9 +113,8 @@ static int make_comm(fsdp_nccl_transport *transport, const fsdp_nccl_id *id,
       .net_name = tuning->net_name,
       .split_share = tuning->split_share,
   };
-  int result =
-      api->comm_init_rank_config(comm, (int)transport->world_size, *id,
-                                 (int)transport->rank, &config);
+  int result = api->comm_init_rank_config(comm, (int)transport->world_size, *id,
+                                          (int)transport->rank, &config);
   /* Where NCCL_COMM_BLOCKING=0 overrides the configuration. */
   while (result == FSDP_NCCL_IN_PROGRESS &&
          fsdp_nccl_priv_is_healthy(transport)) {
@@ -124,41 +126,62 @@ static int make_comm(fsdp_nccl_transport *transport, const fsdp_nccl_id *id,
   return result;
 }
 
+static void set_stage(fsdp_nccl_transport *transport, fsdp_channel index,
+                      const char *stage) {
+  (void)pthread_mutex_lock(&transport->lock);
+  transport->channels[index].making_stage = stage;
+  (void)pthread_mutex_unlock(&transport->lock);
+}
+
+/* Ends the wait of who needs the communicator; `comm` may be NULL. Whether the
+ * transport took it. */
+static bool hand_over(fsdp_nccl_transport *transport,
+                      fsdp_nccl_channel *channel, fsdp_nccl_comm *comm,
+                      int result) {
+  (void)pthread_mutex_lock(&transport->lock);
+  const bool is_wanted = transport->phase == FSDP_NCCL_HEALTHY;
+  channel->made_result = result;
+  channel->is_made = true;
+  if (is_wanted) channel->comm = comm;
+  (void)pthread_cond_broadcast(&transport->changed);
+  (void)pthread_mutex_unlock(&transport->lock);
+  return is_wanted;
+}
+
 /*
- * An errand: NCCL has no way to end a blocking ncclCommInitRankConfig from
- * another thread that would not free what it uses. So whoever waits for it goes
- * when its time is over, and this thread aborts the communicator when NCCL lets
- * it go: with the last rank, or when the ranks that are there end.
+ * An errand, for the store and NCCL may hang. NCCL has no way to end a blocking
+ * ncclCommInitRankConfig from another thread that would not free what it uses.
+ * So whoever waits for it goes when its time is over, and this thread aborts
+ * the communicator when NCCL lets it go: with the last rank, or when the ranks
+ * that are there end.
  */
 static void connect_channel(fsdp_nccl_transport *transport,
                             fsdp_channel index) {
   fsdp_nccl_channel *channel = &transport->channels[index];
+  const int64_t deadline_ms =
+      fsdp_nccl_priv_now_ms() + transport->options.init_timeout_ms;
+  fsdp_nccl_id id = {{0}};
   fsdp_nccl_comm *comm = NULL;
   fsdp_nccl_priv_enter_thread(transport);
-  (void)pthread_mutex_lock(&transport->lock);
-  const fsdp_nccl_id id = channel->id;
-  (void)pthread_mutex_unlock(&transport->lock);
+  if (agree_on_id(transport, index, deadline_ms, &id, NULL) != FSDP_OK) {
+    return; /* the transport has failed, which ends the wait */
+  }
+  set_stage(transport, index, INIT_STAGE);
   const int result = make_comm(transport, &id, &comm);
   if (result != FSDP_NCCL_SUCCESS && comm != NULL) {
     (void)transport->api.comm_abort(comm); /* the result says what matters */
     comm = NULL;
   }
-  (void)pthread_mutex_lock(&transport->lock);
-  channel->made_result = result;
-  channel->is_made = true;
-  if (transport->phase == FSDP_NCCL_HEALTHY) {
-    channel->comm = comm;
-    comm = NULL;
+  if (!hand_over(transport, channel, comm, result) && comm != NULL) {
+    (void)transport->api.comm_abort(comm); /* too late */
   }
-  (void)pthread_cond_broadcast(&transport->changed);
-  (void)pthread_mutex_unlock(&transport->lock);
-  if (comm != NULL) (void)transport->api.comm_abort(comm); /* too late */
 }
 
-/* Waits for the errand. Whether it made what it could, until `deadline_ms`. */
+/* Waits for the errand. Whether it made what it could, until `deadline_ms`;
+ * stage [out] what it is at. */
 static bool wait_until_made(fsdp_nccl_transport *transport,
                             fsdp_nccl_channel *channel, int64_t deadline_ms,
-                            int *result) {
+                            const char **stage, int *result) {
   (void)pthread_mutex_lock(&transport->lock);
   while (!channel->is_made && transport->phase == FSDP_NCCL_HEALTHY &&
          fsdp_nccl_priv_now_ms() < deadline_ms) {
@@ -166,6 +189,7 @@ static bool wait_until_made(fsdp_nccl_transport *transport,
                              deadline_ms);
   }
   const bool is_made = channel->is_made;
+  *stage = channel->making_stage;
   *result = channel->made_result;
   channel->comm_in_use = channel->comm;
   (void)pthread_mutex_unlock(&transport->lock);
@@ -185,14 +209,10 @@ static fsdp_status connect_until(fsdp_nccl_transport *transport,
                                  fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
   const int kind = FSDP_NCCL_CONNECTING + (int)index;
-  fsdp_nccl_id id = {{0}};
   int result = FSDP_NCCL_SUCCESS;
+  const char *stage = ID_STAGE;
   fsdp_error cause;
-  fsdp_status status = agree_on_id(transport, index, deadline_ms, &id, error);
-  if (status != FSDP_OK) return status;
-  (void)pthread_mutex_lock(&transport->lock);
-  channel->id = id;
-  (void)pthread_mutex_unlock(&transport->lock);
+  set_stage(transport, index, stage);
   if (!fsdp_nccl_priv_errand_start(transport, (fsdp_nccl_errand_kind)kind,
                                    connect_channel, index)) {
     (void)FSDP_FAIL(&cause, FSDP_BACKEND,
@@ -203,23 +223,23 @@ static fsdp_status connect_until(fsdp_nccl_transport *transport,
     return fsdp_nccl_priv_fail(transport, &cause, error);
   }
   const bool is_made =
-      wait_until_made(transport, channel, deadline_ms, &result);
-  status = fsdp_nccl_priv_first_error(transport, false, error);
+      wait_until_made(transport, channel, deadline_ms, &stage, &result);
+  const fsdp_status status =
+      fsdp_nccl_priv_first_error(transport, false, error);
   if (status != FSDP_OK) return status;
   if (!is_made) {
-    return fsdp_nccl_priv_fail_slow(transport, index, "ncclCommInitRankConfig",
+    return fsdp_nccl_priv_fail_slow(transport, index, stage,
                                     transport->options.init_timeout_ms, error);
   }
   if (result == FSDP_NCCL_SUCCESS) return FSDP_OK;
-  return fsdp_nccl_priv_fail_result(transport, index, "ncclCommInitRankConfig",
-                                    result, error);
+  return fsdp_nccl_priv_fail_result(transport, index, stage, result, error);
 }
 
 fsdp_status fsdp_nccl_priv_connect(fsdp_nccl_transport *transport,
                                    fsdp_channel index, fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
   const int64_t deadline_ms =
-      fsdp_nccl_priv_now_ms() + transport->options.init_timeout_ms;
+      fsdp_nccl_priv_now_ms() + transport->options.init_timeout_ms + MORE_MS;
   set_connecting(transport, channel, true);
   const fsdp_status status =
       connect_until(transport, index, deadline_ms, error);

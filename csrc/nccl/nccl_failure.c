@@ -35,7 +35,8 @@ enum {
 static void abort_channel(fsdp_nccl_transport *transport, fsdp_channel index) {
   fsdp_nccl_channel *channel = &transport->channels[index];
   (void)pthread_mutex_lock(&transport->lock);
-  const bool is_free = fsdp_nccl_priv_wait_until_free(transport, index, BUSY_MS);
+  const bool is_free =
+      fsdp_nccl_priv_wait_until_free(transport, index, BUSY_MS);
   if (!is_free && transport->api.comm_revoke != NULL && channel->comm != NULL) {
     fsdp_nccl_comm *stuck = channel->comm;
     (void)pthread_mutex_unlock(&transport->lock);
@@ -123,9 +124,8 @@ fsdp_status fsdp_nccl_priv_fail(fsdp_nccl_transport *transport,
     (void)pthread_cond_broadcast(&transport->changed);
   }
   (void)pthread_mutex_unlock(&transport->lock);
-  if (is_first &&
-      !fsdp_nccl_priv_errand_start(transport, FSDP_NCCL_ENDING, end,
-                                   FSDP_CHANNEL_GATHER)) {
+  if (is_first && !fsdp_nccl_priv_errand_start(transport, FSDP_NCCL_ENDING, end,
+                                               FSDP_CHANNEL_GATHER)) {
     end(transport, FSDP_CHANNEL_GATHER); /* the system has no more threads */
   }
   return fsdp_nccl_priv_first_error(transport, false, error);

@@ -67,9 +67,8 @@ typedef struct fsdp_nccl_channel {
   int64_t busy_since_ms; /* of is_busy */
   fsdp_nccl_operation last;
 
-  /* The communicator in the making: the busy thread writes the id, the errand
-   * the rest, under the lock. */
-  fsdp_nccl_id id;
+  /* How the making of the communicator ended; the errand's, under the lock. */
+  const char *making_stage; /* static */
   bool is_made;
   int made_result;
 

@@ -68,8 +68,7 @@ static fsdp_status register_locked(fsdp_nccl_transport *transport,
   fsdp_nccl_comm *comm = transport->channels[channel].comm_in_use;
   void *handle = NULL;
   if (comm == NULL) return FSDP_OK;
-  const int result =
-      api->comm_register(comm, buffer, (size_t)nbytes, &handle);
+  const int result = api->comm_register(comm, buffer, (size_t)nbytes, &handle);
   if (result == FSDP_NCCL_SUCCESS) {
     keep_handle(transport, channel, buffer, handle);
     return FSDP_OK;
@@ -123,8 +122,7 @@ fsdp_status fsdp_nccl_register(fsdp_transport *base, void *buffer,
   for (int i = 0; i < FSDP_NUM_CHANNELS && status == FSDP_OK; i++) {
     status = fsdp_nccl_priv_lock_channel(transport, (fsdp_channel)i, error);
     if (status != FSDP_OK) break;
-    status =
-        register_locked(transport, (fsdp_channel)i, buffer, nbytes, error);
+    status = register_locked(transport, (fsdp_channel)i, buffer, nbytes, error);
     fsdp_nccl_priv_unlock_channel(transport, (fsdp_channel)i);
   }
   if (status != FSDP_OK) fsdp_nccl_deregister(base, buffer);

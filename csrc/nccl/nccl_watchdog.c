@@ -90,8 +90,7 @@ static void look_at_operations(fsdp_nccl_transport *transport,
 
 /* A thread that should have come out of NCCL. One that makes a communicator
  * looks at its limit itself. */
-static void look_at_thread(fsdp_nccl_transport *transport,
-                           fsdp_channel index) {
+static void look_at_thread(fsdp_nccl_transport *transport, fsdp_channel index) {
   const fsdp_nccl_channel *channel = &transport->channels[index];
   const int64_t timeout_ms = transport->options.timeout_ms;
   (void)pthread_mutex_lock(&transport->lock);

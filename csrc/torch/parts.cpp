@@ -31,7 +31,7 @@ fsdp_status find_nothing(void * /*context*/, const char *key,
 // Why a transport through shared memory cannot be made here; "" if one was
 // made, and given back: that of a rank alone, which reads nothing in a store.
 std::string why_no_shm() {
-  const fsdp_store store = {nullptr, forget, find_nothing};
+  const fsdp_store store = {nullptr, forget, find_nothing, nullptr};
   fsdp_shm_options options = {};
   options.nbytes = sizeof(options);
   options.key_prefix = "parts/";

@@ -18,8 +18,8 @@ enum { TAPE_NBYTES = 65536, MAX_COMMS = 4096 };
 struct fsdp_nccl_comm {
   bool is_live;
   bool is_revoked;
-  bool is_ending; /* abort was called */
-  int64_t num_polls; /* that still say "in progress" */
+  bool is_ending;     /* abort was called */
+  int64_t num_polls;  /* that still say "in progress" */
   int64_t num_inside; /* threads that are in a call */
   /* As in NCCL 2.26 and newer: a launch leaves it behind, the next call on the
    * communicator frees it. Without a lock, so that the sanitizers see who comes

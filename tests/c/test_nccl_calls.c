@@ -150,9 +150,9 @@ static void check_order(int version, const char *before, const char *after) {
     is_right =
         is_right && nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK;
     value = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-    is_right = is_right && (after == NULL ? value == NULL
-                                          : value != NULL &&
-                                                strcmp(value, after) == 0);
+    is_right = is_right &&
+               (after == NULL ? value == NULL
+                              : value != NULL && strcmp(value, after) == 0);
     transport->ops->destroy(transport);
     _exit(is_right ? 0 : 1);
   }
@@ -260,12 +260,9 @@ static void test_meeting_that_fails(void) {
 int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_launch_order), /* forks before there are threads */
-      CHECK_TEST(test_steady_state),
-      CHECK_TEST(test_made_when_needed),
-      CHECK_TEST(test_never_used),
-      CHECK_TEST(test_tuning),
-      CHECK_TEST(test_meeting),
-      CHECK_TEST(test_meeting_that_fails),
+      CHECK_TEST(test_steady_state), CHECK_TEST(test_made_when_needed),
+      CHECK_TEST(test_never_used),   CHECK_TEST(test_tuning),
+      CHECK_TEST(test_meeting),      CHECK_TEST(test_meeting_that_fails),
   };
   return CHECK_RUN(tests);
 }

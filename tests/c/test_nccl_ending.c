@@ -89,6 +89,33 @@ static void test_store_that_hangs(void) {
   leave(second);
 }
 
+/* Nor does one that hangs while a communicator is made. */
+static void test_store_that_hangs_at_the_start(void) {
+  fsdp_nccl_options options = quick_options();
+  const fsdp_nccl_library library = nccl_fake_library();
+  const fsdp_store store = nccl_fake_store();
+  options.init_timeout_ms = 100;
+  options.grace_ms = 0;
+  for (int64_t rank = 0; rank < 2; rank++) {
+    fsdp_transport *transport = NULL;
+    fsdp_error error = {0};
+    nccl_fake_reset();
+    nccl_fake_store_hold(true);
+    CHECK(fsdp_nccl_create(&library, &options, &store, rank, 2, &transport,
+                           &error) == FSDP_OK);
+    CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_BACKEND);
+    CHECK(strstr(error.message,
+                 ": the exchange of a communicator's id on the host is still "
+                 "in progress after 100 ms") != NULL);
+    transport->ops->destroy(transport);
+    nccl_fake_store_hold(false);
+    for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
+      nccl_fixture_sleep_ms(1);
+    }
+    CHECK_I64(fsdp_alloc_live(), 0);
+  }
+}
+
 /* The transport may go while its threads are stuck in the store. */
 static void test_destroyed_while_the_store_hangs(void) {
   fsdp_nccl_options options = quick_options();
@@ -247,6 +274,7 @@ int main(void) {
       CHECK_TEST(test_aborts_that_wait_for_each_other),
       CHECK_TEST(test_two_groups_that_hang),
       CHECK_TEST(test_store_that_hangs),
+      CHECK_TEST(test_store_that_hangs_at_the_start),
       CHECK_TEST(test_destroyed_while_the_store_hangs),
       CHECK_TEST(test_last_words_of_many_ranks),
       CHECK_TEST(test_launch_that_hangs),

@@ -79,8 +79,8 @@ static void test_error_while_the_host_waits(void) {
   }
   CHECK_I64(nccl_fake_num_aborts(), 2);
   CHECK(transport->ops->check(transport, &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message,
-               "rank 0 of 1: the communicator failed at ") == error.message);
+  CHECK(strstr(error.message, "rank 0 of 1: the communicator failed at ") ==
+        error.message);
   leave(transport);
 }
 

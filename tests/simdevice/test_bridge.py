@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,44 @@ def test_collectives_go_through_nccl(rank: int, world_size: int) -> None:
         before = num_launches()
         sharded.clip_grad_norm_(1.0, norm_type)
         assert num_launches() - before == 1
+
+
+@distributed(world_size=2, device="sim")
+def test_options_of_the_group_reach_nccl(rank: int) -> None:
+    """What c10d's ProcessGroupNCCL.Options holds; this backend's has no config."""
+    config = SimpleNamespace(
+        blocking=0,
+        cga_cluster_size=2,
+        min_ctas=4,
+        max_ctas=-(2**31),  # NCCL's "undefined"
+        net_name="Socket",
+    )
+    options = SimpleNamespace(config=config, is_high_priority_stream=True)
+    group = dist.new_group()
+    backend = type(group._get_backend(torch.device("sim")))
+    before = backend.options
+    backend.options = property(lambda self: options)
+    try:
+        model = fsdp(nn.Linear(8, 8), process_group=group)
+        model(torch.randn(2, 8)).sum().backward()
+    finally:
+        backend.options = before
+    library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
+    library.sim_nccl_last_config.restype = ctypes.c_char_p
+    assert library.sim_nccl_last_config().decode() == (
+        "blocking=1 cga_cluster_size=2 min_ctas=4 max_ctas=-2147483648 "
+        "net_name=Socket split_share=-2147483648"
+    )
+
+
+@distributed(world_size=2, device="sim")
+def test_communicators_are_made_when_needed(rank: int) -> None:
+    """A forward gathers only; the reductions' communicator comes with backward."""
+    library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
+    library.sim_nccl_num_comms.restype = ctypes.c_longlong
+    model = fsdp(nn.Linear(8, 8), process_group=dist.new_group())
+    before = library.sim_nccl_num_comms()
+    loss = model(torch.randn(2, 8)).sum()
+    assert library.sim_nccl_num_comms() - before <= 1
+    loss.backward()
+    assert library.sim_nccl_num_comms() - before == 2

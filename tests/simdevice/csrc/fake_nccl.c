@@ -8,6 +8,7 @@
  */
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +33,11 @@ typedef struct {
   unsigned int magic;
   unsigned int version;
   int blocking;
+  int cga_cluster_size;
+  int min_ctas;
+  int max_ctas;
+  const char *net_name;
+  int split_share;
 } ncclConfig_t; /* its beginning */
 
 enum {
@@ -77,6 +83,9 @@ SIM_API int ncclCommDeregister(ncclComm_t comm, void *handle);
  * that are registered now. */
 SIM_API long long sim_nccl_num_launches(void);
 SIM_API long long sim_nccl_num_registered(void);
+SIM_API long long sim_nccl_num_comms(void); /* ever made */
+/* How the last communicator was configured, as "min_ctas=4 ...". */
+SIM_API const char *sim_nccl_last_config(void);
 
 /* ---- Communicators
  * ------------------------------------------------------------ */
@@ -92,6 +101,7 @@ struct comm {
   int result;                /* the asynchronous one */
   bool is_aborted;
   int num_references; /* the user's, the meeting thread's, each task's */
+  int num_inside;     /* threads of the user in calls */
   char message[256];
   sim_stream *last_stream; /* of the last call */
   uint64_t last_ticket;
@@ -101,6 +111,7 @@ static pthread_mutex_t counters_mutex = PTHREAD_MUTEX_INITIALIZER;
 static long long num_launches;
 static long long num_registered;
 static long long num_ids;
+static long long num_comms;
 
 static void count(long long *counter, long long change) {
   pthread_mutex_lock(&counters_mutex);
@@ -137,6 +148,25 @@ static void fail(struct comm *comm, int result, const char *message) {
   }
   pthread_cond_broadcast(&comm->changed);
   pthread_mutex_unlock(&comm->mutex);
+}
+
+/* The real one corrupts its memory when two threads use a communicator, also
+ * in ncclCommGetAsyncError. Only an abort may come under another call. */
+static void enter(struct comm *comm, const char *call) {
+  pthread_mutex_lock(&comm->mutex);
+  const bool is_alone = comm->num_inside++ == 0;
+  comm->num_references++; /* an abort may come before the call's end */
+  pthread_mutex_unlock(&comm->mutex);
+  if (is_alone) return;
+  fprintf(stderr, "fake NCCL: %s on a communicator under another call\n", call);
+  abort();
+}
+
+static void leave(struct comm *comm) {
+  pthread_mutex_lock(&comm->mutex);
+  comm->num_inside--;
+  pthread_mutex_unlock(&comm->mutex);
+  release(comm);
 }
 
 static bool is_aborted(struct comm *comm) {
@@ -257,9 +287,25 @@ static void *meet(void *argument) {
   return NULL;
 }
 
+static char last_config[256];
+
+static void keep_config(const ncclConfig_t *config) {
+  pthread_mutex_lock(&counters_mutex);
+  snprintf(last_config, sizeof last_config,
+           "blocking=%d cga_cluster_size=%d min_ctas=%d max_ctas=%d "
+           "net_name=%s split_share=%d",
+           config->blocking, config->cga_cluster_size, config->min_ctas,
+           config->max_ctas,
+           config->net_name == NULL ? "none" : config->net_name,
+           config->split_share);
+  pthread_mutex_unlock(&counters_mutex);
+}
+
 int ncclCommInitRankConfig(ncclComm_t *comm, int num_ranks, ncclUniqueId id,
                            int rank, ncclConfig_t *config) {
   if (rank < 0 || rank >= num_ranks) return INVALID_ARGUMENT;
+  if (config != NULL) keep_config(config);
+  count(&num_comms, 1);
   struct comm *made = calloc(1, sizeof *made);
   pthread_t thread;
   if (made == NULL) return INTERNAL_ERROR;
@@ -287,21 +333,27 @@ int ncclCommInitRankConfig(ncclComm_t *comm, int num_ranks, ncclUniqueId id,
 }
 
 int ncclCommGetAsyncError(ncclComm_t comm, int *async_error) {
+  enter(comm, "ncclCommGetAsyncError");
   pthread_mutex_lock(&comm->mutex);
   *async_error = comm->result;
   pthread_mutex_unlock(&comm->mutex);
+  sched_yield(); /* for whoever should not come */
+  leave(comm);
   return SUCCESS;
 }
 
 int ncclCommFinalize(ncclComm_t comm) {
+  enter(comm, "ncclCommFinalize");
   pthread_mutex_lock(&comm->mutex);
   sim_stream *stream = comm->last_stream;
   const uint64_t ticket = comm->last_ticket;
   const int result = comm->result;
   pthread_mutex_unlock(&comm->mutex);
-  if (result != SUCCESS) return result;
-  if (stream != NULL) sim_stream_synchronize(stream, ticket);
-  return SUCCESS;
+  if (result == SUCCESS && stream != NULL) {
+    sim_stream_synchronize(stream, ticket);
+  }
+  leave(comm);
+  return result;
 }
 
 int ncclCommDestroy(ncclComm_t comm) {
@@ -484,7 +536,7 @@ int ncclGroupEnd(void) {
   return enqueue(ready, grouped_stream);
 }
 
-static int add(struct comm *comm, const operation *op, void *stream) {
+static int collect(struct comm *comm, const operation *op, void *stream) {
   if (grouped != NULL && (grouped->comm != comm || grouped_stream != stream ||
                           grouped->num_operations == MAX_GROUPED)) {
     return INVALID_USAGE; /* which the transport does not do */
@@ -500,6 +552,13 @@ static int add(struct comm *comm, const operation *op, void *stream) {
   grouped = target;
   grouped_stream = stream;
   return SUCCESS;
+}
+
+static int add(struct comm *comm, const operation *op, void *stream) {
+  enter(comm, "a collective");
+  const int result = collect(comm, op, stream);
+  leave(comm);
+  return result;
 }
 
 int ncclAllGather(const void *send, void *receive, size_t numel, int dtype,
@@ -612,6 +671,14 @@ int ncclCommDeregister(ncclComm_t comm, void *handle) {
 
 long long sim_nccl_num_launches(void) {
   return read_counter(&num_launches);
+}
+
+long long sim_nccl_num_comms(void) {
+  return read_counter(&num_comms);
+}
+
+const char *sim_nccl_last_config(void) {
+  return last_config;
 }
 
 long long sim_nccl_num_registered(void) {
