@@ -8,6 +8,7 @@ from torch.distributed.fsdp.api import ShardingStrategy
 from fsdp_c._base import ShardedModule
 from fsdp_c._conversion import convert
 from fsdp_c._engines import ensure_engine, release_engine
+from fsdp_c._flat_views import flat_views
 from fsdp_c._originals import FlatParameter
 from fsdp_c._torch_compat import (
     CHECKPOINT_WRAPPED_MODULE,
@@ -22,7 +23,7 @@ class FlatParamHandle:
     For looking: units are driven by the native engine.
 
     Attributes:
-        flat_param: The flat parameter that stands for the unit, sharded.
+        flat_param: The flat parameter that stands for the unit; whole in a summon.
     """
 
     def __init__(self, module: ShardedModule, flat_param: FlatParameter) -> None:
@@ -116,7 +117,7 @@ class Attributes(ShardedModule):
     def _flat_param(self) -> FlatParameter | None:
         """The first trainable segment's flat parameter, or the first one's.
 
-        With use_orig_params it is a new view.
+        With use_orig_params it is a view.
         """
         params = self.params
         trainable = (param for param in params if param.requires_grad)
@@ -124,8 +125,8 @@ class Attributes(ShardedModule):
 
     @property
     def params(self) -> list[FlatParameter]:
-        """This unit's flat parameters; with use_orig_params new views."""
-        return self._originals.flat_params() or self._originals.make_flat_params()
+        """This unit's flat parameters; with use_orig_params views."""
+        return self._originals.flat_params() or flat_views(self)
 
     @property
     def _handle(self) -> FlatParamHandle | None:

@@ -22,13 +22,6 @@ from fsdp_c._names import WRAPPED_MODULE
 from fsdp_c._originals import Originals
 
 
-class CommHook(NamedTuple):
-    """What register_comm_hook was given."""
-
-    state: Any
-    function: Callable[..., Any]
-
-
 class KeptState(NamedTuple):
     """The state dict of one wrapped module, made before its parent's."""
 
@@ -68,7 +61,9 @@ class ShardedModule(nn.Module):
     # The modules whose units are in the engine.
     _engine_members: "WeakSet[ShardedModule]"
     _originals: Originals
-    _comm_hook: CommHook | None
+    # What register_comm_hook was given; FSDP1's names.
+    _comm_hook: Callable[..., Any] | None
+    _comm_hook_state: Any
     # With mixed_precision.buffer_dtype.
     _unit_buffers: UnitBuffers | None
     # Names of methods that run like forward, see fsdp_c._forward_methods.
@@ -94,7 +89,7 @@ class ShardedModule(nn.Module):
             self._config.full_precision_in_eval and not self.wrapped.training
         )
         if self._comm_hook is not None:
-            unit.set_reduce_hook(*self._comm_hook)
+            unit.set_reduce_hook(self._comm_hook_state, self._comm_hook)
 
     @property
     def wrapped(self) -> nn.Module:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_c._attributes import Attributes
-from fsdp_c._base import CommHook, sharded_modules
+from fsdp_c._base import sharded_modules
 from fsdp_c._groups import HYBRID
 
 
@@ -37,5 +37,6 @@ def register_comm_hook(
                 "register the hook before the first step"
             )
     for each in modules:
-        each._comm_hook = CommHook(state, hook)
+        # Not by setattr(): a module among them would become a child.
+        vars(each).update(_comm_hook=hook, _comm_hook_state=state)
         each._unit.set_reduce_hook(state, hook)

@@ -7,6 +7,7 @@ from torch import nn
 
 from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engines
+from fsdp_c._flat_views import follow_summon
 
 
 class SummonError(AssertionError, RuntimeError):
@@ -33,7 +34,9 @@ def summoned(
         if not module._unit.is_summoned:
             module._originals.check()
             module._unit.summon()
+            stack.callback(follow_summon, module)
             stack.callback(module._unit.dismiss, writeback)
+            follow_summon(module)
         stack.enter_context(module._originals.shown())
         if clean_names:
             stack.enter_context(_clean_names(module))
@@ -101,7 +104,9 @@ def summon_full_params(
                 on_host=offload_to_cpu,
                 with_grads=with_grads,
             )
+            stack.callback(follow_summon, each)
             stack.callback(each._unit.dismiss, writeback)
+            follow_summon(each)
             if not rank0_only or each.is_first_in_shard_group:
                 stack.enter_context(each._originals.shown())
             stack.enter_context(_clean_names(each))

@@ -107,6 +107,35 @@ void make_host_views(Unit &unit) {
   }
 }
 
+// The flat parameters of a summon: whole, without padding, as FSDP1 shows them.
+void show_flat_params(Unit &unit, fsdp_view view) {
+  for (Segment &segment : unit.segments) {
+    if (!segment.flat_param.defined()) continue;
+    const c10::Device device =
+        view == FSDP_VIEW_FULL_ON_HOST ? c10::Device(c10::kCPU) : unit.device;
+    const at::Tensor whole =
+        make_view(storage_of_view(segment, view), keys_of(device),
+                  segment.master, {segment.layout->unsharded_numel}, 0);
+    segment.flat_param.unsafeGetTensorImpl()->shallow_copy_from(
+        whole.getIntrusivePtr());
+  }
+}
+
+// Ends that. One that the user pointed elsewhere stays there: its values are
+// taken over where those of the others are.
+void hide_flat_params(Unit &unit) {
+  for (Segment &segment : unit.segments) {
+    if (!segment.flat_param.defined()) continue;
+    const bool is_whole =
+        is_over(segment.flat_param, segment.full.get()) ||
+        (segment.full_on_host &&
+         is_over(segment.flat_param, segment.full_on_host.get()));
+    if (!is_whole) continue;
+    segment.flat_param.unsafeGetTensorImpl()->shallow_copy_from(
+        segment.shard.getIntrusivePtr());
+  }
+}
+
 // The port --------------------------------------------------------------------
 
 fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
@@ -127,6 +156,7 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
                  static_cast<int64_t>(c10::elementSize(dtype)));
     }
     for (Param &param : unit.params) show(param, view_of(param, view));
+    if (view != FSDP_VIEW_UNSHARDED) show_flat_params(unit, view);
     return FSDP_OK;
   };
 }
@@ -246,6 +276,7 @@ void make_views(Unit &unit) {
 
 void show_sharded(Unit &unit) {
   for (Param &param : unit.params) show(param, param.sharded);
+  hide_flat_params(unit);
   for (Segment &segment : unit.segments) {
     detach(unit, *segment.unsharded);
     detach(unit, *segment.full);

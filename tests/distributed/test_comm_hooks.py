@@ -13,6 +13,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import (
+    FSDP,
+    IS_TORCH,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
@@ -367,3 +369,18 @@ def test_hybrid_is_refused(rank: int, world_size: int, strategy: str) -> None:
             model.register_comm_hook(None, _no_hook)
         model(*vectors(torch.Generator().manual_seed(rank))).sum().backward()
         del model
+
+
+@distributed(world_size=2)
+def test_what_is_registered_can_be_seen(rank: int, world_size: int) -> None:
+    """Under FSDP1's names, on every unit; a module stays out of the children."""
+    model = fsdp(nn.Sequential(Block(), fsdp(Block())))
+    state = nn.Linear(2, 2)
+    names = [name for name, _ in model.named_modules()]
+    assert all(each._comm_hook is None for each in FSDP.fsdp_modules(model))
+    model.register_comm_hook(state, default_hooks.allreduce_hook)
+    for each in FSDP.fsdp_modules(model):
+        assert each._comm_hook is default_hooks.allreduce_hook
+        assert each._comm_hook_state is state
+    if not IS_TORCH:
+        assert [name for name, _ in model.named_modules()] == names

@@ -410,6 +410,60 @@ def test_between_no_sync_backwards(
         differential.check()
 
 
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+@distributed(world_size=(2, 3))
+def test_flat_parameters_are_whole(
+    rank: int, world_size: int, offload_to_cpu: bool
+) -> None:
+    """The same objects; what is written through them counts; shards afterwards."""
+    model = fsdp(Block(), use_orig_params=False)
+    flat_param = model._handle.flat_param
+    shard_numel = flat_param.numel()
+    numel = sum(param.numel() for param in Block().parameters())
+    for writeback in (True, False):
+        with FSDP.summon_full_params(
+            model, writeback=writeback, offload_to_cpu=offload_to_cpu
+        ):
+            assert model._handle.flat_param is flat_param
+            assert flat_param.shape == (numel,)
+            with torch.no_grad():
+                flat_param.copy_(torch.arange(numel) + (0.0 if writeback else 0.5))
+            whole = torch.cat([param.flatten() for param in model.parameters()])
+            assert_same("whole", whole.detach(), flat_param.detach())
+        assert flat_param.shape == (shard_numel,)
+        begin = rank * shard_numel
+        expected = torch.arange(begin, min(begin + shard_numel, numel)).float()
+        assert_same("shard", flat_param.detach()[: expected.numel()], expected)
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+        assert flat_param.shape == (numel if rank == 0 else shard_numel,)
+    model.zero_grad()
+    model(torch.ones(2, DIM)).sum().backward()
+    assert flat_param.grad is not None
+    assert flat_param.grad.shape == (shard_numel,)
+
+
+@distributed(world_size=(2, 3))
+def test_views_of_flat_parameters_are_whole(rank: int, world_size: int) -> None:
+    """With use_orig_params too, padding included; the same objects while held."""
+    inner = fsdp(Block(), use_orig_params=True)
+    model = fsdp(nn.Sequential(inner, nn.Linear(DIM, 3)), use_orig_params=True)
+    views = [each._handle.flat_param for each in (model, inner)]
+    shard_numels = [view.numel() for view in views]
+    with FSDP.summon_full_params(model, recurse=False):
+        assert model._handle.flat_param is views[0]
+        assert views[0].numel() == shard_numels[0] * world_size
+        assert views[1].numel() == shard_numels[1]
+    with FSDP.summon_full_params(model), torch.no_grad():
+        assert [view.numel() for view in views] == [
+            numel * world_size for numel in shard_numels
+        ]
+        views[1].fill_(0.25)
+        assert all(bool((param == 0.25).all()) for param in inner.parameters())
+    assert [view.numel() for view in views] == shard_numels
+    assert all(bool((param == 0.25).all()) for param in inner.parameters())
+    assert all(param.grad is None for param in model.parameters())
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @distributed(world_size=2)

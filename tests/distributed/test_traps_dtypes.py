@@ -5,7 +5,6 @@ What a number stands for is in tests/lint/test_traps.py.
 
 import contextlib
 import copy
-import warnings
 from typing import Any
 
 import pytest

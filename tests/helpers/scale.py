@@ -38,8 +38,8 @@ def _count(body: Callable[[], Any]) -> tuple[Any, int]:
     return result, calls.num
 
 
-def _model(kind: str, size: int) -> tuple[Any, Any]:
-    """Return a model and its policy."""
+def _model(kind: str, size: int) -> tuple[Any, dict[str, Any]]:
+    """Return a model and arguments of FSDP."""
     import torch
     from torch import Tensor, nn
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -71,12 +71,17 @@ def _model(kind: str, size: int) -> tuple[Any, Any]:
             return x + torch.stack(list(self.params)).sum(0)
 
     if kind == "params":
-        return Params(), None
+        return Params(), {}
     model = Units()
+    kwargs: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Unit})}
     if kind == "shared":  # a parameter that every unit uses
         for unit in model.units:
             unit.shared = model.units[0].weight
-    return model, ModuleWrapPolicy({Unit})
+    if kind == "ignored":  # one parameter of each unit
+        for unit in model.units:
+            unit.ignored = nn.Parameter(torch.ones(WIDTH))
+        kwargs["ignored_states"] = [unit.ignored for unit in model.units]
+    return model, kwargs
 
 
 def _phases(kind: str, size: int) -> dict[str, int]:
@@ -84,7 +89,7 @@ def _phases(kind: str, size: int) -> dict[str, int]:
 
     from fsdp_c import FSDP
 
-    model, policy = _model(kind, size)
+    model, kwargs = _model(kind, size)
     counts: dict[str, int] = {}
 
     def phase(name: str, body: Callable[[], Any]) -> Any:
@@ -97,7 +102,7 @@ def _phases(kind: str, size: int) -> dict[str, int]:
 
     wrapped = phase(
         "construction",
-        lambda: FSDP(model, auto_wrap_policy=policy, use_orig_params=True),
+        lambda: FSDP(model, use_orig_params=True, **kwargs),
     )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
     for step in ("first", "second"):
