@@ -16,16 +16,22 @@ __global__ void __launch_bounds__(kThreads)
                   static_cast<int>(threadIdx.x), scale);
 }
 
-// Leaves the sum of a block's threads with thread 0.
+// Leaves the sum of `width` neighbours of a warp with the first of them.
+__device__ double warp_sum(double sum, int width, double power) {
+  return norm_fold(sum, width, power, [](double value, int half) {
+    return __shfl_down_sync(0xffffffffU, value, half);
+  });
+}
+
+// Leaves the sum of a block's threads with thread 0: within the warps, then
+// over them, with one barrier between.
 __device__ double block_sum(double sum, double power) {
-  __shared__ double sums[kThreads];
+  __shared__ double sums[kWarps];
   const int thread = static_cast<int>(threadIdx.x);
-  sums[thread] = sum;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    norm_fold(sums, thread, half, power);
-  }
-  return sums[thread];
+  sum = warp_sum(sum, kWarp, power);
+  if (thread % kWarp == 0) sums[thread / kWarp] = sum;
+  __syncthreads();
+  return warp_sum(thread < kWarps ? sums[thread] : 0.0, kWarps, power);
 }
 
 template <int Capacity>
@@ -117,7 +123,7 @@ fsdp_status norm_scratch(const fsdp_host_span *spans, int64_t num_spans,
   status = for_tables(
       num_spans, [&](int64_t i) { return spans[i].numel; },
       [&](int64_t i, int64_t *num_tiles) {
-        return item_for_span(spans[i], num_tiles);
+        return item_for_norm(spans[i], num_tiles);
       },
       [&](const Table<kManyItems> &table) {
         num_partials += table.num_tiles;
@@ -145,7 +151,7 @@ fsdp_status norm(const fsdp_host_span *spans, int64_t num_spans, double power,
   status = for_tables(
       num_spans, [&](int64_t i) { return spans[i].numel; },
       [&](int64_t i, int64_t *num_tiles) {
-        return item_for_span(spans[i], num_tiles);
+        return item_for_norm(spans[i], num_tiles);
       },
       [&](const Table<kManyItems> &table) {
         double *own = partials + num_partials;

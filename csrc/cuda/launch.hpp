@@ -88,6 +88,16 @@ inline Item item_for_span(const fsdp_host_span &span, int64_t *num_tiles) {
   return item_for_pack(span.data, span.dtype, item, num_tiles);
 }
 
+// The same for a norm, whose tiles are larger.
+inline Item item_for_norm(const fsdp_host_span &span, int64_t *num_tiles) {
+  const Item item = item_for_span(span, num_tiles);
+  const int32_t itemsize = span.dtype.itemsize;
+  *num_tiles = num_tiles_of(
+      cut_of(item.numel, item.head, unit_numel(itemsize, itemsize)),
+      kNormTileUnits);
+  return item;
+}
+
 // Calls `launch(table)` for as many tables as the items need. `make(i, &n)`
 // gives item i and its number of tiles; items of no elements are left out.
 template <typename Numel, typename Make, typename Launch>

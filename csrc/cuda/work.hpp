@@ -6,8 +6,10 @@
 // An item's elements are cut in three: a head before the first boundary of 16
 // bytes, units of 16 bytes or more that are read and written whole, and a tail.
 // Where destination and source have no such boundary in common, a unit is one
-// element. A tile is kTileUnits units of one item, and a block works on one
-// tile; the first and the last tile of an item also do its head and its tail.
+// element, which is moved as one: elements start at multiples of their width. A
+// tile is kTileUnits units of one item, or kNormTileUnits in a norm, whose
+// blocks end with a sum over their threads; a block works on one tile. The
+// first and the last tile of an item also do its head and its tail.
 #pragma once
 
 #include <stdint.h>
@@ -18,7 +20,10 @@ namespace fsdp_cuda {
 
 constexpr int kThreads = 256;
 constexpr int kUnitsPerThread = 4;
-constexpr int kTileUnits = kThreads * kUnitsPerThread;
+constexpr int kTileUnits = kThreads * kUnitsPerThread;  // 16 KiB or more
+constexpr int kNormTileUnits = 8 * kTileUnits;          // 128 KiB
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kNoVectors = -1;
 
 // One source of a launch, or one span of a norm.
@@ -74,8 +79,8 @@ FSDP_HD Cut cut_of(int64_t numel, int head, int vector_numel) {
 }
 
 // At least one, for the head and the tail.
-inline int64_t num_tiles_of(const Cut &cut) {
-  const int64_t num_tiles = (cut.num_units + kTileUnits - 1) / kTileUnits;
+inline int64_t num_tiles_of(const Cut &cut, int tile_units = kTileUnits) {
+  const int64_t num_tiles = (cut.num_units + tile_units - 1) / tile_units;
   return num_tiles > 0 ? num_tiles : 1;
 }
 
@@ -99,17 +104,20 @@ struct alignas(16) Chunk {
   uint32_t words[4];
 };
 
-// `Nbytes` from one place to another: whole chunks, both aligned to 16 bytes,
-// or the bytes of one element.
-template <int Nbytes>
-FSDP_HD void move(void *to, const void *from) {
-  if constexpr (Nbytes % 16 == 0) {
-    FSDP_UNROLL
-    for (int i = 0; i < Nbytes / 16; i++) {
-      static_cast<Chunk *>(to)[i] = static_cast<const Chunk *>(from)[i];
-    }
+// `Numel` elements from one place to another: one by one, or in whole chunks,
+// both aligned to 16 bytes.
+template <int Numel, typename Element>
+FSDP_HD void move(Element *to, const Element *from) {
+  if constexpr (Numel == 1) {
+    *to = *from;
   } else {
-    memcpy(to, from, Nbytes);
+    constexpr int kNbytes = Numel * static_cast<int>(sizeof(Element));
+    static_assert(kNbytes % 16 == 0, "units are chunks");
+    FSDP_UNROLL
+    for (int i = 0; i < kNbytes / 16; i++) {
+      reinterpret_cast<Chunk *>(to)[i] =
+          reinterpret_cast<const Chunk *>(from)[i];
+    }
   }
 }
 
@@ -118,7 +126,6 @@ FSDP_HD void move(void *to, const void *from) {
 template <int Code, int Numel, typename Body>
 FSDP_HD void for_units(const element<Code> *from, const Cut &cut,
                        int64_t first_unit, int thread, const Body &body) {
-  constexpr int kNbytes = Numel * static_cast<int>(sizeof(element<Code>));
   struct alignas(16) Unit {
     element<Code> values[Numel];
   };
@@ -127,7 +134,7 @@ FSDP_HD void for_units(const element<Code> *from, const Cut &cut,
   for (int k = 0; k < kUnitsPerThread; k++) {
     const int64_t unit = first_unit + k * kThreads + thread;
     if (unit >= cut.num_units || from == nullptr) continue;
-    move<kNbytes>(&units[k], from + cut.head + unit * Numel);
+    move<Numel>(units[k].values, from + cut.head + unit * Numel);
   }
   FSDP_UNROLL
   for (int k = 0; k < kUnitsPerThread; k++) {
@@ -141,10 +148,10 @@ FSDP_HD void for_units(const element<Code> *from, const Cut &cut,
 // Both are shorter than a block, and head and tail fall to the same threads in
 // different calls: `is_tail` tells which.
 FSDP_HD int64_t edge_of(const Cut &cut, int64_t numel, int64_t first_unit,
-                        int thread, bool is_tail) {
+                        int thread, bool is_tail, int tile_units = kTileUnits) {
   if (!is_tail) return first_unit == 0 && thread < cut.head ? thread : -1;
   const int64_t begin = cut.head + cut.num_units * cut.numel;
-  const bool is_last = first_unit + kTileUnits >= cut.num_units;
+  const bool is_last = first_unit + tile_units >= cut.num_units;
   return is_last && begin + thread < numel ? begin + thread : -1;
 }
 
@@ -153,7 +160,6 @@ template <int To, int From, int Numel>
 FSDP_HD void pack_units(element<To> *to, const element<From> *from,
                         const Item &item, const Cut &cut, int64_t first_unit,
                         int thread, double scale) {
-  constexpr int kNbytes = Numel * static_cast<int>(sizeof(element<To>));
   for_units<From, Numel>(
       from, cut, first_unit, thread,
       [&](const element<From> *values, int64_t first) {
@@ -161,7 +167,7 @@ FSDP_HD void pack_units(element<To> *to, const element<From> *from,
           element<To> values[Numel];
         };
         Unit result = {};
-        if (item.is_added) move<kNbytes>(&result, to + first);
+        if (item.is_added) move<Numel>(result.values, to + first);
         FSDP_UNROLL
         for (int i = 0; i < Numel; i++) {
           result.values[i] =
@@ -169,7 +175,7 @@ FSDP_HD void pack_units(element<To> *to, const element<From> *from,
                               : combined<To, From>(result.values[i], values[i],
                                                    scale, item.is_added);
         }
-        move<kNbytes>(to + first, &result);
+        move<Numel>(to + first, result.values);
       });
 }
 
@@ -224,8 +230,11 @@ FSDP_HD double norm_item(const Item &item, int tile, int thread, double power) {
   constexpr int kNumel = unit_numel(sizeof(element<Code>), 16);
   const element<Code> *from = static_cast<const element<Code> *>(item.data);
   const Cut cut = cut_of(item.numel, item.head, kNumel);
-  const int64_t first_unit =
-      static_cast<int64_t>(tile - item.first_tile) * kTileUnits;
+  const int64_t begin =
+      static_cast<int64_t>(tile - item.first_tile) * kNormTileUnits;
+  const int64_t end = begin + kNormTileUnits < cut.num_units
+                          ? begin + kNormTileUnits
+                          : cut.num_units;
   double sum = 0;
   const auto join = [&](element<Code> value) {
     const double term =
@@ -234,19 +243,22 @@ FSDP_HD double norm_item(const Item &item, int tile, int thread, double power) {
   };
   for (int is_tail = 0; is_tail < 2; is_tail++) {
     const int64_t i =
-        edge_of(cut, item.numel, first_unit, thread, is_tail != 0);
+        edge_of(cut, item.numel, begin, thread, is_tail != 0, kNormTileUnits);
     if (i >= 0) join(from[i]);
   }
-  if (cut.numel == 1) {
-    for_units<Code, 1>(
-        from, cut, first_unit, thread,
-        [&](const element<Code> *values, int64_t) { join(values[0]); });
-  } else {
-    for_units<Code, kNumel>(from, cut, first_unit, thread,
-                            [&](const element<Code> *values, int64_t) {
-                              FSDP_UNROLL
-                              for (int i = 0; i < kNumel; i++) join(values[i]);
-                            });
+  for (int64_t first_unit = begin; first_unit < end; first_unit += kTileUnits) {
+    if (cut.numel == 1) {
+      for_units<Code, 1>(
+          from, cut, first_unit, thread,
+          [&](const element<Code> *values, int64_t) { join(values[0]); });
+    } else {
+      for_units<Code, kNumel>(from, cut, first_unit, thread,
+                              [&](const element<Code> *values, int64_t) {
+                                FSDP_UNROLL
+                                for (int i = 0; i < kNumel; i++)
+                                  join(values[i]);
+                              });
+    }
   }
   return sum;
 }
@@ -278,11 +290,17 @@ FSDP_HD double norm_partials(const double *partials, int64_t num_partials,
   return sum;
 }
 
-// One step of a block's reduction: called by the threads below `half`, for
-// half = kThreads / 2, ..., 2, 1, all threads waiting for each other between.
-FSDP_HD void norm_fold(double *sums, int thread, int half, double power) {
-  if (thread >= half) return;
-  sums[thread] = norm_joined(sums[thread], sums[thread + half], power);
+// The sum of `width` neighbours, a power of two, with the first of them: a
+// tree. `down(sum, half)` is the sum of the thread that is `half` further, of
+// the same step. The others end with values that mean nothing.
+template <typename Down>
+FSDP_HD double norm_fold(double sum, int width, double power,
+                         const Down &down) {
+  FSDP_UNROLL
+  for (int half = width / 2; half > 0; half /= 2) {
+    sum = norm_joined(sum, down(sum, half), power);
+  }
+  return sum;
 }
 
 // What thread `thread` of block `tile` does in a scale: a pack into itself.

@@ -105,3 +105,42 @@ def test_replaced_parameter(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 out = model(x)
             assert set(out.flatten().tolist()) == {value}, f"seed {seed}, step {step}"
+
+
+@distributed(world_size=2, device="sim")
+def test_shards_in_host_memory_are_written_after_their_upload(
+    rank: int, world_size: int
+) -> None:
+    # forward.c, end_iteration; _device.py, wait_for_uploads; unit_views.cpp,
+    # write_back: what a forward computes is what the shards held when it ran.
+    ways = ("evaluation", "load", "replaced")
+    for seed, way in itertools.product(range(NUM_SEEDS), ways):
+        native().set_schedule(seed, 1.0)
+        offload = CPUOffload(offload_params=True)
+        layers = [
+            fsdp(nn.Linear(DIM, DIM, bias=False), cpu_offload=offload) for _ in range(2)
+        ]
+        model = fsdp(nn.Sequential(*layers), cpu_offload=offload)
+        x = torch.eye(DIM)
+        for step in range(3):
+            value = float(step + 1)
+            weight = torch.full((DIM, DIM), value, device="cpu")
+            state = {f"{index}.weight": weight for index in range(2)}
+            model.load_state_dict(state)
+            keep_busy()  # uploads wait, behind blocks that compute used
+            with torch.set_grad_enabled(way != "evaluation"):
+                out = model(x)
+            if way == "load":
+                model.load_state_dict({key: weight * 0 for key in state})
+            elif way == "evaluation":
+                with torch.no_grad():
+                    for param in model.parameters():
+                        assert param.device.type == "cpu"
+                        param.zero_()
+            else:
+                for param in model.parameters():
+                    param.data = torch.zeros(param.shape, device="cpu")
+                with FSDP.summon_full_params(model, writeback=False):
+                    pass
+            seen = set(out.detach().flatten().tolist())
+            assert seen == {DIM * value * value}, f"seed {seed}, {way}, step {step}"

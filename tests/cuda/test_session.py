@@ -1,0 +1,93 @@
+"""The scripts of a session on a GPU, as far as they run without one."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+
+from helpers.impl import IS_TORCH
+
+ROOT = Path(__file__).resolve().parents[2]
+SESSION = ROOT / "tests" / "cuda" / "session"
+SCRIPTS = [SESSION / "gpu_session.sh", ROOT / "tests/cuda/compute_sanitizer.sh"]
+pytestmark = pytest.mark.skipif(IS_TORCH, reason="runs fsdp_c, not torch's FSDP")
+
+
+def run(*command: object, code: int = 0) -> str:
+    """Run a command at the root; return what it printed."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_scripts_parse(script: Path) -> None:
+    run("bash", "-n", script)
+
+
+def test_every_step_is_there_and_listed() -> None:
+    text = (SESSION / "gpu_session.sh").read_text()
+    found = re.search(r"^ALL_STEPS=\((.*)\)$", text, re.MULTILINE)
+    assert found is not None
+    steps = found[1].split()
+    functions = re.findall(r"^(\w+)\(\) \{", text, re.MULTILINE)
+    assert set(steps) <= set(functions)
+    usage = run("bash", SESSION / "gpu_session.sh", "--help")
+    for step in steps:
+        assert re.search(rf"gpu_session\.sh .*\b{step}\b", usage), step
+    run("bash", SESSION / "gpu_session.sh", "nonsense", code=2)
+
+
+def test_every_file_of_the_suite_is_there() -> None:
+    text = (SESSION / "gpu_session.sh").read_text()
+    found = re.search(r"^suite\(\).*?for each in (.*?); do", text, re.DOTALL | re.M)
+    assert found is not None
+    names = found[1].replace("\\\n", " ").split()
+    assert len(names) > 10
+    for name in names:
+        assert (ROOT / f"tests/distributed/test_{name}.py").exists(), name
+
+
+def test_the_probe_as_a_rank_of_a_fake_world() -> None:
+    probe = [sys.executable, SESSION / "gpu_probe.py", "--device", "cpu"]
+    output = run(*probe, *("--steps", 1, "--warmup", 2, "--profile", "--limit", 100))
+    result = json.loads(output)
+    assert result["codes"] == [0]
+    assert result["step_ms"] > 0
+    assert len(result["losses"]) == 2
+
+
+def test_the_probe_notices_a_rank_that_dies() -> None:
+    probe = [sys.executable, SESSION / "gpu_probe.py", "--device", "cpu"]
+    group = ["--group", "gloo", "--ranks", 2, "--group-timeout", 10]
+    output = run(*probe, *group, "--die-at", 1, "--warmup", 3, "--limit", 100)
+    result = json.loads(output.splitlines()[0])
+    assert result["codes"] == [1, 1]
+    assert "rank 1" in result["error"]
+
+
+def test_losses_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    differences = run_path(str(ROOT / "benchmarks" / "gpu_step.py"))["differences"]
+
+    def results(*losses: list[float]) -> dict[str, list[dict[str, list[float]]]]:
+        return {f"w: {i}": [{"losses": each}] for i, each in enumerate(losses)}
+
+    assert not differences(results([5.5, 5.0], [5.51, 5.1]), "w")
+    assert not differences(results([], []), "w")
+    wrong = differences(results([5.5, 5.0], [5.6, 5.0], [5.5, float("nan")]), "w")
+    assert [line.partition(" differ")[0] for line in wrong] == [
+        "w: the losses of step 0",
+        "w: the losses of step 1",
+    ]
+    assert "2 nan" in wrong[1]
