@@ -162,7 +162,6 @@ static void connect_channel(fsdp_nccl_transport *transport,
       fsdp_nccl_priv_now_ms() + transport->options.init_timeout_ms;
   fsdp_nccl_id id = {{0}};
   fsdp_nccl_comm *comm = NULL;
-  fsdp_nccl_priv_enter_thread(transport);
   if (agree_on_id(transport, index, deadline_ms, &id, NULL) != FSDP_OK) {
     return; /* the transport has failed, which ends the wait */
   }

@@ -11,6 +11,9 @@
 static void *run(void *argument) {
   fsdp_nccl_errand *errand = argument;
   fsdp_nccl_transport *transport = errand->transport;
+  /* NCCL goes back to the device that it found: not to one of another rank,
+   * which would get memory of this process. */
+  fsdp_nccl_priv_enter_thread(transport);
   errand->body(transport, errand->channel);
   (void)pthread_mutex_lock(&transport->lock);
   errand->is_done = true;

@@ -107,7 +107,6 @@ static void leave_idle(fsdp_nccl_transport *transport, fsdp_channel unused) {
   const int64_t deadline_ms =
       fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
   (void)unused;
-  fsdp_nccl_priv_enter_thread(transport);
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     if (!drain(transport, (fsdp_channel)i, deadline_ms)) return;
   }

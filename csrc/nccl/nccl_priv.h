@@ -180,8 +180,8 @@ void fsdp_nccl_priv_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock,
 
 /* ---- nccl_errand.c --------------------------------------------------------*/
 
-/* Runs `body` on a thread of its own. The thread's device is not set. False
- * when there is no thread, or the last one of this kind still runs. */
+/* Runs `body` on a thread of its own, on the transport's device. False when
+ * there is no thread, or the last one of this kind still runs. */
 bool fsdp_nccl_priv_errand_start(fsdp_nccl_transport *transport,
                                  fsdp_nccl_errand_kind kind,
                                  fsdp_nccl_errand_body body,

@@ -1,14 +1,15 @@
 /*
  * Our declarations of NCCL against a real nccl.h and a real libnccl: types and
  * numbers when it is compiled, symbols when it is linked, the loader and the
- * transport when it runs. Runs where there is no GPU: joining then fails, with
- * an error and nothing else.
+ * transport when it runs. Runs where there is no GPU: connecting then fails,
+ * with an error and nothing else.
  *
  * Usage: check_nccl <file of libnccl>
  */
 #include <nccl.h>
 
 #include "check.h"
+#include "nccl/nccl_priv.h"
 #include "nccl_fake.h"
 
 /* ---- Types ----------------------------------------------------------------*/
@@ -200,8 +201,9 @@ static void test_the_loaded_copy_is_taken(void) {
   CHECK(library.api.all_gather == g_library.api.all_gather);
 }
 
-/* The real library behind the transport; without a GPU it cannot join. */
-static void test_joining(void) {
+/* The real library behind the transport: its first call makes a communicator,
+ * which fails without a GPU. Moves nothing: the buffer is the host's. */
+static void test_connecting(void) {
   const fsdp_store store = nccl_fake_store();
   fsdp_nccl_options options;
   fsdp_transport *transport = NULL;
@@ -210,17 +212,23 @@ static void test_joining(void) {
   fsdp_nccl_options_init(&options);
   options.prefix = "p";
   options.init_timeout_ms = 60000;
+  CHECK(fsdp_nccl_create(&g_library, &options, &store, 0, 1, &transport,
+                         &error) == FSDP_OK);
+  fsdp_nccl_transport *self = fsdp_nccl_priv_of(transport);
+  CHECK(fsdp_nccl_priv_lock_channel(self, FSDP_CHANNEL_GATHER, &error) ==
+        FSDP_OK);
   const fsdp_status status =
-      fsdp_nccl_create(&g_library, &options, &store, 0, 1, &transport, &error);
+      fsdp_nccl_priv_connect(self, FSDP_CHANNEL_GATHER, &error);
+  fsdp_nccl_priv_unlock_channel(self, FSDP_CHANNEL_GATHER);
   if (status == FSDP_OK) {
     CHECK(transport->ops->check(transport, &error) == FSDP_OK);
-    transport->ops->destroy(transport);
-    printf("joined and left\n");
-    return;
+    printf("connected\n");
+  } else {
+    CHECK(status == FSDP_BACKEND);
+    CHECK(strstr(error.message, "rank 0 of 1: nccl") == error.message);
+    printf("cannot connect here: %s\n", error.message);
   }
-  CHECK(status == FSDP_BACKEND && transport == NULL);
-  CHECK(strstr(error.message, "rank 0 of 1: nccl") == error.message);
-  printf("cannot join here: %s\n", error.message);
+  transport->ops->destroy(transport);
 }
 
 int main(int argc, char **argv) {
@@ -228,7 +236,7 @@ int main(int argc, char **argv) {
       CHECK_TEST(test_magic_of_the_configuration),
       CHECK_TEST(test_the_loader_finds_what_the_linker_finds),
       CHECK_TEST(test_the_loaded_copy_is_taken),
-      CHECK_TEST(test_joining),
+      CHECK_TEST(test_connecting),
   };
   if (argc != 2) return 2;
   g_path = argv[1];
