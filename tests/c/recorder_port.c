@@ -17,10 +17,9 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
   if (status != FSDP_OK) return status;
   if (self->memory_limit > 0 &&
       nbytes > self->memory_limit - self->live_nbytes) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "%" PRId64 " of %" PRId64 " bytes are left",
-                     self->memory_limit - self->live_nbytes,
-                     self->memory_limit);
+    return FSDP_FAIL(
+        error, FSDP_OUT_OF_MEMORY, "%" PRId64 " of %" PRId64 " bytes are left",
+        self->memory_limit - self->live_nbytes, self->memory_limit);
   }
 
   if (nbytes < 1) recorder_priv_die("block_alloc of nothing");

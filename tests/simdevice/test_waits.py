@@ -131,7 +131,7 @@ def test_shards_in_host_memory_are_written_after_their_upload(
             with torch.set_grad_enabled(way != "evaluation"):
                 out = model(x)
             if way == "load":
-                model.load_state_dict({key: weight * 0 for key in state})
+                model.load_state_dict(dict.fromkeys(state, weight * 0))
             elif way == "evaluation":
                 with torch.no_grad():
                     for param in model.parameters():
