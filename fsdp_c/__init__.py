@@ -38,6 +38,7 @@ from fsdp_c._explain import ModelPlan, UnitPlan, explain
 from fsdp_c._forward_methods import register_forward_method
 from fsdp_c._originals import FlatParameter
 from fsdp_c._sharded_module import FullyShardedDataParallel
+from fsdp_c.integrations import install, uninstall
 from fsdp_c.trace import _automatic
 
 FSDP = FullyShardedDataParallel
@@ -68,8 +69,10 @@ __all__ = [
     "__version__",
     "checkpoint",
     "explain",
+    "install",
     "memory_stats",
     "register_forward_method",
     "reset",
     "trace",
+    "uninstall",
 ]

@@ -22,7 +22,7 @@ COMMANDS = {
         "look at the steps that fsdp_c.trace recorded; see trace --help",
     ),
     "launch": (
-        "fsdp_c.integrations.huggingface._launch",
+        "fsdp_c.integrations._launch",
         "torchrun|accelerate|SCRIPT.py ...",
         "run a program with fsdp_c in the place of torch's FSDP, in all its processes",
     ),

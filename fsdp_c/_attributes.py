@@ -1,5 +1,7 @@
 """What users and tools read off a wrapped module, under FSDP1's names."""
 
+from typing import NoReturn
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -13,6 +15,7 @@ from fsdp_c._originals import FlatParameter
 from fsdp_c._torch_compat import (
     CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
+    FlatParamShardMetadata,
     TrainingState,
 )
 
@@ -29,6 +32,68 @@ class FlatParamHandle:
     def __init__(self, module: ShardedModule, flat_param: FlatParameter) -> None:
         self._module = module
         self.flat_param = flat_param
+        self.rank, self.world_size = module.shard_rank, flat_param._facts.world_size
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        """Whether parameters are sharded: not with NO_SHARD."""
+        return self._module._config.groups.shard_group is not None
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """Return names, shapes and offsets of the parameters in this rank's shard."""
+        return self.flat_param.shard_metadata()
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` has the size of this rank's shard."""
+        if not self.uses_sharded_strategy:
+            return False
+        return tensor.size() == self.flat_param._sharded_size
+
+    def needs_unshard(self) -> bool:
+        """Return whether the parameters are shards now, not whole."""
+        return self.uses_sharded_strategy and self._module._unit.state == "SHARDED"
+
+    def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
+        """Return the unsharded flat parameter between steps: a tensor without memory.
+
+        Raises:
+            RuntimeError: The parameters are whole now, in blocks of the engine.
+        """
+        self._check_sharded("_get_padded_unsharded_flat_param")
+        whole = self.flat_param.detach().new_empty(
+            self.flat_param._padded_unsharded_size
+        )
+        whole.untyped_storage().resize_(0)
+        return whole
+
+    def reshard(self, free_unsharded_flat_param: bool = True) -> None:
+        """Do nothing: between steps a unit is sharded.
+
+        Raises:
+            RuntimeError: Inside a step or a summon, which the engine ends.
+        """
+        self._check_sharded("reshard")
+
+    def unshard(self) -> NoReturn:
+        """Refuse: a summon shows whole parameters.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"_handle.unshard() of unit {self._module._unit.name!r}: units are driven "
+            "by the engine; use FullyShardedDataParallel.summon_full_params(module, "
+            "recurse=False) to see whole parameters"
+        )
+
+    def _check_sharded(self, method: str) -> None:
+        unit = self._module._unit
+        if unit.is_summoned or unit.state != "SHARDED":
+            state = "SUMMONED" if unit.is_summoned else unit.state
+            raise RuntimeError(
+                f"_handle.{method}() of unit {unit.name!r} in state {state}: call it "
+                "between steps, where units are sharded"
+            )
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:

@@ -99,10 +99,15 @@ class ShardedModule(nn.Module):
         return module
 
     @property
+    def shard_rank(self) -> int:
+        """This rank in the sharding group; 0 where nothing is sharded."""
+        group = self._config.groups.shard_group
+        return 0 if group is None else group.rank()
+
+    @property
     def is_first_in_shard_group(self) -> bool:
         """Whether this rank is the one that a rank0_only summon shows."""
-        group = self._config.groups.shard_group
-        return group is None or group.rank() == 0
+        return self.shard_rank == 0
 
     def end_load(self) -> None:
         """End an unfinished load_state_dict: keep what was loaded."""

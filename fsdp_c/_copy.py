@@ -73,6 +73,7 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
         uses,
         module._originals.shapes,
         use_orig_params=module._config.use_orig_params,
+        rank=module.shard_rank,
     )
     if module._unit_buffers is not None:
         dtype = module._config.mixed_precision.buffer_dtype

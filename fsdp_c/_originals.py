@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
+from fsdp_c._flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._names import flat_param_name
 from fsdp_c._torch_compat import IN_BACKWARD_OPTIMIZERS
 from fsdp_c._uses import ParamUse, mark_sharded
@@ -20,7 +21,7 @@ _SETATTR = nn.Module.__setattr__
 UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
 
 
-class FlatParameter(nn.Parameter):
+class FlatParameter(FlatParamFacts, nn.Parameter):
     """A segment's shard as one parameter, with use_orig_params=False.
 
     Its shape is ``[shard_numel]``, padding included. torch's own FlatParameter
@@ -61,6 +62,7 @@ class FlatParameter(nn.Parameter):
         result = FlatParameter(
             self.detach().clone(), self.requires_grad, self._fqns, self._shapes
         )
+        result._facts = self._facts
         memo[id(self)] = result
         return result
 
@@ -70,6 +72,7 @@ class FlatParameter(nn.Parameter):
         self.requires_grad_(other.requires_grad)
         self._fqns, self._shapes = other._fqns, other._shapes
         self._numels = other._numels
+        self._facts = other._facts
 
 
 class Originals:
@@ -89,6 +92,7 @@ class Originals:
         shapes: Sequence[torch.Size],
         *,
         use_orig_params: bool,
+        rank: int,
     ) -> None:
         """Hide the parameters of ``uses``, unless ``use_orig_params``.
 
@@ -98,7 +102,9 @@ class Originals:
             uses: Where the parameters are, in the unit's order.
             shapes: Their unsharded shapes, by use.
             use_orig_params: As in the constructor of FSDP.
+            rank: This rank in the sharding group.
         """
+        self._rank = rank
         self._module = module
         self._unit = unit
         self._uses = tuple(uses)
@@ -167,14 +173,21 @@ class Originals:
             params = [p for p, slot in enumerate(slots) if slot[0] == segment]
             params.sort(key=lambda p: slots[p][1])
             places = [first_use[p] for p in params]
-            flat_params.append(
-                FlatParameter(
-                    shards[segment],
-                    requires_grad,
-                    [self._uses[place].fqn for place in places],
-                    [self._shapes[place] for place in places],
-                )
+            flat_param = FlatParameter(
+                shards[segment],
+                requires_grad,
+                [self._uses[place].fqn for place in places],
+                [self._shapes[place] for place in places],
             )
+            flat_param._facts = find_facts(
+                unit,
+                segment,
+                params,
+                self._uses,
+                rank=self._rank,
+                use_orig_params=not self._hides,
+            )
+            flat_params.append(flat_param)
         return flat_params
 
     def flat_params(self) -> list[FlatParameter]:

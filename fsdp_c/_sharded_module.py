@@ -244,7 +244,12 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         self.register_module(WRAPPED_MODULE, module)
         self.adopt_unit(unit)
         self._originals = Originals(
-            module, unit, uses, shapes, use_orig_params=config.use_orig_params
+            module,
+            unit,
+            uses,
+            shapes,
+            use_orig_params=config.use_orig_params,
+            rank=self.shard_rank,
         )
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook

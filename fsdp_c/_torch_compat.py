@@ -26,6 +26,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._flat_param import (
+    FlatParamShardMetadata,
+    ParamInfo,
+    SharedParamInfo,
+)
+from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
 from torch.nn import Module
@@ -36,11 +42,15 @@ __all__ = [
     "HYBRID_SHARD_ZERO2",
     "IN_BACKWARD_OPTIMIZERS",
     "ActivationWrapper",
+    "FlatParamShardMetadata",
+    "ParamInfo",
     "Policy",
     "Shard",
     "ShardMetadata",
+    "ShardParamInfo",
     "ShardedTensor",
     "ShardedTensorMetadata",
+    "SharedParamInfo",
     "TensorProperties",
     "TorchFSDP",
     "TrainingState",

@@ -145,7 +145,7 @@ def _refuse_to_wrap_ours() -> None:
                 )
         original(self, module, *args, **kwargs)
 
-    TorchFSDP.__init__ = init
+    TorchFSDP.__init__ = init  # type: ignore[method-assign]
 
 
 def _name_flat_params() -> None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.api import StateDictType
+from torch.overrides import is_tensor_like
 
 from fsdp_c._base import Loading, LoadTree, ShardedModule, sharded_modules
 from fsdp_c._device import wait_for_uploads
@@ -198,7 +199,7 @@ def _find_mismatch(
     module: ShardedModule, kind: StateDictType, value: Any, shape: torch.Size
 ) -> str | None:
     """Return why ``value`` cannot be loaded, a text with {key} in it; or None."""
-    if not isinstance(value, Tensor):
+    if not is_tensor_like(value):  # type: ignore[no-untyped-call]
         return (
             '"{key}": expected torch.Tensor or Tensor-like object from checkpoint but '
             f"received {type(value)}"
@@ -339,10 +340,20 @@ def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) 
     parts = OwnParts(module)
     for key, value in values.items():
         if key not in sharded:
-            parts.write(uses[key], value)
+            parts.write(uses[key], _as_tensor(value))
     if sharded:
         with _told(module):
             load_rows(module, list(sharded.values()), [uses[key] for key in sharded])
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return the tensor that a tensor-like stands for, as one read when it is used.
+
+    Only what ``nn.Module.load_state_dict()`` needs is asked of it: shape and copying.
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.empty(tuple(value.shape), dtype=value.dtype).copy_(value)
 
 
 def _gather(module: ShardedModule, values: dict[str, Any]) -> dict[str, Any]:

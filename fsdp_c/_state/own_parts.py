@@ -20,8 +20,7 @@ class OwnParts:
 
     def __init__(self, module: ShardedModule) -> None:
         unit = module._unit
-        group = module._config.groups.shard_group
-        rank = 0 if group is None else group.rank()
+        rank = module.shard_rank
         self._originals = module._originals
         self._params = unit.param_of_use
         num_params = max(self._params, default=-1) + 1

@@ -212,8 +212,3 @@ def test_checkpoint_state_dict_functions(
         _, other = everything(1, use_orig_params=use_orig_params)
         set_model_state_dict(other, given, options=options)
         assert_same_tensors("loaded", full_state_dict(other), expected, 0.0)
-    _, other = everything(1, use_orig_params=use_orig_params)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    given = copy.deepcopy(expected) if rank == 0 else {}
-    set_model_state_dict(other, given, options=options)
-    assert_same_tensors("broadcast", full_state_dict(other), expected, 0.0)

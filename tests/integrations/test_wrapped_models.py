@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
@@ -249,16 +250,17 @@ def test_adapters_are_saved_and_loaded(rank: int, world_size: int, kind: str) ->
 
 @distributed(world_size=2, timeout_s=240)
 def test_state_dicts_of_torch_checkpoint(rank: int, world_size: int) -> None:
-    """torch.distributed.checkpoint.state_dict goes on as it does without install()."""
+    """torch.distributed.checkpoint.state_dict works as it does without install()."""
     torch.manual_seed(0)
     model = _fsdp(MLP(2), use_orig_params=True)
     expected = model.state_dict()
     torch.manual_seed(1)
     other = _fsdp(MLP(2), use_orig_params=True)
     with installed():
-        state = get_model_state_dict(model)
+        options = StateDictOptions(full_state_dict=True)
+        state = get_model_state_dict(model, options=options)
         assert state.keys() == expected.keys()
-        set_model_state_dict(other, state)
+        set_model_state_dict(other, state, options=options)
     for name, value in other.state_dict().items():
         assert torch.equal(value, expected[name]), name
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.api import StateDictType
 from torch.optim import Optimizer
 
 from fsdp_c._sharded_module import FullyShardedDataParallel
-from fsdp_c.integrations.huggingface._patch import (
+from fsdp_c.integrations._patch import (
     Function,
     IntegrationWarning,
     Patch,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp.api import ShardingStrategy
 
+from fsdp_c.integrations._patch import Function, Patch
 from fsdp_c.integrations.huggingface._accelerate_settings import (
     accelerate_setting,
     is_on,
 )
-from fsdp_c.integrations.huggingface._patch import Function, Patch
 
 VERSION_2 = (
     "fsdp_c runs FSDP version 1 and this configuration asks for version 2, "

@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_c.integrations.huggingface._accelerate_plugin import materialize_on_cpu
-from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu, is_on
-from fsdp_c.integrations.huggingface._patch import (
+from fsdp_c.integrations._patch import (
     Function,
     IntegrationWarning,
     Patch,
 )
+from fsdp_c.integrations.huggingface._accelerate_plugin import materialize_on_cpu
+from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu, is_on
 
 ONE_PROCESS = (
     "FSDP is configured and there is only one process: accelerate trains without "

@@ -24,7 +24,7 @@ from fsdp_c._names import clean_name
 from fsdp_c._state.own_parts import named_uses
 from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._uses import is_flat_param, sharding_unit
-from fsdp_c.integrations.huggingface._patch import Function, Patch
+from fsdp_c.integrations._patch import Function, Patch
 
 
 class CleanView:

@@ -13,12 +13,12 @@ Seen in transformers 5.23.0, ``training_args.py``, ``_process_fsdp_args``:
 from importlib.util import find_spec
 from typing import Any
 
+from fsdp_c.integrations._patch import Function, Patch
 from fsdp_c.integrations.huggingface._accelerate_plugin import (
     VERSION_2,
     choose_strategy,
 )
 from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu
-from fsdp_c.integrations.huggingface._patch import Function, Patch
 
 NO_USE_CPU = (
     "several processes were started on a machine without an accelerator, and use_cpu "

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from typing import Any
 
-from fsdp_c.integrations.huggingface._patch import (
+from fsdp_c.integrations._patch import (
     Function,
     IntegrationWarning,
     Patch,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c.integrations.huggingface._patch import Function, Patch
+from fsdp_c.integrations._patch import Function, Patch
 
 
 def _stand_in(value: Any, dtype: torch.dtype | None) -> Tensor:

@@ -3,9 +3,9 @@
     import fsdp_c.integrations.huggingface.auto
 
 Source:
-    ``install`` in ``fsdp_c.integrations.huggingface``, which see.
+    ``install`` in ``fsdp_c.integrations``, which see.
 """
 
-from fsdp_c.integrations.huggingface import install
+from fsdp_c.integrations import install
 
 install()

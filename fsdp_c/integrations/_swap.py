@@ -1,13 +1,15 @@
 """What is exchanged while installed: torch's class and the functions of others."""
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 from torch.distributed.fsdp import fully_sharded_data_parallel as torch_module
 
 from fsdp_c._sharded_module import FullyShardedDataParallel
 from fsdp_c.integrations._import_hook import ImportHook
+from fsdp_c.integrations._origin import comes_from_fsdp_c
+from fsdp_c.integrations._patch import Applied, Patch
+from fsdp_c.integrations._rebind import Rebinding
 from fsdp_c.integrations.huggingface import (
     _accelerate_optimizer,
     _accelerate_plugin,
@@ -17,9 +19,6 @@ from fsdp_c.integrations.huggingface import (
     _trainer_loss,
     _transformers_loading,
 )
-from fsdp_c.integrations.huggingface._origin import comes_from_fsdp_c
-from fsdp_c.integrations.huggingface._patch import Applied, Patch
-from fsdp_c.integrations.huggingface._rebind import Rebinding
 
 PATCHES: tuple[Patch, ...] = (
     *_accelerate_plugin.PATCHES,
@@ -30,10 +29,6 @@ PATCHES: tuple[Patch, ...] = (
     *_trainer_loss.PATCHES,
     *_transformers_loading.PATCHES,
 )
-
-# It asks torch's class for more than its interface: with fsdp_c's in its place it
-# raises "Expected a fsdp_state"; with torch's it takes a wrapped model as any module.
-LEFT_ALONE = frozenset({"torch.distributed.checkpoint.state_dict"})
 
 
 class Swap:
@@ -50,14 +45,9 @@ class Swap:
             torch_module.FullyShardedDataParallel,
             FullyShardedDataParallel,
             keeps=comes_from_fsdp_c,
-            left_alone=LEFT_ALONE,
         )
         names = {patch.module for patch in PATCHES}
-        after: dict[str, Callable[[ModuleType], None]] = {
-            **dict.fromkeys(names, self._apply),
-            **dict.fromkeys(LEFT_ALONE, lambda _: self.settle()),
-        }
-        self._hook = ImportHook(after=after)
+        self._hook = ImportHook(after=dict.fromkeys(names, self._apply))
         self._hook.add()
         for name in names:
             module = sys.modules.get(name)
@@ -70,10 +60,6 @@ class Swap:
                 applied = patch.apply(module)
                 if applied is not None:
                     self._applied.append(applied)
-
-    def settle(self) -> None:
-        """Give torch's class back to modules that need it and took the other one."""
-        self._class.settle()
 
     def undo(self) -> None:
         """Put everything back."""

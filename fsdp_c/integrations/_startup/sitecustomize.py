@@ -15,8 +15,8 @@ from types import ModuleType
 
 _FOLDER = Path(__file__).resolve().parent
 # fsdp_c/integrations, and the folder that fsdp_c is in.
-_INTEGRATIONS = _FOLDER.parents[1]
-_ROOT = _FOLDER.parents[3]
+_INTEGRATIONS = _FOLDER.parents[0]
+_ROOT = _FOLDER.parents[2]
 
 # Before these run: they, or what they import, are changed while installed.
 _BEFORE = (
@@ -26,9 +26,8 @@ _BEFORE = (
     "transformers.trainer_seq2seq",
     "transformers.training_args",
 )
-# After the first: fsdp_c needs it. The second may import the first in its middle, and
-# is looked at again at its end.
-_AFTER = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+# After this: fsdp_c needs it.
+_AFTER = ("torch.distributed.fsdp",)
 
 
 def _install(_: ModuleType) -> None:
@@ -41,7 +40,7 @@ def _install(_: ModuleType) -> None:
     try:
         if importlib.util.find_spec("fsdp_c") is None:
             sys.path.append(str(_ROOT))
-        from fsdp_c.integrations.huggingface import install  # noqa: PLC0415
+        from fsdp_c.integrations import install  # noqa: PLC0415
 
         install()
     except ImportError as error:

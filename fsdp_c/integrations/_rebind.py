@@ -35,7 +35,6 @@ class Rebinding:
         new: What they hold from now on.
         keeps: Decides when it is undone whether a name that got ``new`` in the
             meantime keeps it, because it was not meant as ``old``.
-        left_alone: Names of modules that hold ``old`` all the time.
     """
 
     def __init__(
@@ -43,23 +42,14 @@ class Rebinding:
         old: object,
         new: object,
         keeps: Callable[[Binding], bool] = lambda binding: False,
-        left_alone: frozenset[str] = frozenset(),
     ) -> None:
         self._old = old
         self._new = new
         self._keeps = keeps
-        self._left_alone = left_alone
         # By the modules' identity: they may be replaced in sys.modules.
         self._had_new = {(id(module), name) for module, name in bindings_of(new)}
         for binding in bindings_of(old):
-            if _name(binding) not in left_alone:
-                self._bind(binding, new)
-
-    def settle(self) -> None:
-        """Give ``old`` back to modules to be left alone that were imported since."""
-        for binding in bindings_of(self._new):
-            if _name(binding) in self._left_alone:
-                self._bind(binding, self._old)
+            self._bind(binding, new)
 
     def undo(self) -> None:
         """Give ``old`` back to all who held it, and to those imported since."""
@@ -73,7 +63,3 @@ class Rebinding:
     def _bind(binding: Binding, value: Any) -> None:
         module, name = binding
         object.__getattribute__(module, "__dict__")[name] = value
-
-
-def _name(binding: Binding) -> str:
-    return str(getattr(binding[0], "__name__", ""))

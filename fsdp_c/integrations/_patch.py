@@ -9,7 +9,7 @@ from importlib import metadata
 from types import CodeType, ModuleType
 from typing import Any
 
-from fsdp_c.integrations.huggingface._rebind import Rebinding
+from fsdp_c.integrations._rebind import Rebinding
 
 Function = Callable[..., Any]
 

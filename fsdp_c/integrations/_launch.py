@@ -68,7 +68,7 @@ def command(program: str, arguments: Sequence[str]) -> list[str]:
             raise LaunchError(
                 f"python {blind[0]} does not look for what installs fsdp_c: leave "
                 f"{blind[0]} out, or call "
-                "fsdp_c.integrations.huggingface.install() in the script"
+                "fsdp_c.install() in the script"
             )
         return [sys.executable, *arguments]
     path = shutil.which(program)

@@ -5,7 +5,7 @@ import inspect
 import sys
 from types import ModuleType
 
-from fsdp_c.integrations.huggingface._rebind import Binding
+from fsdp_c.integrations._rebind import Binding
 
 
 def comes_from_fsdp_c(binding: Binding) -> bool:

@@ -1,0 +1,11 @@
+"""Importing this module installs: the one line that a script needs.
+
+    import fsdp_c.integrations.auto
+
+Source:
+    ``install`` in ``fsdp_c.integrations``, which see.
+"""
+
+from fsdp_c.integrations import install
+
+install()
