@@ -1,6 +1,7 @@
 /*
  * The fake NCCL: tape, injection, communicators.
  */
+#define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "nccl_fake.h"
 
 #include <inttypes.h>
@@ -10,10 +11,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "nccl_fake_priv.h"
 
-enum { TAPE_NBYTES = 65536, MAX_COMMS = 4096 };
+enum { TAPE_NBYTES = 65536, MAX_COMMS = 4096, ABORT_LIMIT_S = 10 };
 
 struct fsdp_nccl_comm {
   bool is_live;
@@ -359,8 +361,15 @@ static int fake_abort(fsdp_nccl_comm *comm) {
   comm->is_ending = true;
   g_num_aborts_begun++;
   (void)pthread_cond_broadcast(&g_changed);
+  struct timespec end = {0};
+  (void)clock_gettime(CLOCK_REALTIME, &end);
+  end.tv_sec += ABORT_LIMIT_S;
   while (g_num_aborts_begun < g_aborts_awaited) {
-    (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
+    if (pthread_cond_timedwait(&g_changed, &nccl_fake_lock, &end) != 0) {
+      write_line("WRONG abort %" PRId64 " waits for another one\n",
+                 number(comm));
+      break;
+    }
   }
   const int result = end_call(comm, "abort");
   comm->is_live = false;

@@ -43,7 +43,7 @@ def test_collectives_go_through_nccl(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_options_of_the_group_reach_nccl(rank: int) -> None:
+def test_options_of_the_group_reach_nccl(rank: int, world_size: int) -> None:
     """What c10d's ProcessGroupNCCL.Options holds; this backend's has no config."""
     config = SimpleNamespace(
         blocking=0,
@@ -71,7 +71,7 @@ def test_options_of_the_group_reach_nccl(rank: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_communicators_are_made_when_needed(rank: int) -> None:
+def test_communicators_are_made_when_needed(rank: int, world_size: int) -> None:
     """A forward gathers only; the reductions' communicator comes with backward."""
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
     library.sim_nccl_num_comms.restype = ctypes.c_longlong
