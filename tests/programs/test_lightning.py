@@ -57,8 +57,9 @@ def module_of(rank: int, seed: int) -> Any:
             super().__init__()
             self.net = build(seed)
 
-        def training_step(self, step: Tensor, _: int) -> Tensor:
-            return self.net(batch(int(step), rank)).square().mean()
+        def training_step(self, _: Tensor, __: int) -> Tensor:
+            data = batch(self.trainer.global_step, rank)
+            return self.net(data).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer(self)
@@ -91,6 +92,5 @@ def test_fit_save_resume(rank: int, world_size: int, kind: str) -> None:
         trainer = trainer_of(rank, world_size, kind, folder, 2 * STEPS)
         trainer.fit(module_of(rank, 1), ckpt_path=path, weights_only=False)
         assert trainer.global_step == 2 * STEPS
-        # A new epoch: its batches are counted from the beginning of what is left.
         reference.train(range(STEPS, 2 * STEPS))
         assert_same_tensors("resumed", whole(trainer), reference.model.state_dict())
