@@ -8,7 +8,8 @@ a submodule, or summoning it, first does no harm.
 
 With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare, before every
 collective, what they are about to do: where a branch makes them run their units in
-different orders, all raise an error that names the units.
+different orders, all raise an error that names the units. A rank that leaves the order
+of its first iteration warns, whatever the others do.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c import _native
 from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._order_warning import watch_order
 
 # Called with the root of every engine that is made.
 engine_listeners: list[Callable[[ShardedModule], None]] = []
@@ -37,7 +39,10 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
         for each in modules:
             each._originals.check()
         engine = _native.Engine([each._unit for each in modules])
-        engine.check_order(_is_debugging())
+        is_debugging = _is_debugging()
+        engine.check_order(is_debugging)
+        if is_debugging:
+            watch_order(module, modules)
         members = WeakSet(modules)
         for each in modules:
             each._engine_members = members

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -185,6 +186,48 @@ def test_equal_orders_pass(
         differential.evaluate()
         differential.accumulate(2, no_sync=True)
         del differential, both, module
+
+
+@pytest.mark.parametrize("where", ["all", "one"])
+@distributed(world_size=2)
+def test_a_new_order_is_told(rank: int, world_size: int, where: str) -> None:
+    """A warning, once, in the first iteration of training that differs.
+
+    Where one rank differs, the error of all ranks comes after it.
+    """
+    needs_fsdp_c("says more in other words")
+    with (
+        _debugging(dist.DebugLevel.DETAIL),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        differential = _make("FULL_SHARD", use_orig_params=True)
+        both: tuple[Any, ...] = (differential.reference, differential.model.module)
+        differential.train(2)
+        if where == "one":
+            if rank == 1:
+                both[1].order = [0, 2, 1, 3]
+            message = _failure(differential.model, torch.ones(BATCH, DIM))
+            assert message.startswith("Forward order differs across ranks")
+        else:
+            for module in both:
+                module.order = [3, 1, 0]
+            differential.evaluate()
+            assert not _of_orders(told)
+            differential.train(2)
+        found = _of_orders(told)
+        assert len(found) == (1 if where == "all" or rank == 1 else 0), found
+        if found:
+            words = "Forward order differs from that of the first iteration on rank "
+            assert found[0].startswith(f"{words}{rank}")
+            name = "blocks.3" if where == "all" else "blocks.2"
+            assert f"'{name}' runs where unit " in found[0]
+        del differential, both
+
+
+def _of_orders(told: list[warnings.WarningMessage]) -> list[str]:
+    messages = [str(each.message) for each in told]
+    return [each for each in messages if each.startswith("Forward order")]
 
 
 @contextlib.contextmanager

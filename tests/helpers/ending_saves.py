@@ -59,10 +59,12 @@ def _fork(rank: int, folder: Path, scenario: str) -> int:
 
 
 def _wait(pid: int, deadline: float) -> int | str:
-    while time.monotonic() < deadline:
+    while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
