@@ -207,6 +207,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes):
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.params
         self._comm_hook = None
+        self._follower = None
         self._engine = None
         self._is_root = None
         self._kept_state = None

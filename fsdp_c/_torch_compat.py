@@ -25,13 +25,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
+from torch.distributed.optim import apply_optimizer_in_backward
 from torch.nn import Module
 
 __all__ = [
     "CHECKPOINT_PREFIX",
     "CHECKPOINT_WRAPPED_MODULE",
     "HYBRID_SHARD_ZERO2",
-    "IN_BACKWARD_OPTIMIZERS",
     "ActivationWrapper",
     "Policy",
     "Shard",
@@ -41,12 +41,11 @@ __all__ = [
     "TensorProperties",
     "TrainingState",
     "all_gather_flat",
+    "in_backward_optimizers",
     "overrides_dispatch",
+    "remove_in_backward_hooks",
     "run_policy",
 ]
-
-# What torch.distributed.optim._apply_optimizer_in_backward() leaves on parameters.
-IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 
@@ -76,3 +75,22 @@ def all_gather_flat(
 def overrides_dispatch(tensor: Tensor) -> bool:
     """Whether the tensor's class has a ``__torch_dispatch__`` of its own."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def in_backward_optimizers(param: Tensor) -> list[torch.optim.Optimizer]:
+    """Return what ``_apply_optimizer_in_backward()`` has put on ``param``."""
+    optimizers: list[torch.optim.Optimizer] = getattr(
+        param, "_in_backward_optimizers", []
+    )
+    return optimizers
+
+
+def remove_in_backward_hooks(param: Tensor) -> None:
+    """Remove the hooks with which it steps them as soon as there is a gradient.
+
+    And the node that they are on, which may remember the shape of a shard.
+    """
+    module: Any = apply_optimizer_in_backward
+    for handle in module.param_to_optim_hook_handle_map.pop(param, []):
+        handle.remove()
+    module.param_to_acc_grad_map.pop(param, None)
