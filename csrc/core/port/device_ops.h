@@ -196,7 +196,7 @@ typedef struct fsdp_device_ops {
   /* Of a unit that is followed. grads_set_aside, before a reduction: what the
    * sharded gradients hold stays with the port, and grad_shard allocates anew.
    * grads_reduced, after it: the new ones are there after the work now on
-   * `lane`, and the port adds what stood aside. It must not call the unit. */
+   * `lane`; the port adds what stood aside. It may let them go, no more. */
   void (*grads_set_aside)(void *context, void *owner);
   fsdp_status (*grads_reduced)(void *context, void *owner, fsdp_lane lane,
                                fsdp_error *error);
