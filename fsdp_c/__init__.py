@@ -36,6 +36,7 @@ from fsdp_c import checkpoint, trace
 from fsdp_c._engines import memory_stats, reset
 from fsdp_c._explain import ModelPlan, UnitPlan, explain
 from fsdp_c._forward_methods import register_forward_method
+from fsdp_c._optimizer_in_backward import optimizer_in_backward
 from fsdp_c._originals import FlatParameter
 from fsdp_c._sharded_module import FullyShardedDataParallel
 from fsdp_c.integrations import install, uninstall
@@ -71,6 +72,7 @@ __all__ = [
     "explain",
     "install",
     "memory_stats",
+    "optimizer_in_backward",
     "register_forward_method",
     "reset",
     "trace",

@@ -1,5 +1,6 @@
 """What the files of this package know about a wrapped module: its state."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ class ShardedModule(nn.Module):
     # What register_comm_hook was given; FSDP1's names.
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: Any
+    # Runs after each reduction of the unit; see fsdp_c._optimizer_in_backward.
+    _follower: Callable[[], object] | None
     # With mixed_precision.buffer_dtype.
     _unit_buffers: UnitBuffers | None
     # Names of methods that run like forward, see fsdp_c._forward_methods.
@@ -90,6 +93,25 @@ class ShardedModule(nn.Module):
         )
         if self._comm_hook is not None:
             unit.set_reduce_hook(self._comm_hook_state, self._comm_hook)
+        if self._follower is not None:
+            self.follow_reductions(self._follower)
+
+    def follow_reductions(self, function: Callable[[], object]) -> None:
+        """Let an optimizer's ``function()`` run when the unit has been reduced."""
+        owner = weakref.ref(self)  # the function may lead back to the module
+
+        def run() -> None:
+            module = owner()
+            if module is not None and module._follower is not None:
+                module._follower()
+
+        self._follower = function
+        self._unit.follow_reductions(run)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer steps the unit in backward."""
+        return self._follower is not None
 
     @property
     def wrapped(self) -> nn.Module:

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engine
+from fsdp_c._optimizer_in_backward import (
+    adopt_in_backward_optimizers,
+    check_no_optimizer,
+)
 from fsdp_c._params import unsharded_params
 
 
@@ -32,6 +36,8 @@ def clip_grad_norm(module: ShardedModule, max_norm: Any, norm_type: Any) -> Tens
         raise ValueError(f"max_norm must be a number, got {max_norm!r}")
     for each in sharded_modules(module):
         each._originals.check()
+        adopt_in_backward_optimizers(each)
+    check_no_optimizer(module, "clip_grad_norm_()")
     _warn_without_gradients(module)
     others = [
         param

@@ -66,6 +66,7 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
     result._ignored_params = frozenset(
         memo.get(id(each), each) for each in module._ignored_params
     )
+    result._follower = None  # its optimizer steps the module that was copied
     result.adopt_unit(unit)
     result._originals = Originals(
         wrapped,

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c import _native
 from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._optimizer_in_backward import adopt_in_backward_optimizers
 from fsdp_c._order_warning import watch_order
 
 # Called with the root of every engine that is made.
@@ -38,6 +39,7 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
         modules = list(sharded_modules(module))
         for each in modules:
             each._originals.check()
+            adopt_in_backward_optimizers(each)
         engine = _native.Engine([each._unit for each in modules])
         is_debugging = _is_debugging()
         engine.check_order(is_debugging)

@@ -12,7 +12,6 @@ from torch import nn
 from fsdp_c import _native
 from fsdp_c._flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._names import flat_param_name
-from fsdp_c._torch_compat import IN_BACKWARD_OPTIMIZERS
 from fsdp_c._uses import ParamUse, mark_sharded
 
 _SETATTR = nn.Module.__setattr__
@@ -247,8 +246,8 @@ class Originals:
 
         Raises:
             RuntimeError: One was removed after wrapping, replaced in one of several
-                places that share it, by one with another number of elements or
-                dtype, or has an optimizer that is to step in backward.
+                places that share it, or by one with another number of elements or
+                dtype.
         """
         is_hidden = self._hides and self._num_shows == 0
         current = [
@@ -259,10 +258,6 @@ class Originals:
             now is not use.param for now, use in zip(current, self._uses, strict=True)
         ):
             self._take_over(current)
-        for use in self._uses:
-            _check_no_optimizer(use.param, use.fqn)
-        for name, flat_param in self._flat_params.items():
-            _check_no_optimizer(flat_param, name)
 
     def _replace(self, index: int, now: nn.Parameter, fqn: str) -> None:
         try:
@@ -363,12 +358,3 @@ class Originals:
                 params[name] = params.pop(name)  # to the end
             for name in [name for name in params if name not in order]:
                 params[name] = params.pop(name)
-
-
-def _check_no_optimizer(param: nn.Parameter, name: str) -> None:
-    if getattr(param, IN_BACKWARD_OPTIMIZERS, None):
-        raise RuntimeError(
-            f"parameter {name!r} has an optimizer from _apply_optimizer_in_backward(), "
-            "which is only supported with use_orig_params=True in torch's FSDP1, and "
-            "not at all here: step an optimizer after backward"
-        )

@@ -210,6 +210,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         self._ignored_params = ignored.params
         self._comm_hook = None
         self._comm_hook_state = None
+        self._follower = None
         self._engine = None
         self._is_root = None
         self._kept_state = None

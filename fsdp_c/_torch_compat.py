@@ -34,13 +34,13 @@ from torch.distributed.fsdp._flat_param import (
 from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
+from torch.distributed.optim import apply_optimizer_in_backward
 from torch.nn import Module
 
 __all__ = [
     "CHECKPOINT_PREFIX",
     "CHECKPOINT_WRAPPED_MODULE",
     "HYBRID_SHARD_ZERO2",
-    "IN_BACKWARD_OPTIMIZERS",
     "ActivationWrapper",
     "FlatParamShardMetadata",
     "ParamInfo",
@@ -56,13 +56,12 @@ __all__ = [
     "TrainingState",
     "all_gather_flat",
     "checkpoint_state_dict",
+    "in_backward_optimizers",
     "overrides_dispatch",
+    "remove_in_backward_hooks",
     "run_policy",
     "timeout_of",
 ]
-
-# What torch.distributed.optim._apply_optimizer_in_backward() leaves on parameters.
-IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 
@@ -108,3 +107,22 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     except (AttributeError, RuntimeError):  # a user's own group
         pass
     return None
+
+
+def in_backward_optimizers(param: Tensor) -> list[torch.optim.Optimizer]:
+    """Return what ``_apply_optimizer_in_backward()`` has put on ``param``."""
+    optimizers: list[torch.optim.Optimizer] = getattr(
+        param, "_in_backward_optimizers", []
+    )
+    return optimizers
+
+
+def remove_in_backward_hooks(param: Tensor) -> None:
+    """Remove the hooks with which it steps them as soon as there is a gradient.
+
+    And the node that they are on, which may remember the shape of a shard.
+    """
+    module: Any = apply_optimizer_in_backward
+    for handle in module.param_to_optim_hook_handle_map.pop(param, []):
+        handle.remove()
+    module.param_to_acc_grad_map.pop(param, None)

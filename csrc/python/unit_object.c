@@ -256,6 +256,16 @@ static PyObject *unit_set_reduce_hook(PyObject *object, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *unit_follow_reductions(PyObject *object, PyObject *function) {
+  fsdp_error error = {0};
+  if (fsdp_torch_unit_follow_reductions(unit_of(object), function, &error) !=
+      FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
 static PyObject *unit_clone(PyObject *object, PyObject *params) {
   PyTypeObject *type = Py_TYPE(object);
   fsdp_error error = {0};
@@ -399,6 +409,10 @@ PyDoc_STRVAR(unit_replace_doc,
 PyDoc_STRVAR(unit_hook_doc,
              "set_reduce_hook($self, state, hook, /)\n--\n\n"
              "Let hook(state, grad[, output]) reduce the gradients.");
+PyDoc_STRVAR(unit_follow_doc,
+             "follow_reductions($self, function, /)\n--\n\n"
+             "Let function() run whenever the sharded gradients are complete,\n"
+             "in backward; None: nothing.");
 PyDoc_STRVAR(unit_clone_doc,
              "clone($self, params, /)\n--\n\n"
              "Return a unit with a copy of the shards, shown by `params`.");
@@ -425,6 +439,7 @@ static PyMethodDef unit_methods[] = {
     {"watch", unit_watch, METH_VARARGS, unit_watch_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
     {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},
+    {"follow_reductions", unit_follow_reductions, METH_O, unit_follow_doc},
     {"clone", unit_clone, METH_O, unit_clone_doc},
     {"dismiss", (PyCFunction)(void (*)(void))unit_dismiss,
      METH_VARARGS | METH_KEYWORDS, unit_dismiss_doc},

@@ -145,6 +145,12 @@ FSDP_NODISCARD fsdp_status
 fsdp_torch_unit_set_reduce_hook(fsdp_torch_unit *unit, struct _object *state,
                                 struct _object *hook, fsdp_error *error);
 
+/* Lets function() run whenever a reduction of the unit is through, with the
+ * sharded gradients on the parameters; those that it clears are let go. None:
+ * nothing runs. See Note [Following reductions]. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_follow_reductions(
+    fsdp_torch_unit *unit, struct _object *function, fsdp_error *error);
+
 /* See fsdp_unit_set_full_precision. */
 void fsdp_torch_unit_set_full_precision(fsdp_torch_unit *unit, bool is_full);
 

@@ -26,7 +26,11 @@ void Engine::recover() {
   if (has_said) say("");
   if (!is_aborted.exchange(false)) return;
   fsdp_engine_reset(core);
-  for (Unit *unit : units) unit->graph_task = -1;
+  for (Unit *unit : units) {
+    unit->graph_task = -1;
+    for (Segment &segment : unit->segments) segment.earlier_grad.reset();
+  }
+  reduced.clear();
 }
 
 namespace {
@@ -199,6 +203,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_torch::add_view_ops(&ops);
     fsdp_torch::add_grad_ops(&ops);
     fsdp_torch::add_hook_ops(&ops);
+    fsdp_torch::add_following_ops(&ops);
     fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
     if (status != FSDP_OK) return status;
     // The provider is a part of the engine and does not outlive it.

@@ -46,6 +46,14 @@ class BackwardEnd {
   BackwardEnd &operator=(const BackwardEnd &) = delete;
 
   void run() {
+    follow_reductions(*engine_);
+    finish();
+    follow_reductions(*engine_);
+    has_succeeded_ = true;
+  }
+
+ private:
+  void finish() {
     const std::lock_guard<std::mutex> lock(engine_->mutex);
     const int64_t begin_ns = engine_->begin_span();
     check([&](fsdp_error *error) {
@@ -53,10 +61,8 @@ class BackwardEnd {
     });
     fsdp_engine_note(engine_->core, nullptr, FSDP_TIMELINE_FINISH_BACKWARD,
                      begin_ns);
-    has_succeeded_ = true;
   }
 
- private:
   std::shared_ptr<Engine> engine_;
   bool has_succeeded_ = false;
 };
@@ -101,6 +107,7 @@ void expect_grads(Unit &unit) {
   unit.has_silent_params =
       !comes_all || (unit.has_run_backward && unit.has_silent_params);
   unit.has_run_backward = true;
+  note_followers(unit);
   fsdp_unit_expect_grads(unit.core, num_grads);
 }
 
@@ -182,6 +189,10 @@ class GradHook : public torch::autograd::FunctionPostHook {
     handed.is_expected =
         param.expected_in == torch::autograd::get_current_graph_task_id();
     if (handed.is_expected) param.expected_in = -1;
+    // The gradients of the unit before go before this one's are made.
+    if (handed.is_expected && fsdp_unit_pending_grads(unit.core) == 1) {
+      follow_reductions(*engine);
+    }
     handed.token = grad.unsafeReleaseTensorImpl();
     const std::lock_guard<std::mutex> lock(engine->mutex);
     const int64_t begin_ns = engine->begin_span();

@@ -69,6 +69,7 @@ struct InputCall {
     if (handle->unit == nullptr) return;
     const Unit &unit = *handle->unit;
     const std::shared_ptr<Engine> engine = unit.engine;
+    if (fsdp_unit_pending_grads(unit.core) == 1) follow_reductions(*engine);
     const std::lock_guard<std::mutex> lock(engine->mutex);
     const int64_t begin_ns = engine->begin_span();
     fsdp_error error = {};

@@ -31,6 +31,7 @@ namespace fsdp_torch {
 
 struct Unit;
 struct InputCall;
+struct Follower;
 
 // One engine with its provider and its lock. Units share it.
 struct Engine {
@@ -63,6 +64,9 @@ struct Engine {
   // Note [Leaving a unit in backward].
   std::unordered_map<const torch::autograd::Node *, std::weak_ptr<InputCall>>
       input_users;
+  // Units whose reductions were issued and that are followed; see
+  // Note [Following reductions].
+  std::vector<std::weak_ptr<Unit>> reduced;
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_said{false};
 };
@@ -79,7 +83,8 @@ struct Segment {
   bool wants_grad = false;  // some parameter requires grad now
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
-  at::Tensor flat_param;  // use_orig_params=False
+  at::Tensor earlier_grad;  // of earlier backwards, while followed
+  at::Tensor flat_param;    // use_orig_params=False
   StoragePtr unsharded;
   StoragePtr full;                 // on the unit's device
   StoragePtr full_on_host;         // null until a summon needs it
@@ -120,6 +125,7 @@ struct GradPlace {
   at::Tensor *holder;
   Segment *segment;
   Param *param;  // nullptr: the holder is the segment's flat parameter
+  bool was_cleared = false;  // by who follows the unit, in this backward
 };
 
 // What hooks hold: the unit may die before the graph does.
@@ -161,10 +167,14 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::shared_ptr<UnitHandle> handle;
   int graph_task = -1;  // in which the expected gradients were counted
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
+  std::shared_ptr<Follower> follower;       // likewise
+  bool is_followed = false;                 // as the core has it
+  std::shared_ptr<fsdp_event> reduced;      // following.cpp; null until needed
   // Forward calls whose inputs are hooked; see Note [Leaving a unit in
   // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
   bool has_run_backward = false;
+  bool ran_as_root = false;  // in its last forward; a recomputation follows it
   // Some parameter was not announced in a backward, or none has run yet.
   bool has_silent_params = true;
 };
@@ -213,8 +223,21 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 // unit_grads.cpp: the functions of the port that show gradients.
 void add_grad_ops(fsdp_device_ops *ops);
 
+// The same for who follows the unit: shows the sharded gradients, and takes
+// them back. Where all were cleared, their memory goes.
+void show_followed_grads(Unit &unit);
+void take_followed_grads(Unit &unit);
+
 // reduce_hook.cpp
 void add_hook_ops(fsdp_device_ops *ops);
+
+// following.cpp
+void add_following_ops(fsdp_device_ops *ops);
+// Tells the core whether somebody follows the unit's reductions. Cheap.
+void note_followers(Unit &unit);
+// Runs what follows the reductions that were issued. Not with the engine's
+// lock: it runs Python.
+void follow_reductions(Engine &engine);
 
 // hooks.cpp
 // Makes the grad accumulators of trainable parameters and hooks them; the

@@ -28,8 +28,10 @@ void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
                                 fsdp_torch_cast *cast) {
   const Unit &self = *unit->self;
   const fsdp_engine *core = self.engine ? self.engine->core : nullptr;
-  const bool is_root = core != nullptr && !fsdp_engine_in_forward(core) &&
-                       !fsdp_engine_in_backward(core);
+  // A recomputation gets what forward got.
+  const bool is_root = core != nullptr && (fsdp_engine_in_backward(core)
+                                               ? self.ran_as_root
+                                               : !fsdp_engine_in_forward(core));
   const bool is_wanted =
       self.cast_forward_inputs || (is_root && self.cast_root_forward_inputs);
   const bool is_cast =
@@ -62,8 +64,12 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
     self.engine->recover();
     const bool in_backward = is_recomputation(*self.engine);
+    if (!in_backward) {
+      self.ran_as_root = !fsdp_engine_in_forward(self.engine->core);
+    }
     if (!in_backward && c10::GradMode::is_enabled()) {
       fsdp_torch::follow_requires_grad(self);
+      fsdp_torch::note_followers(self);
     }
     const fsdp_status status =
         fsdp_unit_pre_forward(self.core, in_backward, error);

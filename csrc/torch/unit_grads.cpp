@@ -197,7 +197,9 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
     Unit &unit = unit_of(owner);
     std::vector<const GradPlace *> cleared;
     bool any = false;
-    for (const GradPlace &place : grad_places(unit)) {
+    grad_places(unit);
+    for (GradPlace &place : unit.grad_places) {
+      place.was_cleared = false;
       if (take_one_grad(unit, place)) {
         any = true;
       } else {
@@ -283,7 +285,7 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
             unsharded_grad(unit, place, data[index_of(unit, place)]);
         continue;
       }
-      if (!has_sharded_piece(place)) continue;
+      if (!has_sharded_piece(place) || place.was_cleared) continue;
       place.holder->mutable_grad() =
           view == FSDP_VIEW_PARTIAL
               ? partial_grad(unit, place, data[index_of(unit, place)])
@@ -331,6 +333,40 @@ void grad_release(void * /*context*/, void *token) {
 }
 
 }  // namespace
+
+void show_followed_grads(Unit &unit) {
+  for (const GradPlace &place : grad_places(unit)) {
+    if (!has_sharded_piece(place) || !place.segment->grad_shard.defined()) {
+      continue;
+    }
+    place.holder->mutable_grad() = sharded_grad(unit, place);
+  }
+}
+
+void take_followed_grads(Unit &unit) {
+  const bool in_backward = fsdp_engine_in_backward(unit.engine->core);
+  bool any = false;
+  grad_places(unit);
+  for (GradPlace &place : unit.grad_places) {
+    if (!has_sharded_piece(place)) continue;
+    place.was_cleared = in_backward && !place.holder->grad().defined();
+    any = any || place.holder->grad().defined();
+  }
+  if (!any) {
+    fsdp_unit_drop_sharded_grads(unit.core);
+    return;
+  }
+  if (!in_backward) return;  // the user's from now on
+  for (const GradPlace &place : grad_places(unit)) {
+    if (!has_sharded_piece(place)) continue;
+    if (place.was_cleared) {
+      at::Tensor rest = sharded_grad(unit, place);
+      if (rest.defined()) rest.zero_();
+    } else {
+      take_one_grad(unit, place);
+    }
+  }
+}
 
 void hide_grads(Unit &unit) {
   if (!unit.use_orig_params) return;  // they are on the flat parameters

@@ -6,6 +6,7 @@ states they have, and take what is not sharded from a rank that has it.
 """
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +32,37 @@ class Scalar(NamedTuple):
         return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
 
+class PerRank(NamedTuple):
+    """A plain state that is another one on each rank.
+
+    Attributes:
+        values: By rank of the sharding group, as of :func:`packed_value`; None where
+            the rank has none.
+    """
+
+    values: tuple[Any, ...]
+
+    @property
+    def first(self) -> Any:
+        """The one of the first rank that has one."""
+        return next((value for value in self.values if value is not None), None)
+
+    def of(self, place: Place, key: str) -> Any:
+        """Return this rank's own; the first one, of another number of ranks."""
+        group = place.shard_group
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        if len(self.values) == size:
+            own = self.values[rank]
+            return self.first if own is None else own
+        warnings.warn(
+            f"optimizer state {key!r} of parameter {place.fqn!r} was another on each "
+            f"of {len(self.values)} ranks, and is loaded on {size}: all get the first "
+            "rank's",
+            stacklevel=6,
+        )
+        return self.first
+
+
 def packed_value(value: Any) -> Any:
     """Return a plain state as it is passed to other ranks."""
     if not isinstance(value, Tensor):
@@ -53,11 +85,13 @@ class AgreedState:
         place: The parameter.
         sharded: dtypes of the states that have one value per element.
         plain: The other states, as :func:`packed_value`; shared by parameters.
+        per_rank: Those of them that differ between ranks.
     """
 
     place: Place
     sharded: dict[str, torch.dtype] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
+    per_rank: dict[str, PerRank] = field(default_factory=dict)
 
 
 # What one rank has of a parameter: whether it is sharded, and a dtype or a plain state.
@@ -94,7 +128,7 @@ def agree(
     Raises:
         RuntimeError: It went wrong on another rank; or the ranks' optimizers step
             different parameters, or lack state for what they hold.
-        ValueError: State that is not sharded differs between ranks.
+        ValueError: State is sharded on some ranks only.
     """
     gathered: list[tuple[_Report, list[Any]]] = []
     for group in groups:
@@ -205,7 +239,7 @@ def _agreed_states(
             found[key] = _merge(place, owners, kinds)
         state = found[key]
         if state is not None:
-            yield AgreedState(place, state.sharded, state.plain)
+            yield AgreedState(place, state.sharded, state.plain, state.per_rank)
 
 
 def _merge(
@@ -247,22 +281,51 @@ def _merge(
                 )
             result.sharded[name] = dtypes.pop()
             continue
-        _check_equal(place, name, have, values)
-        result.plain[name] = values[0][1]
+        _check_kind(place, name, have, values)
+        first = values[0][1]
+        result.plain[name] = first
+        # The state of a flat parameter is that of all in it, on every rank.
+        seen = [report[name] for report in reports if name in report]
+        seen = seen if place.is_flat else values
+        if not all(same_value(value, first) for _, value in seen):
+            if name == "step":
+                raise ValueError(_other_steps(place, reports))
+            result.per_rank[name] = PerRank(
+                tuple(report.get(name, (False, None))[1] for report in reports)
+            )
     return result
 
 
-def _check_equal(
+def _other_steps(place: Place, reports: Sequence[_Kind]) -> str:
+    """Say that ranks were not stepped together."""
+    steps = {
+        rank: report["step"][1]
+        for rank, report in enumerate(reports)
+        if "step" in report
+    }
+    first, *others = steps
+    other = next(r for r in others if not same_value(steps[r], steps[first]))
+    return (
+        f"optimizer state 'step' of parameter {place.fqn!r} differs between the ranks "
+        f"that hold the parameter: {describe(unpacked_value(steps[first]))} on rank "
+        f"{first}, {describe(unpacked_value(steps[other]))} on rank {other}: step all "
+        "ranks together, or save it with StateDictType.LOCAL_STATE_DICT, which keeps "
+        "each rank's own"
+    )
+
+
+def _check_kind(
     place: Place, name: str, ranks: Sequence[int], values: Sequence[tuple[bool, Any]]
 ) -> None:
-    first_sharded, first = values[0]
-    for rank, (is_sharded, value) in zip(ranks, values, strict=True):
-        if is_sharded is first_sharded and same_value(value, first):
-            continue
-        raise ValueError(
-            f"optimizer state {name!r} of parameter {place.fqn!r} does not have one "
-            "value per element, and differs between the ranks that hold the "
-            f"parameter: {describe(unpacked_value(first))} on rank {ranks[0]}, "
-            f"{describe(unpacked_value(value))} on rank {rank}. Save it with "
-            "StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"
-        )
+    """Refuse a state that has one value per element on some of the ranks only."""
+    sharded = [rank for rank, value in zip(ranks, values, strict=True) if value[0]]
+    if not sharded:
+        return
+    other = next(rank for rank in ranks if rank not in sharded)
+    value = dict(zip(ranks, values, strict=True))[other][1]
+    raise ValueError(
+        f"optimizer state {name!r} of parameter {place.fqn!r} has one value per "
+        f"element on rank {sharded[0]}, and not on rank {other}: "
+        f"{describe(unpacked_value(value))}. Save it with "
+        "StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"
+    )

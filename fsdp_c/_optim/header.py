@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c._optim.agreement import packed_value
+from fsdp_c._optim.agreement import PerRank, packed_value
 from fsdp_c._optim.local import LOCAL_PARTS
 from fsdp_c._optim.places import Place
-from fsdp_c._optim.save import WHOLE_STATES
+from fsdp_c._optim.save import RANK_STATES, WHOLE_STATES
 from fsdp_c._state.sharded_tensors import dtype_of, is_sharded, shape_of
 
 
@@ -81,6 +81,7 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
                 "OptimStateKeyType.PARAM_NAME, ...)"
             )
     whole = dict(state_dict.get(WHOLE_STATES, {}))
+    per_rank = state_dict.get(RANK_STATES, {})
     header = Header({}, None if groups is None else list(groups), whole)
     for key, value in state_dict["state"].items():
         if key in known or key in in_groups:
@@ -93,6 +94,8 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
                 name: _info(each, name in whole.get(key, ()))
                 for name, each in value.items()
             }
+            for name, values in per_rank.get(key, {}).items():
+                header.states[key][name] = PerRank(tuple(map(packed_value, values)))
         else:
             header.others[key] = value
     return header

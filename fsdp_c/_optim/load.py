@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._failures import naming_ranks
-from fsdp_c._optim.agreement import unpacked_value
+from fsdp_c._optim.agreement import PerRank, unpacked_value
 from fsdp_c._optim.entries import Values, all_entries, by_module, take
 from fsdp_c._optim.groups import groups_for_optimizer
 from fsdp_c._optim.header import Header, Wanted, check_header, read_header
@@ -163,7 +163,10 @@ class _Loader:
                         place.part_numel, dtype=info.dtype, device="meta"
                     )
             state.plain = {
-                key: unpacked_value(value) for key, value in each.plain.items()
+                key: unpacked_value(
+                    value.of(place, key) if isinstance(value, PerRank) else value
+                )
+                for key, value in each.plain.items()
             }
             states[fqn] = state
         return assemble(self.keys, self.of_param, states)

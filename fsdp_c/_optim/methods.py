@@ -108,8 +108,8 @@ class OptimStateMethods:
         Raises:
             RuntimeError: The ranks' optimizers do not fit together.
             ValueError: Nothing in ``model`` is wrapped, ``optim`` is of other
-                parameters, or state that has no value per element differs between
-                ranks (LOCAL saves that).
+                parameters, or state has one value per element on some ranks only
+                (LOCAL saves that).
 
         Source:
             ``FullyShardedDataParallel.optim_state_dict`` (torch 2.13).

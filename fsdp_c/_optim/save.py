@@ -44,6 +44,9 @@ from fsdp_c._state.sharded_tensors import (
 # are tensors without one value per element, by parameter. There only if there are any.
 WHOLE_STATES = "whole_states"
 
+# Likewise: for states that are another on each rank, all ranks' values in order.
+RANK_STATES = "rank_states"
+
 _CPU = torch.device("cpu")
 
 
@@ -91,8 +94,8 @@ def save(
     Raises:
         RuntimeError: The ranks' optimizers do not fit together, or it failed on
             another rank.
-        ValueError: See :func:`~fsdp_c._optim.states.collect`; or state that is not
-            sharded differs between ranks.
+        ValueError: See :func:`~fsdp_c._optim.states.collect`; or state is sharded on
+            some ranks only.
     """
     modules = list(sharded_modules(model))
     destination = _first_rank(modules, options.group) if options.rank0_only else None
@@ -289,6 +292,16 @@ def _result(
     }
     if whole:
         result[WHOLE_STATES] = whole
+    per_rank = {
+        name: {
+            key: [unpacked_value(each) for each in value.values]
+            for key, value in state.per_rank.items()
+        }
+        for name, state in agreed.items()
+        if state.per_rank
+    }
+    if per_rank:
+        result[RANK_STATES] = per_rank
     for key, value in local.others.items():
         warnings.warn(
             f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly "

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -12,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import distributed
-from helpers.impl import ShardingStrategy, fsdp
+from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import Block, vectors
 from helpers.reference import Differential
 
@@ -198,3 +199,28 @@ def test_part_of_a_unit(rank: int, world_size: int, use_reentrant: bool) -> None
 
     differential = Differential(Part, wrap, vectors, use_orig_params=True)
     differential.train(3)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@distributed(world_size=2)
+def test_inputs_of_a_root_are_cast_again(
+    rank: int, world_size: int, needs_grad: bool
+) -> None:
+    """A root that is recomputed gets its inputs in the dtype that forward gave them."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    grads = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = fsdp(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)),
+            mixed_precision=precision,
+            use_orig_params=True,
+        )
+        x = torch.randn(4, 6).requires_grad_(needs_grad)
+        out = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+        assert out.dtype == torch.bfloat16
+        out.float().square().mean().backward()
+        grads.append([param.grad for param in model.parameters()])
+    for first, second in zip(*grads, strict=True):
+        assert (first is None) == (second is None)
+        assert first is None or torch.equal(first, second)

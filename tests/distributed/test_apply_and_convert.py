@@ -207,15 +207,3 @@ def test_handle(rank: int, world_size: int, use_orig_params: bool) -> None:
         assert "weight" in flat_param._fqns[0]
         assert use_orig_params or flat_param.grad is not None
     assert fsdp(nn.ReLU())._handle is None
-
-
-@distributed(world_size=2)
-def test_optimizer_in_backward(rank: int, world_size: int) -> None:
-    """Refused before it silently does nothing."""
-    needs_fsdp_c("supports it with use_orig_params=True")
-    for use_orig_params in (True, False):
-        model = _wrap(MLP(1), use_orig_params=use_orig_params)
-        for param in model.parameters():
-            param._in_backward_optimizers = [torch.optim.SGD([param], 0.1)]  # type: ignore[attr-defined]
-        with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
-            model(torch.randn(4, 6))

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 from helpers.distributed import distributed
 from helpers.doc_pages import blocks_of
@@ -48,6 +50,40 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.a(x) if dist.get_rank() == 0 else self.b(x)
         return out
+
+
+class Result:
+    """An output that holds more than is looked at."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.parts = [[i] for i in range(20_000)]
+        self.logits = logits
+
+
+def _wrap_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fsdp(distribute_module(nn.Linear(4, 4), mesh, _shard_rows))
+
+
+def _shard_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    weight = distribute_tensor(module.weight.detach(), mesh, [Shard(0)])
+    module.register_parameter("weight", nn.Parameter(weight))
+
+
+def _return_a_large_object() -> None:
+    net = Net()
+    forward = net.forward
+    net.forward = lambda tokens: Result(forward(tokens))  # type: ignore[assignment]
+    fsdp(net)(torch.tensor([[1, 2]]))
+
+
+def _clip_without_gradients() -> None:
+    import fsdp_c
+
+    model = fsdp(Net())
+    fsdp_c.optimizer_in_backward(model, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    model(torch.tensor([[1, 2]])).sum().backward()
+    model.clip_grad_norm_(1.0)
 
 
 def _share_over_units() -> None:
@@ -130,12 +166,15 @@ def _pickle() -> None:
 
 # What makes each message, in the order of the page.
 CASES: list[Callable[[], None]] = [
+    _wrap_dtensors,
     _share_over_units,
     _share_over_units_by_hand,
     _leave_on_meta,
     _clip_after_an_exception,
+    _return_a_large_object,
     _run_different_units,
     _save_on_rank_0,
+    _clip_without_gradients,
     _load_parts,
     _pickle,
 ]

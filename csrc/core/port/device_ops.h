@@ -196,6 +196,13 @@ typedef struct fsdp_device_ops {
    * replace all of them (`is_replaced`). data [out] borrowed. */
   fsdp_status (*grad_shard)(void *context, void *owner, int64_t segment,
                             bool is_replaced, void **data, fsdp_error *error);
+  /* Of a unit that is followed. grads_set_aside, before a reduction: what the
+   * sharded gradients hold stays with the port, and grad_shard allocates anew.
+   * grads_reduced, after it: the new ones are there after the work now on
+   * `lane`; the port adds what stood aside. It may let them go, no more. */
+  void (*grads_set_aside)(void *context, void *owner);
+  fsdp_status (*grads_reduced)(void *context, void *owner, fsdp_lane lane,
+                               fsdp_error *error);
   /* Frees a gradient that was handed over by fsdp_unit_grad_ready. All work
    * that reads it is on the lane COMPUTE. Cannot fail. */
   void (*grad_release)(void *context, void *token);

@@ -407,3 +407,7 @@ bool fsdp_unit_full_precision(const fsdp_unit *unit) {
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook) {
   unit->has_reduce_hook = has_hook;
 }
+
+void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed) {
+  unit->is_followed = is_followed;
+}

@@ -179,6 +179,14 @@ bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
  * as it sees fit. */
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
 
+/* Whether the port follows the unit's reductions: grads_set_aside and
+ * grads_reduced. */
+void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed);
+
+/* Lets the sharded gradients go, which nobody needs any more. Their memory is
+ * in use on COMPUTE only. In an engine only. Cannot fail. */
+void fsdp_unit_drop_sharded_grads(fsdp_unit *unit);
+
 /*
  * pre_forward: unshards the unit (unless a prefetch did), makes the compute
  * lane wait for it, and prefetches the next one. A unit that enters while none

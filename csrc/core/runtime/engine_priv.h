@@ -95,6 +95,7 @@ struct fsdp_unit {
   bool is_reduce_ready;  /* reduce.c: gradient complete, reduction not issued */
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool has_reduce_hook;    /* engine.c */
+  bool is_followed;        /* engine.c: the port acts after each reduction */
 
   bool has_partial;    /* reduce_unit.c: the partial gradient holds a value */
   void *partial_block; /* reduce_unit.c: kept once it was needed */

@@ -173,6 +173,10 @@ void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit) {
   fsdp_unit_priv_free_grad_shards(unit);
 }
 
+void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
+  fsdp_unit_priv_free_grad_shards(unit);
+}
+
 void fsdp_unit_priv_free_grad_shards(fsdp_unit *unit) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   unit->has_sharded_grad = false;

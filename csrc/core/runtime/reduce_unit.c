@@ -162,6 +162,21 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
 /* Sharded gradient ----------------------------------------------------------
  */
 
+/* Whether the reduction adds to what the sharded gradient holds. Whoever
+ * follows it sees this backward's part alone, and adds afterwards. */
+static bool adds_to_grads(const fsdp_unit *unit) {
+  return unit->has_sharded_grad && !unit->is_followed;
+}
+
+static void set_grads_aside(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  if (!unit->is_followed || !unit->has_sharded_grad) return;
+  ops->grads_set_aside(ops->context, unit->options.owner);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->segments[i].has_grad_shard = false;
+  }
+}
+
 /* Before the lanes wait for COMPUTE, where new ones are zeroed. */
 static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
   void *data = NULL;
@@ -171,8 +186,8 @@ static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
     if (unit->grad_data[i] == NULL || unit->segments[i].has_grad_shard) {
       continue;
     }
-    FSDP_TRY(fsdp_unit_priv_grad_shard(unit, i, !unit->has_sharded_grad, &data,
-                                       error));
+    FSDP_TRY(
+        fsdp_unit_priv_grad_shard(unit, i, !adds_to_grads(unit), &data, error));
     unit->segments[i].has_grad_shard = true;
   }
 done:
@@ -191,7 +206,7 @@ static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, void *host,
   *target = host;
   if (!unit->options.offloads) return FSDP_OK;
   *target = unit->stage_data[index];
-  if (!unit->has_sharded_grad) return FSDP_OK;
+  if (!adds_to_grads(unit)) return FSDP_OK;
   FSDP_TRY(ops->copy_to_device(
       ops->context, FSDP_LANE_DOWNLOAD, *target, host,
       segment->layout->shard_numel * segment->options.grad_dtype.itemsize,
@@ -232,11 +247,11 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
     void *target = NULL;
     if (unit->grad_data[i] == NULL) continue;
     FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i,
-                             !unit->has_sharded_grad, &grad_shard, error));
+                             !adds_to_grads(unit), &grad_shard, error));
     FSDP_TRY(bring_grad(unit, i, grad_shard, lane, &target, error));
     FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
                              own_slot(unit, i), segment->options.reduce_dtype,
-                             numel, scale, unit->has_sharded_grad, error));
+                             numel, scale, adds_to_grads(unit), error));
     if (!unit->options.offloads) continue;
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
@@ -280,6 +295,7 @@ done:
 
 fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
   const bool has_hook = unit->has_reduce_hook;
   const bool has_shards = unit->options.shard_group.world_size > 1;
   const bool has_replicas =
@@ -299,7 +315,10 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
     return end_partial(unit, partial_lane, error);
   }
-  if (!is_partial) FSDP_TRY(make_grad_shards(unit, error));
+  if (!is_partial) {
+    set_grads_aside(unit);
+    FSDP_TRY(make_grad_shards(unit, error));
+  }
   if (unit->has_partial && partial_lane == FSDP_LANE_COMPUTE) {
     FSDP_TRY(add_partial(unit, partial_lane, true, error));
     unit->has_partial = false;
@@ -319,6 +338,10 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
+  if (unit->is_followed) {
+    FSDP_TRY(
+        ops->grads_reduced(ops->context, unit->options.owner, last_use, error));
+  }
 done:
   return status;
 }

@@ -34,6 +34,10 @@ at::ScalarType scalar_type(fsdp_dtype dtype) {
 
 }  // namespace
 
+std::shared_ptr<fsdp_event> make_event() {
+  return std::make_shared<fsdp_event>();
+}
+
 Provider::Provider(c10::Device device)
     : device_(device), has_streams_(!device.is_cpu()) {
   if (!has_streams_) return;

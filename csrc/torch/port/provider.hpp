@@ -168,6 +168,9 @@ class Provider {
   std::unordered_map<void *, at::Tensor> host_blocks_;
 };
 
+// A point on a lane, not recorded yet.
+std::shared_ptr<fsdp_event> make_event();
+
 // collectives.cpp
 void add_collective_ops(fsdp_device_ops *ops);
 // The sum over the group's ranks, or the maximum, of a tensor of one element on

@@ -1,0 +1,206 @@
+"""Hooks on flat parameters run, on the sharded gradient once it is complete."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.models import MLP, Block, vectors
+from helpers.reference import Differential, assert_same
+
+
+def _differential(strategy: str = "FULL_SHARD", **kwargs: Any) -> Differential:
+    needs_fsdp_c("its hooks see the gradient of this rank alone, unsharded")
+    return Differential(
+        MLP,
+        lambda module: fsdp(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy[strategy],
+            **kwargs,
+        ),
+        vectors,
+        use_orig_params=False,
+    )
+
+
+def _flat_params(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=2)
+def test_register_hook(
+    rank: int, world_size: int, strategy: str, offload: bool
+) -> None:
+    """It sees the mean over the ranks, this rank's shard, and may replace it."""
+    differential = _differential(
+        strategy, cpu_offload=CPUOffload(offload_params=offload)
+    )
+    seen: list[tuple[Tensor, Tensor]] = []
+    for param in _flat_params(differential.model):
+        param.register_hook(lambda grad: grad * 2)
+        param.register_hook(
+            lambda grad, param=param: seen.append((param, grad.clone()))
+        )
+    for param in differential.reference.parameters():
+        param.register_hook(lambda grad: grad * 2)
+    for _ in range(3):
+        seen.clear()
+        differential.zero_grad()
+        differential.forward_backward()
+        differential.check()
+        assert len(seen) == len(_flat_params(differential.model))
+        for param, grad in seen:
+            assert torch.equal(param.grad, grad)
+        differential.step()
+
+
+@distributed(world_size=2)
+def test_accumulation(rank: int, world_size: int) -> None:
+    """A hook sees one backward's gradient, not the sum of those before."""
+    differential = _differential()
+    for param in _flat_params(differential.model):
+        param.register_hook(lambda grad: grad * 3)
+    for param in differential.reference.parameters():
+        param.register_hook(lambda grad: grad * 3)
+    for _ in range(2):
+        differential.zero_grad()
+        for _ in range(3):
+            differential.forward_backward()
+        differential.check()
+        differential.step()
+
+
+@distributed(world_size=2)
+def test_no_sync(rank: int, world_size: int) -> None:
+    """Under no_sync() no sharded gradient is complete."""
+    needs_fsdp_c("runs them in every backward")
+    model = fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    calls: list[int] = []
+    params = _flat_params(model)
+    for param in params:
+        param.register_hook(lambda grad: calls.append(grad.numel()))
+    x = torch.randn(2, 6)
+    for sharded in (False, True):
+        with model.no_sync(sharded=sharded):
+            model(x).sum().backward()
+        assert calls == []
+    model(x).sum().backward()
+    assert sorted(calls) == sorted(param.numel() for param in params)
+
+
+@distributed(world_size=2)
+def test_post_accumulate_hook(rank: int, world_size: int) -> None:
+    """An optimizer's step in it is the step after backward, without gradients."""
+    differential = _differential()
+    optimizers = {
+        param: torch.optim.AdamW([param], lr=0.1)
+        for param in _flat_params(differential.model)
+    }
+
+    def step(param: Tensor) -> None:
+        optimizers[param].step()
+        param.grad = None
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    reference = torch.optim.AdamW(differential.reference.parameters(), lr=0.1)
+    for _ in range(3):
+        reference.zero_grad()
+        differential.forward_backward()
+        reference.step()
+        assert all(param.grad is None for param in optimizers)
+        with FSDP.summon_full_params(differential.model, writeback=False):
+            for mine, expected in zip(
+                differential.model.parameters(),
+                differential.reference.parameters(),
+                strict=True,
+            ):
+                assert_same("parameter", mine.detach(), expected.detach())
+
+
+@distributed(world_size=2)
+def test_post_accumulate_hook_keeps_the_gradient(rank: int, world_size: int) -> None:
+    """It sees the accumulated gradient, and may change it in place or replace it."""
+    differential = _differential()
+
+    def halve(param: Tensor) -> None:
+        param.grad.mul_(0.5)
+
+    def replace(param: Tensor) -> None:
+        param.grad = param.grad * 0.5
+
+    for hook in (halve, replace):
+        handles = [
+            param.register_post_accumulate_grad_hook(hook)
+            for model in (differential.model, differential.reference)
+            for param in _flat_params(model)
+        ]
+        differential.zero_grad()
+        for _ in range(3):
+            differential.forward_backward()
+        differential.check()
+        differential.step()
+        for handle in handles:
+            handle.remove()
+    differential.train(2)
+
+
+@distributed(world_size=2)
+def test_removed_hooks(rank: int, world_size: int) -> None:
+    """A hook that was removed does not run; one that was added late does."""
+    needs_fsdp_c("runs them elsewhere")
+    model = fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    calls: list[str] = []
+    (param, *_) = _flat_params(model)
+    handle = param.register_hook(lambda grad: calls.append("first"))
+    loss = model(torch.randn(2, 6)).sum()
+    handle.remove()
+    param.register_hook(lambda grad: calls.append("second"))
+    loss.backward()
+    assert calls == ["second"]
+
+
+@distributed(world_size=2)
+def test_a_hook_that_raises(rank: int, world_size: int) -> None:
+    """Its exception leaves backward; the model works afterwards."""
+    needs_fsdp_c("runs them elsewhere")
+    model = fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    params = _flat_params(model)
+
+    def fail(grad: Tensor) -> None:
+        raise KeyError("mine")
+
+    handle = params[0].register_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        model(torch.ones(2, 6)).sum().backward()
+    handle.remove()
+    for param in params:
+        param.grad = None
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(param.grad is not None for param in params)
+
+    handle = params[0].register_hook(lambda grad: grad[:1])
+    with pytest.raises(
+        (ValueError, RuntimeError), match="has changed the size of value"
+    ):
+        model(torch.ones(2, 6)).sum().backward()
+    handle.remove()
+
+
+@distributed(world_size=2)
+def test_hooks_on_original_parameters(rank: int, world_size: int) -> None:
+    """With use_orig_params they run with this rank's whole gradient."""
+    needs_fsdp_c("does not run them")
+    model = fsdp(nn.Linear(3, 2), use_orig_params=True)
+    shapes: list[torch.Size] = []
+    for param in model.parameters():
+        param.register_hook(lambda grad: shapes.append(grad.shape))
+    model(torch.ones(1, 3)).sum().backward()
+    assert sorted(shapes) == [torch.Size([2]), torch.Size([2, 3])]

@@ -1,0 +1,142 @@
+"""Optimizer state that is another on each rank: nothing of it is lost."""
+
+import gc
+import tempfile
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+
+
+class _Rms(torch.optim.Optimizer):
+    """Keeps the root mean square of what it steps, as transformers' Adafactor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None or param.numel() == 0:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                state["RMS"] = param.square().mean().sqrt().item()
+                state["rms_tensor"] = param.square().mean().sqrt()
+                state["sum"] = state.get("sum", torch.zeros_like(param)) + param.grad
+                param.sub_(group["lr"] * param.grad)
+
+
+def _trained(
+    use_orig_params: bool, group: dist.ProcessGroup | None = None
+) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    model = fsdp(module, use_orig_params=use_orig_params, process_group=group)
+    optim = _Rms(model.parameters())
+    for _ in range(2):
+        optim.zero_grad()
+        model(torch.ones(2, 8)).square().sum().backward()
+        optim.step()
+    return model, optim
+
+
+def _same(mine: Any, other: Any) -> bool:
+    states = [list(optim.state_dict()["state"].values()) for optim in (mine, other)]
+    return len(states[0]) == len(states[1]) and all(
+        first.keys() == second.keys()
+        and all(
+            torch.equal(torch.as_tensor(v), torch.as_tensor(second[k]))
+            for k, v in first.items()
+        )
+        for first, second in zip(*states, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_round_trip(
+    rank: int, world_size: int, use_orig_params: bool, kind: str
+) -> None:
+    """Each rank gets its own back."""
+    needs_fsdp_c("gives all ranks the value of one")
+    model, optim = _trained(use_orig_params)
+    FSDP.set_state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"])
+    saved = FSDP.optim_state_dict(model, optim)
+    fresh = _Rms(model.parameters())
+    if use_orig_params:  # a rank without a part of a parameter steps nothing
+        model(torch.ones(2, 8)).sum().backward()
+        fresh.step()
+    fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+    if kind != "LOCAL":
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, saved["rank_states"])
+        assert everyone[0] == everyone[1]
+        values = saved["rank_states"]["0.weight"]["RMS"]
+        assert len(values) == world_size
+        assert values[0] != values[1]
+        assert saved["state"]["0.weight"]["RMS"] == values[0]
+        assert "step" not in saved["rank_states"]["0.weight"]
+    held = optim.state[next(iter(optim.state))]
+    assert held["RMS"] == fresh.state[next(iter(optim.state))]["RMS"]
+    assert _same(optim, fresh)
+
+
+@distributed(world_size=2)
+def test_through_checkpoint(rank: int, world_size: int) -> None:
+    """torch.distributed.checkpoint keeps all ranks' values."""
+    needs_fsdp_c("writes those of one rank")
+    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    model, optim = _trained(use_orig_params=False)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        saved = FSDP.optim_state_dict(model, optim)
+        dcp.save({"optim": saved}, checkpoint_id=folder[0])
+        target = {"optim": FSDP.optim_state_dict(model, optim)}
+        values = target["optim"]["rank_states"]["0.weight"]["RMS"]
+        expected = list(values)
+        values[:] = [0.0] * world_size
+        dcp.load(target, checkpoint_id=folder[0])
+        assert target["optim"]["rank_states"]["0.weight"]["RMS"] == expected
+
+
+@distributed(world_size=3)
+def test_another_number_of_ranks(rank: int, world_size: int) -> None:
+    """All get the first rank's value, and a warning."""
+    needs_fsdp_c("gives all ranks the value of one")
+    model, optim = _trained(use_orig_params=False)
+    saved = FSDP.optim_state_dict(model, optim)
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        model, optim = _trained(use_orig_params=False, group=group)
+        with pytest.warns(UserWarning, match=r"'RMS' of parameter '0\.weight' was ano"):
+            loaded = FSDP.optim_state_dict_to_load(model, optim, saved)
+        optim.load_state_dict(loaded)
+        (state,) = optim.state.values()
+        assert state["RMS"] == saved["rank_states"]["0.weight"]["RMS"][0]
+        del model, optim, state
+        gc.collect()
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_equal_states_have_no_entry(rank: int, world_size: int) -> None:
+    """As before, where nothing differs."""
+    torch.manual_seed(0)
+    model = fsdp(nn.Linear(8, 8), use_orig_params=True)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optim.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sorted(FSDP.optim_state_dict(model, optim)) == ["param_groups", "state"]

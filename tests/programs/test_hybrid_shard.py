@@ -1,0 +1,54 @@
+"""HYBRID_SHARD with a policy and no groups, as Lightning Fabric passes it.
+
+Fabric gives FSDP the strategy and a policy, and neither groups nor a mesh; each rank
+reads its own part of the data. On the CPU torch's FSDP1 then shards over one rank (it
+counts one CPU a node), makes NO_SHARD of that, and reduces nothing.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from helpers.clean_groups import groups_destroyed
+from helpers.distributed import distributed
+from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
+from programs.unsharded import check_weights, draw, mean_over_ranks
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(8, 2)).double()
+
+
+@distributed(world_size=(2, 4))
+def test_weights(rank: int, world_size: int) -> None:
+    """The ranks of a host shard over each other."""
+    needs_fsdp_c("trains each rank by itself")
+    with groups_destroyed():
+        _train(rank)
+
+
+def _train(rank: int) -> None:
+    reference = _build()
+    model = fsdp(
+        _build(),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=True,
+    )
+    mine = torch.optim.AdamW(model.parameters(), lr=0.05)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.05)
+
+    def loss(module: nn.Module, step: int, rank: int) -> Tensor:
+        out: Tensor = module(draw(4, 8, seed=10 * step + rank))
+        return out.square().mean()
+
+    for step in range(4):
+        for optimizer in (mine, expected):
+            optimizer.zero_grad()
+        loss(model, step, rank).backward()
+        mean_over_ranks(lambda r, step=step: loss(reference, step, r)).backward()
+        for optimizer in (mine, expected):
+            optimizer.step()
+    check_weights(model, reference)

@@ -1,0 +1,35 @@
+"""What the programs here are compared with: the model that was never wrapped."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.impl import FSDP
+from helpers.reference import assert_same_tensors, clean_name
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    """Return fp64 numbers that depend on ``seed`` alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def mean_over_ranks(loss: Callable[[int], Tensor]) -> Tensor:
+    """Return the mean of the losses of all ranks, each of its own data."""
+    losses = [loss(rank) for rank in range(dist.get_world_size())]
+    return torch.stack(losses).mean()
+
+
+def check_weights(
+    model: nn.Module, reference: nn.Module, tolerance: float = 1e-9
+) -> None:
+    """Fail unless all parameters are those of ``reference``."""
+    expected = {name: p.detach() for name, p in reference.named_parameters()}
+    with FSDP.summon_full_params(model, writeback=False):
+        mine = {
+            clean_name(name): param.detach().clone()
+            for name, param in model.named_parameters()
+        }
+    assert_same_tensors("parameter", mine, expected, tolerance)
