@@ -12,9 +12,9 @@
 #include <time.h>
 
 struct fsdp_nccl_comm {
-  nccl_world_group *group;
-  _Atomic int64_t num_inside; /* threads in calls */
-  _Atomic bool is_ending;     /* abort was called */
+  nccl_world_group *_Atomic group; /* an abort looks at the other one's */
+  _Atomic int64_t num_inside;      /* threads in calls */
+  _Atomic bool is_ending;          /* abort was called */
   _Atomic bool is_over;
 };
 

@@ -55,13 +55,13 @@ def test_options_of_the_group_reach_nccl(rank: int, world_size: int) -> None:
     options = SimpleNamespace(config=config, is_high_priority_stream=True)
     group = dist.new_group()
     backend = type(group._get_backend(torch.device("sim")))
-    before = backend.options
     backend.options = property(lambda self: options)
     try:
         model = fsdp(nn.Linear(8, 8), process_group=group)
         model(torch.randn(2, 8)).sum().backward()
     finally:
-        backend.options = before
+        del backend.options
+        dist.destroy_process_group(group)
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
     library.sim_nccl_last_config.restype = ctypes.c_char_p
     assert library.sim_nccl_last_config().decode() == (
@@ -75,9 +75,11 @@ def test_communicators_are_made_when_needed(rank: int, world_size: int) -> None:
     """A forward gathers only; the reductions' communicator comes with backward."""
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
     library.sim_nccl_num_comms.restype = ctypes.c_longlong
-    model = fsdp(nn.Linear(8, 8), process_group=dist.new_group())
+    group = dist.new_group()
+    model = fsdp(nn.Linear(8, 8), process_group=group)
     before = library.sim_nccl_num_comms()
     loss = model(torch.randn(2, 8)).sum()
     assert library.sim_nccl_num_comms() - before <= 1
     loss.backward()
     assert library.sim_nccl_num_comms() - before == 2
+    dist.destroy_process_group(group)
