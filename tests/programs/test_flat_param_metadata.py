@@ -55,7 +55,7 @@ def step(model: nn.Module, name: str, optim: torch.optim.Optimizer) -> None:
 @pytest.mark.cpu_only("on accelerators shards are aligned as FSDP1's are not")
 @pytest.mark.parametrize("name", ["uneven", "transformer", "tied"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=(2, 3), device="cpu")
+@distributed(world_size=3, device="cpu")
 def test_values_are_torchs(
     rank: int, world_size: int, name: str, use_orig_params: bool
 ) -> None:
@@ -118,7 +118,7 @@ def _names(info: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["uneven", "frozen_units", "mixed_dtype"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=(2, 3))
+@distributed(world_size=3)
 def test_checkpointer_that_walks_metadata(
     rank: int, world_size: int, name: str, use_orig_params: bool
 ) -> None:
