@@ -97,6 +97,9 @@ def _module_of(place: _Place) -> nn.Module:
 class FlatParamFacts:
     """The attributes; see torch's FlatParameter for their meaning."""
 
+    # Lightning asks an optimizer's parameters for it.
+    _fsdp_flattened = True
+
     _facts: SegmentFacts
     _shapes: tuple[torch.Size, ...]
     _numels: tuple[int, ...]
