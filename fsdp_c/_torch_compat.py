@@ -1,6 +1,7 @@
 """The only file that touches torch's private names; one place per torch version."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -100,12 +101,10 @@ def overrides_dispatch(tensor: Tensor) -> bool:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the time limit of a group's collectives; None where it tells none."""
-    try:
-        for device in group._device_types:
+    for device in getattr(group, "_device_types", ()):
+        with suppress(AttributeError, RuntimeError):  # a user's own backend
             timeout: timedelta = group._get_backend(device).options._timeout
             return timeout
-    except (AttributeError, RuntimeError):  # a user's own group
-        pass
     return None
 
 

@@ -156,7 +156,15 @@ void follow_reductions(Engine &engine) {
   while (!engine.reduced.empty()) {
     const std::shared_ptr<Unit> unit = engine.reduced.front().lock();
     engine.reduced.erase(engine.reduced.begin());
-    if (unit) follow(*unit);
+    if (!unit) continue;
+    try {
+      follow(*unit);
+    } catch (python_error &raised) {
+      // A device's backward ends on a thread of autograd's, which drops what
+      // Python keeps there.
+      raised.persist();
+      throw;
+    }
   }
 }
 

@@ -2,6 +2,8 @@
 // points them elsewhere.
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "torch/guard.hpp"
 #include "torch/unit.hpp"
 
@@ -107,7 +109,22 @@ void make_host_views(Unit &unit) {
   }
 }
 
-// The flat parameters of a summon: whole, without padding, as FSDP1 shows them.
+// Where the last parameter of a segment ends, in elements: what comes before is
+// parameters and the gaps that align them.
+int64_t end_of_params(const Unit &unit, const Segment &segment) {
+  int64_t end = 0;
+  for (const Param &param : unit.params) {
+    if (&unit.segments[static_cast<size_t>(param.segment)] != &segment) {
+      continue;
+    }
+    end = std::max(end,
+                   param.unsharded.storage_offset() + param.unsharded.numel());
+  }
+  return end;
+}
+
+// The flat parameters of a summon: whole, without the padding at their end, as
+// FSDP1 shows them.
 void show_flat_params(Unit &unit, fsdp_view view) {
   for (Segment &segment : unit.segments) {
     if (!segment.flat_param.defined()) continue;
@@ -115,7 +132,7 @@ void show_flat_params(Unit &unit, fsdp_view view) {
         view == FSDP_VIEW_FULL_ON_HOST ? c10::Device(c10::kCPU) : unit.device;
     const at::Tensor whole =
         make_view(storage_of_view(segment, view), keys_of(device),
-                  segment.master, {segment.layout->unsharded_numel}, 0);
+                  segment.master, {end_of_params(unit, segment)}, 0);
     segment.flat_param.unsafeGetTensorImpl()->shallow_copy_from(
         whole.getIntrusivePtr());
   }

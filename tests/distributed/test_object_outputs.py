@@ -179,7 +179,8 @@ def test_objects_that_are_too_large(rank: int, world_size: int) -> None:
     beside = fsdp(_Fixed(lambda loss: (loss, _Many(loss))), use_orig_params=True)
     beside(torch.ones(4))[0].backward()
     for param in beside.parameters():
-        assert torch.equal(param.grad, torch.ones_like(param))
+        if param.numel() > 0:  # this rank holds a part
+            assert torch.equal(param.grad, torch.ones_like(param))
 
 
 @distributed(world_size=2)

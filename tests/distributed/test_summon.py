@@ -419,7 +419,13 @@ def test_flat_parameters_are_whole(
     model = fsdp(Block(), use_orig_params=False)
     flat_param = model._handle.flat_param
     shard_numel = flat_param.numel()
-    numel = sum(param.numel() for param in Block().parameters())
+    numels = flat_param._numels_with_padding  # an accelerator aligns parameters
+    numel = sum(numels)
+    is_gap = flat_param._is_padding_mask
+    params_numel = sum(param.numel() for param in Block().parameters())
+    gap_numel = sum(each for each, gap in zip(numels, is_gap, strict=True) if gap)
+    assert numel - gap_numel == params_numel
+    assert TEST_DEVICE != "cpu" or gap_numel == 0
     for writeback in (True, False):
         with FSDP.summon_full_params(
             model, writeback=writeback, offload_to_cpu=offload_to_cpu
@@ -428,8 +434,10 @@ def test_flat_parameters_are_whole(
             assert flat_param.shape == (numel,)
             with torch.no_grad():
                 flat_param.copy_(torch.arange(numel) + (0.0 if writeback else 0.5))
-            whole = torch.cat([param.flatten() for param in model.parameters()])
-            assert_same("whole", whole.detach(), flat_param.detach())
+            params = [param.detach().flatten() for param in model.parameters()]
+            pieces = zip(flat_param.detach().split(numels), is_gap, strict=True)
+            flat = torch.cat([piece for piece, gap in pieces if not gap])
+            assert_same("whole", torch.cat(params), flat)
         assert flat_param.shape == (shard_numel,)
         begin = rank * shard_numel
         expected = torch.arange(begin, min(begin + shard_numel, numel)).float()
