@@ -375,9 +375,9 @@ static int fake_abort(fsdp_nccl_comm *comm) {
   comm->is_live = false;
   g_num_aborts++;
   (void)pthread_cond_broadcast(&g_changed);
-  const bool is_under_call = comm->num_inside > 0;
+  /* Under the lock: the next test may reset while an orphan aborts. */
+  if (comm->num_inside == 0) free_group_job(comm);
   unlock();
-  if (!is_under_call) free_group_job(comm);
   return result;
 }
 
