@@ -31,6 +31,8 @@ struct fsdp_nccl_comm {
 
 pthread_mutex_t nccl_fake_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t g_changed = PTHREAD_COND_INITIALIZER;
+static pthread_once_t g_once = PTHREAD_ONCE_INIT;
+static void prepare_for_forks(void);
 static char g_tape[TAPE_NBYTES];
 static char g_copy[TAPE_NBYTES];
 static size_t g_tape_nbytes;
@@ -73,6 +75,7 @@ static void unlock(void) {
 }
 
 void nccl_fake_reset(void) {
+  (void)pthread_once(&g_once, prepare_for_forks);
   lock();
   g_tape_nbytes = 0;
   g_tape[0] = 0;
@@ -255,6 +258,18 @@ static void leave(fsdp_nccl_comm *comm) {
 static void free_group_job(fsdp_nccl_comm *comm) {
   free(comm->group_job);
   comm->group_job = NULL;
+}
+
+/* A fork can come while another thread is in a call. The child takes over no
+ * job, which that thread may have freed already. */
+static void forget_group_jobs(void) {
+  const pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
+  nccl_fake_lock = fresh;
+  for (int i = 0; i < MAX_COMMS; i++) g_comms[i].group_job = NULL;
+}
+
+static void prepare_for_forks(void) {
+  (void)pthread_atfork(NULL, NULL, forget_group_jobs);
 }
 
 /* A result for a call that may be in progress afterwards. */
