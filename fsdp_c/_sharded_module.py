@@ -39,7 +39,6 @@ from fsdp_c._forward_methods import bind_forward_method
 from fsdp_c._ignored import find_ignored
 from fsdp_c._materialize import materialize
 from fsdp_c._names import WRAPPED_MODULE, clean_name
-from fsdp_c._optim.methods import OptimStateMethods
 from fsdp_c._originals import Originals
 from fsdp_c._params import (
     check_params,
@@ -48,7 +47,9 @@ from fsdp_c._params import (
     own_modules,
     unsharded_params,
 )
-from fsdp_c._state import kinds, load, save
+from fsdp_c._state import kinds
+from fsdp_c._state.model import load, save
+from fsdp_c._state.optim.methods import OptimStateMethods
 from fsdp_c._summon import summon_full_params, summoned
 from fsdp_c._sync import broadcast_from_first
 from fsdp_c._torch_class import TorchClass

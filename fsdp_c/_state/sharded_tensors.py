@@ -39,14 +39,14 @@ def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def shape_of(value: ShardedTensor | DTensor) -> torch.Size:
+def sharded_shape(value: ShardedTensor | DTensor) -> torch.Size:
     """Return the shape of the whole tensor."""
     if isinstance(value, DTensor):
         return value.shape
     return torch.Size(value.metadata().size)  # size() warns of its deprecation
 
 
-def dtype_of(value: ShardedTensor | DTensor) -> torch.dtype:
+def sharded_dtype(value: ShardedTensor | DTensor) -> torch.dtype:
     """Return the dtype of the elements."""
     if isinstance(value, DTensor):
         return value.dtype
@@ -63,13 +63,6 @@ def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the rows ``[begin, end)`` that ``rank`` holds."""
     step = -(-num_rows // world_size)
     return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
-
-
-def row_elements(shape: torch.Size, world_size: int) -> list[tuple[int, int]]:
-    """Return the elements ``[begin, end)`` of each rank's rows."""
-    row_numel = shape[1:].numel()
-    rows = [rows_of(shape[0], world_size, rank) for rank in range(world_size)]
-    return [(begin * row_numel, end * row_numel) for begin, end in rows]
 
 
 def aligned(nbytes: int) -> int:
@@ -260,7 +253,7 @@ def local_part(value: ShardedTensor | DTensor) -> Tensor | None:
 
 def find_problem(module: ShardedModule, value: ShardedTensor | DTensor) -> str | None:
     """Return why ``value`` is not in the chunks of ``module``'s group, or None."""
-    shape = shape_of(value)
+    shape = sharded_shape(value)
     remedy = (
         "read a checkpoint of another number of ranks with torch.distributed."
         "checkpoint.load() into model.state_dict(), which reshards it"
@@ -342,9 +335,9 @@ def gather_sharded(
 
 def _slot_nbytes(value: ShardedTensor | DTensor, world_size: int) -> int:
     """Return what the largest chunk of ``value`` takes in the buffer."""
-    shape = shape_of(value)
+    shape = sharded_shape(value)
     step = -(-shape[0] // world_size)
-    nbytes = step * shape[1:].numel() * dtype_of(value).itemsize
+    nbytes = step * shape[1:].numel() * sharded_dtype(value).itemsize
     return aligned(nbytes)
 
 
@@ -359,7 +352,7 @@ def _all_gather(
     for value in values:
         part = local_part(value)
         if part is not None and part.numel() > 0:
-            slot = mine[place : place + part.nbytes].view(dtype_of(value))
+            slot = mine[place : place + part.nbytes].view(sharded_dtype(value))
             slot.view(part.shape).copy_(part)
         place += _slot_nbytes(value, world_size)
     if world_size == 1 or nbytes == 0:
@@ -371,13 +364,13 @@ def _all_gather(
 
 
 def _unpack(received: Tensor, place: int, value: ShardedTensor | DTensor) -> Tensor:
-    shape = shape_of(value)
+    shape = sharded_shape(value)
     world_size = received.shape[0]
     chunks = []
     for rank in range(world_size):
         begin, end = rows_of(shape[0], world_size, rank)
-        nbytes = (end - begin) * shape[1:].numel() * dtype_of(value).itemsize
+        nbytes = (end - begin) * shape[1:].numel() * sharded_dtype(value).itemsize
         if nbytes > 0:
-            chunk = received[rank, place : place + nbytes].view(dtype_of(value))
+            chunk = received[rank, place : place + nbytes].view(sharded_dtype(value))
             chunks.append(chunk.view(end - begin, *shape[1:]))
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

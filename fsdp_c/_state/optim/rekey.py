@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from fsdp_c._names import clean_name
-from fsdp_c._optim.keys import Key, keys_of_input, keys_of_optimizer
+from fsdp_c._state.optim.keys import Key, keys_of_input, keys_of_optimizer
 
 
 def rekey(
@@ -29,7 +29,7 @@ def rekey(
         key_type: PARAM_NAME or PARAM_ID.
         model: Defines the names; usually not wrapped.
         optim_input: Defines the ids, see
-            :func:`fsdp_c._optim.keys.keys_of_input`.
+            :func:`fsdp_c._state.optim.keys.keys_of_input`.
         optim: Defines the ids instead.
 
     Raises:

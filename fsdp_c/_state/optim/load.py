@@ -1,7 +1,7 @@
 """Optimizer state dicts into the form that a sharded model's optimizer loads.
 
-Checks come first, on what the dictionary holds and not on its elements; then each
-unit's states come in one exchange, see Note [One exchange].
+Checks come first, on what the dictionary holds and not on its elements; then the states
+come, see Note [One exchange].
 """
 
 import copy
@@ -17,21 +17,30 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._failures import naming_ranks
-from fsdp_c._optim.agreement import PerRank, unpacked_value
-from fsdp_c._optim.entries import Values, all_entries, by_module, take
-from fsdp_c._optim.groups import groups_for_optimizer
-from fsdp_c._optim.header import Header, Wanted, check_header, read_header
-from fsdp_c._optim.keys import (
+from fsdp_c._state.optim.agreement import PerRank, unpacked_value
+from fsdp_c._state.optim.groups import groups_for_optimizer
+from fsdp_c._state.optim.header import (
+    Header,
+    StateInfo,
+    WantedState,
+    check_header,
+    read_header,
+)
+from fsdp_c._state.optim.keys import (
     ParamKeys,
     check_params,
     keys_of_input,
     keys_of_optimizer,
 )
-from fsdp_c._optim.places import Place, find_places, places_of_params
-from fsdp_c._optim.scatter import header_from_first, scatter
-from fsdp_c._optim.states import ParamState, assemble
-from fsdp_c._optim.transfer import Item
-from fsdp_c._state.sharded_tensors import find_problem, local_part, row_elements
+from fsdp_c._state.optim.receive import (
+    Values,
+    header_from_first,
+    parts_from_first,
+    parts_of_own,
+)
+from fsdp_c._state.optim.states import ParamState, assemble
+from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
+from fsdp_c._state.sharded_tensors import find_problem
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ def load(
     ``model`` must call it. The result owns its memory; nothing is changed.
 
     Args:
-        model: As for :func:`fsdp_c._optim.states.collect`.
+        model: As for :func:`fsdp_c._state.optim.states.collect`.
         optim: The optimizer that will load it; None if ``optim_input`` says.
         state_dict: Full or sharded; ignored where ``rank0_only`` leaves this rank
             out.
@@ -78,8 +87,8 @@ def load(
         TypeError: ``state_dict`` is no dictionary.
         ValueError: Names, shapes or groups do not fit the model or the optimizer.
     """
-    places = find_places(model)
-    of_param = places_of_params(places)
+    parts = find_parts(model)
+    of_param = parts_of_params(parts)
     if optim is None or optim_input is not None:
         keys = keys_of_input(model, optim_input)
     else:
@@ -87,16 +96,17 @@ def load(
     modules = list(sharded_modules(model))
     loader = _Loader(optim, modules, keys, of_param)
     if options.rank0_only:
-        header = header_from_first(modules, state_dict, places, options.group)
-        wanted, groups = loader.check(header, places)
-        values = scatter(modules, wanted, state_dict)
+        header = header_from_first(modules, state_dict, parts, options.group)
+        wanted, groups = loader.check(header, parts)
+        values = parts_from_first(modules, wanted, state_dict)
     else:
         header, wanted, groups = _checked_alike(
             modules,
             options,
-            lambda: _read_and_check(loader, state_dict, places),
+            lambda: _read_and_check(loader, state_dict, parts),
         )
-        values = _from_own(modules, wanted, state_dict)
+        assert state_dict is not None  # it was checked
+        values = parts_of_own(modules, wanted, state_dict)
     result: dict[str, Any] = {"state": loader.assemble(wanted, values)}
     for key, value in header.others.items():
         result["state"][key] = copy.deepcopy(value)
@@ -113,7 +123,7 @@ class _Loader:
         optim: torch.optim.Optimizer | None,
         modules: list[ShardedModule],
         keys: ParamKeys,
-        of_param: Mapping[nn.Parameter, list[Place]],
+        of_param: Mapping[nn.Parameter, list[ParamPart]],
     ) -> None:
         self.optim = optim
         self.modules = modules
@@ -121,11 +131,11 @@ class _Loader:
         self.of_param = of_param
 
     def check(
-        self, header: Header, places: Mapping[str, Place]
-    ) -> tuple[dict[str, Wanted], list[dict[str, Any]] | None]:
+        self, header: Header, parts: Mapping[str, ParamPart]
+    ) -> tuple[dict[str, WantedState], list[dict[str, Any]] | None]:
         """Return what each parameter is to have, and the groups."""
         check_params(self.keys, self.of_param)
-        wanted = check_header(header, places)
+        wanted = check_header(header, parts)
         groups = None
         if header.param_groups is not None:
             groups = groups_for_optimizer(
@@ -135,7 +145,7 @@ class _Loader:
                 target=None if self.optim is None else self.optim.param_groups,
             )
         for each in wanted.values():
-            if each.place.param not in self.keys.key_of_param:
+            if each.part.param not in self.keys.key_of_param:
                 raise ValueError(
                     f"there is optimizer state for parameter {each.name!r}, which the "
                     "optimizer does not step: load it into an optimizer over the same "
@@ -147,50 +157,60 @@ class _Loader:
 
     def assemble(
         self,
-        wanted: Mapping[str, Wanted],
+        wanted: Mapping[str, WantedState],
         values: Values | None,
     ) -> dict[Any, Any]:
         """Return the "state" of this rank; a rehearsal if ``values`` is None."""
         states: dict[str, ParamState] = {}
         for fqn, each in wanted.items():
-            place = each.place
-            state = ParamState(place, has_state=self._is_stepped_here(place))
+            part = each.part
+            state = ParamState(part, has_state=self._is_stepped_here(part))
             for key, info in each.sharded.items():
                 if values is not None:
                     state.sharded[key] = values[fqn, key]
-                elif place.is_flat:
+                elif part.is_flat:
                     state.sharded[key] = torch.empty(
-                        place.part_numel, dtype=info.dtype, device="meta"
+                        part.part_numel, dtype=info.dtype, device="meta"
                     )
             state.plain = {
                 key: unpacked_value(
-                    value.of(place, key) if isinstance(value, PerRank) else value
+                    value.of(part, key) if isinstance(value, PerRank) else value
                 )
                 for key, value in each.plain.items()
             }
             states[fqn] = state
         return assemble(self.keys, self.of_param, states)
 
-    def _is_stepped_here(self, place: Place) -> bool:
+    def _is_stepped_here(self, part: ParamPart) -> bool:
         """Whether this rank's optimizer has state for a parameter that has some."""
-        if place.is_flat or place.part_numel > 0 or place.shard_group is None:
+        if part.is_flat or part.part_numel > 0 or part.shard_group is None:
             return True
-        return self.optim is not None and bool(self.optim.state.get(place.param))
+        return self.optim is not None and bool(self.optim.state.get(part.param))
 
 
 def _read_and_check(
-    loader: _Loader, state_dict: Any, places: Mapping[str, Place]
-) -> tuple[Header, dict[str, Wanted], list[dict[str, Any]] | None]:
-    header = read_header(state_dict, [n for p in places.values() for n in p.names])
-    wanted, groups = loader.check(header, places)
-    for place, name, key, info in all_entries(wanted):
-        if not info.is_sharded:
-            continue
+    loader: _Loader, state_dict: Any, parts: Mapping[str, ParamPart]
+) -> tuple[Header, dict[str, WantedState], list[dict[str, Any]] | None]:
+    header = read_header(state_dict, [n for p in parts.values() for n in p.names])
+    wanted, groups = loader.check(header, parts)
+    for part, name, key, _ in _sharded_states(wanted):
         value = state_dict["state"][name][key]
-        problem = find_problem(place.module or loader.modules[0], value)
+        problem = find_problem(part.module or loader.modules[0], value)
         if problem is not None:
             raise ValueError(f"optimizer state {key!r} of parameter {name!r} {problem}")
     return header, wanted, groups
+
+
+def _sharded_states(
+    wanted: Mapping[str, WantedState],
+) -> list[tuple[ParamPart, str, str, StateInfo]]:
+    """Return the states that come as sharded tensors: parameter, names, info."""
+    return [
+        (each.part, each.name, key, info)
+        for each in wanted.values()
+        for key, info in each.sharded.items()
+        if info.is_sharded
+    ]
 
 
 def _process_groups(modules: list[ShardedModule]) -> list[ProcessGroup]:
@@ -200,8 +220,8 @@ def _process_groups(modules: list[ShardedModule]) -> list[ProcessGroup]:
 def _checked_alike(
     modules: list[ShardedModule],
     options: LoadOptions,
-    check: Callable[[], tuple[Header, dict[str, Wanted], Any]],
-) -> tuple[Header, dict[str, Wanted], Any]:
+    check: Callable[[], tuple[Header, dict[str, WantedState], Any]],
+) -> tuple[Header, dict[str, WantedState], Any]:
     """Return what ``check`` does; with sharded tensors, if it does on all ranks."""
     error: Exception | None = None
     result: Any = None
@@ -209,10 +229,9 @@ def _checked_alike(
         result = check()
     except Exception as caught:  # the other ranks wait for it
         error = caught
-    entries = [] if result is None else all_entries(result[1])
-    sharded = [entry for entry in entries if entry.info.is_sharded]
+    sharded = [] if result is None else _sharded_states(result[1])
     if options.is_sharded or sharded:
-        names = [(entry.place.fqn, entry.key, entry.info) for entry in sharded]
+        names = [(part.fqn, key, info) for part, _, key, info in sharded]
         digest = hashlib.sha256(repr(names).encode()).hexdigest()
         mine = (None if error is None else str(error), digest)
         gathered = []
@@ -227,7 +246,7 @@ def _checked_alike(
                 _check_reports(group, reports)
     if error is not None:
         raise error
-    checked: tuple[Header, dict[str, Wanted], Any] = result
+    checked: tuple[Header, dict[str, WantedState], Any] = result
     return checked
 
 
@@ -242,40 +261,3 @@ def _check_reports(group: ProcessGroup, reports: list[tuple[str | None, str]]) -
                 "dicts of different parameters or states: pass what one call returned "
                 "on all ranks"
             )
-
-
-def _from_own(
-    modules: list[ShardedModule],
-    wanted: Mapping[str, Wanted],
-    state_dict: Mapping[str, Any] | None,
-) -> Values:
-    """Return this rank's parts of tensors that each rank has, whole or sharded."""
-    assert state_dict is not None  # it was checked
-    states = state_dict["state"]
-    values: Values = {}
-    for module, entries in by_module(all_entries(wanted)).items():
-        for place, name, key, info in entries:
-            if not info.is_sharded:
-                part = states[name][key].detach().reshape(-1)[place.begin : place.end]
-                values[place.fqn, key] = part.to(place.param.device, copy=True)
-        sharded = [entry for entry in entries if entry.info.is_sharded]
-        if not sharded:
-            continue
-        over = modules[0] if module is None else module
-        group = over._config.groups.process_group
-        take(
-            values,
-            sharded,
-            [
-                Item(
-                    e.info.dtype,
-                    row_elements(e.info.shape, group.size()),
-                    e.place.parts_over(group),
-                )
-                for e in sharded
-            ],
-            [local_part(states[e.name][e.key]) for e in sharded],
-            group=group,
-            device=over.compute_device,
-        )
-    return values

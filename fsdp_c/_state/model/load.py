@@ -27,16 +27,18 @@ from fsdp_c._engines import ensure_engine
 from fsdp_c._failures import naming_ranks
 from fsdp_c._names import WRAPPED_PREFIX, clean_name
 from fsdp_c._params import own_modules
-from fsdp_c._state.local import find_local_problems, load_local, local_names
-from fsdp_c._state.own_parts import OwnParts, named_uses
-from fsdp_c._state.rows import load_rows
-from fsdp_c._state.save import check_idle, check_owners, kind_of
+from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
+from fsdp_c._state.model.local import find_local_problems, load_local, local_names
+from fsdp_c._state.model.save import check_idle, check_owners, kind_of
+from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import (
     find_problem,
     gather_sharded,
     has_rows,
     is_sharded,
-    shape_of,
+    local_part,
+    sharded_dtype,
+    sharded_shape,
 )
 from fsdp_c._summon import summoned
 from fsdp_c._torch_compat import ActivationWrapper
@@ -232,7 +234,7 @@ def _find_mismatch(
 
 
 def _size_of(value: Tensor) -> torch.Size:
-    return shape_of(value) if is_sharded(value) else value.shape
+    return sharded_shape(value) if is_sharded(value) else value.shape
 
 
 def _entries(
@@ -336,14 +338,25 @@ def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) 
     """Copy values, by key, into the parameters of one unit."""
     if module._unit.is_summoned:
         values = _gather(module, values)
-    sharded = {key: value for key, value in values.items() if is_sharded(value)}
-    parts = OwnParts(module)
+    parts = list(unit_parts(module, as_shown=True))
+    params = module._unit.param_of_use
+    items = []
+    num_ranks = module.world_size
     for key, value in values.items():
-        if key not in sharded:
-            parts.write(uses[key], _as_tensor(value))
-    if sharded:
-        with _told(module):
-            load_rows(module, list(sharded.values()), [uses[key] for key in sharded])
+        part = parts[params[uses[key]]]
+        if not is_sharded(value):
+            part.write(_as_tensor(value))
+            continue
+        held = part.spread.rows(part.index, num_ranks)
+        needed = part.spread.parts(part.index, num_ranks)
+        source, dtype = local_part(value), sharded_dtype(value)
+        items.append(ExchangeItem(part, source, dtype, part.index, held, needed))
+    unit = UnitItems(
+        module._unit.name, module.process_group, module.compute_device, items
+    )
+    with _told(module), torch.no_grad():
+        for part, value in exchange([unit], "parameters"):
+            part.values().copy_(value)
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c._optim.keys import Key, ParamKeys
-from fsdp_c._optim.places import Place
+from fsdp_c._state.optim.keys import Key, ParamKeys
+from fsdp_c._state.parts import ParamPart
 
-PlacesOfParam = Mapping[nn.Parameter, Sequence[Place]]
+PartsOfParam = Mapping[nn.Parameter, Sequence[ParamPart]]
 
 # Optimizers made of named parameters keep these beside "params".
 _NAMES = "param_names"
 
 
 def groups_by_name(
-    state_dict: Mapping[str, Any], keys: ParamKeys, places_of_param: PlacesOfParam
+    state_dict: Mapping[str, Any], keys: ParamKeys, parts_of_param: PartsOfParam
 ) -> list[dict[str, Any]] | None:
     """Return the groups of an optimizer's state dict with names for keys.
 
@@ -38,7 +38,7 @@ def groups_by_name(
                     f"optimizer's {len(keys.param_of_key)} parameters: pass the "
                     "optimizer that the state dict is of"
                 )
-            names += [place.fqn for place in places_of_param[keys.param_of_key[key]]]
+            names += [part.fqn for part in parts_of_param[keys.param_of_key[key]]]
         renamed = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
         if _NAMES in renamed:
             renamed[_NAMES] = list(names)
@@ -50,7 +50,7 @@ def groups_by_name(
 def groups_for_optimizer(
     param_groups: Sequence[Mapping[str, Any]],
     keys: ParamKeys,
-    places_of_param: PlacesOfParam,
+    parts_of_param: PartsOfParam,
     *,
     target: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def groups_for_optimizer(
     Args:
         param_groups: With names.
         keys: The optimizer's keys.
-        places_of_param: Of its model.
+        parts_of_param: Of its model.
         target: The optimizer's own groups, for the names that it keeps in them.
 
     Raises:
@@ -71,20 +71,20 @@ def groups_for_optimizer(
     key_of_name = {
         name: key
         for key, param in keys.param_of_key.items()
-        for place in places_of_param[param]
-        for name in place.names
+        for part in parts_of_param[param]
+        for name in part.names
     }
     group_of_key: dict[Key, int] = {}
     for number, group in enumerate(param_groups):
         for name in group["params"]:
             key = key_of_name.get(name)
             if key is None:
-                raise ValueError(_unknown(name, places_of_param))
+                raise ValueError(_unknown(name, parts_of_param))
             if group_of_key.setdefault(key, number) != number:
-                places = places_of_param[keys.param_of_key[key]]
+                parts = parts_of_param[keys.param_of_key[key]]
                 raise ValueError(
                     f"parameter {name!r} is in parameter group {number} of the state "
-                    f"dict, others of its flat parameter ({places[0].fqn!r}, ...) are "
+                    f"dict, others of its flat parameter ({parts[0].fqn!r}, ...) are "
                     f"in group {group_of_key[key]}: one flat parameter is in one "
                     "group; use use_orig_params=True"
                 )
@@ -95,7 +95,7 @@ def groups_for_optimizer(
         ]
     else:
         wanted = [
-            _match(number, group, keys, group_of_key, places_of_param)
+            _match(number, group, keys, group_of_key, parts_of_param)
             for number, group in enumerate(keys.groups)
         ]
     return [
@@ -109,19 +109,19 @@ def _match(
     group: Sequence[Key],
     keys: ParamKeys,
     group_of_key: Mapping[Key, int],
-    places_of_param: PlacesOfParam,
+    parts_of_param: PartsOfParam,
 ) -> tuple[list[Key], int]:
     """Return the keys of an optimizer's group, and the given group that has them."""
     found: list[Key] = []
     sources: dict[int, str] = {}
     for key in group:
-        place = places_of_param[keys.param_of_key[key]][0]
+        part = parts_of_param[keys.param_of_key[key]][0]
         if key in group_of_key:
             found.append(key)
-            sources.setdefault(group_of_key[key], place.fqn)
-        elif place.module is not None:
+            sources.setdefault(group_of_key[key], part.fqn)
+        elif part.module is not None:
             raise ValueError(
-                f"parameter {place.fqn!r} of parameter group {number} is in no "
+                f"parameter {part.fqn!r} of parameter group {number} is in no "
                 "parameter group of the state dict: load it into an optimizer over "
                 "the same parameters"
             )
@@ -154,9 +154,9 @@ def _with_options(
     return result
 
 
-def _unknown(name: Any, places_of_param: PlacesOfParam) -> str:
+def _unknown(name: Any, parts_of_param: PartsOfParam) -> str:
     in_model = any(
-        name in place.names for places in places_of_param.values() for place in places
+        name in part.names for parts in parts_of_param.values() for part in parts
     )
     where = (
         "not one that the optimizer steps: load it into an optimizer over the same "

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c._optim.agreement import PerRank, packed_value
-from fsdp_c._optim.local import LOCAL_PARTS
-from fsdp_c._optim.places import Place
-from fsdp_c._optim.save import RANK_STATES, WHOLE_STATES
-from fsdp_c._state.sharded_tensors import dtype_of, is_sharded, shape_of
+from fsdp_c._state.optim.agreement import PerRank, packed_value
+from fsdp_c._state.optim.local import LOCAL_PARTS
+from fsdp_c._state.optim.save import RANK_STATES, WHOLE_STATES
+from fsdp_c._state.parts import ParamPart
+from fsdp_c._state.sharded_tensors import is_sharded, sharded_dtype, sharded_shape
 
 
-class TensorInfo(NamedTuple):
+class StateInfo(NamedTuple):
     """A tensor with dimensions: its shape and dtype, and whether it is sharded."""
 
     shape: torch.Size
@@ -31,7 +31,7 @@ class Header:
     """A full or sharded optimizer state dict without its tensors.
 
     Attributes:
-        states: By parameter name: a TensorInfo, or a plain state.
+        states: By parameter name: a StateInfo, or a plain state.
         param_groups: As in the state dict; None if it has none.
         whole_states: Names of plain states that are tensors, by parameter.
         others: State of no parameter.
@@ -47,7 +47,7 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
     """Return the header of ``state_dict``.
 
     Args:
-        state_dict: As :func:`fsdp_c._optim.save.save` returns it.
+        state_dict: As :func:`fsdp_c._state.optim.save.save` returns it.
         names: The parameters of the model; other entries that no group has belong
             to no parameter.
 
@@ -103,36 +103,38 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
 
 def _info(value: Any, is_whole: bool) -> Any:
     if is_sharded(value):
-        return TensorInfo(shape_of(value), dtype_of(value), is_sharded=True)
+        return StateInfo(sharded_shape(value), sharded_dtype(value), is_sharded=True)
     if isinstance(value, Tensor) and value.dim() > 0 and not is_whole:
-        return TensorInfo(value.shape, value.dtype, is_sharded=False)
+        return StateInfo(value.shape, value.dtype, is_sharded=False)
     return packed_value(value)
 
 
 @dataclass
-class Wanted:
+class WantedState:
     """The state that one parameter is to have.
 
     Attributes:
-        place: The parameter.
+        part: The parameter.
         name: Its name in the state dict.
         sharded: States with one value per element.
         plain: The others, as packed.
     """
 
-    place: Place
+    part: ParamPart
     name: str
-    sharded: dict[str, TensorInfo] = field(default_factory=dict)
+    sharded: dict[str, StateInfo] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
 
 
-def check_header(header: Header, places: Mapping[str, Place]) -> dict[str, Wanted]:
+def check_header(
+    header: Header, parts: Mapping[str, ParamPart]
+) -> dict[str, WantedState]:
     """Return what each parameter is to have, by first name.
 
     Raises:
         ValueError: A parameter is not in the model, or a state does not fit it.
     """
-    by_name = {name: place for place in places.values() for name in place.names}
+    by_name = {name: part for part in parts.values() for name in part.names}
     for name in header.states:
         if name not in by_name:
             raise ValueError(
@@ -141,65 +143,67 @@ def check_header(header: Header, places: Mapping[str, Place]) -> dict[str, Wante
                 "the parameter out of the state dict"
             )
     sharded_names, scalar_names = _kinds(header, by_name)
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, WantedState] = {}
     for name, state in header.states.items():
-        place = by_name[name]
-        if place.fqn in wanted:
+        part = by_name[name]
+        if part.fqn in wanted:
             raise ValueError(
-                f"there is optimizer state for {wanted[place.fqn].name!r} and for "
+                f"there is optimizer state for {wanted[part.fqn].name!r} and for "
                 f"{name!r}, which are one parameter: leave one of them out"
             )
-        each = wanted[place.fqn] = Wanted(place, name)
+        each = wanted[part.fqn] = WantedState(part, name)
         for key, value in state.items():
-            info = _as_sharded(place, key, value, sharded_names, scalar_names)
+            info = _as_sharded(part, key, value, sharded_names, scalar_names)
             if info is not None:
-                _check_shape(name, place, key, info, sharded_names)
-            if info is None or info.shape != place.shape:
+                _check_shape(name, part, key, info, sharded_names)
+            if info is None or info.shape != part.shape:
                 each.plain[key] = value
             else:
                 each.sharded[key] = info
         each.sharded = dict(sorted(each.sharded.items()))
     # Not in the order of the dictionary, which is each rank's own.
-    return {fqn: wanted[fqn] for fqn in places if fqn in wanted}
+    return {fqn: wanted[fqn] for fqn in parts if fqn in wanted}
 
 
-def _kinds(header: Header, by_name: Mapping[str, Place]) -> tuple[set[str], set[str]]:
+def _kinds(
+    header: Header, by_name: Mapping[str, ParamPart]
+) -> tuple[set[str], set[str]]:
     """Return the names of states with one value per element, and of scalar ones."""
     sharded, scalar = set(), {"step"}
     for name, state in header.states.items():
         shape = by_name[name].shape
         for key, value in state.items():
-            if isinstance(value, TensorInfo) and value.shape == shape:
+            if isinstance(value, StateInfo) and value.shape == shape:
                 sharded.add(key)
-            elif shape and not isinstance(value, TensorInfo):
+            elif shape and not isinstance(value, StateInfo):
                 scalar.add(key)
     return sharded, scalar - sharded
 
 
 def _as_sharded(
-    place: Place, key: str, value: Any, sharded: set[str], scalar: set[str]
-) -> TensorInfo | None:
+    part: ParamPart, key: str, value: Any, sharded: set[str], scalar: set[str]
+) -> StateInfo | None:
     """Return the info of a state that may have one value per element."""
-    if isinstance(value, TensorInfo):
+    if isinstance(value, StateInfo):
         return value
     dtype = getattr(value, "dtype", None)  # of a Scalar or a tensor
     if dtype is None or (isinstance(value, Tensor) and value.dim() > 0):
         return None
-    if place.shape:
-        return TensorInfo(torch.Size(), dtype, False) if key in sharded else None
-    return None if key in scalar else TensorInfo(torch.Size(), dtype, False)
+    if part.shape:
+        return StateInfo(torch.Size(), dtype, False) if key in sharded else None
+    return None if key in scalar else StateInfo(torch.Size(), dtype, False)
 
 
 def _check_shape(
-    name: str, place: Place, key: str, info: TensorInfo, sharded: set[str]
+    name: str, part: ParamPart, key: str, info: StateInfo, sharded: set[str]
 ) -> None:
-    if info.shape == place.shape:
+    if info.shape == part.shape:
         return
-    if place.shard_group is None and not place.is_flat and key not in sharded:
+    if part.shard_group is None and not part.is_flat and key not in sharded:
         return  # the optimizer sees the whole parameter, as without sharding
     raise ValueError(
         f"optimizer state {key!r} of parameter {name!r} has shape "
-        f"{tuple(info.shape)}, expected {tuple(place.shape)}: load a state dict of "
+        f"{tuple(info.shape)}, expected {tuple(part.shape)}: load a state dict of "
         "the same model and optimizer (state without one value per element, such as "
         "row and column factors, cannot be loaded into a sharded parameter)"
     )

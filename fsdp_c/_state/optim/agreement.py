@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_c._failures import naming_ranks
-from fsdp_c._optim.places import Place
-from fsdp_c._optim.states import ParamState, describe, same_value
+from fsdp_c._state.optim.states import ParamState, describe, same_value
+from fsdp_c._state.parts import ParamPart
 
 
 class Scalar(NamedTuple):
@@ -47,15 +47,15 @@ class PerRank(NamedTuple):
         """The one of the first rank that has one."""
         return next((value for value in self.values if value is not None), None)
 
-    def of(self, place: Place, key: str) -> Any:
+    def of(self, part: ParamPart, key: str) -> Any:
         """Return this rank's own; the first one, of another number of ranks."""
-        group = place.shard_group
+        group = part.shard_group
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         if len(self.values) == size:
             own = self.values[rank]
             return self.first if own is None else own
         warnings.warn(
-            f"optimizer state {key!r} of parameter {place.fqn!r} was another on each "
+            f"optimizer state {key!r} of parameter {part.fqn!r} was another on each "
             f"of {len(self.values)} ranks, and is loaded on {size}: all get the first "
             "rank's",
             stacklevel=6,
@@ -82,13 +82,13 @@ class AgreedState:
     """The state of one parameter, of all ranks together.
 
     Attributes:
-        place: The parameter.
+        part: The parameter.
         sharded: dtypes of the states that have one value per element.
         plain: The other states, as :func:`packed_value`; shared by parameters.
         per_rank: Those of them that differ between ranks.
     """
 
-    place: Place
+    part: ParamPart
     sharded: dict[str, torch.dtype] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, PerRank] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def agree(
         its_states = {
             name: state
             for name, state in states.items()
-            if state.place.shard_group is group
+            if state.part.shard_group is group
         }
         mine = _report(its_states, error)
         reports: list[Any] = [None] * group.size()
@@ -147,14 +147,12 @@ def agree(
     agreed: dict[str, AgreedState] = {}
     for mine, reports in gathered:
         _check_reports(reports)
-        places = [states[name].place for name in mine.states]
-        agreed.update(
-            (each.place.fqn, each) for each in _agreed_states(places, reports)
-        )
+        parts = [states[name].part for name in mine.states]
+        agreed.update((each.part.fqn, each) for each in _agreed_states(parts, reports))
     for name, state in states.items():
-        if state.place.shard_group is None and state.has_state:
+        if state.part.shard_group is None and state.has_state:
             agreed[name] = AgreedState(
-                state.place,
+                state.part,
                 {key: value.dtype for key, value in state.sharded.items()},
                 {key: packed_value(value) for key, value in state.plain.items()},
             )
@@ -223,38 +221,38 @@ def _missing(what: str) -> str:
 
 
 def _agreed_states(
-    places: Sequence[Place], reports: Sequence[_Report]
+    parts: Sequence[ParamPart], reports: Sequence[_Report]
 ) -> Iterator[AgreedState]:
     """Yield the states of the parameters that have any on some rank."""
     found: dict[tuple[Any, ...], AgreedState | None] = {}
-    for place in places:
-        indices = tuple(report.states[place.fqn] for report in reports)
-        owners = [rank for rank, (begin, end) in enumerate(place.parts) if begin < end]
+    for part in parts:
+        indices = tuple(report.states[part.fqn] for report in reports)
+        owners = part.owners
         key = (indices, *owners)
         if key not in found:
             kinds = [
                 report.kinds[index]
                 for report, index in zip(reports, indices, strict=True)
             ]
-            found[key] = _merge(place, owners, kinds)
+            found[key] = _merge(part, owners, kinds)
         state = found[key]
         if state is not None:
-            yield AgreedState(place, state.sharded, state.plain, state.per_rank)
+            yield AgreedState(part, state.sharded, state.plain, state.per_rank)
 
 
 def _merge(
-    place: Place, owners: Sequence[int], reports: Sequence[_Kind]
+    part: ParamPart, owners: Sequence[int], reports: Sequence[_Kind]
 ) -> AgreedState | None:
     """Return the state of one parameter, of which the ranks have ``reports``.
 
     Args:
-        place: The parameter.
+        part: The parameter.
         owners: The ranks that hold a part of it.
         reports: Of all ranks.
     """
     if not any(reports):
         return None
-    result = AgreedState(place)
+    result = AgreedState(part)
     for name in dict.fromkeys(name for report in reports for name in report):
         have = [rank for rank in owners if name in reports[rank]]
         have = have or [rank for rank, report in enumerate(reports) if name in report]
@@ -267,7 +265,7 @@ def _merge(
             dtypes = {dtype for _, dtype in values}
             if len(dtypes) > 1:
                 raise ValueError(
-                    f"optimizer state {name!r} of parameter {place.fqn!r} has the "
+                    f"optimizer state {name!r} of parameter {part.fqn!r} has the "
                     f"dtypes {sorted(map(str, dtypes))} on different ranks: give all "
                     "ranks the same"
                 )
@@ -276,27 +274,27 @@ def _merge(
                 raise RuntimeError(
                     _missing(
                         f"the optimizer of rank {lacking[0]} has no {name!r} for its "
-                        f"part of {place.fqn!r}"
+                        f"part of {part.fqn!r}"
                     )
                 )
             result.sharded[name] = dtypes.pop()
             continue
-        _check_kind(place, name, have, values)
+        _check_kind(part, name, have, values)
         first = values[0][1]
         result.plain[name] = first
         # The state of a flat parameter is that of all in it, on every rank.
         seen = [report[name] for report in reports if name in report]
-        seen = seen if place.is_flat else values
+        seen = seen if part.is_flat else values
         if not all(same_value(value, first) for _, value in seen):
             if name == "step":
-                raise ValueError(_other_steps(place, reports))
+                raise ValueError(_other_steps(part, reports))
             result.per_rank[name] = PerRank(
                 tuple(report.get(name, (False, None))[1] for report in reports)
             )
     return result
 
 
-def _other_steps(place: Place, reports: Sequence[_Kind]) -> str:
+def _other_steps(part: ParamPart, reports: Sequence[_Kind]) -> str:
     """Say that ranks were not stepped together."""
     steps = {
         rank: report["step"][1]
@@ -306,7 +304,7 @@ def _other_steps(place: Place, reports: Sequence[_Kind]) -> str:
     first, *others = steps
     other = next(r for r in others if not same_value(steps[r], steps[first]))
     return (
-        f"optimizer state 'step' of parameter {place.fqn!r} differs between the ranks "
+        f"optimizer state 'step' of parameter {part.fqn!r} differs between the ranks "
         f"that hold the parameter: {describe(unpacked_value(steps[first]))} on rank "
         f"{first}, {describe(unpacked_value(steps[other]))} on rank {other}: step all "
         "ranks together, or save it with StateDictType.LOCAL_STATE_DICT, which keeps "
@@ -315,7 +313,7 @@ def _other_steps(place: Place, reports: Sequence[_Kind]) -> str:
 
 
 def _check_kind(
-    place: Place, name: str, ranks: Sequence[int], values: Sequence[tuple[bool, Any]]
+    part: ParamPart, name: str, ranks: Sequence[int], values: Sequence[tuple[bool, Any]]
 ) -> None:
     """Refuse a state that has one value per element on some of the ranks only."""
     sharded = [rank for rank, value in zip(ranks, values, strict=True) if value[0]]
@@ -324,7 +322,7 @@ def _check_kind(
     other = next(rank for rank in ranks if rank not in sharded)
     value = dict(zip(ranks, values, strict=True))[other][1]
     raise ValueError(
-        f"optimizer state {name!r} of parameter {place.fqn!r} has one value per "
+        f"optimizer state {name!r} of parameter {part.fqn!r} has one value per "
         f"element on rank {sharded[0]}, and not on rank {other}: "
         f"{describe(unpacked_value(value))}. Save it with "
         "StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fsdp_c._base import ShardedModule
 from fsdp_c._names import flat_param_name
-from fsdp_c._state.own_parts import OwnParts
-from fsdp_c._state.sharded_tensors import local_part, shape_of, sharded_tensor_of
+from fsdp_c._state.parts import ParamPart, unit_parts
+from fsdp_c._state.sharded_tensors import local_part, sharded_shape, sharded_tensor_of
 from fsdp_c._torch_compat import ShardedTensor
 
 
@@ -26,7 +26,7 @@ class _Segment(NamedTuple):
     numel: int  # up to the end of its last parameter
     shard_numel: int
     dtype: torch.dtype
-    uses: list[tuple[int, int, int]]  # use, begin and end in this rank's shard
+    parts: list[tuple[ParamPart, int]]  # each with its place in this rank's shard
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """Return the elements ``[begin, end)`` that ``rank`` holds."""
@@ -37,17 +37,15 @@ class _Segment(NamedTuple):
 def _segments_of(module: ShardedModule) -> Iterator[_Segment]:
     unit = module._unit
     slots = unit.slots
-    first_use: dict[int, int] = {}
-    for use, param in enumerate(unit.param_of_use):
-        first_use.setdefault(param, use)
+    parts = list(unit_parts(module, as_shown=True))
     for index, (dtype, _, _, _, shard_numel, _) in enumerate(unit.segments):
-        params = [p for p, slot in enumerate(slots) if slot[0] == index]
+        own = [part for part in parts if slots[part.index][0] == index]
         yield _Segment(
             flat_param_name(index),
-            max(slots[p][1] + slots[p][2] for p in params),
+            max(slots[part.index][1] + part.numel for part in own),
             shard_numel,
             dtype,
-            [(first_use[p], *unit.intersect(p, module.rank)[2:]) for p in params],
+            [(part, unit.intersect(part.index, module.rank)[2]) for part in own],
         )
 
 
@@ -60,7 +58,6 @@ def local_state(
     module: ShardedModule, *, offload_to_cpu: bool
 ) -> dict[str, ShardedTensor]:
     """Return the entries of a unit, by name; their local parts own their memory."""
-    parts = OwnParts(module)
     state = {}
     for segment in _segments_of(module):
         begin, end = segment.range_of(module.rank)
@@ -68,8 +65,8 @@ def local_state(
         if offload_to_cpu:
             device = torch.device("cpu")
         local = torch.zeros(end - begin, dtype=segment.dtype, device=device)
-        for use, own_begin, own_end in segment.uses:
-            local[own_begin:own_end].copy_(parts.get(use))
+        for part, offset in segment.parts:
+            local[offset : offset + part.part_numel].copy_(part.values())
         ranges = [segment.range_of(rank) for rank in range(module.world_size)]
         state[segment.name] = sharded_tensor_of(
             module,
@@ -107,10 +104,11 @@ def find_local_problems(
                 f"ShardedTensor of shape ({segment.numel},)"
             )
             continue
-        if shape_of(value) != (segment.numel,):
+        if sharded_shape(value) != (segment.numel,):
             problems.append(
-                f"size mismatch for {key}: shape {tuple(shape_of(value))} in the state "
-                f"dict, ({segment.numel},) in unit {module._unit.name!r}: {remedy}"
+                f"size mismatch for {key}: shape {tuple(sharded_shape(value))} in the "
+                f"state dict, ({segment.numel},) in unit {module._unit.name!r}: "
+                f"{remedy}"
             )
             continue
         begin, end = segment.range_of(module.rank)
@@ -128,12 +126,11 @@ def find_local_problems(
 
 def load_local(module: ShardedModule, values: dict[str, ShardedTensor]) -> None:
     """Copy checked entries, by name, into this rank's shards."""
-    parts = OwnParts(module)
     with torch.no_grad():
         for segment in _segments_of(module):
             value = values.get(segment.name)
             local: Tensor | None = None if value is None else local_part(value)
             if local is None:
                 continue
-            for use, own_begin, own_end in segment.uses:
-                parts.get(use).copy_(local[own_begin:own_end])
+            for part, offset in segment.parts:
+                part.values().copy_(local[offset : offset + part.part_numel])

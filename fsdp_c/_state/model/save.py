@@ -1,15 +1,20 @@
-"""Saving: state dicts of every kind, one unit gathered at a time.
+"""Saving: state dicts of every kind, one unit at a time.
 
 The keys are those of the unwrapped module: a wrapped module passes its own prefix
 on to the module inside it.
 
 Note [One unit at a time]
-The recursion of ``nn.Module.state_dict()`` goes into children while their parents
-are being saved, and a parent must be gathered meanwhile, for the hooks of its modules
-may look at its parameters. So the outermost wrapped module saves what is nested in it
-beforehand, innermost first: each unit alone is gathered, copied and given back. When
-the recursion comes to a nested unit later, that hands out what was kept. Order of
-keys, metadata and hooks are those of the unwrapped module.
+A unit's parameters are exchanged to where they are needed (see fsdp_c._state.exchange):
+whole on all ranks or on rank 0, or in rows. Each rank so takes memory for its result
+alone. That is possible where saving a module means handing out its parameters. A unit
+of which a module does more (hooks around saving, ``_save_to_state_dict()`` or
+``get_extra_state()`` of its own) is summoned, for they may look at its parameters.
+
+The recursion of ``nn.Module.state_dict()`` goes into children while their parents are
+being saved. So the outermost wrapped module saves what is nested in it beforehand,
+innermost first: only one unit is summoned at a time. When the recursion comes to a
+nested unit later, that hands out what was kept. Order of keys, metadata and hooks are
+those of the unwrapped module.
 """
 
 import warnings
@@ -19,7 +24,9 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import (
     FullStateDictConfig,
     ShardedStateDictConfig,
@@ -29,11 +36,20 @@ from torch.distributed.fsdp.api import (
 
 from fsdp_c._base import KeptState, ShardedModule, sharded_modules
 from fsdp_c._engines import ensure_engine
+from fsdp_c._failures import naming_ranks
 from fsdp_c._names import WRAPPED_PREFIX
-from fsdp_c._state.local import local_state
-from fsdp_c._state.own_parts import named_uses
-from fsdp_c._state.sharded_tensors import is_sharded, shard_tensor
+from fsdp_c._params import own_modules
+from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
+from fsdp_c._state.model.local import local_state
+from fsdp_c._state.parts import named_uses, unit_parts
+from fsdp_c._state.sharded_tensors import (
+    has_rows,
+    is_sharded,
+    shard_tensor,
+    wrap_chunk,
+)
 from fsdp_c._summon import summoned
+from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._uses import is_flat_param, sharding_unit
 
 
@@ -143,6 +159,7 @@ def save(
     modules = list(sharded_modules(module))
     kinds = {each: kind_of(each) for each in modules}
     prefixes = _prefixes(module, prefix)
+    summons = _find_summons(modules, kinds)
     with torch.no_grad(), ExitStack() as stack:
         for each in modules:
             check_idle(each, "state_dict")
@@ -153,12 +170,79 @@ def save(
                 else each._originals.shown()
             )
         for each in reversed(modules[1:]):  # parents come first in it
+            unit_prefix = prefixes[each]
             state = _save_unit(
-                each, kinds[each], new_state(), prefixes[each], keep_vars
+                each,
+                kinds[each],
+                new_state(),
+                unit_prefix,
+                keep_vars,
+                summons=each in summons,
             )
-            each._kept_state = KeptState(state, prefixes[each])
+            each._kept_state = KeptState(state, unit_prefix)
             stack.callback(_forget, each)
-        return _save_unit(module, kinds[module], destination, prefix, keep_vars)
+        return _save_unit(
+            module,
+            kinds[module],
+            destination,
+            prefix,
+            keep_vars,
+            summons=module in summons,
+        )
+
+
+def _find_summons(
+    modules: list[ShardedModule], kinds: dict[ShardedModule, StateDictType]
+) -> set[ShardedModule]:
+    """Return the modules whose unit is summoned; the same on all ranks.
+
+    A hook may be registered on some ranks only, so the ranks ask each other.
+    """
+    of_group: dict[ProcessGroup, list[ShardedModule]] = {}
+    for each in modules:
+        if kinds[each] is not StateDictType.LOCAL_STATE_DICT:
+            of_group.setdefault(each.process_group, []).append(each)
+    summons: set[ShardedModule] = set()
+    for group, its_modules in of_group.items():
+        flags = torch.tensor(
+            [not _saves_plainly(each) for each in its_modules],
+            dtype=torch.uint8,
+            device=its_modules[0].compute_device,
+        )
+        if group.size() > 1:
+            name = its_modules[0]._unit.name
+            with naming_ranks(group, f"state_dict() of unit {name!r}"):
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        summons.update(
+            each for each, flag in zip(its_modules, flags.tolist(), strict=True) if flag
+        )
+    return summons
+
+
+def _saves_plainly(module: ShardedModule) -> bool:
+    """Return whether saving the unit's modules is handing out their parameters."""
+    if module._unit.is_summoned:
+        return False
+    modules = {each for _, each in own_modules(module.wrapped, frozenset())}
+    modules.update(use.module for use in module._originals.uses)
+    return all(_is_plain(each) for each in modules)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    cls = type(module)
+    num_hooks = len(module._state_dict_hooks)
+    if isinstance(module, ActivationWrapper):
+        num_hooks -= 1  # its own only takes its prefix away
+    return (
+        num_hooks == 0
+        and not module._state_dict_pre_hooks
+        and cls.state_dict is nn.Module.state_dict
+        and cls.get_extra_state is nn.Module.get_extra_state
+        and (
+            cls._save_to_state_dict is nn.Module._save_to_state_dict
+            or cls.__module__.startswith("torch.nn.modules.")
+        )
+    )
 
 
 def _forget(module: ShardedModule) -> None:
@@ -182,6 +266,8 @@ def _save_unit(
     destination: dict[str, Any],
     prefix: str,
     keep_vars: bool,
+    *,
+    summons: bool,
 ) -> dict[str, Any]:
     """Save one unit and what is in it; nested units hand out what was kept."""
     config = module._state_dict_config
@@ -197,6 +283,18 @@ def _save_unit(
         module.wrapped.state_dict(
             destination=target, prefix=prefix, keep_vars=keep_vars
         )
+    elif not summons:
+        values = _exchanged(module, kind, is_wanted=is_wanted)
+        module.wrapped.state_dict(
+            destination=target, prefix=prefix, keep_vars=keep_vars
+        )
+        params = module._unit.param_of_use
+        for name, use in named_uses(module):
+            if is_wanted and f"{prefix}{name}" in target:
+                value = values[params[use]]
+                if not is_sharded(value):
+                    value.requires_grad_(target[f"{prefix}{name}"].requires_grad)
+                target[f"{prefix}{name}"] = value
     else:
         with summoned(module, writeback=False):
             module.wrapped.state_dict(
@@ -212,6 +310,41 @@ def _save_unit(
         if result is not None:
             destination = cast("dict[str, Any]", result)
     return destination
+
+
+def _exchanged(
+    module: ShardedModule, kind: StateDictType, *, is_wanted: bool
+) -> list[Any]:
+    """Return the values of a unit's parameters in the state dict, by parameter."""
+    config = module._state_dict_config
+    num_ranks = module.world_size
+    is_on_first = isinstance(config, FullStateDictConfig) and config.rank0_only
+    items = []
+    for part in unit_parts(module):
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            needed = part.spread.rows(part.index, num_ranks)
+        else:
+            needed = part.spread.whole(0, 1 if is_on_first else num_ranks)
+        held = part.spread.parts(part.index, num_ranks)
+        own = part.values()
+        items.append(ExchangeItem(part, own, own.dtype, part.index, held, needed))
+    unit = UnitItems(
+        module._unit.name, module.process_group, module.compute_device, items
+    )
+    values: list[Any] = []
+    for part, value in exchange([unit], "parameters"):
+        device = torch.device("cpu") if config.offload_to_cpu else module.compute_device
+        if not is_wanted:
+            continue
+        if kind is StateDictType.SHARDED_STATE_DICT and has_rows(part.shape):
+            assert isinstance(config, ShardedStateDictConfig)
+            chunk = value.to(device).view(-1, *part.shape[1:])
+            values.append(
+                wrap_chunk(module, chunk, part.shape, use_dtensor=config._use_dtensor)
+            )
+        else:
+            values.append(value.to(device).view(part.shape))
+    return values
 
 
 def _copier(module: ShardedModule, kind: StateDictType) -> Callable[[Tensor], Any]:

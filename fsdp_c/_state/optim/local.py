@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_c._names import clean_name
-from fsdp_c._optim.keys import keys_of_optimizer, uses_names
-from fsdp_c._optim.states import OptimStates, collect
+from fsdp_c._state.optim.keys import keys_of_optimizer, uses_names
+from fsdp_c._state.optim.states import OptimStates, collect
 
 # A top-level entry: the elements that the rank holds, by parameter.
 LOCAL_PARTS = "local_parts"
@@ -32,7 +32,7 @@ def save_local(
     communicated. The tensors own their memory.
 
     Raises:
-        ValueError: See :func:`~fsdp_c._optim.states.collect`.
+        ValueError: See :func:`~fsdp_c._state.optim.states.collect`.
     """
     if state_dict is None:
         state_dict = optim.state_dict()
@@ -73,7 +73,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
 def _parts(local: OptimStates) -> dict[str, list[int]]:
     """Return ``[begin, end, numel]`` of this rank's part of each parameter."""
     return {
-        name: [state.place.begin, state.place.end, state.place.numel]
+        name: [state.part.begin, state.part.end, state.part.numel]
         for name, state in local.states.items()
     }
 

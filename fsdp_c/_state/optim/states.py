@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim.groups import groups_by_name, groups_for_optimizer
-from fsdp_c._optim.keys import (
+from fsdp_c._state.optim.groups import groups_by_name, groups_for_optimizer
+from fsdp_c._state.optim.keys import (
     Key,
     ParamKeys,
     check_params,
     keys_of_optimizer,
     uses_names,
 )
-from fsdp_c._optim.places import Place, find_places, places_of_params
+from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
 
 
 @dataclass
@@ -30,13 +30,13 @@ class ParamState:
     """The state of one parameter on this rank.
 
     Attributes:
-        place: The parameter: names, shape, unit, this rank's part.
+        part: The parameter: names, shape, unit, this rank's part.
         sharded: One value per element of this rank's part, 1-D, of any dtype.
         plain: Everything else; tensors of any shape, numbers, objects.
         has_state: Whether the optimizer has any state for it on this rank.
     """
 
-    place: Place
+    part: ParamPart
     sharded: dict[str, Tensor] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     has_state: bool = False
@@ -77,8 +77,8 @@ def collect(
         ValueError: Nothing in ``model`` is wrapped, or ``optim`` steps parameters
             that are not in it.
     """
-    places = find_places(model)
-    of_param = places_of_params(places)
+    parts = find_parts(model)
+    of_param = parts_of_params(parts)
     if state_dict is None:
         state_dict = optim.state_dict()
     if keys is None:
@@ -91,17 +91,17 @@ def collect(
     }
     plain = {
         name
-        for its_places, local_state in of_key.values()
+        for its_parts, local_state in of_key.values()
         for name, value in local_state.items()
-        if not _fits(value, its_places[0])
+        if not _fits(value, its_parts[0])
         and isinstance(value, Tensor)
         and value.dim() > 0
         and value.numel() > 0
     }
     states = {
-        place.fqn: _state_at(place, of_key[keys.key_of_param[place.param]][1], plain)
-        for place in places.values()
-        if place.param in keys.key_of_param
+        part.fqn: _state_at(part, of_key[keys.key_of_param[part.param]][1], plain)
+        for part in parts.values()
+        if part.param in keys.key_of_param
     }
     move_scalars(states.values())
     return OptimStates(
@@ -112,29 +112,29 @@ def collect(
 
 
 def _state_at(
-    place: Place, local_state: Mapping[str, Any], plain: set[str]
+    part: ParamPart, local_state: Mapping[str, Any], plain: set[str]
 ) -> ParamState:
     """Return the state at ``place``.
 
     Names in ``plain`` are plain although their numbers of elements fit here: they
     do not fit in other parameters.
     """
-    state = ParamState(place, has_state=bool(local_state))
+    state = ParamState(part, has_state=bool(local_state))
     for name, value in local_state.items():
-        if name not in plain and _fits(value, place):
-            state.sharded[name] = place.part_in(value.detach())
+        if name not in plain and _fits(value, part):
+            state.sharded[name] = part.part_in(value.detach())
         else:
             state.plain[name] = value
     return state
 
 
-def _fits(value: Any, place: Place) -> bool:
+def _fits(value: Any, part: ParamPart) -> bool:
     """Whether ``value`` has one element per element of what the optimizer steps."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return False
-    if place.is_flat:
-        return value.numel() == place.param.numel()
-    return value.shape == place.local_shape
+    if part.is_flat:
+        return value.numel() == part.param.numel()
+    return value.shape == part.local_shape
 
 
 def move_scalars(states: Iterable[ParamState]) -> None:
@@ -146,16 +146,16 @@ def move_scalars(states: Iterable[ParamState]) -> None:
     states = list(states)
     sharded = {name for state in states for name in state.sharded}
     plain = {
-        name for state in states if state.place.shape for name in state.plain
+        name for state in states if state.part.shape for name in state.plain
     } - sharded
     plain.add("step")
     for state in states:
-        place = state.place
-        if place.shape or place.shard_group is not None or place.is_flat:
+        part = state.part
+        if part.shape or part.shard_group is not None or part.is_flat:
             continue
         for name, value in list(state.plain.items()):
             if name not in plain and isinstance(value, Tensor) and value.dim() == 0:
-                state.sharded[name] = place.part_in(state.plain.pop(name).detach())
+                state.sharded[name] = part.part_in(state.plain.pop(name).detach())
 
 
 def install(
@@ -185,11 +185,11 @@ def install(
     current = optim.state_dict()
     is_named = uses_names(current)
     keys = keys_of_optimizer(model, optim, is_named=is_named)
-    places = find_places(model)
-    of_param = places_of_params(places)
+    parts = find_parts(model)
+    of_param = parts_of_params(parts)
     check_params(keys, of_param)
     for name, state in states.items():
-        _check_state(name, state, places)
+        _check_state(name, state, parts)
     result: dict[str, Any] = {
         "state": {**assemble(keys, of_param, states), **(others or {})},
         "param_groups": copy.deepcopy(current["param_groups"])
@@ -215,19 +215,19 @@ def install(
                 optim.state[param][name] = value.to(loaded.device)
 
 
-def _check_state(name: str, state: ParamState, places: Mapping[str, Place]) -> None:
-    place = places.get(name)
-    if place is None:
+def _check_state(name: str, state: ParamState, parts: Mapping[str, ParamPart]) -> None:
+    part = parts.get(name)
+    if part is None:
         raise ValueError(
             f"there is optimizer state for parameter {name!r}, which is not in the "
             "model: load it into the model that it was saved from"
         )
     for key, value in state.sharded.items():
-        if value.dim() != 1 or value.numel() != place.part_numel:
+        if value.dim() != 1 or value.numel() != part.part_numel:
             raise ValueError(
                 f"optimizer state {key!r} of parameter {name!r} has shape "
-                f"{tuple(value.shape)} on this rank, expected ({place.part_numel},): "
-                f"elements {place.begin} to {place.end} of {place.numel}"
+                f"{tuple(value.shape)} on this rank, expected ({part.part_numel},): "
+                f"elements {part.begin} to {part.end} of {part.numel}"
             )
 
 
@@ -236,7 +236,7 @@ def _check_state(name: str, state: ParamState, places: Mapping[str, Place]) -> N
 
 def assemble(
     keys: ParamKeys,
-    places_of_param: Mapping[nn.Parameter, Sequence[Place]],
+    parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]],
     states: Mapping[str, ParamState],
 ) -> dict[Key, Any]:
     """Return the "state" of an optimizer's state dict on this rank.
@@ -250,16 +250,16 @@ def assemble(
     """
     result: dict[Key, Any] = {}
     for key, param in keys.param_of_key.items():
-        places = places_of_param[param]
-        given = [states.get(place.fqn) for place in places]
+        parts = parts_of_param[param]
+        given = [states.get(part.fqn) for part in parts]
         present = [state for state in given if state is not None and state.has_state]
         if not present:
             continue
-        if places[0].is_flat:
-            result[key] = _flat_state(param, places, given)
+        if parts[0].is_flat:
+            result[key] = _flat_state(param, parts, given)
         else:
             state = present[0]
-            shape = places[0].local_shape
+            shape = parts[0].local_shape
             result[key] = {
                 **{n: v.reshape(shape) for n, v in state.sharded.items()},
                 **state.plain,
@@ -269,64 +269,64 @@ def assemble(
 
 def _flat_state(
     param: nn.Parameter,
-    places: Sequence[Place],
+    parts: Sequence[ParamPart],
     states: Sequence[ParamState | None],
 ) -> dict[str, Any]:
     """Return the state of a flat parameter; zeros where a parameter has none."""
     result: dict[str, Any] = {}
     all_states = [
-        ParamState(place) if state is None else state
-        for place, state in zip(places, states, strict=True)
+        ParamState(part) if state is None else state
+        for part, state in zip(parts, states, strict=True)
     ]
     for name in dict.fromkeys(n for state in all_states for n in state.sharded):
         values = [state.sharded.get(name) for state in all_states]
         dtypes = {value.dtype for value in values if value is not None}
         if len(dtypes) > 1 or any(name in state.plain for state in all_states):
             raise ValueError(
-                _differs(places, name, [describe(value) for value in values])
+                _differs(parts, name, [describe(value) for value in values])
             )
-        whole = _whole_of_parts(param, places, values)
+        whole = _whole_of_parts(param, parts, values)
         if whole is None:
             whole = torch.zeros(
                 param.shape,
                 dtype=dtypes.pop(),
                 device=next(v.device for v in values if v is not None),
             )
-            for place, value in zip(places, values, strict=True):
+            for part, value in zip(parts, values, strict=True):
                 if value is not None:
-                    place.part_in(whole).copy_(value)
+                    part.part_in(whole).copy_(value)
         result[name] = whole
     for name in dict.fromkeys(n for state in all_states for n in state.plain):
         values = [state.plain.get(name, _MISSING) for state in all_states]
         if not all(same_value(value, values[0]) for value in values):
             raise ValueError(
-                _differs(places, name, [describe(value) for value in values])
+                _differs(parts, name, [describe(value) for value in values])
             )
         result[name] = values[0]
     return result
 
 
 def _whole_of_parts(
-    param: nn.Parameter, places: Sequence[Place], values: Sequence[Tensor | None]
+    param: nn.Parameter, parts: Sequence[ParamPart], values: Sequence[Tensor | None]
 ) -> Tensor | None:
     """Return the tensor of ``param``'s shape that ``values`` are the parts of.
 
     None if there is no such tensor: then they have memory of their own.
     """
     whole: Tensor | None = None
-    for place, value in zip(places, values, strict=True):
+    for part, value in zip(parts, values, strict=True):
         if value is None or value.is_meta or not value.is_contiguous():
             return None
         if value.numel() == 0:
             continue
         if whole is None:
             storage = value.untyped_storage()
-            begin = value.storage_offset() - place.offset
+            begin = value.storage_offset() - part.offset
             end = begin + param.numel()
             if begin < 0 or end * value.element_size() > storage.nbytes():
                 return None
             whole = value.new_empty(0).set_(storage, begin, param.shape, (1,))
-        if place.part_in(whole).data_ptr() != value.data_ptr():
+        if part.part_in(whole).data_ptr() != value.data_ptr():
             return None
     return whole
 
@@ -368,13 +368,13 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def _differs(places: Sequence[Place], name: str, values: Sequence[str]) -> str:
+def _differs(parts: Sequence[ParamPart], name: str, values: Sequence[str]) -> str:
     first = values[0]
     other = next((i for i, value in enumerate(values) if value != first), 0)
     return (
         "All unflattened parameters comprising a single flat parameter must have "
         "scalar state with the same value and dtype, but state "
-        f"{name!r} of {places[0].fqn!r} is {first} and that of "
-        f"{places[other].fqn!r} is {values[other]}: wrap them in units of their own, "
+        f"{name!r} of {parts[0].fqn!r} is {first} and that of "
+        f"{parts[other].fqn!r} is {values[other]}: wrap them in units of their own, "
         "or use use_orig_params=True"
     )

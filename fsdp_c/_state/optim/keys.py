@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._optim.places import Place
+from fsdp_c._state.parts import ParamPart
 
 Key = int | str
 
@@ -139,7 +139,7 @@ def uses_names(optim_state_dict: Mapping[str, Any]) -> bool:
 
 
 def check_params(
-    keys: ParamKeys, places_of_param: Mapping[nn.Parameter, Sequence[Place]]
+    keys: ParamKeys, parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]]
 ) -> None:
     """Check that all parameters of an optimizer are the model's.
 
@@ -149,16 +149,16 @@ def check_params(
     strangers = [
         (key, param)
         for key, param in keys.param_of_key.items()
-        if param not in places_of_param
+        if param not in parts_of_param
     ]
     if not strangers:
         return
     hidden = {
         use.param: use.fqn
-        for its_places in places_of_param.values()
-        for place in its_places
-        if place.module is not None and place.is_flat
-        for use in place.module._originals.uses
+        for its_parts in parts_of_param.values()
+        for part in its_parts
+        if part.module is not None and part.is_flat
+        for use in part.module._originals.uses
     }
     key, param = strangers[0]
     what = (
