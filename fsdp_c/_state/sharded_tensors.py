@@ -20,18 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as RowShard
 
 from fsdp_c._base import ShardedModule
-from fsdp_c._failures import naming_ranks
 from fsdp_c._torch_compat import (
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
-    all_gather_flat,
 )
-
-# Where a tensor begins in the buffer of a collective; a multiple of every itemsize.
-_ALIGNMENT_NBYTES = 16
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
@@ -63,11 +58,6 @@ def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the rows ``[begin, end)`` that ``rank`` holds."""
     step = -(-num_rows // world_size)
     return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
-
-
-def aligned(nbytes: int) -> int:
-    """Return what ``nbytes`` take in a buffer for tensors of several dtypes."""
-    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 # To a sharded tensor ----------------------------------------------------------
@@ -293,84 +283,3 @@ def find_problem(module: ShardedModule, value: ShardedTensor | DTensor) -> str |
             f"{module.world_size} ranks: {remedy}"
         )
     return None
-
-
-def gather_sharded(
-    module: ShardedModule, values: Sequence[ShardedTensor | DTensor | Tensor]
-) -> list[Tensor]:
-    """Return the whole tensors of ``values``, with one collective for all.
-
-    All ranks of the sharding group must pass the same tensors in the same order.
-    Plain tensors, and those without rows, are returned as they are.
-
-    Args:
-        module: A wrapped module; its device and sharding group are used.
-        values: Sharded over that group, in the chunks of :func:`rows_of`, their
-            local parts on any device.
-
-    Returns:
-        Tensors on the module's device, in the order of ``values``. They share the
-        memory that was gathered where a tensor's rows need no padding.
-
-    Raises:
-        ValueError: A tensor has other chunks; nothing was communicated on this rank.
-        RuntimeError: The collective failed.
-    """
-    sharded = [value for value in values if is_sharded(value)]
-    for each in sharded:
-        problem = find_problem(module, each)
-        if problem is not None:
-            raise ValueError(f"a sharded tensor {problem}")
-    received = _all_gather(module, sharded)
-    results: list[Tensor] = []
-    place = 0
-    for value in values:
-        if is_sharded(value):
-            results.append(_unpack(received, place, value))
-            place += _slot_nbytes(value, module.world_size)
-        else:
-            results.append(value)
-    return results
-
-
-def _slot_nbytes(value: ShardedTensor | DTensor, world_size: int) -> int:
-    """Return what the largest chunk of ``value`` takes in the buffer."""
-    shape = sharded_shape(value)
-    step = -(-shape[0] // world_size)
-    nbytes = step * shape[1:].numel() * sharded_dtype(value).itemsize
-    return aligned(nbytes)
-
-
-def _all_gather(
-    module: ShardedModule, values: Sequence[ShardedTensor | DTensor]
-) -> Tensor:
-    """Return all ranks' local parts as bytes, ``[world_size, nbytes]``."""
-    world_size = module.world_size
-    nbytes = sum(_slot_nbytes(value, world_size) for value in values)
-    mine = torch.empty(nbytes, dtype=torch.uint8, device=module.compute_device)
-    place = 0
-    for value in values:
-        part = local_part(value)
-        if part is not None and part.numel() > 0:
-            slot = mine[place : place + part.nbytes].view(sharded_dtype(value))
-            slot.view(part.shape).copy_(part)
-        place += _slot_nbytes(value, world_size)
-    if world_size == 1 or nbytes == 0:
-        return mine.view(1, -1).expand(world_size, -1)
-    received = mine.new_empty(world_size * nbytes)
-    with naming_ranks(module.process_group, "all_gather of sharded tensors"):
-        all_gather_flat(received, mine, module.process_group)
-    return received.view(world_size, nbytes)
-
-
-def _unpack(received: Tensor, place: int, value: ShardedTensor | DTensor) -> Tensor:
-    shape = sharded_shape(value)
-    world_size = received.shape[0]
-    chunks = []
-    for rank in range(world_size):
-        begin, end = rows_of(shape[0], world_size, rank)
-        nbytes = (end - begin) * shape[1:].numel() * sharded_dtype(value).itemsize
-        if nbytes > 0:
-            chunk = received[rank, place : place + nbytes].view(sharded_dtype(value))
-            chunks.append(chunk.view(end - begin, *shape[1:]))
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

@@ -33,7 +33,6 @@ from fsdp_c._state.model.save import check_idle, check_owners, kind_of
 from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import (
     find_problem,
-    gather_sharded,
     has_rows,
     is_sharded,
     local_part,
@@ -311,7 +310,7 @@ def _load_unit(
         _write(module, values, uses)
         stack.enter_context(module._originals.absent())
     else:
-        state_dict.update(_gather(module, values))
+        state_dict.update(_whole(module, values, uses))
         stack.enter_context(summoned(module, writeback=True))
 
 
@@ -337,26 +336,44 @@ def _drop_own_shards(
 def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:
     """Copy values, by key, into the parameters of one unit."""
     if module._unit.is_summoned:
-        values = _gather(module, values)
+        values = _whole(module, values, uses)
     parts = list(unit_parts(module, as_shown=True))
     params = module._unit.param_of_use
-    items = []
-    num_ranks = module.world_size
     for key, value in values.items():
-        part = parts[params[uses[key]]]
         if not is_sharded(value):
-            part.write(_as_tensor(value))
+            parts[params[uses[key]]].write(_as_tensor(value))
+    for key, value in _exchanged(module, values, uses, are_whole=False):
+        with torch.no_grad():
+            parts[params[uses[key]]].values().copy_(value)
+
+
+def _exchanged(
+    module: ShardedModule,
+    values: dict[str, Any],
+    uses: dict[str, int],
+    *,
+    are_whole: bool,
+) -> list[tuple[str, Tensor]]:
+    """Return the sharded ones of ``values``, whole or this rank's parts, 1-D."""
+    parts = list(unit_parts(module, as_shown=True))
+    num_ranks = module.world_size
+    items = []
+    for key, value in values.items():
+        if not is_sharded(value):
             continue
-        held = part.spread.rows(part.index, num_ranks)
-        needed = part.spread.parts(part.index, num_ranks)
+        part = parts[module._unit.param_of_use[uses[key]]]
+        spread, index = part.spread, part.index
+        held = spread.rows(index, num_ranks)
+        needed = spread.parts(index, num_ranks)
+        if are_whole:
+            needed = spread.whole(0, num_ranks)
         source, dtype = local_part(value), sharded_dtype(value)
-        items.append(ExchangeItem(part, source, dtype, part.index, held, needed))
+        items.append(ExchangeItem(key, source, dtype, index, held, needed))
     unit = UnitItems(
         module._unit.name, module.process_group, module.compute_device, items
     )
-    with _told(module), torch.no_grad():
-        for part, value in exchange([unit], "parameters"):
-            part.values().copy_(value)
+    with _told(module):
+        return list(exchange([unit], "parameters"))
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -369,13 +386,17 @@ def _as_tensor(value: Any) -> Tensor:
     return torch.empty(tuple(value.shape), dtype=value.dtype).copy_(value)
 
 
-def _gather(module: ShardedModule, values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with whole tensors, in one collective at most."""
-    if not any(is_sharded(value) for value in values.values()):
-        return values
-    with _told(module):
-        whole = gather_sharded(module, list(values.values()))
-    return dict(zip(values, whole, strict=True))
+def _whole(
+    module: ShardedModule, values: dict[str, Any], uses: dict[str, int]
+) -> dict[str, Any]:
+    """Return ``values`` with whole tensors for sharded ones."""
+    found = dict(_exchanged(module, values, uses, are_whole=True))
+    return {
+        key: found[key].to(module.compute_device).view(sharded_shape(value))
+        if key in found
+        else value
+        for key, value in values.items()
+    }
 
 
 @contextmanager
