@@ -33,13 +33,13 @@ except ImportError as error:
     ) from error
 
 from fsdp_c import checkpoint, trace
-from fsdp_c._engines import memory_stats, reset
-from fsdp_c._explain import ModelPlan, UnitPlan, explain
-from fsdp_c._forward_methods import register_forward_method
-from fsdp_c._optimizer_in_backward import optimizer_in_backward
-from fsdp_c._originals import FlatParameter
-from fsdp_c._sharded_module import FullyShardedDataParallel
+from fsdp_c._engines.engine import memory_stats, reset
+from fsdp_c._engines.forward_methods import register_forward_method
+from fsdp_c._engines.optimizer_in_backward import optimizer_in_backward
+from fsdp_c._module.sharded_module import FullyShardedDataParallel
+from fsdp_c._units.originals import FlatParameter
 from fsdp_c.integrations import install, uninstall
+from fsdp_c.plan._explain import ModelPlan, UnitPlan, explain
 from fsdp_c.trace import _automatic
 
 FSDP = FullyShardedDataParallel

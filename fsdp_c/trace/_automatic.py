@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c import _engines
-from fsdp_c._base import ShardedModule
+from fsdp_c._engines import engine
+from fsdp_c._units.base import ShardedModule
 from fsdp_c.trace._recording import Timeline, start
 
 NUM_SKIPPED = 2
@@ -85,4 +85,4 @@ def install() -> None:
     """Watch the models of this program, if the environment asks for it."""
     folder = os.environ.get("FSDP_C_TRACE", "")
     if folder:
-        _engines.engine_listeners.append(lambda root: _watch(root, folder))
+        engine.engine_listeners.append(lambda root: _watch(root, folder))

@@ -5,9 +5,9 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._engines import ensure_engines
-from fsdp_c._flat_views import follow_summon
+from fsdp_c._engines.engine import ensure_engines
+from fsdp_c._engines.flat_views import follow_summon
+from fsdp_c._units.base import ShardedModule, sharded_modules
 
 
 class SummonError(AssertionError, RuntimeError):

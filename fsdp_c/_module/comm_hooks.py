@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_c._attributes import Attributes
-from fsdp_c._base import sharded_modules
-from fsdp_c._groups import HYBRID
+from fsdp_c._module.attributes import Attributes
+from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.groups import HYBRID
 
 
 def register_comm_hook(

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._names import FLAT_PARAM
-from fsdp_c._originals import FlatParameter
 from fsdp_c._torch_compat import TorchFSDP, checkpoint_state_dict
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import FLAT_PARAM
+from fsdp_c._units.originals import FlatParameter
 
 # Methods of an instance, which some call as TorchFSDP.clip_grad_norm_(model, 1.0).
 _OF_INSTANCES = (

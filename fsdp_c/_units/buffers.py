@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._names import clean_name
+from fsdp_c._units.names import clean_name
 
 
 class UnitBuffers:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._config import Config
-from fsdp_c._uses import is_flat_param
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.config import Config
+from fsdp_c._units.uses import is_flat_param
 
 
 class Ignored(NamedTuple):

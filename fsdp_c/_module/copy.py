@@ -7,13 +7,13 @@ from weakref import WeakSet
 
 from torch import nn
 
-from fsdp_c._attributes import Attributes
-from fsdp_c._buffers import UnitBuffers
-from fsdp_c._names import WRAPPED_MODULE
-from fsdp_c._originals import Originals
-from fsdp_c._params import own_modules
+from fsdp_c._module.attributes import Attributes
 from fsdp_c._torch_compat import TrainingState
-from fsdp_c._uses import ParamUse, mark_sharded
+from fsdp_c._units.buffers import UnitBuffers
+from fsdp_c._units.names import WRAPPED_MODULE
+from fsdp_c._units.originals import Originals
+from fsdp_c._units.params import own_modules
+from fsdp_c._units.uses import ParamUse, mark_sharded
 
 
 def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._torch_compat import in_backward_optimizers, remove_in_backward_hooks
+from fsdp_c._units.base import ShardedModule, sharded_modules
 
 
 def optimizer_in_backward(

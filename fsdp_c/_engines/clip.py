@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._engines import ensure_engine
-from fsdp_c._optimizer_in_backward import (
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.optimizer_in_backward import (
     adopt_in_backward_optimizers,
     check_no_optimizer,
 )
-from fsdp_c._params import unsharded_params
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.params import unsharded_params
 
 
 def clip_grad_norm(module: ShardedModule, max_norm: Any, norm_type: Any) -> Tensor:

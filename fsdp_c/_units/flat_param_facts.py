@@ -20,7 +20,7 @@ from fsdp_c._torch_compat import (
     ShardParamInfo,
     SharedParamInfo,
 )
-from fsdp_c._uses import ParamUse
+from fsdp_c._units.uses import ParamUse
 
 
 class _Place(NamedTuple):

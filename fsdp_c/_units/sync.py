@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_c._failures import naming_ranks
+from fsdp_c._units.failures import naming_ranks
 
 # A broadcast carries at most this much; small tensors travel together.
 CHUNK_NBYTES = 32 * 1024 * 1024

@@ -23,38 +23,39 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c import _native, _torch_dispatch
-from fsdp_c._attributes import Attributes
-from fsdp_c._base import sharded_modules
-from fsdp_c._buffers import UnitBuffers
-from fsdp_c._clip import clip_grad_norm
-from fsdp_c._comm_hooks import register_comm_hook
-from fsdp_c._config import make_config
-from fsdp_c._conversion import convert
-from fsdp_c._copy import copy_sharded
-from fsdp_c._device import choose_device
-from fsdp_c._engines import ensure_engine
-from fsdp_c._foreign_groups import as_given
-from fsdp_c._forward_methods import bind_forward_method
-from fsdp_c._ignored import find_ignored
-from fsdp_c._materialize import materialize
-from fsdp_c._names import WRAPPED_MODULE, clean_name
+from fsdp_c import _native
+from fsdp_c._engines.clip import clip_grad_norm
+from fsdp_c._engines.conversion import convert
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.forward_methods import bind_forward_method
+from fsdp_c._engines.summon import summon_full_params, summoned
+from fsdp_c._module import torch_dispatch
+from fsdp_c._module.attributes import Attributes
+from fsdp_c._module.comm_hooks import register_comm_hook
+from fsdp_c._module.copy import copy_sharded
+from fsdp_c._module.torch_class import TorchClass
 from fsdp_c._optim.methods import OptimStateMethods
-from fsdp_c._originals import Originals
-from fsdp_c._params import (
+from fsdp_c._state import kinds, load, save
+from fsdp_c._torch_compat import Policy, TrainingState
+from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.buffers import UnitBuffers
+from fsdp_c._units.config import make_config
+from fsdp_c._units.device import choose_device
+from fsdp_c._units.foreign_groups import as_given
+from fsdp_c._units.ignored import find_ignored
+from fsdp_c._units.materialize import materialize
+from fsdp_c._units.names import WRAPPED_MODULE, clean_name
+from fsdp_c._units.originals import Originals
+from fsdp_c._units.params import (
     check_params,
     collect_uses,
     move_to_device,
     own_modules,
     unsharded_params,
 )
-from fsdp_c._state import kinds, load, save
-from fsdp_c._summon import summon_full_params, summoned
-from fsdp_c._sync import broadcast_from_first
-from fsdp_c._torch_class import TorchClass
-from fsdp_c._torch_compat import Policy, TrainingState
-from fsdp_c._uses import mark_sharded
-from fsdp_c._wrap import auto_wrap
+from fsdp_c._units.sync import broadcast_from_first
+from fsdp_c._units.uses import mark_sharded
+from fsdp_c._units.wrap import auto_wrap
 
 
 class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
@@ -142,7 +143,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
             "ignored_states": ignored_states,
             "device_mesh": device_mesh,
         }
-        _torch_dispatch.begin(type(self), module)
+        torch_dispatch.begin(type(self), module)
         self._construct(module, arguments, name="", left_out=frozenset())
 
     def _construct(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_c._base import ShardedModule
+from fsdp_c._units.base import ShardedModule
 
 _handles: weakref.WeakKeyDictionary[ShardedModule, RemovableHandle] = (
     weakref.WeakKeyDictionary()

@@ -9,8 +9,8 @@ import weakref
 
 import torch
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._originals import FlatParameter
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.originals import FlatParameter
 
 # By module, one per segment; dead ones are made again.
 _views: weakref.WeakKeyDictionary[ShardedModule, "list[weakref.ref[FlatParameter]]"] = (

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._engines import ensure_engine
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._units.base import ShardedModule
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

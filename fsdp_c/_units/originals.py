@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._flat_param_facts import FlatParamFacts, find_facts
-from fsdp_c._names import flat_param_name
-from fsdp_c._uses import ParamUse, mark_sharded
+from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
+from fsdp_c._units.names import flat_param_name
+from fsdp_c._units.uses import ParamUse, mark_sharded
 
 _SETATTR = nn.Module.__setattr__
 

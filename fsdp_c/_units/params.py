@@ -5,10 +5,10 @@ from collections.abc import Iterator, Set
 import torch
 from torch import nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._names import clean_name
-from fsdp_c._param_kinds import check_kind
-from fsdp_c._uses import ParamUse, is_flat_param, sharding_unit
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.param_kinds import check_kind
+from fsdp_c._units.uses import ParamUse, is_flat_param, sharding_unit
 
 
 def own_modules(
@@ -73,7 +73,7 @@ def collect_uses(
 
     These are all that no nested unit has taken, in the order of the module tree.
     A nested unit leaves out a parameter that is used outside it as well, see
-    :func:`fsdp_c._wrap.auto_wrap`.
+    :func:`fsdp_c._units.wrap.auto_wrap`.
 
     Args:
         module: The module to be wrapped.

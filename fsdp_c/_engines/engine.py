@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c import _native
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._optimizer_in_backward import adopt_in_backward_optimizers
-from fsdp_c._order_warning import watch_order
+from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
+from fsdp_c._engines.order_warning import watch_order
+from fsdp_c._units.base import ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
 engine_listeners: list[Callable[[ShardedModule], None]] = []

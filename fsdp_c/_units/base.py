@@ -17,10 +17,10 @@ from torch.distributed.fsdp.api import (
 )
 
 from fsdp_c import _native
-from fsdp_c._buffers import UnitBuffers
-from fsdp_c._config import Config
-from fsdp_c._names import WRAPPED_MODULE
-from fsdp_c._originals import Originals
+from fsdp_c._units.buffers import UnitBuffers
+from fsdp_c._units.config import Config
+from fsdp_c._units.names import WRAPPED_MODULE
+from fsdp_c._units.originals import Originals
 
 
 class KeptState(NamedTuple):
@@ -56,7 +56,7 @@ class ShardedModule(nn.Module):
     _device_mesh: DeviceMesh | None
     _group_mesh: DeviceMesh | None
     _unit: _native.Unit
-    # Of the module tree; made by the first call, see fsdp_c._engines.
+    # Of the module tree; made by the first call, see fsdp_c._engines.engine.
     _engine: _native.Engine | None
     _is_root: bool | None
     # The modules whose units are in the engine.
@@ -65,11 +65,11 @@ class ShardedModule(nn.Module):
     # What register_comm_hook was given; FSDP1's names.
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: Any
-    # Runs after each reduction of the unit; see fsdp_c._optimizer_in_backward.
+    # Runs after each reduction of the unit; see fsdp_c._engines.optimizer_in_backward.
     _follower: Callable[[], object] | None
     # With mixed_precision.buffer_dtype.
     _unit_buffers: UnitBuffers | None
-    # Names of methods that run like forward, see fsdp_c._forward_methods.
+    # Names of methods that run like forward, see fsdp_c._engines.forward_methods.
     _forward_methods: frozenset[str]
     _ignored_modules: frozenset[nn.Module]
     _ignored_params: frozenset[nn.Parameter]

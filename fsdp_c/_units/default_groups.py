@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fsdp_c._device import current_accelerator
 from fsdp_c._torch_compat import timeout_of
+from fsdp_c._units.device import current_accelerator
 
 
 class NodeGroups(NamedTuple):

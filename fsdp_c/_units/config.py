@@ -16,9 +16,9 @@ from torch.distributed.fsdp.api import (
 )
 
 from fsdp_c import _native
-from fsdp_c._device import device_from_id
-from fsdp_c._groups import Groups, choose_groups
 from fsdp_c._torch_compat import Policy
+from fsdp_c._units.device import device_from_id
+from fsdp_c._units.groups import Groups, choose_groups
 
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

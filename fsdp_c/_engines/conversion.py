@@ -6,10 +6,10 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._engines import ensure_engine, release_engine
-from fsdp_c._summon import summoned
-from fsdp_c._uses import is_flat_param, sharding_unit
+from fsdp_c._engines.engine import ensure_engine, release_engine
+from fsdp_c._engines.summon import summoned
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
 def convert(

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c import _native
-from fsdp_c._device import current_accelerator
-from fsdp_c._environment import BUILD_SWITCHES, SWITCHES, TORCH_SWITCHES
+from fsdp_c._units.device import current_accelerator
+from fsdp_c.doctor._environment import BUILD_SWITCHES, SWITCHES, TORCH_SWITCHES
 
 OLDEST_TORCH = (2, 11)
 _MIB = 1024 * 1024

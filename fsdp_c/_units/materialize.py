@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._params import own_modules
-from fsdp_c._uses import is_flat_param, sharding_unit
+from fsdp_c._units.params import own_modules
+from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
 def _is_on_meta(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._foreign_groups import ForeignGroup
+from fsdp_c._units.foreign_groups import ForeignGroup
 
 CPU = torch.device("cpu")
 

@@ -7,17 +7,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import ShardingStrategy
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._conversion import convert
-from fsdp_c._engines import ensure_engine, release_engine
-from fsdp_c._flat_views import flat_views
-from fsdp_c._originals import FlatParameter
+from fsdp_c._engines.conversion import convert
+from fsdp_c._engines.engine import ensure_engine, release_engine
+from fsdp_c._engines.flat_views import flat_views
 from fsdp_c._torch_compat import (
     CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
     FlatParamShardMetadata,
     TrainingState,
 )
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.originals import FlatParameter
 
 
 class FlatParamHandle:

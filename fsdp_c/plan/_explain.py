@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._names import clean_name
-from fsdp_c._params import own_modules
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.params import own_modules
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import ShardingStrategy
 
-from fsdp_c._default_groups import node_groups
-from fsdp_c._foreign_groups import ForeignGroup, RankAndSize
 from fsdp_c._torch_compat import HYBRID_SHARD_ZERO2
+from fsdp_c._units.default_groups import node_groups
+from fsdp_c._units.foreign_groups import ForeignGroup, RankAndSize
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
@@ -36,7 +36,7 @@ def choose_groups(
     """Return the groups for the constructor's ``process_group`` or ``device_mesh``.
 
     Objects with ``rank()`` and ``size()`` only are accepted as groups, as FSDP1 does;
-    see :class:`fsdp_c._foreign_groups.ForeignGroup`.
+    see :class:`fsdp_c._units.foreign_groups.ForeignGroup`.
 
     Raises:
         TypeError: An argument is of a wrong type.
