@@ -24,7 +24,7 @@ from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._units.base import ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
-engine_listeners: list[Callable[[ShardedModule], None]] = []
+engine_listeners: list[Callable[[ShardedModule], object]] = []
 
 
 def ensure_engine(module: ShardedModule) -> _native.Engine:
