@@ -1,4 +1,4 @@
-"""The CPython module: units, engines, copy plans. Conversion only; no policy."""
+"""The CPython module: units, engines, placements. Conversion only; no policy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final

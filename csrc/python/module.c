@@ -325,7 +325,7 @@ static PyModuleDef_Slot module_slots[] = {
 
 PyDoc_STRVAR(
     module_doc,
-    "The CPython module: units, engines, copy plans. Conversion only.");
+    "The CPython module: units, engines, placements. Conversion only.");
 
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,         .m_name = "fsdp_c._native",

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as RowShard
 
-from fsdp_c._base import ShardedModule
 from fsdp_c._torch_compat import (
     Shard,
     ShardedTensor,
@@ -27,6 +26,7 @@ from fsdp_c._torch_compat import (
     ShardMetadata,
     TensorProperties,
 )
+from fsdp_c._units.base import ShardedModule
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:

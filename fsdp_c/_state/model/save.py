@@ -34,11 +34,8 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c._base import KeptState, ShardedModule, sharded_modules
-from fsdp_c._engines import ensure_engine
-from fsdp_c._failures import naming_ranks
-from fsdp_c._names import WRAPPED_PREFIX
-from fsdp_c._params import own_modules
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.summon import summoned
 from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.parts import named_uses, unit_parts
@@ -48,9 +45,12 @@ from fsdp_c._state.sharded_tensors import (
     shard_tensor,
     wrap_chunk,
 )
-from fsdp_c._summon import summoned
 from fsdp_c._torch_compat import ActivationWrapper
-from fsdp_c._uses import is_flat_param, sharding_unit
+from fsdp_c._units.base import KeptState, ShardedModule, sharded_modules
+from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.names import WRAPPED_PREFIX
+from fsdp_c._units.params import own_modules
+from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
 def kind_of(module: ShardedModule) -> StateDictType:

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._failures import naming_ranks
 from fsdp_c._state.optim.agreement import PerRank, unpacked_value
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.header import (
@@ -41,6 +39,8 @@ from fsdp_c._state.optim.receive import (
 from fsdp_c._state.optim.states import ParamState, assemble
 from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
 from fsdp_c._state.sharded_tensors import find_problem
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.failures import naming_ranks
 
 
 @dataclass(frozen=True)

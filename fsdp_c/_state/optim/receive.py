@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._failures import naming_ranks
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
 from fsdp_c._state.optim.header import Header, StateInfo, WantedState, read_header
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import local_part
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.failures import naming_ranks
 
 # This rank's parts, by first name of the parameter and name of the state.
 Values = dict[tuple[str, str], Tensor]

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
 from fsdp_c._state.optim.agreement import AgreedState, agree, unpacked_value
 from fsdp_c._state.optim.keys import ParamKeys
 from fsdp_c._state.optim.states import OptimStates, ParamState, collect
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import has_rows, rows_of, wrap_chunk
+from fsdp_c._units.base import ShardedModule, sharded_modules
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
 # are tensors without one value per element, by parameter. There only if there are any.
