@@ -97,6 +97,32 @@ def shard_tensor(
     return wrap_chunk(module, chunk, full.shape, use_dtensor=use_dtensor)
 
 
+def in_form(
+    module: ShardedModule,
+    value: Tensor,
+    shape: torch.Size,
+    *,
+    device: torch.device,
+    shards: bool,
+    use_dtensor: bool | None,
+) -> ShardedTensor | DTensor | Tensor:
+    """Return what this rank needs of a tensor as a state dict holds it.
+
+    Args:
+        module: A wrapped module.
+        value: This rank's rows if ``shards``, else the whole tensor; 1-D.
+        shape: Of the whole tensor.
+        device: Where the result is.
+        shards: Return a sharded tensor, if there are rows to share out.
+        use_dtensor: As for :func:`shard_tensor`.
+    """
+    value = value.to(device)
+    if not shards or not has_rows(shape):
+        return value.view(shape)
+    chunk = value.view(-1, *shape[1:])
+    return wrap_chunk(module, chunk, shape, use_dtensor=use_dtensor)
+
+
 def wrap_chunk(
     module: ShardedModule,
     chunk: Tensor,

@@ -40,10 +40,9 @@ from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import (
-    has_rows,
+    in_form,
     is_sharded,
     shard_tensor,
-    wrap_chunk,
 )
 from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import KeptState, ShardedModule, sharded_modules
@@ -331,20 +330,22 @@ def _exchanged(
     unit = UnitItems(
         module._unit.name, module.process_group, module.compute_device, items
     )
-    values: list[Any] = []
-    for part, value in exchange([unit], "parameters"):
-        device = torch.device("cpu") if config.offload_to_cpu else module.compute_device
-        if not is_wanted:
-            continue
-        if kind is StateDictType.SHARDED_STATE_DICT and has_rows(part.shape):
-            assert isinstance(config, ShardedStateDictConfig)
-            chunk = value.to(device).view(-1, *part.shape[1:])
-            values.append(
-                wrap_chunk(module, chunk, part.shape, use_dtensor=config._use_dtensor)
-            )
-        else:
-            values.append(value.to(device).view(part.shape))
-    return values
+    results = exchange([unit], "parameters")
+    if not is_wanted:
+        return [None for _ in results]
+    return [
+        in_form(
+            module,
+            value,
+            part.shape,
+            device=torch.device("cpu")
+            if config.offload_to_cpu
+            else module.compute_device,
+            shards=kind is StateDictType.SHARDED_STATE_DICT,
+            use_dtensor=getattr(config, "_use_dtensor", None),
+        )
+        for part, value in results
+    ]
 
 
 def _copier(module: ShardedModule, kind: StateDictType) -> Callable[[Tensor], Any]:

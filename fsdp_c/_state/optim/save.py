@@ -18,7 +18,7 @@ from fsdp_c._state.optim.agreement import AgreedState, agree, unpacked_value
 from fsdp_c._state.optim.keys import ParamKeys
 from fsdp_c._state.optim.states import OptimStates, ParamState, collect
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._state.sharded_tensors import has_rows, rows_of, wrap_chunk
+from fsdp_c._state.sharded_tensors import has_rows, in_form, rows_of, wrap_chunk
 from fsdp_c._units.base import ShardedModule, sharded_modules
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
@@ -107,7 +107,16 @@ def save(
         units = _units(agreed.values(), local.states, options, destination)
         for (part, key), value in exchange(units, "optimizer states"):
             if is_wanted:
-                states[part.fqn][key] = _in_form(part, value, options)
+                states[part.fqn][key] = in_form(
+                    part.module,
+                    value,
+                    part.shape,
+                    device=_CPU
+                    if options.offload_to_cpu
+                    else part.module.compute_device,
+                    shards=options.shards,
+                    use_dtensor=options.use_dtensor,
+                )
     if not is_wanted:
         return {}
     return _result(local, agreed, states)
@@ -162,16 +171,6 @@ def _units(
                 for key, dtype in state.sharded.items()
             ]
         yield UnitItems(module._unit.name, group, module.compute_device, items)
-
-
-def _in_form(part: ParamPart, value: Tensor, options: SaveOptions) -> Any:
-    """Return a state of which this rank has what it needs, 1-D."""
-    assert part.module is not None  # it was exchanged
-    value = value.to(_CPU if options.offload_to_cpu else part.module.compute_device)
-    if not options.shards or not has_rows(part.shape):
-        return value.view(part.shape)
-    chunk = value.view(-1, *part.shape[1:])
-    return wrap_chunk(part.module, chunk, part.shape, use_dtensor=options.use_dtensor)
 
 
 def _of_whole(part: ParamPart, value: Tensor, options: SaveOptions) -> Any:
