@@ -25,6 +25,7 @@ from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
 from fsdp_c._state.model.local import find_local_problems, load_local, local_names
+from fsdp_c._state.model.plain import loads_plainly
 from fsdp_c._state.model.save import check_idle, check_owners, kind_of
 from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import (
@@ -35,12 +36,10 @@ from fsdp_c._state.sharded_tensors import (
     sharded_dtype,
     sharded_shape,
 )
-from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import Loading, LoadTree, ShardedModule, sharded_modules
 from fsdp_c._units.device import wait_for_uploads
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
-from fsdp_c._units.params import own_modules
 
 
 def begin_load(
@@ -120,7 +119,7 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
         each._originals.check()
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
-    is_plain = all(_loads_plainly(each) for each in modules)
+    is_plain = all(loads_plainly(each) for each in modules)
     problems: list[str] = []
     prefixes = {
         each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
@@ -247,29 +246,6 @@ def _entries(
     }
 
 
-def _loads_plainly(module: ShardedModule) -> bool:
-    """Return whether loading the unit's modules is copying their parameters."""
-    modules = {each for _, each in own_modules(module.wrapped, frozenset())}
-    modules.update(use.module for use in module._originals.uses)
-    return all(_is_plain(each) for each in modules)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    cls = type(module)
-    pre_hooks = len(module._load_state_dict_pre_hooks)
-    if isinstance(module, ActivationWrapper):
-        pre_hooks -= 1  # its own only adds its prefix
-    return (
-        pre_hooks == 0
-        and not module._load_state_dict_post_hooks
-        and cls.set_extra_state is nn.Module.set_extra_state
-        and (
-            cls._load_from_state_dict is nn.Module._load_from_state_dict
-            or cls.__module__.startswith("torch.nn.modules.")
-        )
-    )
-
-
 # Load -------------------------------------------------------------------------
 
 
@@ -282,7 +258,7 @@ def _load_unit(
 ) -> None:
     """Take the values of one unit's parameters out of ``state_dict`` and load them."""
     kind = kind_of(module)
-    is_plain = _loads_plainly(module)
+    is_plain = loads_plainly(module)
     assert module._load_tree is not None
     if not module._load_tree.is_checked:
         problems = _find_problems(module, kind, state_dict, prefix)

@@ -38,17 +38,16 @@ from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
 from fsdp_c._state.model.local import local_state
+from fsdp_c._state.model.plain import saves_plainly
 from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import (
     in_form,
     is_sharded,
     shard_tensor,
 )
-from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import KeptState, ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX
-from fsdp_c._units.params import own_modules
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
@@ -204,7 +203,7 @@ def _find_summons(
     summons: set[ShardedModule] = set()
     for group, its_modules in of_group.items():
         flags = torch.tensor(
-            [not _saves_plainly(each) for each in its_modules],
+            [each._unit.is_summoned or not saves_plainly(each) for each in its_modules],
             dtype=torch.uint8,
             device=its_modules[0].compute_device,
         )
@@ -216,32 +215,6 @@ def _find_summons(
             each for each, flag in zip(its_modules, flags.tolist(), strict=True) if flag
         )
     return summons
-
-
-def _saves_plainly(module: ShardedModule) -> bool:
-    """Return whether saving the unit's modules is handing out their parameters."""
-    if module._unit.is_summoned:
-        return False
-    modules = {each for _, each in own_modules(module.wrapped, frozenset())}
-    modules.update(use.module for use in module._originals.uses)
-    return all(_is_plain(each) for each in modules)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    cls = type(module)
-    num_hooks = len(module._state_dict_hooks)
-    if isinstance(module, ActivationWrapper):
-        num_hooks -= 1  # its own only takes its prefix away
-    return (
-        num_hooks == 0
-        and not module._state_dict_pre_hooks
-        and cls.state_dict is nn.Module.state_dict
-        and cls.get_extra_state is nn.Module.get_extra_state
-        and (
-            cls._save_to_state_dict is nn.Module._save_to_state_dict
-            or cls.__module__.startswith("torch.nn.modules.")
-        )
-    )
 
 
 def _forget(module: ShardedModule) -> None:
