@@ -4,10 +4,10 @@ The keys are those of the unwrapped module: a wrapped module passes its own pref
 on to the module inside it.
 
 Note [One unit at a time]
-A unit's parameters are exchanged to where they are needed (see fsdp_c._state.exchange):
-whole on all ranks or on rank 0, or in rows. Each rank so takes memory for its result
-alone. That is possible where saving a module means handing out its parameters. A unit
-of which a module does more (hooks around saving, ``_save_to_state_dict()`` or
+Parameters are exchanged to where they are needed (see fsdp_c._state.exchange): whole on
+all ranks or on rank 0, or in rows. Each rank so takes little memory beside its result.
+That is possible where saving a module means handing out its parameters. A unit of which
+a module does more (hooks around saving, ``_save_to_state_dict()`` or
 ``get_extra_state()`` of its own) is summoned, for they may look at its parameters.
 
 The recursion of ``nn.Module.state_dict()`` goes into children while their parents are
@@ -167,25 +167,17 @@ def save(
                 if kinds[each] is StateDictType.LOCAL_STATE_DICT
                 else each._originals.shown()
             )
+        values = _exchanged([each for each in modules if each not in summons], kinds)
         for each in reversed(modules[1:]):  # parents come first in it
-            unit_prefix = prefixes[each]
+            own = prefixes[each]
+            kind = kinds[each]
             state = _save_unit(
-                each,
-                kinds[each],
-                new_state(),
-                unit_prefix,
-                keep_vars,
-                summons=each in summons,
+                each, kind, new_state(), own, keep_vars, values.get(each)
             )
-            each._kept_state = KeptState(state, unit_prefix)
+            each._kept_state = KeptState(state, own)
             stack.callback(_forget, each)
         return _save_unit(
-            module,
-            kinds[module],
-            destination,
-            prefix,
-            keep_vars,
-            summons=module in summons,
+            module, kinds[module], destination, prefix, keep_vars, values.get(module)
         )
 
 
@@ -194,7 +186,8 @@ def _find_summons(
 ) -> set[ShardedModule]:
     """Return the modules whose unit is summoned; the same on all ranks.
 
-    A hook may be registered on some ranks only, so the ranks ask each other.
+    A hook may be registered on some ranks only, so the ranks ask each other. One that
+    runs before a unit is saved may change its parameters.
     """
     of_group: dict[ProcessGroup, list[ShardedModule]] = {}
     for each in modules:
@@ -238,14 +231,14 @@ def _save_unit(
     destination: dict[str, Any],
     prefix: str,
     keep_vars: bool,
-    *,
-    summons: bool,
+    values: list[Any] | None,
 ) -> dict[str, Any]:
-    """Save one unit and what is in it; nested units hand out what was kept."""
+    """Save one unit and what is in it; nested units hand out what was kept.
+
+    ``values`` are those of its parameters if they were exchanged.
+    """
     config = module._state_dict_config
-    is_wanted = module.rank == 0 or not (
-        isinstance(config, FullStateDictConfig) and config.rank0_only
-    )
+    is_wanted = _is_wanted(module)
     target = destination if is_wanted else new_state()
     for pre_hook in module._state_dict_pre_hooks.values():
         pre_hook(module, prefix, keep_vars)
@@ -255,8 +248,7 @@ def _save_unit(
         module.wrapped.state_dict(
             destination=target, prefix=prefix, keep_vars=keep_vars
         )
-    elif not summons:
-        values = _exchanged(module, kind, is_wanted=is_wanted)
+    elif values is not None:
         module.wrapped.state_dict(
             destination=target, prefix=prefix, keep_vars=keep_vars
         )
@@ -284,41 +276,57 @@ def _save_unit(
     return destination
 
 
-def _exchanged(
-    module: ShardedModule, kind: StateDictType, *, is_wanted: bool
-) -> list[Any]:
-    """Return the values of a unit's parameters in the state dict, by parameter."""
+def _rank0_only(module: ShardedModule) -> bool:
     config = module._state_dict_config
+    return isinstance(config, FullStateDictConfig) and config.rank0_only
+
+
+def _is_wanted(module: ShardedModule) -> bool:
+    """Return whether this rank gets values of the unit."""
+    return module.rank == 0 or not _rank0_only(module)
+
+
+def _exchanged(
+    modules: list[ShardedModule], kinds: dict[ShardedModule, StateDictType]
+) -> dict[ShardedModule, list[Any]]:
+    """Return the values of units' parameters in the state dict, by parameter."""
+    modules = [m for m in modules if kinds[m] is not StateDictType.LOCAL_STATE_DICT]
+    values: dict[ShardedModule, list[Any]] = {module: [] for module in modules}
+    units = [_items_of(module, kinds[module]) for module in modules]
+    for (module, part), value in exchange(units, "parameters"):
+        config = module._state_dict_config
+        device = torch.device("cpu") if config.offload_to_cpu else module.compute_device
+        values[module].append(
+            in_form(
+                module,
+                value,
+                part.shape,
+                device=device,
+                shards=kinds[module] is StateDictType.SHARDED_STATE_DICT,
+                use_dtensor=getattr(config, "_use_dtensor", None),
+            )
+            if _is_wanted(module)
+            else None
+        )
+    return values
+
+
+def _items_of(module: ShardedModule, kind: StateDictType) -> UnitItems:
+    """Return what is exchanged of a unit: its parts, to where they are needed."""
     num_ranks = module.world_size
-    is_on_first = isinstance(config, FullStateDictConfig) and config.rank0_only
     items = []
     for part in unit_parts(module):
         if kind is StateDictType.SHARDED_STATE_DICT:
             needed = part.spread.rows(part.index, num_ranks)
         else:
-            needed = part.spread.whole(0, 1 if is_on_first else num_ranks)
+            needed = part.spread.whole(0, 1 if _rank0_only(module) else num_ranks)
         held = part.spread.parts(part.index, num_ranks)
         own = part.values()
-        items.append(ExchangeItem(part, own, own.dtype, part.index, held, needed))
-    unit = UnitItems(
-        module._unit.name, module.process_group, module.compute_device, items
-    )
-    results = exchange([unit], "parameters")
-    if not is_wanted:
-        return [None for _ in results]
-    return [
-        in_form(
-            module,
-            value,
-            part.shape,
-            device=torch.device("cpu")
-            if config.offload_to_cpu
-            else module.compute_device,
-            shards=kind is StateDictType.SHARDED_STATE_DICT,
-            use_dtensor=getattr(config, "_use_dtensor", None),
+        items.append(
+            ExchangeItem((module, part), own, own.dtype, part.index, held, needed)
         )
-        for part, value in results
-    ]
+    group, device = module.process_group, module.compute_device
+    return UnitItems(module._unit.name, group, device, items)
 
 
 def _copier(module: ShardedModule, kind: StateDictType) -> Callable[[Tensor], Any]:
