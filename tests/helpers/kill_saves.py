@@ -223,7 +223,7 @@ def sweep(folder: Path) -> None:
     """Kill before every call; with and without a swap of names, old and new."""
     counts = [
         _sweep_path(
-            folder / f"{'exchange' if can_swap else 'two'}-{existed}",
+            folder / f"{'swap' if can_swap else 'two'}-{existed}",
             can_swap=can_swap,
             existed=existed,
         )
