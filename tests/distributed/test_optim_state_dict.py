@@ -365,17 +365,17 @@ def test_large_tensors_go_straight(
 ) -> None:
     """Packed or each in a message of its own: the same, both ways."""
     needs_fsdp_c("has no such limit")
-    from fsdp_c._state import exchange as transfer
+    from fsdp_c._state import exchange
 
     model = wrap("uneven", nested=False, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["counting"](model.parameters())
     train(model, optim, "uneven", 1, rank=rank)
     local = copy.deepcopy(optim.state_dict()["state"])
     expected = full(model, optim)["state"]
-    limit = transfer.DIRECT_NBYTES
+    limit = exchange.DIRECT_NBYTES
     try:
         for nbytes in (1, 16, 64):
-            transfer.DIRECT_NBYTES = nbytes
+            exchange.DIRECT_NBYTES = nbytes
             assert_same_states(full(model, optim)["state"], expected)
             first = _rank0(model, optim)
             loaded = _load_rank0(model, optim, first)
@@ -385,7 +385,7 @@ def test_large_tensors_go_straight(
                 loaded = FSDP.optim_state_dict_to_load(model, optim, sharded)
             assert_same_states(loaded["state"], local)
     finally:
-        transfer.DIRECT_NBYTES = limit
+        exchange.DIRECT_NBYTES = limit
 
 
 class _Allocations(TorchDispatchMode):
@@ -413,7 +413,7 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
     about what there is, which are small.
     """
     needs_fsdp_c("gathers whole units on all ranks")
-    from fsdp_c._state import exchange as transfer
+    from fsdp_c._state import exchange
 
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     model = fsdp(
@@ -427,9 +427,9 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
     optim.step()
     whole = 8 * 2 * 4 * (64 * 64 + 64)  # units, states, bytes, elements
     messages = 20 * 1024
-    limit = transfer.DIRECT_NBYTES
+    limit = exchange.DIRECT_NBYTES
     for nbytes in (limit, 4096):
-        transfer.DIRECT_NBYTES = nbytes
+        exchange.DIRECT_NBYTES = nbytes
         packed = whole if nbytes == limit else whole // 32
         try:
             with _Allocations() as count:
@@ -443,4 +443,4 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
                 _load_rank0(model, optim, first)
             assert count.nbytes < whole + packed // 2 + messages
         finally:
-            transfer.DIRECT_NBYTES = limit
+            exchange.DIRECT_NBYTES = limit
