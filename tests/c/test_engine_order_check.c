@@ -179,7 +179,7 @@ static void test_other_reduction(void) {
   CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
   CHECK_I64(model_backward(&m, &error), FSDP_INVALID_STATE);
   CHECK(strstr(error.message,
-               "now rank 0: reduce_scatter of unit 'a'; rank 1: reduce_scatter "
+               "rank 0: reduce_scatter of unit 'a'; rank 1: reduce_scatter "
                "of unit 'root'. All") != NULL);
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_FAILED);
   others.differs_at = -1;

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"
+from helpers.rooms import CSRC
+
 ROOMS = sorted({path.parent for path in CSRC.rglob("*_priv.h")})
 
 FILES = r"(?:[a-z]\w*\.c(?:, )?)+"
