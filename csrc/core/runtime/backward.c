@@ -59,7 +59,8 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
 done:
   if (status != FSDP_OK) {
     /* Also if only the prefetch failed: this backward cannot go on. */
-    if (unit->state != FSDP_UNIT_SHARDED) fsdp_unit_priv_fail(unit, &local);
+    if (unit->state != FSDP_UNIT_SHARDED)
+      fsdp_unit_priv_fail(unit, &local, NULL);
     if (error != NULL) *error = local;
   }
   return status;
@@ -125,8 +126,7 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
 done:
   if (status != FSDP_OK) {
     if (!is_taken) engine->ops.grad_release(engine->ops.context, grad->token);
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
+    fsdp_unit_priv_fail(unit, &local, error);
   }
   return status;
 }
@@ -139,10 +139,7 @@ fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   FSDP_TRY(count_grad(unit, &local));
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
@@ -206,7 +203,7 @@ static void fail_open_units(fsdp_engine *engine, const fsdp_error *error) {
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
     if (unit->step.entered_backward || unit->state != FSDP_UNIT_SHARDED) {
-      fsdp_unit_priv_fail(unit, error);
+      fsdp_unit_priv_fail(unit, error, NULL);
     }
   }
 }

@@ -223,8 +223,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_advance(fsdp_unit *unit,
 /* FSDP_OK, or the error that put the unit into FAILED. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit,
                                                 fsdp_error *error);
-/* Puts the unit into FAILED and keeps `error` (NULL is fine) as its first. */
-void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *error);
+/* Puts the unit into FAILED, which keeps `cause` if it is its first error.
+ * error [out] `cause`; NULL is fine. */
+void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *cause,
+                         fsdp_error *error);
 /* `waiter` waits for the work now on `recorder`, through `event`. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
                                                       fsdp_lane waiter,

@@ -14,9 +14,11 @@ fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit, fsdp_error *error) {
                    unit->name, unit->first_error.message);
 }
 
-void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *error) {
+void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *cause,
+                         fsdp_error *error) {
+  if (error != NULL) *error = *cause;
   if (unit->state == FSDP_UNIT_FAILED) return; /* the first error stays */
-  if (error != NULL) unit->first_error = *error;
+  unit->first_error = *cause;
   /* FAIL is allowed from every state. */
   (void)!fsdp_unit_priv_advance(unit, FSDP_EVENT_FAIL, NULL);
 }

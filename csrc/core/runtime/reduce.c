@@ -34,10 +34,7 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   engine->num_reduces++;
   fsdp_engine_priv_end(engine, unit, span, 0, 0);
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 

@@ -163,20 +163,19 @@ done:
 }
 
 /* The segment's sharded gradient on the device: itself, or a staging copy. */
-static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, void *host,
-                              fsdp_lane lane, void **target,
-                              fsdp_error *error) {
+static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, fsdp_lane lane,
+                              void **target, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   const fsdp_unit_segment *segment = &unit->segments[index];
   fsdp_status status = FSDP_OK;
 
-  *target = host;
+  *target = segment->grad_shard;
   if (!unit->options.offloads) return FSDP_OK;
   *target = unit->stage_data[index];
   if (!adds_to_grads(unit)) return FSDP_OK;
   FSDP_TRY(ops->copy_to_device(
-      ops->context, FSDP_LANE_DOWNLOAD, *target, host,
+      ops->context, FSDP_LANE_DOWNLOAD, *target, segment->grad_shard,
       segment->layout->shard_numel * segment->options.grad_dtype.itemsize,
       error));
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_DOWNLOAD,
@@ -213,18 +212,18 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
     const fsdp_unit_segment *segment = &unit->segments[i];
     const int64_t numel = segment->layout->shard_numel;
     const fsdp_dtype dtype = segment->options.grad_dtype;
-    void *grad_shard = segment->grad_shard;
     void *target = NULL;
     if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(bring_grad(unit, i, grad_shard, lane, &target, error));
+    FSDP_TRY(bring_grad(unit, i, lane, &target, error));
     FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
                              own_slot(unit, i), segment->options.reduce_dtype,
                              numel, scale, adds_to_grads(unit), error));
     if (!unit->options.offloads) continue;
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
-    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD, grad_shard,
-                               target, numel * dtype.itemsize, error));
+    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD,
+                               segment->grad_shard, target,
+                               numel * dtype.itemsize, error));
   }
   *last_use = unit->options.offloads ? FSDP_LANE_DOWNLOAD : lane;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, true);

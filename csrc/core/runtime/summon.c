@@ -172,7 +172,7 @@ done:
   if (status != FSDP_OK) {
     if (is_enqueued) {
       abandon(unit);
-      fsdp_unit_priv_fail(unit, &local);
+      fsdp_unit_priv_fail(unit, &local, NULL);
     }
     if (error != NULL) *error = local;
   }

@@ -187,7 +187,7 @@ done:
       (void)!fsdp_arena_give(engine->arena, param_client(unit), last_use, NULL);
     }
     /* A collective that may have been enqueued cannot be taken back. */
-    if (is_enqueued) fsdp_unit_priv_fail(unit, &local);
+    if (is_enqueued) fsdp_unit_priv_fail(unit, &local, NULL);
     if (error != NULL) *error = local;
   }
   return status;
@@ -222,10 +222,7 @@ fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
                            (is_ahead ? FSDP_TIMELINE_IS_AHEAD : 0));
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_WAIT, &local));
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
@@ -260,10 +257,7 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine_priv_end(unit->engine, unit, span, 0,
                        was_used ? 0 : FSDP_TIMELINE_IS_UNUSED);
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
@@ -278,10 +272,7 @@ fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
   ops->mark_params(ops->context, unit->options.owner);
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_HIDE, &local));
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
