@@ -46,7 +46,7 @@ def fields_of(header: str) -> Iterator[Field]:
         field = FIELD.match(line)
         if field is not None:
             yield Field(field[1], named or heading)
-        elif line.strip() == "" or line.strip().startswith(("/*", "}")):
+        else:
             heading = named
 
 
@@ -96,6 +96,7 @@ def test_only_the_named_files_write(room: Path) -> None:
 
 
 HEADER = """
+/* z.c: what it is for */
 struct thing {
   int free;
   int one; /* a.c: alone,
