@@ -62,8 +62,8 @@ static void describe(const char *steps, int64_t world_size, char *report) {
   }
 }
 
-fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
-                                       fsdp_error *error) {
+static fsdp_status check_next(fsdp_unit *unit, const char *operation,
+                              fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const size_t world_size = (size_t)unit->options.shard_group.world_size;
   fsdp_status status = FSDP_OK;
@@ -72,7 +72,6 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   char *steps = NULL;
   bool is_same = true;
 
-  if (!engine->checks_order || world_size == 1) return FSDP_OK;
   engine->order_fingerprint = fsdp_order_fold(
       fsdp_order_fold(engine->order_fingerprint, operation), unit->name);
   engine->num_order_checks++;
@@ -99,6 +98,13 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
 done:
   fsdp_free(steps);
   return status;
+}
+
+fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
+                                       fsdp_error *error) {
+  return unit->engine->checks_order && unit->options.shard_group.world_size > 1
+             ? check_next(unit, operation, error)
+             : FSDP_OK;
 }
 
 void fsdp_engine_set_order_check(fsdp_engine *engine, bool is_on) {
