@@ -78,7 +78,9 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   engine->num_order_checks++;
   steps = fsdp_calloc(world_size, STEP_NBYTES);
   if (steps == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "check of the order");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "unit '%s': out of host memory for checking the order",
+                     unit->name);
   }
   FSDP_TRY(exchange(unit, &engine->order_fingerprint,
                     sizeof engine->order_fingerprint, steps, &is_same, error));
@@ -89,10 +91,9 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   describe(steps, (int64_t)world_size, report);
   status = FSDP_FAIL(
       error, FSDP_INVALID_STATE,
-      "%sthe ranks run their units in different orders; until collective "
+      "%sthe ranks run their units in different orders, first in collective "
       "%" PRId64 " (iteration %" PRId64
-      ") they agreed, now %s. All ranks must run the "
-      "same units in the same order",
+      "): %s. All ranks must run the same units in the same order",
       engine->in_backward ? "" : FSDP1_WORDS, engine->num_order_checks - 1,
       engine->num_iterations, report);
 done:
