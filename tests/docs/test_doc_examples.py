@@ -17,7 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.clean_groups import groups_destroyed
@@ -186,12 +190,32 @@ class _Failures(_Page):
         assert_same_tensors("state", state, self.twin.state_dict(), 1e-5)
 
 
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 3))
+
+
 class _Migrate(_Page):
     """What FSDP2 saved is loaded, and trains on as it would have there."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
         super().__init__(rank, world_size, folder)
-        self.names["precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+        old = _two_layers()
+        fully_shard(old, mesh=init_device_mesh("cpu", (world_size,)))
+        optimizer = torch.optim.AdamW(old.parameters(), lr=1e-3)
+        old(self.names["batch"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model_state, optimizer_state = get_state_dict(old, optimizer)
+        dcp.save(
+            {"model": model_state, "optimizer": optimizer_state},
+            checkpoint_id=f"{folder}/fsdp2",
+        )
+        self.names.update(
+            precision=MixedPrecision(param_dtype=torch.bfloat16),
+            build=_two_layers,
+            old=old,
+            old_optimizer=optimizer,
+        )
 
     def after(self, index: int) -> None:
         names = self.names
