@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -194,6 +195,17 @@ def _two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 3))
 
 
+class _Faq(_Page):
+    """The folder holds a safetensors file of the model."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        if rank == 0:
+            save_file(_two_layers().state_dict(), f"{folder}/model.safetensors")
+        dist.barrier()
+        self.names["build"] = _two_layers
+
+
 class _Migrate(_Page):
     """What FSDP2 saved is loaded, and trains on as it would have there."""
 
@@ -238,6 +250,7 @@ SETUPS: dict[str, type[_Page]] = {
     "docs/guide/checkpoint.md": _Checkpoint,
     "docs/reference/state_dicts.md": _StateDicts,
     "docs/guide/failures.md": _Failures,
+    "docs/guide/faq.md": _Faq,
     "docs/guide/migrate.md": _Migrate,
 }
 
