@@ -607,7 +607,7 @@ static void fork_one(const shm_rank *self) {
     const fsdp_shm_options others = shm_options("children");
     transport = shm_create(self, &others);
     CHECK_I64(run_call(transport, GATHER, "children", &error), FSDP_OK);
-    CHECK_I64(fsdp_shm_barrier(transport, "children", &error), FSDP_OK);
+    CHECK_I64(shm_barrier(transport, "children", &error), FSDP_OK);
     transport->ops->destroy(transport);
     CHECK_I64(fsdp_alloc_live(), 0);
     exit(check_num_failures == 0 ? 0 : 1);
