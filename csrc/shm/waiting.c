@@ -105,22 +105,21 @@ static fsdp_status look_at_others(fsdp_shm *shm, const fsdp_shm_goal *goal,
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     const fsdp_shm_header *header = shm->peers[rank].segment.header;
     if (rank == shm->rank) continue;
-    const uint32_t presence = atomic_load(&header->presence);
-    if (presence == FSDP_SHM_FAILED) {
+    const char *why = NULL;
+    if (waits_for(shm, goal, rank)) why = why_gone(shm, rank);
+    /* Read after why_gone: the rank may have failed, then ended. */
+    if (atomic_load(&header->presence) == FSDP_SHM_FAILED) {
       char doing[384];
       describe_goal(shm, goal, doing, sizeof doing);
       return fsdp_shm_priv_fail_as(shm, rank, doing, error);
     }
-    if (!waits_for(shm, goal, rank)) continue;
-    const char *why = why_gone(shm, rank);
-    if (why != NULL) {
-      /* What it wrote before its end still counts. */
-      FSDP_TRY(fsdp_shm_priv_progress(shm, error));
-      if (is_reached(shm, goal)) return FSDP_OK;
-      if (waits_for(shm, goal, rank)) {
-        return fail_without(shm, rank, goal, fsdp_shm_priv_now() - begin_ns,
-                            why, error);
-      }
+    if (why == NULL) continue;
+    /* What it wrote before its end still counts. */
+    FSDP_TRY(fsdp_shm_priv_progress(shm, error));
+    if (is_reached(shm, goal)) return FSDP_OK;
+    if (waits_for(shm, goal, rank)) {
+      return fail_without(shm, rank, goal, fsdp_shm_priv_now() - begin_ns, why,
+                          error);
     }
   }
   const int64_t last_ns = progress_ns(shm, goal);

@@ -17,7 +17,6 @@
 #include <unistd.h>
 
 #include "base/dtypes.h"
-#include "shm/shm_priv.h"
 #include "shm/shm_transport.h"
 #include "sim_streams.h"
 
@@ -375,11 +374,7 @@ int ncclCommAbort(ncclComm_t comm) {
   pthread_mutex_lock(&comm->mutex);
   comm->is_aborted = true;
   if (comm->transport != NULL) {
-    fsdp_shm *shm = (fsdp_shm *)(void *)comm->transport;
-    fsdp_shm_header *header = shm->peers[shm->rank].segment.header;
-    snprintf(header->failure, sizeof header->failure, "it was aborted");
-    atomic_store(&header->presence, FSDP_SHM_FAILED);
-    fsdp_shm_priv_ring_all(shm);
+    comm->transport->ops->give_up(comm->transport, "it was aborted");
   }
   pthread_mutex_unlock(&comm->mutex);
   release(comm);
