@@ -49,6 +49,28 @@ class FlatParamHandle:
             return False
         return tensor.size() == self.flat_param._sharded_size
 
+    @property
+    def sharded_grad(self) -> torch.Tensor | None:
+        """This rank's part of the gradient, between steps.
+
+        None where backward left none, or an optimizer in backward took it. With
+        ``use_orig_params=True`` a copy, put together from the parameters' gradients.
+        """
+        originals = self._module._originals
+        if originals.flat_params():
+            return self.flat_param.grad
+        self._check_sharded("sharded_grad")
+        grads = {use.fqn: use.param.grad for use in originals.uses}
+        parts = [grads[fqn] for fqn in self.flat_param._fqns]
+        if all(part is None for part in parts):
+            return None
+        whole = torch.zeros_like(self.flat_param)
+        facts = self.flat_param._facts
+        for part, (_, _, begin, end) in zip(parts, facts.own, strict=True):
+            if part is not None:
+                whole[begin:end] = part.flatten()
+        return whole
+
     def needs_unshard(self) -> bool:
         """Return whether the parameters are shards now, not whole."""
         return self.uses_sharded_strategy and self._module._unit.state == "SHARDED"
@@ -91,7 +113,7 @@ class FlatParamHandle:
         if unit.is_summoned or unit.state != "SHARDED":
             state = "SUMMONED" if unit.is_summoned else unit.state
             raise RuntimeError(
-                f"_handle.{method}() of unit {unit.name!r} in state {state}: call it "
+                f"_handle.{method} of unit {unit.name!r} in state {state}: call it "
                 "between steps, where units are sharded"
             )
 
