@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and docs/benchmarks.png.
+"""Write docs/measurements/benchmarks.md and docs/measurements/benchmarks.png.
 
     python benchmarks/report.py
 
@@ -23,7 +23,7 @@ from implementations import BARE, FSDP_C_ORIG, LABELS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "measurements"
 
 TEXT = """\
 # Benchmarks
@@ -75,7 +75,7 @@ equal where all have trained the same model.
 The collectives of one such step, each timed by itself with nothing else running. No
 implementation can remove this part, only overlap it, and on a CPU it takes cores from
 the computation. Without shared memory, fsdp_c makes other gloo calls for the same
-result (docs/design.md, "gloo"), so its step can be shorter than the sum.
+result (docs/internals/design.md, "gloo"), so its step can be shorter than the sum.
 
 {collectives}
 
@@ -316,7 +316,9 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=positive_int, default=20)
     parser.add_argument("--rounds", type=positive_int, default=3)
-    parser.add_argument("--out", type=Path, default=DOCS, help="default: docs/")
+    parser.add_argument(
+        "--out", type=Path, default=DOCS, help="default: docs/measurements/"
+    )
     args = parser.parse_args()
     if args.json is not None:
         for name in FILES:

@@ -71,7 +71,7 @@ def names_of_torch() -> list[str]:
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    instead = REFUSED.get(name, "what docs/migrate.md names")
+    instead = REFUSED.get(name, "what docs/guide/migrate.md names")
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotImplementedError(

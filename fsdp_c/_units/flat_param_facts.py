@@ -2,7 +2,8 @@
 
 Checkpointers walk ``_shard_param_infos`` and ``_param_infos``, averages of weights ask
 the handle whether a unit is sharded. All of it is for reading: units are driven by the
-native engine. What has no meaning here is in docs/migrate.md, with what to use instead.
+native engine. docs/guide/migrate.md lists what has no meaning here, and what to use
+instead.
 """
 
 import weakref

@@ -210,7 +210,9 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
         yield Row(_SECTION, name, value, "note", remedy)
     elif why_not:
         value = f"c10d's gloo, slower: no shared memory, {why_not}"
-        remedy = "allow it what failed, or give it more memory; see docs/shm.md"
+        remedy = (
+            "allow it what failed, or give it more memory; see docs/internals/shm.md"
+        )
         yield Row(_SECTION, name, value, "warning", remedy)
     else:
         yield Row(

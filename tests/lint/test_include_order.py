@@ -7,29 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"
-
-CORE_ROOMS = (
-    "base",
-    "layout",
-    "unit",
-    "order",
-    "port",
-    "arena",
-    "runtime",
-    "plan",
-    "state",
-)
-ROOMS = (
-    *(f"core/{room}" for room in CORE_ROOMS),
-    "host",
-    "shm",
-    "nccl",
-    "cuda",
-    "torch",
-    "python",
-)
+from helpers.rooms import CSRC, FILES, ROOMS, ROOT, room_of
 
 # The Python package likewise. The tools use nothing of each other.
 TOOLS = ("checkpoint", "doctor", "integrations", "plan", "trace")
@@ -70,15 +48,6 @@ SYSTEM = {
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 
-SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu"}
-FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
-
-
-def room_of(path: Path) -> str:
-    """Return the room of a file, ``core/base`` or ``torch``."""
-    parts = path.relative_to(CSRC).parts
-    return "/".join(parts[:2]) if parts[0] == "core" else parts[0]
-
 
 def includes_of(path: Path, quote: str) -> list[str]:
     """Return what ``path`` includes with ``<`` or with ``"``."""
@@ -108,6 +77,11 @@ def reachable(path: Path) -> set[Path]:
 def test_every_file_is_in_a_room() -> None:
     strangers = {room_of(path) for path in FILES} - set(ROOMS)
     assert not strangers, f"no such room: {sorted(strangers)}"
+
+
+def test_design_md_lists_the_rooms_in_order() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    assert tuple(re.findall(r"^\| `csrc/([\w/]+)` \|", text, re.MULTILINE)) == ROOMS
 
 
 def test_rooms_use_only_rooms_above() -> None:
