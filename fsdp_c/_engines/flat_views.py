@@ -20,7 +20,7 @@ _views: weakref.WeakKeyDictionary[ShardedModule, "list[weakref.ref[FlatParameter
 
 def flat_views(module: ShardedModule) -> list[FlatParameter]:
     """Return one view of each segment."""
-    new = module._originals.make_flat_params()
+    new = module._sharded.originals.make_flat_params()
     old: list[FlatParameter | None] = [each() for each in _views.get(module, [])]
     if len(old) != len(new):
         old = [None] * len(new)
@@ -42,10 +42,10 @@ def follow_summon(module: ShardedModule) -> None:
 
 def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
     """Make the views whole where the unit's parameters are."""
-    unit = module._unit
+    unit = module._sharded.unit
     if not unit.is_summoned:
         return
-    uses = module._originals.uses
+    uses = module._sharded.originals.uses
     params = {
         index: use.param for index, use in zip(unit.param_of_use, uses, strict=True)
     }

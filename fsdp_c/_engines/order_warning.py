@@ -63,7 +63,7 @@ class _Watch:
             self._is_known = bool(self._first)
             self._position = 0
             return
-        name = module._unit.name
+        name = module._sharded.name
         if not self._is_known:
             self._first.append(name)
             return

@@ -18,6 +18,7 @@ from fsdp_c._torch_compat import (
 )
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.originals import FlatParameter
+from fsdp_c._units.sessions import SummonSession
 
 
 class FlatParamHandle:
@@ -37,7 +38,7 @@ class FlatParamHandle:
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether parameters are sharded: not with NO_SHARD."""
-        return self._module._config.groups.shard_group is not None
+        return self._module._sharded.config.groups.shard_group is not None
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return names, shapes and offsets of the parameters in this rank's shard."""
@@ -56,7 +57,7 @@ class FlatParamHandle:
         None where backward left none, or an optimizer in backward took it. With
         ``use_orig_params=True`` a copy, put together from the parameters' gradients.
         """
-        originals = self._module._originals
+        originals = self._module._sharded.originals
         if originals.flat_params():
             return self.flat_param.grad
         self._check_sharded("sharded_grad")
@@ -73,7 +74,9 @@ class FlatParamHandle:
 
     def needs_unshard(self) -> bool:
         """Return whether the parameters are shards now, not whole."""
-        return self.uses_sharded_strategy and self._module._unit.state == "SHARDED"
+        return (
+            self.uses_sharded_strategy and self._module._sharded.unit.state == "SHARDED"
+        )
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         """Return the unsharded flat parameter between steps: a tensor without memory.
@@ -103,13 +106,13 @@ class FlatParamHandle:
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            f"_handle.unshard() of unit {self._module._unit.name!r}: units are driven "
-            "by the engine; use FullyShardedDataParallel.summon_full_params(module, "
+            f"_handle.unshard() of unit {self._module._sharded.name!r}: the engine "
+            "drives units; use FullyShardedDataParallel.summon_full_params(module, "
             "recurse=False) to see whole parameters"
         )
 
     def _check_sharded(self, method: str) -> None:
-        unit = self._module._unit
+        unit = self._module._sharded.unit
         if unit.is_summoned or unit.state != "SHARDED":
             state = "SUMMONED" if unit.is_summoned else unit.state
             raise RuntimeError(
@@ -131,8 +134,10 @@ class FlatParamHandle:
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         module = self._module
         # Registered ones only: the values that they were given go into the shards.
-        flat_params = module._originals.flat_params()
-        for flat_param, shard in zip(flat_params, module._unit.shards, strict=False):
+        flat_params = module._sharded.originals.flat_params()
+        for flat_param, shard in zip(
+            flat_params, module._sharded.unit.shards, strict=False
+        ):
             if flat_param.dtype != shard.dtype:
                 shard.copy_(flat_param.detach())
                 flat_param.data = shard
@@ -162,7 +167,10 @@ class Attributes(ShardedModule):
     @property
     def training_state(self) -> TrainingState:
         """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
-        if self._unit.is_summoned or self._shows_clean_names:
+        if (
+            self._sharded.unit.is_summoned
+            or self.find_session(SummonSession) is not None
+        ):
             return TrainingState.SUMMON_FULL_PARAMS
         engine = self._engine
         if engine is not None and (engine.in_forward or engine.in_backward):
@@ -174,7 +182,7 @@ class Attributes(ShardedModule):
         expected = state if isinstance(state, list) else [state]
         if self.training_state not in expected:
             raise ValueError(
-                f"unit {self._unit.name!r} on rank {self.rank} is expected to be in "
+                f"unit {self._sharded.name!r} on rank {self.rank} is expected to be in "
                 f"states {[each.name for each in expected]} but is in "
                 f"{self.training_state.name}"
             )
@@ -192,13 +200,13 @@ class Attributes(ShardedModule):
         if not self._is_root:
             raise RuntimeError(
                 f"{method} should only be called on the root FSDP instance, the "
-                f"outermost one: unit {self._unit.name!r} runs inside another"
+                f"outermost one: unit {self._sharded.name!r} runs inside another"
             )
 
     @property
     def _has_params(self) -> bool:
         """Whether this unit shards any parameter."""
-        return bool(self._originals.uses)
+        return bool(self._sharded.originals.uses)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
@@ -213,7 +221,7 @@ class Attributes(ShardedModule):
     @property
     def params(self) -> list[FlatParameter]:
         """This unit's flat parameters; with use_orig_params views."""
-        return self._originals.flat_params() or flat_views(self)
+        return self._sharded.originals.flat_params() or flat_views(self)
 
     @property
     def _handle(self) -> FlatParamHandle | None:
@@ -223,11 +231,11 @@ class Attributes(ShardedModule):
 
     @property
     def _inter_node_pg(self) -> ProcessGroup | None:
-        return self._config.groups.inter_node_group
+        return self._sharded.config.groups.inter_node_group
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         """Return whether buffers have a dtype of their own."""
-        return self._config.mixed_precision.buffer_dtype is not None
+        return self._sharded.config.mixed_precision.buffer_dtype is not None
 
     def _reset_lazy_init(self) -> None:
         """Let the next call decide anew which module is the root; between steps."""

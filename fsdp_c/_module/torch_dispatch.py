@@ -93,7 +93,7 @@ def is_ours(module: object, method: str) -> bool:
     if first is None:
         return False
     if torch_modules(module):
-        raise ValueError(mixed(first._unit.name, method))
+        raise ValueError(mixed(first._sharded.name, method))
     return True
 
 
@@ -141,7 +141,7 @@ def _refuse_to_wrap_ours() -> None:
             first = next(sharded_modules(module), None)
             if first is not None:
                 raise ValueError(
-                    mixed(first._unit.name, "torch's FullyShardedDataParallel")
+                    mixed(first._sharded.name, "torch's FullyShardedDataParallel")
                 )
         original(self, module, *args, **kwargs)
 

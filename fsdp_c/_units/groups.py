@@ -27,6 +27,11 @@ class Groups(NamedTuple):
     shard_group: ProcessGroup | None
     replica_group: ProcessGroup | None
 
+    @property
+    def shard_rank(self) -> int:
+        """This rank in the sharding group; 0 where nothing is sharded."""
+        return 0 if self.shard_group is None else self.shard_group.rank()
+
 
 def choose_groups(
     process_group: Any,

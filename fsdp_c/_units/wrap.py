@@ -8,10 +8,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from fsdp_c._torch_compat import Policy, run_policy
-from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.base import Ignored, ShardedModule
 from fsdp_c._units.config import Config
 from fsdp_c._units.full_precision import keep_full_precision
-from fsdp_c._units.ignored import Ignored
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import unsharded_params
 

@@ -54,7 +54,7 @@ Chunk = tuple[memoryview, object]
 """Bytes, and what owns them."""
 
 
-class Item(NamedTuple):
+class FileItem(NamedTuple):
     """A tensor to write: elements ``[begin, begin + numel)`` of a flattened one."""
 
     key: str
@@ -80,7 +80,7 @@ class Written(NamedTuple):
 
 
 def write_items(
-    path: str, items: Sequence[Item], *, save_id: str, advance: Advance
+    path: str, items: Sequence[FileItem], *, save_id: str, advance: Advance
 ) -> Written:
     """Write a rank's file, its bytes straight from the tensors' memory.
 

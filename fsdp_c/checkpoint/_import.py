@@ -20,7 +20,7 @@ from fsdp_c.checkpoint._plan import Target
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._ranks import Ranks, raise_if_any
 from fsdp_c.checkpoint._reads import FileReads, make_read
-from fsdp_c.checkpoint._safetensors import TensorInfo
+from fsdp_c.checkpoint._safetensors import FileTensor
 
 _HEADLINE = "nothing was imported; the model is as it was"
 _BROKEN = "the files were imported in part only: import or load again"
@@ -143,10 +143,10 @@ class _Importing:
 
     def _find_tensors(
         self, problems: list[str]
-    ) -> dict[str, tuple[FileReads, TensorInfo]]:
+    ) -> dict[str, tuple[FileReads, FileTensor]]:
         """Return all tensors by name, and where they are."""
         weight_map = self._weight_map()
-        places: dict[str, tuple[FileReads, TensorInfo]] = {}
+        places: dict[str, tuple[FileReads, FileTensor]] = {}
         for name in dict.fromkeys(weight_map.values()):
             file = self._files[name] = FileReads(self.folder, name)
             try:
@@ -202,7 +202,7 @@ class _Importing:
 def _plan_read(
     target: Target,
     file: FileReads,
-    info: TensorInfo,
+    info: FileTensor,
     cast: bool,
     problems: list[str],
 ) -> None:

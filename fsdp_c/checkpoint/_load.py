@@ -17,7 +17,7 @@ from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._load_optim import OptimLoad
 from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plain import decode, tensor_keys
-from fsdp_c.checkpoint._plan import plan_model
+from fsdp_c.checkpoint._plan import plan_parameters
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._random_states import check_random_states, set_random_states
 from fsdp_c.checkpoint._ranks import Ranks, raise_if_any
@@ -157,7 +157,9 @@ class _Loading:
     ) -> list[str]:
         """Plan all reads, check what they will read; return all problems."""
         manifest, source = self.source.manifest, self.source
-        missing, unexpected = plan_model(source, self._holders, self._targets.targets)
+        missing, unexpected = plan_parameters(
+            source, self._holders, self._targets.targets
+        )
         self._missing += missing
         self._unexpected += unexpected
         states = self._contents.stateful

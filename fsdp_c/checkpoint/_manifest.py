@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_c.checkpoint import _documents
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, integer, string
 
 MANIFEST = "manifest.json"
@@ -254,7 +254,7 @@ def _shape(fields: Fields) -> tuple[int, ...]:
 
 def _dtype(fields: Fields) -> str:
     name = fields.string("dtype")
-    dtype_of(name)
+    dtype_named(name)
     return name
 
 
@@ -334,7 +334,7 @@ def _state(value: Any, where: str) -> StateSpec:
     fields = Fields(value, where)
     sharded = fields.members("sharded", string)
     for name in sharded.values():
-        dtype_of(name)
+        dtype_named(name)
     state = StateSpec(sharded, tuple(fields.items("plain", string)))
     fields.end()
     return state

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_c.checkpoint._dtypes import dtype_name, dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 
 _SCALARS = {
     torch.bool: bool,
@@ -156,7 +156,7 @@ def _decode_dict(content: list[Any], get_tensor: Callable[[str], Tensor]) -> Any
 
 
 def _decode_scalar(name: Any, number: Any) -> Tensor:
-    dtype = dtype_of(name)
+    dtype = dtype_named(name)
     if dtype not in _SCALARS or type(number) is not _SCALARS[dtype]:
         raise ValueError(f"{number!r:.80} is no scalar of dtype {name}")
     try:

@@ -147,15 +147,15 @@ def test_hostile_plain_values(value: Any, message: str) -> None:
         _plain.decode(value, no_tensor)
 
 
-def _items() -> list[_files.Item]:
+def _items() -> list[_files.FileItem]:
     numbers = torch.Generator().manual_seed(0)
     return [
-        _files.Item("a", 0, torch.randn(5, 7, generator=numbers)),
-        _files.Item("b", 3, torch.arange(3, dtype=torch.int8)),
-        _files.Item("empty", 0, torch.empty(0, dtype=torch.bfloat16)),
-        _files.Item("scalar", 0, torch.tensor(2.0, dtype=torch.float64)),
-        _files.Item("strided", 0, torch.randn(6, 4, generator=numbers).t()),
-        _files.Item(
+        _files.FileItem("a", 0, torch.randn(5, 7, generator=numbers)),
+        _files.FileItem("b", 3, torch.arange(3, dtype=torch.int8)),
+        _files.FileItem("empty", 0, torch.empty(0, dtype=torch.bfloat16)),
+        _files.FileItem("scalar", 0, torch.tensor(2.0, dtype=torch.float64)),
+        _files.FileItem("strided", 0, torch.randn(6, 4, generator=numbers).t()),
+        _files.FileItem(
             "large", 9, torch.randn(3 * BLOCK_NBYTES // 4 + 5, generator=numbers)
         ),
     ]
