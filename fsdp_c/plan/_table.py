@@ -32,7 +32,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def parts_at_peak(plan: RankPlan) -> dict[str, int]:
-    """Return what of device memory is for what, at the busiest moment of a step.
+    """Return peak device memory by purpose.
 
     ``gradients`` are the sharded ones that are there then, and autograd's that wait;
     ``other`` are scratch memory, partial sums and buffers.
