@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     to_files.add_argument(
         "--max-shard-size",
         default="5GB",
-        help="largest file size (default: %(default)s)",
+        help="largest file (default: %(default)s)",
     )
     to_files.add_argument(
         "--dtype", choices=sorted(_DTYPES), help="convert floating-point tensors"

@@ -158,7 +158,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--sequence",
         type=_count,
         default=2048,
-        help="tokens per sequence (default: 2048)",
+        help="sequence length (default: 2048)",
     )
     add(
         "--micro-batches",

@@ -30,9 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--output", help="output file (default: FOLDER/trace.json)")
     show = add("show", "draw one step of up to four ranks")
     show.add_argument("--output", help="output file (default: FOLDER/trace.png)")
-    show.add_argument(
-        "--step", type=int, help="step to draw, from 0 (default: the last)"
-    )
+    show.add_argument("--step", type=int, help="step, from 0 (default: the last)")
     show.add_argument("--rank", type=int, help="one rank only (default: up to 4)")
     return parser
 
