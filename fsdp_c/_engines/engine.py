@@ -1,15 +1,14 @@
-"""Engines: which units run together, and who is the root.
+"""Engines: which units run together, and which module is the root.
 
 Note [Roots]
-A wrapped module that is called without an engine makes one over all units in it
-and becomes their root. When a module that contains it is called later, that one
-makes a new engine with all units, and theirs move: no root is final, so calling
-a submodule, or summoning it, first does no harm.
+A wrapped module that is called without an engine makes one over all units in it and
+becomes their root. When a module that contains it is called later, that module makes
+a new engine over all units, which the others join. No root is final, so it does no
+harm to call or summon a submodule first.
 
-With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare, before every
-collective, what they are about to do: where a branch makes them run their units in
-different orders, all raise an error that names the units. A rank that leaves the order
-of its first iteration warns, whatever the others do.
+With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare what they are about
+to do before every collective. If they run their units in different orders, all raise
+an error that names the units. A rank that leaves the order of its first iteration warns.
 """
 
 import weakref

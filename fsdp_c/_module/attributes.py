@@ -1,4 +1,4 @@
-"""What users and tools read off a wrapped module, under FSDP1's names."""
+"""FSDP1's attributes of a wrapped module, for users and tools to read."""
 
 from typing import NoReturn
 
@@ -22,9 +22,7 @@ from fsdp_c._units.sessions import SummonSession
 
 
 class FlatParamHandle:
-    """A unit's flat parameter, under the name ``_handle`` of FSDP1.
-
-    For looking: units are driven by the native engine.
+    """FSDP1's ``_handle`` of a unit, to read; the native engine runs the unit.
 
     Attributes:
         flat_param: The flat parameter that stands for the unit; whole in a summon.
@@ -73,7 +71,7 @@ class FlatParamHandle:
         return whole
 
     def needs_unshard(self) -> bool:
-        """Return whether the parameters are shards now, not whole."""
+        """Return whether the parameters are sharded now."""
         return (
             self.uses_sharded_strategy and self._module._sharded.unit.state == "SHARDED"
         )
@@ -145,7 +143,7 @@ class FlatParamHandle:
 
 
 class Attributes(ShardedModule):
-    """The part of FullyShardedDataParallel that only looks."""
+    """The read-only part of FullyShardedDataParallel."""
 
     sharding_strategy: ShardingStrategy
 

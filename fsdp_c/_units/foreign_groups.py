@@ -1,4 +1,7 @@
-"""Process groups that are not c10d's: any object with rank() and size()."""
+"""Process groups that are not c10d's: any object with rank() and size().
+
+FSDP1 accepts them, and PyTorch's own tests wrap modules with one.
+"""
 
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
