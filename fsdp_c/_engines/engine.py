@@ -2,13 +2,14 @@
 
 Note [Roots]
 A wrapped module that is called without an engine makes one over all units in it and
-becomes their root. When a module that contains it is called later, that module makes
-a new engine over all units, which the others join. No root is final, so it does no
-harm to call or summon a submodule first.
+becomes their root. When a module that contains it is called later, that module makes a
+new engine over all units, which the others join. No root is final, so it does no harm
+to call or summon a submodule first.
 
-With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare what they are about
-to do before every collective. If they run their units in different orders, all raise
-an error that names the units. A rank that leaves the order of its first iteration warns.
+With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare what they are
+about to do before every collective. If they run their units in different orders, all
+raise an error that names the units. A rank that leaves the order of its first iteration
+warns.
 """
 
 import weakref

@@ -4,9 +4,9 @@ Note [torch's class as a base]
 Frameworks, and torch itself, test ``isinstance(module, torch's class)``. So torch's
 class, and with it torch's ``_FSDPState``, is a base of fsdp_c's. This also satisfies
 ``issubclass``, which a metaclass or a false ``__class__`` would not, and changes
-nothing in torch. But the methods of torch's class are FSDP1's runtime, over fields that our
-modules do not have. ``TorchClass`` stands between the two classes and overrides every
-name of torch's:
+nothing in torch. But the methods of torch's class are FSDP1's runtime, over fields that
+our modules do not have. ``TorchClass`` stands between the two classes and overrides
+every name of torch's:
 
 * with ``nn.Module``'s own method, where torch's class overrides one, so that
   ``super().f()`` in fsdp_c is ``nn.Module.f()``;
@@ -14,8 +14,8 @@ name of torch's:
   resolution order.
 
 The names are read from torch's classes at import: a method that a newer torch adds
-raises instead of running. ``tests/lint/test_torch_class.py`` fails until somebody decides: our
-own, nn.Module's, or an entry in ``REFUSED``.
+raises instead of running. ``tests/lint/test_torch_class.py`` fails until somebody
+decides: our own, nn.Module's, or an entry in ``REFUSED``.
 """
 
 from collections.abc import Callable
