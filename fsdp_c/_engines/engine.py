@@ -110,7 +110,7 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
         model: A wrapped module, or one that contains wrapped modules.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
     total: dict[str, int] = {}
@@ -131,7 +131,7 @@ def reset(model: nn.Module) -> None:
         model: A wrapped module, or one that contains wrapped modules.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
     for engine in _engines_of(model):

@@ -28,7 +28,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: A method of the module in it.
 
     Raises:
-        TypeError: ``module`` is not wrapped, or the attribute is no method.
+        TypeError: ``module`` is not wrapped, or the attribute is not a method.
         AttributeError: There is no such method.
         ValueError: The name belongs to FullyShardedDataParallel or nn.Module, or
             the method is a generator or a coroutine, whose body would run after

@@ -15,7 +15,7 @@ def optimizer_in_backward(
 ) -> Optimizer:
     """Let an optimizer step each unit in backward, as soon as it is reduced.
 
-    A unit's gradients are let go after its step, so gradients take the memory of one
+    A unit's gradients are freed after its step, so gradients take the memory of one
     unit, not of the model. Under ``no_sync()`` nothing steps; the backward that
     reduces does, with the sum.
 

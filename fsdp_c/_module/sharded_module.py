@@ -419,7 +419,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
 
         Raises:
             RuntimeError: A config is not of the type's own class.
-            TypeError: ``state_dict_type`` is no StateDictType.
+            TypeError: ``state_dict_type`` is not a StateDictType.
             ValueError: Nothing in ``module`` is wrapped.
         """
         return kinds.set_state_dict_type(

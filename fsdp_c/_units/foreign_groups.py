@@ -24,7 +24,7 @@ class RankAndSize(Protocol):
 class ForeignGroup(ProcessGroup):
     """Stands for a :class:`RankAndSize` where the native unit needs c10d's class.
 
-    A module can be wrapped and looked at with it, as with FSDP1; its first
+    A module can be wrapped and inspected with it, as with FSDP1; its first
     communication raises.
 
     Args:

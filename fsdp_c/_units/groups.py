@@ -184,7 +184,7 @@ def node_groups(default_group: ProcessGroup) -> NodeGroups:
     ``[1, 5]``.
 
     Raises:
-        ValueError: The world size is no multiple of the ranks per node.
+        ValueError: The world size is not a multiple of the ranks per node.
 
     Source:
         ``_init_intra_and_inter_node_groups`` (torch 2.13,
@@ -223,7 +223,7 @@ def _ranks_per_node(world_size: int) -> tuple[int, str]:
     if text is not None:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(
-                f"the environment has LOCAL_WORLD_SIZE={text!r}, which is no number "
+                f"the environment has LOCAL_WORLD_SIZE={text!r}, which is not a number "
                 "of ranks: let torchrun set it, or unset it"
             )
         return int(text), "LOCAL_WORLD_SIZE"

@@ -222,7 +222,7 @@ class _Wrapper:
                 keep_full_precision(module)
         all_ignored = self._arguments.get("ignored_states")
         if all_ignored and arguments.get("ignored_states") is all_ignored:
-            # Those of the whole model would be looked at for every unit.
+            # Those of the whole model would be visited for every unit.
             own = [p for p in module.parameters() if p in self._ignored.params]
             arguments = {**arguments, "ignored_states": own}
         return self._make(module, arguments, name=path, left_out=left_out)

@@ -90,7 +90,7 @@ def find_contents(model: nn.Module) -> Contents:
 
     Raises:
         RuntimeError: It is inside forward, backward or summon_full_params.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped.
     """
     places = find_places(model)

@@ -98,7 +98,7 @@ def export(
     Raises:
         CheckpointError: The checkpoint is damaged. Nothing was written.
         FileExistsError: There is such a set, and ``overwrite`` is False.
-        ValueError: ``max_shard_size`` is no size.
+        ValueError: ``max_shard_size`` is not a size.
     """
     limit = parse_size(max_shard_size)
     folder = os.fspath(target)

@@ -282,7 +282,7 @@ class Folder:
         descriptor = os.open(name, self._flags, dir_fd=self._descriptor)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(f"{name} is no regular file")
+                raise OSError(f"{name} is not a regular file")
             yield descriptor
         finally:
             os.close(descriptor)

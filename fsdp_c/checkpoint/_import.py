@@ -32,7 +32,7 @@ class Imported:
 
     Attributes:
         missing: Names that the model has and the files have not.
-        unexpected: Names that the files have and the model has not.
+        unexpected: Names that only the files have.
     """
 
     missing: tuple[str, ...]
@@ -136,7 +136,7 @@ class _Importing:
                 for name in self.missing
             ]
             problems += [
-                f"{name!r} is unexpected: the files have it, the model has not"
+                f"{name!r} is unexpected: the files have it, the model does not"
                 for name in self.unexpected
             ]
         return problems
@@ -181,8 +181,8 @@ class _Importing:
             for name in weight_map.values():
                 if os.path.basename(name) != name or not name.endswith(".safetensors"):
                     raise CheckpointError(
-                        f"{INDEX} names {name!r:.200}, which is no safetensors file in "
-                        "this folder"
+                        f"{INDEX} names {name!r:.200}, which is not a safetensors file "
+                        "in this folder"
                     )
             return weight_map
         if SINGLE in names:

@@ -35,8 +35,8 @@ class Loaded:
     Attributes:
         extra: As given to save; None if nothing was.
         rank_extra: This rank's, if as many ranks saved as load now; else None.
-        missing: Names that the model has and the checkpoint has not (strict=False).
-        unexpected: Names that the checkpoint has and the model has not.
+        missing: Names that only the model has (strict=False).
+        unexpected: Names that only the checkpoint has.
         world_size: The number of ranks that saved.
         random_states: Whether they were set; never for another number of ranks.
     """
@@ -175,11 +175,11 @@ class _Loading:
             source.problems += self._optim.differences()
         if strict:
             source.problems += [
-                f"{name!r} is missing: the model has it, the checkpoint has not"
+                f"{name!r} is missing: the model has it, the checkpoint does not"
                 for name in self._missing
             ]
             source.problems += [
-                f"{name!r} is unexpected: the checkpoint has it, the model has not"
+                f"{name!r} is unexpected: the checkpoint has it, the model does not"
                 for name in self._unexpected
             ]
         plain = self._plain_values(with_random_states)

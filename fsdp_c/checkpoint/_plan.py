@@ -192,7 +192,7 @@ def find_plain(
 ) -> Plain | None:
     """Return the plain state of a parameter for a rank that holds ``elements``.
 
-    That of the rank that saved exactly these. Else that of any, if it is no tensor
+    That of the rank that saved exactly these. Else that of any, if it is not a tensor
     and all ranks that saved some of them agree. Problems go to the source.
     """
     found: list[tuple[Plain, Held]] = []

@@ -108,7 +108,7 @@ def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
     """
     top = Fields(_documents.parse(data), "entry")
     if top.string("format") != FORMAT:
-        raise ValueError("it is no entry of a rank")
+        raise ValueError("it is not the entry of a rank")
     if top.string("save_id") != save_id:
         raise ValueError("it belongs to another save than the manifest")
     if top.integer("rank") != rank:

@@ -75,7 +75,7 @@ def read_header(descriptor: int) -> tuple[dict[str, FileTensor], dict[str, str]]
     """Return the tensors and the metadata of an open file.
 
     Raises:
-        ValueError: It is no safetensors file, or damaged.
+        ValueError: It is not a safetensors file, or damaged.
         OSError: It cannot be read.
     """
     nbytes = os.fstat(descriptor).st_size
@@ -86,7 +86,7 @@ def read_header(descriptor: int) -> tuple[dict[str, FileTensor], dict[str, str]]
         raise ValueError(f"its header does not fit in its {nbytes} bytes")
     text = os.pread(descriptor, length, _LENGTH_NBYTES)
     if not text.startswith(b"{"):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     members = _documents.parse_json(text)
     metadata = members.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(

@@ -291,7 +291,7 @@ def _limit_rows(machine: Machine) -> Iterator[Row]:
     yield Row(
         section,
         "the post-mortem after it",
-        f"5 s, because {name}={text!r} is no number from 0 to 3600",
+        f"5 s, because {name}={text!r} is not a number from 0 to 3600",
         "warning",
         f"set {name} to seconds, such as 10",
     )

@@ -137,7 +137,7 @@ def explain(model: nn.Module) -> ModelSummary:
         model: A wrapped module, or one that contains wrapped modules.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
     if not isinstance(model, nn.Module):

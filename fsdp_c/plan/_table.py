@@ -205,7 +205,7 @@ def _advice(suggestions: Sequence[Suggestion], world_size: int) -> list[str]:
 
 
 def _merit(suggestions: Sequence[Suggestion]) -> str:
-    """Say what the first suggestion is best at; 1 % is no difference."""
+    """Say what the first suggestion is best at; 1 % is not a difference."""
     best = suggestions[0]
     merits = []
     if best.peak_nbytes <= 1.01 * min(each.peak_nbytes for each in suggestions):

@@ -21,7 +21,7 @@ from fsdp_c._units.wrap import auto_wrap
 
 
 class _PlannedGroup:
-    """Ranks that nobody talks to: enough for the constructor's checks."""
+    """Ranks that do not communicate: enough for the constructor's checks."""
 
     def rank(self) -> int:
         """Return this process's rank."""

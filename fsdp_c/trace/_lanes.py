@@ -98,7 +98,7 @@ class Lanes:
     collectives: list[TimedCollective]
     uses: list[Use]
     exposed: list[Slice]  # compute waits: "unshard", "reduce", "start"
-    num_unused: int  # prefetches that nobody used
+    num_unused: int  # unused prefetches
     inside: list[int]  # per call, ns of `exposed` inside of it
     on_device: bool  # compute and exposed are the device's, not the host's
 

@@ -243,7 +243,7 @@ def _engines_with_units(
     """Return the engines of ``model`` by id, each with its units.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped, or it is inside the root of its engine.
     """
     if not isinstance(model, nn.Module):

@@ -112,7 +112,7 @@ def test_plain_tensors() -> None:
     assert torch.equal(_round_trip([torch.arange(3)])[0], torch.arange(3))
 
 
-UNKNOWN = "is no value of a checkpoint"
+UNKNOWN = "is not a value that a checkpoint can hold"
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ UNKNOWN = "is no value of a checkpoint"
         ({"$float": "1"}, UNKNOWN),
         ({"$float": ["nan"]}, UNKNOWN),
         ({"$bytes": "xx"}, "'xx' is not hexadecimal"),
-        ({"$dict": [[1]]}, "is no list of keys and values"),
+        ({"$dict": [[1]]}, "is not a list of keys and values"),
         ({"$dict": [[[], 1]]}, "a key of .* unhashable"),
         ({"$dict": [[1, 1], [1, 2]]}, "stands twice"),
-        ({"$scalar": ["F32", 1]}, "1 is no scalar of dtype F32"),
+        ({"$scalar": ["F32", 1]}, "1 is not a scalar of dtype F32"),
         ({"$scalar": ["F32", 0.1]}, r"0\.1 is no F32"),
         ({"$scalar": ["F16", 1e9]}, r"1000000000\.0 is no F16"),
         ({"$scalar": ["I8", 300]}, "300 is no I8"),

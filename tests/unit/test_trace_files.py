@@ -213,7 +213,7 @@ def test_files_that_are_none(tmp_path: Path, content: str, message: str) -> None
 def test_folders_that_are_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(TraceError, match="is no folder"):
+    with pytest.raises(TraceError, match="is not a folder"):
         load(tmp_path / "x")
     with pytest.raises(TraceError, match="nothing was recorded there"):
         load(tmp_path)
