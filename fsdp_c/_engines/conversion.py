@@ -59,9 +59,7 @@ def _is_changed(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _check(module: ShardedModule) -> None:
-    engine = module._engine
-    is_busy = engine is not None and (engine.in_forward or engine.in_backward)
-    if is_busy or module._sharded.unit.is_summoned:
+    if module.is_in_step or module._sharded.unit.is_summoned:
         raise RuntimeError(
             f"unit {module._sharded.name!r} cannot be converted inside forward, "
             "backward or summon_full_params(): call to(), half(), cuda() between steps"

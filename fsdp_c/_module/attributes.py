@@ -170,10 +170,7 @@ class Attributes(ShardedModule):
             or self.find_session(SummonSession) is not None
         ):
             return TrainingState.SUMMON_FULL_PARAMS
-        engine = self._engine
-        if engine is not None and (engine.in_forward or engine.in_backward):
-            return TrainingState.FORWARD_BACKWARD
-        return TrainingState.IDLE
+        return TrainingState.FORWARD_BACKWARD if self.is_in_step else TrainingState.IDLE
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Raise ValueError unless the training state is ``state``, or one of them."""

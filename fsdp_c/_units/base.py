@@ -237,6 +237,12 @@ class ShardedModule(nn.Module):
         return None if self._running is None else self._running.engine
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether the engine runs forward or backward."""
+        engine = self._engine
+        return engine is not None and (engine.in_forward or engine.in_backward)
+
+    @property
     def _is_root(self) -> bool | None:
         """FSDP1's name; None until the first call."""
         return None if self._running is None else self._running.root() is self

@@ -95,11 +95,10 @@ def find_contents(model: nn.Module) -> Contents:
     """
     places = find_places(model)
     for module in sharded_modules(model):
-        engine = module._engine
         if (
             module._sharded.unit.is_summoned
             or module.find_session(LoadSession) is not None
-            or (engine is not None and (engine.in_forward or engine.in_backward))
+            or module.is_in_step
         ):
             raise RuntimeError(
                 f"unit {module._sharded.name!r} is inside forward, backward, "
