@@ -36,15 +36,9 @@ def test_equals_the_unsharded_norm(
     use_orig_params: bool,
 ) -> None:
     """The norm, the clipped gradients and the step; far above the norm too."""
-    case = CASES[model]
-    differential = Differential.of_case(
-        case,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-        ),
+    differential = Differential.of_model(
+        model,
+        strategy=strategy,
         use_orig_params=use_orig_params,
     )
     for max_norm in (0.01, 1e4):
