@@ -6,7 +6,7 @@ through function pointers do not count: that is how a lower file reaches a highe
 Of C++ methods only those with an underscore in their name count: what ``x.wait()``
 calls cannot be told from the text.
 
-docs/design.md lists the circles that remain, with their reasons; a circle that is not
+design.md lists the circles that remain, with their reasons; a circle that is not
 listed fails, and so does a listed one that is gone.
 """
 
@@ -222,10 +222,10 @@ def circles() -> dict[frozenset[str], str]:
 
 
 def exceptions() -> dict[frozenset[str], str]:
-    """Return the circles that docs/design.md lists, with the reason of each."""
-    text = (ROOT / "docs" / "design.md").read_text()
+    """Return the circles that design.md lists, with the reason of each."""
+    text = (ROOT / "docs" / "internals" / "design.md").read_text()
     section = re.search(r"^### Calls\n(.*?)^##", text, re.MULTILINE | re.DOTALL)
-    assert section is not None, "docs/design.md has no section 'Calls'"
+    assert section is not None, "docs/internals/design.md has no section 'Calls'"
     rows = re.findall(r"^\| `([\w/]+)` \| ([^|]*) \| ([^|]*) \|$", section[1], re.M)
     return {
         frozenset(f"{room}/{name}" for name in re.findall(r"`([^`]+)`", files)): reason
@@ -253,7 +253,7 @@ def test_no_circle_but_those_in_design_md() -> None:
     ]
     assert not wrong, (
         "these files use each other in a circle; turn one call around (a callback, or "
-        "the caller does it), or list the circle in docs/design.md:\n"
+        "the caller does it), or list the circle in docs/internals/design.md:\n"
         + "\n".join(wrong)
     )
 
@@ -265,8 +265,8 @@ def test_listed_circles_exist_and_have_a_reason() -> None:
         for circle, reason in exceptions().items()
         if circle not in found or not reason.strip()
     ]
-    assert not gone, "no such circle, or no reason, in docs/design.md:\n" + "\n".join(
-        gone
+    assert not gone, (
+        "no such circle, or no reason, in docs/internals/design.md:\n" + "\n".join(gone)
     )
 
 
