@@ -1,6 +1,6 @@
 """A save that is killed at any moment leaves the old checkpoint, or the new one.
 
-``FSDP_C_TEST_NUM_KILLS`` (default 50) sets how often.
+It is killed 15 times, 50 times with ``--full``, or ``FSDP_C_TEST_NUM_KILLS`` times.
 """
 
 import os
@@ -32,7 +32,9 @@ def _run(*words: str) -> str:
     return done.stdout
 
 
-def test_at_random_moments(tmp_path: Path) -> None:
+def test_at_random_moments(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    usual = "50" if pytestconfig.getoption("--full") else "15"
+    num_kills = os.environ.get("FSDP_C_TEST_NUM_KILLS", usual)
     num_kills = os.environ.get("FSDP_C_TEST_NUM_KILLS", "50")
     _run(str(tmp_path), num_kills, str(seed_of("kills")))
 
