@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("kind", "large"),
-    [("units", 2_000), ("shared", 600), ("ignored", 600), ("params", 10_000)],
+    [("units", 800), ("shared", 400), ("ignored", 400), ("params", 4_000)],
 )
 def test_calls_grow_with_the_model(kind: str, large: int) -> None:
     """Four times the units, or parameters of one: at most four times the calls."""
