@@ -110,11 +110,10 @@ def test_other_norm_and_fp64(rank: int, world_size: int) -> None:
     """P = 3, and fp64 gradients to their own precision."""
     needs_fsdp_c("has no norm of fp64 gradients")
     case = CASES["uneven"]
-    differential = Differential(
+    differential = Differential.of_units(
         lambda: case.build().double(),
-        lambda module: fsdp(module, use_orig_params=True),
+        (),
         lambda generator: tuple(t.double() for t in case.inputs(generator)),
-        use_orig_params=True,
     )
     differential.forward_backward()
     differential.clip(0.01, 3.0)

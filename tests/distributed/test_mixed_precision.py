@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.impl import MixedPrecision, fsdp
@@ -160,14 +159,9 @@ def test_gradient_of_the_input(
 def test_double_precision(rank: int, world_size: int) -> None:
     """fp64 models stay fp64, to their own precision."""
     case = CASES["mlp"]
-    differential = Differential(
+    differential = Differential.of_units(
         lambda: case.build().double(),
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            use_orig_params=True,
-        ),
+        set(case.unit_classes),
         lambda generator: tuple(t.double() for t in case.inputs(generator)),
-        use_orig_params=True,
     )
     differential.train(3)
