@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,10 +15,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _files, _save
-from helpers.distributed import TESTS_DIR, distributed
+from helpers.distributed import distributed
 from helpers.ending_saves import DYING_RANK, WORLD_SIZE
 from helpers.impl import fsdp
 from helpers.models import MLP, Block
+from helpers.programs import run_program
 from helpers.reference import assert_same_tensors, full_state_dict
 
 
@@ -168,20 +167,11 @@ def test_waits_grow_no_longer_than_a_quarter_second() -> None:
 
 def _end_ranks(folder: Path, scenario: str) -> tuple[list[int | str], str]:
     """Return how the ranks ended, and what they logged."""
-    paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.ending_saves", str(folder), scenario],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "FSDP_C_SAVE_EXIT_SECONDS": "1",
-        },
-        stdout=subprocess.PIPE,
-        timeout=180,
-        check=True,
+    output = run_program(
+        "helpers.ending_saves", str(folder), scenario, FSDP_C_SAVE_EXIT_SECONDS="1"
     )
     log = (folder / "stderr").read_text(errors="replace")
-    return json.loads(done.stdout), log
+    return json.loads(output), log
 
 
 def test_the_process_ends_with_a_save(tmp_path: Path) -> None:
