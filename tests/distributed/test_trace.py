@@ -454,7 +454,13 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "num_recorded"), [(2, None), (4, 2), (5, 3), (7, 3)]
+    ("num_steps", "num_recorded"),
+    [
+        (2, None),
+        pytest.param(4, 2, marks=pytest.mark.only_full),
+        pytest.param(5, 3, marks=pytest.mark.only_full),
+        (7, 3),
+    ],
 )
 def test_a_script_that_cannot_be_changed(
     tmp_path: Path, num_steps: int, num_recorded: int | None

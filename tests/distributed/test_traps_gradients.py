@@ -409,6 +409,7 @@ def test_tensors_replaced_between_backwards(
                 elif param.grad is None:
                     continue
                 elif what == "grad":
+                    param.grad.mul_(0.5)
                     param.grad = param.grad * scale
                 elif what == "grad data":
                     param.grad.data = param.grad * scale
