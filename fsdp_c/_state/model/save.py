@@ -45,9 +45,10 @@ from fsdp_c._state.sharded_tensors import (
     is_sharded,
     shard_tensor,
 )
-from fsdp_c._units.base import KeptState, ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX
+from fsdp_c._units.sessions import SaveSession
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
@@ -149,8 +150,9 @@ def save(
     """
     if destination is None:
         destination = new_state()
-    if module._kept_state is not None:
-        _hand_out(module._kept_state, destination, prefix)
+    kept = module.find_session(SaveSession)
+    if kept is not None:
+        _hand_out(kept, destination, prefix)
         return destination
     ensure_engine(module)
     check_owners(module)
@@ -174,8 +176,8 @@ def save(
             state = _save_unit(
                 each, kind, new_state(), own, keep_vars, values.get(each)
             )
-            each._kept_state = KeptState(state, own)
-            stack.callback(_forget, each)
+            each.begin_session(SaveSession(state, own))
+            stack.callback(each.end_session, SaveSession)
         return _save_unit(
             module, kinds[module], destination, prefix, keep_vars, values.get(module)
         )
@@ -196,7 +198,11 @@ def _find_summons(
     summons: set[ShardedModule] = set()
     for group, its_modules in of_group.items():
         flags = torch.tensor(
-            [each._unit.is_summoned or not saves_plainly(each) for each in its_modules],
+            [
+                bool(each._unit.is_summoned or each._state_dict_pre_hooks)
+                or not saves_plainly(each)
+                for each in its_modules
+            ],
             dtype=torch.uint8,
             device=its_modules[0].compute_device,
         )
@@ -210,11 +216,7 @@ def _find_summons(
     return summons
 
 
-def _forget(module: ShardedModule) -> None:
-    module._kept_state = None
-
-
-def _hand_out(kept: KeptState, destination: dict[str, Any], prefix: str) -> None:
+def _hand_out(kept: SaveSession, destination: dict[str, Any], prefix: str) -> None:
     """Add what was kept of a nested unit to ``destination``."""
     for key, value in kept.state.items():
         destination[prefix + key.removeprefix(kept.prefix)] = value
