@@ -172,6 +172,7 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             has_units = True
+            module._originals.check()
             for part in unit_parts(module, clean_name(f"{name}.") if name else ""):
                 parts[part.fqn] = part
                 known.add(part.param)
@@ -198,7 +199,6 @@ def unit_parts(
             original parameter, of which the whole is here.
     """
     originals = module._originals
-    originals.check()
     unit = module._unit
     group = module._config.groups.shard_group
     rank = 0 if group is None else group.rank()
