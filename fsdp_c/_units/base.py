@@ -286,6 +286,24 @@ class ShardedModule(nn.Module):
         return self._sharded.ignored.modules
 
 
+def require_sharded(model: nn.Module) -> list[ShardedModule]:
+    """Return the wrapped modules in ``model``, itself included, parents first.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    modules = list(sharded_modules(model))
+    if not modules:
+        raise ValueError(
+            "there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    return modules
+
+
 def sharded_modules(module: nn.Module) -> Iterator[ShardedModule]:
     """Yield the wrapped modules in ``module``, itself included, parents first."""
     for submodule in module.modules():
