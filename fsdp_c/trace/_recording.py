@@ -77,7 +77,7 @@ class Timeline:
         """
         if self._recorded is None:
             raise RuntimeError(
-                "this is still being recorded: leave the `with` block, or call stop()"
+                "recording has not ended: leave the `with` block, or call stop()"
             )
         return self._recorded
 
