@@ -99,7 +99,7 @@ class ShardedModule(nn.Module):
     _device_mesh: DeviceMesh | None
     _group_mesh: DeviceMesh | None
 
-    def set_up(
+    def adopt_module(
         self, module: nn.Module, sharded: ShardedUnit, device_mesh: DeviceMesh | None
     ) -> None:
         """Become the wrapper of ``module``, of which ``sharded`` is the unit."""
