@@ -1,5 +1,5 @@
 /*
- * Processes: who a rank is, and whether it still runs.
+ * The identity of a rank's process, and whether it still runs.
  */
 #ifndef FSDP_SHM_PROCESS_PRIV_H
 #define FSDP_SHM_PROCESS_PRIV_H
@@ -10,13 +10,13 @@
 
 #include "base/status.h"
 
-/* Who a process is, the same for ever: pids are used again, starts are not. */
+/* Identifies a process for good: pids are used again, start times are not. */
 typedef struct fsdp_shm_process {
   int64_t pid;
-  uint64_t start_time; /* clock ticks after the machine's start */
+  uint64_t start_time; /* clock ticks since the machine's start */
   uint64_t pid_namespace;
   int64_t user;
-  char boot[48]; /* the machine's, since its start */
+  char boot[48]; /* id of the machine's last start */
 } fsdp_shm_process;
 
 typedef enum fsdp_shm_process_state {
