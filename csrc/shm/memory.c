@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "shm/memory_priv.h"
 #include "shm/process_priv.h"
 
 enum { TEXT_NBYTES = 4096 };

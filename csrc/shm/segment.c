@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "base/arith.h"
-#include "shm/memory_priv.h"
+#include "shm/process_priv.h"
 #include "shm/segment_priv.h"
 
 enum { PAGE_NBYTES = 4096 };

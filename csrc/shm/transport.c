@@ -308,14 +308,10 @@ static fsdp_status start(fsdp_shm *shm, fsdp_channel channel,
   return status;
 }
 
-static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
-                               fsdp_error *error) {
-  (void)transport, (void)call, (void)error;
-  return FSDP_OK;
-}
-
-static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
-                             fsdp_error *error) {
+/* Groups merge nothing here. */
+static fsdp_status begin_or_end_group(fsdp_transport *transport,
+                                      const fsdp_call *call,
+                                      fsdp_error *error) {
   (void)transport, (void)call, (void)error;
   return FSDP_OK;
 }
@@ -440,8 +436,8 @@ static const fsdp_transport_ops g_ops = {
     .name = "shm",
     .is_host = true,
     .destroy = destroy,
-    .group_begin = group_begin,
-    .group_end = group_end,
+    .group_begin = begin_or_end_group,
+    .group_end = begin_or_end_group,
     .all_gather = all_gather,
     .broadcast = broadcast,
     .reduce_scatter = reduce_scatter,
