@@ -48,7 +48,7 @@ done:
  */
 static fsdp_status query(const fsdp_nccl_events *events, void *event,
                          bool *is_done, fsdp_error *error) {
-  fsdp_error cause = {0};
+  FSDP_LOCAL_ERROR(cause);
   const fsdp_status status =
       events->query(events->context, event, is_done, &cause);
   if (status == FSDP_OK) return FSDP_OK;
