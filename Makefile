@@ -18,9 +18,6 @@ VENV_FLAGS ?=
 OUT ?= out
 # make sim-test SIM_FLAGS=--one-each: one set of parameters of each test function.
 SIM_FLAGS ?=
-# The option of tests/conftest.py for every combination of parameters.
-FULL := --full
-
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
 BUILD_IN_PLACE = $(BIN)/python setup.py -q build_ext --inplace
@@ -54,10 +51,10 @@ pytest: $(BUILT)
 	python -m pytest
 
 test-all: $(BUILT) c-test ## every combination, also on the simulated accelerator: hours
-	FSDP_C_ALL_FAILURES=1 FSDP_C_ALL_HUGGINGFACE=1 python -m pytest $(FULL)
-	$(MAKE) sim-test SIM_FLAGS=$(FULL)
+	python -m pytest --full
+	$(MAKE) sim-test SIM_FLAGS=--full
 
-sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/simdevice.md)
+sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/internals/simdevice.md)
 	FSDP_C_TEST_DEVICE=sim python -m pytest tests/distributed tests/checkpoint \
 	  $(SIM_FLAGS)
 

@@ -1,9 +1,9 @@
 """Bytes per rank without activations, computed from the layout.
 
-Every formula is for a GPT of equal blocks below one root unit, FULL_SHARD with
-torch's defaults, fp32, AdamW, on the first rank. The busiest moment of a step is
-in backward; what is live then follows from the sources named at each formula.
-``gloo`` adds what gloo needs beyond the plain collective; with NCCL it is not there.
+The formulas are for a GPT of equal blocks below one root unit, FULL_SHARD with torch's
+defaults, fp32, AdamW, on the first rank. Memory peaks in backward; each formula names
+the source of what is live then. ``gloo`` adds what gloo needs beyond the plain
+collective, and NCCL does not.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class FsdpC:
     ) -> FsdpC:
         """Compute them for a run of steps that end with ``zero_grad()``.
 
-        Arena (docs/design.md, "The arena"): the root's parameters, two blocks of the
+        Arena (docs/how-it-works.md, "Memory"): the root's parameters, two blocks of the
         size of a unit's parameters, the root's gradients, two of the size of a unit's
         gradients. A no_sync backward keeps the gradients of every unit instead of two.
         Scratch: gloo's reduction wants two blocks for the largest unit's gradients.

@@ -1,0 +1,58 @@
+"""Read-only flat parameters of units with use_orig_params=True.
+
+Such a unit registers no flat parameter. What FSDP1 shows as ``_handle.flat_param`` is a
+view, made on request. As in FSDP1 it stays the same object while somebody holds it, and
+is unsharded, with padding, inside summon_full_params.
+"""
+
+import weakref
+
+import torch
+
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.originals import FlatParameter
+
+# By module, one per segment; dead ones are made again.
+_views: weakref.WeakKeyDictionary[ShardedModule, "list[weakref.ref[FlatParameter]]"] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def flat_views(module: ShardedModule) -> list[FlatParameter]:
+    """Return one view of each segment."""
+    new = module._sharded.originals.make_flat_params()
+    old: list[FlatParameter | None] = [each() for each in _views.get(module, [])]
+    if len(old) != len(new):
+        old = [None] * len(new)
+    views = []
+    for view, made in zip(old, new, strict=True):
+        if view is not None:
+            view.become(made)
+        views.append(made if view is None else view)
+    _views[module] = [weakref.ref(view) for view in views]
+    _show(module, views)
+    return views
+
+
+def follow_summon(module: ShardedModule) -> None:
+    """Update the views that somebody holds, when a summon starts or ends."""
+    if any(each() is not None for each in _views.get(module, [])):
+        flat_views(module)
+
+
+def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
+    """Make the views unsharded while the unit's parameters are."""
+    unit = module._sharded.unit
+    if not unit.is_summoned:
+        return
+    uses = module._sharded.originals.uses
+    params = {
+        index: use.param for index, use in zip(unit.param_of_use, uses, strict=True)
+    }
+    for index, (segment, _, numel) in enumerate(unit.slots):
+        padded_numel = unit.segments[segment][5]
+        param, view = params[index].detach(), views[segment]
+        nbytes = padded_numel * param.element_size()
+        # With rank0_only the other ranks keep their shards.
+        if numel > 0 and param.untyped_storage().nbytes() == nbytes:
+            view.data = torch.as_strided(param, (padded_numel,), (1,), 0)

@@ -1,0 +1,1 @@
+"""The class FullyShardedDataParallel, and FSDP1's attributes on it."""

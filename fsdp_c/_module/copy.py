@@ -1,0 +1,60 @@
+"""copy.deepcopy of a wrapped module: new parameters over a copy of the shards."""
+
+import copy
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from fsdp_c._module.attributes import Attributes
+from fsdp_c._torch_compat import TrainingState
+from fsdp_c._units.base import Ignored
+from fsdp_c._units.build import take_unit
+from fsdp_c._units.uses import ParamUse
+
+
+def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
+    """Return a copy of ``module`` without gradients, for ``copy.deepcopy``.
+
+    The copy has a unit of its own over a copy of this rank's shards; process groups
+    and the configuration are shared. Nothing is communicated.
+
+    Raises:
+        RuntimeError: Inside forward, backward or ``summon_full_params``.
+    """
+    state = module.training_state
+    if state is not TrainingState.IDLE:
+        raise RuntimeError(
+            f"unit {module._sharded.name!r} cannot be copied in state {state.name}: "
+            "call copy.deepcopy() between steps"
+        )
+    result = type(module).__new__(type(module))
+    memo[id(module)] = result
+    # A shallow copy, its dicts (children, hooks) too; what follows replaces the rest.
+    result.__dict__.update(
+        (key, value.copy() if isinstance(value, dict) else value)
+        for key, value in module.__dict__.items()
+    )
+    sharded = module._sharded
+    with ExitStack() as stack:
+        stack.enter_context(sharded.originals.shown())  # no flat parameters
+        if sharded.buffers is not None:
+            stack.enter_context(
+                sharded.buffers.in_original_dtypes(is_training=module.wrapped.training)
+            )
+        wrapped: nn.Module = copy.deepcopy(module.wrapped, memo)
+    uses = [
+        ParamUse(memo[id(use.module)], use.name, use.fqn, memo[id(use.param)])
+        for use in sharded.originals.uses
+    ]
+    unit = sharded.unit.clone([use.param for use in uses])
+    ignored = Ignored(
+        frozenset(memo.get(id(each), each) for each in sharded.ignored.modules),
+        frozenset(memo.get(id(each), each) for each in sharded.ignored.params),
+    )
+    shapes = sharded.originals.shapes
+    result.adopt_unit(
+        wrapped, take_unit(wrapped, unit, sharded.config, ignored, uses, shapes)
+    )
+    result.follow_reductions(None)  # the optimizer steps the module that was copied
+    return result

@@ -1,0 +1,75 @@
+"""Process groups that are not c10d's: any object with rank() and size().
+
+FSDP1 accepts them, and PyTorch's own tests wrap modules with one.
+"""
+
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+from torch.distributed import ProcessGroup
+
+
+@runtime_checkable
+class RankAndSize(Protocol):
+    """What wrapping a module needs of a process group."""
+
+    def rank(self) -> int:
+        """Return this process's rank."""
+        ...
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+
+class ForeignGroup(ProcessGroup):
+    """Stands for a :class:`RankAndSize` where the native unit needs c10d's class.
+
+    A module can be wrapped and inspected with it, as with FSDP1; its first
+    communication raises.
+
+    Args:
+        group: The user's object.
+    """
+
+    def __init__(self, group: RankAndSize) -> None:
+        # The stub lacks c10d's constructor without a store.
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self.given = group
+        self._kind = type(group).__name__
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """Return the name that messages show."""
+        return self._kind
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"the process group of this module is a {self._kind}, which cannot "
+            "communicate: it is enough for wrapping; to run the module pass a "
+            "torch.distributed.ProcessGroup"
+        )
+
+
+# c10d's names for its collectives; the second half up to torch 2.12.
+for _name in (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather_into_tensor_coalesced",
+    "alltoall_base",
+    "reduce_scatter_tensor_coalesced",
+):
+    setattr(ForeignGroup, _name, ForeignGroup._refuse)
+
+
+def as_given(group: ProcessGroup) -> Any:
+    """Return the group as the user passed it."""
+    return group.given if isinstance(group, ForeignGroup) else group

@@ -1,0 +1,112 @@
+"""The environment switches that fsdp_c and its build read: one table."""
+
+from typing import NamedTuple
+
+
+class Switch(NamedTuple):
+    """One environment variable."""
+
+    name: str
+    default: str  # what holds where it is not set
+    meaning: str
+
+
+# Read while a program runs. tests/unit/test_doctor.py holds this against the sources.
+SWITCHES = (
+    Switch(
+        "FSDP_C_CUDA",
+        "1",
+        "0: ATen's kernels on CUDA tensors, not those of fsdp_c",
+    ),
+    Switch(
+        "FSDP_C_INSTALL",
+        "0",
+        "1: fsdp_c takes the place of torch's FSDP; set by python -m fsdp_c launch",
+    ),
+    Switch(
+        "FSDP_C_NCCL",
+        "1",
+        "0: on a device, collectives go through c10d, not NCCL directly",
+    ),
+    Switch(
+        "FSDP_C_NCCL_LIBRARY",
+        "the loaded one, the wheel's, the system's",
+        "the file of libnccl; used for groups of any backend on a device",
+    ),
+    Switch(
+        "FSDP_C_NCCL_REGISTER",
+        "0",
+        "1: register the arena's blocks with NCCL, for zero-copy collectives",
+    ),
+    Switch(
+        "FSDP_C_POST_MORTEM_SECONDS",
+        "5",
+        "how long a rank whose collective failed waits for what the others say",
+    ),
+    Switch(
+        "FSDP_C_SAVE_EXIT_SECONDS",
+        "60",
+        "how long the end of a process waits for a save whose folder does not grow",
+    ),
+    Switch(
+        "FSDP_C_SHM",
+        "1",
+        "0: gloo ranks of one host talk through c10d, not through shared memory",
+    ),
+    Switch(
+        "FSDP_C_TRACE",
+        "nothing is recorded",
+        "a folder: each rank writes a timeline of its third to fifth step there",
+    ),
+    Switch(
+        "FSDP_USE_FULL_PREC_IN_EVAL",
+        "0",
+        "1: forward in eval mode computes in the parameters' own dtypes",
+    ),
+    Switch(
+        "FSDP_USE_UNSAFE_SETATTR",
+        "0",
+        "1: a module's own __setattr__ is not called",
+    ),
+    Switch(
+        "LOCAL_WORLD_SIZE",
+        "the number of devices",
+        "ranks on this host, for HYBRID_SHARD without groups; torchrun sets it",
+    ),
+)
+
+# Read by setup.py.
+BUILD_SWITCHES = (
+    Switch("CC", "Python's", "the C compiler"),
+    Switch("CXX", "Python's", "the C++ compiler"),
+    Switch("CUDA_HOME", "CUDA_PATH, then PATH", "the CUDA toolkit, for its nvcc"),
+    Switch("CUDA_PATH", "PATH", "the same, where CUDA_HOME is not set"),
+    Switch(
+        "FSDP_C_CUDA",
+        "built where nvcc is found and torch is a CUDA build",
+        "the CUDA kernels; 0: never, 1: an error without nvcc",
+    ),
+    Switch("FSDP_C_DEBUG", "0", "1: no optimisation, asserts"),
+    Switch("FSDP_C_SANITIZE", "0", "1: address and undefined behaviour sanitizers"),
+    Switch("MAX_JOBS", "the number of cores", "files compiled at a time"),
+)
+
+# torch's own, where they change what fsdp_c does or how fast it is.
+TORCH_SWITCHES = (
+    Switch(
+        "GLOO_SOCKET_IFNAME",
+        "the address of the host name",
+        "the network interface of gloo",
+    ),
+    Switch("OMP_NUM_THREADS", "all cores", "threads of one rank on the CPU"),
+    Switch(
+        "TORCH_DISTRIBUTED_DEBUG",
+        "OFF",
+        "INFO: ranks compare, before every collective, which one it is",
+    ),
+    Switch(
+        "TORCH_FR_BUFFER_SIZE",
+        "torch's",
+        "0: no flight recorder, which takes the GIL in every gloo collective",
+    ),
+)
