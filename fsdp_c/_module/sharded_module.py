@@ -194,7 +194,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         self.forward_prefetch = config.forward_prefetch
         self.limit_all_gathers = config.limit_all_gathers
         self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
-        self.set_up(module, sharded, arguments.get("device_mesh"))
+        self.adopt_module(module, sharded, arguments.get("device_mesh"))
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )
