@@ -1,6 +1,5 @@
 """The only file that touches torch's private names; one place per torch version."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -54,7 +53,6 @@ __all__ = [
     "TensorProperties",
     "TorchFSDP",
     "TrainingState",
-    "all_gather_flat",
     "checkpoint_state_dict",
     "in_backward_optimizers",
     "overrides_dispatch",
@@ -79,18 +77,6 @@ def run_policy(
 def checkpoint_state_dict() -> Any:
     """Return torch.distributed.checkpoint.state_dict, imported when first needed."""
     return import_module("torch.distributed.checkpoint.state_dict")
-
-
-def all_gather_flat(
-    output: Tensor, mine: Tensor, group: dist.ProcessGroup | None
-) -> None:
-    """Gather all ranks' ``mine`` into ``output``, one behind the other; both 1-D."""
-    gather: Callable[..., Any] = (
-        dist.all_gather_single  # all_gather_into_tensor, up to torch 2.12
-        if hasattr(dist, "all_gather_single")
-        else dist.all_gather_into_tensor
-    )
-    gather(output, mine, group=group)
 
 
 def overrides_dispatch(tensor: Tensor) -> bool:
