@@ -61,10 +61,9 @@ void Engine::say(const std::string &words) noexcept {
   try {
     for (const Group *group : groups_of(*this)) {
       if (!group->post_mortem) continue;
-      group->post_mortem->say(words.empty()
-                                  ? words
-                                  : words + ", after " +
-                                        operation_of(provider.trace, -1));
+      group->post_mortem->say(
+          words.empty() ? words
+                        : words + ", after " + operation_of(provider.log, -1));
     }  // a group that failed has said so already
     has_said = !words.empty();
   } catch (...) {  // no memory: the others learn less
@@ -207,7 +206,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
     if (status != FSDP_OK) return status;
     // The provider is a part of the engine and does not outlive it.
-    self->provider.trace = fsdp_engine_trace(self->core);
+    self->provider.log = fsdp_engine_log(self->core);
     self->provider.engine = self->core;
     self->provider.groups = [engine = self.get()] {
       return fsdp_torch::groups_of(*engine);

@@ -87,7 +87,7 @@ static void test_names_and_engine_of_a_unit(void) {
   CHECK(fsdp_engine_in_forward(m.engine));
   leave(0, false);
   CHECK(!fsdp_engine_in_forward(m.engine));
-  CHECK(fsdp_trace_last(fsdp_engine_trace(m.engine))->unit ==
+  CHECK(fsdp_op_log_last(fsdp_engine_log(m.engine))->unit ==
         fsdp_unit_name(m.units[0].unit));
   fsdp_unit_destroy(NULL);
   fsdp_engine_destroy(NULL);
@@ -164,14 +164,14 @@ static void test_units_cannot_be_added_inside_a_step(void) {
 }
 
 /* A unit that is destroyed leaves the engine able to go on, and nothing of
- * its name in the trace. */
+ * its name in the log. */
 static void test_destroyed_units_leave_no_trace(void) {
   char text[4096];
   model_start_tree(&m, NULL, 3);
   model_step(&m);
   fsdp_unit_destroy(m.units[2].unit);
   m.units[2].unit = NULL;
-  (void)fsdp_trace_format(fsdp_engine_trace(m.engine), FSDP_TRACE_CAPACITY,
+  (void)fsdp_op_log_format(fsdp_engine_log(m.engine), FSDP_OP_LOG_CAPACITY,
                           text, sizeof text);
   CHECK(strstr(text, " b\n") == NULL);
   CHECK(strstr(text, " all_gather root\n") != NULL);

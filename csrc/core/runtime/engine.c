@@ -55,8 +55,8 @@ static void forget_unit(fsdp_engine *engine, const fsdp_unit *unit) {
   engine->reduce_cursor = 0;
   fsdp_order_begin(engine->order);
   fsdp_order_begin(engine->order);
-  for (int i = 0; i < FSDP_TRACE_CAPACITY; i++) {
-    fsdp_trace_entry *entry = &engine->trace.entries[i];
+  for (int i = 0; i < FSDP_OP_LOG_CAPACITY; i++) {
+    fsdp_op_log_entry *entry = &engine->log.entries[i];
     if (entry->unit == unit->name) entry->unit = NULL;
   }
 }
@@ -203,8 +203,8 @@ void fsdp_engine_get_stats(const fsdp_engine *engine,
   stats->num_prefetches = engine->num_prefetches;
 }
 
-const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine) {
-  return &engine->trace;
+const fsdp_op_log *fsdp_engine_log(const fsdp_engine *engine) {
+  return &engine->log;
 }
 
 /* Unit -------------------------------------------------------------------- */

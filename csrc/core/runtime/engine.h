@@ -19,9 +19,9 @@
 #include <stdint.h>
 
 #include "arena/arena.h"
+#include "base/op_log.h"
 #include "base/status.h"
 #include "base/timeline.h"
-#include "base/trace.h"
 #include "base/types.h"
 #include "layout/flat_layout.h"
 #include "port/device_ops.h"
@@ -301,7 +301,7 @@ int64_t fsdp_unit_pending_grads(const fsdp_unit *unit);
 
 /* Cannot fail. */
 void fsdp_engine_get_stats(const fsdp_engine *engine, fsdp_engine_stats *stats);
-const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine); /* borrowed */
+const fsdp_op_log *fsdp_engine_log(const fsdp_engine *engine); /* borrowed */
 
 #ifdef __cplusplus
 }

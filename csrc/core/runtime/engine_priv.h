@@ -156,7 +156,7 @@ struct fsdp_engine {
   int64_t num_prefetches;
   uint64_t order_fingerprint; /* check_order.c: of all collectives so far */
   int64_t num_order_checks;   /* check_order.c */
-  fsdp_trace trace;
+  fsdp_op_log log;
   fsdp_timeline *timeline; /* note.c: borrowed; NULL: nothing is recorded */
 };
 
@@ -214,7 +214,7 @@ static inline fsdp_priv_span fsdp_engine_priv_begin(const fsdp_engine *engine,
   return (fsdp_priv_span){.begin_ns = 0, .mark = -1, .kind = kind};
 }
 /* Adds the span. unit NULL: none. nbytes: of a collective, which is the newest
- * of the trace. */
+ * of the log. */
 static inline void fsdp_engine_priv_end(const fsdp_engine *engine,
                                         const fsdp_unit *unit,
                                         fsdp_priv_span span, int64_t nbytes,

@@ -28,7 +28,7 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   void *scratch = NULL;
   int64_t nbytes = 0;
 
-  fsdp_trace_add(&engine->trace, "reduce_scatter", unit->name);
+  fsdp_op_log_add(&engine->log, "reduce_scatter", unit->name);
   if (unit->scratch_nbytes > 0 &&
       (ops->reduce_wants_scratch == NULL ||
        ops->reduce_wants_scratch(ops->context, group))) {
@@ -66,7 +66,7 @@ static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_group *group = &unit->options.replica_group;
   fsdp_status status = FSDP_OK;
 
-  fsdp_trace_add(&engine->trace, "all_reduce", unit->name);
+  fsdp_op_log_add(&engine->log, "all_reduce", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_REDUCE);
   int64_t nbytes = 0;
@@ -91,7 +91,7 @@ static fsdp_status run_hook(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
 
-  fsdp_trace_add(&engine->trace, "reduce_hook", unit->name);
+  fsdp_op_log_add(&engine->log, "reduce_hook", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_HOOK);
   int64_t nbytes = 0;

@@ -107,7 +107,7 @@ static fsdp_status gather_slots(fsdp_unit *unit, bool is_grad,
   const fsdp_summoned *whole = whole_of(unit, is_grad);
   fsdp_status status = FSDP_OK;
 
-  fsdp_trace_add(&engine->trace, "all_gather (summon)", unit->name);
+  fsdp_op_log_add(&engine->log, "all_gather (summon)", unit->name);
   FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     void *input = NULL;

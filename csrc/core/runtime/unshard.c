@@ -110,7 +110,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   if (group->world_size == 1) return FSDP_OK;
-  fsdp_trace_add(&engine->trace, "all_gather", unit->name);
+  fsdp_op_log_add(&engine->log, "all_gather", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
   int64_t nbytes = 0;

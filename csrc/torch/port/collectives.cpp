@@ -28,8 +28,8 @@ class TransportCall {
     place(provider, lane);
   }
   TransportCall(const Provider &provider, fsdp_lane lane) {
-    const fsdp_trace_entry *entry =
-        provider.trace == nullptr ? nullptr : fsdp_trace_last(provider.trace);
+    const fsdp_op_log_entry *entry =
+        provider.log == nullptr ? nullptr : fsdp_op_log_last(provider.log);
     if (entry != nullptr) {
       std::snprintf(text_.data(), text_.size(), "%s of unit '%s'",
                     entry->operation, entry->unit ? entry->unit : "-");

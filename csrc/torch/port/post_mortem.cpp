@@ -43,15 +43,15 @@ bool is_departure(const std::string &words) {
 // How many operations are published: all that are kept, or a few in groups
 // where every rank reads those of very many.
 int64_t num_published(int world_size) {
-  return world_size <= kMaxMetRanks ? FSDP_TRACE_CAPACITY : 4;
+  return world_size <= kMaxMetRanks ? FSDP_OP_LOG_CAPACITY : 4;
 }
 
-std::string position_of(const fsdp_trace *trace, int world_size) {
-  std::string text = kAt + operation_of(trace, -1);
-  const int64_t end = trace != nullptr ? trace->num_recorded : 0;
+std::string position_of(const fsdp_op_log *log, int world_size) {
+  std::string text = kAt + operation_of(log, -1);
+  const int64_t end = log != nullptr ? log->num_recorded : 0;
   const int64_t begin = std::max<int64_t>(end - num_published(world_size), 0);
   for (int64_t i = end - 2; i >= begin; i--) {
-    text += "\n" + operation_of(trace, i);
+    text += "\n" + operation_of(log, i);
   }
   return text;
 }
@@ -94,11 +94,11 @@ std::chrono::milliseconds post_mortem_limit() {
   return std::chrono::milliseconds(static_cast<int64_t>(1000 * seconds));
 }
 
-std::string operation_of(const fsdp_trace *trace, int64_t sequence) {
-  if (trace == nullptr || trace->num_recorded == 0) return "nothing yet";
-  if (sequence < 0) sequence = trace->num_recorded - 1;
-  const fsdp_trace_entry &entry =
-      trace->entries[sequence % FSDP_TRACE_CAPACITY];
+std::string operation_of(const fsdp_op_log *log, int64_t sequence) {
+  if (log == nullptr || log->num_recorded == 0) return "nothing yet";
+  if (sequence < 0) sequence = log->num_recorded - 1;
+  const fsdp_op_log_entry &entry =
+      log->entries[sequence % FSDP_OP_LOG_CAPACITY];
   if (entry.sequence != sequence) {
     return c10::str("#", sequence, " (overwritten since)");
   }
@@ -467,7 +467,7 @@ std::string PostMortem::compose(const Answers &answers) const {
 
 std::string PostMortem::describe(const std::string &cause,
                                  const std::string &operation,
-                                 const fsdp_trace *trace) noexcept {
+                                 const fsdp_op_log *log) noexcept {
   try {
     const std::string headline =
         c10::str(rank_name(rank_), " of ", world_size_, ": ", operation,
@@ -477,11 +477,10 @@ std::string PostMortem::describe(const std::string &cause,
       return headline + " The group had failed before: " + report_;
     }
     report_ = headline;
-    report_ += store_
-                   ? publish_and_collect(trace != nullptr
-                                             ? position_of(trace, world_size_)
-                                             : kAt + operation)
-                   : " The group has no store to ask the other ranks.";
+    report_ += store_ ? publish_and_collect(log != nullptr
+                                                ? position_of(log, world_size_)
+                                                : kAt + operation)
+                      : " The group has no store to ask the other ranks.";
     return report_;
   } catch (...) {  // no memory, no thread
     return cause;

@@ -23,7 +23,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "base/trace.h"
+#include "base/op_log.h"
 #include "torch/port/processes.hpp"
 
 namespace fsdp_torch {
@@ -47,10 +47,10 @@ class PostMortem {
   void say(const std::string &words) noexcept;
 
   // What is to be told about the failure of `operation`. Publishes what this
-  // rank issued last (`trace` may be null) and collects what the others did.
+  // rank issued last (`log` may be null) and collects what the others did.
   // Once per group: later calls repeat it. Cannot fail.
   std::string describe(const std::string &cause, const std::string &operation,
-                       const fsdp_trace *trace) noexcept;
+                       const fsdp_op_log *log) noexcept;
 
   // Use `of`.
   PostMortem(c10d::ProcessGroup &process_group,
@@ -88,8 +88,8 @@ bool is_gloo(c10d::ProcessGroup &process_group, c10::DeviceType device);
 // cannot be used any more. Cannot fail.
 void break_gloo(c10d::ProcessGroup &process_group) noexcept;
 
-// "#17 all_gather of unit 'blocks.3'": the entry of the trace, or the newest
+// "#17 all_gather of unit 'blocks.3'": the entry of the log, or the newest
 // with a sequence of -1.
-std::string operation_of(const fsdp_trace *trace, int64_t sequence);
+std::string operation_of(const fsdp_op_log *log, int64_t sequence);
 
 }  // namespace fsdp_torch

@@ -158,7 +158,7 @@ void Provider::wait(fsdp_lane lane, fsdp_event *event) {
 void Provider::add_work(fsdp_lane lane, Group *group,
                         c10::intrusive_ptr<c10d::Work> work) {
   if (work == nullptr) return;  // some backends finish at once
-  const int64_t sequence = trace != nullptr ? trace->num_recorded - 1 : -1;
+  const int64_t sequence = log != nullptr ? log->num_recorded - 1 : -1;
   if (has_streams_) {
     on_lane(lane,
             // Enqueues; the host goes on.
@@ -172,7 +172,7 @@ void Provider::add_work(fsdp_lane lane, Group *group,
 
 void Provider::add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
                           uint64_t ticket) {
-  const int64_t sequence = trace == nullptr ? -1 : trace->num_recorded - 1;
+  const int64_t sequence = log == nullptr ? -1 : log->num_recorded - 1;
   host_lanes_[lane].items.push_back(
       {nullptr, group, sequence, nullptr, channel, ticket});
   host_lanes_[lane].num_added++;
@@ -223,8 +223,7 @@ std::string Provider::report(Group *group, const char *cause,
                              const std::string &operation) const {
   if (!group->post_mortem) return cause;
   break_groups(c10::str(operation, " failed in another group (", cause, ")"));
-  const std::string text =
-      group->post_mortem->describe(cause, operation, trace);
+  const std::string text = group->post_mortem->describe(cause, operation, log);
   tell_others(group, text);
   return text;
 }
@@ -253,7 +252,7 @@ void Provider::tell_others(const Group *group, const std::string &text) const {
 void Provider::transport_failed(Group *group, const char *cause,
                                 int64_t sequence) const {
   C10_THROW_ERROR(DistBackendError,
-                  report(group, cause, operation_of(trace, sequence)));
+                  report(group, cause, operation_of(log, sequence)));
 }
 
 void Provider::transport_failed(Group *group, const char *cause,
@@ -264,7 +263,7 @@ void Provider::transport_failed(Group *group, const char *cause,
 void Provider::wait_for(Group *group, c10d::Work &work,
                         int64_t sequence) const {
   wait_or_report(work, [&](const char *cause) {
-    return report(group, cause, operation_of(trace, sequence));
+    return report(group, cause, operation_of(log, sequence));
   });
   if (!has_streams_) meet(*group);
 }

@@ -15,7 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/trace.h"
+#include "base/op_log.h"
 #include "port/device_ops.h"
 #include "port/transport.h"
 #include "runtime/engine.h"
@@ -90,13 +90,13 @@ class Provider {
   void finish(Group *group, c10d::Work &work, const std::string &operation);
 
   // What this rank issued, for reports of failures. Borrowed; set once.
-  const fsdp_trace *trace = nullptr;
+  const fsdp_op_log *log = nullptr;
   // Whose timeline hears of waits for collectives; likewise.
   const fsdp_engine *engine = nullptr;
   // All groups of the engine: where one fails, none can go on.
   std::function<std::vector<Group *>()> groups;
   // Throws: the group's transport failed. Says what every rank was doing, and
-  // lets those know that wait elsewhere. sequence: in `trace`; -1: the last.
+  // lets those know that wait elsewhere. sequence: in `log`; -1: the last.
   [[noreturn]] void transport_failed(Group *group, const char *cause,
                                      int64_t sequence) const;
   // The same; `operation` is what failed.
@@ -122,7 +122,7 @@ class Provider {
   struct HostItem {
     c10::intrusive_ptr<c10d::Work> work;
     Group *group;      // of `work` or of `ticket`; null: a step
-    int64_t sequence;  // of `work`, in `trace`
+    int64_t sequence;  // of `work`, in `log`
     std::function<void()> step;
     fsdp_channel channel = FSDP_CHANNEL_GATHER;
     uint64_t ticket = 0;
@@ -138,7 +138,7 @@ class Provider {
   void run_recorded(const HostItem &item, fsdp_timeline *timeline) const;
   // Ends a collective of a host transport; only the first failure is described.
   void wait_for(const HostItem &item, bool has_failed) const;
-  // The same for the operation `sequence` of `trace`.
+  // The same for the operation `sequence` of `log`.
   void wait_for(Group *group, c10d::Work &work, int64_t sequence) const;
   // What waits in the engine's groups ends, on all ranks: over gloo, and over
   // transports that can tell the others `cause`.
