@@ -23,7 +23,7 @@ Engine::~Engine() {
 }
 
 void Engine::recover() {
-  if (has_said) say("");
+  if (has_abort_reason) publish_abort_reason("");
   if (!is_aborted.exchange(false)) return;
   fsdp_engine_reset(core);
   for (Unit *unit : units) {
@@ -43,8 +43,7 @@ std::vector<Group *> groups_of(const Engine &engine) {
         std::any_of(groups.begin(), groups.end(), [&](const Group *each) {
           return each->process_group == group.process_group;
         });
-    if (group.process_group && group.process_group->getSize() > 1 &&
-        !is_known) {
+    if (group.world_size > 1 && !is_known) {
       groups.push_back(&group);
     }
   };
@@ -57,15 +56,16 @@ std::vector<Group *> groups_of(const Engine &engine) {
 
 }  // namespace
 
-void Engine::say(const std::string &words) noexcept {
+void Engine::publish_abort_reason(const std::string &reason) noexcept {
   try {
     for (const Group *group : groups_of(*this)) {
       if (!group->post_mortem) continue;
-      group->post_mortem->say(
-          words.empty() ? words
-                        : words + ", after " + operation_of(provider.log, -1));
-    }  // a group that failed has said so already
-    has_said = !words.empty();
+      group->post_mortem->publish(reason.empty()
+                                      ? reason
+                                      : reason + ", after " +
+                                            operation_of(provider.log, -1));
+    }  // a group that failed has published that already
+    has_abort_reason = !reason.empty();
   } catch (...) {  // no memory: the others learn less
   }
 }
@@ -198,12 +198,15 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
                        "an engine needs at least one unit");
     }
     auto self = std::make_shared<Engine>(units[0]->self->device);
-    fsdp_device_ops ops = self->provider.ops();
-    fsdp_torch::add_view_ops(&ops);
-    fsdp_torch::add_grad_ops(&ops);
-    fsdp_torch::add_hook_ops(&ops);
-    fsdp_torch::add_following_ops(&ops);
-    fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
+    const fsdp_device_ops device = self->provider.ops();
+    fsdp_view_ops views = {};
+    views.context = device.context;
+    fsdp_torch::add_view_ops(&views);
+    fsdp_torch::add_grad_ops(&views);
+    fsdp_torch::add_hook_ops(&views);
+    fsdp_torch::add_following_ops(&views);
+    fsdp_status status =
+        fsdp_engine_create(&device, &views, &self->core, error);
     if (status != FSDP_OK) return status;
     // The provider is a part of the engine and does not outlive it.
     self->provider.log = fsdp_engine_log(self->core);
@@ -227,6 +230,8 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
         fsdp_torch::connect(unit.replica_group, unit.device);
       }
       if (unit.engine) unit.engine->recover();
+      fsdp_unit_set_transports(unit.core, unit.shard_group.transport.get(),
+                               unit.replica_group.transport.get());
       status = fsdp_engine_add_unit(self->core, unit.core, error);
       if (status != FSDP_OK) break;
       if (unit.engine) {

@@ -9,17 +9,6 @@
 #include "base/types.h"
 #include "check.h"
 
-static void test_status_names(void) {
-  static const char *const names[FSDP_NUM_STATUSES] = {
-      "OK",       "INVALID_ARGUMENT", "INVALID_STATE",
-      "OVERFLOW", "OUT_OF_MEMORY",    "BACKEND",
-      "INTERNAL"};
-  for (int i = 0; i < FSDP_NUM_STATUSES; i++) {
-    CHECK_TEXT(fsdp_status_name((fsdp_status)i), names[i]);
-  }
-  CHECK_TEXT(fsdp_status_name(FSDP_NUM_STATUSES), "UNKNOWN");
-}
-
 static void test_error_says_what_and_where(void) {
   fsdp_error error;
   memset(&error, 0xAB, sizeof error);
@@ -233,7 +222,6 @@ static void test_op_log_overwrites_the_oldest(void) {
 
 int main(void) {
   static const check_test tests[] = {
-      CHECK_TEST(test_status_names),
       CHECK_TEST(test_error_says_what_and_where),
       CHECK_TEST(test_error_may_be_null),
       CHECK_TEST(test_long_message_is_cut),

@@ -77,7 +77,7 @@ static void test_names_and_engine_of_a_unit(void) {
   model_start_tree(&m, NULL, 1);
   fsdp_unit *unit = m.units[1].unit;
   CHECK_TEXT(fsdp_unit_name(unit), "a");
-  CHECK(fsdp_unit_engine(unit) == m.engine);
+  CHECK(model_engine_of(unit) == m.engine);
   CHECK_I64(fsdp_unit_pending_grads(unit), 0);
   fsdp_unit_expect_grads(unit, 3);
   CHECK_I64(fsdp_unit_pending_grads(unit), 3);
@@ -117,7 +117,7 @@ static void test_units_move_to_another_engine(void) {
   fsdp_error error;
   model_start_tree(&m, NULL, 2);
   forward(true); /* keeps the root unsharded: it is resharded by the move */
-  CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
   CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
   CHECK_I64(model_stats(&m).num_units, 2);
@@ -149,13 +149,13 @@ static void test_units_cannot_be_added_inside_a_step(void) {
   fsdp_engine *other = NULL;
   fsdp_error error;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL), FSDP_OK);
   enter(0);
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, &error),
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message, "unit 'a' cannot be added in the middle of a step");
-  CHECK(fsdp_unit_engine(m.units[1].unit) == other);
+  CHECK(model_engine_of(m.units[1].unit) == other);
   leave(0, false);
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
   fsdp_engine_destroy(other);
@@ -172,7 +172,7 @@ static void test_destroyed_units_leave_no_trace(void) {
   fsdp_unit_destroy(m.units[2].unit);
   m.units[2].unit = NULL;
   (void)fsdp_op_log_format(fsdp_engine_log(m.engine), FSDP_OP_LOG_CAPACITY,
-                          text, sizeof text);
+                           text, sizeof text);
   CHECK(strstr(text, " b\n") == NULL);
   CHECK(strstr(text, " all_gather root\n") != NULL);
   model_fini(&m);
@@ -190,7 +190,7 @@ static void test_engine_may_go_before_its_units(void) {
   model_check_states(&m, FSDP_UNIT_SHARDED);
   CHECK_I64(recorder_live_blocks(m.device), 0);
   CHECK(!fsdp_unit_is_summoned(m.units[2].unit));
-  CHECK(fsdp_unit_engine(m.units[0].unit) == NULL);
+  CHECK(model_engine_of(m.units[0].unit) == NULL);
   CHECK_I64(fsdp_unit_pre_forward(m.units[0].unit, false, &error),
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,

@@ -40,9 +40,6 @@ typedef struct fsdp_error {
   char message[FSDP_ERROR_MESSAGE_NBYTES];
 } fsdp_error;
 
-/* The code's name, "OUT_OF_MEMORY" for FSDP_OUT_OF_MEMORY. Cannot fail. */
-const char *fsdp_status_name(fsdp_status status);
-
 /* Fills `error` (NULL is fine) and returns `status`, so that a caller can
  * write `return FSDP_FAIL(...)`. A message that is too long is cut. */
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,

@@ -11,7 +11,7 @@ static void open_backward(fsdp_engine *engine) {
  * gradients away, so that autograd starts from nothing. */
 static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
   fsdp_status status = FSDP_OK;
   bool any_live = false;
 
@@ -19,8 +19,9 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
   if (unit->entered_backward) return FSDP_OK;
   if (unit->grad_nbytes > 0) {
     const bool holds = fsdp_unit_priv_holds_grads(unit);
-    FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
-                             holds ? unit->grad_data : NULL, &any_live, error));
+    FSDP_TRY(views->take_grads(views->context, unit->options.owner, holds,
+                               holds ? unit->grad_data : NULL, &any_live,
+                               error));
     if (!any_live && unit->has_sharded_grad) {
       fsdp_unit_priv_free_grad_shards(unit);
     }
@@ -38,8 +39,8 @@ done:
   return status;
 }
 
-fsdp_status fsdp_engine_priv_prefetch_backward(fsdp_engine *engine,
-                                               fsdp_error *error) {
+/* Prefetches the unit whose backward comes next. */
+static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
   /* Walk past units that need nothing: kept, in flight, or reduced already
    * (those must not come back before the optimizer's step). */
   for (int64_t distance = 1;; distance++) {
@@ -72,7 +73,7 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_order_pre_backward(engine->order, unit->index);
   FSDP_TRY(fsdp_unit_priv_unshard(unit, &local));
   if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE) {
-    FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, &local));
+    FSDP_TRY(prefetch_backward(engine, &local));
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, &local));
 done:
@@ -118,7 +119,7 @@ static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
   if (--unit->expected_grads > 0) return FSDP_OK;
   FSDP_TRY(complete_grads(unit, error));
   if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
-    FSDP_TRY(fsdp_engine_priv_prefetch_backward(unit->engine, error));
+    FSDP_TRY(prefetch_backward(unit->engine, error));
   }
 done:
   return status;
@@ -143,7 +144,8 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   }
 done:
   if (status != FSDP_OK) {
-    if (!is_taken) engine->ops.grad_release(engine->ops.context, grad->token);
+    if (!is_taken)
+      engine->views.grad_release(engine->views.context, grad->token);
     fsdp_unit_priv_fail(unit, &local);
     if (error != NULL) *error = local;
   }
@@ -194,7 +196,7 @@ done:
 
 /* Brings one unit to rest and lets the user see its gradients. */
 static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_status status = FSDP_OK;
 
   /* A prefetch in flight is dropped in any case: it may be of old weights. */
@@ -207,14 +209,14 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   if (unit->entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_holds_grads(unit)) {
       FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
-      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                               FSDP_VIEW_UNSHARDED, unit->grad_data, error));
+      FSDP_TRY(views->show_grads(views->context, unit->options.owner,
+                                 FSDP_VIEW_UNSHARDED, unit->grad_data, error));
     } else if (unit->has_partial) {
-      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                               FSDP_VIEW_PARTIAL, unit->partial_data, error));
+      FSDP_TRY(views->show_grads(views->context, unit->options.owner,
+                                 FSDP_VIEW_PARTIAL, unit->partial_data, error));
     } else if (unit->has_sharded_grad) {
-      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                               FSDP_VIEW_SHARDED, NULL, error));
+      FSDP_TRY(views->show_grads(views->context, unit->options.owner,
+                                 FSDP_VIEW_SHARDED, NULL, error));
     }
   }
   FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_FINISH, error));

@@ -9,14 +9,17 @@
 
 /* Engine ------------------------------------------------------------------ */
 
-fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
+fsdp_status fsdp_engine_create(const fsdp_device_ops *ops,
+                               const fsdp_view_ops *views, fsdp_engine **engine,
                                fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   fsdp_engine *self = fsdp_calloc(1, sizeof *self);
   if (self == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "engine");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory while creating the engine");
   }
   self->ops = *ops;
+  self->views = *views;
   self->sync = FSDP_SYNC_REDUCE;
   self->order_fingerprint = FSDP_ORDER_FINGERPRINT;
   FSDP_TRY(fsdp_arena_create(&self->ops, &self->arena, error));
@@ -121,10 +124,10 @@ bool fsdp_engine_in_forward(const fsdp_engine *engine) {
 /* Drops everything of the open step that belongs to one unit. */
 static void reset_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
 
   for (int64_t i = 0; i < unit->num_pending; i++) {
-    ops->grad_release(ops->context, unit->pending[i].token);
+    views->grad_release(views->context, unit->pending[i].token);
   }
   unit->num_pending = 0;
   unit->pending_nbytes = 0;
@@ -144,8 +147,8 @@ static void reset_unit(fsdp_unit *unit) {
     (void)!fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL);
   }
   if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
-    (void)!ops->show_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, NULL);
+    (void)!views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, NULL);
   }
   unit->is_kept = false;
   unit->ran_forward = false;
@@ -380,16 +383,18 @@ done:
   return status;
 }
 
+void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
+                              fsdp_transport *replica) {
+  unit->options.shard_group.transport = shard;
+  unit->options.replica_group.transport = replica;
+}
+
 fsdp_unit_state fsdp_unit_get_state(const fsdp_unit *unit) {
   return unit->state;
 }
 
 const char *fsdp_unit_name(const fsdp_unit *unit) {
   return unit->name;
-}
-
-fsdp_engine *fsdp_unit_engine(const fsdp_unit *unit) {
-  return unit->engine;
 }
 
 int64_t fsdp_unit_pending_grads(const fsdp_unit *unit) {

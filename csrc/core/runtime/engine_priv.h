@@ -34,7 +34,7 @@ typedef struct fsdp_unit_segment {
   int64_t full_offset;      /* of whole parameters in master dtype */
   int64_t full_grad_offset; /* of whole gradients in grad dtype */
   int64_t partial_offset;   /* of the partial gradient */
-  int64_t scratch_offset;   /* of a reduction's scratch, if it needs one */
+  int64_t scratch_offset;   /* of a reduction's scratch */
 } fsdp_unit_segment;
 
 /* Whole parameters, or whole gradients, of a unit in memory of their own. */
@@ -119,6 +119,7 @@ enum { FSDP_NUM_SCRATCHES = 2 };
 
 struct fsdp_engine {
   fsdp_device_ops ops;
+  fsdp_view_ops views;
   fsdp_arena *arena;
   fsdp_order *order;
   fsdp_unit **units;
@@ -184,12 +185,31 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
                                                       fsdp_event *event,
                                                       fsdp_error *error);
 
+/* launch.c: calls of one group's transport on one lane, which it may merge. */
+enum { FSDP_LABEL_NBYTES = 160 };
+typedef struct fsdp_priv_launch {
+  const fsdp_group *group;
+  fsdp_lane lane;
+  fsdp_call call;  /* of all of them */
+  uint64_t ticket; /* of the last one; 0: none was made, or it needs none */
+  char label[FSDP_LABEL_NBYTES];
+} fsdp_priv_launch;
+/* Opens the launch of the newest operation in the log. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_open_launch(
+    fsdp_engine *engine, fsdp_lane lane, const fsdp_group *group,
+    fsdp_priv_launch *launch, fsdp_error *error);
+/* Closes it, also after a failure: `status` and `error` are those of opening it
+ * and of its calls. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_close_launch(
+    fsdp_engine *engine, const fsdp_priv_launch *launch, fsdp_status status,
+    fsdp_error *error);
+
 /* memory.c */
 /* A block besides those of the arena; give it back with block_free. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
                                                   int64_t nbytes, void **block,
                                                   fsdp_error *error);
-/* The port's grad_shard. */
+/* The grad_shard of the views. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_grad_shard(fsdp_unit *unit,
                                                      int64_t segment,
                                                      bool is_replaced,
@@ -278,11 +298,6 @@ void fsdp_unit_priv_abandon_whole(fsdp_unit *unit);
 /* Ends a summon without writing back, whatever fails. Nothing happens if the
  * unit is not summoned. */
 void fsdp_unit_priv_end_summon(fsdp_unit *unit);
-
-/* backward.c */
-/* Prefetches the unit whose backward comes next. */
-FSDP_NODISCARD fsdp_status
-fsdp_engine_priv_prefetch_backward(fsdp_engine *engine, fsdp_error *error);
 
 /* grads.c */
 /* Whether the unit holds an unsharded gradient. */

@@ -54,7 +54,7 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
   unit->pending_nbytes += slot->numel * grad->dtype.itemsize;
   return FSDP_OK;
 done:
-  unit->engine->ops.grad_release(unit->engine->ops.context, grad->token);
+  unit->engine->views.grad_release(unit->engine->views.context, grad->token);
   return status;
 }
 
@@ -125,7 +125,7 @@ static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
 }
 
 static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -134,7 +134,7 @@ static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
   }
 done:
   for (int64_t i = 0; i < unit->num_pending; i++) {
-    ops->grad_release(ops->context, unit->pending[i].token);
+    views->grad_release(views->context, unit->pending[i].token);
   }
   unit->num_pending = 0;
   unit->pending_nbytes = 0;
@@ -163,11 +163,11 @@ bool fsdp_unit_holds_grads(const fsdp_unit *unit) {
 }
 
 void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   /* What a summoned unit's user sees is not the sharded gradient. */
   if (!unit->has_sharded_grad || unit->has_partial || unit->is_summoned ||
       fsdp_unit_priv_holds_grads(unit) ||
-      ops->grads_live(ops->context, unit->options.owner)) {
+      views->grads_live(views->context, unit->options.owner)) {
     return;
   }
   fsdp_unit_priv_free_grad_shards(unit);
@@ -178,9 +178,9 @@ void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
 }
 
 void fsdp_unit_priv_free_grad_shards(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   unit->has_sharded_grad = false;
-  ops->grads_free(ops->context, unit->options.owner);
+  views->grads_free(views->context, unit->options.owner);
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->segments[i].has_grad_shard = false;
   }

@@ -22,11 +22,11 @@ fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine, int64_t nbytes,
 fsdp_status fsdp_unit_priv_grad_shard(fsdp_unit *unit, int64_t segment,
                                       bool is_replaced, void **data,
                                       fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   void *owner = unit->options.owner;
-  const fsdp_status status =
-      ops->grad_shard(ops->context, owner, segment, is_replaced, data, error);
+  const fsdp_status status = views->grad_shard(views->context, owner, segment,
+                                               is_replaced, data, error);
   if (!has_made_room(unit->engine, status)) return status;
-  return ops->grad_shard(ops->context, owner, segment, is_replaced, data,
-                         error);
+  return views->grad_shard(views->context, owner, segment, is_replaced, data,
+                           error);
 }

@@ -1,99 +1,58 @@
-// Collectives for the engine, over c10d.
+// The transport over c10d: for groups that no transport of our own carries.
+#include "torch/port/c10d_transport.hpp"
+
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/StreamGuard.h>
 
 #include <array>
 #include <cstdio>
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <optional>
 #include <utility>
 
 #include "torch/compat.hpp"
 #include "torch/guard.hpp"
-#include "torch/port/provider.hpp"
+#include "torch/port/nccl_group.hpp"
 
 namespace fsdp_torch {
+namespace over_c10d {  // the names stand in other files, too
 namespace {
 
-Group &backend_of(const fsdp_group *group) {
-  return *static_cast<Group *>(group->handle);
-}
+using Works = std::vector<WorkPtr>;  // null ones have ended
 
-// How one call of a transport is made: the label lives as long as this.
-class TransportCall {
- public:
-  TransportCall(const Provider &provider, fsdp_lane lane, const char *label) {
-    std::snprintf(text_.data(), text_.size(), "%s", label);
-    place(provider, lane);
-  }
-  TransportCall(const Provider &provider, fsdp_lane lane) {
-    const fsdp_op_log_entry *entry =
-        provider.log == nullptr ? nullptr : fsdp_op_log_last(provider.log);
-    if (entry != nullptr) {
-      std::snprintf(text_.data(), text_.size(), "%s of unit '%s'",
-                    entry->operation, entry->unit ? entry->unit : "-");
-    }
-    place(provider, lane);
-  }
-  TransportCall(const TransportCall &) = delete;
-  TransportCall &operator=(const TransportCall &) = delete;
-
-  const fsdp_call *get() const { return &call_; }
-
- private:
-  void place(const Provider &provider, fsdp_lane lane) {
-    call_.channel =
-        lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE;
-    if (provider.has_streams()) call_.stream = provider.native_stream(lane);
-    call_.label = text_.data();
-  }
-
-  std::array<char, 160> text_ = {};
-  fsdp_call call_ = {};
+// A collective on a host that has started.
+struct Pending {
+  Works works;
+  std::function<void()> finish;  // runs when all have ended; may be empty
 };
 
-// Starts a collective of the group's transport on a lane.
-template <typename Start>
-fsdp_status carry(Provider &provider, fsdp_lane lane, Group &group,
-                  fsdp_error *error, Start &&start) {
-  fsdp_transport *transport = group.transport.get();
-  const TransportCall call(provider, lane);
-  uint64_t ticket = 0;
-  fsdp_error cause = {};
-  const fsdp_status status = start(transport, call.get(), &ticket, &cause);
-  if (status == FSDP_OK && transport->ops->is_host) {
-    provider.add_ticket(lane, &group, call.get()->channel, ticket);
-  } else if (status == FSDP_BACKEND) {
-    provider.transport_failed(&group, cause.message, -1);
-  }
-  if (status != FSDP_OK && error != nullptr) *error = cause;
-  return status;
+struct Channel {
+  std::deque<Pending> pending;
+  uint64_t num_started = 0;
+  uint64_t num_ended = 0;
+};
+
+// On a device, c10d's works are waited for on their stream, at once.
+struct C10dTransport : fsdp_transport {
+  C10dGroup group;
+  fsdp_transport_ops table = {};
+  std::array<Channel, FSDP_NUM_CHANNELS> channels;
+  fsdp_error failure = {};  // the first one of the ranks
+};
+
+C10dTransport &self_of(fsdp_transport *transport) {
+  return *static_cast<C10dTransport *>(transport);
 }
 
-// Grouping: a transport may merge the calls; c10d's are launches of their own.
-fsdp_status group_begin(void *context, fsdp_lane lane, const fsdp_group *group,
-                        fsdp_error *error) {
-  GUARDED(error) {
-    fsdp_transport *transport = backend_of(group).transport.get();
-    if (transport == nullptr) return FSDP_OK;
-    const TransportCall call(provider_of(context), lane);
-    return transport->ops->group_begin(transport, call.get(), error);
-  };
-}
-
-fsdp_status group_end(void *context, fsdp_lane lane, const fsdp_group *group,
-                      fsdp_error *error) {
-  GUARDED(error) {
-    fsdp_transport *transport = backend_of(group).transport.get();
-    if (transport == nullptr) return FSDP_OK;
-    const TransportCall call(provider_of(context), lane);
-    return transport->ops->group_end(transport, call.get(), error);
-  };
-}
-
-bool reduce_wants_scratch(void * /*context*/, const fsdp_group *group) {
-  return backend_of(group).transport == nullptr;
+at::Tensor view(const C10dTransport &self, const void *data, int64_t numel,
+                fsdp_dtype dtype) {
+  return at::from_blob(const_cast<void *>(data), {numel},
+                       at::TensorOptions()
+                           .dtype(static_cast<at::ScalarType>(dtype.code))
+                           .device(self.group.device));
 }
 
 // Note [Python objects in thread-local state]
@@ -118,22 +77,44 @@ class WithoutPythonObjects {
   Objects saved_;
 };
 
-WorkPtr gather(const Group &group, at::Tensor &whole, at::Tensor &piece) {
-  c10d::ProcessGroup &process_group = *group.process_group;
-  if (group.has_backend) return all_gather_base(process_group, whole, piece);
-  std::vector<at::Tensor> outputs = {whole};
-  std::vector<at::Tensor> inputs = {piece};
-  return all_gather_base_coalesced(process_group, outputs, inputs);
+void finish(C10dTransport &self, Pending &pending, bool has_failed) {
+  try {
+    for (const WorkPtr &work : pending.works) {
+      if (work) work->wait();
+    }
+  } catch (...) {
+    const std::string cause = failure_of_ranks();
+    if (self.failure.status == FSDP_OK) {
+      (void)FSDP_FAIL(&self.failure, FSDP_BACKEND, "%s", cause.c_str());
+    }
+    throw;
+  }
+  if (pending.finish && !has_failed) pending.finish();
 }
 
-WorkPtr scatter_sum(const Group &group, at::Tensor &piece, at::Tensor &whole) {
-  c10d::ProcessGroup &process_group = *group.process_group;
-  if (group.has_backend) {
-    return reduce_scatter_base(process_group, piece, whole);
-  }
-  std::vector<at::Tensor> outputs = {piece};
-  std::vector<at::Tensor> inputs = {whole};
-  return reduce_scatter_base_coalesced(process_group, outputs, inputs);
+// Starts what `issue` returns. On a device the stream waits for it, too.
+template <typename Issue>
+fsdp_status start(C10dTransport &self, const fsdp_call *call, uint64_t *ticket,
+                  fsdp_error *error, Issue &&issue) {
+  GUARDED(error) {
+    const WithoutPythonObjects no_objects;
+    if (self.table.is_host) {
+      Channel &channel = self.channels[call->channel];
+      channel.pending.push_back(issue());
+      *ticket = ++channel.num_started;
+      return FSDP_OK;
+    }
+    const c10::StreamGuard guard(known_stream(call->stream));
+    Pending pending = issue();
+    finish(self, pending, false);
+    return FSDP_OK;
+  };
+}
+
+// As what ends a sum.
+std::function<void()> scaling(const at::Tensor &sum, double scale) {
+  if (scale == 1.0) return nullptr;
+  return [sum, scale]() mutable { sum.mul_(scale); };
 }
 
 // gloo gathers through a buffer of its own and copies twice. One broadcast per
@@ -141,281 +122,216 @@ WorkPtr scatter_sum(const Group &group, at::Tensor &piece, at::Tensor &whole) {
 // many, its world_size messages of log(world_size) hops are not.
 constexpr int64_t kMaxBroadcastRanks = 8;
 
-void gather_by_broadcasts(Provider &provider, fsdp_lane lane,
-                          const fsdp_group *group, void *output,
-                          const void *input, int64_t shard_numel,
-                          fsdp_dtype dtype) {
+Works gather_by_broadcasts(const C10dTransport &self, void *output,
+                           const void *input, int64_t shard_numel,
+                           fsdp_dtype dtype) {
   const int64_t nbytes = shard_numel * dtype.itemsize;
-  char *slot = static_cast<char *>(output) + group->rank * nbytes;
-  if (slot != input) std::memcpy(slot, input, static_cast<size_t>(nbytes));
-  for (int64_t root = 0; root < group->world_size; root++) {
-    std::vector<at::Tensor> piece = {provider.view(
-        static_cast<char *>(output) + root * nbytes, shard_numel, dtype)};
+  char *slots = static_cast<char *>(output);
+  char *own = slots + self.group.rank * nbytes;
+  if (own != input) std::memcpy(own, input, static_cast<size_t>(nbytes));
+  Works works;
+  for (int64_t root = 0; root < self.group.world_size; root++) {
+    std::vector<at::Tensor> piece = {
+        view(self, slots + root * nbytes, shard_numel, dtype)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    provider.add_work(
-        lane, &backend_of(group),
-        backend_of(group).process_group->broadcast(piece, options));
+    works.push_back(self.group.process_group->broadcast(piece, options));
   }
+  return works;
 }
 
-fsdp_status all_gather(void *context, fsdp_lane lane, const fsdp_group *group,
-                       void *output, const void *input, int64_t shard_numel,
-                       fsdp_dtype dtype, fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = provider_of(context);
-    const WithoutPythonObjects no_objects;
-    Group &backend = backend_of(group);
-    if (shard_numel == 0) return FSDP_OK;
-    if (backend.transport) {
-      return carry(provider, lane, backend, error,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket, fsdp_error *cause) {
-                     return self->ops->all_gather(self, call, output, input,
-                                                  shard_numel, dtype, ticket,
-                                                  cause);
-                   });
-    }
-    if (backend.is_gloo && group->world_size <= kMaxBroadcastRanks) {
-      gather_by_broadcasts(provider, lane, group, output, input, shard_numel,
-                           dtype);
-      return FSDP_OK;
-    }
-    at::Tensor whole =
-        provider.view(output, shard_numel * group->world_size, dtype);
-    at::Tensor piece =
-        provider.view(const_cast<void *>(input), shard_numel, dtype);
-    c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(lane, [&] { work = gather(backend, whole, piece); });
-    provider.add_work(lane, &backend_of(group), std::move(work));
-    return FSDP_OK;
-  };
-}
-
-// This rank's slot of a buffer that holds the shards of all ranks.
-at::Tensor own_shard(Provider &provider, const fsdp_group *group, void *buffer,
-                     int64_t shard_numel, fsdp_dtype dtype) {
-  char *slot =
-      static_cast<char *>(buffer) + group->rank * shard_numel * dtype.itemsize;
-  return provider.view(slot, shard_numel, dtype);
+WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
+                    at::Tensor &whole) {
+  if (group.has_backend) {
+    return reduce_scatter_base(*group.process_group, piece, whole);
+  }
+  std::vector<at::Tensor> outputs = {piece};
+  std::vector<at::Tensor> inputs = {whole};
+  return reduce_scatter_base_coalesced(*group.process_group, outputs, inputs);
 }
 
 // Each rank sends its part for every other rank and adds up what it got: half
 // the time of gloo's own reduce-scatter, and the sum's order is that of the
 // ranks.
-void reduce_by_all_to_all(Provider &provider, fsdp_lane lane,
-                          const fsdp_group *group, void *buffer, void *scratch,
-                          int64_t shard_numel, fsdp_dtype dtype) {
-  const int64_t numel = shard_numel * group->world_size;
-  at::Tensor received = provider.view(scratch, numel, dtype);
-  at::Tensor sent = provider.view(buffer, numel, dtype);
-  provider.add_work(
-      lane, &backend_of(group),
-      all_to_all_base(*backend_of(group).process_group, received, sent));
-  at::Tensor own = own_shard(provider, group, buffer, shard_numel, dtype);
-  const int64_t world_size = group->world_size;
-  provider.add_step(lane, [received, own, world_size]() mutable {
+Pending reduce_by_all_to_all(const C10dGroup &group, at::Tensor sent,
+                             at::Tensor received, at::Tensor own,
+                             double scale) {
+  const WorkPtr work = all_to_all_base(*group.process_group, received, sent);
+  const auto sum = [received, own, scale,
+                    world_size = group.world_size]() mutable {
     const at::Tensor pieces = received.view({world_size, -1});
     if (world_size == 2) {
       at::add_out(own, pieces[0], pieces[1]);
     } else {
       at::sum_out(own, pieces, /*dim=*/{0});
     }
-  });
+    if (scale != 1.0) own.mul_(scale);
+  };
+  return {{work}, sum};
 }
 
-fsdp_status reduce_scatter(void *context, fsdp_lane lane,
-                           const fsdp_group *group, void *buffer, void *scratch,
-                           int64_t shard_numel, fsdp_dtype dtype,
-                           fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = provider_of(context);
-    const WithoutPythonObjects no_objects;
-    if (shard_numel == 0) return FSDP_OK;
-    Group &backend = backend_of(group);
-    if (backend.transport) {
-      return carry(provider, lane, backend, error,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket, fsdp_error *cause) {
-                     return self->ops->reduce_scatter(self, call, buffer,
-                                                      shard_numel, dtype, 1.0,
-                                                      ticket, cause);
-                   });
-    }
-    if (scratch != nullptr) {
-      reduce_by_all_to_all(provider, lane, group, buffer, scratch, shard_numel,
-                           dtype);
-      return FSDP_OK;
+// The table -------------------------------------------------------------------
+
+void destroy(fsdp_transport *transport) {
+  delete static_cast<C10dTransport *>(transport);
+}
+
+// Its calls are launches of their own.
+fsdp_status group_begin(fsdp_transport * /*transport*/,
+                        const fsdp_call * /*call*/, fsdp_error * /*error*/) {
+  return FSDP_OK;
+}
+
+fsdp_status group_end(fsdp_transport * /*transport*/,
+                      const fsdp_call * /*call*/, fsdp_error * /*error*/) {
+  return FSDP_OK;
+}
+
+fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
+                       void *output, const void *input, int64_t shard_numel,
+                       fsdp_dtype dtype, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    if (self.group.is_gloo && self.group.world_size <= kMaxBroadcastRanks) {
+      return {gather_by_broadcasts(self, output, input, shard_numel, dtype),
+              nullptr};
     }
     at::Tensor whole =
-        provider.view(buffer, shard_numel * group->world_size, dtype);
-    at::Tensor own = own_shard(provider, group, buffer, shard_numel, dtype);
-    c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(
-        lane, [&] { work = scatter_sum(backend_of(group), own, whole); });
-    provider.add_work(lane, &backend_of(group), std::move(work));
-    return FSDP_OK;
-  };
+        view(self, output, shard_numel * self.group.world_size, dtype);
+    at::Tensor piece = view(self, input, shard_numel, dtype);
+    return {{all_gather_over_c10d(self.group, whole, piece)}, nullptr};
+  });
 }
 
-fsdp_status all_reduce(void *context, fsdp_lane lane, const fsdp_group *group,
-                       void *buffer, int64_t numel, fsdp_dtype dtype,
-                       fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = provider_of(context);
-    const WithoutPythonObjects no_objects;
-    if (numel == 0) return FSDP_OK;
-    Group &backend = backend_of(group);
-    if (backend.transport) {
-      return carry(provider, lane, backend, error,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket, fsdp_error *cause) {
-                     return self->ops->all_reduce(self, call, buffer, numel,
-                                                  dtype, 1.0, ticket, cause);
-                   });
-    }
-    std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
-    c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(lane,
-                     [&] { work = backend.process_group->allreduce(tensors); });
-    provider.add_work(lane, &backend_of(group), std::move(work));
-    return FSDP_OK;
-  };
-}
-
-fsdp_status broadcast(void *context, fsdp_lane lane, const fsdp_group *group,
+fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
                       void *buffer, int64_t numel, int64_t root,
-                      fsdp_dtype dtype, fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = provider_of(context);
-    const WithoutPythonObjects no_objects;
-    if (numel == 0) return FSDP_OK;
-    Group &backend = backend_of(group);
-    if (backend.transport) {
-      return carry(provider, lane, backend, error,
-                   [&](fsdp_transport *self, const fsdp_call *call,
-                       uint64_t *ticket, fsdp_error *cause) {
-                     return self->ops->broadcast(self, call, buffer, numel,
-                                                 root, dtype, ticket, cause);
-                   });
-    }
-    std::vector<at::Tensor> tensors = {provider.view(buffer, numel, dtype)};
+                      fsdp_dtype dtype, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    c10::intrusive_ptr<c10d::Work> work;
-    provider.on_lane(lane, [&] {
-      work = backend_of(group).process_group->broadcast(tensors, options);
-    });
-    provider.add_work(lane, &backend_of(group), std::move(work));
-    return FSDP_OK;
-  };
+    return {{self.group.process_group->broadcast(tensors, options)}, nullptr};
+  });
 }
 
-fsdp_status exchange(void *context, const fsdp_group *group, const void *mine,
-                     int64_t nbytes, void *all, fsdp_error *error) {
-  GUARDED(error) {
-    Provider &provider = provider_of(context);
-    const at::TensorOptions options =
-        at::TensorOptions().dtype(at::kByte).device(provider.device());
-    at::Tensor piece =
-        Provider::host_view(const_cast<void *>(mine), nbytes)
-            .to(provider.device(), /*dtype=*/at::kByte, /*non_blocking=*/false,
-                /*copy=*/true);
-    at::Tensor whole = at::empty({nbytes * group->world_size}, options);
-    const WorkPtr work = gather(backend_of(group), whole, piece);
-    if (work) {
-      provider.finish(&backend_of(group), *work,
-                      "exchange of flags before the next operation");
+fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
+                           void *buffer, int64_t shard_numel, fsdp_dtype dtype,
+                           double scale, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    const int64_t numel = shard_numel * self.group.world_size;
+    at::Tensor whole = view(self, buffer, numel, dtype);
+    at::Tensor own =
+        whole.narrow(0, self.group.rank * shard_numel, shard_numel);
+    if (call->scratch != nullptr) {
+      return reduce_by_all_to_all(self.group, whole,
+                                  view(self, call->scratch, numel, dtype), own,
+                                  scale);
     }
-    Provider::host_view(all, whole.numel()).copy_(whole);
+    return {{scatter_sum(self.group, own, whole)}, scaling(own, scale)};
+  });
+}
+
+fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
+                       void *buffer, int64_t numel, fsdp_dtype dtype,
+                       double scale, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
+    return {{self.group.process_group->allreduce(tensors)},
+            scaling(tensors[0], scale)};
+  });
+}
+
+// After a failure the rest, up to the ticket, still has to end, because its
+// memory will be reused.
+fsdp_status wait(fsdp_transport *transport, fsdp_channel index, uint64_t ticket,
+                 fsdp_error *error) {
+  GUARDED(error) {
+    C10dTransport &self = self_of(transport);
+    Channel &channel = self.channels[index];
+    std::exception_ptr failure;
+    while (channel.num_ended < ticket && !channel.pending.empty()) {
+      Pending next = std::move(channel.pending.front());
+      channel.pending.pop_front();
+      channel.num_ended++;
+      try {
+        finish(self, next, failure != nullptr);
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
     return FSDP_OK;
   };
 }
 
-// Runs `body` on the lane of reductions, after and before what the current
-// stream has and will have.
-template <typename Body>
-void between_compute(const Provider &provider, const Body &body) {
-  if (!provider.has_streams()) {
-    body();
-    return;
+bool is_done(fsdp_transport *transport, fsdp_channel index, uint64_t ticket) {
+  const Channel &channel = self_of(transport).channels[index];
+  uint64_t number = channel.num_ended;
+  for (const Pending &each : channel.pending) {
+    if (number++ >= ticket) break;
+    for (const WorkPtr &work : each.works) {
+      if (work && !work->isCompleted()) return false;
+    }
   }
-  const c10::DeviceType type = provider.device().type();
-  const c10::impl::VirtualGuardImpl guard(type);
-  const auto current = [&] { return guard.getStream(provider.device()); };
-  c10::Event before(type);
-  c10::Event after(type);
-  before.record(current());
-  provider.on_lane(FSDP_LANE_REDUCE, [&] {
-    before.block(current());
-    body();
-    after.record(current());
-  });
-  after.block(current());
+  return true;
 }
 
-// Over the ranks, by the group's transport; the host waits if that is the
-// host's.
-at::Tensor reduce_by_transport(Provider &provider, Group &group,
-                               const at::Tensor &term, bool is_max,
-                               const char *label) {
-  fsdp_transport *transport = group.transport.get();
-  const TransportCall call(provider, FSDP_LANE_REDUCE, label);
-  const fsdp_dtype dtype = {static_cast<int32_t>(term.scalar_type()),
-                            static_cast<int32_t>(term.element_size())};
-  // Transports have sums only; the maximum is found among all terms.
-  const at::Tensor all =
-      is_max ? at::empty({group.process_group->getSize()}, term.options())
-             : term;
-  fsdp_error error = {};
-  uint64_t ticket = 0;
-  fsdp_status status = FSDP_OK;
-  between_compute(provider, [&] {
-    status = is_max ? transport->ops->all_gather(
-                          transport, call.get(), all.data_ptr(),
-                          term.data_ptr(), 1, dtype, &ticket, &error)
-                    : transport->ops->all_reduce(transport, call.get(),
-                                                 all.data_ptr(), 1, dtype, 1.0,
-                                                 &ticket, &error);
-  });
-  if (status == FSDP_OK && transport->ops->is_host) {
-    status =
-        transport->ops->wait(transport, call.get()->channel, ticket, &error);
-  }
-  if (status == FSDP_BACKEND) {
-    provider.transport_failed(&group, error.message, std::string(label));
-  }
-  if (status != FSDP_OK) throw_error(error);
-  return is_max ? all.max() : all;
+// Unlike that of other transports a call after a failure is made: a user's own
+// group may have recovered.
+fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
+  const C10dTransport &self = self_of(transport);
+  if (self.failure.status != FSDP_OK && error != nullptr) *error = self.failure;
+  return self.failure.status;
 }
 
 }  // namespace
+}  // namespace over_c10d
 
-at::Tensor reduce_scalar(Provider &provider, Group &group,
-                         const at::Tensor &term, bool is_max,
-                         const char *label) {
-  TORCH_INTERNAL_ASSERT(term.numel() == 1 &&
-                        term.device() == provider.device());
-  if (group.transport) {
-    return reduce_by_transport(provider, group, term, is_max, label);
+std::string failure_of_ranks() {
+  try {
+    throw;
+  } catch (const c10::DistBackendError &e) {
+    return e.what_without_backtrace();
+  } catch (const c10::Error &) {
+    throw;                             // of the tensors, not of the ranks
+  } catch (const std::exception &e) {  // gloo's
+    return e.what();
   }
-  std::vector<at::Tensor> tensors = {term};
-  c10d::AllreduceOptions options;
-  options.reduceOp = is_max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-  const WorkPtr work = group.process_group->allreduce(tensors, options);
-  if (work) provider.finish(&group, *work, label);
-  return tensors[0];
 }
 
-void add_collective_ops(fsdp_device_ops *ops) {
-  ops->group_begin = group_begin;
-  ops->group_end = group_end;
-  ops->all_gather = all_gather;
-  ops->broadcast = broadcast;
-  ops->reduce_scatter = reduce_scatter;
-  ops->all_reduce = all_reduce;
-  ops->reduce_wants_scratch = reduce_wants_scratch;
-  ops->exchange = exchange;
+WorkPtr all_gather_over_c10d(const C10dGroup &group, at::Tensor &whole,
+                             at::Tensor &piece) {
+  if (group.has_backend) {
+    return all_gather_base(*group.process_group, whole, piece);
+  }
+  std::vector<at::Tensor> outputs = {whole};
+  std::vector<at::Tensor> inputs = {piece};
+  return all_gather_base_coalesced(*group.process_group, outputs, inputs);
+}
+
+std::shared_ptr<fsdp_transport> make_c10d_transport(const C10dGroup &group) {
+  auto self = std::make_unique<over_c10d::C10dTransport>();
+  self->group = group;
+  self->table.name = "c10d";
+  self->table.is_host = group.device.is_cpu();
+  self->table.wants_scratch = group.is_gloo;
+  self->table.destroy = over_c10d::destroy;
+  self->table.group_begin = over_c10d::group_begin;
+  self->table.group_end = over_c10d::group_end;
+  self->table.all_gather = over_c10d::all_gather;
+  self->table.broadcast = over_c10d::broadcast;
+  self->table.reduce_scatter = over_c10d::reduce_scatter;
+  self->table.all_reduce = over_c10d::all_reduce;
+  if (self->table.is_host) {
+    self->table.wait = over_c10d::wait;
+    self->table.is_done = over_c10d::is_done;
+  }
+  self->table.check = over_c10d::check;
+  self->ops = &self->table;
+  return {self.release(), over_c10d::destroy};
 }
 
 }  // namespace fsdp_torch

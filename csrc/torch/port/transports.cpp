@@ -351,6 +351,9 @@ Group group_from(PyObject *object, c10::Device device) {
   if (object == nullptr) return group;
   group.process_group =
       pybind11::handle(object).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  group.device = device;
+  group.rank = group.process_group->getRank();
+  group.world_size = group.process_group->getSize();
   try {
     const bool is_of_gloo = is_gloo(*group.process_group, device.type());
     group.is_gloo = is_of_gloo && device.is_cpu();
@@ -362,9 +365,10 @@ Group group_from(PyObject *object, c10::Device device) {
 }
 
 void connect(Group &group, c10::Device device) {
-  if (!group.process_group || group.process_group->getSize() == 1) return;
-  group.transport = nullptr;
-  const Kind kind = kind_for(group, device, &group.why_not);
+  if (group.world_size == 1) return;
+  if (!group.c10d) group.c10d = make_c10d_transport(group);
+  group.transport = group.c10d;
+  const Kind kind = kind_for(group, device, &group.why_c10d);
   if (kind == Kind::kC10d) return;
   // It takes the GIL, whose holders may wait for the registry.
   const NcclTuning tuning = kind == Kind::kNccl
@@ -400,8 +404,10 @@ void connect(Group &group, c10::Device device) {
     }
   }
   // A switch that was set since the ranks met holds for this user of the group.
-  group.transport = refusal == nullptr ? found->transport : nullptr;
-  group.why_not = refusal == nullptr ? found->why_not : refusal;
+  if (refusal == nullptr && found->transport) {
+    group.transport = found->transport;
+  }
+  group.why_c10d = refusal == nullptr ? found->why_not : refusal;
 }
 
 void look_up(Group &group, c10::DeviceType device_type) {
@@ -410,11 +416,11 @@ void look_up(Group &group, c10::DeviceType device_type) {
   const std::lock_guard<std::mutex> lock(all.mutex);
   const Connection *found = all.find(*group.process_group, device_type);
   if (found == nullptr) {
-    group.why_not = "the group has not been used yet";
+    group.why_c10d = "the group has not been used yet";
     return;
   }
   group.transport = found->transport;
-  group.why_not = found->why_not;
+  group.why_c10d = found->why_not;
 }
 
 }  // namespace fsdp_torch
