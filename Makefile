@@ -43,7 +43,7 @@ train: $(BUILT) ## train the example, compare it with the unsharded model first
 test: $(BUILT) c-test ## all tests; compiles the CUDA kernels where there is nvcc
 	python -m pytest
 
-sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/simdevice.md)
+sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/internals/simdevice.md)
 	FSDP_C_TEST_DEVICE=sim python -m pytest tests/distributed tests/checkpoint \
 	  $(SIM_FLAGS)
 

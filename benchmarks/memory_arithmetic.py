@@ -130,7 +130,7 @@ class FsdpC:
     ) -> FsdpC:
         """Compute them for a run of steps that end with ``zero_grad()``.
 
-        Arena (docs/design.md, "The arena"): the root's parameters, two blocks of the
+        Arena (docs/how-it-works.md, "Memory"): the root's parameters, two blocks of the
         size of a unit's parameters, the root's gradients, two of the size of a unit's
         gradients. A no_sync backward keeps the gradients of every unit instead of two.
         Scratch: gloo's reduction wants two blocks for the largest unit's gradients.

@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the reference of all public names, from their docstrings.
+"""Writes docs/reference/api.md, all public names, from their docstrings.
 
     python docs/make_api.py           write it
     python docs/make_api.py --check   exit with 1 if it is not as it would be written
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "api.md"
+TARGET = ROOT / "docs" / "reference" / "api.md"
 
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Source")
 _ITEM = re.compile(r"(\*{0,2}[\w.]+(?:, \w+)*): (.*)", re.DOTALL)

@@ -1,8 +1,12 @@
 """PyTorch's FSDP1 API, executed natively in C.
 
 ``from fsdp_c import FullyShardedDataParallel as FSDP``; enums and configs are
-torch's own objects, re-exported.
+torch's own objects, re-exported. Checkpoints and tools are imported when first used.
 """
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch  # loads the libraries that _native is linked with
 from torch.distributed.fsdp.api import (
@@ -32,19 +36,46 @@ except ImportError as error:
         "in the source directory"
     ) from error
 
-from fsdp_c import checkpoint, trace
-from fsdp_c._engines import memory_stats, reset
-from fsdp_c._explain import ModelPlan, UnitPlan, explain
-from fsdp_c._forward_methods import register_forward_method
-from fsdp_c._optimizer_in_backward import optimizer_in_backward
-from fsdp_c._originals import FlatParameter
-from fsdp_c._sharded_module import FullyShardedDataParallel
+from fsdp_c._engines.engine import memory_stats, reset
+from fsdp_c._engines.forward_methods import register_forward_method
+from fsdp_c._engines.optimizer_in_backward import optimizer_in_backward
+from fsdp_c._module.sharded_module import FullyShardedDataParallel
+from fsdp_c._units.originals import FlatParameter
 from fsdp_c.integrations import install, uninstall
-from fsdp_c.trace import _automatic
 
 FSDP = FullyShardedDataParallel
-_automatic.install()
 __version__ = _native.build_info()["version"]
+
+if TYPE_CHECKING:
+    from fsdp_c import checkpoint, trace
+    from fsdp_c.plan._explain import ModelPlan, UnitPlan, explain
+else:
+    # Public name: the module that has it; None where it is a module itself.
+    _LATER = {
+        "ModelPlan": "fsdp_c.plan._explain",
+        "UnitPlan": "fsdp_c.plan._explain",
+        "checkpoint": None,
+        "explain": "fsdp_c.plan._explain",
+        "trace": None,
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import what is not needed to train when it is first used."""
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if _LATER[name] is None:
+            return import_module(f"{__name__}.{name}")  # which sets the attribute
+        globals()[name] = value = getattr(import_module(_LATER[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})
+
+
+if os.environ.get("FSDP_C_TRACE"):
+    from fsdp_c.trace import _automatic
+
+    _automatic.install(os.environ["FSDP_C_TRACE"])
 
 __all__ = [
     "FSDP",

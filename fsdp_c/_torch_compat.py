@@ -35,7 +35,6 @@ from torch.distributed.fsdp._flat_param import (
 from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
-from torch.distributed.optim import apply_optimizer_in_backward
 from torch.nn import Module
 
 __all__ = [
@@ -121,7 +120,8 @@ def remove_in_backward_hooks(param: Tensor) -> None:
 
     And the node that they are on, which may remember the shape of a shard.
     """
-    module: Any = apply_optimizer_in_backward
+    # torch.distributed.optim compiles TorchScript when it is imported: half a second.
+    module: Any = import_module("torch.distributed.optim.apply_optimizer_in_backward")
     for handle in module.param_to_optim_hook_handle_map.pop(param, []):
         handle.remove()
     module.param_to_acc_grad_map.pop(param, None)

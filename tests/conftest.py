@@ -10,9 +10,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from helpers.pairwise import covering
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that CI uses on the simulated accelerator."""
+    """Add the options that say how many sets of parameters a test function runs."""
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run every set of parameters of each test function, not only as many as "
+        "hold every pair of values; run what is marked only_full",
+    )
     parser.addoption(
         "--one-each",
         action="store_true",
@@ -23,29 +31,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Skip what is about the CPU alone elsewhere; choose one of each function."""
+    """Skip what is about the CPU alone elsewhere; choose what each function runs."""
     device = os.environ.get("FSDP_C_TEST_DEVICE", "cpu")
     for item in items:
         marker = item.get_closest_marker("cpu_only")
         if marker is not None and device != "cpu":
             item.add_marker(pytest.mark.skip(reason=f"cpu_only: {marker.args[0]}"))
-    if config.getoption("--one-each"):
-        chosen = _one_of_each(items)
-        config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
-        items[:] = [item for item in items if item in chosen]
+    named = config.option.keyword or any("[" in argument for argument in config.args)
+    if named or config.getoption("--full"):
+        return
+    choose = _one_of_each if config.getoption("--one-each") else _every_pair
+    items_of: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("only_full") is not None:
+            continue
+        items_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {item for name, same in items_of.items() for item in choose(name, same)}
+    config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
-def _one_of_each(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return one item of each function, at a place that its name decides.
+def _one_of_each(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return one item, at a place that the function's name decides.
 
     The first ones would all be the plainest cases.
     """
-    items_of: dict[str, list[pytest.Item]] = {}
+    return [items[zlib.crc32(name.encode()) % len(items)]]
+
+
+def _every_pair(_: str, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return items that hold every pair of parameter values."""
+    rows = []
     for item in items:
-        items_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {
-        same[zlib.crc32(name.encode()) % len(same)] for name, same in items_of.items()
-    }
+        call = getattr(item, "callspec", None)
+        params = {} if call is None else call.params
+        rows.append({name: repr(value) for name, value in params.items()})
+    return [items[index] for index in covering(rows)]
 
 
 @pytest.fixture(scope="session", autouse=True)

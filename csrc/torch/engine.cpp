@@ -198,7 +198,8 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
                        "an engine needs at least one unit");
     }
     auto self = std::make_shared<Engine>(units[0]->self->device);
-    const fsdp_device_ops device = self->provider.ops();
+    fsdp_device_ops device = self->provider.ops();
+    fsdp_torch::add_group_ops(&device);
     fsdp_view_ops views = {};
     views.context = device.context;
     fsdp_torch::add_view_ops(&views);

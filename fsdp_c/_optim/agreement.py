@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_c._failures import naming_ranks
 from fsdp_c._optim.places import Place
 from fsdp_c._optim.states import ParamState, describe, same_value
+from fsdp_c._units.failures import naming_ranks
 
 
 class Scalar(NamedTuple):

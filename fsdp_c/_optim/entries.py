@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule
 from fsdp_c._optim.header import TensorInfo, Wanted
 from fsdp_c._optim.places import Place
 from fsdp_c._optim.transfer import Item, transfer, transfer_device
+from fsdp_c._units.base import ShardedModule
 
 # This rank's parts, by first name of the parameter and name of the state.
 Values = dict[tuple[str, str], Tensor]

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._failures import naming_ranks
 from fsdp_c._optim.agreement import PerRank, unpacked_value
 from fsdp_c._optim.entries import Values, all_entries, by_module, take
 from fsdp_c._optim.groups import groups_for_optimizer
@@ -32,6 +30,8 @@ from fsdp_c._optim.scatter import header_from_first, scatter
 from fsdp_c._optim.states import ParamState, assemble
 from fsdp_c._optim.transfer import Item
 from fsdp_c._state.sharded_tensors import find_problem, local_part, row_elements
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.failures import naming_ranks
 
 
 @dataclass(frozen=True)

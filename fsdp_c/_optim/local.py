@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._names import clean_name
 from fsdp_c._optim.keys import keys_of_optimizer, uses_names
 from fsdp_c._optim.states import OptimStates, collect
+from fsdp_c._units.names import clean_name
 
 # A top-level entry: the elements that the rank holds, by parameter.
 LOCAL_PARTS = "local_parts"

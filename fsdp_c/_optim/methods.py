@@ -15,13 +15,13 @@ from torch.distributed.fsdp.api import (
 )
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-from fsdp_c._base import sharded_modules
 from fsdp_c._optim.keys import keys_of_input
 from fsdp_c._optim.load import LoadOptions, load
 from fsdp_c._optim.local import load_local, save_local
 from fsdp_c._optim.rekey import rekey
 from fsdp_c._optim.save import SaveOptions, save
 from fsdp_c._state.kinds import get_state_dict_type
+from fsdp_c._units.base import sharded_modules
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 

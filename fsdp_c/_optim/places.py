@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._names import clean_name
-from fsdp_c._uses import is_flat_param, sharding_unit
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
 @dataclass(frozen=True, eq=False)  # one object for each parameter

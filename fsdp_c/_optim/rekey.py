@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-from fsdp_c._names import clean_name
 from fsdp_c._optim.keys import Key, keys_of_input, keys_of_optimizer
+from fsdp_c._units.names import clean_name
 
 
 def rekey(

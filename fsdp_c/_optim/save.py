@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule, sharded_modules
 from fsdp_c._optim.agreement import AgreedState, agree, unpacked_value
 from fsdp_c._optim.keys import ParamKeys
 from fsdp_c._optim.places import Place
@@ -39,6 +38,7 @@ from fsdp_c._state.sharded_tensors import (
     rows_of,
     wrap_chunk,
 )
+from fsdp_c._units.base import ShardedModule, sharded_modules
 
 # A top-level entry of a full or sharded optimizer state dict: names of states that
 # are tensors without one value per element, by parameter. There only if there are any.

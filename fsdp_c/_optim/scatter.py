@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._failures import naming_ranks
 from fsdp_c._optim.entries import Values, all_entries, by_module, take
 from fsdp_c._optim.header import Header, TensorInfo, Wanted, read_header
 from fsdp_c._optim.places import Place
 from fsdp_c._optim.transfer import Item, Range
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.failures import naming_ranks
 
 
 def _is_first(module: ShardedModule) -> bool:

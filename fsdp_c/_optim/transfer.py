@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_c._failures import naming_ranks
 from fsdp_c._native import (
     CopyPlan,
     Placement,
@@ -26,6 +25,7 @@ from fsdp_c._native import (
     pass_messages,
     prepare_messages,
 )
+from fsdp_c._units.failures import naming_ranks
 
 # Pieces of at least this size are not packed.
 DIRECT_NBYTES = 1024 * 1024

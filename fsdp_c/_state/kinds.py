@@ -17,7 +17,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c._base import ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, sharded_modules
 
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]

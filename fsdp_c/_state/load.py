@@ -21,12 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.api import StateDictType
 from torch.overrides import is_tensor_like
 
-from fsdp_c._base import Loading, LoadTree, ShardedModule, sharded_modules
-from fsdp_c._device import wait_for_uploads
-from fsdp_c._engines import ensure_engine
-from fsdp_c._failures import naming_ranks
-from fsdp_c._names import WRAPPED_PREFIX, clean_name
-from fsdp_c._params import own_modules
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.summon import summoned
 from fsdp_c._state.local import find_local_problems, load_local, local_names
 from fsdp_c._state.own_parts import OwnParts, named_uses
 from fsdp_c._state.rows import load_rows
@@ -38,8 +34,12 @@ from fsdp_c._state.sharded_tensors import (
     is_sharded,
     shape_of,
 )
-from fsdp_c._summon import summoned
 from fsdp_c._torch_compat import ActivationWrapper
+from fsdp_c._units.base import Loading, LoadTree, ShardedModule, sharded_modules
+from fsdp_c._units.device import wait_for_uploads
+from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
+from fsdp_c._units.params import own_modules
 
 
 def begin_load(

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._names import flat_param_name
 from fsdp_c._state.own_parts import OwnParts
 from fsdp_c._state.sharded_tensors import local_part, shape_of, sharded_tensor_of
 from fsdp_c._torch_compat import ShardedTensor
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.names import flat_param_name
 
 
 class _Segment(NamedTuple):

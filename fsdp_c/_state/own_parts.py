@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._names import clean_name
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.names import clean_name
 
 
 class OwnParts:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _native
-from fsdp_c._base import ShardedModule
-from fsdp_c._failures import naming_ranks
 from fsdp_c._state.own_parts import OwnParts
 from fsdp_c._state.sharded_tensors import aligned, dtype_of, local_part, shape_of
 from fsdp_c._torch_compat import ShardedTensor
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.failures import naming_ranks
 
 
 class _Group:

@@ -27,14 +27,14 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c._base import KeptState, ShardedModule, sharded_modules
-from fsdp_c._engines import ensure_engine
-from fsdp_c._names import WRAPPED_PREFIX
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.summon import summoned
 from fsdp_c._state.local import local_state
 from fsdp_c._state.own_parts import named_uses
 from fsdp_c._state.sharded_tensors import is_sharded, shard_tensor
-from fsdp_c._summon import summoned
-from fsdp_c._uses import is_flat_param, sharding_unit
+from fsdp_c._units.base import KeptState, ShardedModule, sharded_modules
+from fsdp_c._units.names import WRAPPED_PREFIX
+from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
 def kind_of(module: ShardedModule) -> StateDictType:

@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as RowShard
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._failures import naming_ranks
 from fsdp_c._torch_compat import (
     Shard,
     ShardedTensor,
@@ -29,6 +27,8 @@ from fsdp_c._torch_compat import (
     TensorProperties,
     all_gather_flat,
 )
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.failures import naming_ranks
 
 # Where a tensor begins in the buffer of a collective; a multiple of every itemsize.
 _ALIGNMENT_NBYTES = 16

@@ -1,6 +1,6 @@
 """Checkpoints as folders of safetensors files, from any world size to any other.
 
-No pickle is written or read. docs/checkpoint.md describes the format.
+No pickle is written or read. docs/guide/checkpoint.md describes the format.
 """
 
 from fsdp_c.checkpoint._errors import CheckpointError

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._names import clean_name
 from fsdp_c._optim.places import Place, find_places
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import clean_name
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._ranks import Ranks

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._device import wait_for_uploads
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.device import wait_for_uploads
 from fsdp_c.checkpoint._contents import Contents, find_contents
 from fsdp_c.checkpoint._errors import CheckpointError, reason
 from fsdp_c.checkpoint._files import Advance

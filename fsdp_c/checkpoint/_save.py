@@ -162,7 +162,7 @@ def save(
 
     All ranks must call it, between steps, with a path on a file system that all of
     them share. The folder appears complete or not at all; a checkpoint that was at
-    ``path`` stays until then. See docs/checkpoint.md for the format.
+    ``path`` stays until then. See docs/guide/checkpoint.md for the format.
 
     Args:
         path: The folder. What it holds must be a checkpoint, or nothing.
@@ -177,7 +177,7 @@ def save(
         overwrite: Replace a checkpoint that is at ``path``.
         blocking: False: copy everything to the host and write in a thread. A save
             that follows waits for this one; the end of the process finishes or
-            abandons it, see docs/checkpoint.md.
+            abandons it, see docs/guide/checkpoint.md.
         timeout: Seconds that a thread waits for other ranks.
         progress: Show a bar on rank 0; None: if stderr is a terminal.
 

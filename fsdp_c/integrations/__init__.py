@@ -1,7 +1,7 @@
 """fsdp_c inside other libraries: Hugging Face, Lightning, and whatever names torch's.
 
 ``install()`` before the model is wrapped is all that a script needs; it may stand
-before or after the other imports. See docs/frameworks.md.
+before or after the other imports. See docs/guide/frameworks.md.
 """
 
 import threading
@@ -22,8 +22,8 @@ def install() -> None:
     """Put fsdp_c's class in the place of torch's, in all modules that hold it.
 
     Functions of accelerate, peft and transformers that would not work with FSDP
-    version 1 are changed as well; docs/huggingface.md lists them. Modules that are
-    not imported yet are changed when they are. Again: no effect.
+    version 1 are changed as well; docs/guide/huggingface.md lists them. Modules that
+    are imported later are changed then. A second call has no effect.
 
     Warns:
         IntegrationWarning: A function is not as expected, in a version of a library

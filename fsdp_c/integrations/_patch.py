@@ -49,8 +49,8 @@ class Patch:
             warnings.warn(
                 f"{self.module}.{self.function} of {package} {version_of(package)} "
                 f"{problem}: fsdp_c leaves it as it is, so this does not work: "
-                f"{self.purpose}. Use a version that docs/huggingface.md of fsdp_c "
-                "lists",
+                f"{self.purpose}. Use a version that fsdp_c's "
+                "docs/guide/huggingface.md lists",
                 IntegrationWarning,
                 stacklevel=2,
             )

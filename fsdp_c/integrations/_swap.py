@@ -5,7 +5,7 @@ from types import ModuleType
 
 from torch.distributed.fsdp import fully_sharded_data_parallel as torch_module
 
-from fsdp_c._sharded_module import FullyShardedDataParallel
+from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c.integrations._import_hook import ImportHook
 from fsdp_c.integrations._origin import comes_from_fsdp_c
 from fsdp_c.integrations._patch import Applied, Patch

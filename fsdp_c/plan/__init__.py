@@ -2,7 +2,7 @@
 
 ``python -m fsdp_c plan --model ... --world-size ...`` prints it; :func:`plan_model`
 returns it. Nothing is allocated on a device, no process group is needed. See
-docs/plan.md.
+docs/guide/plan.md.
 """
 
 from fsdp_c.plan._errors import PlanError

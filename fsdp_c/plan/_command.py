@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_c plan",
         description="Plan a training: memory, bytes and time of one rank. Needs no "
-        "GPU and no process group; see docs/plan.md.",
+        "GPU and no process group; see docs/guide/plan.md.",
     )
     add = parser.add_argument
     add(

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.api import (
     ShardingStrategy,
 )
 
-from fsdp_c._groups import HYBRID
+from fsdp_c._units.groups import HYBRID
 from fsdp_c.plan._errors import PlanError
 from fsdp_c.plan._models import ModelSource
 from fsdp_c.plan._plan import RankPlan, Settings, plan_rank

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fsdp_c import _native
-from fsdp_c._config import _PREFETCHES, RESHARDING
-from fsdp_c._explain import _chosen
+from fsdp_c._units.config import _PREFETCHES, RESHARDING
 from fsdp_c.plan._errors import PlanError
+from fsdp_c.plan._explain import _chosen
 from fsdp_c.plan._trace import Trace
 from fsdp_c.plan._units import UnitInfo, groups_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fsdp_c._explain import _table
+from fsdp_c.plan._explain import _table
 from fsdp_c.plan._model_plan import ModelPlan, Suggestion
 from fsdp_c.plan._plan import Collective, RankPlan, UnitPlan
 

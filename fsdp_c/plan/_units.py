@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.api import ShardingStrategy
 
-from fsdp_c._base import ShardedModule
-from fsdp_c._config import DEFAULTS, Config, make_config
-from fsdp_c._groups import HYBRID
-from fsdp_c._ignored import find_ignored
-from fsdp_c._names import WRAPPED_MODULE, clean_name
-from fsdp_c._params import collect_uses
-from fsdp_c._uses import mark_sharded
-from fsdp_c._wrap import auto_wrap
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.config import DEFAULTS, Config, make_config
+from fsdp_c._units.groups import HYBRID
+from fsdp_c._units.ignored import find_ignored
+from fsdp_c._units.names import WRAPPED_MODULE, clean_name
+from fsdp_c._units.params import collect_uses
+from fsdp_c._units.uses import mark_sharded
+from fsdp_c._units.wrap import auto_wrap
 
 
 class _Group:
@@ -145,7 +145,7 @@ def groups_of(
         mesh: (replicas, shards) of the hybrid strategies.
 
     Source:
-        :func:`fsdp_c._groups.choose_groups`.
+        :func:`fsdp_c._units.groups.choose_groups`.
     """
     if config.sharding_strategy in HYBRID:
         assert mesh is not None

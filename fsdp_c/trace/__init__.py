@@ -7,7 +7,7 @@
 
 Every rank writes one file. ``python -m fsdp_c trace summary traces`` says where the
 time of all ranks went, ``trace merge`` makes one file of them for Perfetto, ``trace
-show`` a picture. See docs/trace.md.
+show`` a picture. See docs/guide/trace.md.
 """
 
 from fsdp_c.trace._data import Recorded, Span, TraceError, UnitInfo

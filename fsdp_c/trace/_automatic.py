@@ -7,15 +7,14 @@ program's end.
 """
 
 import atexit
-import os
 import sys
 import warnings
 from typing import Any
 
 from torch import nn
 
-from fsdp_c import _engines
-from fsdp_c._base import ShardedModule
+from fsdp_c._engines import engine
+from fsdp_c._units.base import ShardedModule
 from fsdp_c.trace._recording import Timeline, start
 
 NUM_SKIPPED = 2
@@ -77,12 +76,7 @@ class _Watcher:
             )
 
 
-def _watch(root: ShardedModule, folder: str) -> None:
-    _Watcher(root, folder)  # the module's hook keeps it
-
-
-def install() -> None:
-    """Watch the models of this program, if the environment asks for it."""
-    folder = os.environ.get("FSDP_C_TRACE", "")
-    if folder:
-        _engines.engine_listeners.append(lambda root: _watch(root, folder))
+def install(folder: str) -> None:
+    """Record the first model of this program that runs often enough."""
+    # The hook that a watcher registers on its module keeps it.
+    engine.engine_listeners.append(lambda root: _Watcher(root, folder))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._engines import ensure_engines, memory_stats
+from fsdp_c._engines.engine import ensure_engines, memory_stats
+from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c.trace._data import (
     Recorded,
     Span,

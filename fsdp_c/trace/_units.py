@@ -2,8 +2,8 @@
 
 import torch.distributed as dist
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._names import clean_name
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import clean_name
 from fsdp_c.trace._data import UnitInfo
 
 

@@ -1,11 +1,10 @@
 """A rank is killed, stopped, raises or diverges: what the others are told, and when.
 
 The ranks are processes of their own, over shared memory and over gloo; see
-`helpers.failures`. ``FSDP_C_ALL_FAILURES=1`` adds the scenarios that `_cases` calls
-rare: those that tell little that the others do not.
+`helpers.failures`. Scenarios that `_cases` calls rare run with ``--full``: they rarely
+find anything new.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from helpers.impl import needs_fsdp_c
 
 pytestmark = pytest.mark.cpu_only("its ranks are processes of its own, on the CPU")
 
-RUNS_ALL = os.environ.get("FSDP_C_ALL_FAILURES", "0") == "1"
 # A rank that runs on two loaded cores may be late by some seconds.
 SLACK_S = 15.0
 OPERATION = re.compile(r"#\d+ [a-z_]+( \(summon\))? of unit '[\w.-]*'")
@@ -86,10 +84,7 @@ def _cases(
     usual: dict[str, tuple[Any, ...]],
     rare: dict[str, tuple[Any, ...]] | None = None,
 ) -> pytest.MarkDecorator:
-    """Give the test cases by transport; without the switch, rare ones are skipped."""
-    needs_all = pytest.mark.skipif(
-        not RUNS_ALL, reason="FSDP_C_ALL_FAILURES=1 runs the rare failures too"
-    )
+    """Give the test cases by transport; rare ones run with ``--full``."""
     all_names = (names,) if isinstance(names, str) else names
     return pytest.mark.parametrize(
         ("transport", *all_names),
@@ -100,7 +95,7 @@ def _cases(
                 marks=marks,
                 id=f"{transport}-{case if isinstance(case, str) else case[0]}",
             )
-            for cases, marks in ((usual, ()), (rare or {}, needs_all))
+            for cases, marks in ((usual, ()), (rare or {}, pytest.mark.only_full))
             for transport in cases
             for case in cases[transport]
         ],

@@ -266,7 +266,7 @@ def test_checkpoint_goes_into_a_meta_model(
 def test_sync_is_chunked(rank: int, world_size: int) -> None:
     """No broadcast carries more than a chunk, whatever the parameter's size."""
     needs_fsdp_c("refuses sync_module_states on the CPU")
-    import fsdp_c._sync as sync
+    from fsdp_c._units import sync
 
     chunk_nbytes = sync.CHUNK_NBYTES
     sync.CHUNK_NBYTES = 4096

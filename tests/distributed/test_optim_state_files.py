@@ -15,7 +15,7 @@ from helpers.distributed import distributed
 from helpers.impl import FSDP, StateDictType, needs_fsdp_c
 from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizer_state.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/optimizer_state.md"
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

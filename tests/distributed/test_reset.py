@@ -100,7 +100,7 @@ def _make(
 
 
 def _reset(differential: Differential) -> None:
-    """Do what docs/failures.md says."""
+    """Do what docs/guide/failures.md says."""
     from fsdp_c import reset
 
     reset(differential.model)

@@ -1,4 +1,4 @@
-"""docs/api.md is what the docstrings say now, and they say enough."""
+"""docs/reference/api.md is what the docstrings say now, and they say enough."""
 
 import ast
 import importlib.util
@@ -42,7 +42,7 @@ MAKE_API: Any = _load()
 
 
 def test_page_is_fresh() -> None:
-    written = (ROOT / "docs" / "api.md").read_text("utf-8")
+    written = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
     assert written == MAKE_API.page(), "run: python docs/make_api.py"
 
 

@@ -1,4 +1,4 @@
-"""The cells of docs/comparison.md that can be run here are what they say."""
+"""The cells of docs/reference/comparison.md that can be run here are what they say."""
 
 import copy
 import pickle
@@ -221,7 +221,7 @@ def _table(page: str) -> dict[str, dict[str, str]]:
     return found
 
 
-TABLE = _table("docs/comparison.md")
+TABLE = _table("docs/reference/comparison.md")
 
 
 def _says(row: str, column: str) -> str:
@@ -254,11 +254,3 @@ def test_cell(
     verdicts = [False] * world_size
     dist.all_gather_object(verdicts, works)
     assert ("yes" if all(verdicts) else "no") == _says(row, column)
-
-
-def test_readme_says_the_same() -> None:
-    """The table in README.md is a part of this one."""
-    rows = _table("README.md")
-    assert rows
-    for name, cells in rows.items():
-        assert cells == TABLE[name]

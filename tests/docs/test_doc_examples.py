@@ -1,4 +1,4 @@
-"""The code in README.md and docs/*.md runs, on 2 ranks, page by page.
+"""The code in README.md and the pages in docs runs, on 2 ranks, page by page.
 
 Blocks of a page run one after the other in one namespace. What they do not make
 themselves is there before the first: see `_Page`, or the class of the page. Of a
@@ -32,7 +32,7 @@ from helpers.state_dicts import everything
 POLICY = ModuleWrapPolicy({ModelBlock})
 
 # Blocks that cannot run, by page. Each says why above its fence.
-NOT_RUN: dict[str, int] = {"docs/frameworks.md": 1, "docs/migrate.md": 1}
+NOT_RUN: dict[str, int] = {"docs/guide/frameworks.md": 1, "docs/guide/migrate.md": 1}
 
 RUNNABLE = [
     page
@@ -211,10 +211,10 @@ class _Migrate(_Page):
 
 SETUPS: dict[str, type[_Page]] = {
     "README.md": _Readme,
-    "docs/checkpoint.md": _Checkpoint,
-    "docs/state_dicts.md": _StateDicts,
-    "docs/failures.md": _Failures,
-    "docs/migrate.md": _Migrate,
+    "docs/guide/checkpoint.md": _Checkpoint,
+    "docs/reference/state_dicts.md": _StateDicts,
+    "docs/guide/failures.md": _Failures,
+    "docs/guide/migrate.md": _Migrate,
 }
 
 

@@ -1,4 +1,4 @@
-"""The messages of fsdp_c that docs/faq.md quotes are those that it raises."""
+"""The messages of fsdp_c that docs/guide/faq.md quotes are those that it raises."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ from helpers.distributed import distributed
 from helpers.doc_pages import blocks_of
 from helpers.impl import FSDP, fsdp, needs_fsdp_c
 
-PAGE = "docs/faq.md"
+PAGE = "docs/guide/faq.md"
 POLICY = ModuleWrapPolicy({nn.Linear})
 LIMIT = timedelta(seconds=3)
 

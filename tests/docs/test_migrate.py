@@ -1,4 +1,4 @@
-"""What docs/migrate.md says of torch's interfaces, and of checkpoints of FSDP2."""
+"""What docs/guide/migrate.md says of torch's interfaces, and FSDP2's checkpoints."""
 
 import inspect
 from pathlib import Path
@@ -24,7 +24,7 @@ from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
 from helpers.models import DIM, MLP, Block
 from helpers.reference import assert_same, assert_same_tensors, full_state_dict
 
-PAGE = "docs/migrate.md"
+PAGE = "docs/guide/migrate.md"
 # What fsdp_c's methods take besides torch's arguments.
 ADDED = {"no_sync": ["sharded"]}
 

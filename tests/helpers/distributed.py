@@ -7,6 +7,11 @@ pytest sees one test per world size. Its body runs in `helpers.worker`
 processes, which start once per world size and share a gloo process group over a
 file store. Values of `pytest.mark.parametrize` are pickled to the workers.
 
+Note [Workers are forked]
+Importing torch takes a process seconds, so one process imports it and the workers are
+its forks. It is multiprocessing's fork server: it runs nothing but imports and has one
+thread.
+
 Note [What a failure shows]
 The message of a failed test is the traceback of the rank that failed. Ranks that
 still ran then (they wait in a collective for the one that failed) and ranks of a
@@ -18,18 +23,18 @@ collectives may be out of step. Only processes started here are ended, by pid.
 import contextlib
 import functools
 import inspect
-import json
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +50,8 @@ START_TIMEOUT_S = 120.0
 # How long ranks may go on after one has failed, before their stacks are shown.
 GRACE_S = 2.0
 _STDERR_TAIL_CHARS = 4000
+# What the workers' parent imports for all of them.
+_PRELOADED = ("torch._dynamo", "helpers.worker", "helpers.state_dicts")
 
 # Where bodies make their tensors: "cpu"; "sim", the simulated accelerator; "cuda", a
 # GPU per rank or, where there are fewer, one GPU for all ranks (helpers.one_gpu).
@@ -76,10 +83,24 @@ class Outcome:
     """Whether the rank is as fit for the next test as before."""
 
 
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a worker is told when it starts."""
+
+    rank: int
+    world_size: int
+    device: str
+    store: str
+    stacks: Path
+    stderr: Path
+    path: list[str]
+    env: dict[str, str]
+
+
 @dataclass
 class _Worker:
     rank: int
-    process: "subprocess.Popen[bytes]"
+    process: BaseProcess
     connection: Connection
     stacks_path: Path
     stderr_path: Path
@@ -91,6 +112,35 @@ class _Worker:
     def stderr_tail(self) -> str:
         """Return the end of what the worker wrote to stderr."""
         return self.stderr_path.read_text(errors="replace")[-_STDERR_TAIL_CHARS:]
+
+
+def _work(config: WorkerConfig, connection: Connection) -> None:
+    from helpers.worker import main
+
+    main(config, connection)
+
+
+def _worker_environment() -> dict[str, str]:
+    defaults = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        # c10d's flight recorder takes the GIL in every gloo collective.
+        "TORCH_FR_BUFFER_SIZE": "0",
+    }
+    return {**defaults, **os.environ, "PYTHONPATH": str(TESTS_DIR)}
+
+
+@functools.cache
+def _fork_server() -> Any:
+    """Start the process of which workers are forks; see Note [Workers are forked]."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _worker_environment().items():
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS_DIR), *sys.path]))
+        forkserver.ensure_running()
+    return context
 
 
 class Pool:
@@ -127,37 +177,25 @@ class Pool:
         ours, theirs = Pipe(duplex=True)
         stacks_path = directory / f"rank{rank}.stacks"
         stderr_path = directory / f"rank{rank}.stderr"
-        config = {
-            "rank": rank,
-            "world_size": self.world_size,
-            "device": self.device,
-            "connection": theirs.fileno(),
-            "store": str(directory / "store"),
-            "stacks": str(stacks_path),
-            "path": [str(TESTS_DIR), *(p or os.getcwd() for p in sys.path)],
-        }
-        env = {**self._env, **os.environ, "PYTHONPATH": str(TESTS_DIR)}
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        env.setdefault("OMP_NUM_THREADS", "1")
-        # c10d's flight recorder takes the GIL in every gloo collective.
-        env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-        with stderr_path.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "helpers.worker", json.dumps(config)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        config = WorkerConfig(
+            rank=rank,
+            world_size=self.world_size,
+            device=self.device,
+            store=str(directory / "store"),
+            stacks=stacks_path,
+            stderr=stderr_path,
+            path=[str(TESTS_DIR), *(p or os.getcwd() for p in sys.path)],
+            env={**self._env, **_worker_environment()},
+        )
+        process = _fork_server().Process(target=_work, args=(config, theirs))
+        process.start()
         theirs.close()
         return _Worker(rank, process, ours, stacks_path, stderr_path)
 
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, in rank order."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid or 0 for worker in self._workers]
 
     def run(
         self, task: Task, timeout_s: float
@@ -203,7 +241,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         late = list(waiting.values())
         for worker in late:
-            os.kill(worker.process.pid, signal.SIGUSR1)
+            os.kill(worker.process.pid or 0, signal.SIGUSR1)
         if late:
             time.sleep(0.3)
         return outcomes, late
@@ -228,22 +266,22 @@ class Pool:
                 worker.connection.send(None)
         deadline = time.monotonic() + 5.0
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         """End the workers by signal and remove their files."""
         for worker in self._workers:
             worker.process.kill()
-            worker.process.wait()
+            worker.process.join()
             worker.connection.close()
         self._workers.clear()
         self._directory.cleanup()
 
 
 def _outcome_of_exit(worker: _Worker) -> Outcome:
-    code = worker.process.wait()
+    worker.process.join()
+    code = worker.process.exitcode or 0
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     tail = worker.stderr_tail().strip()
     return Outcome("failed", f"process ended with {how}\n{tail}", keeps_pool=False)

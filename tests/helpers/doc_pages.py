@@ -1,4 +1,4 @@
-"""README.md and docs/*.md as tests see them: code, commands, headings and links.
+"""README.md and the pages in docs as tests see them: code, commands, links.
 
 A block of code that cannot run where tests do says why, in a comment on the line above
 its fence that a reader of the page does not see: ``<!-- not run: needs a GPU -->``.
@@ -51,7 +51,7 @@ class Block:
 
 def pages() -> list[str]:
     """Return the paths of all pages, from the root of the repository."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [str(path.relative_to(ROOT)) for path in found]
 
 

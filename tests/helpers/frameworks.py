@@ -1,10 +1,11 @@
-"""What the tests of Lightning, Fabric and litgpt share: a model, data and ranks."""
+"""What the tests of frameworks share: a model, data and ranks."""
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -18,29 +19,45 @@ from helpers.models import DIM, MLP
 from helpers.seeds import generator
 
 
-@contextmanager
-def _without_transformers() -> Iterator[None]:
-    """Have torchmetrics import an empty transformers, which takes half a minute else.
+class _Empty(ModuleType):
+    """A module that has every name, and nothing behind it."""
 
-    Nothing that uses it is called here.
-    """
-    if "transformers" in sys.modules:
-        yield
-        return
-    empty = ModuleType("transformers")
-    vars(empty)["__getattr__"] = lambda name: None
-    sys.modules["transformers"] = empty
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@contextmanager
+def _replaced(names: Sequence[str]) -> Iterator[None]:
+    """Have empty modules in the place of those that are not imported yet."""
+    empty = {name: _Empty(name) for name in names if name not in sys.modules}
+    sys.modules.update(empty)
+    for name, module in empty.items():
+        parent, _, child = name.rpartition(".")
+        if parent in empty:
+            setattr(empty[parent], child, module)
     try:
         yield
     finally:
-        del sys.modules["transformers"]
+        for name in empty:
+            del sys.modules[name]
 
 
-def framework(name: str) -> Any:
-    """Import a framework's module; skip the test where it is not installed."""
+def framework(name: str, *unused: str) -> Any:
+    """Import a framework's module; skip the test where it is not installed.
+
+    Nothing that uses transformers is called here, and its import takes half a minute:
+    it is left out, and so are the modules ``unused``.
+    """
     if find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed")
-    with _without_transformers(), warnings.catch_warnings():
+    with _replaced(["transformers", *unused]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return import_module(name)
 

@@ -28,19 +28,18 @@ from fsdp_c import StateDictType
 from helpers.hf_models import build, data
 from helpers.hf_process import launched, single_process
 
-# 1: also the cases that others tell in part; see `cases`.
-ALL = os.environ.get("FSDP_C_ALL_HUGGINGFACE", "0") == "1"
-
 WORLD = 2
 STEPS = 5
 BATCH = 2  # examples of one rank and micro-batch
 
 
 def cases(names: Iterable[Any], slow: Iterable[Any] = ()) -> list[Any]:
-    """Return ``names`` for parametrize; those in ``slow`` only run if ALL."""
-    skip = pytest.mark.skipif(not ALL, reason="FSDP_C_ALL_HUGGINGFACE=1 runs it")
+    """Return ``names`` for parametrize; those in ``slow`` are only_full."""
     rare = list(slow)
-    return [pytest.param(each, marks=skip) if each in rare else each for each in names]
+    return [
+        pytest.param(each, marks=pytest.mark.only_full) if each in rare else each
+        for each in names
+    ]
 
 
 @dataclass

@@ -6,7 +6,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib.util
-import json
 import os
 import pickle
 import signal
@@ -24,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.distributed import Outcome, Task
+from helpers.distributed import Outcome, Task, WorkerConfig
 from helpers.one_gpu import gpu_of_rank
 from helpers.seeds import seed_everything
 
@@ -154,27 +153,33 @@ def _set_up_device(device: str, rank: int, world_size: int) -> str:
     return "cpu:gloo,sim:simccl"
 
 
-def main() -> None:
-    """Serve tests until the parent says stop or goes away."""
-    config = json.loads(sys.argv[1])
+def _take_over(config: WorkerConfig) -> None:
+    """Make this fork what a process started for one rank would be."""
+    os.setsid()
     # A parent that is killed takes its workers along.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    sys.path[:] = list(dict.fromkeys(config["path"]))
+    os.environ.clear()
+    os.environ.update(config.env)
+    sys.path[:] = list(dict.fromkeys(config.path))
+    with config.stderr.open("wb") as stderr:
+        os.dup2(stderr.fileno(), sys.stdout.fileno())
+        os.dup2(stderr.fileno(), sys.stderr.fileno())
+
+
+def main(config: WorkerConfig, connection: Connection) -> None:
+    """Serve tests until the parent says stop or goes away."""
+    _take_over(config)
     faulthandler.enable()
     torch.set_num_threads(1)
-    rank: int = config["rank"]
-    with (
-        Path(config["stacks"]).open("w") as stacks,
-        Connection(config["connection"]) as connection,
-    ):
+    with config.stacks.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        backend = _set_up_device(config["device"], rank, config["world_size"])
+        backend = _set_up_device(config.device, config.rank, config.world_size)
         dist.init_process_group(
             backend,
-            store=dist.FileStore(config["store"], config["world_size"]),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=config["world_size"],
+            store=dist.FileStore(config.store, config.world_size),  # type: ignore[attr-defined]
+            rank=config.rank,
+            world_size=config.world_size,
             timeout=timedelta(minutes=10),
         )
         try:
@@ -189,11 +194,7 @@ def main() -> None:
                 break
             if task is None:
                 break
-            connection.send(_run(task, rank))
+            connection.send(_run(task, config.rank))
         faulthandler.unregister(signal.SIGUSR1)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

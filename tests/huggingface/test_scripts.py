@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.hf_training import ALL, cases
+from helpers.hf_training import cases
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -242,7 +242,7 @@ def test_accelerate_checkpointing(tmp_path: Path, bert: Path, kind: str) -> None
     assert "resumed checkpoint performance" in _run(resume, tmp_path, OFFLINE)
 
 
-@pytest.mark.skipif(not ALL, reason="FSDP_C_ALL_HUGGINGFACE=1 runs it")
+@pytest.mark.only_full
 def test_accelerate_merge_weights(tmp_path: Path) -> None:
     """test_merge_weights.py of accelerate: sharded files become one, four times."""
     yaml = _yaml(tmp_path, fsdp_auto_wrap_policy="NO_WRAP")

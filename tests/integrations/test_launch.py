@@ -72,8 +72,8 @@ def test_a_script_of_torch(tmp_path: Path) -> None:
     done = _launch_words(*words, GLOO_SOCKET_IFNAME="lo")
     assert sorted(done.stdout.split("\n")) == [
         "",
-        "fsdp_c._sharded_module rank 0",
-        "fsdp_c._sharded_module rank 1",
+        "fsdp_c._module.sharded_module rank 0",
+        "fsdp_c._module.sharded_module rank 1",
     ], done.stderr
 
 

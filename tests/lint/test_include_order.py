@@ -7,28 +7,21 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"
+from helpers.rooms import CSRC, FILES, ROOMS, ROOT, room_of
 
-CORE_ROOMS = (
-    "base",
-    "layout",
-    "unit",
-    "order",
-    "port",
-    "arena",
-    "runtime",
-    "plan",
-    "state",
-)
-ROOMS = (
-    *(f"core/{room}" for room in CORE_ROOMS),
-    "host",
-    "shm",
-    "nccl",
-    "cuda",
-    "torch",
-    "python",
+# The Python package likewise. The tools use nothing of each other.
+TOOLS = ("checkpoint", "doctor", "integrations", "plan", "trace")
+PYTHON_ROOMS = (
+    "_native",
+    "_torch_compat",
+    "_units",
+    "_engines",
+    "_state",
+    "_optim",
+    "_module",
+    *TOOLS,
+    "__init__",
+    "__main__",
 )
 
 LIBC_NAMES = """
@@ -54,15 +47,6 @@ SYSTEM = {
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
-
-SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu"}
-FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
-
-
-def room_of(path: Path) -> str:
-    """Return the room of a file, ``core/base`` or ``torch``."""
-    parts = path.relative_to(CSRC).parts
-    return "/".join(parts[:2]) if parts[0] == "core" else parts[0]
 
 
 def includes_of(path: Path, quote: str) -> list[str]:
@@ -93,6 +77,11 @@ def reachable(path: Path) -> set[Path]:
 def test_every_file_is_in_a_room() -> None:
     strangers = {room_of(path) for path in FILES} - set(ROOMS)
     assert not strangers, f"no such room: {sorted(strangers)}"
+
+
+def test_design_md_lists_the_rooms_in_order() -> None:
+    text = (ROOT / "docs" / "internals" / "design.md").read_text()
+    assert tuple(re.findall(r"^\| `csrc/([\w/]+)` \|", text, re.MULTILINE)) == ROOMS
 
 
 def test_rooms_use_only_rooms_above() -> None:
@@ -183,12 +172,41 @@ def imports_of(path: Path, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def test_no_python_import_cycle() -> None:
+def python_imports() -> dict[str, set[str]]:
+    """Return what every module of the package imports of it."""
     files = sorted((ROOT / "fsdp_c").rglob("*.py*"))
     files = [path for path in files if path.suffix in {".py", ".pyi"}]
     modules = {module_name(path) for path in files}
-    graph = {module_name(path): imports_of(path, modules) for path in files}
+    return {module_name(path): imports_of(path, modules) for path in files}
+
+
+def python_room(module: str) -> str:
+    """Return the room of a module of the package."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_no_python_import_cycle() -> None:
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(python_imports()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_every_python_module_is_in_a_room() -> None:
+    strangers = {python_room(module) for module in python_imports()}
+    assert strangers <= set(PYTHON_ROOMS), strangers - set(PYTHON_ROOMS)
+
+
+def test_python_rooms_use_only_rooms_above() -> None:
+    wrong = []
+    for module, imports in python_imports().items():
+        room = python_room(module)
+        allowed = set(PYTHON_ROOMS[: PYTHON_ROOMS.index(room) + 1])
+        if room in TOOLS:
+            allowed -= set(TOOLS) - {room}
+        wrong += [
+            f"{module} imports {each}"
+            for each in imports
+            if python_room(each) not in allowed
+        ]
+    assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""The words of docs/glossary.md, plain ASCII, and files of a readable length."""
+"""The words of the glossary, plain ASCII, and files of a readable length."""
 
 import re
 from pathlib import Path

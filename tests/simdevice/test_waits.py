@@ -1,7 +1,7 @@
 """Orders between lanes that the C tests see on the tape only, with real streams.
 
 Each body goes wrong, for some of its seeds, when the wait that it names is taken
-out (docs/simdevice.md).
+out (docs/internals/simdevice.md).
 """
 
 import copy

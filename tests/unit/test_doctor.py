@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_c import _native, doctor
-from fsdp_c._environment import BUILD_SWITCHES, SWITCHES
 from fsdp_c.doctor import Machine, Row
+from fsdp_c.doctor._environment import BUILD_SWITCHES, SWITCHES
 
 # Of a machine with a GPU, on which everything works.
 PARTS = {

@@ -22,7 +22,7 @@ extern "C" {
 
 typedef enum fsdp_status {
   FSDP_OK = 0,
-  FSDP_INVALID_ARGUMENT, /* the caller passed a value that cannot be right */
+  FSDP_INVALID_ARGUMENT, /* the caller passed an impossible value */
   FSDP_INVALID_STATE,    /* the right call at the wrong moment */
   FSDP_OVERFLOW,         /* a size does not fit in int64_t */
   FSDP_OUT_OF_MEMORY,    /* host or device memory */
@@ -40,8 +40,8 @@ typedef struct fsdp_error {
   char message[FSDP_ERROR_MESSAGE_NBYTES];
 } fsdp_error;
 
-/* Fills `error` (NULL is fine) and returns `status`, so that a caller can
- * write `return FSDP_FAIL(...)`. A message that is too long is cut. */
+/* Fills `error` (may be NULL) and returns `status`, so that a caller can write
+ * `return FSDP_FAIL(...)`. A message that is too long is cut. */
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
                            const char *file, int line, const char *format, ...)
     FSDP_PRINTF(5, 6);

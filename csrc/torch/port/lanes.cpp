@@ -1,7 +1,4 @@
 // Lanes of a host device, and failures of the collectives on any device.
-#include <ATen/ATen.h>
-
-#include "torch/compat.hpp"
 #include "torch/guard.hpp"
 #include "torch/port/provider.hpp"
 
@@ -159,37 +156,11 @@ fsdp_status explain_failure(void *context, const fsdp_group *group,
   };
 }
 
-fsdp_status all_gather_bytes(void *context, const fsdp_group *group,
-                             const void *mine, int64_t nbytes, void *all,
-                             fsdp_error *error) {
-  GUARDED(error) {
-    const Provider &provider = provider_of(context);
-    const at::TensorOptions options =
-        at::TensorOptions().dtype(at::kByte).device(provider.device());
-    at::Tensor piece =
-        Provider::host_view(const_cast<void *>(mine), nbytes)
-            .to(provider.device(), /*dtype=*/at::kByte, /*non_blocking=*/false,
-                /*copy=*/true);
-    at::Tensor whole = at::empty({nbytes * group->world_size}, options);
-    const WorkPtr work = all_gather_over_c10d(group_of(group), whole, piece);
-    try {
-      if (work) work->wait();
-    } catch (...) {
-      provider.ranks_failed(
-          group_of(group), failure_of_ranks().c_str(),
-          "comparison of the ranks before the next operation");
-    }
-    Provider::host_view(all, whole.numel()).copy_(whole);
-    return FSDP_OK;
-  };
-}
-
 }  // namespace
 
 void add_lane_ops(fsdp_device_ops *ops) {
   ops->add_call = add_call;
   ops->explain_failure = explain_failure;
-  ops->all_gather_bytes = all_gather_bytes;
 }
 
 }  // namespace fsdp_torch

@@ -157,10 +157,12 @@ std::shared_ptr<fsdp_event> make_event();
 // lanes.cpp
 void add_lane_ops(fsdp_device_ops *ops);
 
-// reduce_scalar.cpp: the sum over the group's ranks, or the maximum, of a
-// tensor of one element on the provider's device; may be the tensor itself. On
-// the channel of reductions, which all work on the compute lane follows.
-// Throws; `label` is the operation of an error.
+// group_values.cpp
+void add_group_ops(fsdp_device_ops *ops);
+// The sum over the group's ranks, or the maximum, of a tensor of one element on
+// the provider's device; may be the tensor itself. On the channel of
+// reductions, which all work on the compute lane follows. Throws; `label` is
+// the operation of an error.
 at::Tensor reduce_scalar(Provider &provider, Group &group,
                          const at::Tensor &term, bool is_max,
                          const char *label);

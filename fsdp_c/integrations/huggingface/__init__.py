@@ -2,7 +2,7 @@
 
 ``install()`` is ``fsdp_c.install()``, which does this for all libraries. Their
 configuration must ask for FSDP version 1, as ``fsdp_config={"version": 1}``. See
-docs/huggingface.md.
+docs/guide/huggingface.md.
 """
 
 from fsdp_c.integrations import install, installed, is_installed, uninstall

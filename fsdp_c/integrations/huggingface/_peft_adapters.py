@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._base import ShardedModule, sharded_modules
-from fsdp_c._names import clean_name
 from fsdp_c._state.own_parts import named_uses
 from fsdp_c._torch_compat import ActivationWrapper
-from fsdp_c._uses import is_flat_param, sharding_unit
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.uses import is_flat_param, sharding_unit
 from fsdp_c.integrations._patch import Function, Patch
 
 

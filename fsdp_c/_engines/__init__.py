@@ -1,0 +1,1 @@
+"""Engines over units, and what acts on units between steps."""

@@ -1,0 +1,120 @@
+"""Module conversion after wrapping: to(), half(), cuda() and the like."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c._engines.engine import ensure_engine, release_engine
+from fsdp_c._engines.summon import summoned
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.uses import is_flat_param, sharding_unit
+
+
+def convert(
+    module: ShardedModule, fn: Callable[[Tensor], Tensor], *, recurse: bool
+) -> None:
+    """Apply ``fn`` to the parameters and buffers in ``module``.
+
+    A unit whose dtype or device ``fn`` keeps is left as it is, without
+    communication. The others are gathered one at a time, converted, and sharded
+    anew; all ranks must call it, and have memory for one unit in both forms.
+    Parameters, flat parameters too, stay the same objects, so that an optimizer
+    keeps them; its state is the user's to convert.
+
+    Raises:
+        RuntimeError: A unit to be converted has gradients, or is inside a step.
+        ValueError: ``fn`` puts the parameters of one unit on several devices.
+    """
+    modules = list(sharded_modules(module)) if recurse else [module]
+    changed = [each for each in modules if _is_changed(each, fn)]
+    for each in changed:
+        _check(each)
+    for each in changed:
+        _convert_unit(each, fn)
+    if not recurse:
+        return
+    with ExitStack() as stack:
+        for each in modules:
+            if each._unit_buffers is not None:
+                stack.enter_context(
+                    each._unit_buffers.in_original_dtypes(
+                        is_training=each.wrapped.training
+                    )
+                )
+        for current in module.modules():
+            _convert_unsharded(current, fn)
+
+
+def _is_changed(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether ``fn`` gives tensors like the unit's shards another form.
+
+    ``fn`` sees empty tensors in their place: what it does to memory in place, such
+    as share_memory_(), must not reach shards, which the engine knows by address.
+    """
+    probes = [torch.empty_like(shard[:0]) for shard in module._unit.shards]
+    return any(fn(probe) is not probe for probe in probes)
+
+
+def _check(module: ShardedModule) -> None:
+    engine = module._engine
+    is_busy = engine is not None and (engine.in_forward or engine.in_backward)
+    if is_busy or module._unit.is_summoned:
+        raise RuntimeError(
+            f"unit {module._unit.name!r} cannot be converted inside forward, backward "
+            "or summon_full_params(): call to(), half(), cuda() between steps"
+        )
+    own = [*(use.param for use in module._originals.uses), *module.parameters()]
+    if any(param.grad is not None for param in own):
+        raise RuntimeError(
+            f"unit {module._unit.name!r} has gradients, which would not fit its "
+            "converted parameters: call zero_grad() before to(), half(), cuda()"
+        )
+
+
+def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:
+    params = [use.param for use in module._originals.uses]
+    converted: dict[nn.Parameter, Tensor] = {}
+    ensure_engine(module)
+    with torch.no_grad(), summoned(module, writeback=False):
+        for param in dict.fromkeys(params):
+            data = param.detach()
+            result = fn(data)
+            if result.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
+                result = result.clone()  # the summoned memory goes
+            converted[param] = result
+    devices = {result.device for result in converted.values()}
+    if len(devices) > 1:
+        places = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"the conversion puts parameters of unit {module._unit.name!r} on several "
+            f"devices ({places}): move all of them to one"
+        )
+    device = devices.pop()
+    name = module._unit.name
+    release_engine(module)
+    # The old unit goes before its parameters change: it shows them its shards last.
+    module._originals.unbind()
+    del module._unit
+    for param, result in converted.items():
+        param.data = result
+    module.adopt_unit(module._config.make_unit(name, params, device))
+    module.compute_device = device
+    module._originals.rebind(module._unit)
+
+
+def _convert_unsharded(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    for param in module._parameters.values():
+        if (
+            param is not None
+            and sharding_unit(param) is None
+            and not is_flat_param(param)
+        ):
+            with torch.no_grad():
+                param.data = fn(param.data)
+                if param.grad is not None:
+                    param.grad.data = fn(param.grad.data)

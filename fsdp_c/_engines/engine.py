@@ -1,0 +1,143 @@
+"""Engines: which units run together, and who is the root.
+
+Note [Roots]
+A wrapped module that is called without an engine makes one over all units in it
+and becomes their root. When a module that contains it is called later, that one
+makes a new engine with all units, and theirs move: no root is final, so calling
+a submodule, or summoning it, first does no harm.
+
+With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare, before every
+collective, what they are about to do: where a branch makes them run their units in
+different orders, all raise an error that names the units. A rank that leaves the order
+of its first iteration warns, whatever the others do.
+"""
+
+from collections.abc import Callable
+from weakref import WeakSet
+
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from fsdp_c import _native
+from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
+from fsdp_c._engines.order_warning import watch_order
+from fsdp_c._units.base import ShardedModule, sharded_modules
+
+# Called with the root of every engine that is made.
+engine_listeners: list[Callable[[ShardedModule], object]] = []
+
+
+def ensure_engine(module: ShardedModule) -> _native.Engine:
+    """Return the engine of ``module``; see Note [Roots].
+
+    Raises:
+        RuntimeError: A unit is in the middle of a step with another engine, or a
+            parameter was replaced after wrapping.
+        ValueError: The units are on several devices.
+    """
+    if module._engine is None:
+        modules = list(sharded_modules(module))
+        for each in modules:
+            each._originals.check()
+            adopt_in_backward_optimizers(each)
+        engine = _native.Engine([each._unit for each in modules])
+        is_debugging = _is_debugging()
+        engine.check_order(is_debugging)
+        if is_debugging:
+            watch_order(module, modules)
+        members = WeakSet(modules)
+        for each in modules:
+            each._engine_members = members
+            each._engine = engine
+            each._is_root = each is module
+            if each._unit_buffers is not None:
+                each._unit_buffers.activate(is_training=each.wrapped.training)
+        for listener in engine_listeners:
+            listener(module)
+    assert module._engine is not None
+    return module._engine
+
+
+def _is_debugging() -> bool:
+    """Whether ``TORCH_DISTRIBUTED_DEBUG`` is INFO or DETAIL."""
+    return bool(c10d.get_debug_level() != c10d.DebugLevel.OFF)
+
+
+def release_engine(module: ShardedModule) -> None:
+    """Let the engine of ``module`` go, for all its units; the next call makes one."""
+    if module._engine is None:
+        return
+    for each in module._engine_members:
+        each._engine = None
+        each._is_root = None
+
+
+def ensure_engines(module: nn.Module) -> list[_native.Engine]:
+    """Return the engines of all wrapped modules in ``module``, parents first."""
+    engines: dict[int, _native.Engine] = {}
+    for each in sharded_modules(module):
+        engine = ensure_engine(each)
+        engines[id(engine)] = engine
+    return list(engines.values())
+
+
+def _engines_of(model: nn.Module) -> list[_native.Engine]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    engines = ensure_engines(model)
+    if not engines:
+        raise ValueError(
+            f"there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    return engines
+
+
+def memory_stats(model: nn.Module) -> dict[str, int]:
+    """Return what the engine of ``model`` holds and has done, on this rank.
+
+    Keys ending in ``_nbytes`` are bytes, those beginning with ``num_`` counts:
+
+    * num_clients, num_blocks, arena_nbytes, held_nbytes, peak_nbytes, num_allocs,
+      num_frees: the arena of unsharded parameters and gradients; ``held`` are the
+      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far.
+    * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
+      sharded gradients of this rank, those that are allocated now.
+    * partial_grad_nbytes, scratch_nbytes: sums of ``no_sync(sharded=True)``, and what
+      reductions over gloo need beside the arena.
+    * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
+
+    Several engines (wrapped modules without a common wrapped ancestor) add up.
+
+    Args:
+        model: A wrapped module, or one that contains wrapped modules.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    total: dict[str, int] = {}
+    for engine in _engines_of(model):
+        for key, value in engine.memory_stats().items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def reset(model: nn.Module) -> None:
+    """Make ``model`` usable again after an exception in the middle of a step.
+
+    Drops the gradients that were not reduced yet, unsharded parameters and
+    prefetches; parameters and gradients from before the step stay. All ranks must
+    call it, since the failed step may have ended elsewhere on each.
+
+    Args:
+        model: A wrapped module, or one that contains wrapped modules.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    for engine in _engines_of(model):
+        engine.reset()
+    for each in sharded_modules(model):
+        each.end_load()

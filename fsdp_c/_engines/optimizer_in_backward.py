@@ -1,0 +1,180 @@
+"""Optimizers that step in backward, a unit at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_c._torch_compat import in_backward_optimizers, remove_in_backward_hooks
+from fsdp_c._units.base import ShardedModule, sharded_modules
+
+
+def optimizer_in_backward(
+    model: nn.Module, build: Callable[[list[nn.Parameter]], Optimizer]
+) -> Optimizer:
+    """Let an optimizer step each unit in backward, as soon as it is reduced.
+
+    A unit's gradients are let go after its step, so gradients take the memory of one
+    unit, not of the model. Under ``no_sync()`` nothing steps; the backward that
+    reduces does, with the sum.
+
+    The optimizer is a usual one, over all parameters: learning rate schedulers and
+    ``FSDP.optim_state_dict`` take it. Parameters outside any unit (ignored ones) keep
+    their gradients, which its own ``step()`` takes, after backward.
+
+    The whole gradient exists at no time. So ``clip_grad_norm_`` is refused, and a
+    ``GradScaler`` cannot unscale: use bf16.
+
+    Args:
+        model: A wrapped module, or one that contains wrapped modules.
+        build: Is given ``list(model.parameters())`` and returns the optimizer over
+            them, or over some of them, in any groups. It must treat parameters one
+            by one: not count steps in ``param_groups``, not need a closure.
+
+    Returns:
+        What ``build`` returned.
+
+    Raises:
+        TypeError: ``build`` returned no optimizer.
+        ValueError: Nothing in ``model`` is wrapped, or it has such optimizers already.
+
+    Example:
+        >>> optimizer = fsdp_c.optimizer_in_backward(  # doctest: +SKIP
+        ...     model, lambda params: torch.optim.AdamW(params, lr=1e-4)
+        ... )
+        >>> model(batch).sum().backward()  # steps  # doctest: +SKIP
+    """
+    modules = list(sharded_modules(model))
+    if not modules:
+        raise ValueError(
+            f"there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: wrap the model first"
+        )
+    for module in modules:
+        adopt_in_backward_optimizers(module)
+        if module.has_optimizer:
+            raise ValueError(
+                f"unit {module._unit.name!r} has an optimizer in backward already: "
+                "build one optimizer, with several groups"
+            )
+    optimizer = build(list(model.parameters()))
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "build must return a torch.optim.Optimizer over the parameters that it is "
+            f"given, got {type(optimizer).__name__}"
+        )
+    for module in modules:
+        step = _UnitStep(optimizer, module._unit.name, _params_of(module))
+        if step.is_needed:
+            module.follow_reductions(step)
+    return optimizer
+
+
+def adopt_in_backward_optimizers(module: ShardedModule) -> None:
+    """Run what torch's ``_apply_optimizer_in_backward`` left on parameters.
+
+    Its own hooks would step whole parameters with gradients that are not reduced.
+    """
+    if module.has_optimizer:
+        return
+    params = [param for param in _params_of(module) if in_backward_optimizers(param)]
+    if not params:
+        return
+    for param in params:
+        remove_in_backward_hooks(param)
+
+    def step() -> None:
+        for param in params:
+            for optimizer in in_backward_optimizers(param):
+                if param.grad is not None:
+                    optimizer.step()
+            param.grad = None
+
+    module.follow_reductions(step)
+
+
+def check_no_optimizer(module: ShardedModule, what: str) -> None:
+    """Refuse ``what``, which needs the gradients of all units in ``module``.
+
+    Raises:
+        RuntimeError: A unit's optimizer steps in backward.
+    """
+    for each in sharded_modules(module):
+        if each.has_optimizer:
+            raise RuntimeError(
+                f"{what} needs the gradients of all units at once, but unit "
+                f"{each._unit.name!r} steps its optimizer in backward and lets its "
+                "gradients go: clip inside the optimizer, or step it after backward"
+            )
+
+
+def _params_of(module: ShardedModule) -> list[nn.Parameter]:
+    """Return the parameters of the module's own unit that an optimizer steps."""
+    flat_params = module._originals.flat_params()
+    if flat_params:
+        return list(flat_params)
+    return list(dict.fromkeys(use.param for use in module._originals.uses))
+
+
+class _UnitStep:
+    """Steps an optimizer for the parameters of one unit."""
+
+    def __init__(
+        self, optimizer: Optimizer, name: str, params: Sequence[nn.Parameter]
+    ) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        self._ids = frozenset(map(id, params))
+        self._numels: tuple[int, ...] = ()
+        self._parts: list[list[nn.Parameter]] = []
+        self._find_parts()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the optimizer has any of the parameters."""
+        return any(self._parts)
+
+    def _find_parts(self) -> None:
+        """Find the unit's parameters in each group, anew after add_param_group()."""
+        groups = self._optimizer.param_groups
+        numels = tuple(len(group["params"]) for group in groups)
+        if numels == self._numels:
+            return
+        self._numels = numels
+        self._parts = [
+            [param for param in group["params"] if id(param) in self._ids]
+            for group in groups
+        ]
+
+    def __call__(self) -> None:
+        """Step the unit's parameters and clear their gradients."""
+        self._find_parts()
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        before = [dict(group) for group in groups]
+        try:
+            for group, part in zip(groups, self._parts, strict=True):
+                group["params"] = part
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+        for group, old in zip(groups, before, strict=True):
+            self._check_group(group, old)
+        for part in self._parts:
+            for param in part:
+                param.grad = None
+
+    def _check_group(self, group: dict[str, Any], old: dict[str, Any]) -> None:
+        for key, value in group.items():
+            if key != "params" and value is not old.get(key) and value != old.get(key):
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} changes {key!r} of its "
+                    f"param_groups when it steps, here once for unit {self._name!r}: "
+                    "optimizer_in_backward() is for optimizers that treat parameters "
+                    "one by one; step this one after backward"
+                )

@@ -1,0 +1,84 @@
+"""A warning where a rank runs its units in another order than at first.
+
+Only with ``TORCH_DISTRIBUTED_DEBUG``, as the comparison between the ranks, which is
+native: hooks in Python, on the modules of an engine.
+"""
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_c._units.base import ShardedModule
+
+_handles: weakref.WeakKeyDictionary[ShardedModule, RemovableHandle] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def watch_order(root: ShardedModule, modules: Sequence[ShardedModule]) -> None:
+    """Warn, once, when training runs ``modules`` in another order than at first.
+
+    The first iteration of training is the one to compare with, as in FSDP1. Replaces
+    an earlier watch.
+    """
+    watch = _Watch(root)
+    for module in modules:
+        ignore_order(module)
+        _handles[module] = module.register_forward_pre_hook(watch.note)
+
+
+def ignore_order(module: ShardedModule) -> None:
+    """Watch ``module`` no longer."""
+    handle = _handles.pop(module, None)
+    if handle is not None:
+        handle.remove()
+
+
+class _Watch:
+    """The order of one engine's units, by name."""
+
+    def __init__(self, root: ShardedModule) -> None:
+        self._root = weakref.ref(root)
+        # Of the first iteration; grows until the root runs again.
+        self._first: list[str] = []
+        self._is_known = False
+        self._position = 0
+        self._has_warned = False
+
+    def note(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        assert isinstance(module, ShardedModule)
+        root, engine = self._root(), module._engine
+        if engine is None or root is None or root._engine is not engine:
+            return  # a copy, or it has moved on
+        is_training = module.wrapped.training and torch.is_grad_enabled()
+        # In backward it is a recomputation.
+        if self._has_warned or not is_training or engine.in_backward:
+            return
+        if module is root:  # whose first forward may have made the engine
+            self._is_known = bool(self._first)
+            self._position = 0
+            return
+        name = module._unit.name
+        if not self._is_known:
+            self._first.append(name)
+            return
+        expected = self._first[self._position : self._position + 1]
+        self._position += 1
+        if expected != [name]:
+            self._has_warned = True
+            self._warn(module, name, expected)
+
+    def _warn(self, module: ShardedModule, name: str, expected: list[str]) -> None:
+        before = f"unit {expected[0]!r} ran" if expected else "no other ran"
+        warnings.warn(
+            "Forward order differs from that of the first iteration on rank "
+            f"{module.rank}: unit {name!r} runs where {before}. Prefetches follow the "
+            "new order from the next iteration on; where the ranks differ, all raise "
+            "an error at the first collective that does",
+            stacklevel=2,
+        )

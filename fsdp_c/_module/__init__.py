@@ -1,0 +1,1 @@
+"""The class FullyShardedDataParallel, and what torch's users read off it."""

@@ -1,0 +1,650 @@
+"""FullyShardedDataParallel: FSDP1's class, executed by fsdp_c._native."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from fsdp_c import _native
+from fsdp_c._engines.clip import clip_grad_norm
+from fsdp_c._engines.conversion import convert
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.forward_methods import bind_forward_method
+from fsdp_c._engines.summon import summon_full_params, summoned
+from fsdp_c._module import torch_dispatch
+from fsdp_c._module.attributes import Attributes
+from fsdp_c._module.comm_hooks import register_comm_hook
+from fsdp_c._module.copy import copy_sharded
+from fsdp_c._module.torch_class import TorchClass
+from fsdp_c._optim.methods import OptimStateMethods
+from fsdp_c._state import kinds, load, save
+from fsdp_c._torch_compat import Policy, TrainingState
+from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.buffers import UnitBuffers
+from fsdp_c._units.config import make_config
+from fsdp_c._units.device import choose_device
+from fsdp_c._units.foreign_groups import as_given
+from fsdp_c._units.ignored import find_ignored
+from fsdp_c._units.materialize import materialize
+from fsdp_c._units.names import WRAPPED_MODULE, clean_name
+from fsdp_c._units.originals import Originals
+from fsdp_c._units.params import (
+    check_params,
+    collect_uses,
+    move_to_device,
+    own_modules,
+    unsharded_params,
+)
+from fsdp_c._units.sync import broadcast_from_first
+from fsdp_c._units.uses import mark_sharded
+from fsdp_c._units.wrap import auto_wrap
+
+
+class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
+    """Shards a module's parameters, gradients and optimizer state over ranks.
+
+    The interface is that of ``torch.distributed.fsdp.FullyShardedDataParallel``
+    (torch 2.13): same arguments, names of children and parameters, state dict
+    keys. Parameters keep their identity; ``parameters()`` yields the same objects
+    for the whole run. Between steps they are 1-D views of this rank's shard
+    (``use_orig_params=True``), or one FlatParameter per trainable or frozen
+    segment stands for them (``use_orig_params=False``).
+
+    Args:
+        module: The module to wrap.
+        process_group: The group to shard over; the default group if None. For
+            HYBRID_SHARD a tuple ``(shard_group, replica_group)``, or None to shard
+            over this node's ranks and replicate over the nodes.
+        sharding_strategy: FULL_SHARD if None.
+        cpu_offload: Keep shards and gradients in host memory. On the CPU they
+            are there anyway.
+        auto_wrap_policy: Decides which modules inside become units of their own: a
+            torch policy object, or a callable
+            ``policy(module=, recurse=, nonwrapped_numel=)``.
+        backward_prefetch: When to gather the next unit in backward.
+        mixed_precision: dtypes of parameters, gradient reduction, buffers, inputs.
+        ignored_modules: Modules to leave alone, with all in them.
+        param_init_fn: Gives a module with meta parameters real ones.
+        device_id: The device to compute on: an int, str or torch.device. If None,
+            where the parameters are; for parameters on the CPU, the current
+            accelerator if the group has a backend of its own for it.
+        sync_module_states: Broadcast rank 0's parameters and buffers at first.
+        forward_prefetch: Gather the next unit early in forward as well.
+        limit_all_gathers: No effect: unsharded memory is always bounded, and the
+            host never blocked for it.
+        use_orig_params: Keep the original parameters registered.
+        ignored_states: Modules, or parameters, to leave alone.
+        device_mesh: Instead of process_group: 1-D, or for HYBRID_SHARD 2-D
+            ``(replicate, shard)``.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument has a wrong value or is not available in this
+            version; or a parameter cannot be sharded.
+
+    Source:
+        ``torch.distributed.fsdp.FullyShardedDataParallel`` (torch 2.13).
+    """
+
+    # For is_fsdp_managed_module() in Hugging Face transformers.
+    _is_fsdp_managed_module = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., bool] | Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        arguments = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "auto_wrap_policy": auto_wrap_policy,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "ignored_modules": ignored_modules,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "ignored_states": ignored_states,
+            "device_mesh": device_mesh,
+        }
+        torch_dispatch.begin(type(self), module)
+        self._construct(module, arguments, name="", left_out=frozenset())
+
+    def _construct(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        *,
+        name: str,
+        left_out: frozenset[nn.Parameter],
+    ) -> None:
+        """Wrap ``module``; the checks come before anything is changed."""
+        nn.Module.__init__(self)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be an nn.Module, got {module!r}")
+        config = make_config(arguments)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                "FSDP will not all-gather parameters for containers that do not "
+                f"implement forward: {type(module).__name__}; wrap its children "
+                "instead",
+                stacklevel=3,
+            )
+        ignored = find_ignored(module, config)
+        check_params(module, ignored.params)
+        group = config.groups.process_group
+        device = choose_device(
+            config.device_id, unsharded_params(module, ignored.params), group
+        )
+        if config.auto_wrap_policy is not None:
+            for_children = {
+                **arguments,
+                "auto_wrap_policy": None,
+                "device_id": device,
+                "ignored_modules": None,
+                "ignored_states": list(ignored.params),
+            }
+            auto_wrap(module, config, for_children, ignored, self._make)
+
+        materialize(
+            module,
+            param_init_fn=config.param_init_fn,
+            device=device,
+            ignored_modules=ignored.modules,
+            left_out=left_out,
+        )
+        uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
+        move_to_device(module, uses, device, ignored.modules)
+        params = [use.param for use in uses]
+        if config.sync_module_states:
+            tensors: list[Tensor] = list(dict.fromkeys(params))
+            for _, current in own_modules(module, ignored.modules):
+                tensors += current.buffers(recurse=False)
+            broadcast_from_first(tensors, group)
+            if config.groups.inter_node_group is not None:
+                broadcast_from_first(tensors, config.groups.inter_node_group)
+
+        shapes = [param.shape for param in params]
+        unit_name = name or type(module).__name__
+        unit = config.make_unit(unit_name, params, device)
+        for param in params:
+            mark_sharded(param, unit_name)
+
+        self._config = config
+        self._ignored_modules = ignored.modules
+        self._ignored_params = ignored.params
+        self._comm_hook = None
+        self._comm_hook_state = None
+        self._follower = None
+        self._engine = None
+        self._is_root = None
+        self._kept_state = None
+        self._loading = None
+        self._load_tree = None
+        self._shows_clean_names = False
+        self._forward_methods = frozenset()
+        self._unit_buffers = None
+        if config.mixed_precision.buffer_dtype is not None:
+            self._unit_buffers = UnitBuffers(
+                module,
+                [current for _, current in own_modules(module, ignored.modules)],
+                dtype=config.mixed_precision.buffer_dtype,
+                is_full_in_eval=config.full_precision_in_eval,
+            )
+        self.process_group = as_given(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.compute_device = device
+        self.sharding_strategy = config.sharding_strategy
+        self.mixed_precision = config.mixed_precision
+        self.cpu_offload = config.cpu_offload
+        self.backward_prefetch = config.backward_prefetch
+        self.forward_prefetch = config.forward_prefetch
+        self.limit_all_gathers = config.limit_all_gathers
+        self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
+        self._device_mesh = arguments.get("device_mesh")
+        self._group_mesh = None
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config = FullStateDictConfig()
+        self._optim_state_dict_config = FullOptimStateDictConfig()
+        self.register_module(WRAPPED_MODULE, module)
+        self.adopt_unit(unit)
+        self._originals = Originals(
+            module,
+            unit,
+            uses,
+            shapes,
+            use_orig_params=config.use_orig_params,
+            rank=self.shard_rank,
+        )
+        add_post_hook: Callable[[Callable[..., None]], object] = (
+            self.register_load_state_dict_post_hook
+        )
+        add_post_hook(load.finish_load)
+
+    @staticmethod
+    def _make(
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        *,
+        name: str,
+        left_out: frozenset[nn.Parameter],
+    ) -> "FullyShardedDataParallel":
+        """Wrap a module that a policy chose."""
+        wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        wrapped._construct(module, arguments, name=name, left_out=left_out)
+        return wrapped
+
+    # Running ---------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with whole parameters.
+
+        Raises:
+            RuntimeError: A step with another engine is not finished, or a
+                collective failed; see ``fsdp_c.reset``.
+        """
+        if self._engine is None:
+            ensure_engine(self)
+        wrapped: Any = self._modules[WRAPPED_MODULE]
+        if self._originals.has_listeners:
+            wrapped = partial(self._originals.call_announced, wrapped)
+        return self._unit.forward(wrapped, args, kwargs)
+
+    @contextmanager
+    def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
+        """Let backward accumulate gradients without reducing them to the mean.
+
+        The first backward after the context does that. For the root only.
+
+        Args:
+            sharded: False: keep whole gradients, without communication (FSDP1's
+                meaning; memory of the whole model's gradients). True: sum them over
+                the sharding group in every backward and keep only this rank's part,
+                in reduce dtype; replicas (HYBRID_SHARD) communicate once, in the
+                first backward after the context.
+
+        Raises:
+            RuntimeError: Called on a nested wrapped module, or inside a step.
+        """
+        self._ensure_root("no_sync")
+        self._assert_idle("no_sync")
+        engine = ensure_engine(self)
+        before = engine.sync
+        engine.sync = _native.SYNC_SHARD if sharded else _native.SYNC_NONE
+        try:
+            yield
+        finally:
+            engine.sync = before
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the gradients, in place of the unit's own reduction.
+
+        For every unit and backward it is called with a segment's unsharded gradient
+        in reduce dtype (1-D, padding included, of this rank's batch): with NO_SHARD
+        as ``hook(state, grad)``, which leaves the result in ``grad``; else as
+        ``hook(state, grad, output)``, which leaves this rank's piece in ``output``
+        (1-D, ``grad.numel() / world_size`` elements). It does its own scaling. The
+        hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` fit.
+
+        Args:
+            state: Passed on to the hook.
+            hook: Runs on autograd's thread.
+
+        Raises:
+            AssertionError: Called on a nested wrapped module, with a hybrid strategy,
+                or a hook is registered already.
+            ValueError: ``hook`` is not callable.
+        """
+        register_comm_hook(self, state, hook)
+
+    def clip_grad_norm_(
+        self, max_norm: float | int, norm_type: float | int = 2.0
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``.
+
+        The norm is that of the unsharded model's gradients as one vector, computed
+        in fp32. Gradients of ignored parameters are counted on each rank for
+        itself. All ranks must call it, on the root, between backward and the
+        optimizer's step.
+
+        Args:
+            max_norm: Highest norm that stays as it is.
+            norm_type: The p of the norm, > 0; ``inf`` for the largest element.
+
+        Returns:
+            The norm before scaling, 0-dim.
+
+        Raises:
+            RuntimeError: Called on a nested wrapped module, or inside a step.
+            TypeError: One of them is not a number.
+            ValueError: ``norm_type`` is not > 0, or ``max_norm`` is NaN.
+
+        Source:
+            ``FullyShardedDataParallel.clip_grad_norm_`` (torch 2.13).
+        """
+        self._ensure_root("clip_grad_norm_")
+        self._assert_idle("clip_grad_norm_")
+        return clip_grad_norm(self, max_norm, norm_type)
+
+    def train(self, mode: bool = True) -> "FullyShardedDataParallel":
+        """Set the mode.
+
+        With ``FSDP_USE_FULL_PREC_IN_EVAL=1`` parameters, inputs and buffers are not
+        cast in eval mode. Gradients of an eval forward are then rounded to param_dtype
+        all the same, once a training forward has run.
+        """
+        super().train(mode)
+        self._unit.full_precision = self._config.full_precision_in_eval and not mode
+        if self._unit_buffers is not None:
+            self._unit_buffers.follow(is_training=mode)
+        return self
+
+    # Whole parameters ------------------------------------------------------
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Show the whole parameters of all units in ``module``, between steps.
+
+        Inside, names of parameters and buffers are those of the unwrapped module,
+        and the original parameters are registered. All ranks must enter and leave.
+
+        Args:
+            module: A wrapped module, or one that contains wrapped modules.
+            recurse: Also the units inside ``module``'s own.
+            writeback: Keep what is written; each rank keeps the part that it holds,
+                so write the same on all ranks. With NO_SHARD it is kept either way
+                (but for offloaded parameters, offload_to_cpu and rank0_only), as in
+                FSDP1: what is shown is the parameters' own storage.
+            rank0_only: Only rank 0 of each sharding group shows them; the other ranks
+                take part but see their shards. With ``writeback`` all ranks get
+                what rank 0 has written (of HYBRID_SHARD and NO_SHARD: the first
+                replica's), which FSDP1 refuses.
+            offload_to_cpu: Show them in host memory; the device holds one unit at a
+                time.
+            with_grads: Show whole gradients in ``param.grad`` as well, also with
+                ``use_orig_params=False``; with ``writeback`` they are kept.
+                Gradients that no_sync() left unreduced stay as they are.
+
+        Raises:
+            RuntimeError: Inside forward or backward, or summoned already.
+        """
+        return summon_full_params(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Apply ``fn`` to all modules, with the whole parameters of their unit.
+
+        What ``fn`` writes is kept; it must write the same on all ranks.
+
+        Raises:
+            ValueError: Inside forward, backward or summon_full_params.
+        """
+        self._assert_state(TrainingState.IDLE)
+        ensure_engine(self)
+        with summoned(self, writeback=True):
+            super().apply(fn)
+        return self
+
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters by name; the names are clean inside a summon."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (clean_name(name) if self._shows_clean_names else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield buffers by name; the names are clean inside a summon."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (clean_name(name) if self._shows_clean_names else name), buffer
+
+    # State dicts -----------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set what ``state_dict()`` of all wrapped modules in ``module`` returns.
+
+        * FULL_STATE_DICT: whole parameters, under the keys of the unwrapped model.
+        * SHARDED_STATE_DICT: under the same keys, each rank's rows as a ShardedTensor,
+          or a DTensor with a device mesh; for torch.distributed.checkpoint.
+        * LOCAL_STATE_DICT: each unit's shards as they lie, under ``_flat_param``.
+
+        Args:
+            module: A wrapped module, or one that contains wrapped modules.
+            state_dict_type: One of these.
+            state_dict_config: Of the type's own class; the default one if None.
+            optim_state_dict_config: Likewise, for the optimizer's state.
+
+        Returns:
+            The settings before, of the outermost wrapped module.
+
+        Raises:
+            RuntimeError: A config is not of the type's own class.
+            TypeError: ``state_dict_type`` is no StateDictType.
+            ValueError: Nothing in ``module`` is wrapped.
+        """
+        return kinds.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return the settings of all wrapped modules in ``module``.
+
+        Raises:
+            AssertionError: They differ.
+            ValueError: Nothing in ``module`` is wrapped.
+        """
+        return kinds.get_state_dict_type(module)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """Set the settings for a while; see :meth:`set_state_dict_type`."""
+        return kinds.state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return the state dict, of the kind that :meth:`set_state_dict_type` says.
+
+        FULL and SHARDED have the keys of the unwrapped model in its order. One unit is
+        gathered at a time, however they are nested; all ranks must call it, also with
+        ``rank0_only``. Parameters own their memory; buffers and ignored parameters
+        are the module's, as in ``nn.Module.state_dict()``.
+
+        Raises:
+            RuntimeError: Inside forward or backward; a parameter was replaced, or is
+                shared with a module outside; LOCAL_STATE_DICT with a device mesh.
+        """
+        positional = dict(
+            zip(("destination", "prefix", "keep_vars"), args, strict=False)
+        )
+        return save.save(
+            self,
+            positional.get("destination", destination),
+            positional.get("prefix", prefix),
+            positional.get("keep_vars", keep_vars),
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy a state dict of the kind that is set into the shards.
+
+        All ranks must call it: with the whole state dict (FULL), or with what they
+        saved (SHARDED, LOCAL). SHARDED communicates once a unit, the others not at all,
+        but for units whose modules have loading of their own.
+
+        Args:
+            state_dict: By the keys of the unwrapped module.
+            strict: Keys that only one side has are an error.
+            assign: Not supported: a shard cannot be another tensor.
+
+        Returns:
+            The missing and the unexpected keys, as ``nn.Module.load_state_dict``,
+            under their names in the unwrapped module.
+
+        Raises:
+            RuntimeError: A parameter's value is of the wrong shape or kind; nothing was
+                loaded. Or, with ``strict``, keys are missing or unexpected; what fits
+                was loaded.
+            ValueError: ``assign=True``.
+        """
+        try:
+            return super().load_state_dict(
+                load.with_wrapped_metadata(self, state_dict),
+                strict,
+                assign,
+            )
+        finally:
+            for module in sharded_modules(self):
+                module.end_load()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        load.begin_load(
+            self, state_dict, prefix, local_metadata, missing_keys, error_msgs
+        )
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+    # Looking at it ---------------------------------------------------------
+
+    @staticmethod
+    def fsdp_modules(
+        module: nn.Module, root_only: bool = False
+    ) -> list["FullyShardedDataParallel"]:
+        """Return the wrapped modules in ``module``, itself included, parents first.
+
+        Args:
+            module: Any module.
+            root_only: Only those that are not inside another one's engine.
+        """
+        found = [
+            each
+            for each in sharded_modules(module)
+            if isinstance(each, FullyShardedDataParallel)
+        ]
+        return [each for each in found if each.check_is_root()] if root_only else found
+
+    def __getattr__(self, name: str) -> Any:
+        """Look missing attributes up in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if WRAPPED_MODULE not in modules:
+                raise
+        value = getattr(modules[WRAPPED_MODULE], name)
+        if name in self._forward_methods:
+            return bind_forward_method(self, value)
+        return value
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module, as an ``nn.Sequential``."""
+        wrapped: Any = self.wrapped
+        return wrapped[key]
+
+    # What a sharded module cannot do ---------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Convert parameters and buffers, for ``to()``, ``half()``, ``cuda()``.
+
+        All ranks must call it, between steps and without gradients.
+
+        Raises:
+            RuntimeError: A unit has gradients, or is inside a step.
+        """
+        convert(self, fn, recurse=recurse)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """Return a copy with its own shards, without gradients; between steps."""
+        copied: FullyShardedDataParallel = copy_sharded(self, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a FullyShardedDataParallel module cannot be pickled or copied: it holds "
+            "process groups and this rank's part only; save state_dict() instead"
+        )

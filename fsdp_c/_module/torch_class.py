@@ -1,0 +1,104 @@
+"""torch's FullyShardedDataParallel as a base class of which nothing runs.
+
+Note [torch's class as a base]
+Frameworks, and torch itself, ask ``isinstance(module, torch's class)``. So torch's
+class, and with it torch's ``_FSDPState``, is a base of ours: that also answers
+``issubclass``, which a metaclass or a false ``__class__`` would not, and nothing in
+torch has to be changed for it. What torch's class would run is FSDP1's runtime, over
+fields that our modules do not have. Therefore ``TorchClass`` stands between the two
+and has every name of torch's classes itself:
+
+* ``nn.Module``'s own methods, where torch's class overrides them. ``super().f()`` in
+  our classes is then ``nn.Module.f()``.
+* An error for everything else. What fsdp_c has under that name comes earlier in the
+  method resolution order.
+
+The names are read off torch's classes at import, so a method that a newer torch adds is
+refused, and does not run. ``tests/lint/test_torch_class.py`` fails then until somebody
+has decided: our own, nn.Module's, or an entry in ``REFUSED``.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+
+from fsdp_c._torch_compat import TorchFSDP
+
+# What fsdp_c has not, and what to use in its place.
+REFUSED = {
+    "_deregister_orig_params_ctx": "FullyShardedDataParallel.summon_full_params()",
+    "_is_using_optim_input": "the `optim` argument in place of `optim_input`",
+    "_low_precision_hook_enabled": "register_comm_hook(), which takes any hook",
+    "_optim_state_dict_impl": "FullyShardedDataParallel.optim_state_dict()",
+    "_optim_state_dict_to_load_impl": (
+        "FullyShardedDataParallel.optim_state_dict_to_load()"
+    ),
+    "_unshard": "FullyShardedDataParallel.summon_full_params()",
+    "_use_training_state": "FullyShardedDataParallel.summon_full_params()",
+    "_wait_unshard_streams_on_current_stream": (
+        "nothing: the engine orders its streams itself"
+    ),
+    "_warn_legacy_optim_state_dict": "warnings.warn()",
+    "_warn_optim_input": "warnings.warn()",
+}
+
+# Every class has these; they are no behaviour of torch's FSDP1.
+_OF_CLASSES = frozenset(
+    {
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations__",
+        "__annotations_cache__",
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__module__",
+        "__parameters__",
+        "__static_attributes__",
+        "__weakref__",
+    }
+)
+
+
+def names_of_torch() -> list[str]:
+    """Return all names that torch's class and its bases below nn.Module define."""
+    classes = [
+        each for each in TorchFSDP.__mro__ if each not in nn.Module.__mro__
+    ]  # FullyShardedDataParallel, _FSDPState, _State
+    names = {name for each in classes for name in vars(each)}
+    return sorted(names - _OF_CLASSES)
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    instead = REFUSED.get(name, "what docs/guide/migrate.md names")
+
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"FullyShardedDataParallel.{name} belongs to the runtime of torch's FSDP1, "
+            f"and this module is run by fsdp_c: use {instead}"
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Raise: {name} is torch's own."
+    return refuse
+
+
+def _namespace() -> dict[str, Any]:
+    namespace: dict[str, Any] = {
+        "__doc__": "torch's class, of which nothing runs; see the file.",
+        "__module__": __name__,
+    }
+    for name in names_of_torch():
+        inherited = getattr(nn.Module, name, None)
+        namespace[name] = _refusal(name) if inherited is None else inherited
+    return namespace
+
+
+if TYPE_CHECKING:
+
+    class TorchClass(nn.Module):
+        """torch's class, of which nothing runs."""
+
+else:
+    TorchClass = type("TorchClass", (TorchFSDP,), _namespace())

@@ -1,0 +1,181 @@
+"""torch's own names on models of ours: they reach fsdp_c.
+
+A program, torch.distributed.checkpoint or a framework may call
+``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model, ...)`` with a
+model that fsdp_c wrapped. The methods of torch's class that take a model are replaced
+by ones that look at it:
+
+* it holds modules of fsdp_c: fsdp_c's method runs;
+* it holds modules of torch's FSDP1, or neither: torch's method runs, as before;
+* it holds both: an error, for neither can save or step the other's units.
+
+That happens when the first module of ours is made, not at import: a process that never
+wraps a model with fsdp_c runs torch as it is.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fsdp_c._torch_compat import TorchFSDP, checkpoint_state_dict
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import FLAT_PARAM
+from fsdp_c._units.originals import FlatParameter
+
+# Methods of an instance, which some call as TorchFSDP.clip_grad_norm_(model, 1.0).
+_OF_INSTANCES = (
+    "apply",
+    "check_is_root",
+    "clip_grad_norm_",
+    "no_sync",
+    "register_comm_hook",
+)
+_MODEL_ARGUMENTS = ("module", "model", "self")
+
+_applied: set[str] = set()
+
+
+def begin(ours: type[ShardedModule], module: object) -> None:
+    """Get ready to wrap ``module`` with fsdp_c.
+
+    Args:
+        ours: FullyShardedDataParallel of fsdp_c.
+        module: What the user gave.
+
+    Raises:
+        ValueError: Modules of torch's own FSDP1 are in ``module``.
+    """
+    if isinstance(module, nn.Module) and torch_modules(module):
+        raise ValueError(mixed(type(module).__name__, "fsdp_c"))
+    if not _applied:
+        _apply(ours)
+
+
+def _apply(ours: type[ShardedModule]) -> None:
+    """Put the dispatchers on torch's class."""
+    for name, value in list(vars(TorchFSDP).items()):
+        is_static = isinstance(value, staticmethod)
+        function = value.__func__ if is_static else value
+        if not (name in _OF_INSTANCES or (is_static and _argument(function))):
+            continue
+        dispatched = _dispatching(name, function, getattr(ours, name))
+        setattr(TorchFSDP, name, staticmethod(dispatched) if is_static else dispatched)
+        _applied.add(name)
+    _refuse_to_wrap_ours()
+    _name_flat_params()
+
+
+def torch_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the modules in ``module`` that torch's own FSDP1 wraps."""
+    return [
+        each
+        for each in module.modules()
+        if isinstance(each, TorchFSDP) and not isinstance(each, ShardedModule)
+    ]
+
+
+def is_ours(module: object, method: str) -> bool:
+    """Return whether modules of fsdp_c are in ``module``.
+
+    Args:
+        module: Anything.
+        method: What was called with it, for the message.
+
+    Raises:
+        ValueError: Modules of torch's own FSDP1 are in there as well.
+    """
+    if not isinstance(module, nn.Module):
+        return False
+    first = next(sharded_modules(module), None)
+    if first is None:
+        return False
+    if torch_modules(module):
+        raise ValueError(mixed(first._unit.name, method))
+    return True
+
+
+def mixed(unit: str, what: str) -> str:
+    """Return the message about a tree of both classes."""
+    return (
+        f"{what}: the model holds modules of torch's FullyShardedDataParallel and of "
+        f"fsdp_c's (unit {unit!r}), and neither can gather, reduce or save the other's "
+        "units: wrap the whole model with one of them"
+    )
+
+
+def _argument(function: Callable[..., Any]) -> tuple[int, str] | None:
+    """Return position and name of the argument that is the model."""
+    for index, name in enumerate(inspect.signature(function).parameters):
+        if name in _MODEL_ARGUMENTS:
+            return index, name
+    return None
+
+
+def _dispatching(
+    name: str, original: Callable[..., Any], ours: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return ``original``, or for models of fsdp_c ``ours``."""
+    argument = _argument(original)
+    assert argument is not None
+    index, keyword = argument
+
+    @functools.wraps(original)
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        module = args[index] if len(args) > index else kwargs.get(keyword)
+        function = ours if is_ours(module, name) else original
+        return function(*args, **kwargs)
+
+    return dispatched
+
+
+def _refuse_to_wrap_ours() -> None:
+    """Let torch's class refuse to wrap a model that fsdp_c has wrapped."""
+    original = TorchFSDP.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, nn.Module):
+            first = next(sharded_modules(module), None)
+            if first is not None:
+                raise ValueError(
+                    mixed(first._unit.name, "torch's FullyShardedDataParallel")
+                )
+        original(self, module, *args, **kwargs)
+
+    TorchFSDP.__init__ = init  # type: ignore[method-assign]
+
+
+def _name_flat_params() -> None:
+    """Let torch.distributed.checkpoint.state_dict name what each flat parameter holds.
+
+    It knows one flat parameter a unit, under the name ``_flat_param``. A unit of ours
+    has one per segment.
+    """
+    checkpoint = checkpoint_state_dict()
+    original = checkpoint._get_fqns
+
+    @functools.wraps(original)
+    def get_fqns(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
+        path, _, last = name.rpartition(".")
+        flat_param = _flat_param(model, name) if last.startswith(FLAT_PARAM) else None
+        if flat_param is None or not path:
+            names: set[str] = original(model, name, *args, **kwargs)
+            return names
+        # Its own rules for the prefix; every module has this attribute.
+        (stand_in,) = original(model, f"{path}.training", *args, **kwargs)
+        prefix = stand_in.removesuffix("training")
+        return {f"{prefix}{fqn}" for fqn in flat_param._fqns}
+
+    checkpoint._get_fqns = get_fqns
+
+
+def _flat_param(model: nn.Module, name: str) -> FlatParameter | None:
+    """Return our flat parameter of that name in ``model``, if there is one."""
+    try:
+        found = model.get_parameter(name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, FlatParameter) else None

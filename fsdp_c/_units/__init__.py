@@ -1,0 +1,1 @@
+"""From a module and the constructor's arguments to a unit, and the unit's facts."""

@@ -1,0 +1,360 @@
+"""Original and flat parameters of a unit: which of them the module registers."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_c import _native
+from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
+from fsdp_c._units.names import flat_param_name
+from fsdp_c._units.uses import ParamUse, mark_sharded
+
+_SETATTR = nn.Module.__setattr__
+
+# "1": a module's own __setattr__ is never called. FSDP1's name.
+UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
+
+
+class FlatParameter(FlatParamFacts, nn.Parameter):
+    """A segment's shard as one parameter, with use_orig_params=False.
+
+    Its shape is ``[shard_numel]``, padding included. torch's own FlatParameter
+    recognises it in ``isinstance`` by ``_is_flat_param``.
+
+    Attributes:
+        _fqns: Names of the parameters in it, in the order of their elements.
+        _shapes: Their shapes.
+        _numels: Their numels.
+    """
+
+    _is_flat_param: bool
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _numels: tuple[int, ...]
+
+    def __new__(
+        cls,
+        shard: torch.Tensor,
+        requires_grad: bool,
+        *_names_and_shapes: Any,
+    ) -> "FlatParameter":
+        return super().__new__(cls, shard, requires_grad)
+
+    def __init__(
+        self,
+        _shard: torch.Tensor,
+        _requires_grad: bool,
+        fqns: Sequence[str],
+        shapes: Sequence[torch.Size],
+    ) -> None:
+        self._is_flat_param = True
+        self._fqns = tuple(fqns)
+        self._shapes = tuple(shapes)
+        self._numels = tuple(shape.numel() for shape in shapes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParameter":
+        result = FlatParameter(
+            self.detach().clone(), self.requires_grad, self._fqns, self._shapes
+        )
+        result._facts = self._facts
+        memo[id(self)] = result
+        return result
+
+    def become(self, other: "FlatParameter") -> None:
+        """Take over the shard of ``other``, and what it holds."""
+        self.data = other.data
+        self.requires_grad_(other.requires_grad)
+        self._fqns, self._shapes = other._fqns, other._shapes
+        self._numels = other._numels
+        self._facts = other._facts
+
+
+class Originals:
+    """A unit's original parameters, and what stands in for them.
+
+    With use_orig_params=True the module keeps them registered and nothing here
+    changes that. Otherwise they are *hidden*: moved from ``module._parameters``
+    to ``module.__dict__``, the same objects, so that ``module.weight`` still
+    finds them; and a flat parameter per segment is registered instead.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        unit: _native.Unit,
+        uses: Sequence[ParamUse],
+        shapes: Sequence[torch.Size],
+        *,
+        use_orig_params: bool,
+        rank: int,
+    ) -> None:
+        """Hide the parameters of ``uses``, unless ``use_orig_params``.
+
+        Args:
+            module: The wrapped module; flat parameters are registered on it.
+            unit: Its native unit.
+            uses: Where the parameters are, in the unit's order.
+            shapes: Their unsharded shapes, by use.
+            use_orig_params: As in the constructor of FSDP.
+            rank: This rank in the sharding group.
+        """
+        self._rank = rank
+        self._module = module
+        self._unit = unit
+        self._uses = tuple(uses)
+        self._shapes = tuple(shapes)
+        self._hides = not use_orig_params
+        self._num_shows = 0
+        self._order = {use.module: tuple(use.module._parameters) for use in uses}
+        self._flat_params: dict[str, FlatParameter] = {}
+        is_unsafe = os.environ.get(UNSAFE_SETATTR) == "1"
+        self._listeners = frozenset(
+            use.module
+            for use in uses
+            if not is_unsafe and type(use.module).__setattr__ is not _SETATTR
+        )
+        if self._hides:
+            self._bind(self.make_flat_params())
+            self._hide()
+        self._watch()
+
+    def unbind(self) -> None:
+        """Let go of the unit; :meth:`rebind` must follow."""
+        del self._unit
+
+    def rebind(self, unit: _native.Unit) -> None:
+        """Go on with ``unit``, which shards the same parameters in another form.
+
+        Flat parameters stay the same objects, unless their number changes.
+        """
+        self._unit = unit
+        self._watch()
+        if not self._hides:
+            return
+        new = self.make_flat_params()
+        old = list(self._flat_params.values())
+        if len(old) == len(new):
+            for flat_param, like in zip(old, new, strict=True):
+                flat_param.become(like)
+            self._bind(old)
+            return
+        for name in self._flat_params:
+            self._module._parameters.pop(name, None)
+        self._bind(new)
+        self._module._parameters.update(self._flat_params)
+
+    def _bind(self, flat_params: Sequence[FlatParameter]) -> None:
+        self._flat_params = {
+            flat_param_name(segment): param for segment, param in enumerate(flat_params)
+        }
+        self._unit.bind_flat_params(list(flat_params))
+
+    @property
+    def uses(self) -> tuple[ParamUse, ...]:
+        """Where the parameters are, in the unit's order."""
+        return self._uses
+
+    def make_flat_params(self) -> list[FlatParameter]:
+        """Return a new flat parameter over the shard of each segment."""
+        unit = self._unit
+        first_use: dict[int, int] = {}
+        for use, param in enumerate(unit.param_of_use):
+            first_use.setdefault(param, use)
+        slots = unit.slots
+        flat_params = []
+        shards = unit.shards
+        for segment, (_, requires_grad, *_) in enumerate(unit.segments):
+            params = [p for p, slot in enumerate(slots) if slot[0] == segment]
+            params.sort(key=lambda p: slots[p][1])
+            places = [first_use[p] for p in params]
+            flat_param = FlatParameter(
+                shards[segment],
+                requires_grad,
+                [self._uses[place].fqn for place in places],
+                [self._shapes[place] for place in places],
+            )
+            flat_param._facts = find_facts(
+                unit,
+                segment,
+                params,
+                self._uses,
+                rank=self._rank,
+                use_orig_params=not self._hides,
+            )
+            flat_params.append(flat_param)
+        return flat_params
+
+    def flat_params(self) -> list[FlatParameter]:
+        """Return the registered flat parameters, one per segment."""
+        return list(self._flat_params.values())
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Unsharded shapes, by use."""
+        return self._shapes
+
+    @property
+    def has_listeners(self) -> bool:
+        """Whether a module has a ``__setattr__`` of its own."""
+        return bool(self._listeners)
+
+    def call_announced(
+        self, module: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Set the parameters of such modules on them anew, then call ``module``.
+
+        FSDP1 sets the whole parameters as attributes in every forward, so that
+        modules that override ``__setattr__`` hear of them. Here they are set to the
+        objects that they are already.
+        """
+        for use in self._uses:
+            if use.module in self._listeners:
+                setattr(use.module, use.name, use.param)
+        if self._hides and self._num_shows == 0:
+            self._hide()
+        return module(*args, **kwargs)
+
+    def _watch(self) -> None:
+        """Let the unit notice, before its forward, parameters that were replaced.
+
+        Hidden parameters are not among those that a user would replace.
+        """
+        if self._hides or not self._uses:
+            return
+        owner = weakref.ref(self)  # the unit must not keep this object
+
+        def check() -> None:
+            originals = owner()
+            if originals is not None:
+                originals.check()
+
+        self._unit.watch(
+            [(use.module._parameters, use.name, use.param) for use in self._uses],
+            check,
+        )
+
+    def check(self) -> None:
+        """Take over parameters that the user replaced by other objects.
+
+        Their values go into the shard, they become views of it. A replaced flat
+        parameter, or one that is gone, is an error.
+
+        Raises:
+            RuntimeError: One was removed after wrapping, replaced in one of several
+                places that share it, or by one with another number of elements or
+                dtype.
+        """
+        is_hidden = self._hides and self._num_shows == 0
+        current = [
+            (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)
+            for use in self._uses
+        ]
+        if any(
+            now is not use.param for now, use in zip(current, self._uses, strict=True)
+        ):
+            self._take_over(current)
+
+    def _replace(self, index: int, now: nn.Parameter, fqn: str) -> None:
+        try:
+            self._unit.replace_param(index, now)
+        except ValueError as error:
+            raise RuntimeError(
+                f"Cannot writeback to parameter {fqn!r} of unit {self._unit.name!r}, "
+                f"which was replaced: {error}"
+            ) from error
+
+    def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:
+        params = self._unit.param_of_use
+        new: dict[int, nn.Parameter] = {}
+        for index, now, use in zip(params, current, self._uses, strict=True):
+            if (
+                self._hides
+                or not isinstance(now, nn.Parameter)
+                or new.setdefault(index, now) is not now
+            ):
+                raise RuntimeError(
+                    f"Cannot writeback to parameter {use.fqn!r} of unit "
+                    f"{self._unit.name!r}: it was removed after wrapping, or replaced "
+                    "in one of the places that share it; change the module before "
+                    "wrapping it, or copy new values into the parameter inside "
+                    "FullyShardedDataParallel.summon_full_params()"
+                )
+        for index, now in new.items():
+            use = self._uses[params.index(index)]
+            if now is not use.param:
+                self._replace(index, now, use.fqn)
+                mark_sharded(now, self._unit.name)
+        self._uses = tuple(
+            use._replace(param=new[index])
+            for index, use in zip(params, self._uses, strict=True)
+        )
+        self._watch()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Register the original parameters, in their old order, for a while."""
+        self._num_shows += 1
+        if self._hides and self._num_shows == 1:
+            self._show()
+        try:
+            yield
+        finally:
+            self._num_shows -= 1
+            if self._hides and self._num_shows == 0:
+                self._hide()
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Register neither the original nor the flat parameters, for a while.
+
+        ``module.weight`` still finds them.
+        """
+        before = {
+            module: dict(module._parameters)
+            for module in (self._module, *(use.module for use in self._uses))
+        }
+        attributes = [
+            (use.module.__dict__, use.name, use.param)
+            for use in self._uses
+            if use.module._parameters.get(use.name) is use.param
+        ]
+        for use in self._uses:
+            use.module._parameters.pop(use.name, None)
+        for name in self._flat_params:
+            self._module._parameters.pop(name, None)
+        for names, name, param in attributes:
+            names[name] = param
+        try:
+            yield
+        finally:
+            for names, name, _ in attributes:
+                names.pop(name, None)
+            for module, params in before.items():
+                module._parameters.clear()
+                module._parameters.update(params)
+
+    def _hide(self) -> None:
+        for module, name, _, param in self._uses:
+            if module._parameters.get(name) is param:
+                del module._parameters[name]
+                module.__dict__[name] = param
+        self._module._parameters.update(self._flat_params)
+
+    def _show(self) -> None:
+        for name in self._flat_params:
+            self._module._parameters.pop(name, None)
+        for module, name, _, param in self._uses:
+            if module.__dict__.get(name) is param:
+                del module.__dict__[name]
+                module._parameters[name] = param
+        for module, order in self._order.items():
+            params = module._parameters
+            for name in [name for name in order if name in params]:
+                params[name] = params.pop(name)  # to the end
+            for name in [name for name in params if name not in order]:
+                params[name] = params.pop(name)

@@ -1,0 +1,157 @@
+"""Collects a unit's own parameters and moves them to its device."""
+
+from collections.abc import Iterator, Set
+
+import torch
+from torch import nn
+
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.param_kinds import check_kind
+from fsdp_c._units.uses import ParamUse, is_flat_param, sharding_unit
+
+
+def own_modules(
+    module: nn.Module, ignored_modules: Set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``module`` and what is in it, by name, each once, parents first.
+
+    Neither ignored modules nor wrapped ones, nor what is in them.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", module)]
+    while stack:
+        prefix, current = stack.pop()
+        if (
+            current in seen
+            or current in ignored_modules
+            or isinstance(current, ShardedModule)
+        ):
+            continue
+        seen.add(current)
+        yield prefix, current
+        children = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in current._modules.items()
+            if child is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def unsharded_params(
+    module: nn.Module, ignored_params: Set[nn.Parameter]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters in ``module`` that no unit shards yet, by name."""
+    for name, param in module.named_parameters():
+        if (
+            param not in ignored_params
+            and sharding_unit(param) is None
+            and not is_flat_param(param)
+        ):
+            yield name, param
+
+
+def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
+    """Check that all parameters in ``module`` can be flattened.
+
+    Before any of its modules is wrapped, and before they have memory.
+
+    Raises:
+        ValueError: One cannot; the message names it.
+    """
+    for name, param in unsharded_params(module, ignored_params):
+        check_kind(clean_name(name), param)
+
+
+def collect_uses(
+    module: nn.Module,
+    *,
+    ignored_params: Set[nn.Parameter],
+    left_out: Set[nn.Parameter],
+) -> list[ParamUse]:
+    """Return the uses of the parameters that a unit over ``module`` shards.
+
+    These are all that no nested unit has taken, in the order of the module tree.
+    A nested unit leaves out a parameter that is used outside it as well, see
+    :func:`fsdp_c._units.wrap.auto_wrap`.
+
+    Args:
+        module: The module to be wrapped.
+        ignored_params: Parameters to leave alone.
+        left_out: Parameters for a unit further up.
+
+    Raises:
+        ValueError: A parameter outside the nested units is sharded by one.
+    """
+    nested: set[nn.Module] = set()
+    for sharded in sharded_modules(module):
+        nested.update(sharded.modules())
+
+    uses = []
+    for prefix, current in module.named_modules():
+        for name, param in current._parameters.items():
+            if (
+                param is None
+                or param in ignored_params
+                or param in left_out
+                or is_flat_param(param)
+            ):
+                continue
+            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
+            unit_name = sharding_unit(param)
+            if unit_name is None:
+                uses.append(ParamUse(current, name, fqn, param))
+            elif current not in nested:
+                raise ValueError(
+                    f"parameter {fqn!r} of {type(module).__name__} is shared with "
+                    f"unit {unit_name!r}, which shards it already: wrap the modules "
+                    "that share it in one unit, or wrap with auto_wrap_policy, which "
+                    "keeps it in their lowest common ancestor"
+                )
+    return uses
+
+
+def move_to_device(
+    module: nn.Module,
+    uses: list[ParamUse],
+    device: torch.device,
+    ignored_modules: Set[nn.Module],
+) -> None:
+    """Move a unit's own parameters and buffers to ``device``, in place.
+
+    Objects and shared parameters stay as they are. Gradients are dropped: a
+    sharded parameter could not carry them.
+
+    Raises:
+        ValueError: A parameter or buffer is still on the meta device, or a
+            parameter cannot be flattened.
+    """
+    for use in uses:
+        _check(use)
+        use.param.grad = None
+        if use.param.device != device:
+            use.param.data = use.param.data.to(device)
+    for prefix, current in own_modules(module, ignored_modules):
+        for name, buffer in current._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                fqn = f"{prefix}.{name}" if prefix else name
+                raise ValueError(_still_on_meta("buffer", fqn))
+            if buffer.device != device:
+                buffer.data = buffer.data.to(device)
+
+
+def _check(use: ParamUse) -> None:
+    """Check that a parameter can be flattened, now that it has memory."""
+    if use.param.is_meta:
+        raise ValueError(_still_on_meta("parameter", use.fqn))
+    check_kind(use.fqn, use.param)
+
+
+def _still_on_meta(kind: str, fqn: str) -> str:
+    return (
+        f"{kind} {fqn!r} is still on the meta device: param_init_fn must give every "
+        "parameter and buffer of the module that it gets real memory, for example "
+        "with module.to_empty(device=..., recurse=False) and reset_parameters()"
+    )

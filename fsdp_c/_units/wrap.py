@@ -1,0 +1,304 @@
+"""auto_wrap_policy: decides which modules become units, and wraps them."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from fsdp_c._torch_compat import Policy, run_policy
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.config import Config
+from fsdp_c._units.full_precision import keep_full_precision
+from fsdp_c._units.ignored import Ignored
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.params import unsharded_params
+
+
+class MakeSharded(Protocol):
+    """Wraps one module: the constructor of FSDP, with what only we pass."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        *,
+        name: str,
+        left_out: frozenset[nn.Parameter],
+    ) -> ShardedModule:
+        """Return ``module``, wrapped."""
+        ...
+
+
+def auto_wrap(
+    root: nn.Module,
+    config: Config,
+    arguments: Mapping[str, Any],
+    ignored: Ignored,
+    make: MakeSharded,
+) -> None:
+    """Wrap the modules in ``root`` that its policy chooses; never ``root``.
+
+    Children come before their parents. A module that is registered in several
+    places is wrapped once and replaced in all of them.
+
+    A parameter that is used in several units goes to the lowest unit that
+    contains all its uses (FSDP1 does not support it); a warning says which.
+
+    Args:
+        root: The module that is being wrapped.
+        config: Its checked arguments.
+        arguments: The constructor's arguments for the children.
+        ignored: What to leave alone.
+        make: Wraps one module.
+
+    Raises:
+        ValueError: A module in ``root`` is wrapped already.
+        TypeError: The policy returned an argument that does not exist.
+        RuntimeError: A module cannot be replaced in its parent.
+
+    Source:
+        ``_auto_wrap`` (torch 2.13, ``fsdp/_wrap_utils.py``), ``_recursive_wrap``,
+        ``_post_order_apply`` (``fsdp/wrap.py``).
+    """
+    if config.auto_wrap_policy is not None:
+        _check_unwrapped(root)
+    wrapper = _Wrapper(root, config, arguments, ignored, make)
+    policy = config.auto_wrap_policy
+    if isinstance(policy, Policy):
+        wrapper.wrap_chosen(policy)
+    elif policy is not None:
+        wrapper.wrap_recursively(policy)
+    wrapper.warn_of_shared_params()
+    wrapper.warn_of_full_precision()
+
+
+def _check_unwrapped(root: nn.Module) -> None:
+    """Refuse a policy for a module tree that holds wrapped modules, as FSDP1 does."""
+    for name, module in root.named_modules():
+        if isinstance(module, ShardedModule):
+            raise ValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied "
+                f"but found {name} in\n{root}\n: wrap it either with auto_wrap_policy "
+                "or by hand"
+            )
+
+
+class _Wrapper:
+    """One run of :func:`auto_wrap`."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: Config,
+        arguments: Mapping[str, Any],
+        ignored: Ignored,
+        make: MakeSharded,
+    ) -> None:
+        self._root = root
+        self._arguments = dict(arguments)
+        self._ignored = ignored
+        self._make = make
+        # Modules of these classes become units in full precision.
+        self._full_precision: tuple[type[nn.Module], ...] = ()
+        if arguments["mixed_precision"] is not None:
+            self._full_precision = tuple(
+                config.mixed_precision._module_classes_to_ignore
+            )
+        self._casts = config.mixed_precision.param_dtype is not None
+        # What a visited module became: a wrapped one, or itself.
+        self._visited: dict[nn.Module, nn.Module] = {}
+        self._partly = _partly_shared_params(root, ignored)
+        self._hoisted: set[nn.Parameter] = set()
+        self._kept: dict[str, str] = {}  # class by path of full-precision units
+
+    # Policies as objects ---------------------------------------------------
+
+    def wrap_chosen(self, policy: Policy) -> None:
+        """Wrap what ``policy`` lists."""
+        chosen = run_policy(
+            policy, self._root, set(self._ignored.modules), dict(self._arguments)
+        )
+        for module in self._root.modules():
+            if self._is_full_precision(module):
+                kwargs = chosen.get(module, self._arguments)
+                chosen[module] = {**kwargs, "mixed_precision": None}
+        self._wrap_children(self._root, "", chosen)
+
+    def _wrap_children(
+        self,
+        parent: nn.Module,
+        prefix: str,
+        chosen: Mapping[nn.Module, dict[str, Any]],
+    ) -> None:
+        for name, child in self._children(parent):
+            if child not in self._visited:
+                path = f"{prefix}{name}"
+                self._visited[child] = child
+                self._wrap_children(child, f"{path}.", chosen)
+                if child in chosen:
+                    self._visited[child] = self._wrap(child, path, chosen[child])
+            self._replace(parent, name, self._visited[child])
+
+    # Policies as functions -------------------------------------------------
+
+    def wrap_recursively(self, policy: Callable[..., bool]) -> None:
+        """Wrap what ``policy(module=, recurse=, nonwrapped_numel=)`` accepts."""
+        self._visit(self._root, "", policy)
+
+    def _visit(
+        self, module: nn.Module, path: str, policy: Callable[..., bool]
+    ) -> tuple[nn.Module, int]:
+        """Return what ``module`` becomes, and how many elements were wrapped."""
+        numel = sum(
+            param.numel() for _, param in unsharded_params(module, self._ignored.params)
+        )
+        is_full_precision = self._is_full_precision(module)
+        if not is_full_precision and not policy(
+            module=module, recurse=True, nonwrapped_numel=numel
+        ):
+            self._wrap_full_precision(module, path)
+            return module, 0
+
+        wrapped_numel = 0
+        prefix = f"{path}." if path else ""
+        for name, child in self._children(module):
+            if child not in self._visited:
+                self._visited[child] = child
+                self._visited[child], num = self._visit(child, prefix + name, policy)
+                wrapped_numel += num
+            self._replace(module, name, self._visited[child])
+        if module is self._root:
+            return module, wrapped_numel
+        if is_full_precision:
+            arguments = {**self._arguments, "mixed_precision": None}
+            return self._wrap(module, path, arguments), numel
+        remainder = numel - wrapped_numel
+        if policy(module=module, recurse=False, nonwrapped_numel=remainder):
+            return self._wrap(module, path, self._arguments), numel
+        return module, wrapped_numel
+
+    def _wrap_full_precision(self, module: nn.Module, path: str) -> None:
+        """Wrap the full-precision modules where the policy does not recurse."""
+        if not self._full_precision:
+            return
+        prefix = f"{path}." if path else ""
+        for name, child in self._children(module):
+            if child not in self._visited:
+                self._visited[child] = child
+                self._wrap_full_precision(child, prefix + name)
+                if self._is_full_precision(child):
+                    arguments = {**self._arguments, "mixed_precision": None}
+                    self._visited[child] = self._wrap(child, prefix + name, arguments)
+            self._replace(module, name, self._visited[child])
+
+    # Both ------------------------------------------------------------------
+
+    def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in list(module._modules.items()):
+            if (
+                child is not None
+                and child not in self._ignored.modules
+                and not isinstance(child, ShardedModule)
+            ):
+                yield name, child
+
+    def _is_full_precision(self, module: nn.Module) -> bool:
+        return (
+            bool(self._full_precision)
+            and isinstance(module, self._full_precision)
+            and module is not self._root
+            and module not in self._ignored.modules
+        )
+
+    def _wrap(
+        self, module: nn.Module, path: str, arguments: Mapping[str, Any]
+    ) -> nn.Module:
+        left_out = self._partly.get(module, frozenset())
+        self._hoisted |= left_out
+        if self._is_full_precision(module):
+            self._kept[path] = type(module).__name__
+            if self._casts:
+                keep_full_precision(module)
+        all_ignored = self._arguments.get("ignored_states")
+        if all_ignored and arguments.get("ignored_states") is all_ignored:
+            # Those of the whole model would be looked at for every unit.
+            own = [p for p in module.parameters() if p in self._ignored.params]
+            arguments = {**arguments, "ignored_states": own}
+        return self._make(module, arguments, name=path, left_out=left_out)
+
+    def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
+        if parent._modules.get(name) is child:
+            return
+        setattr(parent, name, child)
+        if parent._modules.get(name) is not child:
+            raise RuntimeError(
+                f"child {name!r} of {type(parent).__name__} cannot be replaced by its "
+                "wrapped form: its __setattr__ does something else; exclude it from "
+                "auto_wrap_policy"
+            )
+
+    def warn_of_shared_params(self) -> None:
+        """Say once which parameters stay in an ancestor."""
+        if not self._hoisted:
+            return
+        names = [
+            clean_name(name)
+            for name, param in self._root.named_parameters()
+            if param in self._hoisted
+        ]
+        warnings.warn(
+            f"shared between units: {', '.join(names)}. Each is kept in the lowest "
+            "unit that contains all its uses, and is whole while that unit runs",
+            stacklevel=5,
+        )
+
+    def warn_of_full_precision(self) -> None:
+        """Say once which modules became units that mixed precision leaves alone.
+
+        Source:
+            The first words: ``_warn_on_overridden_mixed_precision`` (torch 2.13,
+            ``fsdp/_wrap_utils.py``).
+        """
+        if not self._kept:
+            return
+        first = [f"{path} ({name})" for path, name in self._kept.items()][:8]
+        more = f" and {len(self._kept) - 8} more" if len(self._kept) > 8 else ""
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP. "
+            "These modules will be wrapped as separate FSDP instances with mixed "
+            f"precision disabled: {', '.join(first)}{more}; their classes are in "
+            "MixedPrecision._module_classes_to_ignore",
+            stacklevel=5,
+        )
+
+
+def _partly_shared_params(
+    root: nn.Module, ignored: Ignored
+) -> dict[nn.Module, frozenset[nn.Parameter]]:
+    """Return the parameters that a module shares with others outside of it.
+
+    By every module that contains some of the places where the parameter is used, but
+    not all. A place is a path from ``root``: a module that two others hold has two.
+    """
+    chains: dict[nn.Parameter, list[frozenset[nn.Module]]] = {}
+    stack: list[tuple[nn.Module, frozenset[nn.Module]]] = [(root, frozenset({root}))]
+    while stack:
+        module, chain = stack.pop()
+        for param in module._parameters.values():
+            if param is not None and param not in ignored.params:
+                chains.setdefault(param, []).append(chain)
+        stack.extend(
+            (child, chain | {child})
+            for child in module._modules.values()
+            if child is not None
+        )
+    partly: dict[nn.Module, set[nn.Parameter]] = {}
+    for param, places in chains.items():
+        if len(places) > 1:
+            counts = Counter(module for chain in places for module in chain)
+            for module, count in counts.items():
+                if count < len(places):
+                    partly.setdefault(module, set()).add(param)
+    return {module: frozenset(params) for module, params in partly.items()}

@@ -1,0 +1,229 @@
+"""explain: which unit holds what, in which dtypes, as a table."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.params import own_modules
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """How one unit is sharded. Dtypes are distinct, in the order of its segments.
+
+    Attributes:
+        name: Of the wrapped module in the unwrapped model; empty for the root.
+        strategy: Name of its ShardingStrategy.
+        world_size: Ranks that its parameters are sharded over.
+        master_dtypes: Of the shards.
+        compute_dtypes: Of the unsharded parameters in forward and backward.
+        reduce_dtypes: Of the reduction of gradients; none when all is frozen.
+        buffer_dtypes: Of its own floating buffers in forward.
+        numel: Elements of its parameters.
+        frozen_numel: Those of them that need no gradient.
+        padding_numel: Elements of padding, over all ranks.
+        shard_nbytes: Bytes of this rank's shards, padding included.
+    """
+
+    name: str
+    strategy: str
+    world_size: int
+    master_dtypes: tuple[torch.dtype, ...]
+    compute_dtypes: tuple[torch.dtype, ...]
+    reduce_dtypes: tuple[torch.dtype, ...]
+    buffer_dtypes: tuple[torch.dtype, ...]
+    numel: int
+    frozen_numel: int
+    padding_numel: int
+    shard_nbytes: int
+
+    @property
+    def frozen_share(self) -> float:
+        """The part of its elements that is frozen, from 0 to 1."""
+        return self.frozen_numel / self.numel if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """All units of a model, parents first. ``print()`` shows a table."""
+
+    units: tuple[UnitPlan, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shards."""
+        return sum(unit.shard_nbytes for unit in self.units)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of padding, over all ranks."""
+        return sum(unit.padding_numel for unit in self.units)
+
+    @property
+    def frozen_share(self) -> float:
+        """The part of all elements that is frozen, from 0 to 1."""
+        frozen = sum(unit.frozen_numel for unit in self.units)
+        return frozen / self.numel if self.numel else 0.0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the units as dicts of plain data, dtypes as ``"float32"``."""
+        return [
+            {
+                key: [_short(dtype) for dtype in value]
+                if isinstance(value, tuple)
+                else value
+                for key, value in asdict(unit).items()
+            }
+            for unit in self.units
+        ]
+
+    def __str__(self) -> str:
+        header = (
+            "unit",
+            "strategy",
+            "ranks",
+            "master",
+            "compute",
+            "reduce",
+            "buffers",
+            "numel",
+            "shard bytes",
+            "padding",
+            "frozen",
+        )
+        lines = [
+            (
+                unit.name or "(root)",
+                unit.strategy,
+                str(unit.world_size),
+                _join(unit.master_dtypes),
+                _join(unit.compute_dtypes),
+                _join(unit.reduce_dtypes),
+                _join(unit.buffer_dtypes),
+                f"{unit.numel:,}",
+                f"{unit.shard_nbytes:,}",
+                f"{unit.padding_numel:,}",
+                f"{unit.frozen_share:.0%}",
+            )
+            for unit in self.units
+        ]
+        total = (
+            "total",
+            *[""] * 6,
+            f"{self.numel:,}",
+            f"{self.shard_nbytes:,}",
+            f"{self.padding_numel:,}",
+            f"{self.frozen_share:.0%}",
+        )
+        return _table(header, [*lines, total], num_text=7)
+
+
+def explain(model: nn.Module) -> ModelPlan:
+    """Return how ``model`` is sharded: a row per unit, with dtypes and sizes.
+
+    Communicates nothing and changes nothing; ``print(explain(model))`` is a table.
+
+    Args:
+        model: A wrapped module, or one that contains wrapped modules.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    wanted = set(sharded_modules(model))
+    if not wanted:
+        raise ValueError(
+            f"there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    return ModelPlan(
+        tuple(
+            _plan(clean_name(f"{name}.")[:-1], module)
+            for name, module in model.named_modules()
+            if isinstance(module, ShardedModule)
+        )
+    )
+
+
+def _plan(name: str, module: ShardedModule) -> UnitPlan:
+    config = module._config
+    segments = module._unit.segments
+    masters = [dtype for dtype, *_ in segments]
+    frozen = [not requires_grad for _, requires_grad, *_ in segments]
+    numels = [segment[3] for segment in segments]
+    shard_numels = [segment[4] for segment in segments]
+    padded_numels = [segment[5] for segment in segments]
+    precision = config.mixed_precision
+    computes = [_chosen(master, precision.param_dtype) for master in masters]
+    shard_group = config.groups.shard_group
+    return UnitPlan(
+        name=name,
+        strategy=config.sharding_strategy.name,
+        world_size=1 if shard_group is None else shard_group.size(),
+        master_dtypes=_unique(masters),
+        compute_dtypes=_unique(computes),
+        reduce_dtypes=_unique(
+            _chosen(compute, precision.reduce_dtype)
+            for compute, is_frozen in zip(computes, frozen, strict=True)
+            if not is_frozen
+        ),
+        buffer_dtypes=_unique(
+            _chosen(buffer.dtype, precision.buffer_dtype)
+            for _, current in own_modules(module.wrapped, module._ignored_modules)
+            for buffer in current.buffers(recurse=False)
+            if buffer.is_floating_point()
+        ),
+        numel=sum(numels),
+        frozen_numel=sum(n for n, is_ in zip(numels, frozen, strict=True) if is_),
+        padding_numel=sum(padded_numels) - sum(numels),
+        shard_nbytes=sum(
+            numel * master.itemsize
+            for numel, master in zip(shard_numels, masters, strict=True)
+        ),
+    )
+
+
+def _chosen(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that floating data of ``dtype`` is held in."""
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def _unique(dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    return tuple(dict.fromkeys(dtypes))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _join(dtypes: Sequence[torch.dtype]) -> str:
+    return "+".join(map(_short, dtypes)) or "-"
+
+
+def _table(
+    header: Sequence[str], lines: Sequence[Sequence[str]], *, num_text: int
+) -> str:
+    """Return a table; the first ``num_text`` columns to the left, others right."""
+    widths = [
+        max(len(line[column]) for line in (header, *lines))
+        for column in range(len(header))
+    ]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < num_text else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (header, *lines)
+    )
