@@ -71,6 +71,10 @@ struct Engine {
   std::atomic<bool> has_abort_reason{false};
 };
 
+// engine_groups.cpp: all groups of the engine that have several ranks, each
+// once.
+std::vector<Group *> groups_of(const Engine &engine);
+
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
 
 struct Segment {

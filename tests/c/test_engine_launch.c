@@ -39,7 +39,7 @@ static fsdp_status add_call(void *context, fsdp_lane lane,
 static fsdp_status explain_failure(void *context, const fsdp_group *group,
                                    fsdp_error *error) {
   (void)context, (void)group;
-  (void)snprintf(notes + strlen(notes), sizeof notes - strlen(notes), "%s; ",
+  (void)snprintf(notes + strlen(notes), sizeof notes - strlen(notes), "%.64s; ",
                  error->message);
   return FSDP_FAIL(error, FSDP_BACKEND, "rank 1 is gone: dead");
 }
