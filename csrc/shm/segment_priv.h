@@ -18,16 +18,14 @@ enum {
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
   FSDP_SHM_OFFERS = 16,       /* per sender */
-  FSDP_SHM_VERSION = 2
+  FSDP_SHM_VERSION = 3
 };
 
 typedef enum fsdp_shm_kind {
-  FSDP_SHM_BARRIER = 0,
-  FSDP_SHM_ALL_GATHER,
+  FSDP_SHM_ALL_GATHER = 0,
   FSDP_SHM_BROADCAST,
   FSDP_SHM_REDUCE_SCATTER,
-  FSDP_SHM_ALL_REDUCE,
-  FSDP_SHM_NUM_KINDS
+  FSDP_SHM_ALL_REDUCE
 } fsdp_shm_kind;
 
 /* What a call is, so that ranks see when they make different ones. */

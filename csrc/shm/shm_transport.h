@@ -76,11 +76,6 @@ FSDP_NODISCARD fsdp_status fsdp_shm_create(const fsdp_store *store,
                                            fsdp_shm_verdict *verdict,
                                            fsdp_error *error);
 
-/* Every rank waits until all have come here. On the gather channel. */
-FSDP_NODISCARD fsdp_status fsdp_shm_barrier(fsdp_transport *transport,
-                                            const char *label,
-                                            fsdp_error *error);
-
 /*
  * Messages between two ranks, of any size, each way in order; not in order
  * with collectives. Both only start; the memory belongs to the message until

@@ -13,7 +13,7 @@ module does more (hooks around loading, ``_load_from_state_dict()`` or
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -35,11 +35,12 @@ from fsdp_c._state.sharded_tensors import (
     shape_of,
 )
 from fsdp_c._torch_compat import ActivationWrapper
-from fsdp_c._units.base import Loading, LoadTree, ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.device import wait_for_uploads
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.params import own_modules
+from fsdp_c._units.sessions import LoadSession
 
 
 def begin_load(
@@ -66,12 +67,12 @@ def begin_load(
             "pass assign=False"
         )
     try:
-        if module._load_tree is None:
-            _begin_tree(module, state_dict, prefix)
-        stack = ExitStack()
-        module._loading = Loading(stack, error_msgs)
+        session = module.find_session(LoadSession)
+        if session is None:
+            session = _begin_tree(module, state_dict, prefix)
+        session.error_msgs = error_msgs
         with torch.no_grad():
-            _load_unit(module, state_dict, prefix, missing_keys, stack)
+            _load_unit(module, state_dict, prefix, missing_keys, session)
     except BaseException:
         _end_tree(module)
         raise
@@ -83,12 +84,12 @@ def begin_load(
 def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
     """End what :func:`begin_load` began, and clean the names in messages."""
     assert isinstance(module, ShardedModule)
-    if module._loading is None:
+    session = module.find_session(LoadSession)
+    if session is None or session.error_msgs is None:
         return
-    error_msgs = module._loading.error_msgs
-    tree = module._load_tree
-    if tree is not None and tree.modules[0] is not module:
-        module.end_load()
+    error_msgs = session.error_msgs
+    if session.modules[0] is not module:
+        module.end_session(LoadSession)
         return
     _end_tree(module)
     for names in (
@@ -100,21 +101,23 @@ def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _end_tree(module: ShardedModule) -> None:
-    tree = module._load_tree
-    for each in (module,) if tree is None else tree.modules:
-        each.end_load()
+    session = module.find_session(LoadSession)
+    for each in () if session is None else session.modules:
+        each.end_session(LoadSession)
 
 
 # Check ------------------------------------------------------------------------
 
 
-def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> None:
+def _begin_tree(
+    module: ShardedModule, state_dict: dict[str, Any], prefix: str
+) -> LoadSession:
     """Check, for all units in ``module``, that what ``state_dict`` has fits."""
     ensure_engine(module)
     check_owners(module)
     modules = list(sharded_modules(module))
     for each in modules:
-        each.end_load()  # one that an exception has left
+        each.end_session(LoadSession)  # one that an exception has left
         check_idle(each, "load_state_dict")
         each._originals.check()
     wait_for_uploads(modules)
@@ -133,8 +136,10 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
     _raise_problems(module, problems, on_any_rank=communicates)
-    for each in modules:
-        each._load_tree = LoadTree(tuple(modules), is_plain)
+    sessions = [LoadSession(tuple(modules), is_plain) for _ in modules]
+    for each, session in zip(modules, sessions, strict=True):
+        each.begin_session(session)
+    return sessions[0]
 
 
 def _raise_problems(
@@ -277,13 +282,12 @@ def _load_unit(
     state_dict: dict[str, Any],
     prefix: str,
     missing_keys: list[str],
-    stack: ExitStack,
+    session: LoadSession,
 ) -> None:
     """Take the values of one unit's parameters out of ``state_dict`` and load them."""
     kind = kind_of(module)
     is_plain = _loads_plainly(module)
-    assert module._load_tree is not None
-    if not module._load_tree.is_checked:
+    if not session.is_checked:
         problems = _find_problems(module, kind, state_dict, prefix)
         if kind is StateDictType.FULL_STATE_DICT and not is_plain:
             problems = [each for each in problems if "size mismatch" not in each]
@@ -294,7 +298,7 @@ def _load_unit(
             if state_dict.pop(f"{prefix}{name}", None) is None:
                 missing_keys.append(f"{prefix}{name}")
         load_local(module, entries)
-        stack.enter_context(module._originals.absent())
+        session.stack.enter_context(module._originals.absent())
         return
     values: dict[str, Any] = {}
     uses: dict[str, int] = {}
@@ -307,10 +311,10 @@ def _load_unit(
             missing_keys.append(key)
     if is_plain:
         _write(module, values, uses)
-        stack.enter_context(module._originals.absent())
+        session.stack.enter_context(module._originals.absent())
     else:
         state_dict.update(_gather(module, values))
-        stack.enter_context(summoned(module, writeback=True))
+        session.stack.enter_context(summoned(module, writeback=True))
 
 
 def _drop_own_shards(

@@ -32,8 +32,9 @@ from fsdp_c._engines.summon import summoned
 from fsdp_c._state.local import local_state
 from fsdp_c._state.own_parts import named_uses
 from fsdp_c._state.sharded_tensors import is_sharded, shard_tensor
-from fsdp_c._units.base import KeptState, ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import WRAPPED_PREFIX
+from fsdp_c._units.sessions import SaveSession
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 
@@ -135,8 +136,9 @@ def save(
     """
     if destination is None:
         destination = new_state()
-    if module._kept_state is not None:
-        _hand_out(module._kept_state, destination, prefix)
+    kept = module.find_session(SaveSession)
+    if kept is not None:
+        _hand_out(kept, destination, prefix)
         return destination
     ensure_engine(module)
     check_owners(module)
@@ -156,16 +158,12 @@ def save(
             state = _save_unit(
                 each, kinds[each], new_state(), prefixes[each], keep_vars
             )
-            each._kept_state = KeptState(state, prefixes[each])
-            stack.callback(_forget, each)
+            each.begin_session(SaveSession(state, prefixes[each]))
+            stack.callback(each.end_session, SaveSession)
         return _save_unit(module, kinds[module], destination, prefix, keep_vars)
 
 
-def _forget(module: ShardedModule) -> None:
-    module._kept_state = None
-
-
-def _hand_out(kept: KeptState, destination: dict[str, Any], prefix: str) -> None:
+def _hand_out(kept: SaveSession, destination: dict[str, Any], prefix: str) -> None:
     """Add what was kept of a nested unit to ``destination``."""
     for key, value in kept.state.items():
         destination[prefix + key.removeprefix(kept.prefix)] = value

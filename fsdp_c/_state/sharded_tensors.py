@@ -15,7 +15,6 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as RowShard
 
@@ -133,7 +132,7 @@ def wrap_chunk(
         use_dtensor = module._device_mesh is not None
     if not use_dtensor:
         return _as_sharded_tensor(module, chunk, shape)
-    mesh = _mesh(module)
+    mesh = module.dtensor_mesh
     placements = [Replicate()] * (mesh.ndim - 1) + [RowShard(0)]
     is_offloaded = chunk.device.type != mesh.device_type
     # from_local() would move the chunk to the mesh's device.
@@ -157,17 +156,6 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
         strides.append(numel)
         numel *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _mesh(module: ShardedModule) -> DeviceMesh:
-    """Return the module's device mesh, or a 1-D one over its sharding group."""
-    if module._device_mesh is not None:
-        return module._device_mesh
-    if module._group_mesh is None:
-        module._group_mesh = DeviceMesh.from_group(
-            module.process_group, module.compute_device.type
-        )
-    return module._group_mesh
 
 
 def sharded_tensor_of(

@@ -18,7 +18,7 @@ from fsdp_c.checkpoint._contents import (
     part_of,
 )
 from fsdp_c.checkpoint._dtypes import dtype_name
-from fsdp_c.checkpoint._files import Item
+from fsdp_c.checkpoint._files import FileItem
 from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
 from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
@@ -40,7 +40,7 @@ class Collected:
         units: How the units are sharded.
     """
 
-    items: list[Item] = field(default_factory=list)
+    items: list[FileItem] = field(default_factory=list)
     plain: dict[str, Any] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
     random_states: Any = None
@@ -51,7 +51,7 @@ class Collected:
     def put_tensor(self, tensor: Tensor) -> str:
         """Add a tensor that is part of a plain value; return its key."""
         key = f"plain/{len(self.items)}"
-        self.items.append(Item(key, 0, tensor.detach()))
+        self.items.append(FileItem(key, 0, tensor.detach()))
         return key
 
     def to_host(self) -> None:
@@ -87,11 +87,11 @@ def collect(
         part = part_of(place)
         if place.module is None:
             part = part.reshape(place.shape)
-        collected.items.append(Item(model_key(name), place.begin, part))
+        collected.items.append(FileItem(model_key(name), place.begin, part))
     if ranks.rank == 0:
         for buffer in contents.buffers:
             collected.items.append(
-                Item(model_key(buffer.names[0]), 0, buffer.tensor.to(buffer.dtype))
+                FileItem(model_key(buffer.names[0]), 0, buffer.tensor.to(buffer.dtype))
             )
     states = None
     if optim is not None:
@@ -138,7 +138,7 @@ def _add_state(collected: Collected, name: str, state: ParamState) -> None:
         tuple(state.plain),
     )
     for key, value in state.sharded.items():
-        item = Item(state_key(name, key), state.place.begin, value)
+        item = FileItem(state_key(name, key), state.place.begin, value)
         collected.items.append(item)
     if state.plain:
         collected.plain[name] = {

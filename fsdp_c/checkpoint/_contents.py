@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fsdp_c._optim.places import Place, find_places
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
+from fsdp_c._units.sessions import LoadSession
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._ranks import Ranks
@@ -89,19 +90,18 @@ def find_contents(model: nn.Module) -> Contents:
 
     Raises:
         RuntimeError: It is inside forward, backward or summon_full_params.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped.
     """
     places = find_places(model)
     for module in sharded_modules(model):
-        engine = module._engine
         if (
-            module._unit.is_summoned
-            or module._loading is not None
-            or (engine is not None and (engine.in_forward or engine.in_backward))
+            module._sharded.unit.is_summoned
+            or module.find_session(LoadSession) is not None
+            or module.is_in_step
         ):
             raise RuntimeError(
-                f"unit {module._unit.name!r} is inside forward, backward, "
+                f"unit {module._sharded.name!r} is inside forward, backward, "
                 "summon_full_params() or load_state_dict(): save and load between "
                 "steps"
             )
@@ -126,8 +126,8 @@ def _buffers(model: nn.Module) -> Iterator[Buffer]:
     dtypes: dict[str, torch.dtype] = {}
     names: dict[Tensor, list[str]] = {}
     for prefix, module in _named_modules(model):
-        if isinstance(module, ShardedModule) and module._unit_buffers is not None:
-            for name, dtype in module._unit_buffers.original_dtypes.items():
+        if isinstance(module, ShardedModule) and module._sharded.buffers is not None:
+            for name, dtype in module._sharded.buffers.original_dtypes.items():
                 dtypes[prefix + name] = dtype
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -154,9 +154,9 @@ def extra_states(stateful: dict[str, nn.Module]) -> dict[str, Any]:
 def _unit(
     name: str, module: ShardedModule, places: list[Place], ranks: Ranks
 ) -> UnitSpec:
-    layout = module._unit.layout
+    layout = module._sharded.unit.layout
     slots, segments = layout.slots, layout.segments
-    group = module._config.groups.shard_group
+    group = module._sharded.config.groups.shard_group
     return UnitSpec(
         name=name,
         ranks=tuple(ranks.positions(group) if group is not None else [0]),

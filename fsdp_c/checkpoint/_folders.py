@@ -57,7 +57,7 @@ class TemporaryFolder:
 
     Raises:
         OSError: It cannot be made.
-        ValueError: ``path`` holds something that is no checkpoint, or there is a
+        ValueError: ``path`` holds something other than a checkpoint, or there is a
             checkpoint and ``overwrite`` is False.
     """
 
@@ -119,7 +119,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if os.path.islink(path) or not os.path.isdir(path):
-        raise ValueError(f"{path} exists and is no folder: save to another path")
+        raise ValueError(f"{path} exists and is not a folder: save to another path")
     names = os.listdir(path)
     foreign = sorted(name for name in names if not OURS.fullmatch(name))
     if foreign:

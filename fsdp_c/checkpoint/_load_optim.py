@@ -11,7 +11,7 @@ from fsdp_c._optim.keys import check_params, keys_of_optimizer, uses_names
 from fsdp_c._optim.places import Place, places_of_params
 from fsdp_c._optim.states import ParamState, assemble, install
 from fsdp_c._optim.states import collect as collect_states
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
 from fsdp_c.checkpoint._memory import is_direct
@@ -117,10 +117,10 @@ class OptimLoad:
             tensor = current.sharded.get(key)
             if (
                 tensor is None
-                or tensor.dtype != dtype_of(name)
+                or tensor.dtype != dtype_named(name)
                 or not is_direct(tensor)
             ):
-                tensor = self._new_state(place, key, dtype_of(name))
+                tensor = self._new_state(place, key, dtype_named(name))
             state.sharded[key] = tensor
             target = Target(
                 f"optimizer state {key!r} of {fqn!r}",

@@ -138,7 +138,7 @@ def _finish_at_exit() -> None:
 
 
 def wait_for_save() -> None:
-    """Wait until this process writes no checkpoint; errors stay for who asks."""
+    """Wait until this process writes no checkpoint; errors are kept for the caller."""
     if _last is not None and _last._thread is not None:
         _last._thread.join()
 

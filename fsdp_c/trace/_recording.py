@@ -231,7 +231,7 @@ def _device_of(model: nn.Module) -> str:
 def _transport_of(model: nn.Module) -> str:
     """What carries the first group of several ranks, or ""."""
     for each in sharded_modules(model):
-        group = each._config.groups.shard_group
+        group = each._sharded.config.groups.shard_group
         if group is not None and group.size() > 1:
             return _native.transport(group, each.compute_device)[0]
     return ""
@@ -243,7 +243,7 @@ def _engines_with_units(
     """Return the engines of ``model`` by id, each with its units.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped, or it is inside the root of its engine.
     """
     if not isinstance(model, nn.Module):

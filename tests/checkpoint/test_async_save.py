@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _files, _save
-from helpers.distributed import TESTS_DIR, distributed
+from helpers.distributed import distributed
 from helpers.ending_saves import DYING_RANK, WORLD_SIZE
 from helpers.impl import fsdp
 from helpers.models import MLP, Block
+from helpers.programs import run_program
 from helpers.reference import assert_same_tensors, full_state_dict
 
 
@@ -154,35 +154,24 @@ def test_a_rank_that_does_not_come(rank: int, world_size: int, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-@distributed(world_size=2)
-def test_waits_grow_no_longer_than_a_quarter_second(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
-    """Ten small saves in threads end soon after one another."""
-    model, optim = _model()
-    begin = time.perf_counter()
-    for _ in range(10):
-        handle = checkpoint.save(tmp_path / "c", model, optim, blocking=False)
-    handle.result()
-    assert time.perf_counter() - begin < 10 * (_save._LONGEST_WAIT_S + 0.5)
+def test_waits_grow_no_longer_than_a_quarter_second() -> None:
+    job = object.__new__(_save._Job)
+    job._stall_s = None
+    job._wakes = SimpleNamespace(wait=lambda seconds: False)  # type: ignore[assignment]
+    waits = [_save._FIRST_WAIT_S]
+    for _ in range(20):
+        waits.append(job._pause(waits[-1]))
+    assert waits == sorted(waits)
+    assert waits[-1] == _save._LONGEST_WAIT_S == 0.25
 
 
 def _end_ranks(folder: Path, scenario: str) -> tuple[list[int | str], str]:
     """Return how the ranks ended, and what they logged."""
-    paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.ending_saves", str(folder), scenario],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "FSDP_C_SAVE_EXIT_SECONDS": "1",
-        },
-        stdout=subprocess.PIPE,
-        timeout=180,
-        check=True,
+    output = run_program(
+        "helpers.ending_saves", str(folder), scenario, FSDP_C_SAVE_EXIT_SECONDS="1"
     )
     log = (folder / "stderr").read_text(errors="replace")
-    return json.loads(done.stdout), log
+    return json.loads(output), log
 
 
 def test_the_process_ends_with_a_save(tmp_path: Path) -> None:

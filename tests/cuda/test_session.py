@@ -58,6 +58,7 @@ def test_every_file_of_the_suite_is_there() -> None:
         assert (ROOT / f"tests/distributed/test_{name}.py").exists(), name
 
 
+@pytest.mark.only_full
 def test_the_probe_as_a_rank_of_a_fake_world() -> None:
     probe = [sys.executable, SESSION / "gpu_probe.py", "--device", "cpu"]
     output = run(*probe, *("--steps", 1, "--warmup", 2, "--profile", "--limit", 100))
@@ -67,6 +68,7 @@ def test_the_probe_as_a_rank_of_a_fake_world() -> None:
     assert len(result["losses"]) == 2
 
 
+@pytest.mark.only_full
 def test_the_probe_notices_a_rank_that_dies() -> None:
     probe = [sys.executable, SESSION / "gpu_probe.py", "--device", "cpu"]
     group = ["--group", "gloo", "--ranks", 2, "--group-timeout", 10]

@@ -75,6 +75,7 @@ def run(
         pytest.fail(f"rank {failed[0]} of {name!r}:\n{tail}")
 
 
+@pytest.mark.only_full
 @pytest.mark.parametrize("name", NAMES)
 def test_the_scenarios_run_on_the_cpu(name: str, tmp_path: Path) -> None:
     run(name, tmp_path, kind="cpu", world_size=1)

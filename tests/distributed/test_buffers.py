@@ -60,17 +60,13 @@ def test_training(
     rank: int, world_size: int, param_dtype: torch.dtype | None, use_orig_params: bool
 ) -> None:
     """Buffers in bf16 in forward, in their own dtypes in the state dict."""
-    differential = Differential(
+    differential = Differential.of_units(
         Net,
-        lambda model: fsdp(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({Shift}),
-            mixed_precision=MixedPrecision(
-                param_dtype=param_dtype, buffer_dtype=torch.bfloat16
-            ),
-            use_orig_params=use_orig_params,
-        ),
+        {Shift},
         vectors,
+        mixed_precision=MixedPrecision(
+            param_dtype=param_dtype, buffer_dtype=torch.bfloat16
+        ),
         use_orig_params=use_orig_params,
         param_dtype=param_dtype,
     )

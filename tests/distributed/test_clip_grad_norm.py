@@ -36,15 +36,9 @@ def test_equals_the_unsharded_norm(
     use_orig_params: bool,
 ) -> None:
     """The norm, the clipped gradients and the step; far above the norm too."""
-    case = CASES[model]
-    differential = Differential.of_case(
-        case,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-        ),
+    differential = Differential.of_model(
+        model,
+        strategy=strategy,
         use_orig_params=use_orig_params,
     )
     for max_norm in (0.01, 1e4):
@@ -116,11 +110,10 @@ def test_other_norm_and_fp64(rank: int, world_size: int) -> None:
     """P = 3, and fp64 gradients to their own precision."""
     needs_fsdp_c("has no norm of fp64 gradients")
     case = CASES["uneven"]
-    differential = Differential(
+    differential = Differential.of_units(
         lambda: case.build().double(),
-        lambda module: fsdp(module, use_orig_params=True),
+        (),
         lambda generator: tuple(t.double() for t in case.inputs(generator)),
-        use_orig_params=True,
     )
     differential.forward_backward()
     differential.clip(0.01, 3.0)

@@ -151,7 +151,9 @@ def test_evaluation_between_steps(rank: int, world_size: int) -> None:
 
 @pytest.mark.cpu_only("inductor generates no code for the simulated device")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(
+    "use_orig_params", [True, pytest.param(False, marks=pytest.mark.only_full)]
+)
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_inductor(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Compiled kernels read and write the unsharded memory of every step."""

@@ -237,23 +237,6 @@ def test_models_side_by_side(rank: int, world_size: int) -> None:
     second.train(1)
 
 
-@pytest.mark.trap(6)
-@distributed(world_size=2)
-def test_submodule_of_root_runs_first(rank: int, world_size: int) -> None:
-    """A nested unit that runs on its own before the root does not break it."""
-    needs_fsdp_c("decides the root at the first forward")
-    differential = Differential.of_case(
-        CASES["mlp"],
-        lambda module: fsdp(
-            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-        ),
-        use_orig_params=True,
-    )
-    with torch.no_grad():
-        differential.model.blocks[0](torch.randn(4, 6))
-    differential.train(2)
-
-
 @distributed(world_size=2)
 def test_strategy_shows(rank: int, world_size: int) -> None:
     """Attributes that users of FSDP1 read."""

@@ -24,8 +24,8 @@ from helpers.impl import needs_fsdp_c
 
 pytestmark = pytest.mark.cpu_only("its ranks are processes of its own, on the CPU")
 
-# A rank that runs on two loaded cores may be late by some seconds.
-SLACK_S = 15.0
+# Ranks on loaded cores may be late; without a post-mortem they would wait for 60 s.
+SLACK_S = 40.0
 OPERATION = re.compile(r"#\d+ [a-z_]+( \(summon\))? of unit '[\w.-]*'")
 # What gloo and shm say when a group's time is over.
 TIME_LIMIT = re.compile(r"Timed out|timeout|waited \d+\.\d s .* raise the time limit")

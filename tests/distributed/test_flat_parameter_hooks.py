@@ -8,23 +8,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp, needs_fsdp_c
-from helpers.models import MLP, Block, vectors
+from helpers.impl import FSDP, CPUOffload, fsdp, needs_fsdp_c
+from helpers.models import MLP, Block
 from helpers.reference import Differential, assert_same
 
 
 def _differential(strategy: str = "FULL_SHARD", **kwargs: Any) -> Differential:
     needs_fsdp_c("its hooks see the gradient of this rank alone, unsharded")
-    return Differential(
-        MLP,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=ShardingStrategy[strategy],
-            **kwargs,
-        ),
-        vectors,
-        use_orig_params=False,
+    return Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=False, **kwargs
     )
 
 

@@ -4,31 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
-from helpers.models import CASES
+from helpers.impl import needs_fsdp_c
 from helpers.reference import Differential
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-
-
-def _differential(
-    model: str, use_orig_params: bool, strategy: str = "FULL_SHARD", **kwargs: Any
-) -> Differential:
-    case = CASES[model]
-    return Differential.of_case(
-        case,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-            **kwargs,
-        ),
-        use_orig_params=use_orig_params,
-    )
 
 
 @pytest.mark.trap(10)
@@ -40,7 +21,9 @@ def test_no_sync(
     rank: int, world_size: int, model: str, strategy: str, use_orig_params: bool
 ) -> None:
     """Two or three micro batches without communication, then a synced one."""
-    differential = _differential(model, use_orig_params, strategy)
+    differential = Differential.of_model(
+        model, strategy=strategy, use_orig_params=use_orig_params
+    )
     for num_micro_batches in (3, 2, 1, 4):
         differential.zero_grad()
         differential.accumulate(num_micro_batches, no_sync=True)
@@ -57,7 +40,9 @@ def test_outside_no_sync(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> None:
     """Every backward reduces and adds to the sharded gradient."""
-    differential = _differential("mlp", use_orig_params, strategy)
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
     for _ in range(2):
         differential.zero_grad()
         for _ in range(3):
@@ -74,7 +59,7 @@ def test_zero_grad_between(
     rank: int, world_size: int, set_to_none: bool, use_orig_params: bool
 ) -> None:
     """Both ways to clear gradients, between synced steps."""
-    differential = _differential("mlp", use_orig_params)
+    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     for num_micro_batches in (2, 1, 3):
         differential.zero_grad(set_to_none=set_to_none)
         differential.accumulate(num_micro_batches, no_sync=True)
@@ -89,7 +74,7 @@ def test_zero_grad_drops_unsynced_gradients(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
     """Gradients of no_sync that are cleared do not come back."""
-    differential = _differential("mlp", use_orig_params)
+    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     for _ in range(2):
         differential.zero_grad()
         with differential.model.no_sync():
@@ -107,7 +92,7 @@ def test_synced_then_unsynced_then_synced(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
     """A sharded gradient, an unsharded one on top, and a reduction of both."""
-    differential = _differential("mlp", use_orig_params)
+    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     differential.forward_backward()
     differential.check()
     with differential.model.no_sync():
@@ -125,7 +110,7 @@ def test_other_units_in_each_micro_batch(
 ) -> None:
     """What only a no_sync micro batch touched is reduced in the end."""
     needs_fsdp_c("asserts when a unit with unsynced gradients is skipped")
-    differential = _differential("mlp", use_orig_params)
+    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     for skipped in (1, 0, 2):
         differential.zero_grad()
         with differential.model.no_sync():
@@ -147,7 +132,7 @@ def test_other_units_in_each_micro_batch(
 @distributed(world_size=2)
 def test_no_sync_does_not_communicate_gradients(rank: int, world_size: int) -> None:
     """Inside no_sync the ranks' gradients stay their own; exceptions end it."""
-    differential = _differential("mlp", True, "NO_SHARD")
+    differential = Differential.of_model("mlp", strategy="NO_SHARD")
     model = differential.model
     (batch,) = differential.batches()[rank]
     with model.no_sync():

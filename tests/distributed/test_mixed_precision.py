@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import MixedPrecision, ShardingStrategy, fsdp, fsdp_if_available
+from helpers.impl import MixedPrecision, fsdp
 from helpers.models import CASES, Block
 from helpers.reference import Differential, assert_same
 
@@ -28,20 +27,14 @@ def test_bf16_compute_over_fp32_shards(
     use_orig_params: bool,
 ) -> None:
     """Parameters, gradients and optimizer stay fp32; compute is bf16."""
-    case = CASES[model]
     precision = MixedPrecision(
         param_dtype=torch.bfloat16,
         reduce_dtype=reduce_dtype and getattr(torch, reduce_dtype),
     )
-    differential = Differential.of_case(
-        case,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            sharding_strategy=ShardingStrategy[strategy],
-            mixed_precision=precision,
-            use_orig_params=use_orig_params,
-        ),
+    differential = Differential.of_model(
+        model,
+        strategy=strategy,
+        mixed_precision=precision,
         use_orig_params=use_orig_params,
         param_dtype=torch.bfloat16,
     )
@@ -57,16 +50,10 @@ def test_fp32_reduce_is_exact(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
     """bf16 gradients that are reduced in fp32 lose nothing on the way."""
-    case = CASES["mlp"]
-    differential = Differential.of_case(
-        case,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            mixed_precision=MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            ),
-            use_orig_params=use_orig_params,
+    differential = Differential.of_model(
+        "mlp",
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         ),
         use_orig_params=use_orig_params,
         param_dtype=torch.bfloat16,
@@ -82,16 +69,10 @@ def test_accumulation(
     rank: int, world_size: int, no_sync: bool, use_orig_params: bool
 ) -> None:
     """Micro batches in bf16, with and without no_sync."""
-    case = CASES["mlp"]
-    differential = Differential.of_case(
-        case,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            mixed_precision=MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            ),
-            use_orig_params=use_orig_params,
+    differential = Differential.of_model(
+        "mlp",
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         ),
         use_orig_params=use_orig_params,
         param_dtype=torch.bfloat16,
@@ -149,35 +130,6 @@ def test_what_is_cast(rank: int, world_size: int) -> None:
     assert out.dtype == torch.bfloat16
 
 
-@pytest.mark.trap(20)
-@distributed(world_size=2)
-def test_buffer_dtype(rank: int, world_size: int) -> None:
-    """Floating buffers are cast when buffer_dtype is given."""
-    model = fsdp_if_available(
-        _Looks(),
-        mixed_precision=MixedPrecision(buffer_dtype=torch.float32),
-        use_orig_params=True,
-    )
-    model(torch.randn(2, 6), torch.arange(3))
-    assert model.module.seen["buffer"] == torch.float32
-    assert model.module.seen["param"] == torch.float32
-
-
-@distributed(world_size=2)
-def test_inputs_are_left_alone_on_request(rank: int, world_size: int) -> None:
-    """cast_root_forward_inputs=False keeps the inputs' dtype."""
-    model = fsdp(
-        _Looks(),
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, cast_root_forward_inputs=False
-        ),
-        use_orig_params=True,
-    )
-    model(torch.randn(2, 6), torch.arange(3))
-    assert model.module.seen["input"] == torch.float32
-    assert model.module.seen["param"] == torch.bfloat16
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_gradient_of_the_input(
@@ -203,37 +155,13 @@ def test_gradient_of_the_input(
     assert_same("input gradient", x.grad, y.grad, 1e-6)
 
 
-@pytest.mark.trap(22)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=2)
-def test_low_precision_gradients_are_kept_on_request(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
-    """keep_low_precision_grads leaves bf16 gradients on fp32 parameters' shards."""
-    model = fsdp_if_available(
-        Block(),
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, keep_low_precision_grads=True
-        ),
-        use_orig_params=use_orig_params,
-    )
-    model(torch.randn(4, 6)).float().square().mean().backward()
-    dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None}
-    assert dtypes == {torch.bfloat16}
-
-
 @distributed(world_size=(2, 3))
 def test_double_precision(rank: int, world_size: int) -> None:
     """fp64 models stay fp64, to their own precision."""
     case = CASES["mlp"]
-    differential = Differential(
+    differential = Differential.of_units(
         lambda: case.build().double(),
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-            use_orig_params=True,
-        ),
+        set(case.unit_classes),
         lambda generator: tuple(t.double() for t in case.inputs(generator)),
-        use_orig_params=True,
     )
     differential.train(3)

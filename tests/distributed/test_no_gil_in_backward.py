@@ -66,9 +66,9 @@ def test_python_thread_runs_during_backward(
     seconds, during = time.perf_counter() - begin, count - before
     done.set()
     thread.join()
-    # A loop of a few Python instructions does more than 1e6 turns per second; two
-    # processes share the cores, so a hundredth of that is asked for.
-    assert during > 1e4 * seconds, f"{during} turns in {seconds:.3f} s of backward"
+    # A loop of a few Python instructions does more than 1e6 turns per second; cores may
+    # be shared by many processes, so a thousandth of that is asked for.
+    assert during > 1e3 * seconds, f"{during} turns in {seconds:.3f} s of backward"
 
 
 @pytest.mark.cpu_only("sees a gradient change through memory that numpy shares")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.impl import fsdp, needs_fsdp_c
@@ -129,15 +128,8 @@ def test_training(
 ) -> None:
     """Backward starts from whichever tensor of the object is used."""
     needs_fsdp_c("fails deep inside: setStorage ... out of bounds")
-    differential = Differential(
-        lambda: _Net(kind, used),
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy({_Block}),
-            use_orig_params=use_orig_params,
-        ),
-        vectors,
-        use_orig_params=use_orig_params,
+    differential = Differential.of_units(
+        lambda: _Net(kind, used), {_Block}, vectors, use_orig_params=use_orig_params
     )
     differential.train(3)
 

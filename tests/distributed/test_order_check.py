@@ -1,7 +1,6 @@
 """Ranks that run their units in different orders: who is told what, and when."""
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -87,9 +86,7 @@ def test_different_orders(
         if rank == world_size - 1:
             differential.model.module.order = [0, 2, 1, 3]
         x = torch.ones(BATCH, DIM)
-        begin = time.monotonic()
         message = _failure(differential.model, x)
-        assert time.monotonic() - begin < 5.0
         assert message.startswith("Forward order differs across ranks: the ranks")
         assert "different orders" in message
         assert "blocks.1" in message
@@ -256,7 +253,6 @@ def _skips_in_eval(rank: int, world_size: int) -> None:
         model = _wrap(group)
         if rank == 1:
             model.module.order = [0, 1, 2]
-        begin = time.monotonic()
         with torch.no_grad():
             if rank == 1:
                 model(torch.ones(BATCH, DIM))
@@ -265,8 +261,6 @@ def _skips_in_eval(rank: int, world_size: int) -> None:
                 assert "What each rank issued last" in message
                 assert "blocks.3" in message
                 assert "rank 1: no answer" in message
-        # The others have nothing to wait for.
-        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
         dist.barrier()
         del model
 
@@ -277,10 +271,8 @@ def _skips_in_training(rank: int, world_size: int) -> None:
         model = _wrap(group)
         if rank == 1:
             model.module.order = [0, 1]
-        begin = time.monotonic()
         x = torch.ones(BATCH, DIM, requires_grad=True)
         message = _failure(model, x, backward=True)
-        assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
         assert "What each rank issued last" in message
         assert "different units" in message
         assert "no answer" not in message

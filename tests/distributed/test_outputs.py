@@ -37,15 +37,11 @@ def test_training(
     rank: int, world_size: int, kind: str, strategy: str, use_orig_params: bool
 ) -> None:
     """Backward starts from each of the tensors in the container."""
-    differential = Differential(
+    differential = Differential.of_units(
         lambda: Outputs(kind),
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy({PackedBlock}),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-        ),
+        {PackedBlock},
         vectors,
+        strategy=strategy,
         use_orig_params=use_orig_params,
     )
     differential.train(3)
@@ -58,15 +54,10 @@ def test_only_one_output_is_used(
     rank: int, world_size: int, kind: str, index: int
 ) -> None:
     """The loss depends on one of two outputs."""
-    differential = Differential(
+    differential = Differential.of_units(
         lambda: Outputs(kind),
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy({PackedBlock}),
-            use_orig_params=True,
-        ),
+        {PackedBlock},
         vectors,
-        use_orig_params=True,
     )
     for _ in range(2):
         differential.zero_grad()
@@ -153,13 +144,10 @@ def test_same_tensor_twice_and_input_returned(rank: int, world_size: int) -> Non
             c, d, passed = self.blocks[1](a + b + same)
             return c * d + passed
 
-    differential = Differential(
+    differential = Differential.of_units(
         Net,
-        lambda module: fsdp(
-            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-        ),
+        {Block},
         vectors,
-        use_orig_params=True,
     )
     differential.train(3)
 
@@ -191,13 +179,10 @@ def test_output_changed_in_place(rank: int, world_size: int) -> None:
                 x.relu_()
             return x
 
-    differential = Differential(
+    differential = Differential.of_units(
         Net,
-        lambda module: fsdp(
-            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-        ),
+        {Block},
         vectors,
-        use_orig_params=True,
     )
     differential.train(3)
 
@@ -223,13 +208,10 @@ def test_frozen_dataclass(rank: int, world_size: int) -> None:
         def forward(self, x: Tensor) -> Any:
             return _Fixed(self.fc(x))
 
-    differential = Differential(
+    differential = Differential.of_units(
         Net,
-        lambda module: fsdp(
-            module, auto_wrap_policy=ModuleWrapPolicy({Inner}), use_orig_params=True
-        ),
+        {Inner},
         vectors,
-        use_orig_params=True,
     )
     differential.train(2)
 

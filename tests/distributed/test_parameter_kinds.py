@@ -184,11 +184,8 @@ def test_subclass_with_memory(
 ) -> None:
     """A subclass over memory of its own is sharded, and stays one."""
     needs_fsdp_c("loses the subclass")
-    differential = Differential(
-        _ScaledNet,
-        lambda module: fsdp(module, use_orig_params=use_orig_params),
-        vectors,
-        use_orig_params=use_orig_params,
+    differential = Differential.of_units(
+        _ScaledNet, (), vectors, use_orig_params=use_orig_params
     )
     differential.train(2)
     assert type(differential.model.module.gain) is _Scaled

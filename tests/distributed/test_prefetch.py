@@ -4,25 +4,16 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import BackwardPrefetch, needs_fsdp_c
 from helpers.models import MLP, Block, vectors
 from helpers.reference import Differential
 
 
 def _differential(build: Any, use_orig_params: bool, **kwargs: Any) -> Differential:
-    return Differential(
-        build,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=use_orig_params,
-            **kwargs,
-        ),
-        vectors,
-        use_orig_params=use_orig_params,
+    return Differential.of_units(
+        build, {Block}, vectors, use_orig_params=use_orig_params, **kwargs
     )
 
 
@@ -104,7 +95,7 @@ def test_many_units(rank: int, world_size: int, strategy: str) -> None:
     differential = _differential(
         lambda: MLP(num_blocks=12),
         True,
-        sharding_strategy=ShardingStrategy[strategy],
+        strategy=strategy,
         forward_prefetch=True,
     )
     differential.train(3)

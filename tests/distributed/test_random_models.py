@@ -220,6 +220,7 @@ def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
     run_task(_run_cases, world_size, {"cases": cases}, timeout_s=12.0 * len(cases))
 
 
+@pytest.mark.only_full
 @pytest.mark.skipif(TEST_DEVICE != "cpu" or IS_TORCH, reason="all run on it, or none")
 @pytest.mark.parametrize(("world_size", "cases"), _batches(NUM_SIM_CASES))
 def test_random_models_on_streams(world_size: int, cases: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from helpers.distributed import distributed
 from helpers.impl import FSDP, assert_idle, needs_fsdp_c
 from helpers.models import CASES, DIM, TiedBlock, vectors
-from helpers.reference import Differential, sgd
+from helpers.reference import Differential, full_state_dict, sgd
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
@@ -64,6 +64,8 @@ def test_taken_over(
     differential.evaluate()  # the forward that takes it over
     assert getattr(sharded, name) is new
     differential.check()
+    state = full_state_dict(differential.model)
+    assert torch.equal(state[f"{module_name}.{name}"], values)
     differential.train(2)
     assert getattr(sharded, name) is new
     assert [id(p) for p in differential.optimizer.param_groups[0]["params"]] == [

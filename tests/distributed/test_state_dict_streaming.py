@@ -1,7 +1,6 @@
 """State dicts one unit at a time: memory, hooks, a rank that does not call."""
 
 import copy
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -313,7 +312,6 @@ def test_a_rank_that_does_not_call(rank: int, world_size: int, has_met: bool) ->
         model = _wrap(_Deep(), process_group=group)
         if has_met:
             save(model, FULL, FullStateDictConfig(rank0_only=True))
-        begin = time.monotonic()
         if rank != 0:  # the usual mistake, the other way round
             with pytest.raises(RuntimeError) as caught:
                 save(model, FULL, FullStateDictConfig(rank0_only=True))
@@ -323,9 +321,6 @@ def test_a_rank_that_does_not_call(rank: int, world_size: int, has_met: bool) ->
                 assert "rank 0: no answer" in message
             else:  # NCCL's watchdog says it
                 assert f"rank {rank} of 3" in message
-            assert time.monotonic() - begin < GROUP_TIMEOUT_S + 20.0
-            assert all(
-                module._kept_state is None for module in FSDP.fsdp_modules(model)
-            )
+            assert all(not module._sessions for module in FSDP.fsdp_modules(model))
         dist.barrier()
         del model

@@ -7,7 +7,6 @@ the same models train over c10d, and the parts that only shared memory has are t
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
@@ -17,21 +16,6 @@ from helpers.reference import Differential
 from helpers.transports import OWN, c10d_only, over, transport_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
-
-
-def _differential(model: str, strategy: str, *, use_orig_params: bool) -> Differential:
-    case = CASES[model]
-    policy = ModuleWrapPolicy(set(case.unit_classes)) if case.unit_classes else None
-    return Differential.of_case(
-        case,
-        lambda module: fsdp(
-            module,
-            auto_wrap_policy=policy,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-        ),
-        use_orig_params=use_orig_params,
-    )
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -46,8 +30,8 @@ def test_training_over_c10d(
         for model in ("transformer", "uneven", "mixed_dtype"):
             if CASES[model].only_orig_params and not use_orig_params:
                 continue
-            differential = _differential(
-                model, strategy, use_orig_params=use_orig_params
+            differential = Differential.of_model(
+                model, strategy=strategy, use_orig_params=use_orig_params
             )
             differential.train(2)
             differential.accumulate(2, no_sync=True)

@@ -78,7 +78,9 @@ def test_packed_sequences(
 
 
 @pytest.mark.trap(6)
-@pytest.mark.parametrize("first", ["summon", "state_dict", "forward", "clip"])
+@pytest.mark.parametrize(
+    "first", ["summon", "state_dict", "forward", "no_grad", "clip"]
+)
 @distributed(world_size=(2, 3))
 def test_nested_unit_is_used_before_the_root(
     rank: int, world_size: int, first: str
@@ -93,6 +95,9 @@ def test_nested_unit_is_used_before_the_root(
     elif first == "state_dict":
         expected = differential.reference.get_submodule("blocks.1").state_dict()
         assert_same_tensors("state", full_state_dict(block), expected)
+    elif first == "no_grad":
+        with torch.no_grad():
+            block(torch.randn(4, 6))
     elif first == "forward":
         block(torch.randn(4, 6)).sum().backward()
         block.zero_grad()

@@ -3,22 +3,16 @@
 What a number stands for is in tests/lint/test_traps.py.
 """
 
-from typing import Any
-
 import pytest
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     CPUOffload,
-    ShardingStrategy,
     assert_idle,
-    fsdp,
     memory_stats,
     needs_fsdp_c,
 )
-from helpers.models import CASES, Block, vectors
 from helpers.reference import Differential
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -80,18 +74,11 @@ def test_replicas(
     """Replicas are reduced once, in the first backward outside."""
     needs_fsdp_c("has no no_sync(sharded=True)")
     with hybrid_groups(*shape) as groups:
-
-        def wrap(module: Any) -> Any:
-            return fsdp(
-                module,
-                process_group=groups,
-                sharding_strategy=ShardingStrategy[strategy],
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
-                use_orig_params=use_orig_params,
-            )
-
-        differential = Differential(
-            CASES["mlp"].build, wrap, vectors, use_orig_params=use_orig_params
+        differential = Differential.of_model(
+            "mlp",
+            process_group=groups,
+            strategy=strategy,
+            use_orig_params=use_orig_params,
         )
         _train(differential, is_mixed=False)
         _train(differential, is_mixed=True)

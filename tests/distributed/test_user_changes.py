@@ -22,25 +22,6 @@ def _same(model: torch.nn.Module, reference: torch.nn.Module) -> None:
             torch.testing.assert_close(mine, expected)
 
 
-@pytest.mark.trap(18)
-@distributed(world_size=2)
-def test_replaced_data_of_a_gradient_is_used(rank: int, world_size: int) -> None:
-    """`param.grad.data = x`, and a backward that adds to it."""
-    reference = Block()
-    model = fsdp(copy.deepcopy(reference), use_orig_params=True)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
-    for module in (model, reference):
-        module(x).square().mean().backward()
-        for param in module.parameters():
-            if param.grad is not None:
-                param.grad.data = torch.full_like(param, 2.0)
-        module(x).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    _same(model, reference)
-
-
 @distributed(world_size=2)
 def test_frozen_after_wrapping_has_no_gradient(rank: int, world_size: int) -> None:
     """So that weight decay leaves it alone."""

@@ -20,7 +20,7 @@ SEAMS = {
     "fsdp_host_cast": "likewise",
     "fsdp_host_norm": "likewise",
     "fsdp_host_scale": "likewise",
-    "fsdp_nccl_has_watchdog": "whether the thread has ended",
+    "fsdp_nccl_priv_has_watchdog": "whether the thread has ended",
     "fsdp_unit_event_name": "names in the table of transitions",
 }
 COMMENT_OR_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', re.DOTALL)

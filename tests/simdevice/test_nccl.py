@@ -8,9 +8,14 @@ import pytest
 from simdevice.build import build_fake_nccl, build_nccl
 
 TIMEOUT_S = 120
+SANITIZERS = [
+    pytest.param("plain", marks=pytest.mark.only_full),
+    "thread",
+    "address,undefined",
+]
 
 
-@pytest.fixture(scope="module", params=["plain", "thread", "address,undefined"])
+@pytest.fixture(scope="module", params=SANITIZERS)
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:

@@ -5,9 +5,6 @@ with arithmetic.
 """
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ from torch import nn
 from fsdp_c import _native
 from fsdp_c.plan import plan_model
 from fsdp_c.plan._models import ModelSource
-from helpers.distributed import TESTS_DIR
+from helpers.programs import run_program
 
 FACTOR = 4
 GIB = 1 << 30
@@ -25,18 +22,12 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("kind", "large"),
-    [("units", 2_000), ("shared", 600), ("ignored", 600), ("params", 10_000)],
+    [("units", 800), ("shared", 400), ("ignored", 400), ("params", 4_000)],
 )
 def test_calls_grow_with_the_model(kind: str, large: int) -> None:
     """Four times the units, or parameters of one: at most four times the calls."""
-    paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.scale", kind, str(large // FACTOR), str(large)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    counts: dict[str, list[int]] = json.loads(done.stdout)
+    output = run_program("helpers.scale", kind, str(large // FACTOR), str(large))
+    counts: dict[str, list[int]] = json.loads(output)
     assert counts["construction"][0] > large // FACTOR  # calls were counted
     for phase, (few, many) in counts.items():
         assert many <= 1.05 * FACTOR * few, f"{phase}: {few} calls, then {many}"

@@ -40,6 +40,20 @@ typedef struct fsdp_error {
   char message[FSDP_ERROR_MESSAGE_NBYTES];
 } fsdp_error;
 
+/* Makes `error` say that nothing failed. The text is emptied, not cleared: a
+ * record is 1 KiB, and a step makes one in every call. */
+static inline void fsdp_error_clear(fsdp_error *error) {
+  error->status = FSDP_OK;
+  error->line = 0;
+  error->file = 0;
+  error->message[0] = '\0';
+}
+
+/* Declares a record in which nothing has failed. */
+#define FSDP_LOCAL_ERROR(name) \
+  fsdp_error name;             \
+  fsdp_error_clear(&name)
+
 /* Fills `error` (may be NULL) and returns `status`, so that a caller can write
  * `return FSDP_FAIL(...)`. A message that is too long is cut. */
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,

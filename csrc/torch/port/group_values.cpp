@@ -83,7 +83,7 @@ at::Tensor reduce_scalar(Provider &provider, Group &group,
   // Transports have sums only; the maximum is found among all terms.
   const at::Tensor all =
       is_max ? at::empty({group.world_size}, term.options()) : term;
-  fsdp_error error = {};
+  FSDP_LOCAL_ERROR(error);
   uint64_t ticket = 0;
   fsdp_status status = FSDP_OK;
   between_compute(provider, [&] {

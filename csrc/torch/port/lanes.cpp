@@ -68,7 +68,7 @@ void Provider::ranks_failed(const Group &group, const char *cause,
 
 void Provider::call_failed(const Group &group, const fsdp_error &error,
                            const std::string &operation) const {
-  fsdp_error cause = {};
+  FSDP_LOCAL_ERROR(cause);
   if (group.transport->ops->check(group.transport.get(), &cause) != FSDP_OK) {
     ranks_failed(group, cause.message, operation);
   }
@@ -81,7 +81,7 @@ void Provider::run_item(const HostItem &item, bool has_failed) const {
     return;
   }
   fsdp_transport *transport = item.group->transport.get();
-  fsdp_error error = {};
+  FSDP_LOCAL_ERROR(error);
   if (transport->ops->wait(transport, item.channel, item.ticket, &error) ==
       FSDP_OK) {
     meet(*item.group);
@@ -147,7 +147,7 @@ fsdp_status explain_failure(void *context, const fsdp_group *group,
                             fsdp_error *error) {
   GUARDED(error) {
     const Provider &provider = provider_of(context);
-    fsdp_error cause = {};
+    FSDP_LOCAL_ERROR(cause);
     if (group->transport->ops->check(group->transport, &cause) != FSDP_OK) {
       provider.ranks_failed(group_of(group), cause.message,
                             operation_of(provider.log, -1));

@@ -249,7 +249,7 @@ example() {
 suite() { # tests/distributed on CUDA, all ranks on one GPU
   local files=("$@") each
   if ((${#files[@]} == 0)); then
-    for each in training_patterns strategies gradient_accumulation mixed_precision prefetch \
+    for each in training_loops strategies gradient_accumulation mixed_precision prefetch \
       hybrid frozen clip_grad_norm summon memory transports activation_checkpoint outputs \
       traps_backward state_dict_kinds buffers fp16_scaler; do
       files+=("tests/distributed/test_$each.py")

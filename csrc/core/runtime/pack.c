@@ -1,31 +1,18 @@
 /*
- * Unsharded gradients: autograd's gradients are packed into the unit's
- * gradient block, in reduce dtype.
+ * Packing: autograd's gradients go into the unit's gradient block, in reduce
+ * dtype.
  */
 #include <string.h>
 
 #include "runtime/engine_priv.h"
 
-bool fsdp_unit_priv_holds_grads(const fsdp_unit *unit) {
-  return unit->grad_nbytes > 0 &&
-         fsdp_arena_data(unit->engine->arena, unit->grad_client) != NULL;
-}
-
-fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
+fsdp_status fsdp_unit_priv_open_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  void *block = NULL;
 
-  if (fsdp_unit_priv_holds_grads(unit)) return FSDP_OK;
-  FSDP_TRY(fsdp_arena_take(unit->engine->arena, unit->grad_client,
-                           FSDP_LANE_COMPUTE, &block, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    const fsdp_unit_segment *segment = &unit->segments[i];
-    const bool has_grad = segment->is_trainable;
-    unit->grad_data[i] = has_grad ? (char *)block + segment->grad_offset : NULL;
-    unit->stage_data[i] = has_grad && unit->options.offloads
-                              ? (char *)block + segment->grad_stage_offset
-                              : NULL;
-  }
+  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
+  memset(unit->is_filled, 0,
+         (size_t)fsdp_flat_layout_num_params(unit->options.layout));
 done:
   return status;
 }
@@ -44,7 +31,7 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
   fsdp_status status = FSDP_OK;
 
   if (unit->grad_nbytes == 0) goto done; /* of parameters without elements */
-  FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
+  FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
   /* A second gradient of one parameter (a nested backward): add it after the
    * first. Also keeps num_pending within the array. */
   if (is_pending(unit, grad->param)) {
@@ -124,8 +111,16 @@ static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
                    unit->has_reduce_hook ? 1.0 : unit->options.prescale, error);
 }
 
-static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
+void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
+  for (int64_t i = 0; i < unit->num_pending; i++) {
+    views->grad_release(views->context, unit->pending[i].token);
+  }
+  unit->num_pending = 0;
+  unit->pending_nbytes = 0;
+}
+
+static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -133,11 +128,7 @@ static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
     FSDP_TRY(pack_segment(unit, i, fills, error));
   }
 done:
-  for (int64_t i = 0; i < unit->num_pending; i++) {
-    views->grad_release(views->context, unit->pending[i].token);
-  }
-  unit->num_pending = 0;
-  unit->pending_nbytes = 0;
+  fsdp_unit_priv_release_pending(unit);
   return status;
 }
 
@@ -147,41 +138,4 @@ fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
 
 fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit, fsdp_error *error) {
   return pack(unit, true, error);
-}
-
-fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
-                                      fsdp_error *error) {
-  memset(unit->is_filled, 0,
-         (size_t)fsdp_flat_layout_num_params(unit->options.layout));
-  if (!fsdp_unit_priv_holds_grads(unit)) return FSDP_OK;
-  return fsdp_arena_give(unit->engine->arena, unit->grad_client, lane, error);
-}
-
-bool fsdp_unit_holds_grads(const fsdp_unit *unit) {
-  return unit->has_partial ||
-         (unit->engine != NULL && fsdp_unit_priv_holds_grads(unit));
-}
-
-void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit) {
-  const fsdp_view_ops *views = &unit->engine->views;
-  /* What a summoned unit's user sees is not the sharded gradient. */
-  if (!unit->has_sharded_grad || unit->has_partial || unit->is_summoned ||
-      fsdp_unit_priv_holds_grads(unit) ||
-      views->grads_live(views->context, unit->options.owner)) {
-    return;
-  }
-  fsdp_unit_priv_free_grad_shards(unit);
-}
-
-void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
-  fsdp_unit_priv_free_grad_shards(unit);
-}
-
-void fsdp_unit_priv_free_grad_shards(fsdp_unit *unit) {
-  const fsdp_view_ops *views = &unit->engine->views;
-  unit->has_sharded_grad = false;
-  views->grads_free(views->context, unit->options.owner);
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    unit->segments[i].has_grad_shard = false;
-  }
 }

@@ -1,0 +1,581 @@
+"""Loops that are not forward, backward, step: and that still equal the reference."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.distributed import distributed
+from helpers.impl import FSDP, IS_TORCH, assert_idle, memory_stats, needs_fsdp_c
+from helpers.models import DIM, MLP, Block, loss_of, vectors
+from helpers.reference import Differential, assert_same
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+RANKS = (2, 3, 4)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", ["mlp", "called_twice"])
+@distributed(world_size=(2, 3))
+def test_several_forwards_before_one_backward(
+    rank: int, world_size: int, model: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Two or three losses, summed."""
+    differential = Differential.of_model(
+        model, strategy=strategy, use_orig_params=use_orig_params
+    )
+    for num_forwards in (2, 3, 1):
+        differential.zero_grad()
+        differential.forward_backward(num_forwards)
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+@pytest.mark.trap(5)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@distributed(world_size=RANKS)
+def test_forwards_then_backwards(
+    rank: int,
+    world_size: int,
+    order: tuple[int, ...],
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """Three forwards; their backwards in any order; the last one without no_sync."""
+    needs_fsdp_c("frees and reduces only in the first backward, silently or not")
+    differential = Differential.of_model(
+        "called_twice", strategy=strategy, use_orig_params=use_orig_params
+    )
+    for keeps in (False, True):
+        differential.zero_grad()
+        losses = [differential.forward() for _ in range(3)]
+        for position, index in enumerate(order):
+            no_sync = keeps and position < 2
+            with differential.model.no_sync() if no_sync else contextlib.nullcontext():
+                for loss in losses[index]:
+                    loss.backward()
+        assert_idle(differential.model)
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", ["mlp", "called_twice"])
+@distributed(world_size=2)
+def test_backward_twice_with_retain_graph(
+    rank: int, world_size: int, model: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Gradients double."""
+    needs_fsdp_c("frees and reduces only in the first backward, silently or not")
+    differential = Differential.of_model(
+        model, strategy=strategy, use_orig_params=use_orig_params
+    )
+    for _ in range(2):
+        differential.zero_grad()
+        for loss in differential.forward():
+            loss.backward(retain_graph=True)
+            loss.backward()
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_backward_twice_without_retain_graph(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Torch's own error, and training goes on."""
+    needs_fsdp_c("stays in its backward state after an exception")
+    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
+    mean, mine = differential.forward()
+    mean.backward()
+    mine.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        mine.backward()
+    differential.zero_grad()
+    differential.train(2)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["eval", "train", "inference", "a unit"])
+@distributed(world_size=RANKS)
+def test_forwards_without_gradients_anywhere(
+    rank: int, world_size: int, how: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Before the first step, between forward and backward, in no_sync, after."""
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
+    model, reference = differential.model, differential.reference
+
+    def look() -> None:
+        (batch,) = differential.batches()[rank]
+        if how == "eval":
+            differential.evaluate()
+        elif how == "train":
+            with torch.no_grad():
+                differential.forward()
+        elif how == "inference":
+            with torch.inference_mode():
+                assert_same("output", model(batch), reference(batch))
+        else:
+            with torch.no_grad():
+                expected = reference.get_submodule("blocks.1")(batch)
+                assert_same("output", model.blocks[1](batch), expected)
+
+    if not (IS_TORCH and how == "inference"):  # its lazy initialisation
+        look()
+    for _ in range(2):
+        differential.zero_grad()
+        with model.no_sync():
+            differential.forward_backward()
+            look()
+        mean, mine = differential.forward()
+        look()
+        look()
+        mean.backward()
+        mine.backward()
+        look()
+        differential.check()
+        differential.step()
+        look()
+        differential.check()
+
+
+@pytest.mark.trap(5)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", ["step", "write", "backward"])
+@distributed(world_size=RANKS)
+def test_forward_whose_loss_is_dropped(
+    rank: int, world_size: int, what: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Then a step, a write or another backward: on the shards, and not lost."""
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
+    differential.train(1)
+    for _ in range(2):
+        differential.zero_grad()
+        differential.forward_backward()
+        differential.forward()
+        if what == "step":
+            differential.step()
+        elif what == "write":
+            with torch.no_grad():
+                for model in (differential.model, differential.reference):
+                    for param in model.parameters():
+                        param.mul_(0.9)
+        differential.forward_backward()
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+class _SharedModule(nn.Module):
+    """One block that two parents hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Block()
+        self.left = _Parent(shared)
+        self.right = _Parent(shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.right(self.left(x))
+        return out
+
+
+class _Parent(nn.Module):
+    """Its own layer, then the block of both."""
+
+    def __init__(self, shared: Block) -> None:
+        super().__init__()
+        self.own = nn.Linear(DIM, DIM)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.shared(torch.tanh(self.own(x)))
+        return out
+
+
+@pytest.mark.trap(24)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("units", ["parents", "block", "both"])
+@pytest.mark.filterwarnings("ignore:shared between units")
+@distributed(world_size=RANKS)
+def test_module_that_two_units_use(
+    rank: int, world_size: int, units: str, strategy: str, use_orig_params: bool
+) -> None:
+    """As a unit of its own, or with its parameters in the lowest common unit."""
+    if units == "parents":
+        needs_fsdp_c("does not support it")
+    classes = {"parents": {_Parent}, "block": {Block}, "both": {_Parent, Block}}
+    differential = Differential.of_units(
+        _SharedModule,
+        classes[units],
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    assert differential.model.left.shared is differential.model.right.shared
+    differential.train(2)
+    differential.zero_grad()
+    differential.accumulate(2, no_sync=True)
+    differential.check()
+    assert_idle(differential.model)
+
+
+@distributed(world_size=2)
+def test_nested_unit_trained_alone(rank: int, world_size: int) -> None:
+    """A unit inside a model can be run and trained as if it were a root."""
+    needs_fsdp_c("decides the root at the first forward")
+    differential = Differential.of_model("mlp")
+    differential.train(1)
+    differential.zero_grad()
+    block = differential.model.blocks[1]
+    assert isinstance(block, FSDP)
+    reference = differential.reference.get_submodule("blocks.1")
+    batches = differential.batches()
+    for batch in batches:
+        (loss_of(reference(*batch)) / world_size).backward()
+    loss_of(block(*batches[rank])).backward()
+    differential.check()
+    differential.step()
+    differential.train(1)
+
+
+@distributed(world_size=RANKS)
+def test_two_models_trained_in_turn(rank: int, world_size: int) -> None:
+    """A GAN: the generator's gradient passes through the frozen discriminator."""
+    needs_fsdp_c("decides at construction what is trainable")
+    generator, judge = (
+        Differential.of_units(lambda: MLP(2), {Block}, vectors) for _ in range(2)
+    )
+    widen = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
+
+    def losses(batches: Any) -> tuple[Tensor, Tensor]:
+        whole = [
+            loss_of(judge.reference(generator.reference(*batch) @ widen))
+            for batch in batches
+        ]
+        mine = loss_of(judge.model(generator.model(*batches[rank]) @ widen))
+        return torch.stack(whole).mean(), mine
+
+    for _ in range(2):
+        for trained, frozen in ((judge, generator), (generator, judge)):
+            for model in (frozen.model, frozen.reference):
+                model.requires_grad_(False)
+            trained.zero_grad()
+            frozen.zero_grad()
+            for loss in losses(generator.batches()):
+                loss.backward()
+            trained.check()
+            frozen.check()
+            trained.step()
+            for model in (frozen.model, frozen.reference):
+                model.requires_grad_(True)
+    assert_idle(generator.model)
+    assert_idle(judge.model)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_gradient_of_the_input(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """Inputs that require grad get theirs, local to the rank."""
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
+    for _ in range(2):
+        differential.zero_grad()
+        batches = differential.batches()
+        inputs = [batch[0].requires_grad_() for batch in batches]
+        mean, _ = differential.reference_forward(batches)
+        mean.backward()
+        mine = inputs[rank].detach().clone().requires_grad_()
+        loss_of(differential.model(mine)).backward()
+        assert mine.grad is not None
+        expected = inputs[rank].grad
+        assert expected is not None
+        assert_same("input gradient", mine.grad, expected * world_size)
+        differential.check()
+        differential.step()
+
+
+@pytest.mark.trap(5)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("when", ["before", "after", "instead"])
+@distributed(world_size=RANKS)
+def test_autograd_grad_of_the_inputs(
+    rank: int, world_size: int, when: str, strategy: str, use_orig_params: bool
+) -> None:
+    """torch.autograd.grad reaches no parameter: no gradient, no reduction."""
+    needs_fsdp_c("reduces in the first backward only")
+    differential = Differential.of_model(
+        "mlp", strategy=strategy, use_orig_params=use_orig_params
+    )
+    for _ in range(2):
+        differential.zero_grad()
+        batches = differential.batches()
+        for (batch,) in batches:
+            batch.requires_grad_()
+        mean, _ = differential.reference_forward(batches)
+        x = batches[rank][0].detach().clone().requires_grad_()
+        loss = loss_of(differential.model(x))
+        expected = torch.autograd.grad(mean, batches[rank][0], retain_graph=True)[0]
+        if when == "after":
+            loss.backward(retain_graph=True)
+        before = memory_stats(differential.model)["num_reduces"]
+        grad = torch.autograd.grad(loss, x, retain_graph=when == "before")[0]
+        assert memory_stats(differential.model)["num_reduces"] == before
+        assert_same("input gradient", grad, expected * world_size)
+        if when == "before":
+            loss.backward()
+        if when == "instead":
+            differential.check()
+            assert_idle(differential.model)
+            differential.forward_backward()
+        else:
+            mean.backward()
+        differential.check()
+        assert_idle(differential.model)
+        differential.step()
+        differential.check()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=RANKS)
+def test_autograd_grad_of_parameters_is_refused_or_local(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """It cannot be the mean over ranks; training goes on whatever it does."""
+    needs_fsdp_c("is free to do otherwise")
+    differential = Differential.of_model("mlp", strategy=strategy)
+    differential.train(1)
+    (batch,) = differential.batches()[rank]
+    with contextlib.suppress(RuntimeError, ValueError):
+        loss = loss_of(differential.model(batch))
+        torch.autograd.grad(loss, list(differential.model.parameters()))
+    differential.zero_grad()
+    differential.train(2)
+
+
+class _Switched(nn.Module):
+    """Blocks that all run; which of them the output depends on changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.used: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            out = block(x)
+            x = out if index in self.used else x
+        return x
+
+
+@pytest.mark.trap(1)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=RANKS)
+def test_units_without_backward_in_some_steps(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """All ranks leave the same unit's output unused; the next step uses it again."""
+    differential = Differential.of_units(
+        _Switched,
+        {Block},
+        vectors,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    both: tuple[Any, ...] = (differential.reference, differential.model.module)
+    for used in ((0, 1, 2), (0, 2), (1,), (2,), (0, 1, 2), (0,)):
+        for model in both:
+            model.used = used
+        differential.zero_grad()
+        differential.forward_backward()
+        assert_idle(differential.model)
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+class _Experts(nn.Module):
+    """Layers of which a call uses one."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(num_experts))
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        out: Tensor = self.experts[int(expert)](x)
+        return out
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=RANKS)
+def test_ranks_use_different_parameters_of_a_unit(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """A parameter that some ranks do not use counts as zero there."""
+    differential = Differential.of_units(
+        lambda: _Experts(world_size), (), vectors, use_orig_params=use_orig_params
+    )
+    for step in range(3):
+        differential.zero_grad()
+        for index, (batch,) in enumerate(differential.batches()):
+            expert = torch.tensor((index + step) % world_size)
+            out = differential.reference(batch, expert)
+            (loss_of(out) / world_size).backward()
+            if index == rank:
+                loss_of(differential.model(batch, expert)).backward()
+        differential.check()
+        differential.step()
+        differential.check()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_batch_sizes_differ_between_ranks(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """The mean is over ranks, not over samples."""
+    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
+    torch.manual_seed(0)
+    batches = [torch.randn(2 + 3 * r, 6) for r in range(world_size)]
+    for batch in batches:
+        (loss_of(differential.reference(batch)) / world_size).backward()
+    loss_of(differential.model(batches[rank])).backward()
+    differential.check()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD_foreach"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_optimizers(
+    rank: int, world_size: int, use_orig_params: bool, optimizer: str
+) -> None:
+    """Elementwise optimizers step shards as they step whole parameters."""
+    makers: dict[str, Any] = {
+        "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+        "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+        "SGD_foreach": lambda p: torch.optim.SGD(
+            p, lr=1e-2, momentum=0.9, foreach=True
+        ),
+    }
+    differential = Differential.of_model(
+        "mlp",
+        use_orig_params=use_orig_params,
+        optimizer=makers[optimizer],
+        tolerance=1e-3,
+    )
+    differential.train(4)
+
+
+class _PlannedError(RuntimeError):
+    """Raised on purpose."""
+
+
+class _Raises(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        msg = "backward fault"
+        raise _PlannedError(msg)
+
+
+class _Fails(nn.Module):
+    """Fails on demand, in the middle block or in the root itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(6, 2)
+        self.fault = ""
+
+    def forward(self, x: Any) -> Any:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.fault == "forward":
+                msg = "forward fault"
+                raise _PlannedError(msg)
+            if index == 1 and self.fault == "backward":
+                x = _Raises.apply(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["forward", "backward", "inner_forward"])
+@distributed(world_size=(2, 3))
+def test_training_goes_on_after_an_exception(
+    rank: int, world_size: int, where: str, strategy: str, use_orig_params: bool
+) -> None:
+    """The user's exception comes out as it is; the next steps are right."""
+    if where == "backward":
+        needs_fsdp_c("stays in its backward state after an exception")
+    if where == "inner_forward" or strategy == "NO_SHARD":
+        needs_fsdp_c("stays in its forward state after an exception")
+    differential = Differential.of_units(
+        _Fails, {Block}, vectors, strategy=strategy, use_orig_params=use_orig_params
+    )
+    model = differential.model
+
+    def fail(*_: Any) -> None:
+        msg = "forward fault"
+        raise _PlannedError(msg)
+
+    for num_faults in (1, 2):
+        for _ in range(num_faults):
+            (batch,) = differential.batches()[rank]
+            handle = None
+            if where == "inner_forward":
+                inner = model.blocks[1].fc1
+                handle = inner.register_forward_pre_hook(fail)
+            else:
+                model.module.fault = where
+            with pytest.raises(_PlannedError, match="fault"):
+                loss_of(model(batch)).backward()
+            model.module.fault = ""
+            if handle is not None:
+                handle.remove()
+        differential.zero_grad()
+        differential.train(2)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_exception_leaves_earlier_gradients(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Gradients that were complete before the failing forward are kept."""
+    needs_fsdp_c("stays in its forward state after an exception")
+    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
+    differential.forward_backward()
+    with pytest.raises(RuntimeError):
+        differential.model(torch.randn(4, 7))
+    differential.check()
+    differential.step()
+    differential.check()

@@ -1,0 +1,473 @@
+"""The planted faults: small changes of csrc/core/runtime and csrc/torch.
+
+A fault replaces the first `old` in the body of a function by `new`, in which MUTANT
+says whether this fault is the one under test. White space in `old` matches any.
+"""
+
+from dataclasses import dataclass
+
+CORE = "csrc/core"
+TORCH = "csrc/torch"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and the tests of pytest that should notice it first."""
+
+    name: str
+    folder: str
+    function: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+
+def _skip(call: str) -> tuple[str, str]:
+    """Return a replacement that leaves a call out."""
+    return call, f"if (!MUTANT) {call}"
+
+
+def _never(condition: str) -> tuple[str, str]:
+    """Return a replacement that makes an `if` false."""
+    return f"if ({condition})", f"if (({condition}) && !MUTANT)"
+
+
+def _core(name: str, function: str, change: tuple[str, str], *tests: str) -> Fault:
+    return Fault(name, CORE, function, *change, tests)
+
+
+def _torch(name: str, function: str, change: tuple[str, str], *tests: str) -> Fault:
+    return Fault(name, TORCH, function, *change, tests)
+
+
+FAULTS = (
+    # Unshard and reshard.
+    _core(
+        "the all-gather does not wait for copies of replaced parameters",
+        "unshard",
+        _never("any_copied"),
+    ),
+    _core(
+        "compute does not wait for the all-gather",
+        "fsdp_unit_priv_wait_unshard",
+        _skip("FSDP_TRY(ops->event_wait("),
+    ),
+    _core(
+        "the shard is not cast into its slot",
+        "cast_shards",
+        ("if (segment->is_resident)", "if (segment->is_resident || MUTANT)"),
+        "test_mixed_precision.py",
+    ),
+    _core(
+        "the all-gather sends the slot, not the shard",
+        "gather_segments",
+        ("sends_shard ?", "sends_shard && !MUTANT ?"),
+        "test_strategies.py",
+    ),
+    _core(
+        "an unsharded block is not given back",
+        "fsdp_unit_priv_reshard",
+        _skip("FSDP_TRY(fsdp_arena_give("),
+        "test_memory.py",
+    ),
+    _core(
+        "a used block is given back on the lane of all-gathers",
+        "fsdp_unit_priv_reshard",
+        ("was_used ? FSDP_LANE_COMPUTE", "was_used && !MUTANT ? FSDP_LANE_COMPUTE"),
+    ),
+    _core(
+        "a unit kept for backward still shows whole parameters",
+        "fsdp_unit_priv_hide",
+        _skip("FSDP_TRY(ops->show_params("),
+        "test_memory.py",
+    ),
+    _core(
+        "versions of kept parameters are not marked",
+        "fsdp_unit_priv_hide",
+        _skip("ops->mark_params("),
+        "test_traps_gradients.py",
+    ),
+    # Forward.
+    _core(
+        "parameters kept before a write are used after it",
+        "drop_stale_params",
+        ("!ops->params_changed(", "MUTANT | !ops->params_changed("),
+        "test_traps_gradients.py",
+    ),
+    _core(
+        "all-gathers do not wait for the optimizer's step",
+        "begin_iteration",
+        _skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
+    ),
+    _core(
+        "cleared gradients keep their memory",
+        "begin_iteration",
+        _skip("fsdp_unit_priv_drop_cleared_grads("),
+        "test_memory.py",
+    ),
+    _core(
+        "the end of an evaluation does not wait for uploads",
+        "end_iteration",
+        _never("!expects_backward"),
+    ),
+    # Backward.
+    _core(
+        "backward prefetches the unit after the next",
+        "fsdp_engine_priv_prefetch_backward",
+        ("distance = 1", "distance = MUTANT ? 2 : 1"),
+        "test_prefetch.py",
+    ),
+    _core(
+        "backward prefetches units that it has left",
+        "fsdp_engine_priv_prefetch_backward",
+        ("!unit->entered_backward", "(!unit->entered_backward || MUTANT)"),
+        "test_prefetch.py",
+    ),
+    _core(
+        "a prefetch that backward did not use is kept",
+        "finish_unit",
+        ("&& !unit->is_kept", "&& !unit->is_kept && !MUTANT"),
+        "test_traps_backward.py",
+    ),
+    _core(
+        "gradients that a user set before backward are lost",
+        "enter_backward",
+        ("unit->has_sharded_grad = true;", "unit->has_sharded_grad = !MUTANT;"),
+        "test_traps_gradients.py",
+    ),
+    _core(
+        "a partial gradient outlives zero_grad",
+        "enter_backward",
+        ("unit->has_partial && any_live", "unit->has_partial && (any_live || MUTANT)"),
+        "test_traps_sharded_no_sync.py",
+    ),
+    _core(
+        "backward reduces within no_sync",
+        "complete_grads",
+        (
+            "engine->sync != FSDP_SYNC_NONE",
+            "(engine->sync != FSDP_SYNC_NONE || MUTANT)",
+        ),
+        "test_gradient_accumulation.py",
+    ),
+    _core(
+        "SHARD_GRAD_OP does not keep parameters within no_sync",
+        "reshard_after_backward",
+        ("!unit->options.reshard_after", "!MUTANT && !unit->options.reshard_after"),
+        "test_traps_gradients.py",
+    ),
+    _core(
+        "units without all their gradients are not reduced",
+        "fsdp_engine_finish_backward",
+        _skip("FSDP_TRY(complete_leftovers("),
+        "test_strategies.py",
+    ),
+    _core(
+        "the host does not wait for gradients that are offloaded",
+        "fsdp_engine_finish_backward",
+        _skip("FSDP_TRY(fsdp_engine_join_host("),
+    ),
+    # Unsharded gradients.
+    _core(
+        "a second gradient replaces the first",
+        "pending_items",
+        (
+            "unit->is_filled[grad->param] != 0",
+            "unit->is_filled[grad->param] && !MUTANT",
+        ),
+        "test_gradient_accumulation.py",
+    ),
+    _core(
+        "gradients that did not come are not zeroed",
+        "complete_grads",
+        ("reduces ?", "reduces && !MUTANT ?"),
+        "test_strategies.py",
+    ),
+    _core(
+        "the padding of a gradient is not zeroed",
+        "unfilled_items",
+        (
+            "is_end ? info->padded_numel",
+            "is_end ? (MUTANT ? begin : info->padded_numel)",
+        ),
+        "test_traps_gradients.py",
+    ),
+    _core(
+        "gradients are packed without their scale",
+        "pack_segment",
+        ("unit->has_reduce_hook ? 1.0", "unit->has_reduce_hook || MUTANT ? 1.0"),
+        "test_traps_gradients.py",
+    ),
+    _core(
+        "a new gradient is added to that of the last step",
+        "fsdp_unit_priv_drop_grads",
+        _skip("memset("),
+        "test_strategies.py",
+    ),
+    # Reductions.
+    _core(
+        "the mean leaves out the replicas",
+        "accumulate_segments",
+        (
+            "(double)unit->options.replica_group.world_size",
+            "(MUTANT ? 1.0 : (double)unit->options.replica_group.world_size)",
+        ),
+        "test_hybrid.py",
+    ),
+    _core(
+        "the sum is in the dtype of the gradient",
+        "reduce_scatter_segments",
+        (
+            "segment->options.reduce_dtype, error",
+            "MUTANT ? segment->options.grad_dtype : segment->options.reduce_dtype,"
+            " error",
+        ),
+        "test_mixed_precision.py",
+    ),
+    _core(
+        "a second backward replaces the sharded gradient",
+        "adds_to_grads",
+        ("unit->has_sharded_grad", "!MUTANT && unit->has_sharded_grad"),
+        "test_gradient_accumulation.py",
+    ),
+    _core(
+        "replicas are not reduced",
+        "fsdp_unit_priv_enqueue_reduce",
+        ("if (has_replicas)", "if (has_replicas && !MUTANT)"),
+        "test_hybrid.py",
+    ),
+    _core(
+        "replicas are reduced before the shards",
+        "reduce_over_replicas",
+        _skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
+    ),
+    _core(
+        "a reduction does not wait for the gradients",
+        "fsdp_unit_priv_enqueue_reduce",
+        _skip("FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane,"),
+    ),
+    _core(
+        "the partial gradient is not taken in",
+        "fsdp_unit_priv_enqueue_reduce",
+        ("if (unit->has_partial) {", "if (unit->has_partial && !MUTANT) {"),
+        "test_traps_sharded_no_sync.py",
+    ),
+    _core(
+        "the first partial gradient is added to what memory holds",
+        "add_partial",
+        ("to_slot || unit->has_partial", "to_slot || unit->has_partial || MUTANT"),
+        "test_traps_sharded_no_sync.py",
+    ),
+    _core(
+        "the offloaded gradient is not brought back before the sum",
+        "bring_grad",
+        ("if (!adds_to_grads(unit))", "if (MUTANT || !adds_to_grads(unit))"),
+        "test_traps_gradients.py",
+    ),
+    _core(
+        "an offloaded gradient does not wait for its sum",
+        "bring_grad",
+        _skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
+    ),
+    _core(
+        "compute does not wait for reductions",
+        "fsdp_engine_priv_finish_reduces",
+        _skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
+        "test_strategies.py",
+    ),
+    _core(
+        "reductions follow the order of arrival",
+        "fsdp_unit_priv_submit_reduce",
+        (
+            "position < (int64_t)engine->reduce_cursor",
+            "MUTANT || position < (int64_t)engine->reduce_cursor",
+        ),
+        "test_random_models.py",
+    ),
+    _core(
+        "scratch memory is used again at once",
+        "fsdp_engine_priv_take_scratch",
+        _skip("FSDP_TRY(ops->event_wait("),
+    ),
+    # Summon.
+    _core(
+        "what a user writes into summoned parameters is lost",
+        "dismiss_params",
+        (
+            "if (writeback) FSDP_TRY(fsdp_unit_priv_keep",
+            "if (writeback && !MUTANT) FSDP_TRY(fsdp_unit_priv_keep",
+        ),
+        "test_summon.py",
+    ),
+    _core(
+        "what rank 0 writes does not reach the others",
+        "dismiss_params",
+        _never("writeback && unit->summon.on_first_rank_only"),
+        "test_summon.py",
+    ),
+    _core(
+        "a rank without gradients summons what memory holds",
+        "fill_own_slot",
+        (
+            "if (is_grad && !unit->has_sharded_grad)",
+            "if (is_grad && !unit->has_sharded_grad && MUTANT) return FSDP_OK;"
+            "if (is_grad && !unit->has_sharded_grad)",
+        ),
+        "test_summon.py",
+    ),
+    # The bridge: views.
+    _torch(
+        "a replaced parameter is not written into the shard",
+        "take_params",
+        _skip("write_back(unit, param, expected, i);"),
+        "test_replaced_parameters.py",
+    ),
+    _torch(
+        "a write in place goes unnoticed",
+        "params_changed",
+        (
+            "return sum_of_versions(unit) != unit.marked_version",
+            "return !MUTANT && sum_of_versions(unit) != unit.marked_version",
+        ),
+        "test_traps_gradients.py",
+    ),
+    _torch(
+        "whole parameters are viewed in master dtype",
+        "make_views",
+        ("keys, segment.compute", "keys, MUTANT ? segment.master : segment.compute"),
+        "test_mixed_precision.py",
+    ),
+    _torch(
+        "resharded parameters still point at their block",
+        "show_sharded",
+        _skip("detach(unit, *segment.unsharded);"),
+        "test_memory.py",
+        "test_traps_forward.py",
+    ),
+    _torch(
+        "parameters stay whole after a summon",
+        "show_sharded",
+        _skip("show(param, param.sharded);"),
+        "test_summon.py",
+    ),
+    # The bridge: gradients.
+    _torch(
+        "a gradient that a user set is not taken over",
+        "take_one_grad",
+        _never("!is_ours"),
+        "test_traps_gradients.py",
+    ),
+    _torch(
+        "a cleared gradient is not zeroed beside one that is not",
+        "zero_taken_grad",
+        _never("sharded.defined()"),
+        "test_traps_gradients.py",
+    ),
+    _torch(
+        "a new sharded gradient is not zeroed",
+        "ensure_grad_shard",
+        ("is_replaced ?", "is_replaced || MUTANT ?"),
+        "test_replaced_parameters.py",
+        "test_traps_gradients.py",
+        "test_summon.py",
+    ),
+    _torch(
+        "sharded gradients are not freed",
+        "grads_free",
+        _skip("segment.grad_shard = at::Tensor();"),
+        "test_memory.py",
+    ),
+    _torch(
+        "gradients hidden during forward do not come back",
+        "fsdp_torch_unit_post_forward",
+        _skip("fsdp_torch::show_hidden_grads(self);"),
+        "test_gradient_accumulation.py",
+    ),
+    _torch(
+        "a gradient stays on the parameter",
+        "take_grad",
+        _skip("param.tensor.mutable_grad() = at::Tensor();"),
+        "test_strategies.py",
+        "test_memory.py",
+    ),
+    _torch(
+        "a unit expects one gradient less",
+        "expect_grads",
+        (
+            "fsdp_unit_expect_grads(unit.core, num_grads)",
+            "fsdp_unit_expect_grads(unit.core, num_grads - (MUTANT ? 1 : 0))",
+        ),
+        "test_strategies.py",
+        "test_memory.py",
+    ),
+    _torch(
+        "units whose gradients do not all come wait for the end of backward",
+        "expect_grads",
+        _never("!comes_all"),
+        "test_frozen.py",
+        "test_strategies.py",
+    ),
+    _torch(
+        "recomputation counts as a forward",
+        "is_recomputation",
+        ("fsdp_engine_in_backward(", "!MUTANT && fsdp_engine_in_backward("),
+        "test_activation_checkpoint.py",
+    ),
+    _torch(
+        "the end of backward is not queued by a gradient without outputs",
+        "hand_over",
+        _never("!fsdp_engine_in_backward(engine->core)"),
+        "test_outputs.py",
+        "test_random_models.py",
+        "test_training_loops.py",
+        "test_traps_forward.py",
+    ),
+    _torch(
+        "inputs are cast within units too",
+        "fsdp_torch_unit_input_cast",
+        (
+            "is_root && self.cast_root_forward_inputs",
+            "(is_root || MUTANT) && self.cast_root_forward_inputs",
+        ),
+        "test_mixed_precision.py",
+        "test_traps_dtypes.py",
+    ),
+    # The bridge: collectives and what follows them.
+    _torch(
+        "gloo's gather leaves out this rank's slot",
+        "gather_by_broadcasts",
+        _never("slot != input"),
+        "test_transports.py",
+    ),
+    _torch(
+        "gloo's sum adds the first rank twice",
+        "reduce_by_all_to_all",
+        ("pieces[1]", "pieces[MUTANT ? 0 : 1]"),
+        "test_transports.py",
+    ),
+    _torch(
+        "a lane's work is not waited for",
+        "Provider::wait",
+        _skip("run_until("),
+        "test_strategies.py",
+    ),
+    _torch(
+        "a hook's own memory is not copied",
+        "run_hook",
+        _never("result.data_ptr() != own.data_ptr()"),
+        "test_comm_hooks.py",
+    ),
+    _torch(
+        "a hook on a flat parameter does not change its gradient",
+        "run_grad_hooks",
+        _skip("segment.grad_shard.copy_("),
+        "test_flat_parameter_hooks.py",
+    ),
+    _torch(
+        "who follows a reduction sees the sum of two backwards",
+        "add_earlier_grad",
+        _skip("segment.earlier_grad.add_("),
+        "test_flat_parameter_hooks.py",
+        "test_optimizer_in_backward.py",
+    ),
+)

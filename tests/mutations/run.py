@@ -1,0 +1,195 @@
+"""Shows which test of the short suite notices each planted fault.
+
+    python tests/mutations/run.py                  all faults; a table
+    python tests/mutations/run.py prefetch gloo    those with such a word in their name
+    python tests/mutations/run.py --apply          only check that all faults apply
+
+All faults are built into one copy of the tree, in build/mutations, each behind a test
+of the environment variable FSDP_C_MUTANT. So there is one build, and each fault costs
+the tests that it takes to notice it: for the core first the C tests, then pytest with
+its default, pairs of parameters. Needs what `make build` and `make c-test` need. Ends
+with 1 if nothing notices a fault.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from faults import CORE, FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = ROOT / "build" / "mutations"
+C_TESTS = ("test_engine", "test_arena", "test_order")
+# Run after the fault's own tests, until one fails.
+GENERAL = (
+    "test_strategies.py",
+    "test_memory.py",
+    "test_traps_gradients.py",
+    "test_traps_backward.py",
+    "test_mixed_precision.py",
+    "test_summon.py",
+    "test_random_models.py",
+)
+TEST_TIMEOUT_S = 1200
+HEADER = """\
+#ifndef FSDP_C_MUTANT_H
+#define FSDP_C_MUTANT_H
+#include <stdlib.h>
+#include <string.h>
+static inline int fsdp_is_mutant(const char *name) {
+  const char *chosen = getenv("FSDP_C_MUTANT");
+  return chosen != NULL && strcmp(chosen, name) == 0;
+}
+#endif
+"""
+
+
+def body_of(text: str, function: str) -> tuple[int, int] | None:
+    """Return where the body of a function begins and ends."""
+    definition = re.compile(
+        rf"^[ \t]*[a-z][\w:<>,*&\s]*[\s*&]{re.escape(function)}\([^;{{}}]*\)"
+        r"\s*(?:const|noexcept|override|\s)*\{",
+        re.MULTILINE,
+    )
+    found = definition.search(text)
+    if found is None:
+        return None
+    depth, end = 1, found.end()
+    while depth > 0:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+    return found.end(), end
+
+
+def plant(fault: Fault, texts: dict[Path, str]) -> None:
+    """Change the text of the file that holds the fault's function."""
+    places = {
+        path: body
+        for path, text in texts.items()
+        if str(path.relative_to(ROOT)).startswith(fault.folder)
+        and (body := body_of(text, fault.function)) is not None
+    }
+    if len(places) != 1:
+        sys.exit(f"'{fault.name}': {fault.function} is defined in {len(places)} files")
+    ((path, (begin, end)),) = places.items()
+    body = texts[path][begin:end]
+    old = re.compile(r"\s*".join(map(re.escape, fault.old.split())))
+    new = fault.new.replace("MUTANT", f'fsdp_is_mutant("{fault.name}")')
+    changed, count = old.subn(lambda _: new, body, count=1)
+    if count != 1:
+        sys.exit(f"'{fault.name}': {fault.function} does not hold\n  {fault.old}")
+    texts[path] = texts[path][:begin] + changed + texts[path][end:]
+
+
+def plant_all() -> dict[Path, str]:
+    """Return the sources that have faults, with all of them."""
+    paths = [p for each in ("*.c", "*.cpp") for p in (ROOT / "csrc").rglob(each)]
+    before = {path: path.read_text() for path in paths}
+    texts = dict(before)
+    for fault in FAULTS:
+        plant(fault, texts)
+    include = f'#include "{TREE}/mutant.h"\n'
+    return {p: include + text for p, text in texts.items() if text != before[p]}
+
+
+def copy_tree(changed: dict[Path, str]) -> None:
+    """Copy what git knows, with changes; leave what is there already."""
+    names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
+    for path in (ROOT / name for name in names.splitlines()):
+        if not path.is_file():
+            continue
+        content = changed[path].encode() if path in changed else path.read_bytes()
+        target = TREE / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists() or target.read_bytes() != content:
+            target.write_bytes(content)
+    (TREE / "mutant.h").write_text(HEADER)
+
+
+def run(command: list[str], folder: Path, **env: str) -> subprocess.CompletedProcess:
+    """Run a command in the copy."""
+    return subprocess.run(
+        command,
+        cwd=TREE / folder,
+        env={**os.environ, "PYTHONPATH": str(TREE), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TEST_TIMEOUT_S,
+    )
+
+
+def build() -> list[str]:
+    """Build the extension and the C tests; return the names of these."""
+    steps = ("build_clib", "build_ext", "--inplace")
+    made = run([sys.executable, "setup.py", "-q", *steps], Path(), CFLAGS="-w")
+    if made.returncode != 0:
+        sys.exit(made.stdout[-3000:] + made.stderr[-3000:])
+    folder = TREE / "tests" / "c"
+    names = sorted(
+        p.stem for p in folder.glob("test_*.c") if p.stem.startswith(C_TESTS)
+    )
+    jobs = f"-j{os.cpu_count()}"
+    make = ["make", jobs, "asan", "CC=gcc -w", f"TESTS={' '.join(names)}"]
+    made = run(make, Path("tests/c"))
+    if made.returncode != 0:
+        sys.exit(made.stdout[-3000:] + made.stderr[-3000:])
+    return names
+
+
+def noticed_in_c(fault: str, tests: list[str]) -> str | None:
+    """Return the first C test that fails, and its message."""
+    for test in tests:
+        try:
+            result = run([f"build/asan/{test}"], Path("tests/c"), FSDP_C_MUTANT=fault)
+        except subprocess.TimeoutExpired:
+            return f"{test}.c: does not end"
+        if result.returncode != 0:
+            output = result.stdout
+            names = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
+            return f"{test}.c: {names[0] if names else 'ends by a signal'}"
+    return None
+
+
+def noticed_in_python(fault: str, tests: tuple[str, ...]) -> str | None:
+    """Return the first test of pytest that fails."""
+    files = [f"tests/distributed/{name}" for name in dict.fromkeys((*tests, *GENERAL))]
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+    try:
+        result = run([*command, *files], Path(), FSDP_C_MUTANT=fault)
+    except subprocess.TimeoutExpired:
+        return f"{files[0]} does not end"
+    if result.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) tests/\w+/(\S+)", result.stdout, re.MULTILINE)
+    return found.group(1) if found else result.stdout[-300:]
+
+
+def main() -> int:
+    """Print one row of a table for each fault."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="parts of names")
+    parser.add_argument("--apply", action="store_true", help="build and run nothing")
+    arguments = parser.parse_args()
+    changed = plant_all()
+    if arguments.apply:
+        return 0
+    copy_tree(changed)
+    c_tests = build()
+    unnoticed = 0
+    for fault in FAULTS:
+        if arguments.words and not any(w in fault.name for w in arguments.words):
+            continue
+        noticed = noticed_in_c(fault.name, c_tests) if fault.folder == CORE else None
+        noticed = noticed or noticed_in_python(fault.name, fault.tests)
+        unnoticed += noticed is None
+        print(f"| {fault.name} | {noticed or '**nothing**'} |", flush=True)
+    print(f"{unnoticed} faults that nothing noticed")
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
