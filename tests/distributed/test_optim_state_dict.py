@@ -353,9 +353,10 @@ def test_few_exchanges(
         if nbytes == 1 and TEST_DEVICE == "cpu":
             assert num_saves == 1
             assert num_loads == (0 if is_free else 1)
-        else:  # on a device results count, too
-            assert 1 <= num_saves < num_units
-            assert (num_loads == 0) if is_free else (1 <= num_loads < num_units)
+        else:  # on a device results count, too: a batch may be one unit
+            most = num_units - 1 if TEST_DEVICE == "cpu" else num_units
+            assert 1 <= num_saves <= most
+            assert (num_loads == 0) if is_free else (1 <= num_loads <= most)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
