@@ -6,6 +6,8 @@
 #                   CUDA kernels where there is nvcc, and runs them where there is a GPU)
 #   make help       the other targets
 #
+# A push runs .ci/run, a night `make nightly` (docs/CONTRIBUTING.md).
+#
 # Another torch:        make train TORCH='torch==2.11.0'
 # An own environment:   make train VENV=/path/to/venv  (torch in it is kept)
 
@@ -16,9 +18,11 @@ VENV_FLAGS ?=
 OUT ?= out
 # make sim-test SIM_FLAGS=--one-each: one set of parameters of each test function.
 SIM_FLAGS ?=
-
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
+BUILD_IN_PLACE = $(BIN)/python setup.py -q build_ext --inplace
+# As pip names it; in torch.__version__ some builds add more.
+TORCH_VERSION = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')
 TOOLS := $(VENV)/.fsdp_c-tools
 BUILT := $(VENV)/.fsdp_c-built
 SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.map' -o -name '*.cu')
@@ -29,7 +33,8 @@ export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test sim-test c-test lint format bench gpu-bench build clean
+.PHONY: help train test pytest test-all sim-test c-test lint formats types rules format tidy \
+  bench gpu-bench build wheel debug profile nightly clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -40,8 +45,14 @@ train: $(BUILT) ## train the example, compare it with the unsharded model first
 	  $$(python -c 'import torch; print(torch.cuda.device_count() or 2)') \
 	  examples/train_lm.py --verify --out $(OUT)
 
-test: $(BUILT) c-test ## all tests; compiles the CUDA kernels where there is nvcc
+test: c-test pytest ## what a push needs: C tests with sanitizers, then pytest
+
+pytest: $(BUILT)
 	python -m pytest
+
+test-all: $(BUILT) c-test ## every combination, also on the simulated accelerator: hours
+	python -m pytest --full
+	$(MAKE) sim-test SIM_FLAGS=--full
 
 sim-test: $(BUILT) ## the distributed tests on the simulated accelerator (docs/internals/simdevice.md)
 	FSDP_C_TEST_DEVICE=sim python -m pytest tests/distributed tests/checkpoint \
@@ -51,13 +62,27 @@ c-test: ## the C tests, with address and undefined behaviour sanitizers
 	$(MAKE) -C tests/c -j$(shell nproc) asan
 	$(MAKE) -C tests/c abi
 
-lint: $(BUILT) ## formats, types, room order, symbols, words
+lint: formats types rules ## formats, types, room order, symbols, words
+
+formats: $(TOOLS)
 	clang-format --style=file:csrc/.clang-format --dry-run -Werror $(C_FILES)
 	ruff check
 	ruff format --check
+
+types: $(BUILT)
 	mypy
 	python -m mypy.stubtest fsdp_c._native
+
+rules: $(BUILT)
 	python -m pytest -q tests/lint
+
+tidy: $(TOOLS) ## clang-tidy over the C rooms (csrc/.clang-tidy)
+	python -m pip install -q clang-tidy==22.1.8
+	printf '%s\n' $(wildcard csrc/*/*.c csrc/core/*/*.c) | \
+	  xargs -P $(shell nproc) -n 4 clang-tidy --quiet --warnings-as-errors='*' \
+	    --extra-arg-before=-std=c11 -- -D_GNU_SOURCE -Icsrc/core -Icsrc \
+	    -I$$(python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+	    -DFSDP_C_VERSION='""' -DFSDP_C_TORCH_VERSION='""' -DFSDP_C_CUDA=0
 
 format: $(TOOLS) ## rewrite all files in the common format
 	clang-format --style=file:csrc/.clang-format -i $(C_FILES)
@@ -74,19 +99,46 @@ gpu-bench: $(BUILT) ## steps on GPUs against torch's FSDP1 and FSDP2
 
 build: $(BUILT) ## the extension, in place
 
+wheel: $(BUILT) ## a wheel in dist/, tried in a fresh environment without a compiler
+	rm -rf dist build/wheel-venv
+	python -m pip wheel -q --no-build-isolation --no-deps -w dist .
+	python -m venv build/wheel-venv
+	build/wheel-venv/bin/python -m pip install -q dist/*.whl torch==$(TORCH_VERSION)
+	cd build/wheel-venv && env -i PATH=bin OMP_NUM_THREADS=1 bin/torchrun \
+	  --standalone --nproc-per-node 2 ../../.ci/smoke.py
+
+# The next `make build` makes the usual extension again, from the objects it has.
+debug: $(TOOLS) ## the extension without optimisation, with symbols and asserts, in place
+	rm -f $(BUILT)
+	FSDP_C_DEBUG=1 $(BUILD_IN_PLACE)
+
+profile: $(BUILT) ## callgrind of one training step, functions by cost, in $(OUT)/profile
+	rm -rf $(OUT)/profile && mkdir -p $(OUT)/profile
+	valgrind -q --tool=callgrind --callgrind-out-file=$(OUT)/profile/callgrind.out \
+	  python benchmarks/host_instructions.py --counted fsdp_c-orig --steps 1 \
+	  --warmup 3 --worker-folder $(OUT)/profile
+	callgrind_annotate $(OUT)/profile/callgrind.out.1 >$(OUT)/profile/all.txt
+	sed -n '1,/^---.*$$/!p' $(OUT)/profile/all.txt | grep -e PROGRAM -e _native | head -40
+
+nightly: ## what one machine can check in a night; each part once, then the verdict
+	.ci/nightly
+
 clean: ## remove what was built (not the virtual environment)
 	rm -rf build dist fsdp_c.egg-info fsdp_c/_native*.so fsdp_c/_cuda.so $(BUILT) \
 	  .mypy_cache .pytest_cache .ruff_cache
 	$(MAKE) -C tests/c clean
 
-# torch first and only if there is none: pip must never replace it.
+# torch first and only if there is none: pip must never replace it, not for the sake
+# of a tool either.
 $(TOOLS): requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(BIN)/python -m pip install '$(TORCH)'
-	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	$(BIN)/python -m pip install -q -r requirements-dev.txt torch==$(TORCH_VERSION)
 	touch $@
 
+# setup.py shows its progress, pip would not; pip then finds everything compiled.
 $(BUILT): $(TOOLS) setup.py pyproject.toml $(SOURCES)
+	$(BUILD_IN_PLACE)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	touch $@

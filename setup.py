@@ -1,29 +1,33 @@
-"""Builds fsdp_c: the C rooms as static libraries, one C++ extension around them.
+"""Builds fsdp_c: one extension of the C rooms and the C++ bridge.
+
+Torch's BuildExtension is not used: it compiles `.c` files as C++, and its progress is
+the whole command line of each compiler.
 
 Environment switches: FSDP_C_DEBUG=1 (no optimisation, asserts and symbols),
 FSDP_C_SANITIZE=1 (address and undefined behaviour sanitizers; preload libasan
 to import the result), FSDP_C_CUDA=0|1 (the CUDA kernels: never, or insist; without
-it they are built where nvcc is found and torch is a CUDA build). Torch's own
-MAX_JOBS limits the jobs.
+it they are built where nvcc is found and torch is a CUDA build), MAX_JOBS (how many
+compilers run at a time), CC, CXX, CFLAGS, CXXFLAGS and LDFLAGS.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from runpy import run_path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import setuptools
-from setuptools.command.build_clib import build_clib
+from setuptools.command.build_ext import build_ext
 
 VERSION = "0.1.0"
 
@@ -46,8 +50,8 @@ def switch(name: str) -> bool:
     return value == "1"
 
 
-def find_compiler(variable: str, fallback: str) -> None:
-    """Check that the compiler which ``variable`` names is there."""
+def find_compiler(variable: str, fallback: str) -> list[str]:
+    """Return the command of the compiler that ``variable`` names."""
     command = shlex.split(
         os.environ.get(variable) or sysconfig.get_config_var(variable) or fallback
     )
@@ -56,6 +60,7 @@ def find_compiler(variable: str, fallback: str) -> None:
             f"the compiler {command[0]!r} is not on PATH, install gcc and g++ or "
             f"set {variable}"
         )
+    return command
 
 
 if not sys.platform.startswith("linux"):
@@ -79,8 +84,8 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
     )
 if not Path(sysconfig.get_path("include"), "Python.h").is_file():
     stop("Python.h is missing, install the python3-dev package of this Python")
-find_compiler("CC", "cc")
-find_compiler("CXX", "c++")
+CC = find_compiler("CC", "cc")
+CXX = find_compiler("CXX", "c++")
 
 
 def wants_cuda() -> bool:
@@ -97,12 +102,12 @@ def wants_cuda() -> bool:
     return switch("FSDP_C_CUDA")
 
 
-from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+from torch.utils import cpp_extension  # noqa: E402
 
 DEBUG = switch("FSDP_C_DEBUG")
 SANITIZE = switch("FSDP_C_SANITIZE")
 CUDA = wants_cuda()
-JOBS = int(os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0)))))
+JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 # Kept between builds, also those that pip starts, so that they are incremental.
 BUILD_DIR = (
@@ -112,23 +117,25 @@ BUILD_DIR = (
 )
 HEADERS = sorted(glob("csrc/**/*.h*", recursive=True))
 SOURCES = sorted(glob("csrc/**/*.c*", recursive=True))
-BRIDGE_SOURCES = sorted(glob("csrc/torch/**/*.cpp", recursive=True))
 CUDA_SOURCES = [*sorted(glob("csrc/cuda/*")), "csrc/core/base/status.c", *HEADERS]
 EXPORTS = "csrc/exports.map"
 
-MACROS = [
-    ("FSDP_C_VERSION", f'"{VERSION}"'),
-    ("FSDP_C_TORCH_VERSION", f'"{torch.__version__}"'),
-    ("FSDP_C_CUDA", "1" if CUDA else "0"),
-]
-# Absolute because ninja runs elsewhere; __FILE__ stays relative all the same.
-ROOT = Path(__file__).resolve().parent
-COMMON_FLAGS = [f"-fmacro-prefix-map={ROOT}/=", "-fPIC", "-fvisibility=hidden"]
-# -iquote and not -I: <torch/...> must never find a header of csrc/torch.
-COMMON_FLAGS += ["-iquote", f"{ROOT}/csrc/core", "-iquote", f"{ROOT}/csrc"]
-COMMON_FLAGS += ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O2", "-g0"]
 SANITIZE_FLAGS = ["-fsanitize=address,undefined"] if SANITIZE else []
-COMMON_FLAGS += SANITIZE_FLAGS
+# -iquote and not -I: <torch/...> must never find a header of csrc/torch.
+COMMON_FLAGS = [
+    f'-DFSDP_C_VERSION="{VERSION}"',
+    f'-DFSDP_C_TORCH_VERSION="{torch.__version__}"',
+    f"-DFSDP_C_CUDA={int(CUDA)}",
+    *(["-O0", "-g"] if DEBUG else ["-O2", "-DNDEBUG"]),
+    *SANITIZE_FLAGS,
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-iquote",
+    "csrc/core",
+    "-iquote",
+    "csrc",
+]
 C_FLAGS = [
     "-std=c11",
     "-Wall",
@@ -145,62 +152,153 @@ C_FLAGS = [
     "-Wwrite-strings",
     "-Wimplicit-fallthrough",
 ]
-PYTHON_FLAGS = [
-    "-isystem",
-    sysconfig.get_path("include"),
-    "-Wno-cast-function-type",  # METH_KEYWORDS needs the cast
-]
-# Loops over elements: all vectorised, products and sums not fused.
-HOST_FLAGS = ["-ffp-contract=off", *([] if DEBUG else ["-O3"])]
 CXX_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion"]
+for folder in (sysconfig.get_path("include"), *cpp_extension.include_paths()):
+    CXX_FLAGS += ["-isystem", folder]
+# In host all loops over elements are vectorised, products and sums not fused.
+# In python METH_KEYWORDS needs the cast.
+ROOM_FLAGS = {
+    "core": [],
+    "host": ["-ffp-contract=off", *([] if DEBUG else ["-O3"])],
+    "nccl": ["-D_GNU_SOURCE"],
+    "python": ["-isystem", sysconfig.get_path("include"), "-Wno-cast-function-type"],
+    "shm": ["-D_GNU_SOURCE"],
+}
 
 
-def is_older(target: str, sources: list[str]) -> bool:
-    """Return whether ``target`` is missing or older than one of ``sources``."""
-    if not os.path.exists(target):
-        return True
-    built = os.path.getmtime(target)
-    return any(os.path.getmtime(source) > built for source in sources)
+def flags_of(variable: str) -> list[str]:
+    """Return the flags in the environment variable ``variable``."""
+    return shlex.split(os.environ.get(variable, ""))
 
 
-class BuildLibraries(build_clib):
-    """build_clib that compiles only what is out of date, several at a time."""
+@dataclass(frozen=True)
+class Step:
+    """One run of a compiler: writes ``target`` and, to ``target``.d, what it read."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.build_temp = self.build_clib = BUILD_DIR
+    name: str
+    target: str
+    command: list[str]
 
-    def build_libraries(self, libraries: list[tuple[str, dict[str, Any]]]) -> None:
-        for name, info in libraries:
-            with ThreadPoolExecutor(JOBS) as pool:
-                objects = list(pool.map(partial(self.update, info), info["sources"]))
-            archive = self.compiler.library_filename(name, output_dir=BUILD_DIR)
-            # Anew: an archive keeps the objects of sources that are gone.
-            Path(archive).unlink(missing_ok=True)
-            self.compiler.create_static_lib(objects, name, output_dir=BUILD_DIR)
-
-    def update(self, info: dict[str, Any], source: str) -> str:
-        """Return the object of ``source``, compiled unless it is up to date."""
-        (target,) = self.compiler.object_filenames([source], output_dir=BUILD_DIR)
-        if is_older(target, [source, *info["obj_deps"][""]]):
-            self.compiler.compile(
-                [source],
-                output_dir=BUILD_DIR,
-                macros=info["macros"],
-                extra_postargs=info["cflags"],
+    def is_done(self) -> bool:
+        """Return whether neither the command nor a file that it read has changed."""
+        try:
+            done = Path(f"{self.target}.done").read_text()
+            read = Path(f"{self.target}.d").read_text().replace("\\\n", " ").split()
+            built = os.path.getmtime(self.target)
+            return done == shlex.join(self.command) and all(
+                os.path.getmtime(path) <= built for path in read[1:]
             )
-        return target
+        except FileNotFoundError:
+            return False
+
+    def run(self) -> None:
+        """Run the compiler; end the build with its message if it fails."""
+        done = Path(f"{self.target}.done")
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.unlink(missing_ok=True)
+        result = subprocess.run(self.command, check=False, stderr=subprocess.PIPE)
+        sys.stderr.write(result.stderr.decode(errors="replace"))
+        if result.returncode != 0:
+            stop(f"{self.name} does not compile (see above)")
+        done.write_text(shlex.join(self.command))
 
 
-class BuildBridge(BuildExtension):
-    """BuildExtension whose objects outlive pip's temporary directory.
+def compilation(source: str, command: list[str]) -> Step:
+    """Describe the compilation of one source."""
+    target = f"{BUILD_DIR}/{source.removeprefix(f'{BUILD_DIR}/')}.o"
+    output = ["-MMD", "-MF", f"{target}.d", "-c", source, "-o", target]
+    return Step(source, target, [*command, *output])
+
+
+def room_steps() -> list[Step]:
+    """Describe the compilations of the C rooms."""
+    command = [*CC, *C_FLAGS, *COMMON_FLAGS]
+    return [
+        compilation(source, [*command, *flags, *flags_of("CFLAGS")])
+        for room, flags in ROOM_FLAGS.items()
+        for source in sorted(glob(f"csrc/{room}/**/*.c", recursive=True))
+    ]
+
+
+def bridge_steps(num_files: int = 4) -> list[Step]:
+    """Describe the compilations of the bridge, several sources each.
+
+    Torch's headers take a compiler longer than a source of ours, so each compiler run
+    reads them for several sources. Sources stay in order and each run gets about as
+    many bytes, so that one that changes compiles few others again. A
+    precompiled header saves less: it takes two runs' time and 560 MB, and each run
+    with it still instantiates torch's inline code, which is half of the work.
+    """
+    sources = sorted(glob("csrc/torch/**/*.cpp", recursive=True))
+    nbytes = [Path(source).stat().st_size for source in sources]
+    joined: list[list[str]] = [[] for _ in range(num_files)]
+    begin = 0
+    for source, size in zip(sources, nbytes, strict=True):
+        joined[(begin + size // 2) * num_files // sum(nbytes)].append(source)
+        begin += size
+    command = [*CXX, *CXX_FLAGS, *COMMON_FLAGS]
+    command += flags_of("CXXFLAGS") or flags_of("CFLAGS")
+    steps = []
+    for index, names in enumerate(joined):
+        text = "".join(f'#include "{name.removeprefix("csrc/")}"\n' for name in names)
+        path = Path(BUILD_DIR, f"bridge_{index}.cpp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        step = compilation(str(path), command)
+        steps.append(replace(step, name=f"{names[0]} ... {names[-1]}"))
+    return steps
+
+
+def run_steps(steps: list[Step]) -> None:
+    """Run the steps that are not done, JOBS at a time, and show the progress."""
+    steps = [step for step in steps if not step.is_done()]
+    numbers = itertools.count(1)
+
+    def run(step: Step) -> None:
+        print(f"[{next(numbers)}/{len(steps)}] {step.name}", flush=True)
+        step.run()
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        futures = [pool.submit(run, step) for step in steps]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def link_step(objects: list[str]) -> Step:
+    """Describe how the extension is linked.
+
+    The export list also localises the weak symbols that torch's headers leave
+    in every object, which -fvisibility=hidden does not.
+    """
+    target = f"{BUILD_DIR}/_native.so"
+    Path(f"{target}.d").write_text(f"{target}: {' '.join([*objects, EXPORTS])}")
+    command = [*CXX, "-shared", *SANITIZE_FLAGS, *objects, "-o", target]
+    command += [f"-L{path}" for path in cpp_extension.library_paths()]
+    command += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    # Before glibc 2.34 -ldl was a library of its own.
+    command += ["-pthread", "-ldl", f"-Wl,--version-script={EXPORTS}"]
+    return Step("_native.so", target, [*command, *flags_of("LDFLAGS")])
+
+
+class BuildNative(build_ext):
+    """build_ext that keeps what it compiles and compiles only what is out of date.
 
     The CUDA kernels are a library of their own beside the extension, without torch.
     """
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.build_temp = BUILD_DIR
+    def build_extension(self, ext: setuptools.Extension) -> None:
+        # The bridge first: its compilations are the long ones.
+        compilations = [*bridge_steps(), *room_steps()]
+        run_steps(compilations)
+        link = link_step([step.target for step in compilations])
+        run_steps([link])
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(link.target, target)
 
     def run(self) -> None:
         super().run()
@@ -223,81 +321,20 @@ class BuildBridge(BuildExtension):
         return [*outputs, str(target)] if CUDA else outputs
 
 
-def library(name: str, pattern: str, flags: list[str]) -> tuple[str, dict[str, Any]]:
-    """Describe one static library of C sources."""
-    return name, {
-        "sources": sorted(glob(pattern, recursive=True)),
-        "obj_deps": {"": [*HEADERS, "setup.py"]},
-        "macros": MACROS,
-        "cflags": [*C_FLAGS, *COMMON_FLAGS, *flags],
-    }
-
-
-def joined_sources(num_files: int = 6) -> list[str]:
-    """Write files that include the bridge's sources, several each; return them.
-
-    Torch's headers take a compiler longer than a source of ours, so each compiler run
-    reads them for several sources. Sources stay in order and each file gets about as
-    many bytes, so that one that changes compiles few others again.
-    """
-    nbytes = [Path(source).stat().st_size for source in BRIDGE_SOURCES]
-    texts = [""] * num_files
-    begin = 0
-    for source, size in zip(BRIDGE_SOURCES, nbytes, strict=True):
-        index = (begin + size // 2) * num_files // sum(nbytes)
-        texts[index] += f'#include "{Path(source).relative_to("csrc")}"\n'
-        begin += size
-    paths = []
-    for index, text in enumerate(texts):
-        path = Path(BUILD_DIR, f"bridge_{index}.cpp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
-        paths.append(str(path))
-    return paths
-
-
-def bridge() -> setuptools.Extension:
-    """Describe the extension: the C++ bridge, linked with the C libraries.
-
-    The export list also localises the weak symbols that torch's headers leave
-    in every object, which -fvisibility=hidden does not.
-    """
-    extension = CppExtension(
-        "fsdp_c._native",
-        joined_sources(),
-        define_macros=MACROS,
-        depends=[*HEADERS, *SOURCES, EXPORTS, "setup.py"],
-        extra_link_args=[
-            "-Wl,-u,PyInit__native",
-            "-pthread",
-            "-ldl",  # before glibc 2.34 these were libraries of their own
-            f"-Wl,--version-script={EXPORTS}",
-            *SANITIZE_FLAGS,
-        ],
-    )
-    torch_dirs = extension.include_dirs
-    extension.include_dirs = []
-    extension.extra_compile_args = {
-        "cxx": [
-            *CXX_FLAGS,
-            *COMMON_FLAGS,
-            *(flag for path in torch_dirs for flag in ("-isystem", path)),
-        ]
-    }
-    return extension
+def is_older(target: str, sources: list[str]) -> bool:
+    """Return whether ``target`` is missing or older than one of ``sources``."""
+    if not os.path.exists(target):
+        return True
+    built = os.path.getmtime(target)
+    return any(os.path.getmtime(source) > built for source in sources)
 
 
 setuptools.setup(
     version=VERSION,
-    # The linker reads them in this order: each room uses core.
-    libraries=[
-        library("fsdp_python", "csrc/python/*.c", PYTHON_FLAGS),
-        library("fsdp_nccl", "csrc/nccl/*.c", ["-D_GNU_SOURCE", "-pthread"]),
-        library("fsdp_shm", "csrc/shm/*.c", ["-D_GNU_SOURCE"]),
-        library("fsdp_host", "csrc/host/*.c", HOST_FLAGS),
-        library("fsdp_core", "csrc/core/**/*.c", []),
+    ext_modules=[
+        setuptools.Extension(
+            "fsdp_c._native", SOURCES, depends=[*HEADERS, EXPORTS, "setup.py"]
+        )
     ],
-    ext_modules=[bridge()],
-    cmdclass={"build_clib": BuildLibraries, "build_ext": BuildBridge},
+    cmdclass={"build_ext": BuildNative},
 )

@@ -1,8 +1,8 @@
 """What the benchmarks share: worker processes, interleaving, tables, environment.
 
-Every figure is the smallest of several medians. Each median comes from a fresh
-process that runs one implementation only, and the rounds are interleaved, so that
-neither a neighbour on the machine nor the order of the runs favours one of them.
+Every figure is the smallest of several medians. Each median comes from a fresh process
+that runs one implementation. Rounds are interleaved, so that neither other processes
+nor the order of the runs favours one implementation.
 """
 
 from __future__ import annotations

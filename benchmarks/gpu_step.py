@@ -4,13 +4,13 @@
     python benchmarks/gpu_step.py --fake-world 8 # on one GPU, as rank 0 of 8
     python benchmarks/gpu_step.py --device cpu   # does it run at all? 2 ranks, gloo
 
-Three GPTs in bf16 with fp32 shards: one whose kernels are so short that the host is the
-limit, two whose kernels are long. fsdp_c, FSDP1 and FSDP2 run in processes of their
-own, interleaved. Without a GPU the columns that only a GPU has are dashes.
+Three GPTs in bf16 with fp32 shards: one with kernels so short that the host is the
+limit, two with long kernels. fsdp_c, FSDP1 and FSDP2 run in processes of their own,
+interleaved. Without a GPU, columns that need one are dashes.
 
 A fake world is one process: torch's FakeProcessGroup copies locally and sends nothing.
-Host time, kernels, calls that make the host wait, and memory are then those of a rank
-with shards of their real sizes; losses and the time of collectives mean nothing.
+Shards have their real sizes, so host time, kernels, host waits and memory are those of
+a real rank. Losses and the time of collectives mean nothing.
 """
 
 from __future__ import annotations

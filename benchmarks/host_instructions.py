@@ -2,9 +2,9 @@
 
     python benchmarks/host_instructions.py
 
-The model and the fake group of host_overhead.py, run under valgrind (callgrind). Other
-processes on the machine change times, but hardly what is executed. An instruction is
-not a nanosecond: waiting for memory is not counted, nor is what the kernel does.
+Runs the model and fake group of host_overhead.py under valgrind (callgrind). Other
+processes change times, but hardly change the instructions executed. Stalls on memory
+and work in the kernel are not counted.
 """
 
 import argparse

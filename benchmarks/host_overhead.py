@@ -2,10 +2,10 @@
 
     python benchmarks/host_overhead.py
 
-The tensors are tiny and a fake process group of 8 ranks answers without other ranks, so
-what is left above the bare model is the host's work: hooks, views, bookkeeping,
-launches. The fake group copies each rank's piece all the same; that time, which every
-sharded implementation has in it, is measured apart.
+The tensors are tiny and a fake process group of 8 ranks needs no other ranks. The time
+above the bare model is therefore the host's work: hooks, views, bookkeeping, launches.
+The fake group still copies each rank's piece; that time is part of every sharded
+implementation and is measured separately.
 """
 
 import argparse

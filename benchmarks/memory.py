@@ -3,8 +3,8 @@
     python benchmarks/memory.py
 
 Full fine-tuning, LoRA inside the units, and gradient accumulation with HYBRID_SHARD,
-of one transformer with AdamW over gloo (fsdp_c with FSDP_C_SHM=0). memory_trace.py says
-what is counted, memory_arithmetic.py what is expected.
+of one transformer with AdamW over gloo (fsdp_c with FSDP_C_SHM=0). memory_trace.py
+counts, memory_arithmetic.py computes the expected bytes.
 """
 
 from __future__ import annotations

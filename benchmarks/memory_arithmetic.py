@@ -1,9 +1,9 @@
 """Bytes per rank without activations, computed from the layout.
 
-Every formula is for a GPT of equal blocks below one root unit, FULL_SHARD with
-torch's defaults, fp32, AdamW, on the first rank. The busiest moment of a step is
-in backward; what is live then follows from the sources named at each formula.
-``gloo`` adds what gloo needs beyond the plain collective; with NCCL it is not there.
+The formulas are for a GPT of equal blocks below one root unit, FULL_SHARD with torch's
+defaults, fp32, AdamW, on the first rank. Memory peaks in backward; each formula names
+the source of what is live then. ``gloo`` adds what gloo needs beyond the plain
+collective, and NCCL does not.
 """
 
 from __future__ import annotations

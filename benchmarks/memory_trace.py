@@ -1,13 +1,12 @@
 """Exact bytes of live CPU tensor memory over time.
 
 memory_count.c, loaded before libc, logs every allocation and free of torch's CPU
-allocator, whoever asks for it and on whatever thread: autograd, an optimizer, c10d's
-gloo threads, or fsdp_c's arena, which takes its blocks from the same allocator. So the
-sum over the log is what is live. Not seen is what does not come from that allocator:
-gloo's own staging buffers, Python objects, code.
+allocator on every thread: autograd, the optimizer, c10d's gloo threads, and fsdp_c's
+arena, which uses the same allocator. The sum over the log is what is live. Memory from
+elsewhere is not seen: gloo's own staging buffers, Python objects, code.
 
-torch.profiler(profile_memory=True) logs the same, but for what a gloo thread frees: it
-no longer carries the profiler then, and the profiler counts such memory for ever.
+torch.profiler(profile_memory=True) misses what a gloo thread frees, because that thread
+does not carry the profiler, and counts such memory forever.
 """
 
 from __future__ import annotations

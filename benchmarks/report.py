@@ -34,8 +34,8 @@ Made by
 
 on {machine}.
 
-Every figure is the smallest of several medians, one per round. Each comes from a fresh
-process that runs one implementation only, and the rounds are interleaved. "To fsdp_c"
+Every figure is the smallest of several medians, one per round. Each median comes from
+a fresh process that runs one implementation; the rounds are interleaved. "To fsdp_c"
 is a figure divided by that of fsdp_c with `use_orig_params=True`: above 1, fsdp_c is
 faster.
 {notices}
@@ -43,39 +43,38 @@ faster.
 
 ## Host time added to a step
 
-What an implementation's own code costs: {num_units} transformer blocks of
-{params_per_unit} parameters, tiny tensors and a fake process group of {world_size}
-ranks, one thread, forward and backward. The bare model's time is subtracted and the
-rest divided by the number of units. The fake group needs no other ranks, but copies
-each rank's piece: {fake_group_us:.0f} us per unit for the collectives of a sharded
-step, called from Python. All sharded rows have that in them, whoever makes the calls.
-DDP has no units and shards nothing; its row tells what data parallelism costs at least.
-(The fake group makes it use a hook in Python, once per bucket.)
+{num_units} transformer blocks of {params_per_unit} parameters, tiny tensors, a fake
+process group of {world_size} ranks, one thread, forward and backward. The bare
+model's time is subtracted and the rest divided by the number of units. The fake group
+copies each rank's piece, which takes {fake_group_us:.0f} us per unit when called from
+Python and is part of every sharded row. DDP has no units and shards nothing; its row
+is a lower bound for data parallelism. (The fake group makes it use a hook in Python,
+once per bucket.)
 
 {host_overhead}
 
-The same steps in instructions, counted by valgrind in one process each. Times depend on
-what else the machine does; these hardly do, but they leave out the kernel and what the
-processor waits for.
+The same steps in instructions, counted by valgrind. Other processes hardly change
+them. They leave out the kernel and stalls of the processor.
 
 {host_instructions}
 
 ## A training step on {num_ranks} ranks
 
-Forward, backward and {optimizer} step of ranks with a gloo group, one thread per rank,
-{batch} x {time} bytes per rank. fsdp_c's collectives go through memory that the ranks
-of a host share; with `FSDP_C_SHM=0` they go through gloo, as everybody else's do. DDP
-keeps all parameters, gradients and optimizer state on every rank. The last loss is
-equal where all have trained the same model.
+Forward, backward and {optimizer} step with a gloo group, one thread per rank, {batch}
+x {time} bytes per rank. fsdp_c's collectives go through shared memory; with
+`FSDP_C_SHM=0` they go through gloo, as the others' do. DDP keeps the whole model and
+optimizer state on every rank. Equal last losses show that all have trained the same
+model.
 
 {train_step}
 
 ### gloo's own time
 
-The collectives of one such step, each timed by itself with nothing else running. No
-implementation can remove this part, only overlap it, and on a CPU it takes cores from
-the computation. Without shared memory, fsdp_c makes other gloo calls for the same
-result (docs/internals/design.md, "gloo"), so its step can be shorter than the sum.
+The collectives of one such step, each timed alone. An implementation over gloo can
+only overlap this time, and on a CPU it takes cores from the computation. Without
+shared memory, fsdp_c makes other gloo calls for the same result
+([design.md](../internals/design.md#transports)), so its step can be shorter than the
+sum.
 
 {collectives}
 
@@ -91,28 +90,24 @@ Made by
 
 on {machine}.
 
-Peak of live tensor memory on rank 0 over gloo (`FSDP_C_SHM=0`), in MiB, in steps that
-come after two others: every allocation and free of torch's CPU allocator is counted, on
-all threads. Over shared memory fsdp_c has no scratch, but 16 MiB of rings per rank and
-group, which that allocator does not see.
-The model has {model}.
+Peak of live tensor memory on rank 0 over gloo (`FSDP_C_SHM=0`), in MiB, after two
+steps of warm-up: all allocations of torch's CPU allocator, on all threads. Over
+shared memory fsdp_c has no scratch, but 16 MiB of rings per rank and group outside
+that allocator. The model has {model}.
 
-- **sum** is the peak of a step of one byte, which has next to no activations, and
-  **parameters** (shards), **gradients** (shards), **optimizer** (state) and
-  **unsharded** are its parts at that moment: unsharded parameters and gradients, the
-  buffers of collectives, and the sharded sum of an accumulation. fsdp_c's arena and
-  scratch, and that sum, are all of this column but for gradients that wait to be
-  packed.
-- **computed** is that sum from the layout (`benchmarks/memory_arithmetic.py`).
-  **without gloo** leaves out what only gloo needs: fsdp_c's two blocks of scratch for
-  reductions, each as large as the largest unit's gradients, and the buffers of gloo
-  behind torch's collectives.
-- **peak** is that of a step with a batch, **activations** what it has above **sum**.
-  fsdp_c keeps its blocks for the whole run, so they add to the activations' own peak.
-  Gradients are made while backward frees activations, as torch's are.
+- **sum**: the peak of a step of one byte, which has next to no activations. Its parts
+  are **parameters** (shards), **gradients** (shards), **optimizer** (state) and
+  **unsharded**: unsharded parameters and gradients, buffers of collectives, the
+  sharded sum of an accumulation. For fsdp_c that is the arena, scratch, that sum, and
+  gradients that wait to be packed.
+- **computed**: the sum computed from the layout (`benchmarks/memory_arithmetic.py`).
+  **without gloo** leaves out what only gloo needs: fsdp_c's two blocks of scratch,
+  each as large as the largest unit's gradients, and gloo's own buffers.
+- **peak**: a step with a batch. **activations**: peak minus sum. fsdp_c keeps its
+  blocks for the whole run, so they add to the peak of activations.
 
-The figures of torch's FSDP differ from one run to the next by up to a shard of a block,
-probably because gloo frees its buffers on threads of its own.
+torch's figures vary between runs by up to a shard of a block, probably because gloo
+frees its buffers on threads of its own.
 {notices}
 {tables}
 """
@@ -126,14 +121,14 @@ Made by
 
 on {machine}.
 
-{num_ranks} ranks of one host, GPTs with AdamW, smallest of {rounds} medians of {steps},
-each of the slowest rank. Full state dicts are made on rank 0 (`rank0_only`). A
-checkpoint has model and optimizer: `fsdp_c.checkpoint`, torch.distributed.checkpoint
-with the state dicts that torch's FSDP needs for it, and plain writes (with fsync) and
-reads of as many bytes. What is read was just written, so the system's page cache has
-it. "To fsdp_c" is a figure divided by that of fsdp_c with the same `use_orig_params`.
-Extra memory is the peak of torch's CPU allocator above what lived before and what the
-result takes, on the rank that needs most.
+{num_ranks} ranks of one host, GPTs with AdamW, smallest of {rounds} medians of
+{steps} of the slowest rank. Full state dicts are made on rank 0 (`rank0_only`). A
+checkpoint holds model and optimizer. It is made by `fsdp_c.checkpoint`, by
+torch.distributed.checkpoint from torch's state dicts, and by plain writes (with
+fsync) and reads of as many bytes. Reads come from the page cache. "To fsdp_c"
+compares with fsdp_c with the same `use_orig_params`. Extra memory is the peak of
+torch's CPU allocator above the memory before and the result, on the rank that needs
+most.
 {notices}
 {tables}
 """

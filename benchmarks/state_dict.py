@@ -2,9 +2,9 @@
 
     python benchmarks/state_dict.py
 
-Full state dicts of model and optimizer on rank 0, and a checkpoint of both written to
-disk and read back, of GPTs with AdamW. torch's FSDP1 and FSDP2 write theirs with
-torch.distributed.checkpoint. Plain writes and reads of as many bytes are the disk's.
+For GPTs with AdamW: full state dicts of model and optimizer on rank 0, and a checkpoint
+of both, written to disk and read back. torch's FSDP1 and FSDP2 use
+torch.distributed.checkpoint. Plain writes and reads of as many bytes show the disk.
 """
 
 from __future__ import annotations

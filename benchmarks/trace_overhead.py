@@ -2,11 +2,11 @@
 
     python benchmarks/trace_overhead.py
 
-The same process runs steps without and with fsdp_c.trace, in turns of a few steps; a
-ratio is of the two medians of neighbouring turns, and the median of all ratios is what
-counts: a neighbour on the machine that is busy for a while is in both. Two models: tiny
-tensors, where the host's work is nearly all there is (a fake process group of 8 ranks),
-and one whose compute takes its usual part (2 gloo ranks).
+One process runs steps with and without fsdp_c.trace, in turns of a few steps. The
+result is the median of the ratios of neighbouring turns, so that another process which
+is busy for a while affects both. Two models: tiny tensors, where nearly all time is the
+host's (a fake process group of 8 ranks), and one with a usual share of compute (2 gloo
+ranks).
 """
 
 import argparse

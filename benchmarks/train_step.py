@@ -3,7 +3,7 @@
     python benchmarks/train_step.py
 
 Forward, backward and optimizer step of two GPTs, one thread per rank. gloo's own time
-for the collectives that occur is measured apart: no implementation can remove it.
+for the same collectives is measured separately.
 """
 
 from __future__ import annotations

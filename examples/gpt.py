@@ -1,6 +1,6 @@
 """A small GPT over bytes: the model that train_lm.py trains.
 
-Nothing in this file knows about sharding: it is an ordinary PyTorch model.
+An ordinary PyTorch model; nothing in this file knows about sharding.
 """
 
 from __future__ import annotations

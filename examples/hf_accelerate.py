@@ -1,11 +1,11 @@
-"""Train a small Llama in a loop of one's own with accelerate, sharded by fsdp_c.
+"""Train a small Llama in a custom loop with accelerate, sharded by fsdp_c.
 
     python -m fsdp_c launch accelerate launch \
         --config_file examples/hf_accelerate.yaml examples/hf_accelerate.py
 
-Nothing here names fsdp_c: the launcher puts it in the place of torch's FSDP1, and the
-YAML says how to shard. Tokens are bytes, the text is fsdp_c's own README: nothing is
-downloaded. ``--resume`` goes on from the last state in the output folder.
+Nothing here names fsdp_c. The launcher replaces torch's FSDP1 by it, and the YAML says
+how to shard. Nothing is downloaded: tokens are bytes of fsdp_c's README. ``--resume``
+continues from the last state in the output folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
     parser.add_argument("--text", type=Path, default=README, help="a file to learn")
     parser.add_argument("--out", type=Path, default=Path("out/hf_accelerate"))
-    parser.add_argument("--resume", action="store_true", help="go on from --out")
+    parser.add_argument("--resume", action="store_true", help="continue from --out")
     return parser.parse_args()
 
 

@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-One line, marked below, is all that fsdp_c adds. A script without it needs none:
+fsdp_c needs one added line, marked below. The launcher makes it unnecessary:
 
     python -m fsdp_c launch torchrun --nproc-per-node 2 your_script.py
 
-Tokens are bytes, the text is fsdp_c's own README: nothing is downloaded. ``--resume``
-goes on from the last checkpoint in the output folder.
+Nothing is downloaded: tokens are bytes of fsdp_c's README. ``--resume`` continues from
+the last checkpoint in the output folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=README, help="a file to learn")
     parser.add_argument("--out", type=Path, default=Path("out/hf_trainer"))
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--resume", action="store_true", help="go on from --out")
+    parser.add_argument("--resume", action="store_true", help="continue from --out")
     return parser.parse_args()
 
 

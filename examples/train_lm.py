@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/train_lm.py
 
-One process per GPU over NCCL where there are GPUs, gloo on the CPU otherwise.
-``--verify`` first checks the sharded model against the unsharded one. ``--resume``
-goes on from the last checkpoint in the output folder, on any number of processes.
+Runs one process per GPU over NCCL, or over gloo on the CPU if there are no GPUs.
+``--verify`` first compares the sharded model with the unsharded one. ``--resume``
+continues from the last checkpoint in the output folder, on any number of processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 
 MAX_GRAD_NORM = 1.0
-VERIFY_TOLERANCE = 1e-4  # float32: other orders of summation, nothing else
+VERIFY_TOLERANCE = 1e-4  # float32, summed in another order
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,10 +60,10 @@ def parse_arguments() -> argparse.Namespace:
         "--save-every", type=positive, default=100, metavar="STEPS", help="checkpoints"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the one in the output folder"
+        "--resume", action="store_true", help="continue from the last checkpoint"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="check the sharding first"
+        "--verify", action="store_true", help="compare with the unsharded model first"
     )
     parser.add_argument("--verify-steps", type=positive, default=3)
     args = parser.parse_args()
@@ -144,7 +144,7 @@ def draw_batch(
 
 
 def shard(model: GPT, device: torch.device) -> FSDP:
-    """Wrap every block, and what is left, as a unit of its own."""
+    """Make each block a unit, and the rest of the model another."""
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -162,7 +162,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 def full_state_dict(model: FSDP) -> dict[str, Tensor]:
     """Gather the unsharded parameters on rank 0, in CPU memory."""
-    # torch's own FSDP crashes when told to offload what is on the CPU already.
+    # torch's own FSDP crashes if it offloads tensors that are on the CPU already.
     offload = next(model.parameters()).is_cuda
     config = FullStateDictConfig(offload_to_cpu=offload, rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
@@ -211,7 +211,7 @@ def held_out_loss(model: FSDP, text: Tensor, args: argparse.Namespace) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the memory of this process in GiB: at its peak on a GPU, now on a CPU."""
+    """Return this process's memory in GiB: the peak on a GPU, current on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -264,12 +264,12 @@ def train(model: FSDP, text: Tensor, args: argparse.Namespace) -> list[float]:
             f"{memory_gib(device):.2f} GiB"
         )
     if saving is not None:
-        saving.result()  # it writes in a thread
+        saving.result()  # waits for the thread that writes
     return losses
 
 
 def save_atomically(state: dict[str, Tensor], path: Path) -> None:
-    """Write a checkpoint that is either whole or not there."""
+    """Write a checkpoint; an interrupted write leaves none."""
     unfinished = path.with_suffix(".unfinished")
     torch.save(state, unfinished)
     os.replace(unfinished, path)
@@ -287,7 +287,7 @@ def draw_losses(losses: list[float], held_out: float, path: Path) -> None:
 
 
 def main() -> int:
-    """Verify if asked, train, and leave checkpoint, sample and picture."""
+    """Verify if asked, train, and write checkpoint, sample and picture."""
     args = parse_arguments()
     text, held_out_text = read_text(args.data, args.context)
     device = start_process_group()
@@ -311,7 +311,7 @@ def main() -> int:
     if is_main:
         save_atomically(state, args.out / "checkpoint.pt")
         draw_losses(losses, held_out, args.out / "loss.png")
-        # The checkpoint is an ordinary one: the unsharded model loads it.
+        # The unsharded model loads the checkpoint.
         restored = GPT(GPTConfig(context=args.context))
         restored.load_state_dict(torch.load(args.out / "checkpoint.pt"))
         sample = restored.generate(b"def ", num_bytes=300, temperature=0.7)

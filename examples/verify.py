@@ -14,10 +14,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 def gather(shards: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Join every rank's piece of each tensor, flattened, in CPU memory.
+    """Join all ranks' pieces of each tensor, flattened, in CPU memory.
 
-    With ``use_orig_params=True`` a rank holds a piece of some parameters, all of
-    others and nothing of the rest; joined in the order of ranks they are whole.
+    With ``use_orig_params=True`` a rank holds a piece of some parameters, all of others
+    and nothing of the rest. Joined in the order of ranks they are whole.
     """
     mine = {
         # torch's own FSDP leaves its wrapper in the names, fsdp_c does not.
@@ -40,8 +40,8 @@ def largest_differences(
 ) -> dict[str, float]:
     """Train both models, the unsharded one on all ranks' data, and compare them.
 
-    Plain SGD: Adam divides by the gradient and so turns the rounding of a near-zero
-    gradient into a full-sized step.
+    Uses SGD, because Adam divides by the gradient: it turns the rounding error of a
+    near-zero gradient into a full step.
 
     Args:
         unsharded: Equal to ``sharded`` at the start; both are modified.

@@ -5,6 +5,7 @@ torch's own objects, re-exported. Checkpoints and tools are imported when first 
 """
 
 import os
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -48,19 +49,32 @@ __version__ = _native.build_info()["version"]
 
 if TYPE_CHECKING:
     from fsdp_c import checkpoint, trace
-    from fsdp_c.plan._explain import ModelPlan, UnitPlan, explain
+    from fsdp_c.plan._explain import ModelSummary, UnitSummary, explain
+
+    ModelPlan = ModelSummary
+    UnitPlan = UnitSummary
 else:
     # Public name: the module that has it; None where it is a module itself.
     _LATER = {
-        "ModelPlan": "fsdp_c.plan._explain",
-        "UnitPlan": "fsdp_c.plan._explain",
+        "ModelSummary": "fsdp_c.plan._explain",
+        "UnitSummary": "fsdp_c.plan._explain",
         "checkpoint": None,
         "explain": "fsdp_c.plan._explain",
         "trace": None,
     }
 
+    # fsdp_c.plan has classes of these names, which are something else.
+    _RENAMED = {"ModelPlan": "ModelSummary", "UnitPlan": "UnitSummary"}
+
     def __getattr__(name: str) -> Any:
         """Import what is not needed to train when it is first used."""
+        if name in _RENAMED:
+            warnings.warn(
+                f"fsdp_c.{name} is deprecated: use fsdp_c.{_RENAMED[name]}",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            name = _RENAMED[name]
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if _LATER[name] is None:
@@ -88,7 +102,7 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
-    "ModelPlan",
+    "ModelSummary",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
@@ -97,7 +111,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "UnitPlan",
+    "UnitSummary",
     "__version__",
     "checkpoint",
     "explain",

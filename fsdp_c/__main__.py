@@ -3,34 +3,33 @@
 import sys
 from importlib import import_module
 
-# Command: (the module whose main(words) runs it, arguments, what it is for).
+# Command: (module with main(words), arguments, purpose).
 COMMANDS = {
     "doctor": (
         "fsdp_c.doctor",
         "[--json]",
-        "print what was built, which paths are active and what is wrong; the exit "
-        "status is 1 if something is broken",
+        "check the installation: what was built, which paths are active, what is "
+        "broken (exit status 1)",
     ),
     "checkpoint": (
         "fsdp_c.checkpoint._command",
         "info|verify|export|reshard PATH ...",
-        "look at checkpoints, and convert them; see checkpoint --help",
+        "inspect and convert checkpoints",
     ),
     "trace": (
         "fsdp_c.trace._command",
         "summary|merge|show FOLDER ...",
-        "look at the steps that fsdp_c.trace recorded; see trace --help",
+        "summarize, merge or draw recorded timelines",
     ),
     "launch": (
         "fsdp_c.integrations._launch",
         "torchrun|accelerate|SCRIPT.py ...",
-        "run a program with fsdp_c in the place of torch's FSDP, in all its processes",
+        "run a program with fsdp_c in place of torch's FSDP",
     ),
     "plan": (
         "fsdp_c.plan._command",
         "--model MODEL --world-size N ...",
-        "plan a training: memory, bytes and time of one rank, without a GPU; see "
-        "plan --help",
+        "estimate memory, communication and step time of one rank, without a GPU",
     ),
 }
 

@@ -1,10 +1,10 @@
 /*
- * NCCL's binary interface as far as the transport uses it, declared here so
- * that building needs no CUDA and no nccl.h. tests/c/abi compares it with a
- * real nccl.h.
+ * The part of NCCL's binary interface that the transport uses. It is declared
+ * here so that building needs neither CUDA nor nccl.h; tests/c/abi compares it
+ * with a real nccl.h.
  *
- * Enums travel as int and streams as void *: the same registers on every
- * platform that NCCL has.
+ * Enums are passed as int and streams as void *, which use the same registers
+ * on every platform that NCCL supports.
  */
 #ifndef FSDP_NCCL_ABI_H
 #define FSDP_NCCL_ABI_H
@@ -53,8 +53,8 @@ enum { FSDP_NCCL_SUM = 0, FSDP_NCCL_AVG = 4 };
 /* ncclScalarResidence_t */
 enum { FSDP_NCCL_SCALAR_ON_HOST = 1 };
 
-/* The beginning of ncclConfig_t, as of NCCL 2.18. A newer library takes its
- * own defaults for what lies behind `nbytes`, which is what `version` tells. */
+/* The beginning of ncclConfig_t, as of NCCL 2.18, which `version` declares. A
+ * newer library uses its own defaults for the fields behind `nbytes`. */
 typedef struct fsdp_nccl_config {
   size_t nbytes;
   unsigned int magic;
@@ -96,7 +96,7 @@ typedef struct fsdp_nccl_api {
   int (*broadcast)(const void *send, void *receive, size_t numel, int dtype,
                    int root, fsdp_nccl_comm *comm, void *stream);
 
-  /* NULL where the library has none. */
+  /* Optional: NULL in a library without them. */
   const char *(*get_last_error)(fsdp_nccl_comm *comm);
   int (*red_op_create_pre_mul_sum)(int *op, void *scalar, int dtype,
                                    int residence, fsdp_nccl_comm *comm);

@@ -1,7 +1,7 @@
 /*
  * CUDA graphs: while a thread captures one in the global mode, many calls of
- * other threads - cudaEventQuery is one - are errors and spoil the capture, as
- * long as those threads are not in the relaxed mode.
+ * other threads (cudaEventQuery, for one) fail and invalidate the capture,
+ * unless those threads are in the relaxed mode.
  */
 #include <dlfcn.h>
 #include <stdatomic.h>
@@ -12,10 +12,10 @@
 
 typedef int (*exchange_mode)(int *mode);
 
-enum { RELAXED = 2 }; /* CU_STREAM_CAPTURE_MODE_RELAXED, and the runtime's */
+enum { RELAXED = 2 }; /* the same number in the driver and in the runtime */
 
-/* The driver's call, or the runtime's that torch has loaded. The mode is one
- * for both. */
+/* The driver's call, or that of the runtime that torch has loaded. Both set the
+ * same mode. */
 static exchange_mode find_exchange(void) {
   static const struct {
     const char *library;
@@ -43,7 +43,7 @@ bool fsdp_nccl_relax_capture(void) {
   if (is_relaxed) return true;
   exchange_mode exchange = atomic_load(&known);
   if (exchange == NULL) {
-    exchange = find_exchange(); /* the same for whoever comes here too */
+    exchange = find_exchange(); /* another thread finds the same */
     if (exchange == NULL) return false;
     atomic_store(&known, exchange);
   }
@@ -53,7 +53,8 @@ bool fsdp_nccl_relax_capture(void) {
 
 fsdp_nccl_capture_error fsdp_nccl_priv_capture_error(const fsdp_error *error) {
   /* cudaErrorCapturedEvent: "... on an event last recorded in a capturing
-   * stream"; the others of CUDA speak of a capture or a capturing stream. */
+   * stream". CUDA's other errors about captures name a capture or a capturing
+   * stream. */
   if (strcasestr(error->message, "last recorded in a capturing") != NULL ||
       strstr(error->message, "CapturedEvent") != NULL) {
     return FSDP_NCCL_EVENT_CAPTURED;

@@ -45,6 +45,6 @@ void fsdp_nccl_priv_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock,
       .tv_sec = (time_t)(deadline_ms / MS_PER_S),
       .tv_nsec = (long)(deadline_ms % MS_PER_S) * NS_PER_MS,
   };
-  /* Callers look at their condition and the clock again. */
+  /* The caller checks its condition and the clock again. */
   (void)pthread_cond_timedwait(cond, lock, &time);
 }

@@ -1,10 +1,10 @@
 /*
- * Collectives: checked, collected between group_begin and group_end, given to
- * NCCL in one launch.
+ * Collectives: checked, collected between group_begin and group_end, and given
+ * to NCCL in one launch.
  *
- * NCCL's own groups belong to a thread and must be closed by it. Collecting
- * here means that nothing is open in NCCL between two calls, so that whoever
- * gives up half-way leaves nothing behind.
+ * A group of NCCL belongs to a thread, which must close it. Since the
+ * collectives are collected here, no group is open in NCCL between two calls,
+ * and a caller that stops half-way leaves nothing behind.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -20,14 +20,14 @@ static const char *kind_name(fsdp_nccl_kind kind) {
   return names[kind];
 }
 
-/* The entry of every call: not in a forked child, the channel exists. */
+/* What every call checks: the channel exists, and this is no forked child. */
 static fsdp_status check_call(const fsdp_nccl_transport *transport,
                               const fsdp_call *call, fsdp_error *error) {
   if ((unsigned)call->channel >= (unsigned)FSDP_NUM_CHANNELS) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT, "there is no channel %d",
                      (int)call->channel);
   }
-  if (transport->num_forks != fsdp_nccl_priv_num_forks()) {
+  if (fsdp_nccl_priv_is_forked(transport)) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
                      "rank %" PRId64
                      ": this process was forked from the one that joined the "
@@ -37,7 +37,7 @@ static fsdp_status check_call(const fsdp_nccl_transport *transport,
   return FSDP_OK;
 }
 
-/* One collective, given to NCCL on the channel's communicator and stream. */
+/* Gives one collective to NCCL, on the channel's communicator and stream. */
 static int enqueue(const fsdp_nccl_transport *transport,
                    const fsdp_nccl_channel *channel,
                    const fsdp_nccl_collective *c) {
@@ -60,8 +60,8 @@ static int enqueue(const fsdp_nccl_transport *transport,
   }
 }
 
-/* All collectives of the channel, in one group if there are several. The first
- * result that is a failure, or IN_PROGRESS. */
+/* Gives NCCL all collectives of the channel, in one group if there are several.
+ * Returns the first result that is a failure, or IN_PROGRESS. */
 static int launch(const fsdp_nccl_transport *transport,
                   const fsdp_nccl_channel *channel) {
   const bool is_group = channel->num_collectives > 1;
@@ -77,14 +77,14 @@ static int launch(const fsdp_nccl_transport *transport,
     if (result != FSDP_NCCL_IN_PROGRESS) break;
   }
   if (!is_group) return first;
-  /* After a failure too: the group is this thread's until it is closed. */
+  /* After a failure too: the thread must close its group. */
   const int result = transport->api.group_end();
   const bool is_fine =
       first == FSDP_NCCL_SUCCESS || first == FSDP_NCCL_IN_PROGRESS;
   return is_fine && result != FSDP_NCCL_SUCCESS ? result : first;
 }
 
-/* Operators for the sums of the channel. */
+/* Finds the operators for the sums of the channel. */
 static fsdp_status find_sums(fsdp_nccl_transport *transport, fsdp_channel index,
                              fsdp_error *error) {
   fsdp_nccl_channel *channel = &transport->channels[index];
@@ -104,7 +104,7 @@ static fsdp_status find_sums(fsdp_nccl_transport *transport, fsdp_channel index,
   return FSDP_OK;
 }
 
-/* The next operation of the channel, which last words tell of from now on. */
+/* The next operation of the channel. From now on it is this rank's position. */
 static fsdp_nccl_operation begin_operation(fsdp_nccl_transport *transport,
                                            fsdp_nccl_channel *channel) {
   fsdp_nccl_operation operation = {
@@ -119,13 +119,13 @@ static fsdp_nccl_operation begin_operation(fsdp_nccl_transport *transport,
   return operation;
 }
 
-/* The launch, in the order of all launches of the process. FSDP_OK when it was
- * made; result [out] NCCL's. */
+/* Launches in the order of all launches of the process. FSDP_OK when NCCL was
+ * called; result [out] what NCCL returned. */
 static fsdp_status launch_in_order(fsdp_nccl_transport *transport,
                                    const fsdp_nccl_channel *channel,
                                    int *result, fsdp_error *error) {
   fsdp_nccl_priv_begin_launch(transport);
-  /* What another thread's launch hung on may have ended this transport. */
+  /* The transport may have failed while another thread's launch hung. */
   const fsdp_status status =
       fsdp_nccl_priv_first_error(transport, false, error);
   if (status == FSDP_OK) *result = launch(transport, channel);
@@ -170,8 +170,8 @@ static fsdp_status issue(fsdp_nccl_transport *transport, fsdp_channel index,
       status = issue_locked(transport, index, error);
     }
     fsdp_nccl_priv_unlock_channel(transport, index);
-    /* The whole error, now that the others may have said their words; also
-     * when this call succeeded, on a communicator that was being aborted. */
+    /* The complete error, with the other ranks' positions; also when this call
+     * succeeded on a communicator that was being aborted. */
     const fsdp_status first =
         fsdp_nccl_priv_first_error(transport, true, error);
     if (first != FSDP_OK) status = first;
@@ -190,7 +190,7 @@ fsdp_status fsdp_nccl_priv_group_begin(fsdp_transport *base,
   status = fsdp_nccl_priv_first_error(transport, true, error);
   if (status != FSDP_OK) return status;
   fsdp_nccl_channel *channel = &transport->channels[call->channel];
-  /* What a caller left behind that gave up half-way goes nowhere. */
+  /* Drop what a caller left behind that stopped half-way. */
   channel->num_collectives = 0;
   channel->is_group_open = true;
   return FSDP_OK;
@@ -209,7 +209,7 @@ fsdp_status fsdp_nccl_priv_group_end(fsdp_transport *base,
   return issue(transport, call->channel, error);
 }
 
-/* Takes a collective that was checked: now, or with its group. */
+/* Issues a checked collective now, or with its group. */
 static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
                        const fsdp_nccl_collective *collective, uint64_t *ticket,
                        fsdp_error *error) {
@@ -247,8 +247,8 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
                                 : issue(transport, call->channel, error);
 }
 
-/* Checks a call of `numel` elements on each of `num_ranks` ranks; nbytes [out]
- * of one rank's. */
+/* Checks a call of `numel` elements on each of `num_ranks` ranks. nbytes [out]
+ * of one rank's elements. */
 static fsdp_status check(const fsdp_nccl_transport *transport,
                          const fsdp_call *call, fsdp_nccl_kind kind,
                          int64_t numel, fsdp_dtype dtype, int64_t num_ranks,
@@ -282,7 +282,7 @@ fsdp_status fsdp_nccl_priv_all_gather(fsdp_transport *base,
       check(transport, call, FSDP_NCCL_ALL_GATHER, shard_numel, dtype,
             transport->world_size, &nbytes, error);
   if (status != FSDP_OK) return status;
-  /* As bytes: any dtype goes, NCCL does the same inside. */
+  /* As bytes, so that any dtype works; NCCL does the same internally. */
   const fsdp_nccl_collective collective = {
       .kind = FSDP_NCCL_ALL_GATHER,
       .send = input,
@@ -319,7 +319,7 @@ fsdp_status fsdp_nccl_priv_broadcast(fsdp_transport *base,
   return add(transport, call, &collective, ticket, error);
 }
 
-/* What both sums check. */
+/* Checks for both sums. */
 static fsdp_status check_sum(const fsdp_nccl_transport *transport,
                              fsdp_nccl_kind kind, fsdp_dtype dtype,
                              double scale, fsdp_error *error) {
@@ -337,28 +337,38 @@ static fsdp_status check_sum(const fsdp_nccl_transport *transport,
   return FSDP_OK;
 }
 
+/* Common to both sums. */
+static fsdp_status reduce(fsdp_transport *base, const fsdp_call *call,
+                          fsdp_nccl_kind kind, void *buffer, int64_t numel,
+                          fsdp_dtype dtype, double scale, uint64_t *ticket,
+                          fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  const bool is_scatter = kind == FSDP_NCCL_REDUCE_SCATTER;
+  int64_t nbytes = 0;
+  fsdp_status status =
+      check(transport, call, kind, numel, dtype,
+            is_scatter ? transport->world_size : 1, &nbytes, error);
+  if (status != FSDP_OK) return status;
+  status = check_sum(transport, kind, dtype, scale, error);
+  if (status != FSDP_OK) return status;
+  const fsdp_nccl_collective collective = {
+      .kind = kind,
+      .send = buffer,
+      .receive = (char *)buffer + (is_scatter ? nbytes * transport->rank : 0),
+      .numel = (size_t)numel,
+      .dtype = fsdp_nccl_priv_dtype(dtype),
+      .scale = scale,
+  };
+  return add(transport, call, &collective, ticket, error);
+}
+
 fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
                                           const fsdp_call *call, void *buffer,
                                           int64_t shard_numel, fsdp_dtype dtype,
                                           double scale, uint64_t *ticket,
                                           fsdp_error *error) {
-  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  int64_t nbytes = 0;
-  fsdp_status status =
-      check(transport, call, FSDP_NCCL_REDUCE_SCATTER, shard_numel, dtype,
-            transport->world_size, &nbytes, error);
-  if (status != FSDP_OK) return status;
-  status = check_sum(transport, FSDP_NCCL_REDUCE_SCATTER, dtype, scale, error);
-  if (status != FSDP_OK) return status;
-  const fsdp_nccl_collective collective = {
-      .kind = FSDP_NCCL_REDUCE_SCATTER,
-      .send = buffer,
-      .receive = (char *)buffer + nbytes * transport->rank,
-      .numel = (size_t)shard_numel,
-      .dtype = fsdp_nccl_priv_dtype(dtype),
-      .scale = scale,
-  };
-  return add(transport, call, &collective, ticket, error);
+  return reduce(base, call, FSDP_NCCL_REDUCE_SCATTER, buffer, shard_numel,
+                dtype, scale, ticket, error);
 }
 
 fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
@@ -366,20 +376,6 @@ fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       int64_t numel, fsdp_dtype dtype,
                                       double scale, uint64_t *ticket,
                                       fsdp_error *error) {
-  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  int64_t nbytes = 0;
-  fsdp_status status = check(transport, call, FSDP_NCCL_ALL_REDUCE, numel,
-                             dtype, 1, &nbytes, error);
-  if (status != FSDP_OK) return status;
-  status = check_sum(transport, FSDP_NCCL_ALL_REDUCE, dtype, scale, error);
-  if (status != FSDP_OK) return status;
-  const fsdp_nccl_collective collective = {
-      .kind = FSDP_NCCL_ALL_REDUCE,
-      .send = buffer,
-      .receive = buffer,
-      .numel = (size_t)numel,
-      .dtype = fsdp_nccl_priv_dtype(dtype),
-      .scale = scale,
-  };
-  return add(transport, call, &collective, ticket, error);
+  return reduce(base, call, FSDP_NCCL_ALL_REDUCE, buffer, numel, dtype, scale,
+                ticket, error);
 }

@@ -1,28 +1,24 @@
 /*
- * Communicators: made over the store when they are first needed, used by one
- * thread at a time. See Note [One thread in a communicator].
+ * Communicators: made when they are first needed, with an id from the store,
+ * and asked for errors.
  */
 #include <inttypes.h>
 #include <stdio.h>
 
 #include "nccl/nccl_priv.h"
 
-/* How long one question for the id waits in the store: another thread may have
- * to ask over the same connection. */
-enum { ID_SLICE_MS = 500, MORE_MS = 200 /* for the errand's own error */ };
+/* How long one request for the id waits in the store: another thread may need
+ * the same connection. */
+enum {
+  ID_SLICE_MS = 500,
+  MORE_MS = 1000 /* so that the errand's own error comes first */
+};
 
 static const char ID_STAGE[] = "the exchange of a communicator's id";
 static const char INIT_STAGE[] = "ncclCommInitRankConfig";
 
 static const char *channel_key(fsdp_channel channel) {
   return channel == FSDP_CHANNEL_GATHER ? "gather" : "reduce";
-}
-
-void fsdp_nccl_priv_enter_thread(const fsdp_nccl_transport *transport) {
-  const fsdp_nccl_events *events = transport->options.events;
-  if (events != NULL && events->enter_thread != NULL) {
-    events->enter_thread(events->context);
-  }
 }
 
 static fsdp_status fail_id(fsdp_nccl_transport *transport, fsdp_error *cause,
@@ -61,7 +57,7 @@ static fsdp_status read_id(fsdp_nccl_transport *transport, const char *key,
                        FSDP_NCCL_ID_NBYTES);
     }
     const int64_t now_ms = fsdp_nccl_priv_now_ms();
-    /* A store that says no before its time is one that does not work. */
+    /* A store that fails long before the time limit does not work. */
     const bool is_broken = now_ms - begin_ms < slice_ms / 2;
     if (is_broken || now_ms >= deadline_ms ||
         !fsdp_nccl_priv_is_healthy(transport)) {
@@ -70,7 +66,8 @@ static fsdp_status read_id(fsdp_nccl_transport *transport, const char *key,
   }
 }
 
-/* The channel's id: rank 0 makes it, the store carries it. */
+/* The id of the channel's communicator: rank 0 makes it, the others read it
+ * from the store. */
 static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
                                fsdp_channel channel, int64_t deadline_ms,
                                fsdp_nccl_id *id, fsdp_error *error) {
@@ -96,7 +93,7 @@ static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
   return fail_id(transport, &cause, key, error);
 }
 
-/* Blocks until all ranks are there; the result of NCCL. */
+/* Blocks until all ranks have come. Returns NCCL's result. */
 static int make_comm(fsdp_nccl_transport *transport, const fsdp_nccl_id *id,
                      fsdp_nccl_comm **comm) {
   const fsdp_nccl_api *api = &transport->api;
@@ -115,7 +112,7 @@ static int make_comm(fsdp_nccl_transport *transport, const fsdp_nccl_id *id,
   };
   int result = api->comm_init_rank_config(comm, (int)transport->world_size, *id,
                                           (int)transport->rank, &config);
-  /* Where NCCL_COMM_BLOCKING=0 overrides the configuration. */
+  /* Only where NCCL_COMM_BLOCKING=0 overrides the configuration. */
   while (result == FSDP_NCCL_IN_PROGRESS &&
          fsdp_nccl_priv_is_healthy(transport)) {
     int state = FSDP_NCCL_SUCCESS;
@@ -133,8 +130,8 @@ static void set_stage(fsdp_nccl_transport *transport, fsdp_channel index,
   (void)pthread_mutex_unlock(&transport->lock);
 }
 
-/* Ends the wait of who needs the communicator; `comm` may be NULL. Whether the
- * transport took it. */
+/* Ends the wait for the communicator; `comm` may be NULL. Whether the transport
+ * took it. */
 static bool hand_over(fsdp_nccl_transport *transport,
                       fsdp_nccl_channel *channel, fsdp_nccl_comm *comm,
                       int result) {
@@ -149,11 +146,11 @@ static bool hand_over(fsdp_nccl_transport *transport,
 }
 
 /*
- * An errand, for the store and NCCL may hang. NCCL has no way to end a blocking
- * ncclCommInitRankConfig from another thread that would not free what it uses.
- * So whoever waits for it goes when its time is over, and this thread aborts
- * the communicator when NCCL lets it go: with the last rank, or when the ranks
- * that are there end.
+ * An errand, since the store and NCCL may hang. NCCL has no way to end a
+ * blocking ncclCommInitRankConfig from another thread without freeing what the
+ * call uses. So the caller stops waiting at its time limit, and this thread
+ * aborts the communicator when NCCL returns: when the last rank has come, or
+ * when the ranks that are there end.
  */
 static void connect_channel(fsdp_nccl_transport *transport,
                             fsdp_channel index) {
@@ -163,12 +160,12 @@ static void connect_channel(fsdp_nccl_transport *transport,
   fsdp_nccl_id id = {{0}};
   fsdp_nccl_comm *comm = NULL;
   if (agree_on_id(transport, index, deadline_ms, &id, NULL) != FSDP_OK) {
-    return; /* the transport has failed, which ends the wait */
+    return; /* the transport has failed: the caller returns */
   }
   set_stage(transport, index, INIT_STAGE);
   const int result = make_comm(transport, &id, &comm);
   if (result != FSDP_NCCL_SUCCESS && comm != NULL) {
-    (void)transport->api.comm_abort(comm); /* the result says what matters */
+    (void)transport->api.comm_abort(comm); /* the first result is the error */
     comm = NULL;
   }
   if (!hand_over(transport, channel, comm, result) && comm != NULL) {
@@ -176,8 +173,8 @@ static void connect_channel(fsdp_nccl_transport *transport,
   }
 }
 
-/* Waits for the errand. Whether it made what it could, until `deadline_ms`;
- * stage [out] what it is at. */
+/* Waits for the errand until `deadline_ms`. Whether NCCL has returned; stage
+ * [out] what the errand does. */
 static bool wait_until_made(fsdp_nccl_transport *transport,
                             fsdp_nccl_channel *channel, int64_t deadline_ms,
                             const char **stage, int *result) {
@@ -249,84 +246,6 @@ fsdp_status fsdp_nccl_priv_connect(fsdp_nccl_transport *transport,
   return FSDP_OK;
 }
 
-/* ---- One thread at a time -------------------------------------------------*/
-
-fsdp_status fsdp_nccl_priv_lock_channel(fsdp_nccl_transport *transport,
-                                        fsdp_channel index, fsdp_error *error) {
-  fsdp_nccl_channel *channel = &transport->channels[index];
-  (void)pthread_mutex_lock(&transport->lock);
-  while (channel->is_busy && transport->phase == FSDP_NCCL_HEALTHY) {
-    (void)pthread_cond_wait(&transport->changed, &transport->lock);
-  }
-  const bool is_healthy = transport->phase == FSDP_NCCL_HEALTHY;
-  if (is_healthy) {
-    channel->is_busy = true;
-    channel->busy_since_ms = fsdp_nccl_priv_now_ms();
-    channel->comm_in_use = channel->comm;
-  }
-  (void)pthread_mutex_unlock(&transport->lock);
-  if (is_healthy) return FSDP_OK;
-  return fsdp_nccl_priv_first_error(transport, true, error);
-}
-
-void fsdp_nccl_priv_unlock_channel(fsdp_nccl_transport *transport,
-                                   fsdp_channel index) {
-  (void)pthread_mutex_lock(&transport->lock);
-  transport->channels[index].is_busy = false;
-  (void)pthread_cond_broadcast(&transport->changed);
-  (void)pthread_mutex_unlock(&transport->lock);
-}
-
-bool fsdp_nccl_priv_wait_until_free(fsdp_nccl_transport *transport,
-                                    fsdp_channel index, int64_t time_ms) {
-  const fsdp_nccl_channel *channel = &transport->channels[index];
-  const int64_t deadline_ms = fsdp_nccl_priv_now_ms() + time_ms;
-  while (channel->is_busy && fsdp_nccl_priv_now_ms() < deadline_ms) {
-    fsdp_nccl_priv_cond_wait(&transport->changed, &transport->lock,
-                             deadline_ms);
-  }
-  return !channel->is_busy;
-}
-
-void fsdp_nccl_priv_poll(fsdp_nccl_transport *transport, fsdp_channel index) {
-  fsdp_nccl_channel *channel = &transport->channels[index];
-  int state = FSDP_NCCL_SUCCESS;
-  (void)pthread_mutex_lock(&transport->lock);
-  fsdp_nccl_comm *comm = channel->comm;
-  const bool is_mine = transport->phase == FSDP_NCCL_HEALTHY &&
-                       !channel->is_busy && comm != NULL;
-  if (is_mine) {
-    channel->is_busy = true;
-    channel->busy_since_ms = fsdp_nccl_priv_now_ms();
-  }
-  (void)pthread_mutex_unlock(&transport->lock);
-  if (!is_mine) return;
-  int result = transport->api.comm_get_async_error(comm, &state);
-  if (result == FSDP_NCCL_SUCCESS) result = state;
-  fsdp_nccl_priv_unlock_channel(transport, index);
-  if (result == FSDP_NCCL_SUCCESS || result == FSDP_NCCL_IN_PROGRESS) return;
-  (void)fsdp_nccl_priv_fail_result(transport, index, "the communicator", result,
-                                   NULL); /* the transport keeps it */
-}
-
-fsdp_status fsdp_nccl_priv_fail_slow(fsdp_nccl_transport *transport,
-                                     fsdp_channel channel, const char *what,
-                                     int64_t timeout_ms, fsdp_error *error) {
-  fsdp_error cause;
-  char operation[FSDP_NCCL_LABEL_NBYTES + 64];
-  (void)pthread_mutex_lock(&transport->lock);
-  const fsdp_nccl_operation last = transport->channels[channel].last;
-  (void)pthread_mutex_unlock(&transport->lock);
-  fsdp_nccl_priv_format_operation(channel, &last, operation, sizeof operation);
-  (void)FSDP_FAIL(&cause, FSDP_BACKEND,
-                  "rank %" PRId64 " of %" PRId64
-                  ": %s on the host is still in progress after %" PRId64
-                  " ms, at %s: another rank does not take part",
-                  transport->rank, transport->world_size, what, timeout_ms,
-                  operation);
-  return fsdp_nccl_priv_fail(transport, &cause, error);
-}
-
 fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,
                                   fsdp_channel index, const char *what,
                                   int64_t timeout_ms, fsdp_error *error) {
@@ -350,4 +269,16 @@ fsdp_status fsdp_nccl_priv_settle(fsdp_nccl_transport *transport,
         fsdp_nccl_priv_first_error(transport, false, error);
     if (status != FSDP_OK) return status;
   }
+}
+
+void fsdp_nccl_priv_poll(fsdp_nccl_transport *transport, fsdp_channel index) {
+  int state = FSDP_NCCL_SUCCESS;
+  if (!fsdp_nccl_priv_trylock_comm(transport, index)) return;
+  int result = transport->api.comm_get_async_error(
+      transport->channels[index].comm_in_use, &state);
+  if (result == FSDP_NCCL_SUCCESS) result = state;
+  fsdp_nccl_priv_unlock_channel(transport, index);
+  if (result == FSDP_NCCL_SUCCESS || result == FSDP_NCCL_IN_PROGRESS) return;
+  (void)fsdp_nccl_priv_fail_result(transport, index, "the communicator", result,
+                                   NULL); /* the transport keeps it */
 }

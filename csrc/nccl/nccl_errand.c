@@ -1,18 +1,25 @@
 /*
- * Errands: what a transport has to do that may block - in NCCL, in the store -
- * runs on a thread of its own, so that neither the watchdog nor a caller waits
- * longer than it wants to.
+ * Errands: work of a transport that may block, in NCCL or in the store. It runs
+ * on a thread of its own, so that the watchdog never waits and a caller only as
+ * long as it chooses.
  */
 #define _POSIX_C_SOURCE 200809L /* pthread_sigmask */
 #include <signal.h>
 
 #include "nccl/nccl_priv.h"
 
+void fsdp_nccl_priv_enter_thread(const fsdp_nccl_transport *transport) {
+  const fsdp_nccl_events *events = transport->options.events;
+  if (events != NULL && events->enter_thread != NULL) {
+    events->enter_thread(events->context);
+  }
+}
+
 static void *run(void *argument) {
   fsdp_nccl_errand *errand = argument;
   fsdp_nccl_transport *transport = errand->transport;
-  /* NCCL goes back to the device that it found: not to one of another rank,
-   * which would get memory of this process. */
+  /* NCCL restores the device that was current. That must not be another rank's,
+   * where this process would then use memory. */
   fsdp_nccl_priv_enter_thread(transport);
   errand->body(transport, errand->channel);
   (void)pthread_mutex_lock(&transport->lock);
@@ -21,13 +28,14 @@ static void *run(void *argument) {
   const bool is_heir = transport->is_orphan && transport->num_errands == 0;
   (void)pthread_cond_broadcast(&transport->changed);
   (void)pthread_mutex_unlock(&transport->lock);
-  /* Who is no heir is joined before the transport goes, or is not the last. */
+  /* Any other errand is joined before the transport is freed, or is not the
+   * last. */
   if (is_heir) fsdp_nccl_priv_free(transport);
   return NULL;
 }
 
-/* Under the lock. The thread takes no signals: those are for the threads of the
- * program. */
+/* Under the lock. The thread blocks all signals: they are for the threads of
+ * the program. */
 static bool start(fsdp_nccl_errand *errand) {
   sigset_t all;
   sigset_t before;
@@ -47,7 +55,7 @@ bool fsdp_nccl_priv_errand_start(fsdp_nccl_transport *transport,
   (void)pthread_mutex_lock(&transport->lock);
   bool is_free = !errand->is_started;
   if (errand->is_started && errand->is_done) {
-    (void)pthread_join(errand->thread, NULL); /* it holds nothing any more */
+    (void)pthread_join(errand->thread, NULL); /* it takes no lock any more */
     is_free = true;
   }
   if (is_free) {

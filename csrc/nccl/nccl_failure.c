@@ -1,7 +1,6 @@
 /*
- * The end of a transport: the first error is kept, the communicators are
- * aborted, then the ranks tell each other where they were. See Note [NCCL
- * failures].
+ * A transport that fails: keeps the first error, aborts the communicators, then
+ * exchanges positions with the other ranks. See Note [NCCL failures].
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -10,9 +9,9 @@
 #include "nccl/nccl_priv.h"
 
 enum {
-  BUSY_MS = 200,          /* for a thread inside NCCL to come out */
-  REVOKED_BUSY_MS = 2000, /* the same once NCCL was told to stop */
-  ABORT_MS = 3000,        /* for all of that, and the aborts */
+  BUSY_MS = 200,          /* for a thread inside NCCL to return */
+  REVOKED_BUSY_MS = 2000, /* the same after a revoke */
+  ABORT_MS = 3000,        /* for both of these and the aborts */
   MORE_MS = 1000          /* for the store, beyond grace_ms */
 };
 
@@ -20,17 +19,16 @@ enum {
  * Note [Aborting under a call]
  * No two threads are in one communicator, except here. A thread can be stuck
  * inside a launch: NCCL connects to peers that do not come, or the device's
- * queue is full behind the very collective that hangs. It comes out when the
- * collective is stopped: ncclCommRevoke does that without freeing anything,
- * where it exists. Elsewhere, and if that does not help, the communicator is
- * aborted under the call, as c10d does: better than a process that hangs for
- * good.
+ * queue is full behind the collective that hangs. The thread returns when that
+ * collective is stopped. Where ncclCommRevoke exists, it does that without
+ * freeing anything. Elsewhere, or if that does not help, the communicator is
+ * aborted while the thread is inside, as c10d does: the alternative is a
+ * process that never ends.
  *
- * Both may wait for the device's streams, and so for a kernel of another
- * communicator that hangs too. Therefore each communicator has a thread of its
- * own for it, those of other failed transports included. (Aborts in one
- * ncclGroupStart/End would do from NCCL 2.22 on; before, a group ran them one
- * after the other.)
+ * Revoking and aborting may wait for the device's streams, and so for a kernel
+ * of another communicator that hangs too. So each communicator is aborted by a
+ * thread of its own, also across transports. (NCCL runs aborts inside one
+ * ncclGroupStart/End side by side only from 2.22 on.)
  */
 static void abort_channel(fsdp_nccl_transport *transport, fsdp_channel index) {
   fsdp_nccl_channel *channel = &transport->channels[index];
@@ -40,23 +38,25 @@ static void abort_channel(fsdp_nccl_transport *transport, fsdp_channel index) {
   if (!is_free && transport->api.comm_revoke != NULL && channel->comm != NULL) {
     fsdp_nccl_comm *stuck = channel->comm;
     (void)pthread_mutex_unlock(&transport->lock);
-    (void)transport->api.comm_revoke(stuck, 0); /* abort follows */
+    (void)transport->api.comm_revoke(stuck,
+                                     0); /* the abort below reports enough */
     (void)pthread_mutex_lock(&transport->lock);
     (void)fsdp_nccl_priv_wait_until_free(transport, index, REVOKED_BUSY_MS);
   }
   fsdp_nccl_comm *comm = channel->comm;
   channel->comm = NULL;
   (void)pthread_mutex_unlock(&transport->lock);
-  if (comm != NULL) (void)transport->api.comm_abort(comm); /* nothing to add */
+  if (comm != NULL)
+    (void)transport->api.comm_abort(comm); /* the first error is kept */
 }
 
-/* Forgets what is in flight. Whether there is a communicator to abort. */
+/* Drops the operations in flight. Whether there is a communicator to abort. */
 static bool has_comm(fsdp_nccl_transport *transport,
                      fsdp_nccl_channel *channel) {
   (void)pthread_mutex_lock(&transport->lock);
   const bool has = channel->comm != NULL;
   transport->is_aborting = true;
-  channel->num_outstanding = 0; /* none of them will be heard of again */
+  channel->num_outstanding = 0; /* nobody waits for them any more */
   (void)pthread_mutex_unlock(&transport->lock);
   return has;
 }
@@ -91,7 +91,7 @@ static void end(fsdp_nccl_transport *transport, fsdp_channel unused) {
   final = transport->error;
   (void)pthread_mutex_unlock(&transport->lock);
   fsdp_nccl_priv_format_position(transport, position, sizeof position);
-  /* One that does not end is left to its thread. */
+  /* An abort that does not return in time is left to its thread. */
   (void)fsdp_nccl_priv_abort_all(transport, fsdp_nccl_priv_now_ms() + ABORT_MS);
 
   if (transport->world_size > 1) {
@@ -144,7 +144,7 @@ fsdp_status fsdp_nccl_priv_fail_result(fsdp_nccl_transport *transport,
   const bool is_healthy = transport->phase == FSDP_NCCL_HEALTHY;
   (void)pthread_mutex_unlock(&transport->lock);
   if (api->get_last_error != NULL && is_healthy) {
-    /* NCCL keeps one text for the process, whatever the communicator. */
+    /* NCCL keeps one text for the whole process. */
     const char *last = api->get_last_error(NULL);
     if (last != NULL) (void)snprintf(said, sizeof said, "%s", last);
   }
@@ -159,26 +159,20 @@ fsdp_status fsdp_nccl_priv_fail_result(fsdp_nccl_transport *transport,
   return fsdp_nccl_priv_fail(transport, &cause, error);
 }
 
-bool fsdp_nccl_priv_is_healthy(fsdp_nccl_transport *transport) {
+fsdp_status fsdp_nccl_priv_fail_slow(fsdp_nccl_transport *transport,
+                                     fsdp_channel channel, const char *what,
+                                     int64_t timeout_ms, fsdp_error *error) {
+  fsdp_error cause;
+  char operation[FSDP_NCCL_LABEL_NBYTES + 64];
   (void)pthread_mutex_lock(&transport->lock);
-  const bool is_healthy = transport->phase == FSDP_NCCL_HEALTHY;
+  const fsdp_nccl_operation last = transport->channels[channel].last;
   (void)pthread_mutex_unlock(&transport->lock);
-  return is_healthy;
-}
-
-fsdp_status fsdp_nccl_priv_first_error(fsdp_nccl_transport *transport,
-                                       bool waits, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  (void)pthread_mutex_lock(&transport->lock);
-  while (waits && transport->phase == FSDP_NCCL_FAILING &&
-         fsdp_nccl_priv_now_ms() < transport->words_deadline_ms) {
-    fsdp_nccl_priv_cond_wait(&transport->changed, &transport->lock,
-                             transport->words_deadline_ms);
-  }
-  if (transport->phase != FSDP_NCCL_HEALTHY) {
-    status = transport->error.status;
-    if (error != NULL) *error = transport->error;
-  }
-  (void)pthread_mutex_unlock(&transport->lock);
-  return status;
+  fsdp_nccl_priv_format_operation(channel, &last, operation, sizeof operation);
+  (void)FSDP_FAIL(&cause, FSDP_BACKEND,
+                  "rank %" PRId64 " of %" PRId64
+                  ": %s on the host is still in progress after %" PRId64
+                  " ms, at %s: another rank does not take part",
+                  transport->rank, transport->world_size, what, timeout_ms,
+                  operation);
+  return fsdp_nccl_priv_fail(transport, &cause, error);
 }

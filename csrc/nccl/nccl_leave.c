@@ -5,7 +5,7 @@
 
 enum { CLAIM_MS = 200, ABORT_MS = 3000 };
 
-/* Whether the time to leave is over: who waited for this thread aborts. */
+/* Whether the time to leave is over: the waiting thread aborts now. */
 static bool is_too_late(fsdp_nccl_transport *transport) {
   (void)pthread_mutex_lock(&transport->lock);
   const bool is_aborting = transport->is_aborting;
@@ -48,25 +48,8 @@ static bool flush(const fsdp_nccl_transport *transport, fsdp_nccl_comm *comm,
   return result == FSDP_NCCL_SUCCESS;
 }
 
-/* Takes the channel for this thread, whatever the transport's phase, unless it
- * is too late. */
-static bool claim(fsdp_nccl_transport *transport, fsdp_channel index) {
-  fsdp_nccl_channel *channel = &transport->channels[index];
-  (void)pthread_mutex_lock(&transport->lock);
-  const bool is_free =
-      fsdp_nccl_priv_wait_until_free(transport, index, CLAIM_MS) &&
-      !transport->is_aborting;
-  if (is_free) {
-    channel->is_busy = true;
-    channel->busy_since_ms = fsdp_nccl_priv_now_ms();
-    channel->comm_in_use = channel->comm;
-  }
-  (void)pthread_mutex_unlock(&transport->lock);
-  return is_free;
-}
-
-/* The communicator, which from now on is only this thread's to end; NULL when
- * another one ends it. */
+/* Takes the communicator: only this thread may end it now. NULL when another
+ * one ends it. */
 static fsdp_nccl_comm *take_comm(fsdp_nccl_transport *transport,
                                  fsdp_nccl_channel *channel) {
   (void)pthread_mutex_lock(&transport->lock);
@@ -76,17 +59,16 @@ static fsdp_nccl_comm *take_comm(fsdp_nccl_transport *transport,
   return comm;
 }
 
-/* Flushes and destroys a communicator that is idle; else leaves it to who
- * aborts. */
+/* Flushes and destroys an idle communicator. Any other one is aborted later. */
 static void leave_channel(fsdp_nccl_transport *transport, fsdp_channel index,
                           int64_t deadline_ms) {
   fsdp_nccl_channel *channel = &transport->channels[index];
-  if (!claim(transport, index)) return;
+  if (!fsdp_nccl_priv_lock_to_leave(transport, index, CLAIM_MS)) return;
   fsdp_nccl_comm *comm = channel->comm_in_use;
   if (comm != NULL) {
     fsdp_nccl_priv_deregister_all(transport, index);
     fsdp_nccl_priv_free_sums(transport, index);
-    /* Results are of no use any more. */
+    /* The results do not matter any more. */
     if (flush(transport, comm, deadline_ms) &&
         take_comm(transport, channel) == comm) {
       (void)transport->api.comm_destroy(comm);
@@ -98,10 +80,10 @@ static void leave_channel(fsdp_nccl_transport *transport, fsdp_channel index,
 /*
  * Note [Leaving NCCL]
  * ncclCommDestroy waits for the ranks of the same host unless the communicator
- * was finalized first. So a rank that has nothing in flight finalizes, which
- * lets its network threads send what peers still need, and then destroys, which
- * is local. Finalizing blocks, so it is an errand's. Whoever has not come that
- * far after leave_ms, or has failed, or has a thread inside NCCL, aborts.
+ * was finalized first. So a rank with nothing in flight finalizes first, which
+ * lets its network threads send what peers still need. Destroying is then
+ * local. Finalizing blocks, so an errand does it. A rank that is not done after
+ * leave_ms, has failed, or has a thread inside NCCL, aborts.
  */
 static void leave_idle(fsdp_nccl_transport *transport, fsdp_channel unused) {
   const int64_t deadline_ms =
@@ -130,7 +112,7 @@ void fsdp_nccl_priv_leave(fsdp_nccl_transport *transport,
                                   FSDP_CHANNEL_GATHER)) {
     (void)fsdp_nccl_priv_errand_wait(transport, FSDP_NCCL_LEAVING, deadline_ms);
   }
-  /* What an earlier failure is aborting is that errand's. */
+  /* After a failure, the ENDING errand aborts. */
   if (!fsdp_nccl_priv_errand_wait(transport, FSDP_NCCL_ENDING,
                                   fsdp_nccl_priv_now_ms() + ABORT_MS)) {
     return;

@@ -1,5 +1,5 @@
 /*
- * Search for libnccl, and the table of its entry points.
+ * Finds libnccl and fills the table of its entry points.
  */
 #include "nccl/nccl_library.h"
 
@@ -63,8 +63,8 @@ void fsdp_nccl_version_format(int version, char *text, size_t text_nbytes) {
                  version % base / 100, version % 100);
 }
 
-/* The address of function `name`, or NULL: also when the symbol of that name
- * is data, which must not be called. */
+/* The address of function `name`, or NULL; also NULL when the symbol is data,
+ * which must not be called. */
 static void *find_function(void *handle, const char *name) {
   void *address = dlsym(handle, name);
   Dl_info info;
@@ -72,14 +72,14 @@ static void *find_function(void *handle, const char *name) {
   if (address == NULL) return NULL;
   if (dladdr1(address, &info, (void **)&symbol, RTLD_DL_SYMENT) == 0 ||
       symbol == NULL) {
-    return address; /* in no table: nothing to object to */
+    return address; /* in no symbol table: accepted */
   }
   const int type = symbol->st_info & 0xf;
   return type == STT_FUNC || type == STT_GNU_IFUNC ? address : NULL;
 }
 
-/* Fills `library` from `handle`. False with a `reason` when it is no NCCL that
- * the transport can use. */
+/* Fills `library` from `handle`. False, with a `reason`, when the transport
+ * cannot use that NCCL. */
 static bool fill_library(void *handle, fsdp_nccl_library *library,
                          char *reason) {
   const size_t num = sizeof ENTRY_POINTS / sizeof ENTRY_POINTS[0];
@@ -119,7 +119,8 @@ static bool fill_library(void *handle, fsdp_nccl_library *library,
   return true;
 }
 
-/* dlopen of `name`, then fill_library. Appends what was wrong to `reasons`. */
+/* Opens `name` and fills `library`. Appends the reason of a failure to
+ * `reasons`. */
 static bool try_open(const char *name, int flags, fsdp_nccl_origin origin,
                      fsdp_nccl_library *library, char *reasons) {
   char reason[REASON_NBYTES] = "";
@@ -143,7 +144,8 @@ static bool try_open(const char *name, int flags, fsdp_nccl_origin origin,
   return false;
 }
 
-/* A libnccl that is part of another library, or loaded under another name. */
+/* Tries a libnccl that is linked into another library, or was loaded under
+ * another name. */
 static bool try_loaded_symbols(fsdp_nccl_library *library) {
   char reason[REASON_NBYTES];
   fsdp_nccl_library found = {.origin = FSDP_NCCL_LOADED};
@@ -153,7 +155,7 @@ static bool try_loaded_symbols(fsdp_nccl_library *library) {
   return true;
 }
 
-/* The wheel's file, if `path` is one, or the library in folder `path`. */
+/* Tries the file `path`, or the library in the folder `path`. */
 static bool try_wheel(const char *path, fsdp_nccl_library *library,
                       char *reasons) {
   char file[FSDP_NCCL_PATH_NBYTES];

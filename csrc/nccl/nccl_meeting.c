@@ -1,7 +1,8 @@
 /*
- * Meeting: whether all ranks of a group can use NCCL. A counter tells the last
- * rank that it is the last; it writes the verdict, which the others read. A
- * rank that refuses writes it at once.
+ * The meeting: finds out whether all ranks of a group can use NCCL. A counter
+ * in the store tells the last rank that it is the last. That rank writes the
+ * verdict, which the others read. A rank that refuses writes the verdict at
+ * once.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -41,7 +42,8 @@ fsdp_status fsdp_nccl_meeting_arrive(const fsdp_store *store, const char *key,
     char reason[FSDP_ERROR_MESSAGE_NBYTES];
     (void)snprintf(reason, sizeof reason, "rank %" PRId64 ": %.480s", rank,
                    refusal);
-    /* Before it is counted as met, so that the last rank knows of it. */
+    /* Before this rank is counted as met, so that the last rank sees the
+     * refusal. */
     FSDP_TRY(store->add(store->context, refused, 1, &num_refused, error));
     FSDP_TRY(write_verdict(store, key, NO, reason, error));
   }
@@ -74,7 +76,7 @@ fsdp_status fsdp_nccl_meeting_conclude(const fsdp_store *store, const char *key,
   }
   format(name, key, "met");
   if (store->add(store->context, name, 0, &num_met, NULL) != FSDP_OK) {
-    num_met = -1; /* the store is gone, which the cause says */
+    num_met = -1; /* the store is gone, as the cause tells */
   }
   return FSDP_FAIL(error, FSDP_BACKEND,
                    "%" PRId64 " of %" PRId64

@@ -1,6 +1,6 @@
 /*
- * Outstanding operations: what was given to NCCL and is not done yet on the
- * device, told by an event behind each.
+ * Outstanding operations: NCCL has them, and the device has not finished them.
+ * An event behind each tells when it has.
  */
 #include "nccl/nccl_priv.h"
 
@@ -13,7 +13,7 @@ fsdp_status fsdp_nccl_priv_track(fsdp_nccl_transport *transport,
                                  fsdp_channel index,
                                  const fsdp_nccl_operation *operation,
                                  void *stream, fsdp_error *error) {
-  enum { RETIRED_PER_CALL = 4 }; /* more than one: the ring empties */
+  enum { RETIRED_PER_CALL = 4 }; /* more than one, so that the ring empties */
   fsdp_nccl_channel *channel = &transport->channels[index];
   const fsdp_nccl_events *events = transport->options.events;
   fsdp_status status = FSDP_OK;
@@ -21,15 +21,15 @@ fsdp_status fsdp_nccl_priv_track(fsdp_nccl_transport *transport,
   FSDP_TRY(fsdp_nccl_priv_retire(transport, index, RETIRED_PER_CALL, error));
 
   (void)pthread_mutex_lock(&transport->lock);
-  /* With every place taken the newest one's event is recorded anew, behind
-   * this operation too. */
+  /* When the ring is full, the newest event is recorded again, behind this
+   * operation. */
   const bool is_full = channel->num_outstanding == FSDP_NCCL_MAX_OUTSTANDING;
   fsdp_nccl_outstanding *place =
       at(channel,
          is_full ? channel->num_outstanding - 1 : channel->num_outstanding);
   (void)pthread_mutex_unlock(&transport->lock);
 
-  /* Nobody else looks at a free place, or frees one but the oldest. */
+  /* No other thread uses a free place, or frees another one than the oldest. */
   if (place->event == NULL) {
     FSDP_TRY(events->create(events->context, &place->event, error));
   }
@@ -44,10 +44,11 @@ done:
   return status;
 }
 
-/* Whether the oldest operation is done, or nobody can know. Under the lock. */
+/* Whether the operation is done, or its event can never tell. Under the lock.
+ */
 static fsdp_status query(const fsdp_nccl_events *events, void *event,
                          bool *is_done, fsdp_error *error) {
-  fsdp_error cause = {0};
+  FSDP_LOCAL_ERROR(cause);
   const fsdp_status status =
       events->query(events->context, event, is_done, &cause);
   if (status == FSDP_OK) return FSDP_OK;

@@ -1,6 +1,6 @@
 /*
- * Registration of memory with both communicators: blocks of the arena take
- * turns between parameters and gradients.
+ * Registration of memory with both communicators, since a block of the arena
+ * holds parameters at one time and gradients at another.
  */
 #include <inttypes.h>
 
@@ -15,7 +15,7 @@ static int64_t find(const fsdp_nccl_transport *transport, const void *buffer) {
   return -1;
 }
 
-/* Drops the registration of `buffer`, if there is one; it was that. */
+/* Removes and returns the registration of `buffer`; zeros if there is none. */
 static fsdp_nccl_registration drop(fsdp_nccl_transport *transport,
                                    const void *buffer) {
   fsdp_nccl_registration found = {0};
@@ -30,26 +30,27 @@ static fsdp_nccl_registration drop(fsdp_nccl_transport *transport,
   return found;
 }
 
-/* The communicator no longer knows the memory; the channel is this thread's. */
+/* Deregisters with the communicator of a channel that this thread uses. */
 static void deregister_locked(const fsdp_nccl_transport *transport,
                               fsdp_channel channel, void *handle) {
   fsdp_nccl_comm *comm = transport->channels[channel].comm_in_use;
   if (handle == NULL || comm == NULL) return;
   if (transport->api.comm_deregister == NULL) return;
-  /* The memory is going, whatever NCCL says. */
+  /* The memory is freed, whatever NCCL returns. */
   (void)transport->api.comm_deregister(comm, handle);
 }
 
 static void deregister_handle(fsdp_nccl_transport *transport,
                               fsdp_channel channel, void *handle) {
   if (handle == NULL) return;
-  /* A transport that failed has no communicator, and no registrations. */
+  /* A transport that failed has no communicator, so nothing is registered. */
   if (fsdp_nccl_priv_lock_channel(transport, channel, NULL) != FSDP_OK) return;
   deregister_locked(transport, channel, handle);
   fsdp_nccl_priv_unlock_channel(transport, channel);
 }
 
-/* Keeps the handle with the registration, which may have gone meanwhile. */
+/* Stores the handle in the registration, which may have been removed meanwhile.
+ */
 static void keep_handle(fsdp_nccl_transport *transport, fsdp_channel channel,
                         const void *buffer, void *handle) {
   (void)pthread_mutex_lock(&transport->lock);
@@ -59,8 +60,8 @@ static void keep_handle(fsdp_nccl_transport *transport, fsdp_channel channel,
   if (index < 0) deregister_locked(transport, channel, handle);
 }
 
-/* On a channel that this thread uses. One without a communicator registers when
- * it gets one. */
+/* On a channel that this thread uses. A channel without a communicator
+ * registers when it gets one. */
 static fsdp_status register_locked(fsdp_nccl_transport *transport,
                                    fsdp_channel channel, void *buffer,
                                    int64_t nbytes, fsdp_error *error) {
@@ -81,7 +82,7 @@ static fsdp_status register_locked(fsdp_nccl_transport *transport,
                    name == NULL ? "unknown" : name);
 }
 
-/* Enters the buffer, without handles. */
+/* Adds the buffer, without handles. */
 static fsdp_status enter(fsdp_nccl_transport *transport, void *buffer,
                          int64_t nbytes, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
@@ -114,7 +115,7 @@ done:
 fsdp_status fsdp_nccl_register(fsdp_transport *base, void *buffer,
                                int64_t nbytes, fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  if (transport->num_forks != fsdp_nccl_priv_num_forks()) return FSDP_OK;
+  if (fsdp_nccl_priv_is_forked(transport)) return FSDP_OK;
   if (transport->api.comm_register == NULL || nbytes <= 0) return FSDP_OK;
 
   fsdp_status status = enter(transport, buffer, nbytes, error);
@@ -131,14 +132,14 @@ fsdp_status fsdp_nccl_register(fsdp_transport *base, void *buffer,
 
 void fsdp_nccl_deregister(fsdp_transport *base, void *buffer) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  if (transport->num_forks != fsdp_nccl_priv_num_forks()) return;
+  if (fsdp_nccl_priv_is_forked(transport)) return;
   const fsdp_nccl_registration found = drop(transport, buffer);
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     deregister_handle(transport, (fsdp_channel)i, found.handles[i]);
   }
 }
 
-/* The registration number `index`. False behind the last one. */
+/* Copies registration number `index`. False behind the last one. */
 static bool get(fsdp_nccl_transport *transport, size_t index,
                 fsdp_nccl_registration *out) {
   (void)pthread_mutex_lock(&transport->lock);
@@ -153,7 +154,7 @@ void fsdp_nccl_priv_register_all(fsdp_nccl_transport *transport,
   fsdp_nccl_registration each;
   for (size_t i = 0; get(transport, i, &each); i++) {
     if (each.handles[channel] != NULL) continue;
-    /* Collectives on memory that is not registered work, copying. */
+    /* Without registration collectives work, with a copy. */
     (void)!register_locked(transport, channel, each.buffer, each.nbytes, NULL);
   }
 }

@@ -1,5 +1,5 @@
 /*
- * Scaled sums: which scale NCCL can apply to which dtype on the way, and the
+ * Scaled sums: which scale NCCL can apply to a sum of which dtype, and the
  * operators for it.
  */
 #include <math.h>
@@ -9,7 +9,7 @@
 #include "base/dtypes.h"
 #include "nccl/nccl_priv.h"
 
-/* `value` in its dtype, as ncclRedOpCreatePreMulSum reads it. */
+/* The factor in its dtype, as ncclRedOpCreatePreMulSum reads it. */
 typedef union scalar {
   float f32;
   double f64;
@@ -145,7 +145,8 @@ void fsdp_nccl_priv_free_sums(fsdp_nccl_transport *transport,
   for (size_t i = 0; i < channel->num_scaled_sums; i++) {
     if (transport->api.red_op_destroy == NULL) break;
     (void)transport->api.red_op_destroy(
-        channel->scaled_sums[i].op, channel->comm_in_use); /* leaving anyway */
+        channel->scaled_sums[i].op,
+        channel->comm_in_use); /* a failure does not matter when leaving */
   }
   channel->num_scaled_sums = 0;
 }

@@ -1,5 +1,5 @@
 /*
- * Life of the NCCL transport: joined, checked, left.
+ * Creates, checks and destroys a NCCL transport.
  */
 #include "nccl/nccl_transport.h"
 
@@ -28,34 +28,14 @@ void fsdp_nccl_options_init(fsdp_nccl_options *options) {
   };
 }
 
-static void free_host_memory(fsdp_nccl_transport *transport) {
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    fsdp_free(transport->channels[i].collectives);
-    fsdp_free(transport->channels[i].scaled_sums);
-  }
-  fsdp_free(transport->registrations);
-  fsdp_free(transport->prefix);
-  fsdp_free(transport->net_name);
-  fsdp_free(transport);
-}
-
-void fsdp_nccl_priv_free(fsdp_nccl_transport *transport) {
-  const fsdp_nccl_options options = transport->options;
-  fsdp_nccl_priv_free_events(transport);
-  (void)pthread_cond_destroy(&transport->changed);
-  (void)pthread_mutex_destroy(&transport->lock);
-  free_host_memory(transport);
-  if (options.release != NULL) options.release(options.owner);
-}
-
 static void destroy(fsdp_transport *base) {
   enum { MORE_MS = 1000 }; /* for errands that are about to end */
   fsdp_nccl_transport *transport;
   fsdp_error reason;
   if (base == NULL) return;
   transport = fsdp_nccl_priv_of(base);
-  if (transport->num_forks != fsdp_nccl_priv_num_forks()) {
-    free_host_memory(transport); /* the rest is the parent's */
+  if (fsdp_nccl_priv_is_forked(transport)) {
+    fsdp_nccl_priv_free(transport); /* the rest is the parent's */
     return;
   }
   fsdp_nccl_priv_unwatch(transport);
@@ -73,7 +53,7 @@ static void destroy(fsdp_transport *base) {
 
 static fsdp_status check(fsdp_transport *base, fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  if (transport->num_forks != fsdp_nccl_priv_num_forks()) return FSDP_OK;
+  if (fsdp_nccl_priv_is_forked(transport)) return FSDP_OK;
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     fsdp_nccl_priv_poll(transport, (fsdp_channel)i);
   }
@@ -104,7 +84,7 @@ static fsdp_status check_arguments(const fsdp_nccl_options *options,
                      " and world_size %" PRId64,
                      rank, world_size);
   }
-  enum { KEY_ROOM = 64 }; /* for what comes after the prefix */
+  enum { KEY_ROOM = 64 }; /* for the rest of a key */
   if (options->prefix == NULL ||
       strlen(options->prefix) > FSDP_NCCL_KEY_NBYTES - KEY_ROOM) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
@@ -124,45 +104,6 @@ static fsdp_status check_arguments(const fsdp_nccl_options *options,
   return FSDP_OK;
 }
 
-/* The transport, without communicators; NULL when memory is out. */
-static fsdp_nccl_transport *make(const fsdp_nccl_library *library,
-                                 const fsdp_nccl_options *options,
-                                 const fsdp_store *store, int64_t rank,
-                                 int64_t world_size) {
-  fsdp_nccl_transport *transport = fsdp_calloc(1, sizeof *transport);
-  if (transport == NULL) return NULL;
-  transport->base.ops = &OPS;
-  transport->api = library->api;
-  transport->options = *options;
-  transport->prefix = fsdp_strdup(options->prefix);
-  transport->options.prefix = transport->prefix;
-  if (options->events != NULL) {
-    transport->events = *options->events;
-    transport->options.events = &transport->events;
-  }
-  if (options->tuning.net_name != NULL) {
-    transport->net_name = fsdp_strdup(options->tuning.net_name);
-    transport->options.tuning.net_name = transport->net_name;
-  }
-  transport->store = *store;
-  transport->version = library->version;
-  transport->rank = rank;
-  transport->world_size = world_size;
-  transport->num_forks = fsdp_nccl_priv_num_forks();
-  if (transport->prefix == NULL ||
-      (options->tuning.net_name != NULL && transport->net_name == NULL) ||
-      pthread_mutex_init(&transport->lock, NULL) != 0) {
-    free_host_memory(transport);
-    return NULL;
-  }
-  if (!fsdp_nccl_priv_cond_init(&transport->changed)) {
-    (void)pthread_mutex_destroy(&transport->lock);
-    free_host_memory(transport);
-    return NULL;
-  }
-  return transport;
-}
-
 fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
                              const fsdp_nccl_options *options,
                              const fsdp_store *store, int64_t rank,
@@ -172,16 +113,17 @@ fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
   fsdp_status status = FSDP_OK;
 
   FSDP_TRY(check_arguments(options, rank, world_size, error));
-  self = make(library, options, store, rank, world_size);
+  self = fsdp_nccl_priv_make(library, options, store, rank, world_size);
   if (self == NULL) {
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                      "NCCL transport of rank %" PRId64, rank);
   }
+  self->base.ops = &OPS;
   FSDP_TRY(fsdp_nccl_priv_watch(self, error));
   *transport = &self->base;
   self = NULL;
 done:
-  /* The caller keeps what it would have released. */
+  /* After a failure the owner is still the caller's. */
   if (self != NULL) self->options.release = NULL;
   destroy(self == NULL ? NULL : &self->base);
   return status;

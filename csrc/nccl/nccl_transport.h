@@ -1,45 +1,45 @@
 /*
- * NCCL transport: the collectives of one process group of GPUs, over two
+ * NCCL transport: the collectives of one process group of GPUs. It has two
  * communicators of its own, one for gathers and one for reductions, so that
  * they overlap. Implements port/transport.h; `call->stream` is a cudaStream_t.
  *
- * A communicator is made by the first call on its channel. All ranks make the
- * same calls in the same order, per channel, so all of them come to it; a group
- * that is never gathered from has no communicator, and no device memory, for
- * gathers.
+ * The first call on a channel makes its communicator. All ranks make the same
+ * calls in the same order, per channel, so all of them come to it. A group that
+ * never gathers has no communicator, and no device memory, for gathers.
  *
- * A call enqueues on its stream and returns. The host waits for NCCL's own
- * host-side work alone (making a communicator, connections at the first
+ * A call enqueues on its stream and returns. The host waits only for NCCL's own
+ * work on the host (making a communicator, the connections of the first
  * collectives), never for the device, and never longer than the time limit.
  *
  * Note [NCCL failures]
- * Whatever fails first - a result of NCCL, an error that it reports later, an
- * operation that takes longer than `timeout_ms`, another rank that says in the
- * store that it failed - ends the transport, once: both communicators are
- * aborted (a host that waits for a stream then returns), this rank says in the
- * store where it is, the others' last words are collected for up to `grace_ms`,
- * and from then on every call returns that first error. It names the rank, the
- * call's label, its sequence number and the time limit. Aborts that do not end
- * within 3 seconds are left to their threads.
+ * The first failure ends the transport: a result of NCCL, an error that NCCL
+ * reports later, an operation that takes longer than `timeout_ms`, or another
+ * rank's failure, which it has written to the store. Then, in this order: both
+ * communicators are aborted, so that a host that waits for a stream returns;
+ * this rank writes its position to the store; the positions of the other ranks
+ * are collected for up to `grace_ms`. From then on every call returns the first
+ * error. It names the rank, the call's label, its sequence number and the time
+ * limit. Aborts that do not return within 3 seconds are left to their threads.
  *
  * Note [NCCL threads]
- * The first transport starts one thread, the watchdog; the last one to go joins
- * it. It polls errors, the events of outstanding operations and threads that do
- * not come out of NCCL, and waits for nothing. What may block - making a
- * communicator, aborting, the store - runs as an errand, on a thread of its own
- * (nccl_errand.c). After a fork the child has neither threads nor
- * communicators: there every call fails and destroy only gives host memory
- * back.
+ * The first transport starts one thread, the watchdog; the last one joins it.
+ * The watchdog checks for NCCL's errors, for the events of outstanding
+ * operations and for threads that do not return from NCCL. It never blocks.
+ * Work that may block (making a communicator, aborting, the store) runs as an
+ * errand, on a thread of its own (nccl_errand.c). A forked child has neither
+ * threads nor communicators: every call fails there, and destroy only frees
+ * host memory.
+ *
  * Locks, in this order: the list of transports (nccl_watchdog.c), one
  * transport's state. Neither is held while NCCL or the store may block; a
- * channel in use is marked as such instead. The launch lock (nccl_order.c) is
- * held during a launch, and takes the transport's lock.
+ * channel is marked as in use instead. The launch lock (nccl_order.c) is held
+ * during a launch; the transport's lock may be taken under it.
  *
  * Note [One thread in a communicator]
  * No NCCL function may run on a communicator while another one does, not even
  * ncclCommGetAsyncError: from NCCL 2.26 on it joins a thread of the
- * communicator and frees its memory. A thread that calls NCCL marks the channel
- * as in use first. The one exception is in Note [Aborting under a call].
+ * communicator and frees its memory. A thread marks the channel as in use
+ * before it calls NCCL. The one exception is in Note [Aborting under a call].
  */
 #ifndef FSDP_NCCL_TRANSPORT_H
 #define FSDP_NCCL_TRANSPORT_H
@@ -56,8 +56,8 @@
 extern "C" {
 #endif
 
-/* Events over the caller's streams, by which the watchdog knows which
- * operations are outstanding. Called by the watchdog's thread too. */
+/* Events on the caller's streams. They tell the watchdog which operations are
+ * outstanding. Also called by the watchdog's thread. */
 typedef struct fsdp_nccl_events {
   void *context; /* first argument of every call */
   fsdp_status (*create)(void *context, void **event, fsdp_error *error);
@@ -68,13 +68,14 @@ typedef struct fsdp_nccl_events {
   /* is_done [out] whether the recorded work is done. Does not wait. */
   fsdp_status (*query)(void *context, void *event, bool *is_done,
                        fsdp_error *error);
-  /* Threads of the transport call it before anything else, so that the device
-   * is the transport's, and no capture of a graph is in their way
-   * (fsdp_nccl_relax_capture). May be NULL. */
+  /* Each thread of the transport calls it first. It selects the transport's
+   * device and the relaxed mode of captures (fsdp_nccl_relax_capture). May be
+   * NULL. */
   void (*enter_thread)(void *context);
 } fsdp_nccl_events;
 
-/* As in ncclConfig_t; FSDP_NCCL_CONFIG_UNDEFINED, or NULL: NCCL decides. */
+/* As in ncclConfig_t. With FSDP_NCCL_CONFIG_UNDEFINED, or NULL, NCCL decides.
+ */
 typedef struct fsdp_nccl_tuning {
   int cga_cluster_size;
   int min_ctas;
@@ -84,38 +85,37 @@ typedef struct fsdp_nccl_tuning {
 } fsdp_nccl_tuning;
 
 typedef struct fsdp_nccl_options {
-  /* Of all keys in the store; no two transports over one store share it, not
-   * even one after the other. */
+  /* Of all keys in the store. No two transports over one store may share it,
+   * not even one after the other. */
   const char *prefix;
   int64_t init_timeout_ms; /* for meeting the other ranks; at least 1 */
   int64_t timeout_ms;      /* of an operation; 0: none */
-  int64_t grace_ms;        /* for the others' last words after a failure */
-  int64_t leave_ms;        /* destroy waits this long for what is in flight */
-  int64_t poll_ms;         /* how often the watchdog looks */
+  int64_t grace_ms;        /* for the positions of the others after a failure */
+  int64_t leave_ms; /* destroy waits this long for operations in flight */
+  int64_t poll_ms;  /* the watchdog's period */
   /* Copied. NULL: only NCCL's own errors are watched, not operations. */
   const fsdp_nccl_events *events;
   fsdp_nccl_tuning tuning; /* the same on all ranks */
-  /* Called with `owner` when nothing of the transport uses the store and the
-   * events any more: at the end of destroy, or after it when a thread is stuck
-   * in the store or in NCCL. Not if the transport could not be made. May be
-   * NULL. */
+  /* Called with `owner` when the transport uses neither the store nor the
+   * events any more: at the end of destroy, or later, when a thread is stuck in
+   * the store or in NCCL. Not called if fsdp_nccl_create fails. May be NULL. */
   void (*release)(void *owner);
   void *owner;
 } fsdp_nccl_options;
 
 /* 10 minutes for meeting and for operations (as c10d), 2 seconds of grace, 2
- * to leave, a look every 200 ms, NCCL's own tuning; no prefix, no events, no
- * owner. Cannot fail. */
+ * seconds to leave, a period of 200 ms, NCCL's own tuning; no prefix, no
+ * events, no owner. Cannot fail. */
 void fsdp_nccl_options_init(fsdp_nccl_options *options);
 
 /*
- * Makes this rank's part of the group. Waits for nobody: the ranks meet in
- * their first calls.
+ * Makes this rank's transport. Does not wait: the ranks meet in their first
+ * calls.
  *
- * store      copied; its context must last until `release`. Used by several
- *            threads, also while other users of the group's store may be inside
- *            a wait: give a connection that nobody else uses.
- * transport  [out] new; ends with transport->ops->destroy().
+ * store      copied; its context must last until `release`. Several threads
+ *            use it, while other users of the group's store may wait inside
+ *            theirs: give it a connection of its own.
+ * transport  [out] new; transport->ops->destroy() ends it.
  *
  * FSDP_INVALID_ARGUMENT  a rank or world size out of range, no prefix, a
  *                        negative time, no time to join.
@@ -131,11 +131,11 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
 
 /*
  * Note [NCCL scales]
- * A sum can be scaled on its way, without a pass of its own, where the result
- * is as exact as scaling afterwards in fp32: fp32 and fp64 by anything, fp16
- * and bf16 by numbers that they hold exactly (1/2, 1/8, not 1/3: NCCL rounds
- * the factor to the dtype first), integers not at all. 1/world_size becomes
- * ncclAvg, another number a pre-multiplied sum.
+ * NCCL scales a sum in the same pass. The transport uses that where the result
+ * is as exact as scaling in fp32 afterwards: fp32 and fp64 by any factor, fp16
+ * and bf16 by factors that they hold exactly (1/2 or 1/8, not 1/3, since NCCL
+ * first rounds the factor to the dtype), integers not at all. 1/world_size
+ * becomes ncclAvg, another factor a pre-multiplied sum.
  *
  * Whether the transport's reductions take `scale` for this dtype. Cannot fail.
  */
@@ -143,9 +143,9 @@ bool fsdp_nccl_can_scale(const fsdp_transport *transport, fsdp_dtype dtype,
                          double scale);
 
 /*
- * Registers memory of the device that collectives will use, so that NCCL can
- * reach it without copies; does nothing where NCCL has no such thing. A failure
- * leaves the transport as it was: collectives on this memory work, copying.
+ * Registers device memory that collectives will use, so that NCCL reaches it
+ * without copies. Does nothing where NCCL cannot register. After a failure the
+ * transport works as before, with copies.
  *
  * FSDP_INVALID_STATE  the buffer is registered already.
  * FSDP_OUT_OF_MEMORY
@@ -155,35 +155,32 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_register(fsdp_transport *transport,
                                               void *buffer, int64_t nbytes,
                                               fsdp_error *error);
 
-/* Before the memory is freed, when no operation uses it. Does nothing for a
- * buffer that is not registered. Cannot fail. */
+/* Call it before the memory is freed, when no operation uses it. Does nothing
+ * for a buffer that is not registered. Cannot fail. */
 void fsdp_nccl_deregister(fsdp_transport *transport, void *buffer);
 
-/* Whether the watchdog's thread runs in this process. Cannot fail. */
-bool fsdp_nccl_has_watchdog(void);
-
-/* For the end of the process, before the device goes: stops the watchdog and
- * leaves all groups, whoever still holds their transports. A later call on them
- * returns FSDP_INVALID_STATE, and none can be created; destroy gives the memory
- * back as ever. Takes a little longer than the transports' leave_ms at most.
+/* For the end of the process, before the device is shut down: stops the
+ * watchdog and leaves all groups, also where their transports are still held.
+ * Later calls on these return FSDP_INVALID_STATE, and no transport can be
+ * created; destroy still frees memory. Takes little longer than leave_ms.
  * Cannot fail. */
 void fsdp_nccl_leave_all(void);
 
 /*
- * Lets this thread ask for events while another one captures a CUDA graph:
- * otherwise the question is an error, and spoils the capture. Does nothing the
- * second time. False when no CUDA is loaded, or it refuses. Cannot fail.
+ * Lets this thread query events while another thread captures a CUDA graph.
+ * Otherwise the query fails and invalidates the capture. Does nothing the
+ * second time. False when no CUDA is loaded, or CUDA refuses. Cannot fail.
  */
 bool fsdp_nccl_relax_capture(void);
 
 /*
- * Lets the ranks of a group find out whether all of them can use NCCL, with a
- * number of requests to the store that does not depend on the number of ranks.
- * `arrive` does not wait; `conclude` waits for the last rank to arrive, or for
- * the first one that refuses.
+ * Finds out whether all ranks of a group can use NCCL. The number of requests
+ * to the store per rank does not depend on the number of ranks. `arrive` does
+ * not wait; `conclude` waits for the last rank to arrive, or for the first one
+ * that refuses.
  *
- * store        `add` must be there.
- * key          of this meeting; no other one over the store has it.
+ * store        needs `add`.
+ * key          of this meeting; no other meeting over the store has it.
  * refusal      why this rank cannot; NULL or "": it can.
  * is_possible  [out] the same on all ranks.
  * reason       [out] one refusal, or "".

@@ -1,18 +1,20 @@
 /*
- * The watchdog: one thread that looks after all transports of the process, so
- * that a failure or a hang is noticed while the host waits for the device. See
- * Note [NCCL threads].
+ * The watchdog: one thread that watches all transports of the process, so that
+ * a failure or a hang is found while the host waits for the device. See Note
+ * [NCCL threads].
  */
 #define _POSIX_C_SOURCE 200809L /* pthread_sigmask */
 #include <inttypes.h>
 #include <signal.h>
-#include <stdatomic.h>
 
 #include "nccl/nccl_priv.h"
 
-enum { OLD_MS = 1000 }; /* the age at which the others are looked at, too */
+enum {
+  OLD_MS = 1000, /* the age from which another rank's failure is looked for */
+  LOOK_MS = 1000 /* between two such looks */
+};
 
-/* The process's only list; a transport is in it from watch to unwatch. */
+/* The list of all transports of the process, from watch to unwatch. */
 static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t g_changed;
 static pthread_once_t g_once = PTHREAD_ONCE_INIT;
@@ -20,12 +22,11 @@ static fsdp_nccl_transport *g_transports = NULL;
 static pthread_t g_thread;
 static bool g_has_thread = false;
 static bool g_is_ready = false; /* g_changed is initialised */
-static bool g_is_over = false;  /* the process ends */
-/* The thread of another generation ends. */
+static bool g_is_over = false;  /* fsdp_nccl_leave_all was called */
+/* A thread of an older generation ends. */
 static uintptr_t g_generation = 0;
-static _Atomic unsigned g_num_forks = 0;
 
-/* In the child of a fork: no thread, no transports, whatever held the lock. */
+/* In a forked child: no thread and no transports, whoever held the lock. */
 static void forget_all(void) {
   const pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
   g_lock = fresh;
@@ -34,7 +35,6 @@ static void forget_all(void) {
   g_has_thread = false;
   g_is_over = false;
   g_generation++;
-  atomic_fetch_add(&g_num_forks, 1);
 }
 
 static void prepare(void) {
@@ -42,11 +42,7 @@ static void prepare(void) {
                pthread_atfork(NULL, NULL, forget_all) == 0;
 }
 
-unsigned fsdp_nccl_priv_num_forks(void) {
-  return atomic_load(&g_num_forks);
-}
-
-bool fsdp_nccl_has_watchdog(void) {
+bool fsdp_nccl_priv_has_watchdog(void) {
   (void)pthread_mutex_lock(&g_lock);
   const bool has_thread = g_has_thread;
   (void)pthread_mutex_unlock(&g_lock);
@@ -68,7 +64,31 @@ static void fail_hung(fsdp_nccl_transport *transport, fsdp_channel index,
   (void)fsdp_nccl_priv_fail(transport, &cause, NULL);
 }
 
-/* Operations that should have ended. */
+/* An errand: looks in the store whether another rank has failed. */
+static void look(fsdp_nccl_transport *transport, fsdp_channel unused) {
+  char words[FSDP_NCCL_WORDS_NBYTES];
+  fsdp_error cause;
+  (void)unused;
+  if (!fsdp_nccl_priv_read_failure(transport, words, sizeof words)) return;
+  (void)FSDP_FAIL(&cause, FSDP_BACKEND,
+                  "rank %" PRId64 " of %" PRId64
+                  " ends because another rank failed: %s",
+                  transport->rank, transport->world_size, words);
+  (void)fsdp_nccl_priv_fail(transport, &cause,
+                            NULL); /* the transport keeps it */
+}
+
+static void look_at_others(fsdp_nccl_transport *transport) {
+  const int64_t now_ms = fsdp_nccl_priv_now_ms();
+  if (transport->world_size == 1) return;
+  if (now_ms - transport->last_look_ms < LOOK_MS) return;
+  transport->last_look_ms = now_ms;
+  /* While the last look hangs in the store no other one starts. */
+  (void)fsdp_nccl_priv_errand_start(transport, FSDP_NCCL_LOOKING, look,
+                                    FSDP_CHANNEL_GATHER);
+}
+
+/* Fails the transport if an operation is too old. */
 static void look_at_operations(fsdp_nccl_transport *transport,
                                fsdp_channel index) {
   fsdp_nccl_operation oldest;
@@ -84,12 +104,12 @@ static void look_at_operations(fsdp_nccl_transport *transport,
   if (timeout_ms > 0 && age_ms >= timeout_ms) {
     fail_hung(transport, index, &oldest);
   } else if (age_ms >= OLD_MS) {
-    fsdp_nccl_priv_look_at_others(transport);
+    look_at_others(transport);
   }
 }
 
-/* A thread that should have come out of NCCL. One that makes a communicator
- * looks at its limit itself. */
+/* Fails the transport if a thread is inside NCCL for too long. A thread that
+ * waits for a new communicator has a limit of its own. */
 static void look_at_thread(fsdp_nccl_transport *transport, fsdp_channel index) {
   const fsdp_nccl_channel *channel = &transport->channels[index];
   const int64_t timeout_ms = transport->options.timeout_ms;
@@ -105,11 +125,11 @@ static void look_at_thread(fsdp_nccl_transport *transport, fsdp_channel index) {
                                    name == NULL ? "a call of NCCL" : name,
                                    timeout_ms, NULL);
   } else if (age_ms >= OLD_MS) {
-    fsdp_nccl_priv_look_at_others(transport);
+    look_at_others(transport);
   }
 }
 
-/* Nothing here waits for the store, for another thread or for the device. */
+/* Waits for no store, no other thread and no device. */
 static void look_at(fsdp_nccl_transport *transport) {
   fsdp_nccl_priv_enter_thread(transport);
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
@@ -121,7 +141,7 @@ static void look_at(fsdp_nccl_transport *transport) {
   }
 }
 
-/* The shortest time between two looks that a transport asks for. */
+/* The shortest period that a transport asks for. */
 static int64_t period_ms(void) {
   int64_t shortest = INT64_MAX;
   for (const fsdp_nccl_transport *t = g_transports; t != NULL; t = t->next) {
@@ -130,28 +150,38 @@ static int64_t period_ms(void) {
   return shortest < 1 ? 1 : shortest;
 }
 
+/* Under the lock, which it releases during each look. */
+static void look_at_all(uintptr_t generation) {
+  fsdp_nccl_transport *transport = g_transports;
+  while (g_generation == generation && transport != NULL) {
+    transport->is_pinned = true; /* keeps it in the list meanwhile */
+    (void)pthread_mutex_unlock(&g_lock);
+    look_at(transport);
+    (void)pthread_mutex_lock(&g_lock);
+    transport->is_pinned = false;
+    (void)pthread_cond_broadcast(&g_changed);
+    transport = transport->next;
+  }
+}
+
 static void *run(void *argument) {
   const uintptr_t generation = (uintptr_t)argument;
+  int64_t looked_ms = fsdp_nccl_priv_now_ms();
   (void)pthread_mutex_lock(&g_lock);
   while (g_generation == generation && g_transports != NULL) {
-    fsdp_nccl_priv_cond_wait(&g_changed, &g_lock,
-                             fsdp_nccl_priv_now_ms() + period_ms());
-    fsdp_nccl_transport *transport = g_transports;
-    while (g_generation == generation && transport != NULL) {
-      transport->is_pinned = true; /* it stays in the list until then */
-      (void)pthread_mutex_unlock(&g_lock);
-      look_at(transport);
-      (void)pthread_mutex_lock(&g_lock);
-      transport->is_pinned = false;
-      (void)pthread_cond_broadcast(&g_changed);
-      transport = transport->next;
+    const int64_t next_ms = looked_ms + period_ms();
+    if (fsdp_nccl_priv_now_ms() < next_ms) {
+      fsdp_nccl_priv_cond_wait(&g_changed, &g_lock, next_ms);
+      continue;
     }
+    looked_ms = fsdp_nccl_priv_now_ms();
+    look_at_all(generation);
   }
   (void)pthread_mutex_unlock(&g_lock);
   return NULL;
 }
 
-/* Starts the thread, with the lock held. It takes no signals: those are for
+/* Starts the thread, with the lock held. It blocks all signals: they are for
  * the threads of the program. */
 static bool start(void) {
   sigset_t all;
@@ -191,7 +221,7 @@ fsdp_status fsdp_nccl_priv_watch(fsdp_nccl_transport *transport,
                 error);
 }
 
-/* Under the lock, which it gives back: the thread ends, for nobody needs it. */
+/* Under the lock, which it releases: ends the thread. */
 static void stop(void) {
   const pthread_t thread = g_thread;
   const bool has_thread = g_has_thread;
@@ -199,10 +229,10 @@ static void stop(void) {
   g_generation++;
   (void)pthread_cond_broadcast(&g_changed);
   (void)pthread_mutex_unlock(&g_lock);
-  if (has_thread) (void)pthread_join(thread, NULL); /* it holds nothing */
+  if (has_thread) (void)pthread_join(thread, NULL); /* the lock is free */
 }
 
-/* Under the lock: takes a transport out of the list. */
+/* Under the lock: removes a transport from the list. */
 static void unlist(fsdp_nccl_transport *transport) {
   fsdp_nccl_transport **place = &g_transports;
   while (*place != transport) place = &(*place)->next;
@@ -235,9 +265,9 @@ void fsdp_nccl_leave_all(void) {
   while (g_transports != NULL) {
     fsdp_nccl_transport *transport = g_transports;
     unlist(transport);
-    transport->is_pinned = true; /* who destroys it waits until then */
+    transport->is_pinned = true; /* a destroy waits until it is false */
     (void)pthread_mutex_unlock(&g_lock);
-    /* One time to leave for all of them. */
+    /* One deadline for all of them. */
     if (deadline_ms == 0) {
       deadline_ms = fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
     }

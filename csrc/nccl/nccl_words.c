@@ -1,6 +1,6 @@
 /*
- * Last words: the ranks tell each other in the store where they were when a
- * transport ended, and which of them ended first. See Note [NCCL failures].
+ * Positions: after a failure the ranks exchange through the store where they
+ * were, and which of them failed first. See Note [NCCL failures].
  */
 #include <inttypes.h>
 #include <stdarg.h>
@@ -11,16 +11,15 @@
 #include "nccl/nccl_priv.h"
 
 enum {
-  LOOK_MS = 1000,    /* between looks for another rank's failure */
-  MAX_MISSING = 8,   /* ranks without an answer that are listed */
-  MAX_ASKED = 64,    /* ranks whose words are read */
+  MAX_MISSING = 8,   /* ranks without a position that are listed */
+  MAX_ASKED = 64,    /* ranks whose positions are read */
   FIRST_PAUSE_MS = 5 /* between rounds of reading, doubled each time */
 };
 
-/* A message that is put together piece by piece; what is too long is cut. */
+/* A message that is put together piece by piece, and truncated. */
 typedef struct message {
   char *at;
-  size_t nbytes; /* left, terminator included */
+  size_t nbytes; /* of free space, terminator included */
 } message;
 
 FSDP_PRINTF(2, 3)
@@ -70,7 +69,7 @@ static void format_key(const fsdp_nccl_transport *transport, int64_t rank,
                  transport->options.prefix, rank);
 }
 
-/* Reads a text from the store. False if it does not come in time. */
+/* Reads a text from the store. False if it is not there in time. */
 static bool read_text(const fsdp_nccl_transport *transport, const char *key,
                       int64_t timeout_ms, char *value, size_t value_nbytes) {
   const fsdp_store *store = &transport->store;
@@ -84,6 +83,13 @@ static bool read_text(const fsdp_nccl_transport *transport, const char *key,
   return true;
 }
 
+bool fsdp_nccl_priv_read_failure(const fsdp_nccl_transport *transport,
+                                 char *cause, size_t cause_nbytes) {
+  char key[FSDP_NCCL_KEY_NBYTES];
+  (void)snprintf(key, sizeof key, "%s/failed", transport->options.prefix);
+  return read_text(transport, key, 0, cause, cause_nbytes);
+}
+
 bool fsdp_nccl_priv_publish(fsdp_nccl_transport *transport,
                             const char *position, const char *cause) {
   const fsdp_store *store = &transport->store;
@@ -94,23 +100,22 @@ bool fsdp_nccl_priv_publish(fsdp_nccl_transport *transport,
   if (store->set(store->context, key, words, length, NULL) != FSDP_OK) {
     return false;
   }
-  /* The first rank to fail is the one that matters. Two at the same moment:
-   * either will do. */
+  /* The first rank to fail matters. Of two at the same moment, either does. */
+  if (fsdp_nccl_priv_read_failure(transport, words, sizeof words)) return true;
   (void)snprintf(key, sizeof key, "%s/failed", transport->options.prefix);
-  if (read_text(transport, key, 0, words, sizeof words)) return true;
   length = snprintf(words, sizeof words, "%s", cause);
   if (length >= (int)sizeof words) length = (int)sizeof words - 1;
   return store->set(store->context, key, words, length, NULL) == FSDP_OK;
 }
 
-/* The words of the ranks that are asked. */
+/* The positions of the first ranks. */
 typedef struct answers {
-  char words[MAX_ASKED][FSDP_NCCL_WORDS_NBYTES]; /* empty: none so far */
-  int64_t num_asked;                             /* ranks 0 to here */
+  char words[MAX_ASKED][FSDP_NCCL_WORDS_NBYTES]; /* empty: not there yet */
+  int64_t num_asked;                             /* ranks 0 to num_asked */
   int64_t num_missing;
 } answers;
 
-/* One question to each rank that has not answered; none waits. */
+/* One read for each rank without a position; none of them waits. */
 static void ask(const fsdp_nccl_transport *transport, int64_t deadline_ms,
                 answers *all) {
   all->num_missing = 0;
@@ -126,8 +131,8 @@ static void ask(const fsdp_nccl_transport *transport, int64_t deadline_ms,
   }
 }
 
-/* Rounds of questions until all have answered, or the grace is over: no rank
- * without an answer keeps the others from being asked. */
+/* Reads in rounds until all positions are there, or the grace is over. So a
+ * rank without a position does not delay the others. */
 static void ask_all(const fsdp_nccl_transport *transport, answers *all) {
   const int64_t deadline_ms =
       fsdp_nccl_priv_now_ms() + transport->options.grace_ms;
@@ -185,29 +190,4 @@ void fsdp_nccl_priv_collect(const fsdp_nccl_transport *transport,
     append(&out, " Ranks from %d on were not asked.", MAX_ASKED);
   }
   fsdp_free(all);
-}
-
-/* An errand. */
-static void look(fsdp_nccl_transport *transport, fsdp_channel unused) {
-  char key[FSDP_NCCL_KEY_NBYTES];
-  char words[FSDP_NCCL_WORDS_NBYTES];
-  fsdp_error cause;
-  (void)unused;
-  (void)snprintf(key, sizeof key, "%s/failed", transport->options.prefix);
-  if (!read_text(transport, key, 0, words, sizeof words)) return;
-  (void)FSDP_FAIL(&cause, FSDP_BACKEND,
-                  "rank %" PRId64 " of %" PRId64
-                  " ends because another rank failed: %s",
-                  transport->rank, transport->world_size, words);
-  (void)fsdp_nccl_priv_fail(transport, &cause, NULL); /* kept there */
-}
-
-void fsdp_nccl_priv_look_at_others(fsdp_nccl_transport *transport) {
-  const int64_t now_ms = fsdp_nccl_priv_now_ms();
-  if (transport->world_size == 1) return;
-  if (now_ms - transport->last_look_ms < LOOK_MS) return;
-  transport->last_look_ms = now_ms;
-  /* While the last look hangs in the store there is no other one. */
-  (void)fsdp_nccl_priv_errand_start(transport, FSDP_NCCL_LOOKING, look,
-                                    FSDP_CHANNEL_GATHER);
 }

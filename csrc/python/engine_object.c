@@ -45,7 +45,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args,
   if (self == NULL) goto done;
   self->units = Py_NewRef(units);
 
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   if (fsdp_torch_engine_create(handles, num_units, &self->engine, &error) !=
       FSDP_OK) {
     fsdp_torch_set_python_error(&error);
@@ -236,7 +236,7 @@ static PyObject *engine_clip_grad_norm(PyObject *object, PyObject *args,
   PyObject *params = PySequence_Tuple(extra_params);
   if (params == NULL) return NULL;
 
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   PyObject *norm = NULL;
   if (fsdp_torch_engine_clip_grad_norm(engine, &PyTuple_GET_ITEM(params, 0),
                                        PyTuple_GET_SIZE(params), max_norm,
@@ -254,7 +254,7 @@ static PyObject *engine_start_timeline(PyObject *object, PyObject *args) {
   }
   fsdp_torch_engine *engine = engine_of(object);
   if (engine == NULL) return NULL;
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   fsdp_status status;
   Py_BEGIN_ALLOW_THREADS;
   status =

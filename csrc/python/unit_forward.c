@@ -27,7 +27,7 @@ typedef struct hook_context {
 
 static int hook_tensor(PyObject *tensor, void *context) {
   hook_context *self = context;
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   bool is_hooked = false;
   if (fsdp_torch_unit_has_param(self->unit, tensor)) {
     self->has_params = true; /* a copy of it is hooked */
@@ -109,7 +109,7 @@ static PyObject *hook_input(PyObject *tensor, void *context) {
 static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
                        PyObject **args, PyObject **kwargs) {
   fsdp_torch_inputs *inputs = NULL;
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   PyObject *own_args = NULL;
   PyObject *own_kwargs = NULL;
 
@@ -168,7 +168,7 @@ static int hook_outputs(hook_context *hook, PyObject *output) {
 static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
                             PyObject *module, PyObject *args, PyObject *kwargs,
                             int64_t begin_ns) {
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   fsdp_status status;
   PyObject *output;
 

@@ -84,7 +84,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .keep_low_precision_grads = keep_low_precision_grads != 0,
       .offloads = offloads != 0,
   };
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   if (fsdp_torch_unit_create(&options, &self->unit, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     Py_CLEAR(self);
@@ -137,7 +137,7 @@ static PyObject *unit_summon(PyObject *object, PyObject *args,
   static const char *const keywords[] = {"on_first_rank_only", "on_host",
                                          "with_grads", NULL};
   fsdp_torch_unit *unit = unit_of(object);
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   fsdp_status status;
   int on_first_rank_only = 0, on_host = 0, with_grads = 0;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$ppp:summon",
@@ -164,7 +164,7 @@ static PyObject *unit_dismiss(PyObject *object, PyObject *args,
                               PyObject *kwargs) {
   static const char *const keywords[] = {"writeback", NULL};
   fsdp_torch_unit *unit = unit_of(object);
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   fsdp_status status;
   int writeback;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "p:dismiss",
@@ -182,7 +182,7 @@ static PyObject *unit_dismiss(PyObject *object, PyObject *args,
 }
 
 static PyObject *unit_bind_flat_params(PyObject *object, PyObject *params) {
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   PyObject *items = PySequence_Fast(params, "flat_params must be a sequence");
   if (items == NULL) return NULL;
   const fsdp_status status = fsdp_torch_unit_bind_flat_params(
@@ -227,7 +227,7 @@ static PyObject *unit_watch(PyObject *object, PyObject *args) {
 
 static PyObject *unit_replace_param(PyObject *object, PyObject *args) {
   fsdp_torch_unit *unit = unit_of(object);
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   long long index;
   PyObject *tensor; /* borrowed */
   if (!PyArg_ParseTuple(args, "LO:replace_param", &index, &tensor)) return NULL;
@@ -245,7 +245,7 @@ static PyObject *unit_replace_param(PyObject *object, PyObject *args) {
 }
 
 static PyObject *unit_set_reduce_hook(PyObject *object, PyObject *args) {
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   PyObject *state, *hook; /* borrowed */
   if (!PyArg_ParseTuple(args, "OO:set_reduce_hook", &state, &hook)) return NULL;
   if (fsdp_torch_unit_set_reduce_hook(unit_of(object), state, hook, &error) !=
@@ -257,7 +257,7 @@ static PyObject *unit_set_reduce_hook(PyObject *object, PyObject *args) {
 }
 
 static PyObject *unit_follow_reductions(PyObject *object, PyObject *function) {
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   if (fsdp_torch_unit_follow_reductions(unit_of(object), function, &error) !=
       FSDP_OK) {
     fsdp_torch_set_python_error(&error);
@@ -268,7 +268,7 @@ static PyObject *unit_follow_reductions(PyObject *object, PyObject *function) {
 
 static PyObject *unit_clone(PyObject *object, PyObject *params) {
   PyTypeObject *type = Py_TYPE(object);
-  fsdp_error error = {0};
+  FSDP_LOCAL_ERROR(error);
   unit_object *self = NULL;
   PyObject *uses = PySequence_Fast(params, "params must be a sequence");
   if (uses == NULL) return NULL;

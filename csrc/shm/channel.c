@@ -1,6 +1,6 @@
 /*
- * One channel: fills this rank's slots, and copies or sums those of the
- * others, as far as both go without waiting. Note [Slots] in shm_priv.h.
+ * One channel: fills this rank's slots, and copies or sums the slots of the
+ * others, as far as both go without waiting. See Note [Slots] in shm_priv.h.
  */
 #include <inttypes.h>
 #include <string.h>
@@ -8,7 +8,8 @@
 #include "base/alloc.h"
 #include "shm/shm_priv.h"
 
-/* From here on an all_reduce of enough bytes is cheaper by turns. */
+/* From both on, an all_reduce is cheaper as a reduce_scatter and an all_gather
+ * in turns. */
 enum { SPLIT_WORLD_SIZE = 4, SPLIT_NBYTES = 32768 };
 
 static int64_t min_i64(int64_t a, int64_t b) {
@@ -30,18 +31,19 @@ static span part_of(int64_t nbytes, int64_t part_nbytes, int64_t i) {
   return (span){begin, min_i64(begin + part_nbytes, nbytes)};
 }
 
-/* The memory of a call of nothing may be NULL. */
+/* The memory may be NULL when nbytes is 0. */
 static void copy(char *to, const char *from, int64_t nbytes) {
   if (nbytes > 0) memcpy(to, from, (size_t)nbytes);
 }
 
-/* Of a split all_reduce: whether slot i holds parts of the sum. */
+/* Whether slot i holds parts of the sum: in the second half of a split
+ * all_reduce. */
 static bool holds_sum(const fsdp_shm_op *op, int64_t i) {
   return op->is_split && i >= op->num_slots / 2;
 }
 
-/* The part of rank `rank` in slot i of a split all_reduce. Each half has the
- * same turns, every turn but the last one gives each rank a whole piece. */
+/* The part of rank `rank` in slot i of a split all_reduce. Both halves have the
+ * same turns; in every turn but the last each rank has a whole piece. */
 static span turn_part(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
                       int64_t rank) {
   const int64_t turn = i % (op->num_slots / 2);
@@ -82,7 +84,7 @@ static int64_t num_slots_of(const fsdp_shm *shm, const fsdp_shm_op *op,
 /* ---- Starting --------------------------------------------------------------
  */
 
-/* Room for one more call at the end of the list. */
+/* Makes room for one more call at the end of the list. */
 static bool reserve_op(fsdp_shm_channel *channel) {
   if (channel->end == channel->capacity && channel->first > 0) {
     const size_t num = channel->end - channel->first;
@@ -133,7 +135,7 @@ static bool has_room(const fsdp_shm *shm, fsdp_channel channel) {
   return self->head - self->min_tail < shm->geometry.num_slots;
 }
 
-/* Whether all ranks have read what lies where the next slot goes. */
+/* Whether all ranks have read the slot that the next one overwrites. */
 static bool find_room(fsdp_shm *shm, fsdp_channel channel) {
   if (has_room(shm, channel)) return true;
   int64_t min_tail = INT64_MAX;
@@ -148,7 +150,7 @@ static bool find_room(fsdp_shm *shm, fsdp_channel channel) {
   return has_room(shm, channel);
 }
 
-/* The pieces of a buffer that the others are to sum. */
+/* Copies the pieces that the other ranks will sum. */
 static void fill_pieces(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
                         char *slot) {
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
@@ -170,10 +172,7 @@ static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
                       char *slot) {
   span bytes = part_of(op->nbytes, shm->geometry.slot_nbytes, i);
   const int32_t kind = op->descriptor.kind;
-  if (kind == FSDP_SHM_BARRIER ||
-      (kind == FSDP_SHM_BROADCAST && op->descriptor.root != shm->rank)) {
-    return;
-  }
+  if (kind == FSDP_SHM_BROADCAST && op->descriptor.root != shm->rank) return;
   const char *from = op->output;
   if (kind == FSDP_SHM_ALL_GATHER) {
     char *place = op->output + shm->rank * op->nbytes;
@@ -199,7 +198,7 @@ static bool write_slot(fsdp_shm *shm, fsdp_channel channel) {
   fsdp_shm_op *op = &self->ops[self->writing];
   const int64_t i = op->num_written;
   if (holds_sum(op, i) && op->num_reduced <= i - op->num_slots / 2) {
-    return false; /* it is not made yet */
+    return false; /* that sum is not made yet */
   }
   if (!find_room(shm, channel)) return false;
 
@@ -227,7 +226,7 @@ static bool is_filled(const fsdp_shm *shm, fsdp_channel channel, int64_t rank,
          slot;
 }
 
-/* Tells `rank` that `num` more of its slots were read, or are not needed. */
+/* Tells `rank` that this rank needs `num` more of its slots no longer. */
 static void release(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
                     int64_t num) {
   fsdp_shm_reader *reader = &shm->channels[channel].readers[rank];
@@ -247,7 +246,7 @@ static bool is_same_call(const fsdp_shm_descriptor *a,
           b->label_hash == 0);
 }
 
-/* Meets `rank` in the oldest call, if it has come: is it the same call? */
+/* Compares the oldest call with that of `rank`, once `rank` has come to it. */
 static fsdp_status meet(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
                         fsdp_error *error) {
   fsdp_shm_channel *self = &shm->channels[channel];
@@ -269,12 +268,12 @@ static fsdp_status meet(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
   return FSDP_FAIL(error, FSDP_BACKEND,
                    "ranks make different calls: rank %" PRId64
                    " is in %s, rank %" PRId64
-                   " in %s; all ranks have to run the same units in the same "
+                   " in %s; all ranks must run the same units in the same "
                    "order, with the same sizes and dtypes",
                    shm->rank, mine, rank, other);
 }
 
-/* Copies what `rank` gathers or broadcasts, as far as it has come. */
+/* Copies what `rank` has written so far of an all_gather or a broadcast. */
 static bool copy_from(fsdp_shm *shm, fsdp_channel channel, int64_t rank) {
   fsdp_shm_channel *self = &shm->channels[channel];
   fsdp_shm_reader *reader = &self->readers[rank];
@@ -328,7 +327,7 @@ static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
                     op->descriptor.scale);
 }
 
-/* The others' parts of the sum. */
+/* Copies the parts of the sum that the others made. */
 static void copy_sums(const fsdp_shm *shm, fsdp_channel channel,
                       const fsdp_shm_op *op, int64_t i) {
   const fsdp_shm_channel *self = &shm->channels[channel];
@@ -370,7 +369,8 @@ static bool is_reduction(const fsdp_shm_op *op) {
          op->descriptor.kind == FSDP_SHM_ALL_REDUCE;
 }
 
-/* Reads what has come of the oldest call. any [out] whether it was something */
+/* Reads the slots that have come of the oldest call. any [out] whether there
+ * were some. */
 static fsdp_status read_slots(fsdp_shm *shm, fsdp_channel channel, bool *any,
                               fsdp_error *error) {
   const fsdp_shm_channel *self = &shm->channels[channel];
@@ -388,7 +388,7 @@ done:
   return status;
 }
 
-/* Takes the oldest call off the list if it is through. */
+/* Takes the oldest call off the list if it has ended. */
 static bool end_op(fsdp_shm *shm, fsdp_channel channel) {
   fsdp_shm_channel *self = &shm->channels[channel];
   const fsdp_shm_op *op = &self->ops[self->first];
@@ -412,7 +412,7 @@ static bool end_op(fsdp_shm *shm, fsdp_channel channel) {
       self->num_ended, memory_order_release);
   self->first++;
   if (self->first == self->end) self->first = self->end = self->writing = 0;
-  /* Another thread of this rank may sleep until this call is through. */
+  /* Another thread of this rank may sleep until this call has ended. */
   fsdp_shm_priv_ring(shm, shm->rank);
   return true;
 }

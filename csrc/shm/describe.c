@@ -1,5 +1,5 @@
 /*
- * Calls and ranks in words, for error messages.
+ * Descriptions of calls and ranks, for error messages.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -12,8 +12,6 @@ static const char *channel_name(fsdp_channel channel) {
 
 const char *fsdp_shm_priv_kind_name(int32_t kind) {
   switch (kind) {
-    case FSDP_SHM_BARRIER:
-      return "barrier";
     case FSDP_SHM_ALL_GATHER:
       return "all_gather";
     case FSDP_SHM_BROADCAST:
@@ -37,8 +35,8 @@ void fsdp_shm_priv_describe_call(const fsdp_shm_descriptor *call, char *text,
                  (int)call->dtype_code);
 }
 
-/* The last call that `peer` started on the channel, as far as it stands still.
- * False when it has made none. */
+/* The last call that `peer` started on the channel. False when it has started
+ * none. */
 static bool find_last(const fsdp_shm *shm, int64_t peer, fsdp_channel channel,
                       fsdp_shm_descriptor *call, bool *is_ended) {
   const fsdp_shm_channel_header *header =

@@ -1,23 +1,22 @@
 /*
- * Long messages without staging: the receiver offers its memory, the sender
+ * Long messages without staging: the receiver offers its memory, and the sender
  * writes into it.
  *
  * Note [Direct messages]
- * A message through the ring is copied twice, once by each side, and both wait
- * for each other. The kernel can copy from one process to another
- * (process_vm_writev), where it lets a process trace the other; then the sender
- * does all the work, and the receiver is free to do its own meanwhile. The
- * receiver's page faults are the sender's work too.
+ * A message through the ring is copied twice, once by each side, and each side
+ * waits for the other. Where one process may trace another, the kernel copies
+ * between them (process_vm_writev). The sender then does all the work, page
+ * faults included, and the receiver is free to do its own meanwhile.
  *
  * Each rank has offers for each sender: the memory of the next messages that it
- * waits for from it. The sender locks an offer, writes a piece, unlocks it.
- * When the receiver fails it takes its offers back by locking them for good, so
- * nothing is written afterwards. A sender that is stopped with the lock in its
- * hands is waited for shortly only: then has_writers says that the memory must
- * not be given back.
+ * expects from that sender. The sender locks an offer, writes a piece and
+ * unlocks it. A receiver that fails withdraws its offers by locking them for
+ * good, so nothing is written afterwards. If a sender was stopped while it held
+ * the lock, the receiver waits a short time only; has_writers then says that
+ * the memory must not be given back.
  *
- * What cannot be written goes through the ring, from then on all that goes to
- * that rank.
+ * A message that cannot be written goes through the ring, and so does every
+ * later one to that rank.
  */
 #include <sys/uio.h>
 #include <unistd.h>
@@ -28,7 +27,6 @@ enum {
   PIECE_NBYTES = 4 << 20,
   WITHDRAW_MS = 1000,
   SEEN_MS = 10,
-  NS_PER_MS = 1000000,
 };
 
 enum { FREE = 0, WRITING, WITHDRAWN };
@@ -69,8 +67,7 @@ bool fsdp_shm_priv_is_offered(const fsdp_shm *shm,
   return atomic_load(&offer_of(shm, message)->sequence) == message->sequence;
 }
 
-/* Bytes written; 0 when the kernel does not let us, or there is nothing to
- * write to any more. */
+/* Bytes written; 0 when the kernel refuses, or the memory is gone. */
 static int64_t write_piece(int64_t pid, uint64_t address, char *data,
                            int64_t nbytes) {
   const size_t piece =
@@ -85,11 +82,12 @@ static int64_t write_piece(int64_t pid, uint64_t address, char *data,
   return written > 0 ? (int64_t)written : 0;
 }
 
-/* Whether the pid is the peer's and not another's by now: it takes longer than
- * this until a pid is used again. */
+/* Whether the pid is still the peer's. It is asked every SEEN_MS: the kernel
+ * does not use a pid again that soon. */
 static bool is_there(fsdp_shm_peer *peer) {
   const int64_t now_ns = fsdp_shm_priv_now();
-  if (now_ns - peer->seen_ns < (int64_t)SEEN_MS * NS_PER_MS) return true;
+  if (now_ns - peer->seen_ns < (int64_t)SEEN_MS * FSDP_SHM_NS_PER_MS)
+    return true;
   if (fsdp_shm_priv_process_look(&peer->process) == FSDP_SHM_PROCESS_DEAD) {
     return false;
   }
@@ -102,7 +100,7 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   fsdp_shm_offer *offer = offer_of(shm, message);
   int32_t free_state = FREE;
   int64_t written = 0;
-  /* The receiver finds another size itself, from the slot. */
+  /* Where the sizes differ, the receiver reports it, from the slot. */
   if (offer->nbytes == message->nbytes &&
       atomic_compare_exchange_strong(&offer->lock, &free_state, WRITING)) {
     if (is_there(peer)) {
@@ -121,8 +119,7 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   }
 }
 
-/* Whether the sender does not write into this message's memory, now and later.
- */
+/* Whether the sender is known to write no more into this message's memory. */
 static bool withdraw(const fsdp_shm *shm, const fsdp_shm_message *message,
                      int64_t end_ns) {
   fsdp_shm_offer *offer = offer_of(shm, message);
@@ -142,7 +139,8 @@ static bool withdraw(const fsdp_shm *shm, const fsdp_shm_message *message,
 }
 
 void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm) {
-  const int64_t end_ns = fsdp_shm_priv_now() + (int64_t)WITHDRAW_MS * NS_PER_MS;
+  const int64_t end_ns =
+      fsdp_shm_priv_now() + (int64_t)WITHDRAW_MS * FSDP_SHM_NS_PER_MS;
   for (size_t i = 0; i < shm->num_messages; i++) {
     const fsdp_shm_message *message = &shm->messages[i];
     if (message->is_send || !message->is_offered) continue;

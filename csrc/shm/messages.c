@@ -1,18 +1,16 @@
 /*
  * Messages between two ranks: a small ring for each pair and direction, which
- * the sender fills and the receiver empties. What is longer than a slot goes
- * through it slot by slot; what is much longer past it (direct.c).
+ * the sender fills and the receiver empties. A message longer than a slot goes
+ * through the ring slot by slot; a long one bypasses the ring (direct.c).
  */
 #include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "base/alloc.h"
 #include "shm/shm_priv.h"
-#include "shm/shm_transport.h"
 
-/* Counts the slots that `sender` filled for `receiver`; the sender's. */
+/* Counts the slots that `sender` filled for `receiver`; written by the sender.
+ */
 static _Atomic int64_t *head_of(const fsdp_shm *shm, int64_t sender,
                                 int64_t receiver) {
   char *counters =
@@ -20,7 +18,7 @@ static _Atomic int64_t *head_of(const fsdp_shm *shm, int64_t sender,
   return &((fsdp_shm_counter *)(void *)counters)[receiver].value;
 }
 
-/* Counts those that `receiver` emptied; the receiver's. */
+/* Counts the slots that `receiver` emptied; written by the receiver. */
 static _Atomic int64_t *tail_of(const fsdp_shm *shm, int64_t sender,
                                 int64_t receiver) {
   char *counters =
@@ -55,6 +53,25 @@ static size_t next_nbytes(const fsdp_shm *shm,
 
 static bool is_done(const fsdp_shm_message *message) {
   return message->is_begun && message->num_done == message->nbytes;
+}
+
+fsdp_status fsdp_shm_priv_messages_start(fsdp_shm *shm,
+                                         const fsdp_shm_message *message,
+                                         fsdp_error *error) {
+  void *messages = shm->messages;
+  const bool is_grown = fsdp_grow(&messages, &shm->message_capacity,
+                                  shm->num_messages + 1, sizeof *shm->messages);
+  shm->messages = messages;
+  if (!is_grown) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "list of %zu messages",
+                     shm->num_messages + 1);
+  }
+  if (shm->num_messages == 0) shm->message_progress_ns = fsdp_shm_priv_now();
+  fsdp_shm_message *added = &shm->messages[shm->num_messages++];
+  fsdp_shm_peer *peer = &shm->peers[message->peer];
+  *added = *message;
+  added->sequence = message->is_send ? ++peer->num_sends : ++peer->num_recvs;
+  return FSDP_OK;
 }
 
 /* ---- Progress --------------------------------------------------------------
@@ -93,7 +110,7 @@ static void send_slot(fsdp_shm *shm, fsdp_shm_message *message) {
   fsdp_shm_priv_ring(shm, message->peer);
 }
 
-/* The next piece of a message, on the way that is open. */
+/* Sends the next piece of a message, directly or through the ring. */
 static void send_piece(fsdp_shm *shm, fsdp_shm_message *message) {
   if (message->num_done < message->nbytes && !message->is_begun &&
       fsdp_shm_priv_is_direct(shm, message)) {
@@ -113,7 +130,7 @@ static fsdp_status receive_slot(fsdp_shm *shm, fsdp_shm_message *message,
     return FSDP_FAIL(error, FSDP_BACKEND,
                      "rank %" PRId64 " waits for a message of %" PRId64
                      " bytes (%s) and rank %" PRId64 " sent %" PRId64
-                     " bytes; both sides have to agree",
+                     " bytes; both sides must give the same size",
                      shm->rank, message->nbytes, message->label, message->peer,
                      sent);
   }
@@ -134,7 +151,7 @@ static fsdp_status receive_slot(fsdp_shm *shm, fsdp_shm_message *message,
   return FSDP_OK;
 }
 
-/* Whether message i is the first of those to, or from, its rank. */
+/* Whether message i is the oldest of those to, or from, its rank. */
 static bool is_first(const fsdp_shm *shm, size_t i) {
   const fsdp_shm_message *message = &shm->messages[i];
   for (size_t k = 0; k < i; k++) {
@@ -157,13 +174,13 @@ static void remove_done(fsdp_shm *shm) {
     }
   }
   if (num < shm->num_messages && num == 0) {
-    fsdp_shm_priv_ring(shm, shm->rank); /* another thread may wait for them */
+    fsdp_shm_priv_ring(shm, shm->rank); /* another thread may wait for these */
   }
   shm->num_messages = num;
 }
 
-/* The same while a pass over all messages comes to `message`: cheap, for there
- * may be hundreds. */
+/* The same, during a pass over all messages: cheap, since there may be
+ * hundreds. */
 static bool is_first_in_pass(fsdp_shm *shm, const fsdp_shm_message *message) {
   fsdp_shm_peer *peer = &shm->peers[message->peer];
   uint64_t *pass = message->is_send ? &peer->send_pass : &peer->recv_pass;
@@ -204,114 +221,4 @@ bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer) {
     if (!can_go_on(shm, message)) return true;
   }
   return false;
-}
-
-/* ---- Calls -----------------------------------------------------------------
- */
-
-static fsdp_status check_owner(const fsdp_shm *shm, fsdp_error *error) {
-  if (shm->owner == getpid()) return FSDP_OK;
-  return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "a forked child has no messages of rank %" PRId64,
-                   shm->rank);
-}
-
-static fsdp_status check_message(const fsdp_shm *shm, int64_t peer,
-                                 int64_t nbytes, fsdp_error *error) {
-  const fsdp_status status = check_owner(shm, error);
-  if (status != FSDP_OK) return status;
-  if (peer < 0 || peer >= shm->world_size || peer == shm->rank || nbytes < 0) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "message of %" PRId64 " bytes between rank %" PRId64
-                     " and rank %" PRId64 " of %" PRId64 " ranks",
-                     nbytes, shm->rank, peer, shm->world_size);
-  }
-  return FSDP_OK;
-}
-
-/* With the mutex held. */
-static fsdp_status start_locked(fsdp_shm *shm, const fsdp_shm_message *message,
-                                fsdp_error *error) {
-  if (shm->failure.status != FSDP_OK) return fsdp_shm_priv_check(shm, error);
-  void *messages = shm->messages;
-  const bool is_grown = fsdp_grow(&messages, &shm->message_capacity,
-                                  shm->num_messages + 1, sizeof *shm->messages);
-  shm->messages = messages;
-  if (!is_grown) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "list of %zu messages",
-                     shm->num_messages + 1);
-  }
-  if (shm->num_messages == 0) shm->message_progress_ns = fsdp_shm_priv_now();
-  fsdp_shm_message *added = &shm->messages[shm->num_messages++];
-  fsdp_shm_peer *peer = &shm->peers[message->peer];
-  *added = *message;
-  added->sequence = message->is_send ? ++peer->num_sends : ++peer->num_recvs;
-  return fsdp_shm_priv_progress(shm, error);
-}
-
-static fsdp_status start(fsdp_transport *transport, fsdp_shm_message *message,
-                         const char *label, fsdp_error *error) {
-  fsdp_shm *shm = (fsdp_shm *)transport;
-  fsdp_status status =
-      check_message(shm, message->peer, message->nbytes, error);
-  if (status != FSDP_OK) return status;
-  (void)snprintf(message->label, sizeof message->label, "%.*s",
-                 (int)sizeof message->label - 1,
-                 label == NULL ? "no label" : label);
-  (void)pthread_mutex_lock(&shm->mutex);
-  status = start_locked(shm, message, error);
-  (void)pthread_mutex_unlock(&shm->mutex);
-  return status;
-}
-
-fsdp_status fsdp_shm_send(fsdp_transport *transport, int64_t receiver,
-                          const void *data, int64_t nbytes, const char *label,
-                          fsdp_error *error) {
-  union {
-    const void *source;
-    char *data; /* of a send it is only read */
-  } memory = {.source = data};
-  fsdp_shm_message message = {
-      .is_send = true, .peer = receiver, .data = memory.data, .nbytes = nbytes};
-  return start(transport, &message, label, error);
-}
-
-fsdp_status fsdp_shm_recv(fsdp_transport *transport, int64_t sender, void *data,
-                          int64_t nbytes, const char *label,
-                          fsdp_error *error) {
-  fsdp_shm_message message = {.peer = sender, .data = data, .nbytes = nbytes};
-  return start(transport, &message, label, error);
-}
-
-bool fsdp_shm_has_writers(fsdp_transport *transport) {
-  fsdp_shm *shm = (fsdp_shm *)transport;
-  (void)pthread_mutex_lock(&shm->mutex);
-  const bool has_writers = shm->has_writers;
-  (void)pthread_mutex_unlock(&shm->mutex);
-  return has_writers;
-}
-
-fsdp_status fsdp_shm_move_messages(fsdp_transport *transport,
-                                   fsdp_error *error) {
-  fsdp_shm *shm = (fsdp_shm *)transport;
-  fsdp_status status = check_owner(shm, error);
-  if (status != FSDP_OK) return status;
-  (void)pthread_mutex_lock(&shm->mutex);
-  status = fsdp_shm_priv_check(shm, error);
-  if (status == FSDP_OK) status = fsdp_shm_priv_progress(shm, error);
-  (void)pthread_mutex_unlock(&shm->mutex);
-  return status;
-}
-
-fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,
-                                   fsdp_error *error) {
-  fsdp_shm *shm = (fsdp_shm *)transport;
-  const fsdp_shm_goal goal = {.is_messages = true};
-  fsdp_status status = check_owner(shm, error);
-  if (status != FSDP_OK) return status;
-  (void)pthread_mutex_lock(&shm->mutex);
-  status = fsdp_shm_priv_check(shm, error);
-  if (status == FSDP_OK) status = fsdp_shm_priv_wait(shm, &goal, error);
-  (void)pthread_mutex_unlock(&shm->mutex);
-  return status;
 }

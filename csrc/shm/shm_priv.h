@@ -1,15 +1,16 @@
 /*
- * A rank's own side of a transport: its calls in flight, and how far they are.
+ * A rank's own side of a transport: its calls in flight, how far each of them
+ * is, and what the files of this room call of each other, from the bottom up.
  *
  * Note [Slots]
  * A rank's calls on a channel are one stream of slots, numbered from 0 over the
- * transport's life; slot i lies at i % num_slots of its ring. Every rank knows
- * from a call's arguments how many slots each rank has in it: at least one, of
- * which the first carries the call's descriptor, so that every call meets every
- * rank. `head` counts the slots that are filled. A reader's `tail` says that it
- * needs nothing before that number any more; it may be ahead of the head, over
- * slots meant for others. A slot is filled when all tails are within a ring's
- * length. Slots hold:
+ * transport's life; slot i lies at i % num_slots of its ring. A call's
+ * arguments tell every rank how many slots each rank has in it: at least one.
+ * The first slot carries the call's descriptor, so every call meets every rank.
+ * `head` counts the slots that are filled. A reader's `tail` is the number of
+ * the first slot that it may still need; it may be ahead of the head, where the
+ * slots between are for other ranks. A rank fills a slot when all tails are
+ * within a ring's length. Slots hold:
  *
  *   all_gather      a piece of the shard
  *   broadcast       root: a piece of the buffer; others: nothing
@@ -17,10 +18,10 @@
  *   all_reduce      a piece of the buffer; or, with many ranks, first pieces
  *                   as for reduce_scatter, and then this rank's of the sum
  *
- * Calls are read in the order of the calls, and written ahead as far as the
- * ring goes. No rank can wait for itself through others: filling slot i needs
- * only reads of slots before i, reading slot i only that all have filled theirs
- * up to it, and of two channels neither needs the other, since every call makes
+ * A rank reads calls in their order, and writes ahead as far as the ring goes.
+ * No rank can wait for itself through others: filling slot i needs only reads
+ * of slots before i, and reading slot i needs only that all ranks have filled
+ * theirs up to it. The channels do not need each other, since every call makes
  * progress on both.
  */
 #ifndef FSDP_SHM_PRIV_H
@@ -35,6 +36,8 @@
 #include "port/transport.h"
 #include "shm/process_priv.h"
 #include "shm/segment_priv.h"
+
+enum { FSDP_SHM_NS_PER_MS = 1000000 };
 
 /* A call in flight. */
 typedef struct fsdp_shm_op {
@@ -61,7 +64,7 @@ typedef struct fsdp_shm_channel {
   size_t capacity;
   size_t first;
   size_t end;
-  size_t writing; /* the first that is not written whole */
+  size_t writing; /* the first that is not all written */
   uint64_t num_started;
   uint64_t num_ended;
   int64_t head;             /* own slots that are filled */
@@ -79,7 +82,7 @@ typedef struct fsdp_shm_message {
   int64_t nbytes;
   int64_t num_done; /* bytes */
   bool is_begun;    /* its first slot was written or read */
-  bool is_offered;  /* its memory was, to the sender */
+  bool is_offered;  /* the sender may write into its memory */
   char label[FSDP_SHM_LABEL_NBYTES];
 } fsdp_shm_message;
 
@@ -87,28 +90,28 @@ typedef struct fsdp_shm_peer {
   fsdp_shm_segment segment;
   fsdp_shm_process process;
   int64_t num_sent;     /* message slots */
-  int64_t num_received; /* the same */
+  int64_t num_received; /* message slots */
   int64_t num_sends;    /* messages started */
   int64_t num_recvs;
   int64_t num_recvs_done;
   uint64_t send_pass; /* the last pass over the messages that met one */
   uint64_t recv_pass;
-  bool is_closed;  /* its memory cannot be written */
+  bool is_closed;  /* its memory cannot be written directly */
   int64_t seen_ns; /* direct.c: when its process was last seen */
 } fsdp_shm_peer;
 
 typedef struct fsdp_shm {
   fsdp_transport base;
-  struct fsdp_shm *next; /* of this process; the registry's */
+  struct fsdp_shm *next; /* in the list of progress.c */
   int64_t rank;
   int64_t world_size;
   fsdp_shm_geometry geometry;
   int64_t timeout_ms;
   int64_t spin_ns; /* 0: sleep at once */
   bool is_crowded; /* fewer processors than ranks: yield instead of spinning */
-  int64_t owner;   /* pid; a forked child has no part in the transport */
+  int64_t owner;   /* pid; its forked children cannot use the transport */
 
-  pthread_mutex_t mutex; /* over all that follows */
+  pthread_mutex_t mutex; /* guards all that follows */
   fsdp_shm_peer *peers;  /* of each rank, itself included */
   fsdp_shm_channel channels[FSDP_NUM_CHANNELS];
   fsdp_shm_message *messages;
@@ -116,116 +119,10 @@ typedef struct fsdp_shm {
   size_t num_messages;
   int64_t message_progress_ns;
   uint64_t message_pass;
-  bool has_writers;    /* of memory that was offered, after a failure */
+  bool has_writers;    /* see fsdp_shm_has_writers */
   const void **pieces; /* scratch of sums, one entry per rank */
   fsdp_error failure;  /* status FSDP_OK: none yet */
 } fsdp_shm;
-
-/* ---- channel.c: one channel's slots ---- */
-
-/* Appends a call whose descriptor (without sequence), memory and dtype are
- * set. With FSDP_OUT_OF_MEMORY nothing has changed. */
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm,
-                                                       fsdp_channel channel,
-                                                       const fsdp_shm_op *op,
-                                                       uint64_t *ticket,
-                                                       fsdp_error *error);
-
-/* Writes and reads all that can be without waiting. FSDP_BACKEND when another
- * rank makes another call. */
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_channel_progress(fsdp_shm *shm,
-                                                          fsdp_channel channel,
-                                                          fsdp_error *error);
-
-/* Whether the oldest call cannot go on before rank `peer` does. */
-bool fsdp_shm_priv_channel_waits_for(const fsdp_shm *shm, fsdp_channel channel,
-                                     int64_t peer);
-
-/* ---- messages.c: between two ranks ---- */
-
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm,
-                                                           fsdp_error *error);
-
-bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer);
-
-/* ---- direct.c: messages without staging ---- */
-
-/* Offers the memory of a message that is to come, once, if there is room. */
-void fsdp_shm_priv_offer(fsdp_shm *shm, fsdp_shm_message *message);
-
-/* Whether a message that is to be sent can go past the ring. */
-bool fsdp_shm_priv_is_direct(const fsdp_shm *shm,
-                             const fsdp_shm_message *message);
-
-bool fsdp_shm_priv_is_offered(const fsdp_shm *shm,
-                              const fsdp_shm_message *message);
-
-/* Writes a piece of it into the memory that was offered; if that cannot be, it
- * is not direct any more. */
-void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message);
-
-/* No more is written into what this rank offered, or has_writers is set. */
-void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm);
-
-/* ---- waiting.c: until others have come ---- */
-
-/* What is waited for: a call of a channel, or all messages. */
-typedef struct fsdp_shm_goal {
-  bool is_messages;
-  fsdp_channel channel;
-  uint64_t ticket;
-} fsdp_shm_goal;
-
-/* With the mutex held; lets it go in between. Keeps a failure. */
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_wait(fsdp_shm *shm,
-                                              const fsdp_shm_goal *goal,
-                                              fsdp_error *error);
-
-/* Progress of everything, once. Keeps a failure. */
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_progress(fsdp_shm *shm,
-                                                  fsdp_error *error);
-
-/* Wakes a rank if it sleeps: what it waits for may have come. */
-void fsdp_shm_priv_ring(const fsdp_shm *shm, int64_t rank);
-
-/* Wakes every rank, this one too. */
-void fsdp_shm_priv_ring_all(const fsdp_shm *shm);
-
-/* The failure so far, in *error; also looks whether another rank failed. */
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_check(fsdp_shm *shm,
-                                               fsdp_error *error);
-
-/* Fails this rank, and with it the others, unless it has failed before. */
-void fsdp_shm_priv_give_up(fsdp_shm *shm, const char *cause);
-
-/* Monotonic, in ns. */
-int64_t fsdp_shm_priv_now(void);
-
-/* ---- describe.c: ranks and calls in words ---- */
-
-const char *fsdp_shm_priv_kind_name(int32_t kind);
-
-/* "#17 all_gather (blocks.3)" */
-void fsdp_shm_priv_describe_call(const fsdp_shm_descriptor *call, char *text,
-                                 size_t text_nbytes);
-
-/* "rank 1, which is in #15 ... on the gather channel (process 4711 is dead)" */
-void fsdp_shm_priv_describe_peer(const fsdp_shm *shm, int64_t peer,
-                                 fsdp_channel channel, char *text,
-                                 size_t text_nbytes);
-
-/* ---- sum.c ---- */
-
-/* Whether elements of this type can be added up and scaled. */
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype,
-                                                   double scale,
-                                                   fsdp_error *error);
-
-/* destination = scale * (pieces[0] + pieces[1] + ...), from the left; the
- * destination may be one of the pieces. For what check_sum accepts. */
-void fsdp_shm_priv_sum(void *destination, fsdp_dtype dtype,
-                       const void *const *pieces, int64_t num_pieces,
-                       int64_t numel, double scale);
 
 /* ---- Where things lie ---- */
 
@@ -263,5 +160,157 @@ static inline char *fsdp_shm_priv_slot(const fsdp_shm *shm, int64_t rank,
   const int64_t i = (int64_t)channel * g->num_slots + slot % g->num_slots;
   return fsdp_shm_priv_base(shm, rank) + g->slots + i * g->slot_nbytes;
 }
+
+/*
+ * Each file calls only files above it, except meeting.c and the two files of
+ * calls, transport.c and message_calls.c, which come last.
+ */
+
+/* ---- bell.c: the time, and doorbells that wake sleeping ranks ---- */
+
+/* Monotonic, in ns. */
+int64_t fsdp_shm_priv_now(void);
+
+/* Wakes a rank if it sleeps: what it waits for may have come. */
+void fsdp_shm_priv_ring(const fsdp_shm *shm, int64_t rank);
+
+/* Wakes every rank, this one too. */
+void fsdp_shm_priv_ring_all(const fsdp_shm *shm);
+
+/* Around a last look before a sleep: rings after `listen` end the sleep. */
+uint32_t fsdp_shm_priv_listen(const fsdp_shm *shm);
+void fsdp_shm_priv_sleep(const fsdp_shm *shm, uint32_t heard, int64_t ms);
+void fsdp_shm_priv_unlisten(const fsdp_shm *shm);
+
+/* ---- sum.c ---- */
+
+/* Whether elements of this type can be added up and scaled. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype,
+                                                   double scale,
+                                                   fsdp_error *error);
+
+/* destination = scale * (pieces[0] + pieces[1] + ...), from the left; the
+ * destination may be one of the pieces. For dtypes that check_sum accepts. */
+void fsdp_shm_priv_sum(void *destination, fsdp_dtype dtype,
+                       const void *const *pieces, int64_t num_pieces,
+                       int64_t numel, double scale);
+
+/* ---- describe.c: descriptions of calls and ranks ---- */
+
+const char *fsdp_shm_priv_kind_name(int32_t kind);
+
+/* "#17 all_gather (blocks.3)" */
+void fsdp_shm_priv_describe_call(const fsdp_shm_descriptor *call, char *text,
+                                 size_t text_nbytes);
+
+/* "rank 1, which is in #15 ... on the gather channel (process 4711 is dead)" */
+void fsdp_shm_priv_describe_peer(const fsdp_shm *shm, int64_t peer,
+                                 fsdp_channel channel, char *text,
+                                 size_t text_nbytes);
+
+/* ---- direct.c: messages without staging ---- */
+
+/* Offers the memory of a message to its sender, once, if an offer is free. */
+void fsdp_shm_priv_offer(fsdp_shm *shm, fsdp_shm_message *message);
+
+/* Whether a message that is to be sent can bypass the ring. */
+bool fsdp_shm_priv_is_direct(const fsdp_shm *shm,
+                             const fsdp_shm_message *message);
+
+bool fsdp_shm_priv_is_offered(const fsdp_shm *shm,
+                              const fsdp_shm_message *message);
+
+/* Writes a piece of the message into the memory that was offered. If that
+ * fails, the message is not direct any more. */
+void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message);
+
+/* Ends all writing into memory that this rank offered, or sets has_writers. */
+void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm);
+
+/* ---- channel.c: one channel's slots ---- */
+
+/* Appends a call whose descriptor (without sequence), memory and dtype are
+ * set. With FSDP_OUT_OF_MEMORY nothing has changed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm,
+                                                       fsdp_channel channel,
+                                                       const fsdp_shm_op *op,
+                                                       uint64_t *ticket,
+                                                       fsdp_error *error);
+
+/* Writes and reads all that can be without waiting. FSDP_BACKEND when another
+ * rank makes another call. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_channel_progress(fsdp_shm *shm,
+                                                          fsdp_channel channel,
+                                                          fsdp_error *error);
+
+/* Whether the oldest call needs rank `peer` to go on. */
+bool fsdp_shm_priv_channel_waits_for(const fsdp_shm *shm, fsdp_channel channel,
+                                     int64_t peer);
+
+/* ---- messages.c: between two ranks ---- */
+
+/* Appends a message. With FSDP_OUT_OF_MEMORY nothing has changed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_messages_start(
+    fsdp_shm *shm, const fsdp_shm_message *message, fsdp_error *error);
+
+/* Sends and receives all that can be without waiting. FSDP_BACKEND when the
+ * sizes of both sides differ. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_messages_progress(fsdp_shm *shm,
+                                                           fsdp_error *error);
+
+/* Whether a message needs rank `peer` to go on. */
+bool fsdp_shm_priv_messages_wait_for(const fsdp_shm *shm, int64_t peer);
+
+/* ---- failure.c: why no call is possible any more ---- */
+
+/* Keeps the first failure; the other ranks read `cause`. No call or message in
+ * flight touches the caller's memory afterwards, unless has_writers is set.
+ * Returns the first failure. */
+fsdp_status fsdp_shm_priv_fail(fsdp_shm *shm, const fsdp_error *failure,
+                               const char *cause, fsdp_error *error);
+
+/* Fails because rank `peer` failed while this rank was `doing` something. */
+fsdp_status fsdp_shm_priv_fail_as(fsdp_shm *shm, int64_t peer,
+                                  const char *doing, fsdp_error *error);
+
+/* The failure so far, of this rank or of another one, in *error. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_check(fsdp_shm *shm,
+                                               fsdp_error *error);
+
+/* Takes the mutex for a call. FSDP_INVALID_STATE in a forked child. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_lock(fsdp_shm *shm, fsdp_error *error);
+
+/* ---- progress.c: of a transport, and of all transports ---- */
+
+/* Progress of all calls and messages, once. Fails the transport on an error.
+ */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_progress(fsdp_shm *shm,
+                                                  fsdp_error *error);
+
+/* Makes progress on all transports of the process but `shm`, whose mutex is
+ * not held. Does not wait, so it skips a transport that another thread uses.
+ * Returns whether any of them may have calls or messages in flight. */
+bool fsdp_shm_priv_progress_others(const fsdp_shm *shm);
+
+/* Adds a complete transport to that list. */
+void fsdp_shm_priv_list(fsdp_shm *shm);
+
+/* Removes it; afterwards no other thread makes progress on it. */
+void fsdp_shm_priv_unlist(fsdp_shm *shm);
+
+/* ---- waiting.c ---- */
+
+/* What is waited for: a call of a channel, or all messages. */
+typedef struct fsdp_shm_goal {
+  bool is_messages;
+  fsdp_channel channel;
+  uint64_t ticket;
+} fsdp_shm_goal;
+
+/* With the mutex held, which it releases in between. Fails the transport when
+ * a rank that it needs is dead, has left, failed or is too late. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_wait(fsdp_shm *shm,
+                                              const fsdp_shm_goal *goal,
+                                              fsdp_error *error);
 
 #endif /* FSDP_SHM_PRIV_H */

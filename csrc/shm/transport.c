@@ -1,6 +1,6 @@
 /*
- * The shared-memory transport's face: checks arguments, and fills the table of
- * port/transport.h.
+ * The shared-memory transport: makes and destroys it, checks the arguments of
+ * its calls, and fills the table of port/transport.h.
  */
 #include <inttypes.h>
 #include <sched.h>
@@ -11,7 +11,6 @@
 #include "base/alloc.h"
 #include "base/arith.h"
 #include "shm/meeting_priv.h"
-#include "shm/registry_priv.h"
 #include "shm/shm_priv.h"
 #include "shm/shm_transport.h"
 
@@ -59,9 +58,9 @@ static void close_segments(fsdp_shm *shm) {
 static void destroy(fsdp_transport *transport) {
   fsdp_shm *shm = shm_of(transport);
   if (shm == NULL) return;
-  /* A forked child has the struct, and not the segments. */
+  /* A forked child has the struct, but not the segments. */
   if (shm->owner == getpid()) {
-    fsdp_shm_priv_registry_remove(shm);
+    fsdp_shm_priv_unlist(shm);
     fsdp_shm_header *header = shm->peers[shm->rank].segment.header;
     uint32_t here = FSDP_SHM_HERE;
     (void)atomic_compare_exchange_strong(&header->presence, &here,
@@ -142,7 +141,7 @@ static bool is_crowded(int64_t world_size) {
   return CPU_COUNT(&processors) < world_size;
 }
 
-/* Sizes, times and how to wait. */
+/* Sets sizes, time limits and the way to wait. */
 static void configure(fsdp_shm *shm, const fsdp_shm_geometry *geometry,
                       const fsdp_shm_options *options) {
   enum { NS_PER_US = 1000, MAX_SPIN_US = 1000000 };
@@ -186,14 +185,14 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
       .world_size = world_size,
   };
   fsdp_shm_verdict outcome = {0};
-  /* NULL is told to the others. */
+  /* With NULL the meeting tells the others that memory is out. */
   fsdp_shm *shm = create_memory(rank, world_size);
   if (shm != NULL) configure(shm, &geometry, options);
   FSDP_TRY(fsdp_shm_priv_meet(&meeting, shm, &outcome, error));
   *verdict = outcome;
   if (outcome.is_possible) {
     (void)pthread_mutex_init(&shm->mutex, NULL);
-    fsdp_shm_priv_registry_add(shm);
+    fsdp_shm_priv_list(shm);
     *transport = &shm->base;
     shm = NULL;
   }
@@ -221,23 +220,13 @@ static void set_label(fsdp_shm_descriptor *descriptor, const char *label) {
                  (int)sizeof descriptor->label - 1, label);
 }
 
-/* A forked child must not speak in its parent's name. */
-static fsdp_status check_owner(const fsdp_shm *shm, fsdp_error *error) {
-  if (shm->owner == getpid()) return FSDP_OK;
-  return FSDP_FAIL(
-      error, FSDP_INVALID_STATE,
-      "process %" PRId64 " is a fork of rank %" PRId64 " (process %" PRId64
-      "), which owns the transport; collectives are the rank's own",
-      (int64_t)getpid(), shm->rank, shm->owner);
-}
-
 static bool has_room_for(int64_t world_size, int64_t nbytes) {
   int64_t total;
-  /* Twice: sizes are rounded up, and split into turns. */
+  /* Twice, since sizes are rounded up and split into turns. */
   return fsdp_mul_i64(nbytes, 2 * world_size, &total);
 }
 
-/* The call's sizes; the memory is set by the caller. */
+/* Fills in the call, except for its memory. */
 static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
                            const char *label, int64_t numel, fsdp_dtype dtype,
                            fsdp_shm_op *op, fsdp_error *error) {
@@ -258,7 +247,7 @@ static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
                      shm->world_size);
   }
   fsdp_shm_op made;
-  memset(&made, 0, sizeof made); /* padding too: descriptors are shared */
+  memset(&made, 0, sizeof made); /* padding too: other ranks read it */
   made.descriptor.kind = (int32_t)kind;
   made.descriptor.dtype_code = dtype.code;
   made.descriptor.itemsize = dtype.itemsize;
@@ -271,7 +260,7 @@ static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
   return FSDP_OK;
 }
 
-/* What a call does when there is no other rank. */
+/* Does the whole call where there is no other rank. */
 static void run_alone(fsdp_shm *shm, const fsdp_shm_op *op) {
   const int32_t kind = op->descriptor.kind;
   if (op->nbytes == 0) return;
@@ -308,26 +297,21 @@ done:
 static fsdp_status start(fsdp_shm *shm, fsdp_channel channel,
                          const fsdp_shm_op *op, uint64_t *ticket,
                          fsdp_error *error) {
-  fsdp_status status = check_owner(shm, error);
-  if (status != FSDP_OK) return status;
   if ((unsigned)channel >= FSDP_NUM_CHANNELS) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT, "no channel %d",
                      (int)channel);
   }
-  (void)pthread_mutex_lock(&shm->mutex);
+  fsdp_status status = fsdp_shm_priv_lock(shm, error);
+  if (status != FSDP_OK) return status;
   status = start_locked(shm, channel, op, ticket, error);
   (void)pthread_mutex_unlock(&shm->mutex);
   return status;
 }
 
-static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
-                               fsdp_error *error) {
-  (void)transport, (void)call, (void)error;
-  return FSDP_OK;
-}
-
-static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
-                             fsdp_error *error) {
+/* Groups merge nothing here. */
+static fsdp_status begin_or_end_group(fsdp_transport *transport,
+                                      const fsdp_call *call,
+                                      fsdp_error *error) {
   (void)transport, (void)call, (void)error;
   return FSDP_OK;
 }
@@ -418,13 +402,12 @@ static fsdp_status wait_locked(fsdp_shm *shm, fsdp_channel channel,
 static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel channel,
                             uint64_t ticket, fsdp_error *error) {
   fsdp_shm *shm = shm_of(transport);
-  fsdp_status status = check_owner(shm, error);
-  if (status != FSDP_OK) return status;
   if ((unsigned)channel >= FSDP_NUM_CHANNELS) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT, "no channel %d",
                      (int)channel);
   }
-  (void)pthread_mutex_lock(&shm->mutex);
+  fsdp_status status = fsdp_shm_priv_lock(shm, error);
+  if (status != FSDP_OK) return status;
   status = wait_locked(shm, channel, ticket, error);
   (void)pthread_mutex_unlock(&shm->mutex);
   return status;
@@ -432,9 +415,8 @@ static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel channel,
 
 static fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
   fsdp_shm *shm = shm_of(transport);
-  fsdp_status status = check_owner(shm, error);
+  fsdp_status status = fsdp_shm_priv_lock(shm, error);
   if (status != FSDP_OK) return status;
-  (void)pthread_mutex_lock(&shm->mutex);
   status = fsdp_shm_priv_check(shm, error);
   (void)pthread_mutex_unlock(&shm->mutex);
   return status;
@@ -442,32 +424,20 @@ static fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
 
 static void give_up(fsdp_transport *transport, const char *cause) {
   fsdp_shm *shm = shm_of(transport);
-  if (check_owner(shm, NULL) != FSDP_OK) return;
-  (void)pthread_mutex_lock(&shm->mutex);
-  fsdp_shm_priv_give_up(shm, cause);
+  fsdp_error failure;
+  if (fsdp_shm_priv_lock(shm, NULL) != FSDP_OK) return;
+  (void)FSDP_FAIL(&failure, FSDP_BACKEND, "rank %" PRId64 " gave up: %.600s",
+                  shm->rank, cause);
+  (void)fsdp_shm_priv_fail(shm, &failure, failure.message, NULL);
   (void)pthread_mutex_unlock(&shm->mutex);
-}
-
-fsdp_status fsdp_shm_barrier(fsdp_transport *transport, const char *label,
-                             fsdp_error *error) {
-  const fsdp_dtype bytes = {.itemsize = 1};
-  fsdp_shm *shm = shm_of(transport);
-  fsdp_shm_op op;
-  uint64_t ticket;
-  fsdp_status status =
-      make_op(shm, FSDP_SHM_BARRIER, label, 0, bytes, &op, error);
-  if (status != FSDP_OK) return status;
-  status = start(shm, FSDP_CHANNEL_GATHER, &op, &ticket, error);
-  if (status != FSDP_OK) return status;
-  return wait_for(transport, FSDP_CHANNEL_GATHER, ticket, error);
 }
 
 static const fsdp_transport_ops g_ops = {
     .name = "shm",
     .is_host = true,
     .destroy = destroy,
-    .group_begin = group_begin,
-    .group_end = group_end,
+    .group_begin = begin_or_end_group,
+    .group_end = begin_or_end_group,
     .all_gather = all_gather,
     .broadcast = broadcast,
     .reduce_scatter = reduce_scatter,

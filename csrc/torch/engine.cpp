@@ -152,7 +152,9 @@ at::ScalarType norm_dtype(const std::vector<Unit *> &units) {
   at::ScalarType dtype = at::ScalarType::Undefined;
   for (const Unit *unit : units) {
     for (const Segment &segment : unit->segments) {
-      if (!segment.layout->requires_grad && !segment.is_trainable) continue;
+      if (!segment.layout->requires_grad && !is_trainable(*unit, segment)) {
+        continue;
+      }
       dtype = dtype == at::ScalarType::Undefined
                   ? segment.grad
                   : c10::promoteTypes(dtype, segment.grad);

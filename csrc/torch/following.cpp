@@ -146,8 +146,6 @@ void note_followers(Unit &unit) {
                                      return has_hooks(segment.flat_param);
                                    });
   }
-  if (is_followed == unit.is_followed) return;
-  unit.is_followed = is_followed;
   fsdp_unit_set_followed(unit.core, is_followed);
 }
 

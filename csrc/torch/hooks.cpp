@@ -24,7 +24,7 @@ using torch::autograd::variable_list;
 // Runs `body` and turns its failure into an exception, for autograd.
 template <typename Body>
 void check(Body &&body) {
-  fsdp_error error = {};
+  FSDP_LOCAL_ERROR(error);
   if (body(&error) != FSDP_OK) throw_error(error);
 }
 

@@ -72,7 +72,7 @@ struct InputCall {
     if (fsdp_unit_pending_grads(unit.core) == 1) follow_reductions(*engine);
     const std::lock_guard<std::mutex> lock(engine->mutex);
     const int64_t begin_ns = engine->begin_span();
-    fsdp_error error = {};
+    FSDP_LOCAL_ERROR(error);
     if (fsdp_unit_inputs_ready(unit.core, &error) != FSDP_OK) {
       throw_error(error);
     }

@@ -203,9 +203,6 @@ fsdp_status finish_unit(Unit &unit, fsdp_error *error) {
   make_views(unit);
   const fsdp_status status = make_core(unit, error);
   if (status != FSDP_OK) return status;
-  for (Segment &segment : unit.segments) {
-    segment.is_trainable = segment.layout->requires_grad;
-  }
   unit.handle = std::make_shared<UnitHandle>();
   unit.handle->unit = &unit;
   return FSDP_OK;
@@ -216,6 +213,11 @@ fsdp_status finish_unit(Unit &unit, fsdp_error *error) {
 Unit::~Unit() {
   if (handle) handle->unit = nullptr;
   unhook_accumulators(*this);
+  // The user may still hold these views; the core frees their memory below.
+  for (Segment &segment : segments) {
+    if (segment.unsharded_grad) detach(*this, *segment.unsharded_grad);
+    if (segment.partial_grad) detach(*this, *segment.partial_grad);
+  }
   if (engine) {
     const std::lock_guard<std::mutex> lock(engine->mutex);
     auto &units = engine->units;
@@ -350,7 +352,6 @@ void fsdp_torch_unit_destroy(fsdp_torch_unit *unit) {
 }
 
 void fsdp_torch_unit_set_full_precision(fsdp_torch_unit *unit, bool is_full) {
-  unit->self->is_full_precision = is_full;
   fsdp_unit_set_full_precision(unit->self->core, is_full);
 }
 

@@ -79,7 +79,6 @@ struct Segment {
   at::ScalarType compute = at::ScalarType::Undefined;
   at::ScalarType reduce = at::ScalarType::Undefined;
   at::ScalarType grad = at::ScalarType::Undefined;  // of grad_shard
-  bool is_trainable = false;                        // as the core has it
   bool wants_grad = false;  // some parameter requires grad now
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
@@ -148,8 +147,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   bool offloads = false;  // shards are in host memory, the device is elsewhere
   bool cast_forward_inputs = false;
   bool cast_root_forward_inputs = false;
-  bool is_full_precision = false;  // as set, also where no parameter is cast
-  int32_t param_dtype_code = -1;   // -1: no cast
+  int32_t param_dtype_code = -1;  // -1: no cast
   Group shard_group;
   Group replica_group;
   fsdp_alignment alignment = {};    // of the layout
@@ -168,7 +166,6 @@ struct Unit : std::enable_shared_from_this<Unit> {
   int graph_task = -1;  // in which the expected gradients were counted
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
   std::shared_ptr<Follower> follower;       // likewise
-  bool is_followed = false;                 // as the core has it
   std::shared_ptr<fsdp_event> reduced;      // following.cpp; null until needed
   // Forward calls whose inputs are hooked; see Note [Leaving a unit in
   // backward].
@@ -222,6 +219,8 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 
 // unit_grads.cpp: the functions of the port that show gradients.
 void add_grad_ops(fsdp_device_ops *ops);
+// Whether the core reduces gradients of the segment.
+bool is_trainable(const Unit &unit, const Segment &segment);
 
 // The same for who follows the unit: shows the sharded gradients, and takes
 // them back. Where all were cleared, their memory goes.

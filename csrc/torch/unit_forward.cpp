@@ -34,8 +34,8 @@ void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
                                                : !fsdp_engine_in_forward(core));
   const bool is_wanted =
       self.cast_forward_inputs || (is_root && self.cast_root_forward_inputs);
-  const bool is_cast =
-      is_wanted && !fsdp_unit_is_summoned(self.core) && !self.is_full_precision;
+  const bool is_cast = is_wanted && !fsdp_unit_is_summoned(self.core) &&
+                       !fsdp_unit_full_precision(self.core);
   cast->dtype_code = is_cast ? self.param_dtype_code : -1;
   cast->is_needed = cast->dtype_code >= 0 || (is_root && !self.device.is_cpu());
 }

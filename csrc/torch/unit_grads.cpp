@@ -15,8 +15,12 @@ Segment &segment_of(Unit &unit, const Param &param) {
   return unit.segments[static_cast<size_t>(param.segment)];
 }
 
+size_t index_of(const Unit &unit, const Segment &segment) {
+  return static_cast<size_t>(&segment - unit.segments.data());
+}
+
 size_t index_of(const Unit &unit, const GradPlace &place) {
-  return static_cast<size_t>(place.segment - unit.segments.data());
+  return index_of(unit, *place.segment);
 }
 
 int64_t nbytes_of(int64_t numel, at::ScalarType dtype) {
@@ -37,13 +41,13 @@ const std::vector<GradPlace> &grad_places(Unit &unit) {
   if (unit.use_orig_params) {
     for (Param &param : unit.params) {
       Segment &segment = segment_of(unit, param);
-      if (segment.is_trainable) {
+      if (is_trainable(unit, segment)) {
         unit.grad_places.push_back({&param.tensor, &segment, &param});
       }
     }
   } else {
     for (Segment &segment : unit.segments) {
-      if (segment.is_trainable && segment.flat_param.defined()) {
+      if (is_trainable(unit, segment) && segment.flat_param.defined()) {
         unit.grad_places.push_back({&segment.flat_param, &segment, nullptr});
       }
     }
@@ -226,7 +230,7 @@ fsdp_status take_full_grads(void * /*context*/, void *owner, fsdp_view /*view*/,
     bool any = false;
     for (Param &param : unit.params) {
       const Segment &segment = segment_of(unit, param);
-      if (!segment.is_trainable) continue;
+      if (!is_trainable(unit, segment)) continue;
       at::Tensor &grad = param.tensor.mutable_grad();
       at::Tensor whole = param.full_grad;
       if (!grad.defined()) {
@@ -254,14 +258,14 @@ void show_full_grads(Unit &unit, c10::Device device, void *const *data) {
   const c10::DispatchKeySet keys = keys_of(device);
   for (size_t i = 0; i < unit.segments.size(); i++) {
     Segment &segment = unit.segments[i];
-    if (!segment.is_trainable) continue;
+    if (!is_trainable(unit, segment)) continue;
     segment.full_grad = empty_storage(device);
     attach(*segment.full_grad, data[i],
            nbytes_of(segment.layout->padded_numel, segment.grad));
   }
   for (Param &param : unit.params) {
     const Segment &segment = segment_of(unit, param);
-    if (!segment.is_trainable) continue;
+    if (!is_trainable(unit, segment)) continue;
     param.full_grad = make_view(segment.full_grad, keys, segment.grad,
                                 param.sizes, param.unsharded.storage_offset());
     if (param.tensor.requires_grad()) {
@@ -334,6 +338,11 @@ void grad_release(void * /*context*/, void *token) {
 
 }  // namespace
 
+bool is_trainable(const Unit &unit, const Segment &segment) {
+  return fsdp_unit_is_trainable(unit.core,
+                                static_cast<int64_t>(index_of(unit, segment)));
+}
+
 void show_followed_grads(Unit &unit) {
   for (const GradPlace &place : grad_places(unit)) {
     if (!has_sharded_piece(place) || !place.segment->grad_shard.defined()) {
@@ -403,16 +412,14 @@ void follow_requires_grad(Unit &unit) {
     Segment &segment = segment_of(unit, param);
     segment.wants_grad = segment.wants_grad || param.tensor.requires_grad();
   }
-  for (size_t i = 0; i < unit.segments.size(); i++) {
-    Segment &segment = unit.segments[i];
-    const auto index = static_cast<int64_t>(i);
-    if (segment.wants_grad == segment.is_trainable) continue;
-    fsdp_error error = {};
+  for (const Segment &segment : unit.segments) {
+    const auto index = static_cast<int64_t>(index_of(unit, segment));
+    if (segment.wants_grad == is_trainable(unit, segment)) continue;
+    FSDP_LOCAL_ERROR(error);
     if (fsdp_unit_set_trainable(unit.core, index, segment.wants_grad, &error) !=
         FSDP_OK) {
       throw_error(error);
     }
-    segment.is_trainable = fsdp_unit_is_trainable(unit.core, index);
     unit.grad_places.clear();
   }
 }

@@ -18,7 +18,7 @@ void show(Param &param, const at::Tensor &view) {
 // memory.
 void wait_for_uploads(const Unit &unit) {
   if (!unit.offloads || !unit.engine) return;
-  fsdp_error error = {};
+  FSDP_LOCAL_ERROR(error);
   if (fsdp_engine_join_host(unit.engine->core, &error) != FSDP_OK) {
     throw_error(error);
   }

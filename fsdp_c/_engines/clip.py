@@ -35,7 +35,7 @@ def clip_grad_norm(module: ShardedModule, max_norm: Any, norm_type: Any) -> Tens
     if math.isnan(limit):
         raise ValueError(f"max_norm must be a number, got {max_norm!r}")
     for each in sharded_modules(module):
-        each._originals.check()
+        each._sharded.originals.check()
         adopt_in_backward_optimizers(each)
     check_no_optimizer(module, "clip_grad_norm_()")
     _warn_without_gradients(module)

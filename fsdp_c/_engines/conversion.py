@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engine, release_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._units.base import ShardedModule, sharded_modules
@@ -37,9 +38,9 @@ def convert(
         return
     with ExitStack() as stack:
         for each in modules:
-            if each._unit_buffers is not None:
+            if each._sharded.buffers is not None:
                 stack.enter_context(
-                    each._unit_buffers.in_original_dtypes(
+                    each._sharded.buffers.in_original_dtypes(
                         is_training=each.wrapped.training
                     )
                 )
@@ -53,28 +54,26 @@ def _is_changed(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> bool:
     ``fn`` sees empty tensors in their place: what it does to memory in place, such
     as share_memory_(), must not reach shards, which the engine knows by address.
     """
-    probes = [torch.empty_like(shard[:0]) for shard in module._unit.shards]
+    probes = [torch.empty_like(shard[:0]) for shard in module._sharded.unit.shards]
     return any(fn(probe) is not probe for probe in probes)
 
 
 def _check(module: ShardedModule) -> None:
-    engine = module._engine
-    is_busy = engine is not None and (engine.in_forward or engine.in_backward)
-    if is_busy or module._unit.is_summoned:
+    if module.is_in_step or module._sharded.unit.is_summoned:
         raise RuntimeError(
-            f"unit {module._unit.name!r} cannot be converted inside forward, backward "
-            "or summon_full_params(): call to(), half(), cuda() between steps"
+            f"unit {module._sharded.name!r} cannot be converted inside forward, "
+            "backward or summon_full_params(): call to(), half(), cuda() between steps"
         )
-    own = [*(use.param for use in module._originals.uses), *module.parameters()]
+    own = [*(use.param for use in module._sharded.originals.uses), *module.parameters()]
     if any(param.grad is not None for param in own):
         raise RuntimeError(
-            f"unit {module._unit.name!r} has gradients, which would not fit its "
+            f"unit {module._sharded.name!r} has gradients, which would not fit its "
             "converted parameters: call zero_grad() before to(), half(), cuda()"
         )
 
 
 def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:
-    params = [use.param for use in module._originals.uses]
+    params = [use.param for use in module._sharded.originals.uses]
     converted: dict[nn.Parameter, Tensor] = {}
     ensure_engine(module)
     with torch.no_grad(), summoned(module, writeback=False):
@@ -88,20 +87,20 @@ def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"the conversion puts parameters of unit {module._unit.name!r} on several "
-            f"devices ({places}): move all of them to one"
+            f"the conversion puts parameters of unit {module._sharded.name!r} on "
+            f"several devices ({places}): move all of them to one"
         )
     device = devices.pop()
-    name = module._unit.name
+    config, name = module._sharded.config, module._sharded.name
     release_engine(module)
-    # The old unit goes before its parameters change: it shows them its shards last.
-    module._originals.unbind()
-    del module._unit
-    for param, result in converted.items():
-        param.data = result
-    module.adopt_unit(module._config.make_unit(name, params, device))
+
+    def make_unit() -> _native.Unit:
+        for param, result in converted.items():
+            param.data = result
+        return config.make_unit(name, params, device)
+
+    module.replace_unit(make_unit)
     module.compute_device = device
-    module._originals.rebind(module._unit)
 
 
 def _convert_unsharded(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:

@@ -1,17 +1,18 @@
-"""Engines: which units run together, and who is the root.
+"""Engines: which units run together, and which module is the root.
 
 Note [Roots]
-A wrapped module that is called without an engine makes one over all units in it
-and becomes their root. When a module that contains it is called later, that one
-makes a new engine with all units, and theirs move: no root is final, so calling
-a submodule, or summoning it, first does no harm.
+A wrapped module that is called without an engine makes one over all units in it and
+becomes their root. When a module that contains it is called later, that module makes a
+new engine over all units, which the others join. No root is final, so it does no harm
+to call or summon a submodule first.
 
-With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare, before every
-collective, what they are about to do: where a branch makes them run their units in
-different orders, all raise an error that names the units. A rank that leaves the order
-of its first iteration warns, whatever the others do.
+With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare what they are
+about to do before every collective. If they run their units in different orders, all
+raise an error that names the units. A rank that leaves the order of its first iteration
+warns.
 """
 
+import weakref
 from collections.abc import Callable
 from weakref import WeakSet
 
@@ -21,7 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_c import _native
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import Running, ShardedModule, require_sharded, sharded_modules
+from fsdp_c._units.sessions import LoadSession
 
 # Called with the root of every engine that is made.
 engine_listeners: list[Callable[[ShardedModule], object]] = []
@@ -35,27 +37,23 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
             parameter was replaced after wrapping.
         ValueError: The units are on several devices.
     """
-    if module._engine is None:
+    if module._running is None:
         modules = list(sharded_modules(module))
         for each in modules:
-            each._originals.check()
+            each._sharded.originals.check()
             adopt_in_backward_optimizers(each)
-        engine = _native.Engine([each._unit for each in modules])
+        engine = _native.Engine([each._sharded.unit for each in modules])
         is_debugging = _is_debugging()
         engine.check_order(is_debugging)
         if is_debugging:
             watch_order(module, modules)
-        members = WeakSet(modules)
+        running = Running(engine, weakref.ref(module), WeakSet(modules))
         for each in modules:
-            each._engine_members = members
-            each._engine = engine
-            each._is_root = each is module
-            if each._unit_buffers is not None:
-                each._unit_buffers.activate(is_training=each.wrapped.training)
+            each.join_engine(running)
         for listener in engine_listeners:
             listener(module)
-    assert module._engine is not None
-    return module._engine
+    assert module._running is not None
+    return module._running.engine
 
 
 def _is_debugging() -> bool:
@@ -65,11 +63,10 @@ def _is_debugging() -> bool:
 
 def release_engine(module: ShardedModule) -> None:
     """Let the engine of ``module`` go, for all its units; the next call makes one."""
-    if module._engine is None:
+    if module._running is None:
         return
-    for each in module._engine_members:
-        each._engine = None
-        each._is_root = None
+    for each in module._running.members:
+        each.join_engine(None)
 
 
 def ensure_engines(module: nn.Module) -> list[_native.Engine]:
@@ -79,18 +76,6 @@ def ensure_engines(module: nn.Module) -> list[_native.Engine]:
         engine = ensure_engine(each)
         engines[id(engine)] = engine
     return list(engines.values())
-
-
-def _engines_of(model: nn.Module) -> list[_native.Engine]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
-    engines = ensure_engines(model)
-    if not engines:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: pass the wrapped model"
-        )
-    return engines
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:
@@ -113,11 +98,12 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
         model: A wrapped module, or one that contains wrapped modules.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
     total: dict[str, int] = {}
-    for engine in _engines_of(model):
+    require_sharded(model)
+    for engine in ensure_engines(model):
         for key, value in engine.memory_stats().items():
             total[key] = total.get(key, 0) + value
     return total
@@ -134,10 +120,11 @@ def reset(model: nn.Module) -> None:
         model: A wrapped module, or one that contains wrapped modules.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
-    for engine in _engines_of(model):
+    modules = require_sharded(model)
+    for engine in ensure_engines(model):
         engine.reset()
-    for each in sharded_modules(model):
-        each.end_load()
+    for each in modules:
+        each.end_session(LoadSession)

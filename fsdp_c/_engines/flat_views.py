@@ -1,8 +1,8 @@
-"""Flat parameters to look at, for units with use_orig_params=True.
+"""Read-only flat parameters of units with use_orig_params=True.
 
-Such a unit registers none: what FSDP1 shows under ``_handle.flat_param`` are views,
-made when somebody asks. As in FSDP1 they stay the same objects as long as somebody
-holds them, and are whole, padding included, inside summon_full_params.
+Such a unit registers no flat parameter. What FSDP1 shows as ``_handle.flat_param`` is a
+view, made on request. As in FSDP1 it stays the same object while somebody holds it, and
+is unsharded, with padding, inside summon_full_params.
 """
 
 import weakref
@@ -20,7 +20,7 @@ _views: weakref.WeakKeyDictionary[ShardedModule, "list[weakref.ref[FlatParameter
 
 def flat_views(module: ShardedModule) -> list[FlatParameter]:
     """Return one view of each segment."""
-    new = module._originals.make_flat_params()
+    new = module._sharded.originals.make_flat_params()
     old: list[FlatParameter | None] = [each() for each in _views.get(module, [])]
     if len(old) != len(new):
         old = [None] * len(new)
@@ -35,17 +35,17 @@ def flat_views(module: ShardedModule) -> list[FlatParameter]:
 
 
 def follow_summon(module: ShardedModule) -> None:
-    """Let the views that somebody holds follow the start or the end of a summon."""
+    """Update the views that somebody holds, when a summon starts or ends."""
     if any(each() is not None for each in _views.get(module, [])):
         flat_views(module)
 
 
 def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
-    """Make the views whole where the unit's parameters are."""
-    unit = module._unit
+    """Make the views unsharded while the unit's parameters are."""
+    unit = module._sharded.unit
     if not unit.is_summoned:
         return
-    uses = module._originals.uses
+    uses = module._sharded.originals.uses
     params = {
         index: use.param for index, use in zip(unit.param_of_use, uses, strict=True)
     }
@@ -53,6 +53,6 @@ def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
         padded_numel = unit.segments[segment][5]
         param, view = params[index].detach(), views[segment]
         nbytes = padded_numel * param.element_size()
-        # Ranks to which rank0_only shows nothing have their shards.
+        # With rank0_only the other ranks keep their shards.
         if numel > 0 and param.untyped_storage().nbytes() == nbytes:
             view.data = torch.as_strided(param, (padded_numel,), (1,), 0)

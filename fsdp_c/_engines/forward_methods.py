@@ -28,7 +28,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: A method of the module in it.
 
     Raises:
-        TypeError: ``module`` is not wrapped, or the attribute is no method.
+        TypeError: ``module`` is not wrapped, or the attribute is not a method.
         AttributeError: There is no such method.
         ValueError: The name belongs to FullyShardedDataParallel or nn.Module, or
             the method is a generator or a coroutine, whose body would run after
@@ -75,7 +75,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             "run after the call, when the parameters are sharded again; register a "
             "method that returns its result"
         )
-    module._forward_methods |= {method_name}
+    module.add_forward_method(method_name)
 
 
 def bind_forward_method(
@@ -88,6 +88,6 @@ def bind_forward_method(
 def _run(
     module: ShardedModule, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    if module._engine is None:
+    if module._running is None:
         ensure_engine(module)
-    return module._unit.forward(method, args, kwargs)
+    return module._sharded.unit.forward(method, args, kwargs)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_c._torch_compat import in_backward_optimizers, remove_in_backward_hooks
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, require_sharded, sharded_modules
 
 
 def optimizer_in_backward(
@@ -15,7 +15,7 @@ def optimizer_in_backward(
 ) -> Optimizer:
     """Let an optimizer step each unit in backward, as soon as it is reduced.
 
-    A unit's gradients are let go after its step, so gradients take the memory of one
+    A unit's gradients are freed after its step, so gradients take the memory of one
     unit, not of the model. Under ``no_sync()`` nothing steps; the backward that
     reduces does, with the sum.
 
@@ -45,17 +45,12 @@ def optimizer_in_backward(
         ... )
         >>> model(batch).sum().backward()  # steps  # doctest: +SKIP
     """
-    modules = list(sharded_modules(model))
-    if not modules:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: wrap the model first"
-        )
+    modules = require_sharded(model)
     for module in modules:
         adopt_in_backward_optimizers(module)
         if module.has_optimizer:
             raise ValueError(
-                f"unit {module._unit.name!r} has an optimizer in backward already: "
+                f"unit {module._sharded.name!r} has an optimizer in backward already: "
                 "build one optimizer, with several groups"
             )
     optimizer = build(list(model.parameters()))
@@ -65,7 +60,7 @@ def optimizer_in_backward(
             f"given, got {type(optimizer).__name__}"
         )
     for module in modules:
-        step = _UnitStep(optimizer, module._unit.name, _params_of(module))
+        step = _UnitStep(optimizer, module._sharded.name, _params_of(module))
         if step.is_needed:
             module.follow_reductions(step)
     return optimizer
@@ -104,17 +99,17 @@ def check_no_optimizer(module: ShardedModule, what: str) -> None:
         if each.has_optimizer:
             raise RuntimeError(
                 f"{what} needs the gradients of all units at once, but unit "
-                f"{each._unit.name!r} steps its optimizer in backward and lets its "
+                f"{each._sharded.name!r} steps its optimizer in backward and lets its "
                 "gradients go: clip inside the optimizer, or step it after backward"
             )
 
 
 def _params_of(module: ShardedModule) -> list[nn.Parameter]:
     """Return the parameters of the module's own unit that an optimizer steps."""
-    flat_params = module._originals.flat_params()
+    flat_params = module._sharded.originals.flat_params()
     if flat_params:
         return list(flat_params)
-    return list(dict.fromkeys(use.param for use in module._originals.uses))
+    return list(dict.fromkeys(use.param for use in module._sharded.originals.uses))
 
 
 class _UnitStep:

@@ -1,7 +1,7 @@
-"""A warning where a rank runs its units in another order than at first.
+"""Warns when a rank's forward order differs from that of its first iteration.
 
-Only with ``TORCH_DISTRIBUTED_DEBUG``, as the comparison between the ranks, which is
-native: hooks in Python, on the modules of an engine.
+Only with ``TORCH_DISTRIBUTED_DEBUG``, by Python hooks on the modules of an engine. The
+comparison between ranks is native.
 """
 
 import warnings
@@ -54,7 +54,7 @@ class _Watch:
         assert isinstance(module, ShardedModule)
         root, engine = self._root(), module._engine
         if engine is None or root is None or root._engine is not engine:
-            return  # a copy, or it has moved on
+            return  # a copy, or in another engine now
         is_training = module.wrapped.training and torch.is_grad_enabled()
         # In backward it is a recomputation.
         if self._has_warned or not is_training or engine.in_backward:
@@ -63,7 +63,7 @@ class _Watch:
             self._is_known = bool(self._first)
             self._position = 0
             return
-        name = module._unit.name
+        name = module._sharded.name
         if not self._is_known:
             self._first.append(name)
             return
@@ -78,7 +78,7 @@ class _Watch:
         warnings.warn(
             "Forward order differs from that of the first iteration on rank "
             f"{module.rank}: unit {name!r} runs where {before}. Prefetches follow the "
-            "new order from the next iteration on; where the ranks differ, all raise "
-            "an error at the first collective that does",
+            "new order from the next iteration on. If ranks run different orders, all "
+            "ranks raise an error at the first collective that differs",
             stacklevel=2,
         )

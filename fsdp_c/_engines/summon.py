@@ -8,6 +8,7 @@ from torch import nn
 from fsdp_c._engines.engine import ensure_engines
 from fsdp_c._engines.flat_views import follow_summon
 from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.sessions import SummonSession
 
 
 class SummonError(AssertionError, RuntimeError):
@@ -31,13 +32,13 @@ def summoned(
         RuntimeError: The unit is inside forward or backward.
     """
     with ExitStack() as stack:
-        if not module._unit.is_summoned:
-            module._originals.check()
-            module._unit.summon()
+        if not module._sharded.unit.is_summoned:
+            module._sharded.originals.check()
+            module._sharded.unit.summon()
             stack.callback(follow_summon, module)
-            stack.callback(module._unit.dismiss, writeback)
+            stack.callback(module._sharded.unit.dismiss, writeback)
             follow_summon(module)
-        stack.enter_context(module._originals.shown())
+        stack.enter_context(module._sharded.originals.shown())
         if clean_names:
             stack.enter_context(_clean_names(module))
         yield
@@ -45,12 +46,14 @@ def summoned(
 
 @contextmanager
 def _clean_names(module: ShardedModule) -> Iterator[None]:
-    before = module._shows_clean_names
-    module._shows_clean_names = True
+    if module.find_session(SummonSession) is not None:
+        yield
+        return
+    module.begin_session(SummonSession())
     try:
         yield
     finally:
-        module._shows_clean_names = before
+        module.end_session(SummonSession)
 
 
 def _check_moment(module: ShardedModule) -> None:
@@ -60,8 +63,8 @@ def _check_moment(module: ShardedModule) -> None:
         The beginnings of the messages: ``_unshard_params_for_summon`` (torch 2.13,
         ``fsdp/_unshard_param_utils.py``).
     """
-    name, engine = module._unit.name, module._engine
-    if module._unit.is_summoned:
+    name, engine = module._sharded.name, module._engine
+    if module._sharded.unit.is_summoned:
         raise SummonError(
             "Cannot manually unshard parameters when already unsharding parameters: "
             f"those of unit {name!r} are summoned already, and summon_full_params() "
@@ -96,18 +99,18 @@ def summon_full_params(
     for each in modules:
         _check_moment(each)
     for each in modules:
-        each._originals.check()
+        each._sharded.originals.check()
     with ExitStack() as stack:
         for each in modules:
-            each._unit.summon(
+            each._sharded.unit.summon(
                 on_first_rank_only=rank0_only,
                 on_host=offload_to_cpu,
                 with_grads=with_grads,
             )
             stack.callback(follow_summon, each)
-            stack.callback(each._unit.dismiss, writeback)
+            stack.callback(each._sharded.unit.dismiss, writeback)
             follow_summon(each)
             if not rank0_only or each.is_first_in_shard_group:
-                stack.enter_context(each._originals.shown())
+                stack.enter_context(each._sharded.originals.shown())
             stack.enter_context(_clean_names(each))
         yield

@@ -1,1 +1,1 @@
-"""The class FullyShardedDataParallel, and what torch's users read off it."""
+"""The class FullyShardedDataParallel, and FSDP1's attributes on it."""

@@ -1,4 +1,4 @@
-"""What users and tools read off a wrapped module, under FSDP1's names."""
+"""FSDP1's attributes of a wrapped module, for users and tools to read."""
 
 from typing import NoReturn
 
@@ -18,12 +18,11 @@ from fsdp_c._torch_compat import (
 )
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.originals import FlatParameter
+from fsdp_c._units.sessions import SummonSession
 
 
 class FlatParamHandle:
-    """A unit's flat parameter, under the name ``_handle`` of FSDP1.
-
-    For looking: units are driven by the native engine.
+    """FSDP1's ``_handle`` of a unit, to read; the native engine runs the unit.
 
     Attributes:
         flat_param: The flat parameter that stands for the unit; whole in a summon.
@@ -37,7 +36,7 @@ class FlatParamHandle:
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether parameters are sharded: not with NO_SHARD."""
-        return self._module._config.groups.shard_group is not None
+        return self._module._sharded.config.groups.shard_group is not None
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return names, shapes and offsets of the parameters in this rank's shard."""
@@ -49,9 +48,33 @@ class FlatParamHandle:
             return False
         return tensor.size() == self.flat_param._sharded_size
 
+    @property
+    def sharded_grad(self) -> torch.Tensor | None:
+        """This rank's part of the gradient, between steps.
+
+        None where backward left none, or an optimizer in backward took it. With
+        ``use_orig_params=True`` a copy, put together from the parameters' gradients.
+        """
+        originals = self._module._sharded.originals
+        if originals.flat_params():
+            return self.flat_param.grad
+        self._check_sharded("sharded_grad")
+        grads = {use.fqn: use.param.grad for use in originals.uses}
+        parts = [grads[fqn] for fqn in self.flat_param._fqns]
+        if all(part is None for part in parts):
+            return None
+        whole = torch.zeros_like(self.flat_param)
+        facts = self.flat_param._facts
+        for part, (_, _, begin, end) in zip(parts, facts.own, strict=True):
+            if part is not None:
+                whole[begin:end] = part.flatten()
+        return whole
+
     def needs_unshard(self) -> bool:
-        """Return whether the parameters are shards now, not whole."""
-        return self.uses_sharded_strategy and self._module._unit.state == "SHARDED"
+        """Return whether the parameters are sharded now."""
+        return (
+            self.uses_sharded_strategy and self._module._sharded.unit.state == "SHARDED"
+        )
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         """Return the unsharded flat parameter between steps: a tensor without memory.
@@ -81,17 +104,17 @@ class FlatParamHandle:
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            f"_handle.unshard() of unit {self._module._unit.name!r}: units are driven "
-            "by the engine; use FullyShardedDataParallel.summon_full_params(module, "
+            f"_handle.unshard() of unit {self._module._sharded.name!r}: the engine "
+            "drives units; use FullyShardedDataParallel.summon_full_params(module, "
             "recurse=False) to see whole parameters"
         )
 
     def _check_sharded(self, method: str) -> None:
-        unit = self._module._unit
+        unit = self._module._sharded.unit
         if unit.is_summoned or unit.state != "SHARDED":
             state = "SUMMONED" if unit.is_summoned else unit.state
             raise RuntimeError(
-                f"_handle.{method}() of unit {unit.name!r} in state {state}: call it "
+                f"_handle.{method} of unit {unit.name!r} in state {state}: call it "
                 "between steps, where units are sharded"
             )
 
@@ -109,8 +132,10 @@ class FlatParamHandle:
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         module = self._module
         # Registered ones only: the values that they were given go into the shards.
-        flat_params = module._originals.flat_params()
-        for flat_param, shard in zip(flat_params, module._unit.shards, strict=False):
+        flat_params = module._sharded.originals.flat_params()
+        for flat_param, shard in zip(
+            flat_params, module._sharded.unit.shards, strict=False
+        ):
             if flat_param.dtype != shard.dtype:
                 shard.copy_(flat_param.detach())
                 flat_param.data = shard
@@ -118,7 +143,7 @@ class FlatParamHandle:
 
 
 class Attributes(ShardedModule):
-    """The part of FullyShardedDataParallel that only looks."""
+    """The read-only part of FullyShardedDataParallel."""
 
     sharding_strategy: ShardingStrategy
 
@@ -140,19 +165,19 @@ class Attributes(ShardedModule):
     @property
     def training_state(self) -> TrainingState:
         """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
-        if self._unit.is_summoned or self._shows_clean_names:
+        if (
+            self._sharded.unit.is_summoned
+            or self.find_session(SummonSession) is not None
+        ):
             return TrainingState.SUMMON_FULL_PARAMS
-        engine = self._engine
-        if engine is not None and (engine.in_forward or engine.in_backward):
-            return TrainingState.FORWARD_BACKWARD
-        return TrainingState.IDLE
+        return TrainingState.FORWARD_BACKWARD if self.is_in_step else TrainingState.IDLE
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Raise ValueError unless the training state is ``state``, or one of them."""
         expected = state if isinstance(state, list) else [state]
         if self.training_state not in expected:
             raise ValueError(
-                f"unit {self._unit.name!r} on rank {self.rank} is expected to be in "
+                f"unit {self._sharded.name!r} on rank {self.rank} is expected to be in "
                 f"states {[each.name for each in expected]} but is in "
                 f"{self.training_state.name}"
             )
@@ -170,13 +195,13 @@ class Attributes(ShardedModule):
         if not self._is_root:
             raise RuntimeError(
                 f"{method} should only be called on the root FSDP instance, the "
-                f"outermost one: unit {self._unit.name!r} runs inside another"
+                f"outermost one: unit {self._sharded.name!r} runs inside another"
             )
 
     @property
     def _has_params(self) -> bool:
         """Whether this unit shards any parameter."""
-        return bool(self._originals.uses)
+        return bool(self._sharded.originals.uses)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
@@ -191,7 +216,7 @@ class Attributes(ShardedModule):
     @property
     def params(self) -> list[FlatParameter]:
         """This unit's flat parameters; with use_orig_params views."""
-        return self._originals.flat_params() or flat_views(self)
+        return self._sharded.originals.flat_params() or flat_views(self)
 
     @property
     def _handle(self) -> FlatParamHandle | None:
@@ -201,11 +226,11 @@ class Attributes(ShardedModule):
 
     @property
     def _inter_node_pg(self) -> ProcessGroup | None:
-        return self._config.groups.inter_node_group
+        return self._sharded.config.groups.inter_node_group
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         """Return whether buffers have a dtype of their own."""
-        return self._config.mixed_precision.buffer_dtype is not None
+        return self._sharded.config.mixed_precision.buffer_dtype is not None
 
     def _reset_lazy_init(self) -> None:
         """Let the next call decide anew which module is the root; between steps."""

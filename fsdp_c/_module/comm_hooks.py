@@ -23,20 +23,19 @@ def register_comm_hook(
         )
     modules = list(sharded_modules(module))
     for each in modules:
-        if each._config.sharding_strategy in HYBRID:
+        strategy = each._sharded.config.sharding_strategy
+        if strategy in HYBRID:
             raise AssertionError(
                 "Communication hook is not supported for hybrid strategies: "
-                f"{each._config.sharding_strategy}: unit {each._unit.name!r} reduces "
+                f"{strategy}: unit {each._sharded.name!r} reduces "
                 "over two groups, a hook over one"
             )
         if each._comm_hook is not None:
             raise AssertionError("A communication hook is already registered")
-        if each._unit.holds_grads:
+        if each._sharded.unit.holds_grads:
             raise RuntimeError(
-                f"unit {each._unit.name!r} holds gradients of a no_sync() backward: "
+                f"unit {each._sharded.name!r} holds gradients of a no_sync() backward: "
                 "register the hook before the first step"
             )
     for each in modules:
-        # Not by setattr(): a module among them would become a child.
-        vars(each).update(_comm_hook=hook, _comm_hook_state=state)
-        each._unit.set_reduce_hook(state, hook)
+        each.adopt_comm_hook(state, hook)

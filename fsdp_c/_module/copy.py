@@ -3,17 +3,14 @@
 import copy
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakSet
 
 from torch import nn
 
 from fsdp_c._module.attributes import Attributes
 from fsdp_c._torch_compat import TrainingState
-from fsdp_c._units.buffers import UnitBuffers
-from fsdp_c._units.names import WRAPPED_MODULE
-from fsdp_c._units.originals import Originals
-from fsdp_c._units.params import own_modules
-from fsdp_c._units.uses import ParamUse, mark_sharded
+from fsdp_c._units.base import Ignored
+from fsdp_c._units.build import take_unit
+from fsdp_c._units.uses import ParamUse
 
 
 def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
@@ -28,8 +25,8 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
     state = module.training_state
     if state is not TrainingState.IDLE:
         raise RuntimeError(
-            f"unit {module._unit.name!r} cannot be copied in state {state.name}: call "
-            "copy.deepcopy() between steps"
+            f"unit {module._sharded.name!r} cannot be copied in state {state.name}: "
+            "call copy.deepcopy() between steps"
         )
     result = type(module).__new__(type(module))
     memo[id(module)] = result
@@ -38,51 +35,26 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
         (key, value.copy() if isinstance(value, dict) else value)
         for key, value in module.__dict__.items()
     )
+    sharded = module._sharded
     with ExitStack() as stack:
-        stack.enter_context(module._originals.shown())  # no flat parameters
-        if module._unit_buffers is not None:
+        stack.enter_context(sharded.originals.shown())  # no flat parameters
+        if sharded.buffers is not None:
             stack.enter_context(
-                module._unit_buffers.in_original_dtypes(
-                    is_training=module.wrapped.training
-                )
+                sharded.buffers.in_original_dtypes(is_training=module.wrapped.training)
             )
         wrapped: nn.Module = copy.deepcopy(module.wrapped, memo)
     uses = [
         ParamUse(memo[id(use.module)], use.name, use.fqn, memo[id(use.param)])
-        for use in module._originals.uses
+        for use in sharded.originals.uses
     ]
-    params = [use.param for use in uses]
-    unit = module._unit.clone(params)
-    for param in params:
-        mark_sharded(param, unit.name)
-
-    result._modules[WRAPPED_MODULE] = wrapped
-    result._engine = None
-    result._is_root = None
-    result._engine_members = WeakSet()
-    result._ignored_modules = frozenset(
-        memo.get(id(each), each) for each in module._ignored_modules
+    unit = sharded.unit.clone([use.param for use in uses])
+    ignored = Ignored(
+        frozenset(memo.get(id(each), each) for each in sharded.ignored.modules),
+        frozenset(memo.get(id(each), each) for each in sharded.ignored.params),
     )
-    result._ignored_params = frozenset(
-        memo.get(id(each), each) for each in module._ignored_params
+    shapes = sharded.originals.shapes
+    result.adopt_unit(
+        wrapped, take_unit(wrapped, unit, sharded.config, ignored, uses, shapes)
     )
-    result._follower = None  # its optimizer steps the module that was copied
-    result.adopt_unit(unit)
-    result._originals = Originals(
-        wrapped,
-        unit,
-        uses,
-        module._originals.shapes,
-        use_orig_params=module._config.use_orig_params,
-        rank=module.shard_rank,
-    )
-    if module._unit_buffers is not None:
-        dtype = module._config.mixed_precision.buffer_dtype
-        assert dtype is not None  # or there would be no UnitBuffers
-        result._unit_buffers = UnitBuffers(
-            wrapped,
-            [each for _, each in own_modules(wrapped, result._ignored_modules)],
-            dtype=dtype,
-            is_full_in_eval=module._config.full_precision_in_eval,
-        )
+    result.follow_reductions(None)  # the optimizer steps the module that was copied
     return result

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
     ShardingStrategy,
@@ -34,27 +32,22 @@ from fsdp_c._module.attributes import Attributes
 from fsdp_c._module.comm_hooks import register_comm_hook
 from fsdp_c._module.copy import copy_sharded
 from fsdp_c._module.torch_class import TorchClass
-from fsdp_c._optim.methods import OptimStateMethods
-from fsdp_c._state import kinds, load, save
+from fsdp_c._state import kinds
+from fsdp_c._state.model import load, save
+from fsdp_c._state.optim.methods import OptimStateMethods
 from fsdp_c._torch_compat import Policy, TrainingState
 from fsdp_c._units.base import sharded_modules
-from fsdp_c._units.buffers import UnitBuffers
+from fsdp_c._units.build import build_unit
 from fsdp_c._units.config import make_config
 from fsdp_c._units.device import choose_device
 from fsdp_c._units.foreign_groups import as_given
 from fsdp_c._units.ignored import find_ignored
-from fsdp_c._units.materialize import materialize
 from fsdp_c._units.names import WRAPPED_MODULE, clean_name
-from fsdp_c._units.originals import Originals
 from fsdp_c._units.params import (
     check_params,
-    collect_uses,
-    move_to_device,
-    own_modules,
     unsharded_params,
 )
-from fsdp_c._units.sync import broadcast_from_first
-from fsdp_c._units.uses import mark_sharded
+from fsdp_c._units.sessions import LoadSession, SummonSession
 from fsdp_c._units.wrap import auto_wrap
 
 
@@ -182,51 +175,14 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
             }
             auto_wrap(module, config, for_children, ignored, self._make)
 
-        materialize(
+        sharded = build_unit(
             module,
-            param_init_fn=config.param_init_fn,
-            device=device,
-            ignored_modules=ignored.modules,
+            config,
+            ignored,
+            device,
+            name=name or type(module).__name__,
             left_out=left_out,
         )
-        uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
-        move_to_device(module, uses, device, ignored.modules)
-        params = [use.param for use in uses]
-        if config.sync_module_states:
-            tensors: list[Tensor] = list(dict.fromkeys(params))
-            for _, current in own_modules(module, ignored.modules):
-                tensors += current.buffers(recurse=False)
-            broadcast_from_first(tensors, group)
-            if config.groups.inter_node_group is not None:
-                broadcast_from_first(tensors, config.groups.inter_node_group)
-
-        shapes = [param.shape for param in params]
-        unit_name = name or type(module).__name__
-        unit = config.make_unit(unit_name, params, device)
-        for param in params:
-            mark_sharded(param, unit_name)
-
-        self._config = config
-        self._ignored_modules = ignored.modules
-        self._ignored_params = ignored.params
-        self._comm_hook = None
-        self._comm_hook_state = None
-        self._follower = None
-        self._engine = None
-        self._is_root = None
-        self._kept_state = None
-        self._loading = None
-        self._load_tree = None
-        self._shows_clean_names = False
-        self._forward_methods = frozenset()
-        self._unit_buffers = None
-        if config.mixed_precision.buffer_dtype is not None:
-            self._unit_buffers = UnitBuffers(
-                module,
-                [current for _, current in own_modules(module, ignored.modules)],
-                dtype=config.mixed_precision.buffer_dtype,
-                is_full_in_eval=config.full_precision_in_eval,
-            )
         self.process_group = as_given(group)
         self.rank = group.rank()
         self.world_size = group.size()
@@ -238,21 +194,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         self.forward_prefetch = config.forward_prefetch
         self.limit_all_gathers = config.limit_all_gathers
         self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
-        self._device_mesh = arguments.get("device_mesh")
-        self._group_mesh = None
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config = FullStateDictConfig()
-        self._optim_state_dict_config = FullOptimStateDictConfig()
-        self.register_module(WRAPPED_MODULE, module)
-        self.adopt_unit(unit)
-        self._originals = Originals(
-            module,
-            unit,
-            uses,
-            shapes,
-            use_orig_params=config.use_orig_params,
-            rank=self.shard_rank,
-        )
+        self.adopt_module(module, sharded, arguments.get("device_mesh"))
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )
@@ -280,12 +222,13 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
             RuntimeError: A step with another engine is not finished, or a
                 collective failed; see ``fsdp_c.reset``.
         """
-        if self._engine is None:
+        if self._running is None:
             ensure_engine(self)
         wrapped: Any = self._modules[WRAPPED_MODULE]
-        if self._originals.has_listeners:
-            wrapped = partial(self._originals.call_announced, wrapped)
-        return self._unit.forward(wrapped, args, kwargs)
+        sharded = self._sharded
+        if sharded.originals.has_listeners:
+            wrapped = partial(sharded.originals.call_announced, wrapped)
+        return sharded.unit.forward(wrapped, args, kwargs)
 
     @contextmanager
     def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
@@ -371,9 +314,10 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         all the same, once a training forward has run.
         """
         super().train(mode)
-        self._unit.full_precision = self._config.full_precision_in_eval and not mode
-        if self._unit_buffers is not None:
-            self._unit_buffers.follow(is_training=mode)
+        sharded = self._sharded
+        sharded.unit.full_precision = sharded.config.full_precision_in_eval and not mode
+        if sharded.buffers is not None:
+            sharded.buffers.follow(is_training=mode)
         return self
 
     # Whole parameters ------------------------------------------------------
@@ -439,13 +383,15 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by name; the names are clean inside a summon."""
+        is_clean = self.find_session(SummonSession) is not None
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (clean_name(name) if self._shows_clean_names else name), param
+            yield (clean_name(name) if is_clean else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers by name; the names are clean inside a summon."""
+        is_clean = self.find_session(SummonSession) is not None
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (clean_name(name) if self._shows_clean_names else name), buffer
+            yield (clean_name(name) if is_clean else name), buffer
 
     # State dicts -----------------------------------------------------------
 
@@ -474,7 +420,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
 
         Raises:
             RuntimeError: A config is not of the type's own class.
-            TypeError: ``state_dict_type`` is no StateDictType.
+            TypeError: ``state_dict_type`` is not a StateDictType.
             ValueError: Nothing in ``module`` is wrapped.
         """
         return kinds.set_state_dict_type(
@@ -563,7 +509,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
             )
         finally:
             for module in sharded_modules(self):
-                module.end_load()
+                module.end_session(LoadSession)
 
     def _load_from_state_dict(
         self,

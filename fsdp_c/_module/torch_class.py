@@ -1,21 +1,21 @@
-"""torch's FullyShardedDataParallel as a base class of which nothing runs.
+"""torch's FullyShardedDataParallel as a base class, without its behaviour.
 
 Note [torch's class as a base]
-Frameworks, and torch itself, ask ``isinstance(module, torch's class)``. So torch's
-class, and with it torch's ``_FSDPState``, is a base of ours: that also answers
-``issubclass``, which a metaclass or a false ``__class__`` would not, and nothing in
-torch has to be changed for it. What torch's class would run is FSDP1's runtime, over
-fields that our modules do not have. Therefore ``TorchClass`` stands between the two
-and has every name of torch's classes itself:
+Frameworks, and torch itself, test ``isinstance(module, torch's class)``. So torch's
+class, and with it torch's ``_FSDPState``, is a base of fsdp_c's. This also satisfies
+``issubclass``, which a metaclass or a false ``__class__`` would not, and changes
+nothing in torch. But the methods of torch's class are FSDP1's runtime, over fields that
+our modules do not have. ``TorchClass`` stands between the two classes and overrides
+every name of torch's:
 
-* ``nn.Module``'s own methods, where torch's class overrides them. ``super().f()`` in
-  our classes is then ``nn.Module.f()``.
-* An error for everything else. What fsdp_c has under that name comes earlier in the
-  method resolution order.
+* with ``nn.Module``'s own method, where torch's class overrides one, so that
+  ``super().f()`` in fsdp_c is ``nn.Module.f()``;
+* with an error otherwise. A method of fsdp_c with that name comes earlier in the method
+  resolution order.
 
-The names are read off torch's classes at import, so a method that a newer torch adds is
-refused, and does not run. ``tests/lint/test_torch_class.py`` fails then until somebody
-has decided: our own, nn.Module's, or an entry in ``REFUSED``.
+The names are read from torch's classes at import: a method that a newer torch adds
+raises instead of running. ``tests/lint/test_torch_class.py`` fails until somebody
+decides: our own, nn.Module's, or an entry in ``REFUSED``.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from torch import nn
 
 from fsdp_c._torch_compat import TorchFSDP
 
-# What fsdp_c has not, and what to use in its place.
+# Methods that fsdp_c does not have, and what to use instead.
 REFUSED = {
     "_deregister_orig_params_ctx": "FullyShardedDataParallel.summon_full_params()",
     "_is_using_optim_input": "the `optim` argument in place of `optim_input`",
@@ -43,7 +43,7 @@ REFUSED = {
     "_warn_optim_input": "warnings.warn()",
 }
 
-# Every class has these; they are no behaviour of torch's FSDP1.
+# Every class has these.
 _OF_CLASSES = frozenset(
     {
         "__annotate__",
@@ -75,8 +75,8 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"FullyShardedDataParallel.{name} belongs to the runtime of torch's FSDP1, "
-            f"and this module is run by fsdp_c: use {instead}"
+            f"FullyShardedDataParallel.{name} belongs to torch's FSDP1 runtime, but "
+            f"fsdp_c runs this module: use {instead}"
         )
 
     refuse.__name__ = name
@@ -86,7 +86,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 def _namespace() -> dict[str, Any]:
     namespace: dict[str, Any] = {
-        "__doc__": "torch's class, of which nothing runs; see the file.",
+        "__doc__": "torch's class, without its behaviour.",
         "__module__": __name__,
     }
     for name in names_of_torch():
@@ -98,7 +98,7 @@ def _namespace() -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class TorchClass(nn.Module):
-        """torch's class, of which nothing runs."""
+        """torch's class, without its behaviour."""
 
 else:
     TorchClass = type("TorchClass", (TorchFSDP,), _namespace())

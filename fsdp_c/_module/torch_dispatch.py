@@ -1,16 +1,14 @@
-"""torch's own names on models of ours: they reach fsdp_c.
+"""torch's FSDP1 methods run fsdp_c's for a model that fsdp_c wrapped.
 
-A program, torch.distributed.checkpoint or a framework may call
-``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model, ...)`` with a
-model that fsdp_c wrapped. The methods of torch's class that take a model are replaced
-by ones that look at it:
+Programs, torch.distributed.checkpoint and frameworks call
+``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model, ...)``. Each
+method of torch's class that takes a model is replaced by one that looks at the model:
 
-* it holds modules of fsdp_c: fsdp_c's method runs;
-* it holds modules of torch's FSDP1, or neither: torch's method runs, as before;
-* it holds both: an error, for neither can save or step the other's units.
+* with modules of fsdp_c, fsdp_c's method runs;
+* with modules of torch's FSDP1, or of neither, torch's method runs;
+* with both, it is an error: neither can save or step the other's units.
 
-That happens when the first module of ours is made, not at import: a process that never
-wraps a model with fsdp_c runs torch as it is.
+The methods are replaced when fsdp_c wraps its first module, not at import.
 """
 
 import functools
@@ -25,7 +23,7 @@ from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import FLAT_PARAM
 from fsdp_c._units.originals import FlatParameter
 
-# Methods of an instance, which some call as TorchFSDP.clip_grad_norm_(model, 1.0).
+# Methods that some programs call as TorchFSDP.clip_grad_norm_(model, 1.0).
 _OF_INSTANCES = (
     "apply",
     "check_is_root",
@@ -39,11 +37,11 @@ _applied: set[str] = set()
 
 
 def begin(ours: type[ShardedModule], module: object) -> None:
-    """Get ready to wrap ``module`` with fsdp_c.
+    """Replace torch's methods, before fsdp_c wraps ``module``.
 
     Args:
         ours: FullyShardedDataParallel of fsdp_c.
-        module: What the user gave.
+        module: The module to wrap.
 
     Raises:
         ValueError: Modules of torch's own FSDP1 are in ``module``.
@@ -93,7 +91,7 @@ def is_ours(module: object, method: str) -> bool:
     if first is None:
         return False
     if torch_modules(module):
-        raise ValueError(mixed(first._unit.name, method))
+        raise ValueError(mixed(first._sharded.name, method))
     return True
 
 
@@ -141,7 +139,7 @@ def _refuse_to_wrap_ours() -> None:
             first = next(sharded_modules(module), None)
             if first is not None:
                 raise ValueError(
-                    mixed(first._unit.name, "torch's FullyShardedDataParallel")
+                    mixed(first._sharded.name, "torch's FullyShardedDataParallel")
                 )
         original(self, module, *args, **kwargs)
 

@@ -62,20 +62,6 @@ def make_settings(
     return StateDictSettings(kind, config, optim_config)
 
 
-def _settings_of(module: ShardedModule) -> StateDictSettings:
-    return StateDictSettings(
-        module._state_dict_type,
-        module._state_dict_config,
-        module._optim_state_dict_config,
-    )
-
-
-def _apply(module: ShardedModule, settings: StateDictSettings) -> None:
-    module._state_dict_type = settings.state_dict_type
-    module._state_dict_config = settings.state_dict_config
-    module._optim_state_dict_config = settings.optim_state_dict_config
-
-
 def _wrapped_modules(module: nn.Module) -> list[ShardedModule]:
     """Return the wrapped modules in ``module``.
 
@@ -114,9 +100,9 @@ def set_state_dict_type(
         state_dict_type, state_dict_config, optim_state_dict_config
     )
     modules = _wrapped_modules(module)
-    before = _settings_of(modules[0])
+    before = modules[0]._state_dict_settings
     for each in modules:
-        _apply(each, settings)
+        each.change_state_dict_settings(settings)
     return before
 
 
@@ -128,9 +114,9 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         ValueError: Nothing in ``module`` is wrapped.
     """
     modules = _wrapped_modules(module)
-    first = _settings_of(modules[0])
+    first = modules[0]._state_dict_settings
     for each in modules:
-        settings = _settings_of(each)
+        settings = each._state_dict_settings
         if settings != first:
             raise AssertionError(
                 "All FSDP modules must have the same state dict settings, but unit "
@@ -150,11 +136,11 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Set the type for a while; each wrapped module gets its own settings back."""
     settings = make_settings(kind, state_dict_config, optim_state_dict_config)
-    before = [(each, _settings_of(each)) for each in _wrapped_modules(module)]
+    before = [(each, each._state_dict_settings) for each in _wrapped_modules(module)]
     for each, _ in before:
-        _apply(each, settings)
+        each.change_state_dict_settings(settings)
     try:
         yield
     finally:
         for each, own in before:
-            _apply(each, own)
+            each.change_state_dict_settings(own)

@@ -1,9 +1,13 @@
-"""What the files of this package know about a wrapped module: its state."""
+"""What a wrapped module knows of itself; all that changes it is here.
+
+Everything else reads: the frozen value :class:`ShardedUnit`, which engine runs the
+module, and the sessions (a load, a save, a summon) that the module is in.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -11,8 +15,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     OptimStateDictConfig,
     StateDictConfig,
+    StateDictSettings,
     StateDictType,
 )
 
@@ -21,83 +28,141 @@ from fsdp_c._units.buffers import UnitBuffers
 from fsdp_c._units.config import Config
 from fsdp_c._units.names import WRAPPED_MODULE
 from fsdp_c._units.originals import Originals
+from fsdp_c._units.sessions import Session
+
+_Session = TypeVar("_Session", bound=Session)
 
 
-class KeptState(NamedTuple):
-    """The state dict of one wrapped module, made before its parent's."""
+class Ignored(NamedTuple):
+    """Modules with all that is in them, and parameters, theirs included."""
 
-    state: dict[str, Any]
-    prefix: str  # of its keys
-
-
-class Loading(NamedTuple):
-    """One wrapped module in the middle of a load_state_dict."""
-
-    stack: ExitStack  # what ends it
-    error_msgs: list[str]  # what load_state_dict collects
+    modules: frozenset[nn.Module]
+    params: frozenset[nn.Parameter]
 
 
-class LoadTree(NamedTuple):
-    """The wrapped modules of one load_state_dict."""
+@dataclass(frozen=True, slots=True)
+class ShardedUnit:
+    """One wrapped module's unit, and what was decided when it was made.
 
-    modules: "tuple[ShardedModule, ...]"  # the outermost one first
-    is_checked: bool  # the state dict fits all of them
+    Only a conversion of the module replaces it, as a whole.
+
+    Attributes:
+        unit: The native unit, which has the layout: segments, slots, shards.
+        config: The constructor's arguments; process groups are in it.
+        originals: The original parameters and the flat ones.
+        ignored: What the module leaves alone.
+        buffers: The buffers that are cast; None without ``buffer_dtype``.
+    """
+
+    unit: _native.Unit
+    config: Config
+    originals: Originals
+    ignored: Ignored
+    buffers: UnitBuffers | None
+
+    @property
+    def name(self) -> str:
+        """The unit's name, for messages."""
+        return self.unit.name
+
+
+class Running(NamedTuple):
+    """The engine of some wrapped modules."""
+
+    engine: _native.Engine
+    root: "weakref.ref[ShardedModule]"
+    members: "WeakSet[ShardedModule]"
 
 
 class ShardedModule(nn.Module):
-    """Base of FullyShardedDataParallel: the fields, without the behaviour."""
+    """Base of FullyShardedDataParallel: the fields, and the methods that change them.
+
+    The names of the methods are long because they hide those of the wrapped module.
+    """
 
     rank: int
     world_size: int
     compute_device: torch.device
     process_group: ProcessGroup
-    _config: Config
+    _sharded: ShardedUnit
+    _running: Running | None  # None until the first call
+    _sessions: dict[type[Session], Any]  # by class
+    # FSDP1's names for what register_comm_hook was given.
+    _comm_hook: Callable[..., Any] | None
+    _comm_hook_state: Any
+    # Runs after each reduction; see fsdp_c._engines.optimizer_in_backward.
+    _follower: Callable[[], object] | None
+    # Methods that run like forward; see fsdp_c._engines.forward_methods.
+    _forward_methods: frozenset[str]
+    _state_dict_settings: StateDictSettings
     # As given; and what stands in for it where a DTensor needs one.
     _device_mesh: DeviceMesh | None
     _group_mesh: DeviceMesh | None
-    _unit: _native.Unit
-    # Of the module tree; made by the first call, see fsdp_c._engines.engine.
-    _engine: _native.Engine | None
-    _is_root: bool | None
-    # The modules whose units are in the engine.
-    _engine_members: "WeakSet[ShardedModule]"
-    _originals: Originals
-    # What register_comm_hook was given; FSDP1's names.
-    _comm_hook: Callable[..., Any] | None
-    _comm_hook_state: Any
-    # Runs after each reduction of the unit; see fsdp_c._engines.optimizer_in_backward.
-    _follower: Callable[[], object] | None
-    # With mixed_precision.buffer_dtype.
-    _unit_buffers: UnitBuffers | None
-    # Names of methods that run like forward, see fsdp_c._engines.forward_methods.
-    _forward_methods: frozenset[str]
-    _ignored_modules: frozenset[nn.Module]
-    _ignored_params: frozenset[nn.Parameter]
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
-    # Inside state_dict() of a module that contains this one: what it gives out.
-    _kept_state: KeptState | None
-    # Between the start and the end of a load_state_dict.
-    _loading: Loading | None
-    # Meanwhile, the same for all wrapped modules of that call.
-    _load_tree: LoadTree | None
-    # Inside summon_full_params: names of parameters and buffers are clean.
-    _shows_clean_names: bool
 
-    def adopt_unit(self, unit: _native.Unit) -> None:
-        """Make ``unit`` the native unit of this module."""
-        self._unit = unit
-        unit.full_precision = (
-            self._config.full_precision_in_eval and not self.wrapped.training
+    def adopt_module(
+        self, module: nn.Module, sharded: ShardedUnit, device_mesh: DeviceMesh | None
+    ) -> None:
+        """Become the wrapper of ``module``, of which ``sharded`` is the unit."""
+        self._comm_hook = self._comm_hook_state = self._follower = None
+        self._forward_methods = frozenset()
+        self._state_dict_settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(),
+            FullOptimStateDictConfig(),
         )
+        self._device_mesh, self._group_mesh = device_mesh, None
+        self.adopt_unit(module, sharded)
+
+    def adopt_unit(self, module: nn.Module, sharded: ShardedUnit) -> None:
+        """Go on with the unit of ``module``, in no engine and no session."""
+        self._modules[WRAPPED_MODULE] = module
+        self._sharded = sharded
+        self._running = None
+        self._sessions = {}
+        unit, config = sharded.unit, sharded.config
+        unit.full_precision = config.full_precision_in_eval and not module.training
         if self._comm_hook is not None:
             unit.set_reduce_hook(self._comm_hook_state, self._comm_hook)
         if self._follower is not None:
             self.follow_reductions(self._follower)
 
-    def follow_reductions(self, function: Callable[[], object]) -> None:
+    def replace_unit(self, make_unit: Callable[[], _native.Unit]) -> None:
+        """Adopt a unit over the same parameters, of another dtype or device.
+
+        The old one goes before ``make_unit()`` runs: when it goes it shows parameters
+        their shards.
+        """
+        old = self._sharded
+        config, originals = old.config, old.originals
+        ignored, buffers = old.ignored, old.buffers
+        for kind in list(self._sessions):
+            self.end_session(kind)
+        originals.unbind()
+        del old, self._sharded
+        unit = make_unit()
+        sharded = ShardedUnit(unit, config, originals, ignored, buffers)
+        self.adopt_unit(self.wrapped, sharded)
+        originals.rebind(unit)
+
+    def join_engine(self, running: Running | None) -> None:
+        """Run in another engine, or in none until the next call."""
+        self._running = running
+        buffers = self._sharded.buffers
+        if running is not None and buffers is not None:
+            buffers.activate(is_training=self.wrapped.training)
+
+    def adopt_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the unit's gradients."""
+        # Not by setattr(): a module among them would become a child.
+        vars(self).update(_comm_hook=hook, _comm_hook_state=state)
+        self._sharded.unit.set_reduce_hook(state, hook)
+
+    def follow_reductions(self, function: Callable[[], object] | None) -> None:
         """Let an optimizer's ``function()`` run when the unit has been reduced."""
+        self._follower = function
+        if function is None:
+            self._sharded.unit.follow_reductions(None)
+            return
         owner = weakref.ref(self)  # the function may lead back to the module
 
         def run() -> None:
@@ -105,8 +170,34 @@ class ShardedModule(nn.Module):
             if module is not None and module._follower is not None:
                 module._follower()
 
-        self._follower = function
-        self._unit.follow_reductions(run)
+        self._sharded.unit.follow_reductions(run)
+
+    def add_forward_method(self, name: str) -> None:
+        """Run the wrapped module's method ``name`` as its forward."""
+        self._forward_methods |= {name}
+
+    def change_state_dict_settings(self, settings: StateDictSettings) -> None:
+        """Let ``settings`` say what ``state_dict()`` returns."""
+        self._state_dict_settings = settings
+
+    # Sessions --------------------------------------------------------------
+
+    def find_session(self, kind: type[_Session]) -> _Session | None:
+        """Return the session of class ``kind`` that the module is in."""
+        return self._sessions.get(kind)
+
+    def begin_session(self, session: Session) -> None:
+        """Enter ``session``; one of its class ends."""
+        self.end_session(type(session))
+        self._sessions[type(session)] = session
+
+    def end_session(self, kind: type[Session]) -> None:
+        """Leave the session of class ``kind``, if the module is in one."""
+        session = self._sessions.pop(kind, None)
+        if session is not None:
+            session.close()
+
+    # Looking ---------------------------------------------------------------
 
     @property
     def has_optimizer(self) -> bool:
@@ -123,21 +214,94 @@ class ShardedModule(nn.Module):
     @property
     def shard_rank(self) -> int:
         """This rank in the sharding group; 0 where nothing is sharded."""
-        group = self._config.groups.shard_group
-        return 0 if group is None else group.rank()
+        return self._sharded.config.groups.shard_rank
 
     @property
     def is_first_in_shard_group(self) -> bool:
         """Whether this rank is the one that a rank0_only summon shows."""
         return self.shard_rank == 0
 
-    def end_load(self) -> None:
-        """End an unfinished load_state_dict: keep what was loaded."""
-        self._load_tree = None
-        if self._loading is not None:
-            stack = self._loading.stack
-            self._loading = None
-            stack.close()
+    @property
+    def dtensor_mesh(self) -> DeviceMesh:
+        """The device mesh, or a 1-D one over the sharding group."""
+        if self._device_mesh is not None:
+            return self._device_mesh
+        if self._group_mesh is None:
+            self._group_mesh = DeviceMesh.from_group(
+                self.process_group, self.compute_device.type
+            )
+        return self._group_mesh
+
+    @property
+    def _engine(self) -> _native.Engine | None:
+        return None if self._running is None else self._running.engine
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the engine runs forward or backward."""
+        engine = self._engine
+        return engine is not None and (engine.in_forward or engine.in_backward)
+
+    @property
+    def _is_root(self) -> bool | None:
+        """FSDP1's name; None until the first call."""
+        return None if self._running is None else self._running.root() is self
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._state_dict_settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._state_dict_settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._state_dict_settings.optim_state_dict_config
+
+    # What fsdp_c._state reads so far; see ShardedUnit.
+
+    @property
+    def _unit(self) -> _native.Unit:
+        return self._sharded.unit
+
+    @property
+    def _originals(self) -> Originals:
+        return self._sharded.originals
+
+    @property
+    def _config(self) -> Config:
+        return self._sharded.config
+
+    @property
+    def _unit_buffers(self) -> UnitBuffers | None:
+        return self._sharded.buffers
+
+    @property
+    def _ignored_params(self) -> frozenset[nn.Parameter]:
+        return self._sharded.ignored.params
+
+    @property
+    def _ignored_modules(self) -> frozenset[nn.Module]:
+        return self._sharded.ignored.modules
+
+
+def require_sharded(model: nn.Module) -> list[ShardedModule]:
+    """Return the wrapped modules in ``model``, itself included, parents first.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    modules = list(sharded_modules(model))
+    if not modules:
+        raise ValueError(
+            "there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    return modules
 
 
 def sharded_modules(module: nn.Module) -> Iterator[ShardedModule]:

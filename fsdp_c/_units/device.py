@@ -44,7 +44,7 @@ def device_from_id(device_id: Any) -> torch.device | None:
             device = torch.device(device_id)
         except RuntimeError as error:
             raise ValueError(
-                f"device_id={device_id!r} is no device: {error}"
+                f"device_id={device_id!r} is not a device: {error}"
             ) from error
     if device.type == "cpu":
         return CPU

@@ -1,4 +1,4 @@
-"""What public programs read off FSDP1's flat parameters, under FSDP1's names.
+"""FSDP1's attributes of flat parameters, for programs to read.
 
 Checkpointers walk ``_shard_param_infos`` and ``_param_infos``, averages of weights ask
 the handle whether a unit is sharded. All of it is for reading: units are driven by the

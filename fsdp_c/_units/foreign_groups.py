@@ -1,4 +1,7 @@
-"""Process groups that are not c10d's: any object with rank() and size()."""
+"""Process groups that are not c10d's: any object with rank() and size().
+
+FSDP1 accepts them, and PyTorch's own tests wrap modules with one.
+"""
 
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
@@ -21,7 +24,7 @@ class RankAndSize(Protocol):
 class ForeignGroup(ProcessGroup):
     """Stands for a :class:`RankAndSize` where the native unit needs c10d's class.
 
-    A module can be wrapped and looked at with it, as with FSDP1; its first
+    A module can be wrapped and inspected with it, as with FSDP1; its first
     communication raises.
 
     Args:

@@ -1,20 +1,12 @@
 """Which modules and parameters a wrapped module leaves alone."""
 
 import warnings
-from typing import NamedTuple
 
 from torch import nn
 
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import Ignored, ShardedModule, sharded_modules
 from fsdp_c._units.config import Config
 from fsdp_c._units.uses import is_flat_param
-
-
-class Ignored(NamedTuple):
-    """Modules with all that is in them, and parameters, theirs included."""
-
-    modules: frozenset[nn.Module]
-    params: frozenset[nn.Parameter]
 
 
 def find_ignored(module: nn.Module, config: Config) -> Ignored:
@@ -44,8 +36,8 @@ def find_ignored(module: nn.Module, config: Config) -> Ignored:
             stacklevel=4,
         )
     for nested in sharded_modules(module):
-        modules |= nested._ignored_modules
-        params |= nested._ignored_params
+        modules |= nested._sharded.ignored.modules
+        params |= nested._sharded.ignored.params
     for ignored in modules:
         params.update(p for p in ignored.parameters() if not is_flat_param(p))
     return Ignored(frozenset(modules), frozenset(params))

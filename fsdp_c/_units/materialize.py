@@ -24,9 +24,9 @@ def materialize(
     ignored_modules: Set[nn.Module],
     left_out: Set[nn.Parameter],
 ) -> None:
-    """Initialise what is on the meta device in ``module``, nested units apart.
+    """Initialise meta parameters and buffers of ``module``, without nested units.
 
-    With ``param_init_fn`` that is called for every module, as FSDP1 does. Without
+    ``param_init_fn``, if given, is called for every module, as FSDP1 does. Without
     it, each module that has meta parameters or buffers of its own is emptied on
     ``device`` and its ``reset_parameters()`` called. Shared parameters stay
     shared: the first use is kept. Nothing happens when nothing is on meta.

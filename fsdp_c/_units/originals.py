@@ -209,7 +209,7 @@ class Originals:
         """Set the parameters of such modules on them anew, then call ``module``.
 
         FSDP1 sets the whole parameters as attributes in every forward, so that
-        modules that override ``__setattr__`` hear of them. Here they are set to the
+        modules that override ``__setattr__`` see them. Here they are set to the
         objects that they are already.
         """
         for use in self._uses:

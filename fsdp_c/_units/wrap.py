@@ -8,10 +8,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from fsdp_c._torch_compat import Policy, run_policy
-from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.base import Ignored, ShardedModule
 from fsdp_c._units.config import Config
 from fsdp_c._units.full_precision import keep_full_precision
-from fsdp_c._units.ignored import Ignored
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import unsharded_params
 
@@ -223,7 +222,7 @@ class _Wrapper:
                 keep_full_precision(module)
         all_ignored = self._arguments.get("ignored_states")
         if all_ignored and arguments.get("ignored_states") is all_ignored:
-            # Those of the whole model would be looked at for every unit.
+            # Those of the whole model would be visited for every unit.
             own = [p for p in module.parameters() if p in self._ignored.params]
             arguments = {**arguments, "ignored_states": own}
         return self._make(module, arguments, name=path, left_out=left_out)

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim.places import Place
-from fsdp_c._optim.states import OptimStates, ParamState
-from fsdp_c._optim.states import collect as collect_states
+from fsdp_c._state.optim.states import OptimStates, ParamState
+from fsdp_c._state.optim.states import collect as collect_states
+from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._contents import (
     Contents,
     extra_states,
     find_contents,
-    part_of,
 )
 from fsdp_c.checkpoint._dtypes import dtype_name
-from fsdp_c.checkpoint._files import Item
+from fsdp_c.checkpoint._files import FileItem
 from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
 from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
@@ -40,7 +39,7 @@ class Collected:
         units: How the units are sharded.
     """
 
-    items: list[Item] = field(default_factory=list)
+    items: list[FileItem] = field(default_factory=list)
     plain: dict[str, Any] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
     random_states: Any = None
@@ -51,7 +50,7 @@ class Collected:
     def put_tensor(self, tensor: Tensor) -> str:
         """Add a tensor that is part of a plain value; return its key."""
         key = f"plain/{len(self.items)}"
-        self.items.append(Item(key, 0, tensor.detach()))
+        self.items.append(FileItem(key, 0, tensor.detach()))
         return key
 
     def to_host(self) -> None:
@@ -84,14 +83,14 @@ def collect(
     collected = Collected(units=units)
     mine = _saved_here(contents, units, ranks)
     for name, place in mine.items():
-        part = part_of(place)
+        part = place.values()
         if place.module is None:
             part = part.reshape(place.shape)
-        collected.items.append(Item(model_key(name), place.begin, part))
+        collected.items.append(FileItem(model_key(name), place.begin, part))
     if ranks.rank == 0:
         for buffer in contents.buffers:
             collected.items.append(
-                Item(model_key(buffer.names[0]), 0, buffer.tensor.to(buffer.dtype))
+                FileItem(model_key(buffer.names[0]), 0, buffer.tensor.to(buffer.dtype))
             )
     states = None
     if optim is not None:
@@ -114,7 +113,7 @@ def collect(
 
 def _saved_here(
     contents: Contents, units: tuple[UnitSpec, ...], ranks: Ranks
-) -> dict[str, Place]:
+) -> dict[str, ParamPart]:
     """Return the places whose part this rank writes.
 
     Of replicas only the one that contains rank 0 writes.
@@ -138,7 +137,7 @@ def _add_state(collected: Collected, name: str, state: ParamState) -> None:
         tuple(state.plain),
     )
     for key, value in state.sharded.items():
-        item = Item(state_key(name, key), state.place.begin, value)
+        item = FileItem(state_key(name, key), state.part.begin, value)
         collected.items.append(item)
     if state.plain:
         collected.plain[name] = {

@@ -20,33 +20,35 @@ _DTYPES = {
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_c checkpoint",
-        description="Look at checkpoints of fsdp_c.checkpoint, and convert them.",
+        description="Inspect and convert checkpoints.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", metavar="PATH", help="the folder of a checkpoint")
+        command.add_argument("path", metavar="PATH", help="checkpoint folder")
         return command
 
-    add("info", "say what is in it, from its manifest")
-    add("verify", "read all files and check everything")
-    to_files = add("export", "write its model as model*.safetensors")
-    to_files.add_argument("target", metavar="TARGET", help="a folder for the files")
+    add("info", "print what the manifest lists")
+    add("verify", "read all files and verify their checksums")
+    to_files = add("export", "write the model as model*.safetensors")
+    to_files.add_argument("target", metavar="TARGET", help="output folder")
     to_files.add_argument(
-        "--max-shard-size", default="5GB", help="of one file (default: %(default)s)"
+        "--max-shard-size",
+        default="5GB",
+        help="largest file (default: %(default)s)",
     )
     to_files.add_argument(
-        "--dtype", choices=sorted(_DTYPES), help="convert floating tensors to it"
+        "--dtype", choices=sorted(_DTYPES), help="convert floating-point tensors"
     )
-    to_ranks = add("reshard", "write it again, for another number of ranks")
-    to_ranks.add_argument("target", metavar="TARGET", help="the new checkpoint")
+    to_ranks = add("reshard", "rewrite a checkpoint for another number of ranks")
+    to_ranks.add_argument("target", metavar="TARGET", help="new checkpoint folder")
     to_ranks.add_argument(
-        "--world-size", type=int, required=True, help="the new number of ranks"
+        "--world-size", type=int, required=True, help="new number of ranks"
     )
     for command in (to_files, to_ranks):
         command.add_argument(
-            "--overwrite", action="store_true", help="replace what is at TARGET"
+            "--overwrite", action="store_true", help="replace TARGET if it exists"
         )
     return parser
 

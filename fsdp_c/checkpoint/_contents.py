@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim.places import Place, find_places
+from fsdp_c._state.parts import ParamPart, find_parts
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
+from fsdp_c._units.sessions import LoadSession
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._ranks import Ranks
@@ -38,7 +39,7 @@ class Contents:
     """
 
     model: nn.Module
-    places: dict[str, Place]
+    places: dict[str, ParamPart]
     buffers: tuple[Buffer, ...]
     stateful: dict[str, nn.Module]
 
@@ -73,7 +74,7 @@ class Contents:
         Raises:
             ValueError: Over ranks that are not among ``ranks``.
         """
-        places: dict[ShardedModule, list[Place]] = {}
+        places: dict[ShardedModule, list[ParamPart]] = {}
         for place in self.places.values():
             if place.module is not None:
                 places.setdefault(place.module, []).append(place)
@@ -89,28 +90,22 @@ def find_contents(model: nn.Module) -> Contents:
 
     Raises:
         RuntimeError: It is inside forward, backward or summon_full_params.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped.
     """
-    places = find_places(model)
+    places = find_parts(model)
     for module in sharded_modules(model):
-        engine = module._engine
         if (
-            module._unit.is_summoned
-            or module._loading is not None
-            or (engine is not None and (engine.in_forward or engine.in_backward))
+            module._sharded.unit.is_summoned
+            or module.find_session(LoadSession) is not None
+            or module.is_in_step
         ):
             raise RuntimeError(
-                f"unit {module._unit.name!r} is inside forward, backward, "
+                f"unit {module._sharded.name!r} is inside forward, backward, "
                 "summon_full_params() or load_state_dict(): save and load between "
                 "steps"
             )
     return Contents(model, places, tuple(_buffers(model)), _stateful(model))
-
-
-def part_of(place: Place) -> Tensor:
-    """Return this rank's part of a parameter, 1-D; a view where it can be."""
-    return place.part_in(place.param.detach())
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -126,8 +121,8 @@ def _buffers(model: nn.Module) -> Iterator[Buffer]:
     dtypes: dict[str, torch.dtype] = {}
     names: dict[Tensor, list[str]] = {}
     for prefix, module in _named_modules(model):
-        if isinstance(module, ShardedModule) and module._unit_buffers is not None:
-            for name, dtype in module._unit_buffers.original_dtypes.items():
+        if isinstance(module, ShardedModule) and module._sharded.buffers is not None:
+            for name, dtype in module._sharded.buffers.original_dtypes.items():
                 dtypes[prefix + name] = dtype
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -152,11 +147,11 @@ def extra_states(stateful: dict[str, nn.Module]) -> dict[str, Any]:
 
 
 def _unit(
-    name: str, module: ShardedModule, places: list[Place], ranks: Ranks
+    name: str, module: ShardedModule, places: list[ParamPart], ranks: Ranks
 ) -> UnitSpec:
-    layout = module._unit.layout
+    layout = module._sharded.unit.layout
     slots, segments = layout.slots, layout.segments
-    group = module._config.groups.shard_group
+    group = module._sharded.config.groups.shard_group
     return UnitSpec(
         name=name,
         ranks=tuple(ranks.positions(group) if group is not None else [0]),
@@ -173,7 +168,7 @@ def _unit(
 
 
 def _param(
-    place: Place,
+    place: ParamPart,
     slots: list[tuple[int, int, int]],
     segments: list[tuple[torch.dtype, bool, int, int, int, int]],
 ) -> ParamSpec:

@@ -41,7 +41,7 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     return name
 
 
-def dtype_of(name: object) -> torch.dtype:
+def dtype_named(name: object) -> torch.dtype:
     """Return the dtype called ``name``.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_c.checkpoint._dtypes import dtype_name, dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import (
     Advance,
@@ -98,7 +98,7 @@ def export(
     Raises:
         CheckpointError: The checkpoint is damaged. Nothing was written.
         FileExistsError: There is such a set, and ``overwrite`` is False.
-        ValueError: ``max_shard_size`` is no size.
+        ValueError: ``max_shard_size`` is not a size.
     """
     limit = parse_size(max_shard_size)
     folder = os.fspath(target)
@@ -139,7 +139,7 @@ def _find_tensors(source: Source, dtype: torch.dtype | None) -> list[_Tensor]:
         parts = find_parts(source, holders, what, spec, (0, spec.numel))
         for part in parts:
             part.rank.want(part.byte(part.begin), part.byte(part.end), what)
-        saved = dtype_of(spec.dtype)
+        saved = dtype_named(spec.dtype)
         is_cast = dtype is not None and saved.is_floating_point
         tensors.append(_Tensor(spec, dtype if is_cast and dtype else saved, parts))
     return tensors
@@ -222,7 +222,7 @@ def _chunks(header: bytes, tensors: Sequence[_Tensor]) -> Iterator[Chunk]:
     yield memoryview(header), header
     for tensor in tensors:
         for part in tensor.parts:
-            saved = dtype_of(part.piece.dtype)
+            saved = dtype_named(part.piece.dtype)
             for chunk, owner in part.chunks():
                 if saved == tensor.dtype:
                     yield chunk, owner

@@ -54,7 +54,7 @@ Chunk = tuple[memoryview, object]
 """Bytes, and what owns them."""
 
 
-class Item(NamedTuple):
+class FileItem(NamedTuple):
     """A tensor to write: elements ``[begin, begin + numel)`` of a flattened one."""
 
     key: str
@@ -80,7 +80,7 @@ class Written(NamedTuple):
 
 
 def write_items(
-    path: str, items: Sequence[Item], *, save_id: str, advance: Advance
+    path: str, items: Sequence[FileItem], *, save_id: str, advance: Advance
 ) -> Written:
     """Write a rank's file, its bytes straight from the tensors' memory.
 
@@ -282,7 +282,7 @@ class Folder:
         descriptor = os.open(name, self._flags, dir_fd=self._descriptor)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(f"{name} is no regular file")
+                raise OSError(f"{name} is not a regular file")
             yield descriptor
         finally:
             os.close(descriptor)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdp_c import _native
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._manifest import Manifest, ParamSpec, UnitSpec, WholeSpec
 
 
@@ -87,7 +87,10 @@ def make_layout(
     """Return the layout of a unit of ``params`` over ``world_size`` ranks."""
     itemsize, align_params, align_shards = alignment
     return _native.Layout(
-        [(param.numel, dtype_of(param.dtype), param.requires_grad) for param in params],
+        [
+            (param.numel, dtype_named(param.dtype), param.requires_grad)
+            for param in params
+        ],
         world_size,
         itemsize=itemsize,
         align_params=align_params,
@@ -107,7 +110,7 @@ def checked_layout(unit: UnitSpec) -> _native.Layout:
         raise ValueError(f"unit {unit.name!r:.200}: {error}") from None
     slots = [(param.segment, param.offset, param.numel) for param in unit.params]
     segments = [
-        (dtype_of(segment.dtype), segment.requires_grad, segment.shard_numel)
+        (dtype_named(segment.dtype), segment.requires_grad, segment.shard_numel)
         for segment in unit.segments
     ]
     if layout.slots != slots or segments != [

@@ -20,7 +20,7 @@ from fsdp_c.checkpoint._plan import Target
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._ranks import Ranks, raise_if_any
 from fsdp_c.checkpoint._reads import FileReads, make_read
-from fsdp_c.checkpoint._safetensors import TensorInfo
+from fsdp_c.checkpoint._safetensors import FileTensor
 
 _HEADLINE = "nothing was imported; the model is as it was"
 _BROKEN = "the files were imported in part only: import or load again"
@@ -32,7 +32,7 @@ class Imported:
 
     Attributes:
         missing: Names that the model has and the files have not.
-        unexpected: Names that the files have and the model has not.
+        unexpected: Names that only the files have.
     """
 
     missing: tuple[str, ...]
@@ -136,17 +136,17 @@ class _Importing:
                 for name in self.missing
             ]
             problems += [
-                f"{name!r} is unexpected: the files have it, the model has not"
+                f"{name!r} is unexpected: the files have it, the model does not"
                 for name in self.unexpected
             ]
         return problems
 
     def _find_tensors(
         self, problems: list[str]
-    ) -> dict[str, tuple[FileReads, TensorInfo]]:
+    ) -> dict[str, tuple[FileReads, FileTensor]]:
         """Return all tensors by name, and where they are."""
         weight_map = self._weight_map()
-        places: dict[str, tuple[FileReads, TensorInfo]] = {}
+        places: dict[str, tuple[FileReads, FileTensor]] = {}
         for name in dict.fromkeys(weight_map.values()):
             file = self._files[name] = FileReads(self.folder, name)
             try:
@@ -163,7 +163,7 @@ class _Importing:
             for tensor, name in weight_map.items():
                 file = self._files[name]
                 if file.tensors and tensor not in file.tensors:
-                    problems.append(f"{name} has no {tensor!r}, which {INDEX} promises")
+                    problems.append(f"{name} has no {tensor!r}, which {INDEX} lists")
         return places
 
     def _weight_map(self) -> dict[str, str]:
@@ -181,8 +181,8 @@ class _Importing:
             for name in weight_map.values():
                 if os.path.basename(name) != name or not name.endswith(".safetensors"):
                     raise CheckpointError(
-                        f"{INDEX} names {name!r:.200}, which is no safetensors file in "
-                        "this folder"
+                        f"{INDEX} names {name!r:.200}, which is not a safetensors file "
+                        "in this folder"
                     )
             return weight_map
         if SINGLE in names:
@@ -202,7 +202,7 @@ class _Importing:
 def _plan_read(
     target: Target,
     file: FileReads,
-    info: TensorInfo,
+    info: FileTensor,
     cast: bool,
     problems: list[str],
 ) -> None:

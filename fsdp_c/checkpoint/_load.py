@@ -17,7 +17,7 @@ from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._load_optim import OptimLoad
 from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plain import decode, tensor_keys
-from fsdp_c.checkpoint._plan import plan_model
+from fsdp_c.checkpoint._plan import plan_parameters
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._random_states import check_random_states, set_random_states
 from fsdp_c.checkpoint._ranks import Ranks, raise_if_any
@@ -35,8 +35,8 @@ class Loaded:
     Attributes:
         extra: As given to save; None if nothing was.
         rank_extra: This rank's, if as many ranks saved as load now; else None.
-        missing: Names that the model has and the checkpoint has not (strict=False).
-        unexpected: Names that the checkpoint has and the model has not.
+        missing: Names that only the model has (strict=False).
+        unexpected: Names that only the checkpoint has.
         world_size: The number of ranks that saved.
         random_states: Whether they were set; never for another number of ranks.
     """
@@ -157,7 +157,9 @@ class _Loading:
     ) -> list[str]:
         """Plan all reads, check what they will read; return all problems."""
         manifest, source = self.source.manifest, self.source
-        missing, unexpected = plan_model(source, self._holders, self._targets.targets)
+        missing, unexpected = plan_parameters(
+            source, self._holders, self._targets.targets
+        )
         self._missing += missing
         self._unexpected += unexpected
         states = self._contents.stateful
@@ -173,11 +175,11 @@ class _Loading:
             source.problems += self._optim.differences()
         if strict:
             source.problems += [
-                f"{name!r} is missing: the model has it, the checkpoint has not"
+                f"{name!r} is missing: the model has it, the checkpoint does not"
                 for name in self._missing
             ]
             source.problems += [
-                f"{name!r} is unexpected: the checkpoint has it, the model has not"
+                f"{name!r} is unexpected: the checkpoint has it, the model does not"
                 for name in self._unexpected
             ]
         plain = self._plain_values(with_random_states)

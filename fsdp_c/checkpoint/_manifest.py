@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_c.checkpoint import _documents
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, integer, string
 
 MANIFEST = "manifest.json"
@@ -202,7 +202,7 @@ def parse_manifest(data: bytes) -> Manifest:
     """
     top = Fields(_documents.parse(data), "manifest")
     if top.string("format") != FORMAT:
-        raise ValueError("it is no manifest of fsdp_c.checkpoint")
+        raise ValueError("it is not a manifest of fsdp_c.checkpoint")
     version = top.integer("version")
     if version != VERSION:
         raise ValueError(
@@ -212,7 +212,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
     def ranks(value: Any, where: str) -> tuple[int, ...]:
         if not isinstance(value, list) or not value:
-            raise ValueError(f"{where} is no list of ranks")
+            raise ValueError(f"{where} is not a list of ranks")
         found = tuple(integer(rank, where, 0, world_size - 1) for rank in value)
         if len(set(found)) != len(found):
             raise ValueError(f"{where} names a rank twice")
@@ -241,7 +241,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 def _save_id(text: str) -> str:
     if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"save_id {text!r:.60} is no 32 hexadecimal digits")
+        raise ValueError(f"save_id {text!r:.60} is not 32 hexadecimal digits")
     return text
 
 
@@ -254,7 +254,7 @@ def _shape(fields: Fields) -> tuple[int, ...]:
 
 def _dtype(fields: Fields) -> str:
     name = fields.string("dtype")
-    dtype_of(name)
+    dtype_named(name)
     return name
 
 
@@ -334,7 +334,7 @@ def _state(value: Any, where: str) -> StateSpec:
     fields = Fields(value, where)
     sharded = fields.members("sharded", string)
     for name in sharded.values():
-        dtype_of(name)
+        dtype_named(name)
     state = StateSpec(sharded, tuple(fields.items("plain", string)))
     fields.end()
     return state
@@ -349,7 +349,7 @@ def _check_names(manifest: Manifest) -> None:
     for spec in (*specs, *manifest.wholes):
         for name in (spec.name, *spec.aliases):
             if name in seen:
-                raise ValueError(f"name {name!r:.200} stands for two tensors")
+                raise ValueError(f"name {name!r:.200} is used for two tensors")
             seen.add(name)
     if manifest.optim is not None:
         unknown = manifest.optim.states.keys() - {
@@ -357,5 +357,6 @@ def _check_names(manifest: Manifest) -> None:
         }
         if unknown:
             raise ValueError(
-                f"there is optimizer state of {min(unknown)!r:.200}, no parameter"
+                f"there is optimizer state of {min(unknown)!r:.200}, which is not a "
+                "parameter"
             )

@@ -1,7 +1,7 @@
 """Plain values as JSON: what schedulers, optimizers and ``extra`` hold.
 
 None, bool, int, float, str, list and dict with str keys are themselves in JSON.
-What JSON has not is an object with one member that begins with ``$``:
+What JSON lacks is an object with one member that begins with ``$``:
 
     {"$float": "inf"}            nan, inf, -inf
     {"$tuple": [...]}
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_c.checkpoint._dtypes import dtype_name, dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 
 _SCALARS = {
     torch.bool: bool,
@@ -132,7 +132,7 @@ def _decode(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
             return _decode_dict(content, get_tensor)
         if tag == "$scalar" and isinstance(content, list) and len(content) == 2:
             return _decode_scalar(content[0], _decode(content[1], get_tensor))
-    raise ValueError(f"{value!r:.80} is no value of a checkpoint")
+    raise ValueError(f"{value!r:.80} is not a value that a checkpoint can hold")
 
 
 def _decode_bytes(content: str) -> bytes:
@@ -144,27 +144,27 @@ def _decode_bytes(content: str) -> bytes:
 
 def _decode_dict(content: list[Any], get_tensor: Callable[[str], Tensor]) -> Any:
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in content):
-        raise ValueError(f"{content!r:.80} is no list of keys and values")
+        raise ValueError(f"{content!r:.80} is not a list of keys and values")
     pairs = [(_decode(k, get_tensor), _decode(v, get_tensor)) for k, v in content]
     try:
         members = dict(pairs)
     except TypeError as error:
         raise ValueError(f"a key of {content!r:.80}: {error}") from None
     if len(members) != len(pairs):
-        raise ValueError(f"a key of {content!r:.80} stands twice")
+        raise ValueError(f"a key of {content!r:.80} appears twice")
     return members
 
 
 def _decode_scalar(name: Any, number: Any) -> Tensor:
-    dtype = dtype_of(name)
+    dtype = dtype_named(name)
     if dtype not in _SCALARS or type(number) is not _SCALARS[dtype]:
-        raise ValueError(f"{number!r:.80} is no scalar of dtype {name}")
+        raise ValueError(f"{number!r:.80} is not a scalar of dtype {name}")
     try:
         scalar = torch.tensor(number, dtype=dtype, device="cpu")
     except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"{number!r:.80} is no {name}: {error}") from None
+        raise ValueError(f"{number!r:.80} is not a {name}: {error}") from None
     if scalar.item() != number and number == number:  # noqa: PLR0124  # NaN is not
-        raise ValueError(f"{number!r:.80} is no {name}")
+        raise ValueError(f"{number!r:.80} is not a {name}")
     return scalar
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fsdp_c.checkpoint._dtypes import dtype_name, dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._files import Chunk
 from fsdp_c.checkpoint._holders import Held, Holders
 from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
@@ -37,7 +37,7 @@ class Target:
     tensor: Tensor
 
 
-def plan_model(
+def plan_parameters(
     source: Source, holders: Holders, targets: Sequence[Target]
 ) -> tuple[list[str], list[str]]:
     """Plan what fills the model's parameters and buffers.
@@ -100,7 +100,7 @@ class Part(NamedTuple):
 
     def byte(self, element: int) -> int:
         """Return the place of an element in the file."""
-        itemsize = dtype_of(self.piece.dtype).itemsize
+        itemsize = dtype_named(self.piece.dtype).itemsize
         return self.piece.offset + (element - self.piece.begin) * itemsize
 
     def chunks(self) -> Iterator[Chunk]:
@@ -170,7 +170,7 @@ def plan_target(
                 target.what,
                 part.byte(part.begin),
                 part.byte(part.end),
-                dtype_of(part.piece.dtype),
+                dtype_named(part.piece.dtype),
                 target.tensor[begin:end],
             )
         )
@@ -192,7 +192,7 @@ def find_plain(
 ) -> Plain | None:
     """Return the plain state of a parameter for a rank that holds ``elements``.
 
-    That of the rank that saved exactly these. Else that of any, if it is no tensor
+    That of the rank that saved exactly these. Else that of any, if it is not a tensor
     and all ranks that saved some of them agree. Problems go to the source.
     """
     found: list[tuple[Plain, Held]] = []
@@ -204,7 +204,7 @@ def find_plain(
         if values is None or values.keys() != set(keys):
             source.problems.append(
                 f"the entry of rank {held.rank} has no optimizer state {list(keys)} of "
-                f"{spec.name!r}, which the manifest promises"
+                f"{spec.name!r}, which the manifest lists"
             )
             return None
         found.append((Plain(values, rank), held))

@@ -5,9 +5,9 @@ from typing import Any
 
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._checksums import BLOCK_NBYTES, num_blocks
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._fields import Fields, string
-from fsdp_c.checkpoint._safetensors import TensorInfo
+from fsdp_c.checkpoint._safetensors import FileTensor
 
 FORMAT = "fsdp_c.checkpoint.rank"
 
@@ -33,7 +33,7 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return (self.end - self.begin) * dtype_of(self.dtype).itemsize
+        return (self.end - self.begin) * dtype_named(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RankEntry:
             }
         )
 
-    def differences(self, tensors: dict[str, TensorInfo]) -> list[str]:
+    def differences(self, tensors: dict[str, FileTensor]) -> list[str]:
         """Return how the header of the file differs from the entry, as sentences."""
         found = [f"its header has no {key!r}" for key in self.pieces.keys() - tensors]
         found += [f"its entry has no {key!r}" for key in tensors.keys() - self.pieces]
@@ -108,7 +108,7 @@ def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
     """
     top = Fields(_documents.parse(data), "entry")
     if top.string("format") != FORMAT:
-        raise ValueError("it is no entry of a rank")
+        raise ValueError("it is not the entry of a rank")
     if top.string("save_id") != save_id:
         raise ValueError("it belongs to another save than the manifest")
     if top.integer("rank") != rank:
@@ -119,7 +119,7 @@ def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
     if len(digits) != 8 * num_blocks(nbytes, BLOCK_NBYTES):
         raise ValueError(f"it has {len(digits)} digits of checksums for {nbytes} bytes")
     if not set(digits) <= set("0123456789abcdef"):
-        raise ValueError("its checksums are no hexadecimal digits")
+        raise ValueError("its checksums are not hexadecimal digits")
     entry = RankEntry(
         save_id=save_id,
         rank=rank,
@@ -148,7 +148,7 @@ def _plain_of_param(value: Any, where: str) -> Any:
 def _piece(key: str, value: Any, nbytes: int) -> Piece:
     fields = Fields(value, f"piece {key!r:.200}")
     dtype = fields.string("dtype")
-    dtype_of(dtype)
+    dtype_named(dtype)
     begin = fields.integer("begin")
     piece = Piece(
         key, dtype, begin, fields.integer("end", begin), fields.integer("offset", 8)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import Advance, Chunk, Folder, read_into
 from fsdp_c.checkpoint._memory import bytes_of, is_direct
-from fsdp_c.checkpoint._safetensors import TensorInfo, read_header
+from fsdp_c.checkpoint._safetensors import FileTensor, read_header
 
 _CHUNK_NBYTES = 8 << 20
 
@@ -48,12 +48,12 @@ class FileReads:
     def __init__(self, folder: Folder, name: str) -> None:
         self.name = name
         self.reads: list[Read] = []
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, FileTensor] = {}
         self.metadata: dict[str, str] = {}
         self._folder = folder
         self._identity: tuple[int, ...] | None = None
 
-    def read_header(self, descriptor: int) -> dict[str, TensorInfo]:
+    def read_header(self, descriptor: int) -> dict[str, FileTensor]:
         """Return the tensors of the open file; from now on it must not change.
 
         Raises:
@@ -130,11 +130,11 @@ def make_read(
     what: str, dtype: str, offset: int, begin: int, end: int, target: Tensor
 ) -> Read:
     """Return the read of elements ``[begin, end)`` behind byte ``offset``."""
-    itemsize = dtype_of(dtype).itemsize
+    itemsize = dtype_named(dtype).itemsize
     return Read(
         what,
         offset + begin * itemsize,
         offset + end * itemsize,
-        dtype_of(dtype),
+        dtype_named(dtype),
         target,
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_c.checkpoint import _documents
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._fields import MAX_NUMEL, integer
 
 _LENGTH_NBYTES = 8
@@ -24,7 +24,7 @@ MAX_HEADER_NBYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class FileTensor:
     """One tensor in a file; ``begin`` and ``end`` are bytes from its start."""
 
     dtype: str
@@ -36,7 +36,7 @@ class TensorInfo:
 def make_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
     metadata: dict[str, str],
-) -> tuple[bytes, dict[str, TensorInfo]]:
+) -> tuple[bytes, dict[str, FileTensor]]:
     """Return the first bytes of a file, and where its tensors will lie.
 
     Args:
@@ -47,18 +47,18 @@ def make_header(
         ValueError: Two tensors have one name, or the header is too large.
     """
     members: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    places: dict[str, TensorInfo] = {}
+    places: dict[str, FileTensor] = {}
     offset = 0
     for name, dtype, shape in tensors:
         if name in members or name == "__metadata__":
             raise ValueError(f"there are two tensors {name!r} for one file")
-        end = offset + math.prod(shape) * dtype_of(dtype).itemsize
+        end = offset + math.prod(shape) * dtype_named(dtype).itemsize
         members[name] = {
             "dtype": dtype,
             "shape": list(shape),
             "data_offsets": [offset, end],
         }
-        places[name] = TensorInfo(dtype, shape, offset, end)
+        places[name] = FileTensor(dtype, shape, offset, end)
         offset = end
     text = json.dumps(members, separators=(",", ":")).encode("ascii")
     text += b" " * (-(len(text) + _LENGTH_NBYTES) % _ALIGNMENT_NBYTES)
@@ -66,16 +66,16 @@ def make_header(
         raise ValueError(f"a header of {len(text)} bytes is too large for safetensors")
     start = _LENGTH_NBYTES + len(text)
     return len(text).to_bytes(_LENGTH_NBYTES, "little") + text, {
-        name: TensorInfo(each.dtype, each.shape, each.begin + start, each.end + start)
+        name: FileTensor(each.dtype, each.shape, each.begin + start, each.end + start)
         for name, each in places.items()
     }
 
 
-def read_header(descriptor: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def read_header(descriptor: int) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Return the tensors and the metadata of an open file.
 
     Raises:
-        ValueError: It is no safetensors file, or damaged.
+        ValueError: It is not a safetensors file, or damaged.
         OSError: It cannot be read.
     """
     nbytes = os.fstat(descriptor).st_size
@@ -86,13 +86,13 @@ def read_header(descriptor: int) -> tuple[dict[str, TensorInfo], dict[str, str]]
         raise ValueError(f"its header does not fit in its {nbytes} bytes")
     text = os.pread(descriptor, length, _LENGTH_NBYTES)
     if not text.startswith(b"{"):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     members = _documents.parse_json(text)
     metadata = members.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(
         not isinstance(value, str) for value in metadata.values()
     ):
-        raise ValueError("its metadata are no strings")
+        raise ValueError("its metadata values are not strings")
     start = _LENGTH_NBYTES + length
     tensors = {name: _info(name, each, start) for name, each in members.items()}
     end = start
@@ -105,7 +105,7 @@ def read_header(descriptor: int) -> tuple[dict[str, TensorInfo], dict[str, str]]
     return tensors, metadata
 
 
-def _info(name: str, value: object, start: int) -> TensorInfo:
+def _info(name: str, value: object, start: int) -> FileTensor:
     where = f"tensor {name!r:.200}"
     if not isinstance(value, dict) or value.keys() != {
         "dtype",
@@ -113,7 +113,7 @@ def _info(name: str, value: object, start: int) -> TensorInfo:
         "data_offsets",
     }:
         raise ValueError(f"{where} has no dtype, shape and data_offsets")
-    itemsize = dtype_of(value["dtype"]).itemsize
+    itemsize = dtype_named(value["dtype"]).itemsize
     shape, offsets = value["shape"], value["data_offsets"]
     if not isinstance(shape, list) or not isinstance(offsets, list):
         raise ValueError(f"{where}: shape and data_offsets must be lists")
@@ -127,6 +127,6 @@ def _info(name: str, value: object, start: int) -> TensorInfo:
         raise ValueError(
             f"{where}: its offsets {places} are not those of shape {shape}"
         )
-    return TensorInfo(
+    return FileTensor(
         value["dtype"], tuple(shape), places[0] + start, places[1] + start
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint import _documents
-from fsdp_c.checkpoint._dtypes import dtype_of
+from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError, reason
 from fsdp_c.checkpoint._files import (
     Advance,
@@ -104,7 +104,7 @@ class RankSource:
         piece, info = self.entry.pieces.get(key), self.reads.tensors.get(key)
         if piece is None or info is None:
             raise ValueError(f"{self.name} has no tensor {key!r:.80}")
-        result = torch.empty(info.shape, dtype=dtype_of(info.dtype), device="cpu")
+        result = torch.empty(info.shape, dtype=dtype_named(info.dtype), device="cpu")
         with self.reads.unchanged() as descriptor:
             read_into(descriptor, info.begin, bytes_of(result))
         return result

@@ -137,7 +137,7 @@ def _build_rows() -> Iterator[Row]:
     )
     yield _torch_row(info["torch_built"], torch.__version__)
     yield Row(section, "compiler", info["compiler"])
-    slow = "timings mean nothing" if info["asserts"] == "yes" else ""
+    slow = "a debug build: do not time it" if info["asserts"] == "yes" else ""
     yield Row(section, "asserts", info["asserts"], "note" if slow else "ok", slow)
     yield Row(section, "sanitizer", info["sanitizer"])
     yield Row(section, "CUDA kernels built", info["cuda"])
@@ -177,7 +177,7 @@ def _kernels_row(machine: Machine) -> Row:
     if machine.accelerator != "cuda":
         built = "built, " if library.exists() else ""
         return Row("devices", name, f"{built}not used: {why_not}")
-    value = f"ATen's, in more launches: {why_not}"
+    value = f"not used, ATen's need more launches: {why_not}"
     if machine.env.get("FSDP_C_CUDA") == "0":
         return Row("devices", name, value, "note", "unset FSDP_C_CUDA")
     remedy = "" if library.exists() else "install nvcc, and build with FSDP_C_CUDA=1"
@@ -210,9 +210,7 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
         yield Row(_SECTION, name, value, "note", remedy)
     elif why_not:
         value = f"c10d's gloo, slower: no shared memory, {why_not}"
-        remedy = (
-            "allow it what failed, or give it more memory; see docs/internals/shm.md"
-        )
+        remedy = "fix what failed, or allow it more memory; see docs/internals/shm.md"
         yield Row(_SECTION, name, value, "warning", remedy)
     else:
         yield Row(
@@ -251,7 +249,7 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
     elif machine.has_nccl or is_forced:
         yield Row(_SECTION, "libnccl", f"none: {why_not}")
     else:
-        yield Row(_SECTION, "libnccl", "none, and none needed")
+        yield Row(_SECTION, "libnccl", "none (not needed)")
 
 
 def _other_rows(machine: Machine) -> Iterator[Row]:
@@ -291,7 +289,7 @@ def _limit_rows(machine: Machine) -> Iterator[Row]:
     yield Row(
         section,
         "the post-mortem after it",
-        f"5 s, because {name}={text!r} is no number from 0 to 3600",
+        f"5 s, because {name}={text!r} is not a number from 0 to 3600",
         "warning",
         f"set {name} to seconds, such as 10",
     )
@@ -325,8 +323,8 @@ def _check_flight_recorder(machine: Machine) -> Iterator[Row]:
         yield Row(
             "found",
             "flight recorder",
-            "c10d takes the GIL in every gloo collective, to record a stack; shared "
-            "memory does not",
+            "c10d takes the GIL in every gloo collective to record a stack; "
+            "collectives through shared memory do not",
             "note",
             "set TORCH_FR_BUFFER_SIZE=0 for training on CPUs of several hosts",
         )
@@ -358,8 +356,7 @@ def _check_shared_memory(machine: Machine) -> Iterator[Row]:
         yield Row(
             "found",
             "/dev/shm",
-            f"{found}; data loaders with workers use it (fsdp_c's shared memory is "
-            "not there)",
+            f"{found}; data loader workers use it (fsdp_c does not)",
             "warning",
             "give the container more, such as docker run --shm-size=1g",
         )
@@ -385,7 +382,7 @@ def _check_debug_level(machine: Machine) -> Iterator[Row]:
             "TORCH_DISTRIBUTED_DEBUG",
             f"{level}: the ranks exchange 8 bytes before every collective",
             "note",
-            "unset it when the ranks no longer diverge: steps are faster without",
+            "unset it after debugging: it slows every step",
         )
 
 

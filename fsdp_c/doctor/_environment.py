@@ -36,7 +36,7 @@ SWITCHES = (
     Switch(
         "FSDP_C_NCCL_REGISTER",
         "0",
-        "1: NCCL is told of the arena's blocks, to reach them without copies",
+        "1: register the arena's blocks with NCCL, for zero-copy collectives",
     ),
     Switch(
         "FSDP_C_POST_MORTEM_SECONDS",

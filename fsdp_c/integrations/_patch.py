@@ -60,7 +60,7 @@ class Patch:
 
     def _problem(self, original: Any) -> str:
         if not inspect.isfunction(original):
-            return "is no function"
+            return "is not a function"
         missing = self.parameters - set(inspect.signature(original).parameters)
         if missing:
             return f"has no parameter {', '.join(sorted(missing))}"

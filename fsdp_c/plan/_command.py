@@ -64,7 +64,7 @@ def _world_sizes(text: str) -> list[int]:
     for item in text.split(","):
         if not item.strip().isdecimal() or not 1 <= int(item) <= MAX_RANKS:
             raise argparse.ArgumentTypeError(
-                f"{item.strip()!r} is no number of ranks: write one from 1 to "
+                f"{item.strip()!r} is not a number of ranks: write one from 1 to "
                 f"{MAX_RANKS:,}, several with commas between, or sweep"
             )
         sizes.append(int(item))
@@ -75,7 +75,7 @@ def _mesh(text: str) -> tuple[int, int]:
     replicas, separator, shards = text.partition("x")
     if not separator or not replicas.isdecimal() or not shards.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no mesh: write REPLICASxSHARDS, such as 4x8"
+            f"{text!r} is not a mesh: write REPLICASxSHARDS, such as 4x8"
         )
     return int(replicas), int(shards)
 
@@ -83,34 +83,33 @@ def _mesh(text: str) -> tuple[int, int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_c plan",
-        description="Plan a training: memory, bytes and time of one rank. Needs no "
-        "GPU and no process group; see docs/guide/plan.md.",
+        description="Estimate one rank's memory, communication and step time, without "
+        "a GPU or a process group. See docs/guide/plan.md.",
     )
     add = parser.add_argument
     add(
         "--model",
         required=True,
-        help="a folder with a Hugging Face config.json, a JSON file, a name that "
-        "transformers knows, or package.module:function, which returns the model or "
-        "(model, inputs)",
+        help="a Hugging Face config.json or its folder, a model name known to "
+        "transformers, or package.module:function returning model or (model, inputs)",
     )
     add(
         "--world-size",
         required=True,
         type=_world_sizes,
         metavar="N|N,N,...|sweep",
-        help="numbers of ranks; sweep: from 8 to 100,000",
+        help="number of ranks, or several; sweep: 8 to 100,000",
     )
     _add_sharding(parser.add_argument_group("sharding"))
     _add_training(parser.add_argument_group("training"))
-    _add_estimates(parser.add_argument_group("for the estimates of time"))
+    _add_estimates(parser.add_argument_group("time estimates"))
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw it: .png, .svg or .pdf with matplotlib; .txt, or without it, text",
+        help="draw the plan: .png, .svg or .pdf needs matplotlib; .txt is plain text",
     )
     return parser
 
@@ -121,16 +120,22 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
         "--strategy",
         default="FULL_SHARD",
         choices=[each.name.lstrip("_") for each in ShardingStrategy],
+        help="sharding strategy (default: FULL_SHARD)",
     )
-    add("--mesh", type=_mesh, metavar="RxS", help="replicas x shards, HYBRID_SHARD")
+    add(
+        "--mesh",
+        type=_mesh,
+        metavar="RxS",
+        help="replicas x shards of HYBRID_SHARD, such as 4x8",
+    )
     add(
         "--wrap",
         default="auto",
         metavar="auto|none|size:NUMEL|Class,Class",
-        help="which modules become units (default: the model's blocks)",
+        help="modules to wrap as units (default: auto, the model's blocks)",
     )
-    add("--param-dtype", choices=_DTYPES)
-    add("--reduce-dtype", choices=_DTYPES)
+    add("--param-dtype", choices=_DTYPES, help="dtype of forward and backward")
+    add("--reduce-dtype", choices=_DTYPES, help="dtype of gradient reduction")
     add("--keep-low-precision-grads", action="store_true")
     add("--use-orig-params", action="store_true")
     add("--backward-prefetch", default="pre", choices=_PREFETCHES)
@@ -146,19 +151,37 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         default="float32",
         choices=_DTYPES,
-        help="of the shards, which the optimizer steps (default: float32)",
+        help="dtype of the shards (default: float32)",
     )
-    add("--batch", type=_count, default=1, help="sequences of a rank's forward")
-    add("--sequence", type=_count, default=2048, help="tokens of each (default: 2048)")
-    add("--micro-batches", type=_count, default=1, help="of a step, in no_sync")
-    add("--accumulate-sharded", action="store_true", help="no_sync(sharded=True)")
-    add("--checkpoint-activations", action="store_true", help="in every unit")
+    add("--batch", type=_count, default=1, help="sequences per rank (default: 1)")
+    add(
+        "--sequence",
+        type=_count,
+        default=2048,
+        help="sequence length (default: 2048)",
+    )
+    add(
+        "--micro-batches",
+        type=_count,
+        default=1,
+        help="micro-batches per step, accumulated in no_sync() (default: 1)",
+    )
+    add(
+        "--accumulate-sharded",
+        action="store_true",
+        help="accumulate sharded gradients: no_sync(sharded=True)",
+    )
+    add(
+        "--checkpoint-activations",
+        action="store_true",
+        help="recompute every unit's activations in backward",
+    )
     add(
         "--freeze",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="parameters that need no gradient, such as 'model.embed*'",
+        help="freeze parameters by name, such as 'model.embed*'",
     )
 
 
@@ -168,18 +191,35 @@ def _add_estimates(group: argparse._ArgumentGroup) -> None:
         "--link-gbps",
         type=_number,
         default=400.0,
-        help="1e9 bits per second of a rank's link, each direction (default: 400)",
+        help="link bandwidth per rank and direction, in Gbit/s (default: 400)",
     )
-    add("--latency-us", type=_latency, default=10.0, help="of a hop (default: 10)")
-    add("--replica-link-gbps", type=_number, help="between replicas; as the other")
-    add("--replica-latency-us", type=_latency, help="likewise")
+    add(
+        "--latency-us",
+        type=_latency,
+        default=10.0,
+        help="latency of a hop, in microseconds (default: 10)",
+    )
+    add(
+        "--replica-link-gbps",
+        type=_number,
+        help="link bandwidth between replicas (default: --link-gbps)",
+    )
+    add(
+        "--replica-latency-us",
+        type=_latency,
+        help="latency between replicas (default: --latency-us)",
+    )
     add(
         "--tflops",
         type=_number,
         default=400.0,
-        help="1e12 operations per second that a device achieves (default: 400)",
+        help="achieved TFLOP/s of a device (default: 400)",
     )
-    add("--memory-gib", type=_number, help="of a device: what fits is suggested first")
+    add(
+        "--memory-gib",
+        type=_number,
+        help="device memory, in GiB; suggest plans that fit first",
+    )
 
 
 def _sharding(words: argparse.Namespace) -> Sharding:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import own_modules
 
 
 @dataclass(frozen=True)
-class UnitPlan:
-    """How one unit is sharded. Dtypes are distinct, in the order of its segments.
+class UnitSummary:
+    """How one unit is sharded. Its dtypes are distinct, in the order of its segments.
 
     Attributes:
         name: Of the wrapped module in the unwrapped model; empty for the root.
@@ -49,10 +49,10 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelSummary:
     """All units of a model, parents first. ``print()`` shows a table."""
 
-    units: tuple[UnitPlan, ...]
+    units: tuple[UnitSummary, ...]
 
     @property
     def numel(self) -> int:
@@ -128,7 +128,7 @@ class ModelPlan:
         return _table(header, [*lines, total], num_text=7)
 
 
-def explain(model: nn.Module) -> ModelPlan:
+def explain(model: nn.Module) -> ModelSummary:
     """Return how ``model`` is sharded: a row per unit, with dtypes and sizes.
 
     Communicates nothing and changes nothing; ``print(explain(model))`` is a table.
@@ -137,18 +137,11 @@ def explain(model: nn.Module) -> ModelPlan:
         model: A wrapped module, or one that contains wrapped modules.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
-    wanted = set(sharded_modules(model))
-    if not wanted:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: pass the wrapped model"
-        )
-    return ModelPlan(
+    require_sharded(model)
+    return ModelSummary(
         tuple(
             _plan(clean_name(f"{name}.")[:-1], module)
             for name, module in model.named_modules()
@@ -157,9 +150,9 @@ def explain(model: nn.Module) -> ModelPlan:
     )
 
 
-def _plan(name: str, module: ShardedModule) -> UnitPlan:
-    config = module._config
-    segments = module._unit.segments
+def _plan(name: str, module: ShardedModule) -> UnitSummary:
+    config = module._sharded.config
+    segments = module._sharded.unit.segments
     masters = [dtype for dtype, *_ in segments]
     frozen = [not requires_grad for _, requires_grad, *_ in segments]
     numels = [segment[3] for segment in segments]
@@ -168,7 +161,7 @@ def _plan(name: str, module: ShardedModule) -> UnitPlan:
     precision = config.mixed_precision
     computes = [_chosen(master, precision.param_dtype) for master in masters]
     shard_group = config.groups.shard_group
-    return UnitPlan(
+    return UnitSummary(
         name=name,
         strategy=config.sharding_strategy.name,
         world_size=1 if shard_group is None else shard_group.size(),
@@ -181,7 +174,9 @@ def _plan(name: str, module: ShardedModule) -> UnitPlan:
         ),
         buffer_dtypes=_unique(
             _chosen(buffer.dtype, precision.buffer_dtype)
-            for _, current in own_modules(module.wrapped, module._ignored_modules)
+            for _, current in own_modules(
+                module.wrapped, module._sharded.ignored.modules
+            )
             for buffer in current.buffers(recurse=False)
             if buffer.is_floating_point()
         ),

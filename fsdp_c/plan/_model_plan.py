@@ -18,8 +18,8 @@ from fsdp_c._units.groups import HYBRID
 from fsdp_c.plan._errors import PlanError
 from fsdp_c.plan._models import ModelSource
 from fsdp_c.plan._plan import RankPlan, Settings, plan_rank
-from fsdp_c.plan._trace import Trace, trace_forward
-from fsdp_c.plan._units import UnitInfo, find_units, without_warnings
+from fsdp_c.plan._trace import ForwardTrace, trace_forward
+from fsdp_c.plan._units import PlannedUnit, find_units, without_warnings
 from fsdp_c.plan._wrapping import AUTO, Wrapping, candidates, parse
 
 MAX_RANKS = 1_000_000
@@ -152,7 +152,9 @@ def plan_model(
     options = candidates(model) if wrap == AUTO else [chosen]
     first = (world_sizes[0], meshes[0])
 
-    def plan(units: list[UnitInfo], size: int, at: tuple[int, int] | None) -> RankPlan:
+    def plan(
+        units: list[PlannedUnit], size: int, at: tuple[int, int] | None
+    ) -> RankPlan:
         return plan_rank(units, trace, settings, size, at, buffers)
 
     params = dict(model.named_parameters())
@@ -184,7 +186,7 @@ def plan_model(
 
 def _units_of(
     source: ModelSource, wrapping: Wrapping, sharding: Sharding
-) -> list[UnitInfo]:
+) -> list[PlannedUnit]:
     model, _ = source.build()
     arguments = sharding.arguments()
     arguments["auto_wrap_policy"] = wrapping.policy(model)
@@ -268,7 +270,7 @@ def _sorted(
     )
 
 
-def _notes(trace: Trace) -> tuple[str, ...]:
+def _notes(trace: ForwardTrace) -> tuple[str, ...]:
     if trace.has_activations:
         return (
             "Activations are an estimate: what autograd keeps of a forward on meta, "

@@ -186,12 +186,12 @@ def _read_config(path: Path) -> Any:
             "config.json, a JSON file, or package.module:function"
         ) from error
     except ValueError as error:
-        raise PlanError(f"--model {path}: {file} is no JSON: {error}") from error
+        raise PlanError(f"--model {path}: {file} is not JSON: {error}") from error
     transformers = _transformers(str(path))
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if kind is None:
         raise PlanError(
-            f'--model {path}: {file} has no "model_type": it is no config of '
+            f'--model {path}: {file} has no "model_type": it is not a config of '
             "transformers"
         )
     try:

@@ -12,8 +12,8 @@ from fsdp_c import _native
 from fsdp_c._units.config import _PREFETCHES, RESHARDING
 from fsdp_c.plan._errors import PlanError
 from fsdp_c.plan._explain import _chosen
-from fsdp_c.plan._trace import Trace
-from fsdp_c.plan._units import UnitInfo, groups_of
+from fsdp_c.plan._trace import ForwardTrace
+from fsdp_c.plan._units import PlannedUnit, groups_of
 
 # Name: (states of a parameter's shape, whether there is a step of 4 bytes).
 OPTIMIZERS = {
@@ -178,8 +178,8 @@ class RankPlan:
 
 
 def plan_rank(
-    units: Sequence[UnitInfo],
-    trace: Trace,
+    units: Sequence[PlannedUnit],
+    trace: ForwardTrace,
     settings: Settings,
     world_size: int,
     mesh: tuple[int, int] | None = None,
@@ -289,13 +289,13 @@ def _collective(count: dict[str, Any]) -> Collective:
 # What training decides in the bridge ------------------------------------------
 
 
-def _offloads(unit: UnitInfo, settings: Settings) -> bool:
+def _offloads(unit: PlannedUnit, settings: Settings) -> bool:
     """Whether shards are elsewhere than the device (csrc/torch/unit.cpp)."""
     return unit.config.cpu_offload.offload_params and not settings.on_cpu
 
 
 def _layout(
-    unit: UnitInfo, settings: Settings, world_size: int, mesh: tuple[int, int] | None
+    unit: PlannedUnit, settings: Settings, world_size: int, mesh: tuple[int, int] | None
 ) -> _native.Layout:
     param_dtype = unit.config.mixed_precision.param_dtype
     itemsize, aligns_params, aligns_shards = _native.choose_alignment(
@@ -317,7 +317,7 @@ def _layout(
 
 
 def _dtypes(
-    unit: UnitInfo, layout: _native.Layout
+    unit: PlannedUnit, layout: _native.Layout
 ) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
     """Return (param, reduce, grad) dtype per segment (csrc/torch/unit.cpp)."""
     precision = unit.config.mixed_precision
@@ -331,7 +331,7 @@ def _dtypes(
 
 
 def _unit_plan(
-    unit: UnitInfo,
+    unit: PlannedUnit,
     layout: _native.Layout,
     dtypes: Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
     exposed_seconds: float,
@@ -357,7 +357,7 @@ def _unit_plan(
 
 
 def _optimizer_nbytes(
-    unit: UnitInfo, layout: _native.Layout, settings: Settings
+    unit: PlannedUnit, layout: _native.Layout, settings: Settings
 ) -> int:
     """Return the bytes of torch's optimizer over what the unit shows to it."""
     num_states, has_step = OPTIMIZERS[settings.optimizer]
@@ -385,7 +385,7 @@ class _Events:
     """Turns a trace into the events of units; see csrc/core/plan/step_plan.h."""
 
     def __init__(
-        self, units: Sequence[UnitInfo], trace: Trace, settings: Settings
+        self, units: Sequence[PlannedUnit], trace: ForwardTrace, settings: Settings
     ) -> None:
         self._units = {unit.name: i for i, unit in enumerate(units)}
         self._params = {

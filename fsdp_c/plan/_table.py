@@ -32,7 +32,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def parts_at_peak(plan: RankPlan) -> dict[str, int]:
-    """Return what of device memory is for what, at the busiest moment of a step.
+    """Return peak device memory by purpose.
 
     ``gradients`` are the sharded ones that are there then, and autograd's that wait;
     ``other`` are scratch memory, partial sums and buffers.
@@ -58,10 +58,10 @@ def plan_text(plan: ModelPlan) -> str:
         f"units: {len(first.units)}, {plan.why}",
         f"one rank's forward: {plan.num_tokens:,} tokens, {plan.flops:.3g} operations",
         "",
-        "Memory of one rank (* estimates)",
+        "Memory of one rank (* estimated)",
         _memory(plan.ranks),
         "",
-        "Bytes that one rank sends, and time, in a step (* estimates)",
+        "Communication and time of one rank per step (* estimated)",
         _steps(plan.ranks),
         "",
         f"Units, {first.world_size:,} ranks",
@@ -205,7 +205,7 @@ def _advice(suggestions: Sequence[Suggestion], world_size: int) -> list[str]:
 
 
 def _merit(suggestions: Sequence[Suggestion]) -> str:
-    """Say what the first suggestion is best at; 1 % is no difference."""
+    """Say what the first suggestion is best at; 1 % is not a difference."""
     best = suggestions[0]
     merits = []
     if best.peak_nbytes <= 1.01 * min(each.peak_nbytes for each in suggestions):
@@ -218,8 +218,8 @@ def _merit(suggestions: Sequence[Suggestion]) -> str:
 def _outcome(suggestion: Suggestion) -> str:
     return (
         f"peak {nbytes_text(suggestion.peak_nbytes)}, step "
-        f"{seconds_text(suggestion.step_seconds)}, of which "
-        f"{seconds_text(suggestion.exposed_seconds)} is exposed communication"
+        f"{seconds_text(suggestion.step_seconds)}, including "
+        f"{seconds_text(suggestion.exposed_seconds)} of exposed communication"
     )
 
 
@@ -228,7 +228,7 @@ def bars_text(plans: Sequence[RankPlan]) -> str:
     largest = max(plan.peak_nbytes for plan in plans)
     width = max(len(_ranks_text(plan)) for plan in plans)
     lines = [
-        "device memory of one rank at the busiest moment of a step; "
+        "peak device memory of one rank by purpose: "
         + ", ".join(f"{mark} {part}" for mark, part in zip(_MARKS, _PARTS, strict=True))
     ]
     for plan in plans:

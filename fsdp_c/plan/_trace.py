@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_c.plan._units import without_warnings
 
 
-class Entry(NamedTuple):
+class ForwardEntry(NamedTuple):
     """One thing that a forward does."""
 
     kind: Literal["enter", "use", "work", "leave"]
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Trace:
+class ForwardTrace:
     """A forward.
 
     Attributes:
@@ -42,7 +42,7 @@ class Trace:
         why: Why the model did not run on meta; empty if it did.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ForwardEntry] = field(default_factory=list)
     num_tokens: int = 0
     has_activations: bool = False
     why: str = ""
@@ -60,7 +60,9 @@ class Inputs(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
 
-def trace_forward(model: nn.Module, inputs: Inputs | None, num_tokens: int) -> Trace:
+def trace_forward(
+    model: nn.Module, inputs: Inputs | None, num_tokens: int
+) -> ForwardTrace:
     """Return what a forward of ``model`` does; run it on meta if that is possible.
 
     Args:
@@ -85,12 +87,12 @@ def trace_forward(model: nn.Module, inputs: Inputs | None, num_tokens: int) -> T
 # By the module tree -----------------------------------------------------------
 
 
-def _by_tree(model: nn.Module, num_tokens: int, why: str) -> Trace:
-    trace = Trace(num_tokens=num_tokens, why=why)
+def _by_tree(model: nn.Module, num_tokens: int, why: str) -> ForwardTrace:
+    trace = ForwardTrace(num_tokens=num_tokens, why=why)
     seen: set[nn.Parameter] = set()
 
     def visit(name: str, module: nn.Module) -> None:
-        trace.entries.append(Entry("enter", name))
+        trace.entries.append(ForwardEntry("enter", name))
         flops = 0
         prefix = f"{name}." if name else ""
         for child, param in module._parameters.items():
@@ -100,13 +102,13 @@ def _by_tree(model: nn.Module, num_tokens: int, why: str) -> Trace:
                 flops += 2 * param.numel() * num_tokens
             if param not in seen:
                 seen.add(param)
-                trace.entries.append(Entry("use", prefix + child))
+                trace.entries.append(ForwardEntry("use", prefix + child))
         if flops:
-            trace.entries.append(Entry("work", flops=flops))
+            trace.entries.append(ForwardEntry("work", flops=flops))
         for child, inner in module._modules.items():
             if inner is not None:
                 visit(prefix + child, inner)
-        trace.entries.append(Entry("leave", name))
+        trace.entries.append(ForwardEntry("leave", name))
 
     visit("", model)
     return trace
@@ -158,7 +160,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._trace = Trace(has_activations=True)
+        self._trace = ForwardTrace(has_activations=True)
         self._names = {param: name for name, param in model.named_parameters()}
         self._used: set[nn.Parameter] = set()
         # Storages whose bytes are counted, or are no activations; kept alive, so
@@ -169,7 +171,7 @@ class _Recorder:
         self._counted_flops = 0
         self._flops = FlopCounterMode(display=False)
 
-    def run(self, inputs: Inputs, num_tokens: int) -> Trace:
+    def run(self, inputs: Inputs, num_tokens: int) -> ForwardTrace:
         """Run the model; return what it did.
 
         Raises:
@@ -205,30 +207,30 @@ class _Recorder:
                 for x in tree_leaves((args, kwargs))
                 if torch.is_tensor(x) and x.requires_grad
             )
-            self._trace.entries.append(Entry("enter", name, nbytes=nbytes))
+            self._trace.entries.append(ForwardEntry("enter", name, nbytes=nbytes))
             for param in module._parameters.values():
                 if param is not None:
                     self._use(param, self._trace.entries)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             self._flush()
-            self._trace.entries.append(Entry("leave", name))
+            self._trace.entries.append(ForwardEntry("leave", name))
 
         before = module.register_forward_pre_hook(enter, with_kwargs=True)
         after = module.register_forward_hook(leave)
         stack.callback(before.remove)
         stack.callback(after.remove)
 
-    def _use(self, param: nn.Parameter, entries: list[Entry]) -> None:
+    def _use(self, param: nn.Parameter, entries: list[ForwardEntry]) -> None:
         if param not in self._used:
             self._used.add(param)
-            entries.append(Entry("use", self._names[param]))
+            entries.append(ForwardEntry("use", self._names[param]))
 
     def _flush(self) -> None:
         total = self._flops.get_total_flops() + self._attention_flops
         flops, nbytes = total - self._counted_flops, self._kept_nbytes
         if flops or nbytes:
-            self._trace.entries.append(Entry("work", flops=flops, nbytes=nbytes))
+            self._trace.entries.append(ForwardEntry("work", flops=flops, nbytes=nbytes))
         self._counted_flops = total
         self._kept_nbytes = 0
 
@@ -264,7 +266,7 @@ class _Recorder:
         for i, entry in enumerate(self._trace.entries):
             if entry.kind == "enter":
                 first.setdefault(entry.name, i)
-        insertions: dict[int, list[Entry]] = {}
+        insertions: dict[int, list[ForwardEntry]] = {}
         for param, name in self._names.items():
             path = name.rpartition(".")[0]
             while path not in first:  # the root, "", is

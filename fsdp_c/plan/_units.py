@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.api import ShardingStrategy
 
-from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.base import ShardedModule, ShardedUnit
 from fsdp_c._units.config import DEFAULTS, Config, make_config
 from fsdp_c._units.groups import HYBRID
 from fsdp_c._units.ignored import find_ignored
@@ -20,8 +20,8 @@ from fsdp_c._units.uses import mark_sharded
 from fsdp_c._units.wrap import auto_wrap
 
 
-class _Group:
-    """Ranks that nobody talks to: enough for the constructor's checks."""
+class _PlannedGroup:
+    """Ranks that do not communicate: enough for the constructor's checks."""
 
     def rank(self) -> int:
         """Return this process's rank."""
@@ -43,7 +43,7 @@ class ParamInfo:
 
 
 @dataclass(frozen=True)
-class UnitInfo:
+class PlannedUnit:
     """One unit: what training would flatten together, and how."""
 
     name: str  # of the module in the unwrapped model; empty for the root
@@ -55,6 +55,9 @@ class UnitInfo:
     def numel(self) -> int:
         """Elements of its parameters."""
         return sum(param.numel for param in self.params)
+
+
+_NONE: Any = None  # what is planned has no native unit
 
 
 class _PlannedModule(ShardedModule):
@@ -79,9 +82,7 @@ class _PlannedModule(ShardedModule):
             }
             auto_wrap(module, config, for_children, ignored, self._make)
         uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
-        self._config = config
-        self._ignored_modules = ignored.modules
-        self._ignored_params = ignored.params
+        self._sharded = ShardedUnit(_NONE, config, _NONE, ignored, None)
         self.params: dict[nn.Parameter, str] = {}  # in the order of first uses
         for use in uses:
             self.params.setdefault(use.param, use.fqn)
@@ -101,7 +102,7 @@ class _PlannedModule(ShardedModule):
         return _PlannedModule(module, arguments, left_out=left_out)
 
 
-def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[UnitInfo]:
+def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUnit]:
     """Wrap ``model`` and return its units, parents first: the engine's order.
 
     The same code as in training decides which modules become units, which
@@ -117,7 +118,9 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[UnitInfo]
         TypeError, ValueError: As FullyShardedDataParallel raises them.
     """
     strategy = arguments.get("sharding_strategy")
-    group: Any = (_Group(), _Group()) if strategy in HYBRID else _Group()
+    group: Any = (
+        (_PlannedGroup(), _PlannedGroup()) if strategy in HYBRID else _PlannedGroup()
+    )
     given = {**DEFAULTS, **arguments, "process_group": group}
     root = _PlannedModule(model, given, left_out=frozenset())
     units = []
@@ -130,7 +133,7 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[UnitInfo]
                 for param, fqn in module.params.items()
             )
             kind = type(module.wrapped).__name__
-            units.append(UnitInfo(name, kind, module._config, params))
+            units.append(PlannedUnit(name, kind, module._sharded.config, params))
     return units
 
 

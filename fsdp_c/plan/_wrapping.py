@@ -53,7 +53,7 @@ class Wrapping:
         """Return the policy for ``model``, or None.
 
         Raises:
-            PlanError: A class is not in the model, or the size is no number.
+            PlanError: A class is not in the model, or the size is not a number.
         """
         if self.text == NONE:
             return None

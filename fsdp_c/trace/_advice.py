@@ -1,4 +1,4 @@
-"""What to try: only what follows from what was recorded.
+"""Advice: only what follows from what was recorded.
 
 Each rule looks at the numbers and at the settings of the units, and gives a sentence
 with the number that it follows from, or nothing.
@@ -34,10 +34,10 @@ def _late_rank(numbers: Numbers, units: Sequence[UnitInfo]) -> str | None:
         return None
     rank, time = max(numbers.late_ranks.items(), key=lambda item: item[1])
     return (
-        f"The ranks do not come together: {_ms(numbers.skew)} per step are waits for a "
-        f"rank that had not started its part yet, most of it ({_ms(time)}) for rank "
-        f"{rank}. No setting of FSDP changes that; look at what that rank does "
-        "otherwise (data, other work on its processor)."
+        f"Ranks are out of step: {_ms(numbers.skew)} per step are waits for late "
+        f"ranks, most of it ({_ms(time)}) for rank {rank}. No FSDP setting changes "
+        "that: check what else that rank does (data loading, other work on its "
+        "processor)."
     )
 
 
@@ -99,9 +99,9 @@ def _keep_after_forward(numbers: Numbers, units: Sequence[UnitInfo]) -> str | No
     return (
         "ShardingStrategy.SHARD_GRAD_OP (or _HYBRID_SHARD_ZERO2), if memory allows: it "
         f"keeps the parameters from forward to backward, which saves "
-        f"{numbers.backward_gathers:.0f} gathers per step, that were waited for "
-        f"{_ms(saved)} ({_percent(numbers.share(saved))}), and holds up to "
-        f"{nbytes / 2**20:.1f} MiB of whole parameters (in the dtype of the shards)."
+        f"{numbers.backward_gathers:.0f} all-gathers and {_ms(saved)} "
+        f"({_percent(numbers.share(saved))}) of waiting per step, and holds up to "
+        f"{nbytes / 2**20:.1f} MiB of unsharded parameters (in the shards' dtype)."
     )
 
 
@@ -112,10 +112,10 @@ def _reductions(numbers: Numbers, units: Sequence[UnitInfo]) -> str | None:
         return None
     name, unit = max(numbers.units.items(), key=lambda item: item[1].reduce_wait)
     text = (
-        f"Reductions were waited for {_ms(numbers.reduce_wait)} per step "
+        f"Waiting for reductions takes {_ms(numbers.reduce_wait)} per step "
         f"({_percent(numbers.share(numbers.reduce_wait))}), most for unit {name} "
-        f"({_ms(unit.reduce_wait)}). no_sync() reduces less often where gradients are "
-        "accumulated."
+        f"({_ms(unit.reduce_wait)}). With gradient accumulation, no_sync() "
+        "reduces less often."
     )
     if any("float32" in each.reduce_dtypes for each in units):
         text += (

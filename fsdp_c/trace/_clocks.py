@@ -6,7 +6,7 @@ every rank j before. So the time ``d`` that is to be added to the clock of j, to
 that of i, is at most ``done_i - start_j``, and by the same with i and j exchanged at
 least ``start_i - done_j``. Every collective gives such a range; the true value lies
 in all of them, and the middle of what is left is taken. Half its width is how far off
-it can be. A clock's drift during the few steps is not looked at.
+it can be. A clock's drift during the few steps is ignored.
 """
 
 from collections.abc import Sequence

@@ -13,25 +13,25 @@ from fsdp_c.trace._traces import Trace, load
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_c trace",
-        description="Look at what fsdp_c.trace recorded.",
+        description="Read the timelines that fsdp_c.trace recorded.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "folder", metavar="FOLDER", help="where the ranks wrote rank0.json, ..."
+            "folder", metavar="FOLDER", help="folder with rank0.json, rank1.json, ..."
         )
         return command
 
-    summary = add("summary", "say where the time of the steps went, and what to try")
-    summary.add_argument("--rank", type=int, help="of one rank only")
-    merge = add("merge", "write one file of all ranks, for ui.perfetto.dev")
-    merge.add_argument("--output", help="default: FOLDER/trace.json")
+    summary = add("summary", "print where the time of a step went, with advice")
+    summary.add_argument("--rank", type=int, help="one rank only (default: all)")
+    merge = add("merge", "merge all ranks into one file for ui.perfetto.dev")
+    merge.add_argument("--output", help="output file (default: FOLDER/trace.json)")
     show = add("show", "draw one step of up to four ranks")
-    show.add_argument("--output", help="default: FOLDER/trace.png")
-    show.add_argument("--step", type=int, help="0 is the first (default: the last)")
-    show.add_argument("--rank", type=int, help="of one rank only")
+    show.add_argument("--output", help="output file (default: FOLDER/trace.png)")
+    show.add_argument("--step", type=int, help="step, from 0 (default: the last)")
+    show.add_argument("--rank", type=int, help="one rank only (default: up to 4)")
     return parser
 
 

@@ -32,7 +32,7 @@ class Span(NamedTuple):
     nbytes: int  # of a collective; else of the arena at the end; -1: not known
     is_ahead: bool = False  # unshard: a prefetch; wait_unshard: of one
     is_kept: bool = False  # wait_unshard: the memory was still there
-    is_unused: bool = False  # reshard: of a prefetch that nobody used
+    is_unused: bool = False  # reshard: of a unused prefetch
     was_done: bool = False  # wait: it was complete before
     # When the device did it, in ns of the same clock; -1: not known.
     device_begin: int = -1
@@ -176,7 +176,7 @@ def read_file(path: Path) -> Recorded:
 
     Raises:
         OSError: It cannot be read.
-        TraceError: It is no trace of fsdp_c.
+        TraceError: It is not a trace of fsdp_c.
     """
     try:
         content = json.loads(path.read_text())
@@ -200,7 +200,9 @@ def read_folder(folder: str | os.PathLike[str]) -> list[Recorded]:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise TraceError(f"{path} is no folder; give the one that the ranks wrote in")
+        raise TraceError(
+            f"{path} is not a folder: pass the folder that the ranks wrote to"
+        )
     found = [read_file(each) for each in path.glob(FILE_PATTERN)]
     if not found:
         raise TraceError(
@@ -220,10 +222,10 @@ def check_ranks(found: Sequence[Recorded]) -> list[Recorded]:
     sizes = {each.world_size for each in ordered}
     if len(sizes) > 1:
         raise TraceError(
-            f"these traces are of runs with {' and '.join(map(str, sorted(sizes)))} "
-            "ranks; keep those of one run in a folder"
+            f"these traces come from runs with {' and '.join(map(str, sorted(sizes)))} "
+            "ranks: keep one run per folder"
         )
     ranks = [each.rank for each in ordered]
     if len(set(ranks)) < len(ranks):
-        raise TraceError(f"several of these traces are of one rank: {ranks}")
+        raise TraceError(f"these traces contain one rank several times: {ranks}")
     return ordered

@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 
 
 @dataclass
-class Collective:
+class TimedCollective:
     """One collective of one unit."""
 
     operation: str
@@ -95,10 +95,10 @@ class Lanes:
     steps: list[Step]
     calls: list[Span]  # into fsdp_c
     compute: list[Slice]  # what: "forward", "backward", "recompute"
-    collectives: list[Collective]
+    collectives: list[TimedCollective]
     uses: list[Use]
     exposed: list[Slice]  # compute waits: "unshard", "reduce", "start"
-    num_unused: int  # prefetches that nobody used
+    num_unused: int  # unused prefetches
     inside: list[int]  # per call, ns of `exposed` inside of it
     on_device: bool  # compute and exposed are the device's, not the host's
 
@@ -284,11 +284,11 @@ def _last_index(items: list[int], item: int) -> int:
 # Collectives --------------------------------------------------------------------
 
 
-def _collectives(spans: list[Span]) -> list[Collective]:
+def _collectives(spans: list[Span]) -> list[TimedCollective]:
     """All that were started, in that order, with the host's waits for each."""
     unshards = sorted((s for s in spans if s.kind == "unshard"), key=lambda s: s.end)
     ends = [s.end for s in unshards]
-    found: dict[int, Collective] = {}
+    found: dict[int, TimedCollective] = {}
     for span in sorted(spans, key=lambda s: s.begin):
         if span.kind in LANE_OF:
             index = bisect_left(ends, span.end)  # the unshard around it
@@ -296,7 +296,7 @@ def _collectives(spans: list[Span]) -> list[Collective]:
             is_ahead = (
                 around is not None and around.unit == span.unit and around.is_ahead
             )
-            found[span.sequence] = Collective(
+            found[span.sequence] = TimedCollective(
                 span.kind,
                 span.unit,
                 span.nbytes,
@@ -317,7 +317,7 @@ def _collectives(spans: list[Span]) -> list[Collective]:
     return list(found.values())
 
 
-def _exposed_on_host(collectives: list[Collective]) -> list[Slice]:
+def _exposed_on_host(collectives: list[TimedCollective]) -> list[Slice]:
     """The host starts a collective, or waits for one: it does not compute."""
     slices = []
     for each in collectives:
@@ -355,7 +355,7 @@ def _uses(
     recorded: Recorded,
     spans: list[Span],
     phases: _Phases,
-    collectives: list[Collective],
+    collectives: list[TimedCollective],
     *,
     on_device: bool,
 ) -> list[Use]:

@@ -17,15 +17,13 @@ def summary(all_lanes: Sequence[Lanes]) -> str:
     first = all_lanes[0].recorded
     lines = [_head(numbers, all_lanes)]
     if numbers.num_steps == 0:
-        lines.append(
-            "No step was recorded: the wrapped module's forward did not run meanwhile."
-        )
+        lines.append("No step was recorded: the wrapped module's forward did not run.")
         return "\n".join(lines) + "\n"
     lines += ["", *_where(numbers, all_lanes), "", *_prefetches(numbers)]
     lines += ["", *_units(numbers), "", *_notes(numbers, all_lanes)]
     sentences = advice(numbers, first)
     if sentences:
-        lines += ["", "What to try:", *(f"  * {each}" for each in sentences)]
+        lines += ["", "Advice:", *(f"  * {each}" for each in sentences)]
     else:
         lines += ["", _nothing(numbers, sees_device=_sees(all_lanes))]
     return "\n".join(lines) + "\n"
@@ -54,7 +52,7 @@ def _where(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
     lines = [_row("step", numbers.step, numbers)]
     lines.append(_row("compute of the units", numbers.compute, numbers))
     if _sees(all_lanes):
-        lines.append(_row("communication that was exposed", numbers.exposed, numbers))
+        lines.append(_row("exposed communication", numbers.exposed, numbers))
         lines.append(_row("  waiting for unshards", numbers.unshard_wait, numbers))
         lines.append(_row("  waiting for reductions", numbers.reduce_wait, numbers))
         if numbers.starts_block:
@@ -63,7 +61,7 @@ def _where(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
     if not numbers.starts_block:
         name = "host, starting collectives"
         lines.append(_row(name, numbers.start, numbers))
-    lines.append(_row("host, other work of fsdp_c", numbers.host, numbers))
+    lines.append(_row("host, other fsdp_c work", numbers.host, numbers))
     if numbers.clip > 0:
         lines.append(_row("clip_grad_norm_", numbers.clip, numbers))
     name = "outside forward and backward (optimizer, data)"
@@ -74,10 +72,10 @@ def _where(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
 def _phase(name: str, phase: PhaseNumbers) -> str:
     rate = phase.hit_rate
     if rate is None:
-        return f"  {name:<9} nothing was gathered"
+        return f"  {name:<9} no all-gathers"
     text = f"  {name:<9} {phase.hits} hits, {phase.misses} misses ({rate:.0%} hits)"
     if phase.late:
-        text += f"; {phase.late} of the hits had to be waited for all the same"
+        text += f"; {phase.late} of the hits were late"
     return text
 
 
@@ -120,14 +118,11 @@ def _notes(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
     lines = [f"The arena held at most {numbers.arena_peak / 2**20:.2f} MiB on a rank."]
     if len(all_lanes) > 1:
         lines.append(describe(align(all_lanes)))
-        lines.append(
-            f"Waits for a rank that had not started its part: {numbers.skew / 1e6:.3f} "
-            "ms per step."
-        )
+        lines.append(f"Waits for late ranks: {numbers.skew / 1e6:.3f} ms per step.")
     if not _sees(all_lanes):
         lines.append(
-            "The device gave no times: compute is the host's time in the units, and "
-            "how much communication was exposed is not known."
+            "There are no device times: compute is the host's time in the units, and "
+            "exposed communication is unknown."
         )
     if numbers.num_lost:
         lines.append(
@@ -136,17 +131,17 @@ def _notes(numbers: Numbers, all_lanes: Sequence[Lanes]) -> list[str]:
         )
     if numbers.num_allocs:
         lines.append(
-            f"The arena allocated {numbers.num_allocs} blocks meanwhile: these were "
-            "first steps. Record after one or two steps for the usual case."
+            f"The arena allocated {numbers.num_allocs} blocks: these were the "
+            "first steps. Record after one or two steps of warm-up."
         )
     return lines
 
 
 def _nothing(numbers: Numbers, *, sees_device: bool) -> str:
     if not sees_device:
-        return "Nothing follows from the host's times alone."
+        return "No advice: it needs the device's times."
     return (
-        f"Nothing to try follows from this: {numbers.exposed / 1e6:.3f} ms per step "
-        f"({numbers.share(numbers.exposed):.1%}) of communication were exposed, and no "
-        "setting of FSDP can save more."
+        f"No advice: {numbers.exposed / 1e6:.3f} ms per step "
+        f"({numbers.share(numbers.exposed):.1%}) of communication is exposed, which no "
+        "FSDP setting would reduce."
     )

@@ -23,8 +23,8 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _info(name: str, module: ShardedModule) -> UnitInfo:
-    config = module._config
-    segments = module._unit.segments
+    config = module._sharded.config
+    segments = module._sharded.unit.segments
     prefetch = config.backward_prefetch
     precision = config.mixed_precision
     reduced = {
@@ -35,7 +35,7 @@ def _info(name: str, module: ShardedModule) -> UnitInfo:
     return UnitInfo(
         name=name,
         strategy=config.sharding_strategy.name,
-        num_params=len(module._unit.slots),
+        num_params=len(module._sharded.unit.slots),
         unsharded_nbytes=sum(
             unsharded_numel * dtype.itemsize
             for dtype, _, _, unsharded_numel, *_ in segments

@@ -41,10 +41,9 @@ void failures_check(model *m, fsdp_status status) {
      * call failed, or, if the engine's own did, for all; the others wait for
      * the reset. Outside of one it holds for all, but for those that are kept
      * on purpose: hidden, or, inside forward, not yet. */
-    const bool is_hidden =
-        state == FSDP_UNIT_UNSHARDING && m->units[i].view == FSDP_VIEW_SHARDED;
-    const bool is_kept = !in_backward && !m->options.reshard_after_forward &&
-                         (is_hidden || state == FSDP_UNIT_UNSHARDED);
+    const bool is_kept =
+        !in_backward && !m->options.reshard_after_forward &&
+        (fsdp_unit_state_is_hidden(state) || state == FSDP_UNIT_UNSHARDED);
     if (!in_backward || i == m->current || m->current == -1) {
       CHECK(is_kept || state == FSDP_UNIT_SHARDED || state == FSDP_UNIT_FAILED);
     }

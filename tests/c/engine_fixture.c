@@ -373,7 +373,7 @@ fsdp_status model_enter(model *self, int64_t unit, fsdp_error *error) {
   const fsdp_status status =
       fsdp_unit_pre_forward(self->units[unit].unit, false, error);
   if (status != FSDP_OK) {
-    CHECK(model_state(self, unit) != FSDP_UNIT_UNSHARDING);
+    CHECK(!fsdp_unit_state_is_in_flight(model_state(self, unit)));
     return status;
   }
   if (!fsdp_unit_is_summoned(self->units[unit].unit)) {

@@ -76,4 +76,9 @@ void nccl_fake_event_fail_at(int64_t index);
 void nccl_fake_event_set_error(const char *text);
 int64_t nccl_fake_num_events(void); /* not destroyed */
 
+/* Between true and false the watchdog looks at nothing, so that a slow machine
+ * does not make the test's own calls exceed a time limit. Needs a watchdog that
+ * looks often, and transports with these events. */
+void nccl_fake_hold_watchdog(bool is_held);
+
 #endif /* FSDP_TESTS_NCCL_FAKE_H */

@@ -35,6 +35,9 @@ static bool g_is_held;
 static int64_t g_event_fail_at = -1;
 static const char *g_event_error;
 static int64_t g_num_events;
+static bool g_is_watchdog_held;
+static bool g_is_watchdog_parked;
+static pthread_cond_t g_parked_or_released = PTHREAD_COND_INITIALIZER;
 /* Events are places here, so that a forked child has none to give back. */
 static bool g_is_event[MAX_EVENTS];
 
@@ -195,6 +198,32 @@ void nccl_fake_priv_reset_events(void) {
   g_event_fail_at = -1;
   g_event_error = NULL;
   unlock();
+  nccl_fake_hold_watchdog(false);
+}
+
+void nccl_fake_hold_watchdog(bool is_held) {
+  lock();
+  g_is_watchdog_held = is_held;
+  if (!is_held) g_is_watchdog_parked = false;
+  (void)pthread_cond_broadcast(&g_parked_or_released);
+  while (is_held && !g_is_watchdog_parked) {
+    (void)pthread_cond_wait(&g_parked_or_released, &nccl_fake_lock);
+  }
+  unlock();
+}
+
+/* Parks the watchdog, which is the only thread that comes twice. */
+static void enter_thread(void *context) {
+  static _Thread_local bool has_entered = false;
+  (void)context;
+  lock();
+  while (has_entered && g_is_watchdog_held) {
+    g_is_watchdog_parked = true;
+    (void)pthread_cond_broadcast(&g_parked_or_released);
+    (void)pthread_cond_wait(&g_parked_or_released, &nccl_fake_lock);
+  }
+  has_entered = true;
+  unlock();
 }
 
 void nccl_fake_event_set_error(const char *text) {
@@ -290,5 +319,6 @@ fsdp_nccl_events nccl_fake_events(void) {
       .destroy = event_destroy,
       .record = event_record,
       .query = event_query,
+      .enter_thread = enter_thread,
   };
 }

@@ -125,3 +125,11 @@ fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
   }
   return FSDP_OK;
 }
+
+void nccl_fixture_wait_for_tape(const char *text) {
+  for (int i = 0; i < 10000; i++) {
+    if (strstr(nccl_fake_tape(), text) != NULL) return;
+    nccl_fixture_sleep_ms(1);
+  }
+  CHECK(strstr(nccl_fake_tape(), text) != NULL);
+}

@@ -46,6 +46,8 @@ fsdp_status nccl_fixture_gather(fsdp_transport *transport, const char *label,
 /* Waits up to 10 s for `transport` to have failed. */
 fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
                                           fsdp_error *error);
+/* Waits up to 10 s for `text` on the fake's tape. */
+void nccl_fixture_wait_for_tape(const char *text);
 void nccl_fixture_sleep_ms(int64_t time_ms);
 
 #endif /* FSDP_TESTS_NCCL_FIXTURE_H */

@@ -132,6 +132,17 @@ fsdp_transport *shm_create(const shm_rank *self,
   return transport;
 }
 
+fsdp_status shm_barrier(fsdp_transport *transport, const char *label,
+                        fsdp_error *error) {
+  const fsdp_call call = {.channel = FSDP_CHANNEL_GATHER, .label = label};
+  const fsdp_dtype bytes = {.itemsize = 1};
+  uint64_t ticket;
+  const fsdp_status status = transport->ops->all_gather(
+      transport, &call, NULL, NULL, 0, bytes, &ticket, error);
+  if (status != FSDP_OK) return status;
+  return transport->ops->wait(transport, call.channel, ticket, error);
+}
+
 pid_t shm_pid(int64_t rank) {
   (void)shm_await(&g_pids[rank], 1);
   return (pid_t)atomic_load(&g_pids[rank]);

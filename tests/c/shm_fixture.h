@@ -49,6 +49,10 @@ fsdp_shm_options shm_options(const char *key_prefix);
 fsdp_transport *shm_create(const shm_rank *self,
                            const fsdp_shm_options *options);
 
+/* Waits until all ranks have come here. */
+fsdp_status shm_barrier(fsdp_transport *transport, const char *label,
+                        fsdp_error *error);
+
 /* Mappings of segments, and files of them, that this process has. */
 int64_t shm_num_segments(void);
 

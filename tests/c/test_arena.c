@@ -46,15 +46,15 @@ static void test_wrong_moments(void) {
   int64_t client = -7;
   CHECK_I64(fsdp_arena_add_client(arena, 0, &client, &error),
             FSDP_INVALID_ARGUMENT);
-  CHECK_TEXT(error.message, "client 1 needs 0 bytes, must be >= 1");
+  CHECK_TEXT(error.message, "arena client 1 needs 0 bytes, must be >= 1");
   CHECK_I64(client, -7);
   CHECK_I64(fsdp_arena_give(arena, 0, FSDP_LANE_COMPUTE, &error),
             FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message, "client 0 holds no block");
+  CHECK_TEXT(error.message, "arena client 0 holds no block to give back");
   (void)arena_fixture_take(arena, 0);
   CHECK_I64(fsdp_arena_take(arena, 0, FSDP_LANE_UNSHARD, &data, &error),
             FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message, "client 0 holds a block already");
+  CHECK_TEXT(error.message, "arena client 0 already holds a block");
   CHECK(data == NULL);
   CHECK_I64(arena_fixture_stats(arena).num_clients, 1);
   arena_fixture_destroy(arena, device); /* the block that is still held, too */
@@ -543,7 +543,8 @@ static void test_resized_client(void) {
   void *held = arena_fixture_take(arena, 1);
   CHECK_I64(fsdp_arena_resize_client(arena, 1, 128, &error),
             FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message, "client 1 holds a block");
+  CHECK_TEXT(error.message,
+             "arena client 1 cannot be resized: it holds a block");
   CHECK(fsdp_arena_data(arena, 1) == held);
   arena_fixture_give(arena, 1);
   CHECK_I64(fsdp_arena_resize_client(arena, 1, 128, NULL), FSDP_OK);

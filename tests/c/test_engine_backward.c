@@ -194,12 +194,39 @@ static void test_waiting_unit_is_not_prefetched(void) {
   model_fini(&m);
 }
 
+/* A nested backward comes back to a while a's reduction waits for its turn: a
+ * keeps the block until the end of backward, and no longer. */
+static void test_unsharded_again_before_its_reduction(void) {
+  model_start_tree(&m, NULL, 2);
+  model_step(&m); /* reduces b, a, root */
+  model_zero_grad(&m);
+  forward();
+  pre_backward(1);
+  give_grads(1);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED); /* waits for b */
+  pre_backward(1);
+  pre_backward(2);
+  give_grads(2);
+  CHECK_I64(model_stats(&m).num_reduces, 3 + 2);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
+  pre_backward(0);
+  give_grads(0);
+  finish();
+  model_check_grads(&m);
+  model_check_states(&m, FSDP_UNIT_SHARDED);
+  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  model_zero_grad(&m);
+  model_step(&m);
+  model_check_grads(&m);
+  model_fini(&m);
+}
+
 /* b is prefetched for a backward that ends without it. */
 static void test_prefetch_in_flight_is_dropped_at_the_end(void) {
   model_start_tree(&m, NULL, 2);
   forward();
   pre_backward(0);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 2), FSDP_UNIT_PREFETCHED);
   give_grads(0);
   recorder_clear(m.device);
   finish();
@@ -465,6 +492,7 @@ int main(void) {
       CHECK_TEST(test_shard_grad_op_gathers_once),
       CHECK_TEST(test_reduced_unit_is_not_prefetched),
       CHECK_TEST(test_waiting_unit_is_not_prefetched),
+      CHECK_TEST(test_unsharded_again_before_its_reduction),
       CHECK_TEST(test_prefetch_in_flight_is_dropped_at_the_end),
       CHECK_TEST(test_recompute_gathers_once),
       CHECK_TEST(test_unit_called_twice),

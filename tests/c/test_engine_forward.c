@@ -32,7 +32,7 @@ static void test_tree_gathers_unit_by_unit(void) {
              "show b unsharded\n"
              "show b sharded\n"
              "show root sharded\n"); /* hidden, kept for its backward */
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 0), FSDP_UNIT_HIDDEN);
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
   model_fini(&m);
 }
@@ -89,7 +89,7 @@ static void test_unused_forward_prefetch_is_dropped(void) {
   recorder_clear(m.device);
   enter(0);
   enter(1);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 2), FSDP_UNIT_PREFETCHED);
   leave(1, false);
   leave(0, false);
   CHECK_TEXT(model_schedule(&m),
@@ -133,7 +133,7 @@ static void test_stale_params_are_dropped(void) {
   options.reshard_after_forward = false;
   model_start_tree(&m, &options, 1);
   forward(true);
-  model_check_states(&m, FSDP_UNIT_UNSHARDING);
+  model_check_states(&m, FSDP_UNIT_HIDDEN);
   model_optimizer_step(&m);
   recorder_clear(m.device);
   forward(true); /* checks the values */
@@ -192,7 +192,7 @@ static void test_outermost_unit_is_the_root(void) {
   model_start_tree(&m, NULL, 2);
   enter(1);
   leave(1, true);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_HIDDEN);
   CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
   CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
   CHECK_I64(model_finish(&m, NULL), FSDP_OK);

@@ -75,7 +75,7 @@ static void check_no_sync(const model_options *options) {
       CHECK(strstr(recorder_tape(m.device), "reduce ") == NULL);
       CHECK_I64(m.units[0].grad_view, FSDP_VIEW_UNSHARDED);
       model_check_grads(&m);
-      model_check_states(&m, keeps ? FSDP_UNIT_UNSHARDING : FSDP_UNIT_SHARDED);
+      model_check_states(&m, keeps ? FSDP_UNIT_KEPT : FSDP_UNIT_SHARDED);
     }
     fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
     const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
@@ -115,7 +115,7 @@ static void test_kept_parameters(void) {
   fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
   model_step(&m);
   CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_KEPT);
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
   recorder_clear(m.device);
   model_step(&m); /* on what was kept: a reshards after its forward */
@@ -138,9 +138,9 @@ static void test_kept_parameters(void) {
   CHECK_I64(model_stats(&m).num_all_gathers, num_before + 3);
   /* One that does not run stays: the next forward may need it. */
   enter(0);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_KEPT);
   leave(0);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_KEPT);
   fsdp_engine_reset(m.engine);
   model_zero_grad(&m);
   model_step(&m);

@@ -37,7 +37,6 @@ static void test_step(void) {
              "record e1 compute\n"
              "wait reduce e1\n"
              "reduce_hook root reduce 0 b2\n"
-             "grad_shard root 0\n"
              "accumulate reduce 4 f32->f32 x1 ? <- b2+16\n"
              "record e8 reduce\n"
              "record e2 reduce\n"

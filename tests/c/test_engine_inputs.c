@@ -155,7 +155,7 @@ static void test_prefetch_after_them(void) {
   for (int64_t param = 4; param >= 0; param -= 2) give_grad(2, param);
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
   give_inputs(2);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
   pre_backward(1);
   fsdp_unit_expect_grads(m.units[1].unit, 1);
   give_inputs(1);

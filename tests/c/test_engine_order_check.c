@@ -116,8 +116,8 @@ static void test_other_unit(void) {
   CHECK_I64(model_enter(&m, 1, &error), FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,
              "Forward order differs across ranks: the ranks run their units in "
-             "different orders; until collective 1 (iteration 1) they agreed, "
-             "now rank 0: all_gather of unit 'a'; "
+             "different orders, first in collective 1 (iteration 1): "
+             "rank 0: all_gather of unit 'a'; "
              "rank 1: all_gather of unit 'b'. All ranks must run the same "
              "units in the same order");
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED); /* nothing was issued */
@@ -140,7 +140,7 @@ static void test_many_ranks(void) {
   recorder_set_exchange(m.device, answer, &others);
   CHECK_I64(model_enter(&m, 0, &error), FSDP_INVALID_STATE);
   CHECK(strstr(error.message,
-               "until collective 0 (iteration 1) they agreed, now ranks 0-1: "
+               "first in collective 0 (iteration 1): ranks 0-1: "
                "all_gather of unit 'root'; ranks 2-3: reduce_scatter of unit "
                "'x'. All") != NULL);
   model_fini(&m);
@@ -179,7 +179,7 @@ static void test_other_reduction(void) {
   CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
   CHECK_I64(model_backward(&m, &error), FSDP_INVALID_STATE);
   CHECK(strstr(error.message,
-               "now rank 0: reduce_scatter of unit 'a'; rank 1: reduce_scatter "
+               "rank 0: reduce_scatter of unit 'a'; rank 1: reduce_scatter "
                "of unit 'root'. All") != NULL);
   CHECK_I64(model_state(&m, 1), FSDP_UNIT_FAILED);
   others.differs_at = -1;

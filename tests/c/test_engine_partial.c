@@ -116,7 +116,6 @@ static void test_window(void) {
              "group_begin replicate g1\n"
              "all_reduce replicate g1 4 f32 b2+16\n"
              "group_end replicate g1\n"
-             "grad_shard u 0\n"
              "accumulate replicate 4 f32->f32 x0.125 grad <- b2+16\n"
              "record e8 replicate\n"
              "record e2 reduce\n"

@@ -197,7 +197,7 @@ static void test_prefetch_in_the_wrong_precision(void) {
   forward(false);
   recorder_clear(m.device);
   CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
   set_full(1, true);
   CHECK_I64(model_enter(&m, 1, NULL), FSDP_OK);
   CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
@@ -243,7 +243,7 @@ static void test_units_without_a_cast(void) {
     options.world_size = world_size;
     start_tree(&options, 0);
     set_full(0, true);
-    CHECK(!fsdp_unit_full_precision(m.units[0].unit));
+    CHECK(fsdp_unit_full_precision(m.units[0].unit));
     forward(false);
     CHECK(strstr(recorder_tape(m.device), " full\n") == NULL);
     CHECK_I64(model_stats(&m).arena.num_clients, world_size);

@@ -79,7 +79,6 @@ static void test_one_unit(void) {
                "reduce_scatter reduce g0 4 f32 b2 scratch b3\n"
                "group_end reduce g0\n"
                "record e9 reduce\n"
-               "grad_shard root 0\n"
                "accumulate") != NULL);
   CHECK_TEXT(turns(), "b3 ");
   step();

@@ -40,7 +40,8 @@ static void test_unit_refuses_wrong_groups(void) {
                      "unit 'u': rank 2 is outside the shard group of 2 ranks");
   options.shard_group = (fsdp_group){.rank = 0, .world_size = 3};
   check_unit_refused(&options, FSDP_INVALID_ARGUMENT,
-                     "unit 'u': layout for 2 ranks, shard group of 3");
+                     "unit 'u': its layout is for 2 ranks, but its shard group "
+                     "has 3");
   options.replica_group.world_size = 0;
   check_unit_refused(
       &options, FSDP_INVALID_ARGUMENT,
@@ -209,6 +210,25 @@ static void test_engine_may_go_before_its_units(void) {
   model_fini(&m);
 }
 
+/* Unsharded gradients go with the engine whose block they are in: in another
+ * one no parameter counts as filled. */
+static void test_unsharded_gradients_go_with_the_engine(void) {
+  model_start_tree(&m, NULL, 1);
+  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
+  model_step(&m);
+  CHECK(fsdp_unit_holds_grads(m.units[1].unit));
+  fsdp_engine_destroy(m.engine);
+  CHECK(!fsdp_unit_holds_grads(m.units[1].unit));
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.engine, NULL), FSDP_OK);
+  for (int64_t i = 0; i < 2; i++) {
+    CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
+  }
+  model_zero_grad(&m);
+  model_step(&m);
+  model_check_grads(&m);
+  model_fini(&m);
+}
+
 /* A gather that is still in flight ends before its block is used again. */
 static void test_destroyed_while_in_flight(void) {
   model_options options = model_default_options();
@@ -216,7 +236,7 @@ static void test_destroyed_while_in_flight(void) {
   model_start_tree(&m, &options, 1);
   forward(false);
   enter(0);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDING);
+  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
   recorder_clear(m.device);
   fsdp_unit_destroy(m.units[1].unit);
   m.units[1].unit = NULL;
@@ -385,6 +405,7 @@ int main(void) {
       CHECK_TEST(test_units_cannot_be_added_inside_a_step),
       CHECK_TEST(test_destroyed_units_leave_no_trace),
       CHECK_TEST(test_engine_may_go_before_its_units),
+      CHECK_TEST(test_unsharded_gradients_go_with_the_engine),
       CHECK_TEST(test_destroyed_while_in_flight),
       CHECK_TEST(test_summon_and_write_back),
       CHECK_TEST(test_dismiss_without_writeback),

@@ -128,14 +128,19 @@ static void test_errors_about_captures(void) {
   options.timeout_ms = 30;
   transport = nccl_fixture_join(&options, 0, 2);
   nccl_fake_event_set_error(CAPTURED);
+  nccl_fake_hold_watchdog(true);
   CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  nccl_fake_hold_watchdog(false);
   nccl_fixture_sleep_ms(100);
+  nccl_fake_hold_watchdog(true);
   CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_OK);
   CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+  nccl_fake_hold_watchdog(false);
   leave(transport);
   CHECK_I64(nccl_fake_num_aborts(), 0);
 
   /* Other errors end it. */
+  options.timeout_ms = 0;
   transport = nccl_fixture_join(&options, 0, 1);
   CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
   nccl_fake_event_set_error("CUDA error: an illegal memory access");

@@ -40,7 +40,9 @@ static void test_aborts_that_wait_for_each_other(void) {
   fsdp_error error = {0};
   nccl_fake_set_aborts_awaited(2);
   nccl_fake_hold_events(true);
+  nccl_fake_hold_watchdog(true);
   CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  nccl_fake_hold_watchdog(false);
   wait_for_aborts(2);
   CHECK(nccl_fixture_gather(transport, "late", &error) == FSDP_BACKEND);
   CHECK(strstr(error.message, "did not end within 100 ms") != NULL);
@@ -59,8 +61,10 @@ static void test_two_groups_that_hang(void) {
   fsdp_error error = {0};
   nccl_fake_set_aborts_awaited(4);
   nccl_fake_hold_events(true);
+  nccl_fake_hold_watchdog(true);
   CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
   CHECK(nccl_fixture_gather(second, "unit 'b'", &error) == FSDP_OK);
+  nccl_fake_hold_watchdog(false);
   wait_for_aborts(4);
   CHECK(nccl_fixture_gather(second, "late", &error) == FSDP_BACKEND);
   CHECK(strstr(error.message, "(unit 'b') did not end within 400 ms") != NULL);
@@ -79,8 +83,10 @@ static void test_store_that_hangs(void) {
   fsdp_error error = {0};
   nccl_fake_store_hold(true);
   nccl_fake_hold_events(true);
+  nccl_fake_hold_watchdog(true);
   CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
   CHECK(nccl_fixture_gather(second, "unit 'a'", &error) == FSDP_OK);
+  nccl_fake_hold_watchdog(false);
   wait_for_aborts(4);
   CHECK(nccl_fixture_gather(first, "late", &error) == FSDP_BACKEND);
   CHECK(strstr(error.message, "did not end within 100 ms") != NULL);
@@ -173,7 +179,10 @@ static void test_launch_that_hangs(void) {
   pthread_t thread;
   call.transport = nccl_fixture_join(&options, 0, 1);
   nccl_fake_set_blocking(true);
+  nccl_fake_hold_watchdog(true);
   CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  nccl_fixture_wait_for_tape("all_gather");
+  nccl_fake_hold_watchdog(false);
   CHECK(pthread_join(thread, NULL) == 0);
   CHECK(call.status == FSDP_BACKEND);
   CHECK_TEXT(call.error.message,
@@ -213,7 +222,7 @@ static bool leave_all_with_leaks(void) {
   fsdp_error error = {0};
   CHECK(nccl_fixture_unit(idle, true, &error) == FSDP_OK);
   fsdp_nccl_leave_all();
-  CHECK(!fsdp_nccl_has_watchdog());
+  CHECK(!fsdp_nccl_priv_has_watchdog());
   CHECK_I64(nccl_fake_num_live(), 0);
   CHECK_I64(nccl_fake_num_aborts(), 0);
   CHECK(nccl_fixture_gather(idle, "late", &error) == FSDP_INVALID_STATE);
@@ -239,7 +248,7 @@ static bool leave_all_that_hang(void) {
   call.transport = nccl_fixture_join(&options, 0, 1);
   nccl_fake_set_blocking(true);
   CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
-  nccl_fixture_sleep_ms(20);
+  nccl_fixture_wait_for_tape("all_gather");
   fsdp_nccl_leave_all(); /* under the call */
   CHECK_I64(nccl_fake_num_live(), 0);
   CHECK(pthread_join(thread, NULL) == 0);

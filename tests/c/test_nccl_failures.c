@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 
 #include "base/alloc.h"
+#include "nccl/nccl_priv.h"
 #include "nccl_fixture.h"
 
 /* What a rank does: joins, runs a unit twice, registers memory. */
@@ -46,7 +47,7 @@ static void check_left_nothing(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
   CHECK_I64(nccl_fake_num_live(), 0);
   CHECK_I64(nccl_fake_num_events(), 0);
-  CHECK(!fsdp_nccl_has_watchdog());
+  CHECK(!fsdp_nccl_priv_has_watchdog());
   CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
 }
 

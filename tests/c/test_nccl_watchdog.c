@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "base/alloc.h"
+#include "nccl/nccl_priv.h"
 #include "nccl_fixture.h"
 
 static fsdp_nccl_options quick_options(void) {
@@ -25,15 +26,15 @@ static void leave(fsdp_transport *transport) {
 
 static void test_one_thread_for_all(void) {
   const fsdp_nccl_options options = quick_options();
-  CHECK(!fsdp_nccl_has_watchdog());
+  CHECK(!fsdp_nccl_priv_has_watchdog());
   for (int i = 0; i < 20; i++) { /* stops and starts */
     fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
-    CHECK(fsdp_nccl_has_watchdog());
+    CHECK(fsdp_nccl_priv_has_watchdog());
     fsdp_transport *second = nccl_fixture_join_next(&options, 1, 2);
     first->ops->destroy(first);
-    CHECK(fsdp_nccl_has_watchdog());
+    CHECK(fsdp_nccl_priv_has_watchdog());
     leave(second);
-    CHECK(!fsdp_nccl_has_watchdog());
+    CHECK(!fsdp_nccl_priv_has_watchdog());
   }
   CHECK_I64(fsdp_alloc_live(), 0);
 }
@@ -41,17 +42,22 @@ static void test_one_thread_for_all(void) {
 static void test_hang(void) {
   fsdp_nccl_options options = quick_options();
   options.timeout_ms = 100;
+  options.grace_ms = 60000; /* until rank 0 has answered */
   fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
   const fsdp_store store = nccl_fake_store();
   fsdp_error error = {0};
+  nccl_fake_hold_watchdog(true);
   CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  nccl_fake_hold_watchdog(false);
   nccl_fixture_sleep_ms(150); /* done: no reason to end */
+  nccl_fake_hold_watchdog(true);
   CHECK(transport->ops->check(transport, &error) == FSDP_OK);
 
   CHECK(store.set(store.context, "p/words/0", "asleep", 6, NULL) == FSDP_OK);
   nccl_fake_hold_events(true);
   CHECK(nccl_fixture_unit(transport, false, &error) == FSDP_OK);
   CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_OK);
+  nccl_fake_hold_watchdog(false);
   CHECK(nccl_fixture_wait_for_failure(transport, &error) == FSDP_BACKEND);
   /* The full text, once it is put together. */
   CHECK(nccl_fixture_gather(transport, "late", &error) == FSDP_BACKEND);
@@ -110,7 +116,6 @@ static void test_more_operations_than_places(void) {
   nccl_fixture_sleep_ms(20); /* without a limit there is none */
   CHECK(transport->ops->check(transport, &error) == FSDP_OK);
   nccl_fake_hold_events(false);
-  nccl_fixture_sleep_ms(20);
   CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
   CHECK(transport->ops->check(transport, &error) == FSDP_OK);
   nccl_fake_clear_tape();
@@ -134,7 +139,7 @@ static void *gather_and_be_stuck(void *argument) {
 /* A thread inside NCCL behind a hanging operation comes out of it. */
 static void be_stuck(bool has_revoke, const char *tape) {
   fsdp_nccl_options options = quick_options();
-  options.timeout_ms = 500;
+  options.timeout_ms = 100;
   fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
   stuck_call call = {0};
@@ -144,16 +149,19 @@ static void be_stuck(bool has_revoke, const char *tape) {
   CHECK(fsdp_nccl_create(&library, &options, &store, 0, 1, &call.transport,
                          &call.error) == FSDP_OK);
   nccl_fake_hold_events(true);
+  nccl_fake_hold_watchdog(true);
   CHECK(nccl_fixture_gather(call.transport, "unit 'a'", NULL) == FSDP_OK);
   nccl_fake_clear_tape();
   nccl_fake_set_base(nccl_fixture_memory);
   nccl_fake_set_blocking(true);
   CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  nccl_fixture_wait_for_tape("all_gather");
+  nccl_fake_hold_watchdog(false);
   CHECK(pthread_join(thread, NULL) == 0);
   CHECK(call.status == FSDP_BACKEND);
   CHECK(strstr(call.error.message,
                "rank 0 of 1: operation 1 of the gathers (unit 'a') did not end "
-               "within 500 ms") == call.error.message);
+               "within 100 ms") == call.error.message);
   CHECK_TEXT(nccl_fake_tape(), tape);
   leave(call.transport);
 }
@@ -198,7 +206,7 @@ static void test_fork(void) {
   const int64_t num_failures = check_num_failures;
   const pid_t child = fork();
   if (child == 0) {
-    bool is_right = !fsdp_nccl_has_watchdog();
+    bool is_right = !fsdp_nccl_priv_has_watchdog();
     is_right = is_right && nccl_fixture_gather(transport, "x", &error) ==
                                FSDP_INVALID_STATE;
     is_right = is_right &&
@@ -213,7 +221,7 @@ static void test_fork(void) {
 #ifndef __SANITIZE_THREAD__ /* which cannot start threads in such a child */
     /* A group of its own works, with a watchdog of its own. */
     transport = nccl_fixture_join(&options, 0, 2);
-    is_right = is_right && fsdp_nccl_has_watchdog() &&
+    is_right = is_right && fsdp_nccl_priv_has_watchdog() &&
                nccl_fixture_unit(transport, true, &error) == FSDP_OK;
     transport->ops->destroy(transport);
 #endif

@@ -77,7 +77,7 @@ static void call_for_nothing(const shm_rank *self) {
   CHECK_I64(ops->group_end(transport, &call, NULL), FSDP_OK);
   CHECK_I64((int64_t)ticket, 4);
   CHECK_I64(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL), FSDP_OK);
-  CHECK_I64(fsdp_shm_barrier(transport, NULL, NULL), FSDP_OK);
+  CHECK_I64(shm_barrier(transport, NULL, NULL), FSDP_OK);
   ops->destroy(transport);
 }
 
@@ -232,7 +232,7 @@ static void meet_at_barriers(const shm_rank *self) {
   for (int32_t i = 1; i <= 50; i++) {
     pause_at_random(&seed);
     atomic_fetch_add(num_come, 1);
-    CHECK_I64(fsdp_shm_barrier(transport, "all", NULL), FSDP_OK);
+    CHECK_I64(shm_barrier(transport, "all", NULL), FSDP_OK);
     CHECK(atomic_load(num_come) >= i * (int32_t)self->world_size);
   }
   transport->ops->destroy(transport);
@@ -253,12 +253,12 @@ static void give_up_on_one(const shm_rank *self) {
   const fsdp_transport_ops *ops = transport->ops;
   fsdp_error error = {0};
   fsdp_error later;
-  CHECK_I64(fsdp_shm_barrier(transport, "first", &error), FSDP_OK);
+  CHECK_I64(shm_barrier(transport, "first", &error), FSDP_OK);
   if (self->rank == VICTIM) {
     ops->give_up(transport, "another group failed");
     ops->give_up(transport, "and later");
   }
-  CHECK_I64(fsdp_shm_barrier(transport, "unit 'g'", &error), FSDP_BACKEND);
+  CHECK_I64(shm_barrier(transport, "unit 'g'", &error), FSDP_BACKEND);
   CHECK(strstr(error.message, "rank 1 gave up: another group failed") != NULL);
   /* The others' waits ended: they say which. */
   CHECK(self->rank == VICTIM || strstr(error.message, "unit 'g'") != NULL);

@@ -79,7 +79,7 @@ static void exchange(const shm_rank *self, const fsdp_shm_options *options) {
     free(sent[rank]);
     free(got[rank]);
   }
-  CHECK_I64(fsdp_shm_barrier(transport, "end", NULL), FSDP_OK);
+  CHECK_I64(shm_barrier(transport, "end", NULL), FSDP_OK);
   transport->ops->destroy(transport);
 }
 
@@ -127,7 +127,7 @@ static void send_in_order(const shm_rank *self) {
     }
   }
   CHECK_I64(num_wrong, 0);
-  CHECK_I64(fsdp_shm_barrier(transport, "end", NULL), FSDP_OK);
+  CHECK_I64(shm_barrier(transport, "end", NULL), FSDP_OK);
   free(numbers);
   transport->ops->destroy(transport);
 }
@@ -183,7 +183,7 @@ static void look_which_way(const shm_rank *self) {
   }
   CHECK_I64(is_closed(transport, other), self->rank == 1);
   CHECK(!fsdp_shm_has_writers(transport));
-  CHECK_I64(fsdp_shm_barrier(transport, "end", NULL), FSDP_OK);
+  CHECK_I64(shm_barrier(transport, "end", NULL), FSDP_OK);
   transport->ops->destroy(transport);
 }
 
@@ -224,7 +224,7 @@ static void wait_for_a_dead_sender(const shm_rank *self) {
       message_options("sender", *(const bool *)self->context);
   fsdp_transport *transport = shm_create(self, &options);
   fsdp_error error = {0};
-  CHECK_I64(fsdp_shm_barrier(transport, "begin", &error), FSDP_OK);
+  CHECK_I64(shm_barrier(transport, "begin", &error), FSDP_OK);
   if (self->rank == VICTIM) (void)kill(getpid(), SIGKILL);
   fsdp_status status =
       self->rank == 0

@@ -5,27 +5,30 @@
 #include "check.h"
 #include "unit/state.h"
 
-/* One row per event; columns SHARDED, UNSHARDING, UNSHARDED, REDUCING,
- * FAILED. The letter of the next state (S, G = UNSHARDING, U, R, F), or '.'. */
+/* One row per event; columns SHARDED, PREFETCHED, UNSHARDING, UNSHARDED,
+ * HIDDEN, KEPT, REDUCING, FAILED. The letter of the next state (G =
+ * UNSHARDING), or '.'. */
+static const char letters[] = "SPGUHKRF";
 static const char *const table[FSDP_NUM_UNIT_EVENTS] = {
-    [FSDP_EVENT_UNSHARD] = "G..G.", [FSDP_EVENT_WAIT] = ".U...",
-    [FSDP_EVENT_HIDE] = "..G..",    [FSDP_EVENT_RESHARD] = ".SS..",
-    [FSDP_EVENT_REDUCE] = "RRRR.",  [FSDP_EVENT_FINISH] = "SGUS.",
-    [FSDP_EVENT_FAIL] = "FFFFF",    [FSDP_EVENT_RESET] = "SSSSS",
+    [FSDP_EVENT_PREFETCH] = "P.......", [FSDP_EVENT_UNSHARD] = "G.....G.",
+    [FSDP_EVENT_WAIT] = ".UU.UU..",     [FSDP_EVENT_HIDE] = "...H....",
+    [FSDP_EVENT_RESHARD] = ".SSSSS..",  [FSDP_EVENT_REDUCE] = "R..U..R.",
+    [FSDP_EVENT_FINISH] = "S..UKKS.",   [FSDP_EVENT_FAIL] = "FFFFFFFF",
+    [FSDP_EVENT_RESET] = "SSSSSSSS",
 };
 
 static void test_every_transition(void) {
-  static const char letters[] = "SGURF";
   for (int event = 0; event < FSDP_NUM_UNIT_EVENTS; event++) {
     for (int from = 0; from < FSDP_NUM_UNIT_STATES; from++) {
       fsdp_unit_state state = (fsdp_unit_state)from;
-      fsdp_error error = {FSDP_OK, 0, NULL, ""};
+      FSDP_LOCAL_ERROR(error);
       const fsdp_status status =
-          fsdp_unit_state_advance(&state, (fsdp_unit_event)event, &error);
+          fsdp_unit_state_advance(&state, (fsdp_unit_event)event, "x", &error);
       const char expected = table[event][from];
       if (expected == '.') {
         char message[64];
-        snprintf(message, sizeof message, "no event %s in state %s",
+        snprintf(message, sizeof message,
+                 "unit 'x': %s is not allowed while %s",
                  fsdp_unit_event_name((fsdp_unit_event)event),
                  fsdp_unit_state_name((fsdp_unit_state)from));
         CHECK_I64(status, FSDP_INVALID_STATE);
@@ -35,18 +38,30 @@ static void test_every_transition(void) {
       } else {
         CHECK_I64(status, FSDP_OK);
         CHECK_I64(error.status, FSDP_OK);
+        CHECK_TEXT(error.message, "");
         CHECK(letters[state] == expected);
       }
     }
   }
 }
 
+static void test_predicates(void) {
+  for (int i = 0; i < FSDP_NUM_UNIT_STATES; i++) {
+    const fsdp_unit_state state = (fsdp_unit_state)i;
+    CHECK(fsdp_unit_state_is_in_flight(state) ==
+          (letters[i] == 'P' || letters[i] == 'G'));
+    CHECK(fsdp_unit_state_is_hidden(state) ==
+          (letters[i] == 'H' || letters[i] == 'K'));
+  }
+}
+
 static void test_names(void) {
-  static const char *const states[] = {"SHARDED",  "UNSHARDING", "UNSHARDED",
-                                       "REDUCING", "FAILED",     "UNKNOWN"};
-  static const char *const events[] = {"UNSHARD", "WAIT",   "HIDE",
-                                       "RESHARD", "REDUCE", "FINISH",
-                                       "FAIL",    "RESET",  "UNKNOWN"};
+  static const char *const states[] = {"SHARDED",   "PREFETCHED", "UNSHARDING",
+                                       "UNSHARDED", "HIDDEN",     "KEPT",
+                                       "REDUCING",  "FAILED",     "UNKNOWN"};
+  static const char *const events[] = {"PREFETCH", "UNSHARD", "WAIT",   "HIDE",
+                                       "RESHARD",  "REDUCE",  "FINISH", "FAIL",
+                                       "RESET",    "UNKNOWN"};
   for (int i = 0; i <= FSDP_NUM_UNIT_STATES; i++) {
     CHECK_TEXT(fsdp_unit_state_name((fsdp_unit_state)i), states[i]);
   }
@@ -58,6 +73,7 @@ static void test_names(void) {
 int main(void) {
   static const check_test tests[] = {
       CHECK_TEST(test_every_transition),
+      CHECK_TEST(test_predicates),
       CHECK_TEST(test_names),
   };
   return CHECK_RUN(tests);

@@ -189,12 +189,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "piece gone": (
         "rank-00000-of-00002.json",
         lambda path: _resign(path, lambda v: v["pieces"].popitem()),
-        "its entry has no|which the manifest promises",
+        "its entry has no|which the manifest lists",
     ),
     "piece moved": (
         "rank-00000-of-00002.json",
         lambda path: _resign(path, _move_first_piece),
-        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest promises",
+        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest lists",
     ),
     "layout changed": (
         "manifest.json",
@@ -286,7 +286,7 @@ def test_what_cannot_be_saved(rank: int, world_size: int, tmp_path: Path) -> Non
     with pytest.raises(checkpoint.CheckpointError, match=r"'notes\.txt', which is not"):
         checkpoint.save(tmp_path / "mine", model)
     (tmp_path / "file").write_text("keep")
-    with pytest.raises(checkpoint.CheckpointError, match="is no folder"):
+    with pytest.raises(checkpoint.CheckpointError, match="is not a folder"):
         checkpoint.save(tmp_path / "file", model)
     assert (tmp_path / "c" / "manifest.json").read_bytes() == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["c", "file", "mine"]

@@ -39,7 +39,7 @@ def test_every_changed_bit_of_a_document_is_seen() -> None:
 @pytest.mark.parametrize(
     ("tail", "message"),
     [
-        (b'"a": 1, "a": 2}', "stands twice"),
+        (b'"a": 1, "a": 2}', "appears twice"),
         (b'"a": NaN}', "no JSON number"),
         (b'"a": -Infinity}', "no JSON number"),
         (b'"a": 1e999}', "too large"),
@@ -112,7 +112,7 @@ def test_plain_tensors() -> None:
     assert torch.equal(_round_trip([torch.arange(3)])[0], torch.arange(3))
 
 
-UNKNOWN = "is no value of a checkpoint"
+UNKNOWN = "is not a value that a checkpoint can hold"
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ UNKNOWN = "is no value of a checkpoint"
         ({"$float": "1"}, UNKNOWN),
         ({"$float": ["nan"]}, UNKNOWN),
         ({"$bytes": "xx"}, "'xx' is not hexadecimal"),
-        ({"$dict": [[1]]}, "is no list of keys and values"),
+        ({"$dict": [[1]]}, "is not a list of keys and values"),
         ({"$dict": [[[], 1]]}, "a key of .* unhashable"),
-        ({"$dict": [[1, 1], [1, 2]]}, "stands twice"),
-        ({"$scalar": ["F32", 1]}, "1 is no scalar of dtype F32"),
+        ({"$dict": [[1, 1], [1, 2]]}, "appears twice"),
+        ({"$scalar": ["F32", 1]}, "1 is not a scalar of dtype F32"),
         ({"$scalar": ["F32", 0.1]}, r"0\.1 is no F32"),
         ({"$scalar": ["F16", 1e9]}, r"1000000000\.0 is no F16"),
         ({"$scalar": ["I8", 300]}, "300 is no I8"),
@@ -147,15 +147,15 @@ def test_hostile_plain_values(value: Any, message: str) -> None:
         _plain.decode(value, no_tensor)
 
 
-def _items() -> list[_files.Item]:
+def _items() -> list[_files.FileItem]:
     numbers = torch.Generator().manual_seed(0)
     return [
-        _files.Item("a", 0, torch.randn(5, 7, generator=numbers)),
-        _files.Item("b", 3, torch.arange(3, dtype=torch.int8)),
-        _files.Item("empty", 0, torch.empty(0, dtype=torch.bfloat16)),
-        _files.Item("scalar", 0, torch.tensor(2.0, dtype=torch.float64)),
-        _files.Item("strided", 0, torch.randn(6, 4, generator=numbers).t()),
-        _files.Item(
+        _files.FileItem("a", 0, torch.randn(5, 7, generator=numbers)),
+        _files.FileItem("b", 3, torch.arange(3, dtype=torch.int8)),
+        _files.FileItem("empty", 0, torch.empty(0, dtype=torch.bfloat16)),
+        _files.FileItem("scalar", 0, torch.tensor(2.0, dtype=torch.float64)),
+        _files.FileItem("strided", 0, torch.randn(6, 4, generator=numbers).t()),
+        _files.FileItem(
             "large", 9, torch.randn(3 * BLOCK_NBYTES // 4 + 5, generator=numbers)
         ),
     ]

@@ -103,10 +103,10 @@ def test_dtypes_that_become_one(
     needs_fsdp_c("refuses mixed dtypes in one unit")
     reference = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4).double())
     model = fsdp(copy.deepcopy(reference), use_orig_params=use_orig_params)
-    assert len(model._unit.segments) == 2
+    assert len(model._sharded.unit.segments) == 2
     model.double()
     reference.double()
-    assert len(model._unit.segments) == 1
+    assert len(model._sharded.unit.segments) == 1
     if not use_orig_params:
         assert len(list(model.parameters())) == 1
     x = torch.randn(3, 6, dtype=torch.float64)
@@ -120,10 +120,10 @@ def test_what_changes_nothing(rank: int, world_size: int) -> None:
     needs_fsdp_c("is not asked")
     model = _wrap(MLP(1), use_orig_params=True)
     model(torch.randn(4, 6)).sum().backward()
-    units = [each._unit for each in FSDP.fsdp_modules(model)]
+    units = [each._sharded.unit for each in FSDP.fsdp_modules(model)]
     if rank == 0:
         model.to(TEST_DEVICE).float().to(dtype=torch.float32).to(TEST_DEVICE)
-    assert [each._unit for each in FSDP.fsdp_modules(model)] == units
+    assert [each._sharded.unit for each in FSDP.fsdp_modules(model)] == units
     assert all(p.grad is not None for p in model.parameters() if p.numel())
 
 

@@ -244,7 +244,7 @@ def test_they_have_the_time_limit_of_the_default_group(
 ) -> None:
     """A rank that does not come is noticed then, not after torch's 30 minutes."""
     needs_fsdp_c("gives them torch's own default")
-    from fsdp_c._units.default_groups import node_groups
+    from fsdp_c._units.groups import node_groups
 
     limit = timedelta(seconds=77)
     default = dist.new_group(timeout=limit)

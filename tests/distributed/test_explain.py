@@ -46,7 +46,9 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
         assert unit.shard_nbytes * world_size == 4 * padded_numel
     assert [unit.numel for unit in plan.units] == [ROOT_NUMEL, BLOCK_NUMEL, BLOCK_NUMEL]
     assert plan.numel == ROOT_NUMEL + 2 * BLOCK_NUMEL
-    shards = [s for each in model.fsdp_modules(model) for s in each._unit.shards]
+    shards = [
+        s for each in model.fsdp_modules(model) for s in each._sharded.unit.shards
+    ]
     assert plan.shard_nbytes == sum(shard.nbytes for shard in shards)
     assert plan.padding_numel == sum(unit.padding_numel for unit in plan.units)
 

@@ -86,7 +86,7 @@ def test_a_step(rank: int, world_size: int) -> None:
     ]
     lanes = lanes_of(recorded)
     gather = next(c for c in lanes.collectives if c.unit == 1)
-    padded_numel = fsdp_c.FSDP.fsdp_modules(model)[1]._unit.segments[0][5]
+    padded_numel = fsdp_c.FSDP.fsdp_modules(model)[1]._sharded.unit.segments[0][5]
     assert gather.nbytes == 4 * padded_numel
     check_waits(lanes)
     # In backward all but the first are ahead of their use.
@@ -366,7 +366,7 @@ def test_errors(rank: int, world_size: int, tmp_path: Path) -> None:
     timeline = trace.start(model)
     with pytest.raises(RuntimeError, match="being recorded already; stop that"):
         trace.start(model)
-    with pytest.raises(RuntimeError, match="still being recorded"):
+    with pytest.raises(RuntimeError, match="recording has not ended"):
         timeline.summary()
     step(model)
     timeline.stop()

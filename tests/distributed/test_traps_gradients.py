@@ -338,9 +338,9 @@ def test_norm_of_bf16_gradients_is_summed_in_fp32(rank: int, world_size: int) ->
 
 def _padding(model: Any, tensor: Tensor) -> Tensor:
     """Return the elements of a one-segment shard that belong to no parameter."""
-    ((_, _, _, _, shard_numel, padded_numel),) = model._unit.segments
+    ((_, _, _, _, shard_numel, padded_numel),) = model._sharded.unit.segments
     is_padding = torch.ones(padded_numel, dtype=torch.bool)
-    for _, offset, numel in model._unit.slots:
+    for _, offset, numel in model._sharded.unit.slots:
         is_padding[offset : offset + numel] = False
     begin = model.rank * shard_numel
     assert tensor.numel() == shard_numel

@@ -17,7 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.clean_groups import groups_destroyed
@@ -186,12 +191,43 @@ class _Failures(_Page):
         assert_same_tensors("state", state, self.twin.state_dict(), 1e-5)
 
 
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 3))
+
+
+class _Faq(_Page):
+    """The folder holds a safetensors file of the model."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        super().__init__(rank, world_size, folder)
+        if rank == 0:
+            save_file(_two_layers().state_dict(), f"{folder}/model.safetensors")
+        dist.barrier()
+        self.names["build"] = _two_layers
+
+
 class _Migrate(_Page):
     """What FSDP2 saved is loaded, and trains on as it would have there."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
         super().__init__(rank, world_size, folder)
-        self.names["precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+        old = _two_layers()
+        fully_shard(old, mesh=init_device_mesh("cpu", (world_size,)))
+        optimizer = torch.optim.AdamW(old.parameters(), lr=1e-3)
+        old(self.names["batch"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model_state, optimizer_state = get_state_dict(old, optimizer)
+        dcp.save(
+            {"model": model_state, "optimizer": optimizer_state},
+            checkpoint_id=f"{folder}/fsdp2",
+        )
+        self.names.update(
+            precision=MixedPrecision(param_dtype=torch.bfloat16),
+            build=_two_layers,
+            old=old,
+            old_optimizer=optimizer,
+        )
 
     def after(self, index: int) -> None:
         names = self.names
@@ -214,6 +250,7 @@ SETUPS: dict[str, type[_Page]] = {
     "docs/guide/checkpoint.md": _Checkpoint,
     "docs/reference/state_dicts.md": _StateDicts,
     "docs/guide/failures.md": _Failures,
+    "docs/guide/faq.md": _Faq,
     "docs/guide/migrate.md": _Migrate,
 }
 

@@ -1,5 +1,6 @@
 """Links, commands and fences of README.md and the pages in docs are what they say."""
 
+import re
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,11 @@ from helpers.doc_pages import (
 LANGUAGES = {"", "python", "diff", "json", "yaml", "bash", "text"}
 # Signatures, and examples of docstrings: only where docs/make_api.py writes them.
 IN_API = {"py", "pycon"}
+
+FILE = re.compile(
+    r"`((?:tests|benchmarks|examples|fsdp_c|csrc(?!/distributed))/"
+    r"[\w/.*-]+\.(?:py|c|h|cpp|hpp|cu|sh))`"
+)
 
 PAGE = """# One: two `three`
 
@@ -78,6 +84,13 @@ def test_links(page: str) -> None:
         if not is_there:
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("page", pages())
+def test_files_that_pages_name_exist(page: str) -> None:
+    """Files of this repository; torch's also lie below csrc/distributed."""
+    named = set(FILE.findall(text_of(page)))
+    assert not [name for name in sorted(named) if not list(ROOT.glob(name))]
 
 
 def _is_placeholder(word: str) -> bool:

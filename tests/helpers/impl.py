@@ -71,7 +71,7 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
 def unit_states(model: nn.Module) -> set[str]:
     """Return the states of all units; skip the test where torch stands in."""
     needs_fsdp_c("has no states of units")
-    return {each._unit.state for each in FSDP.fsdp_modules(model)}
+    return {each._sharded.unit.state for each in FSDP.fsdp_modules(model)}
 
 
 def assert_idle(model: nn.Module) -> None:

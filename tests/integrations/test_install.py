@@ -253,8 +253,8 @@ def test_patch_under_another_one(library: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"function": "absent"}, "is no function"),
-        ({"function": "Absent.f"}, "is no function"),
+        ({"function": "absent"}, "is not a function"),
+        ({"function": "Absent.f"}, "is not a function"),
         ({"parameters": frozenset({"path", "device"})}, "no parameter device"),
         ({"mentions": frozenset({"read", "write"})}, "does not mention write any"),
     ],

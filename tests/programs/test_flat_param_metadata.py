@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._flat_param import FlatParameter as TorchFlatParameter
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fsdp_c
 from helpers.distributed import distributed
 from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import CASES, loss_of
@@ -198,3 +199,25 @@ def test_average_of_weights(rank: int, world_size: int, use_orig_params: bool) -
         model._handle.unshard()
     with pytest.raises(AttributeError):
         model._handle.flat_param._numels_with_padding = ()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_sharded_grad(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """All ranks' parts are the gradient; an optimizer in backward leaves none."""
+    needs_fsdp_c("has it inside backward only")
+    model = fsdp(nn.Linear(6, 3), use_orig_params=use_orig_params)
+    handle = model._handle
+    assert handle.sharded_grad is None
+    model(torch.ones(2, 6)).sum().backward()
+    shard = handle.sharded_grad
+    assert shard.shape == handle.flat_param._sharded_size
+    shards = [torch.empty_like(shard) for _ in range(world_size)]
+    dist.all_gather(shards, shard)
+    whole = torch.cat(shards)
+    for offset, numel in handle.flat_param._facts.slots:
+        assert torch.equal(whole[offset : offset + numel], torch.full((numel,), 2.0))
+    model.zero_grad()
+    fsdp_c.optimizer_in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    model(torch.ones(2, 6)).sum().backward()
+    assert handle.sharded_grad is None

@@ -18,13 +18,8 @@ ROOT = HERE.parents[1]
 CSRC = HERE / "csrc"
 
 CORE = ("sim_streams.c", "sim_memory.c")
-BRIDGE = (
-    "device.cpp",
-    "operators.cpp",
-    "memory_operators.cpp",
-    "process_group.cpp",
-    "module.cpp",
-)
+# It includes the other C++ sources.
+BRIDGE = ("joined.cpp",)
 C_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-Wall", "-Wextra")
 CXX_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra")
 SYSTEM = ("-lm", "-lpthread", "-ldl")
@@ -48,11 +43,11 @@ def _key(files: Iterable[Path]) -> str:
 
 def _compile(source: Path, folder: Path) -> str:
     """Return the object of one file; it is kept for its own content and headers."""
-    headers = sorted(CSRC.glob("*.h*"))
-    target = folder / f"{source.stem}.{_key([source, *headers])}.o"
+    is_c = source.suffix == ".c"
+    included = CSRC.glob("*.h*" if is_c else "*.[ch]pp")
+    target = folder / f"{source.stem}.{_key([source, *included])}.o"
     if target.exists():
         return str(target)
-    is_c = source.suffix == ".c"
     includes = [f"-I{sysconfig.get_paths()['include']}", "-iquote", str(CSRC)]
     for path in cpp_extension.include_paths():
         includes += ["-isystem", path]
@@ -76,7 +71,7 @@ def build() -> Path:
     folder = ROOT / "build" / "simdevice"
     folder.mkdir(parents=True, exist_ok=True)
     sources = [CSRC / name for name in (*CORE, *BRIDGE)]
-    out = folder / _key([*sources, *CSRC.glob("*.h*"), Path(__file__)])
+    out = folder / _key([*CSRC.iterdir(), Path(__file__)])
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (out / "done").exists():

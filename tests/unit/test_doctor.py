@@ -195,7 +195,7 @@ def test_which_libnccl() -> None:
     parts = {**PARTS, "why_no_nccl": "libnccl.so.2: no such file"}
     value = _value("libnccl", parts=parts, has_nccl=True)
     assert value == "none: libnccl.so.2: no such file"
-    assert _value("libnccl", parts=parts) == "none, and none needed"
+    assert _value("libnccl", parts=parts) == "none (not needed)"
     assert _value("nccl", parts=parts).startswith("no such groups")
 
 
@@ -203,7 +203,7 @@ def test_what_packs_on_cuda() -> None:
     assert _value("CUDA kernels", accelerator="cuda").startswith("used")
     parts = {**PARTS, "why_no_cuda_kernels": "no sm_80"}
     value = _value("CUDA kernels", accelerator="cuda", parts=parts)
-    assert value == "ATen's, in more launches: no sm_80"
+    assert value == "not used, ATen's need more launches: no sm_80"
     assert "not used: no sm_80" in _value("CUDA kernels", parts=parts)
 
 

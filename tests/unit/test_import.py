@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import fsdp_c
+import fsdp_c.plan
 
 LOADED = """
 import sys
@@ -42,6 +43,14 @@ def test_every_public_name_is_found() -> None:
     code += "assert {*fsdp_c.__all__} <= {*dir(fsdp_c)}\n"
     code += "".join(f"import fsdp_c.{each}\n" for each in modules)
     _run(code)
+
+
+@pytest.mark.parametrize("kind", ["Model", "Unit"])
+def test_the_names_that_explain_had(kind: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"use fsdp_c.{kind}Summary"):
+        old = getattr(fsdp_c, f"{kind}Plan")
+    assert old is getattr(fsdp_c, f"{kind}Summary")
+    assert old is not getattr(fsdp_c.plan, f"{kind}Plan")
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -140,10 +140,10 @@ def test_json_of_a_sweep_to_a_hundred_thousand_ranks(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--world-size", "0"], "'0' is no number of ranks: write one from 1 to"),
-        (["--world-size", "8,x"], "'x' is no number of ranks"),
+        (["--world-size", "0"], "'0' is not a number of ranks: write one from 1 to"),
+        (["--world-size", "8,x"], "'x' is not a number of ranks"),
         (["--world-size", "1000001"], "from 1 to 1,000,000"),
-        (["--mesh", "2"], "'2' is no mesh: write REPLICASxSHARDS"),
+        (["--mesh", "2"], "'2' is not a mesh: write REPLICASxSHARDS"),
         (["--mesh", "2x4"], "is for HYBRID_SHARD and --strategy is FULL_SHARD"),
         (["--strategy", "HYBRID_SHARD"], "needs --mesh REPLICASxSHARDS, such as"),
         (
@@ -181,7 +181,7 @@ def test_model_files(capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     words = ("--world-size", "2", "--model")
     file.write_text("{")
-    assert "is no JSON" in run(capsys, *words, str(file))[2]
+    assert "is not JSON" in run(capsys, *words, str(file))[2]
     file.write_text('{"hidden_size": 3}')
     assert 'has no "model_type"' in run(capsys, *words, str(tmp_path))[2]
 

@@ -1,6 +1,6 @@
 /*
- * Arena: hands blocks to clients, learns which clients may not share one, and
- * fixes the assignment by colouring. See Note [Block assignment].
+ * Arena: hands blocks to clients, records which clients may not share one, and
+ * fixes the assignment by graph colouring. See Note [Block assignment].
  */
 #include "arena/arena.h"
 
@@ -21,14 +21,14 @@ typedef struct block {
   bool was_given;   /* free_event has been recorded */
   int64_t given_at; /* position in the sequence of gives; 0: never */
   int64_t holder;   /* client or NONE */
-  bool is_claimed;  /* by a colour of the plan that is being made */
+  bool is_claimed;  /* by a colour of the plan in progress */
 } block;
 
 typedef struct client_state {
   int64_t nbytes;
   int64_t held;    /* block or NONE */
   int64_t planned; /* block or NONE */
-  int64_t colour;  /* of the plan that is being made, or NONE */
+  int64_t colour;  /* in the plan in progress, or NONE */
   bool ever_took;
 } client_state;
 
@@ -74,7 +74,7 @@ static bool is_conflict(const fsdp_arena *arena, int64_t a, int64_t b) {
          row_has(conflict_row(arena, b), a);
 }
 
-/* Notes that `taker` may not share a block with `other`. */
+/* Records that `taker` may not share a block with `other`. */
 static void learn_conflict(fsdp_arena *arena, int64_t taker, int64_t other) {
   if (other == NONE || other == taker || is_conflict(arena, taker, other)) {
     return;
@@ -86,9 +86,9 @@ static void learn_conflict(fsdp_arena *arena, int64_t taker, int64_t other) {
   }
 }
 
-/* Notes with whom `taker` may not share: those that hold a block, and its
- * neighbours in time (Note [Block assignment] in arena.h). One pass over a
- * row: no loop over clients. */
+/* Records the conflicts of `taker`: with all holders, and with its neighbours
+ * in time (Note [Block assignment] in arena.h). One pass over a row instead of
+ * a loop over clients. */
 static void learn_conflicts(fsdp_arena *arena, int64_t taker) {
   uint64_t *row = conflict_row(arena, taker);
   for (size_t i = 0; i < arena->row_words; i++) row[i] |= arena->holders[i];
@@ -141,7 +141,8 @@ static fsdp_status add_block(fsdp_arena *arena, int64_t nbytes, int64_t *slot,
   while (i < arena->num_slots && arena->blocks[i].data != NULL) i++;
   if (!fsdp_grow(&blocks, &arena->blocks_capacity, i + 1,
                  sizeof *arena->blocks)) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "list of %zu blocks", i + 1);
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for a list of %zu blocks", i + 1);
   }
   arena->blocks = blocks;
 
@@ -154,7 +155,7 @@ static fsdp_status add_block(fsdp_arena *arena, int64_t nbytes, int64_t *slot,
   free_event = NULL;
   arena->stats.num_allocs++;
   arena->stats.num_blocks++;
-  /* Cannot overflow: the blocks exist on one device. */
+  /* Cannot overflow: all blocks fit on one device. */
   arena->stats.nbytes += nbytes;
   if (arena->stats.nbytes > arena->stats.peak_nbytes) {
     arena->stats.peak_nbytes = arena->stats.nbytes;
@@ -165,7 +166,7 @@ done:
   return status;
 }
 
-/* Frees a block, and takes it out of the plan. */
+/* Frees a block and removes it from the plan. */
 static void remove_block(fsdp_arena *arena, int64_t slot) {
   const fsdp_device_ops *ops = arena->ops;
   block *target = &arena->blocks[slot];
@@ -201,7 +202,7 @@ static void remove_free_blocks(fsdp_arena *arena) {
   }
 }
 
-/* The fitting block that was given back longest ago, or NONE. */
+/* The free block that fits and was given back longest ago, or NONE. */
 static int64_t find_free_block(const fsdp_arena *arena, int64_t nbytes) {
   int64_t best = NONE;
   for (size_t i = 0; i < arena->num_slots; i++) {
@@ -217,7 +218,7 @@ static int64_t find_free_block(const fsdp_arena *arena, int64_t nbytes) {
   return best;
 }
 
-/* The first rule: a block for a client without a usable planned one. */
+/* A block for a client whose planned block is missing or held. */
 static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
                                      int64_t *slot, fsdp_error *error) {
   const int64_t found = find_free_block(arena, nbytes);
@@ -234,7 +235,10 @@ static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
 fsdp_status fsdp_arena_create(const fsdp_device_ops *ops, fsdp_arena **arena,
                               fsdp_error *error) {
   fsdp_arena *self = fsdp_calloc(1, sizeof *self);
-  if (self == NULL) return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "arena");
+  if (self == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory while creating the arena");
+  }
   self->ops = ops;
   self->last_taker = NONE;
   self->last_compute_giver = NONE;
@@ -260,7 +264,8 @@ fsdp_status fsdp_arena_add_client(fsdp_arena *arena, int64_t nbytes,
   const int64_t id = arena->stats.num_clients;
   if (nbytes < 1) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "client %" PRId64 " needs %" PRId64 " bytes, must be >= 1",
+                     "arena client %" PRId64 " needs %" PRId64
+                     " bytes, must be >= 1",
                      id, nbytes);
   }
   void *clients = arena->clients;
@@ -278,7 +283,8 @@ fsdp_status fsdp_arena_add_client(fsdp_arena *arena, int64_t nbytes,
   return FSDP_OK;
 
 no_memory:
-  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "client %" PRId64, id);
+  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                   "out of host memory while adding arena client %" PRId64, id);
 }
 
 fsdp_status fsdp_arena_resize_client(fsdp_arena *arena, int64_t client,
@@ -287,8 +293,9 @@ fsdp_status fsdp_arena_resize_client(fsdp_arena *arena, int64_t client,
   client_state *resized = &arena->clients[client];
 
   if (resized->held != NONE) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "client %" PRId64 " holds a block", client);
+    return FSDP_FAIL(
+        error, FSDP_INVALID_STATE,
+        "arena client %" PRId64 " cannot be resized: it holds a block", client);
   }
   resized->nbytes = nbytes;
   resized->planned = NONE; /* its block may be too small */
@@ -305,7 +312,7 @@ fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client, fsdp_lane lane,
 
   if (taker->held != NONE) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "client %" PRId64 " holds a block already", client);
+                     "arena client %" PRId64 " already holds a block", client);
   }
 
   int64_t slot = taker->planned;
@@ -340,7 +347,8 @@ fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client, fsdp_lane lane,
 
   if (giver->held == NONE) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "client %" PRId64 " holds no block", client);
+                     "arena client %" PRId64 " holds no block to give back",
+                     client);
   }
 
   block *given = &arena->blocks[giver->held];
@@ -383,7 +391,7 @@ int64_t fsdp_arena_priv_plan_steps(const fsdp_arena *arena) {
 
 /* --- Plan ---------------------------------------------------------------- */
 
-/* One client that is to get a colour. */
+/* One client to colour. */
 typedef struct coloured {
   int64_t nbytes;
   int64_t client;
@@ -393,7 +401,7 @@ typedef struct coloured {
 typedef struct colour_class {
   int64_t nbytes;
   int64_t slot;        /* block or NONE */
-  int64_t refused_for; /* the client that may not have it, or NONE */
+  int64_t refused_for; /* the client that conflicts with it, or NONE */
   bool is_new;         /* allocated for this plan */
 } colour_class;
 
@@ -405,8 +413,7 @@ static int compare_coloured(const void *left, const void *right) {
   return a->client < b->client ? -1 : 1;
 }
 
-/* The first client from `from` on that has a bit in the client's row, or NONE.
- */
+/* The first client >= `from` with a bit in the row of `client`, or NONE. */
 static int64_t next_conflict(fsdp_arena *arena, int64_t client, int64_t from) {
   const uint64_t *row = conflict_row(arena, client);
   for (size_t i = (size_t)from / WORD_BITS; i < arena->row_words; i++) {
@@ -419,7 +426,7 @@ static int64_t next_conflict(fsdp_arena *arena, int64_t client, int64_t from) {
   return NONE;
 }
 
-/* Each conflict stands in both rows then: one row tells all of a client's. */
+/* Enters each conflict in both rows, so that one row has all of a client's. */
 static void make_symmetric(fsdp_arena *arena) {
   for (int64_t i = 0; i < arena->stats.num_clients; i++) {
     for (int64_t other = next_conflict(arena, i, 0); other != NONE;
@@ -431,9 +438,8 @@ static void make_symmetric(fsdp_arena *arena) {
   }
 }
 
-/* Gives each item the lowest colour that no conflicting one has. Returns the
- * number of colours. Items are largest first, so the first of a colour sets
- * its size. */
+/* Gives each item the lowest colour without a conflict. Returns the number of
+ * colours. Items are largest first, so the first of a colour sets its size. */
 static int64_t colour_items(fsdp_arena *arena, const coloured *items,
                             int64_t num_items, colour_class *colours) {
   int64_t num_colours = 0;
@@ -458,10 +464,9 @@ static int64_t colour_items(fsdp_arena *arena, const coloured *items,
   return num_colours;
 }
 
-/* Claims an existing block of exactly the right size for each colour, and
- * allocates where there is none; on failure frees what it allocated. Colours
- * are largest first: those of one size stand together, so that one goes on
- * looking where the one before it stopped. */
+/* Claims an existing block of exactly the right size for each colour, or
+ * allocates one. On failure it frees what it allocated. Colours are largest
+ * first, so each search continues where the last one of its size stopped. */
 static fsdp_status claim_blocks(fsdp_arena *arena, colour_class *colours,
                                 int64_t num_colours, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
@@ -546,7 +551,9 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
 
 no_memory:
   status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "plan of %" PRId64 " arena clients", num_clients);
+                     "out of host memory while planning the blocks of %" PRId64
+                     " arena clients",
+                     num_clients);
 done:
   fsdp_free(colours);
   fsdp_free(items);

@@ -1,5 +1,5 @@
 /*
- * For tests: what the last plan cost.
+ * For tests: the cost of the last plan.
  */
 #ifndef FSDP_ARENA_ARENA_PRIV_H
 #define FSDP_ARENA_ARENA_PRIV_H
@@ -8,8 +8,8 @@
 
 #include "arena/arena.h"
 
-/* Conflicts, words of their rows, colours and blocks that fsdp_arena_plan()
- * looked at when it last had something to do. */
+/* Steps of the last fsdp_arena_plan() that had work: conflicts, words of their
+ * rows, colours and blocks that it looked at. */
 int64_t fsdp_arena_priv_plan_steps(const fsdp_arena *arena);
 
 #endif /* FSDP_ARENA_ARENA_PRIV_H */

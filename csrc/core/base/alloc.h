@@ -1,7 +1,6 @@
 /*
- * Host allocation for the C rooms, with a seam that lets a test make the n-th
- * allocation fail. Process-wide counters; not for use from several threads
- * while a test injects failures.
+ * Host allocation for the C rooms. A test can make the n-th allocation fail.
+ * Counters are process-wide; use one thread only while a test injects failures.
  */
 #ifndef FSDP_BASE_ALLOC_H
 #define FSDP_BASE_ALLOC_H
@@ -14,16 +13,16 @@
 extern "C" {
 #endif
 
-/* Zeroed memory for `num` elements of `nbytes` each, or NULL. A request for
- * nothing returns memory too, so NULL always means failure. */
+/* Zeroed memory for `num` elements of `nbytes` each, or NULL. A request for 0
+ * bytes returns memory too, so NULL always means failure. */
 void *fsdp_calloc(size_t num, size_t nbytes);
 
-/* Grows `*items` (elements of `item_nbytes`, `*capacity` of them) so that it
- * holds at least `num`. Returns false, with nothing changed, when memory is
- * out. New elements are zeroed. */
+/* Grows `*items` (`*capacity` elements of `item_nbytes`) to at least `num`
+ * elements. New ones are zeroed. Returns false, with nothing changed, when out
+ * of memory. */
 bool fsdp_grow(void **items, size_t *capacity, size_t num, size_t item_nbytes);
 
-/* Copy of a string, or NULL when memory is out. */
+/* Copy of a string, or NULL when out of memory. */
 char *fsdp_strdup(const char *text);
 
 /* Accepts NULL. */

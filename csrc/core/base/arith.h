@@ -1,6 +1,6 @@
 /*
- * Checked int64 arithmetic for the places where sizes enter. Each function
- * returns false on overflow and then leaves `out` untouched.
+ * Checked int64 arithmetic, for sizes that come from outside. Each function
+ * returns false on overflow and leaves `out` untouched then.
  */
 #ifndef FSDP_BASE_ARITH_H
 #define FSDP_BASE_ARITH_H

@@ -1,12 +1,12 @@
 /*
- * CRC-32C: by instruction in three streams, or by table.
+ * CRC-32C: by the processor's instruction in three streams, or by table.
  *
  * Note [Three streams]
- * The instruction takes 8 bytes per cycle but gives its result 3 cycles later,
- * so one chain runs at a third of the speed. A stretch of data is therefore
- * cut in three, and the three registers are joined: a register behind which N
- * bytes follow is multiplied by x^(8N), modulo the polynomial, and added (xor)
- * to the register of these bytes, which started from 0.
+ * The instruction takes 8 bytes per cycle and has a latency of 3 cycles, so one
+ * chain runs at a third of the speed. Data is therefore cut into three streams
+ * with a register each. To join two registers, the first is multiplied by
+ * x^(8N), modulo the polynomial, where N is the number of bytes of the second,
+ * and xored with the second, which started from 0.
  */
 #include "base/crc32c.h"
 

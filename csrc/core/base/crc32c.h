@@ -1,6 +1,6 @@
 /*
- * CRC-32C (Castagnoli, polynomial 0x1EDC6F41, reflected): the checksum of what
- * is in files. RFC 3720, appendix B.4, has the vectors of the tests.
+ * CRC-32C (Castagnoli, polynomial 0x1EDC6F41, reflected): the checksum of
+ * checkpoint files. The tests use the vectors of RFC 3720, appendix B.4.
  */
 #ifndef FSDP_BASE_CRC32C_H
 #define FSDP_BASE_CRC32C_H
@@ -12,8 +12,8 @@
 extern "C" {
 #endif
 
-/* The checksum of what gave `value` (0: nothing) followed by `data`. Uses the
- * processor's instruction where there is one. Cannot fail. */
+/* Continues the checksum `value` (0: no data yet) with `data`. Uses the
+ * processor's instruction if it has one. Cannot fail. */
 uint32_t fsdp_crc32c(uint32_t value, const void *data, size_t nbytes);
 
 /* The same from tables alone, for processors without the instruction. */

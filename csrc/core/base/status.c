@@ -1,6 +1,5 @@
 /*
- * Status names and the error record: fills the caller's record with what
- * failed, where and why.
+ * Status names, and filling the caller's error record.
  */
 #include "base/status.h"
 
@@ -35,7 +34,7 @@ fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
                            ...) {
   if (error == NULL) return status;
 
-  /* Formatted aside: an argument may be the record's own message. */
+  /* Formatted into a copy: an argument may be the record's own message. */
   char message[FSDP_ERROR_MESSAGE_NBYTES];
   va_list arguments;
   va_start(arguments, format);

@@ -22,7 +22,7 @@ extern "C" {
 
 typedef enum fsdp_status {
   FSDP_OK = 0,
-  FSDP_INVALID_ARGUMENT, /* the caller passed a value that cannot be right */
+  FSDP_INVALID_ARGUMENT, /* the caller passed an impossible value */
   FSDP_INVALID_STATE,    /* the right call at the wrong moment */
   FSDP_OVERFLOW,         /* a size does not fit in int64_t */
   FSDP_OUT_OF_MEMORY,    /* host or device memory */
@@ -40,11 +40,25 @@ typedef struct fsdp_error {
   char message[FSDP_ERROR_MESSAGE_NBYTES];
 } fsdp_error;
 
+/* Makes `error` say that nothing failed. The text is emptied, not cleared: a
+ * record is 1 KiB, and a step makes one in every call. */
+static inline void fsdp_error_clear(fsdp_error *error) {
+  error->status = FSDP_OK;
+  error->line = 0;
+  error->file = 0;
+  error->message[0] = '\0';
+}
+
+/* Declares a record in which nothing has failed. */
+#define FSDP_LOCAL_ERROR(name) \
+  fsdp_error name;             \
+  fsdp_error_clear(&name)
+
 /* The code's name, "OUT_OF_MEMORY" for FSDP_OUT_OF_MEMORY. Cannot fail. */
 const char *fsdp_status_name(fsdp_status status);
 
-/* Fills `error` (NULL is fine) and returns `status`, so that a caller can
- * write `return FSDP_FAIL(...)`. A message that is too long is cut. */
+/* Fills `error` (may be NULL) and returns `status`, so that a caller can write
+ * `return FSDP_FAIL(...)`. A message that is too long is cut. */
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
                            const char *file, int line, const char *format, ...)
     FSDP_PRINTF(5, 6);

@@ -42,7 +42,8 @@ fsdp_status fsdp_timeline_create(int64_t capacity, int64_t max_steps,
 
 no_memory:
   fsdp_timeline_destroy(self);
-  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "timeline of %" PRId64 " entries",
+  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                   "out of host memory for a timeline of %" PRId64 " entries",
                    capacity);
 }
 

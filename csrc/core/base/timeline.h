@@ -1,6 +1,7 @@
 /*
  * Timeline: what one engine did and when, as spans of host time. A ring of
- * fixed size, made when a recording starts; it overwrites the oldest entries.
+ * fixed size, allocated when a recording starts. It overwrites the oldest
+ * entries.
  *
  * Not thread-safe: the bridge writes under the engine's lock.
  */
@@ -22,16 +23,16 @@ typedef enum fsdp_timeline_kind {
   FSDP_TIMELINE_PRE_FORWARD, /* before the unit's module runs */
   FSDP_TIMELINE_POST_FORWARD,
   FSDP_TIMELINE_PRE_BACKWARD,
-  FSDP_TIMELINE_GRAD_READY,      /* a gradient, or those of the inputs */
+  FSDP_TIMELINE_GRAD_READY,      /* of a parameter, or of the unit's inputs */
   FSDP_TIMELINE_FINISH_BACKWARD, /* of the engine: no unit */
   FSDP_TIMELINE_CLIP_GRAD_NORM,  /* likewise */
-  /* Inside of them. */
+  /* Inside those calls. */
   FSDP_TIMELINE_UNSHARD,
   FSDP_TIMELINE_WAIT_UNSHARD,
   FSDP_TIMELINE_RESHARD,
   FSDP_TIMELINE_REDUCE,
   FSDP_TIMELINE_WAIT_REDUCES, /* COMPUTE waits for all of them: no unit */
-  /* Inside of these: the calls that start a unit's collective, */
+  /* Inside these: the calls that start a unit's collective, */
   FSDP_TIMELINE_ALL_GATHER,
   FSDP_TIMELINE_REDUCE_SCATTER,
   FSDP_TIMELINE_ALL_REDUCE,
@@ -52,8 +53,8 @@ typedef struct fsdp_timeline_entry {
   int64_t begin_ns; /* of the recording's clock */
   int64_t end_ns;
   int64_t sequence;   /* of a collective in the engine's trace; -1: none */
-  int64_t nbytes;     /* of a collective, over all ranks; else what the arena
-                         holds at the end; -1: not known */
+  int64_t nbytes;     /* of a collective, over all ranks; else bytes that the
+                         arena holds at the end; -1: unknown */
   int32_t unit;       /* index in the engine; -1: none */
   int32_t mark_begin; /* points in time on a lane of the device, for the port's
                          `mark`; -1: none */
@@ -65,7 +66,7 @@ typedef struct fsdp_timeline_entry {
 
 typedef struct fsdp_timeline fsdp_timeline;
 
-/* Nanoseconds that never run backwards. */
+/* Monotonic nanoseconds. */
 typedef int64_t (*fsdp_clock)(void);
 
 /*
@@ -91,20 +92,20 @@ int64_t fsdp_timeline_now(const fsdp_timeline *timeline);
 void fsdp_timeline_add(fsdp_timeline *timeline,
                        const fsdp_timeline_entry *entry);
 
-/* Begins a step. False, from then on: max_steps were recorded, and nothing more
- * is to be added. */
+/* Begins a step. Returns false once max_steps were recorded; add nothing more
+ * then. */
 bool fsdp_timeline_begin_step(fsdp_timeline *timeline);
 
 /* When the recording was full, or 0. */
 int64_t fsdp_timeline_full_ns(const fsdp_timeline *timeline);
 int64_t fsdp_timeline_num_steps(const fsdp_timeline *timeline);
 
-/* Entries that are kept, and those that were overwritten. */
+/* The number of kept and of overwritten entries. */
 int64_t fsdp_timeline_num_entries(const fsdp_timeline *timeline);
 int64_t fsdp_timeline_num_lost(const fsdp_timeline *timeline);
 
-/* Kept entry `index`, 0 is the oldest. Entries stand in the order of their
- * ends. Borrowed until the next add. */
+/* Kept entry `index`; 0 is the oldest. Entries are sorted by their ends.
+ * Borrowed until the next add. */
 const fsdp_timeline_entry *fsdp_timeline_get(const fsdp_timeline *timeline,
                                              int64_t index);
 

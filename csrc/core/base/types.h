@@ -17,8 +17,8 @@ typedef struct fsdp_range {
   int64_t end;
 } fsdp_range;
 
-/* An element type. The core only compares codes and multiplies by itemsize;
- * `code` belongs to the provider (the bridge uses torch's ScalarType). */
+/* An element type. The core compares codes and multiplies by itemsize. The
+ * provider chooses the codes (the bridge uses torch's ScalarType). */
 typedef struct fsdp_dtype {
   int32_t code;
   int32_t itemsize; /* bytes, >= 1 */

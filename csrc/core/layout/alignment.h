@@ -1,5 +1,5 @@
 /*
- * Which alignment training uses: one rule for units and for plans of them.
+ * The alignment that training uses: one rule for training and for planning.
  */
 #ifndef FSDP_LAYOUT_ALIGNMENT_H
 #define FSDP_LAYOUT_ALIGNMENT_H
@@ -14,11 +14,12 @@ extern "C" {
 #endif
 
 /*
- * FSDP1's alignment, for the same shapes: of parameters, and only with
- * use_orig_params. An accelerator aligns everything: its collectives and
- * kernels are slower over odd addresses, and on the CPU nothing is gained.
+ * On the CPU the alignment is FSDP1's, so that shards have FSDP1's shapes: only
+ * parameters are aligned, and only with use_orig_params. An accelerator aligns
+ * parameters and shards, because collectives and kernels are slower over
+ * unaligned addresses.
  *
- * param_itemsize  bytes of the dtype in which the unit computes; 0: in the
+ * param_itemsize  bytes of the dtype in which the unit computes; 0: the
  *                 parameters' own dtypes.
  */
 fsdp_alignment fsdp_alignment_choose(int32_t param_itemsize,

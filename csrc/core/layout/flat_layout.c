@@ -1,6 +1,6 @@
 /*
- * Flat layout: sorts a unit's parameters into segments, places them one
- * behind the other and cuts each segment into equal shards.
+ * Flat layout: sorts a unit's parameters into segments, places them one after
+ * the other and cuts each segment into equal shards.
  */
 #include "layout/flat_layout.h"
 
@@ -70,7 +70,7 @@ static int64_t find_or_add_segment(fsdp_flat_layout *self,
   return self->num_segments++;
 }
 
-/* Places `param` behind what its segment holds. */
+/* Places `param` at the end of its segment. */
 static fsdp_status place_param(placed_segment *target, int64_t numel,
                                int64_t param, fsdp_param_slot *slot,
                                fsdp_error *error) {
@@ -116,7 +116,8 @@ static fsdp_status place_params(fsdp_flat_layout *self,
     const fsdp_param_spec *spec = fsdp_param_table_spec(table, param);
     const int64_t index = find_or_add_segment(self, spec, alignment);
     if (index < 0) {
-      return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "segment %" PRId64,
+      return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                       "out of host memory while adding segment %" PRId64,
                        self->num_segments);
     }
     self->slots[param].segment = index;
@@ -180,7 +181,9 @@ fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
 
 no_memory:
   status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "flat layout of %" PRId64 " parameters", num_params);
+                     "out of host memory for a flat layout of %" PRId64
+                     " parameters",
+                     num_params);
 done:
   fsdp_flat_layout_destroy(self);
   return status;

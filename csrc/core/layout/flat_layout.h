@@ -8,11 +8,11 @@
  *     param    a a a a a       | b b b
  *     rank     0 0 0 0 0 0 0 0 | 1 1 1  1  1  1  1  1
  *
- * A segment holds all parameters of one (dtype, requires_grad), in the order
- * of the table; segments stand in the order in which they first appear. On
- * request, parameters and shards start at multiples of the alignment (above:
- * both). `padding_numel` elements belong to no parameter: gaps between
- * parameters, and the tail. Pure arithmetic, immutable once created.
+ * A segment holds all parameters of one (dtype, requires_grad), in the order of
+ * the table. Segments are in the order in which they first appear. On request,
+ * parameters, shards or both (as above) start at multiples of the alignment.
+ * `padding_numel` elements belong to no parameter: gaps between parameters, and
+ * the tail. Pure arithmetic, immutable once created.
  */
 #ifndef FSDP_LAYOUT_FLAT_LAYOUT_H
 #define FSDP_LAYOUT_FLAT_LAYOUT_H
@@ -49,9 +49,9 @@ typedef struct fsdp_param_slot {
 
 /* What starts at a multiple of FSDP_ALIGNMENT_NBYTES. */
 typedef struct fsdp_alignment {
-  int32_t itemsize; /* bytes of the dtype in which segments are computed, >= 1
-                       (bf16 parameters over an fp32 shard: 2); a segment
-                       counts the smaller of this and its own */
+  int32_t itemsize; /* bytes of the dtype in which the unit computes, >= 1 (2
+                       for bf16 parameters over an fp32 shard); a segment uses
+                       the smaller of this and its own itemsize */
   bool params;      /* each parameter within its segment */
   bool shards;      /* each rank's shard */
 } fsdp_alignment;

@@ -1,6 +1,6 @@
 /*
- * Parameter table: finds the uses that share one parameter with a hash of the
- * keys, so that a unit of many parameters costs linear time.
+ * Parameter table: a hash table of the keys finds the uses that share one
+ * parameter, in linear time.
  */
 #include "layout/param_table.h"
 
@@ -118,8 +118,9 @@ fsdp_status fsdp_param_table_create(const fsdp_param_spec *uses,
   goto done;
 
 no_memory:
-  status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "parameter table of %" PRId64 " uses", num_uses);
+  status = FSDP_FAIL(
+      error, FSDP_OUT_OF_MEMORY,
+      "out of host memory for a parameter table of %" PRId64 " uses", num_uses);
 done:
   fsdp_free(index.buckets);
   fsdp_param_table_destroy(self);

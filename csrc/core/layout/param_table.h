@@ -1,5 +1,5 @@
 /*
- * Parameter table: a unit's original parameters, shared ones counted once.
+ * Parameter table: a unit's original parameters; a shared one counts once.
  *
  *   uses    fc1.weight  fc1.bias  head.weight (= fc1.weight)
  *   key     17          23        17

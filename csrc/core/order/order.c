@@ -1,6 +1,7 @@
 /*
- * Execution order: three growing records and a cursor; a prefetch is a look
- * ahead in the previous pre-forward record or back in the post-forward one.
+ * Execution order: three growing records and a cursor. The unit to prefetch is
+ * found ahead in the previous pre-forward record, or back in the post-forward
+ * record.
  */
 #include "order/order.h"
 
@@ -20,7 +21,7 @@ struct fsdp_order {
   record pre_forward;
   record post_forward;
   bool is_off_record;      /* this iteration left the previous one's order */
-  int64_t backward_cursor; /* into post_forward; its length: before the end */
+  int64_t backward_cursor; /* into post_forward; its length at the start */
 };
 
 static fsdp_status append(record *target, int64_t unit, fsdp_error *error) {
@@ -29,7 +30,8 @@ static fsdp_status append(record *target, int64_t unit, fsdp_error *error) {
   if (!fsdp_grow(&units, &target->capacity, (size_t)target->length + 1,
                  sizeof *target->units)) {
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "execution order of %" PRId64 " entries",
+                     "out of host memory for an execution order of %" PRId64
+                     " entries",
                      target->length + 1);
   }
   target->units = units;
@@ -40,7 +42,8 @@ static fsdp_status append(record *target, int64_t unit, fsdp_error *error) {
 fsdp_status fsdp_order_create(fsdp_order **order, fsdp_error *error) {
   fsdp_order *self = fsdp_calloc(1, sizeof *self);
   if (self == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "execution order");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory while creating the execution order");
   }
   *order = self;
   return FSDP_OK;
@@ -55,7 +58,7 @@ void fsdp_order_destroy(fsdp_order *order) {
 }
 
 void fsdp_order_begin(fsdp_order *order) {
-  /* Swapped, not copied: both keep the memory that they have grown to. */
+  /* Swapped, not copied: both keep their memory. */
   const record recycled = order->previous;
   order->previous = order->pre_forward;
   order->pre_forward = recycled;
@@ -86,7 +89,7 @@ fsdp_status fsdp_order_post_forward(fsdp_order *order, int64_t unit,
 int64_t fsdp_order_next_forward(const fsdp_order *order, int64_t distance) {
   assert(distance >= 1);
   if (order->is_off_record) return -1;
-  /* On the record, the entry recorded last stands at length - 1. */
+  /* On the record, the last entry is at length - 1. */
   const int64_t remaining = order->previous.length - order->pre_forward.length;
   if (distance > remaining) return -1;
   return order->previous.units[order->pre_forward.length + distance - 1];

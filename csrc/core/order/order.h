@@ -1,14 +1,14 @@
 /*
- * Execution order: the order in which units ran forward in this iteration and
- * in the one before, and what to prefetch from it.
+ * Execution order: the order in which units ran forward in this and the
+ * previous iteration, and the prefetches that follow from it.
  *
  *   pre-forward order   root a b c     (parents before children)
  *   post-forward order  a b c root     (children before parents)
  *
  * Forward prefetch follows the pre-forward order of the previous iteration;
  * backward prefetch walks this iteration's post-forward order backwards.
- * A unit that runs twice stands in the record twice. Units are small dense
- * ids, 0 .. num_units-1. No allocation once a record has reached its length.
+ * A unit that runs twice is recorded twice. Units are ids 0 .. num_units-1.
+ * Nothing is allocated once a record has reached its length.
  */
 #ifndef FSDP_ORDER_ORDER_H
 #define FSDP_ORDER_ORDER_H
@@ -44,10 +44,10 @@ FSDP_NODISCARD fsdp_status fsdp_order_post_forward(fsdp_order *order,
                                                    fsdp_error *error);
 
 /*
- * The unit expected to enter forward `distance` (>= 1) entries after the one
- * recorded last, by the previous iteration's record; -1 when the record ends
- * there, or when this iteration has left the recorded order: then nothing is
- * prefetched for the rest of the iteration, and the next one re-learns.
+ * The unit that entered forward `distance` (>= 1) entries after the current one
+ * in the previous iteration; -1 if the record ends there. Also -1 once this
+ * iteration has left the recorded order: nothing is prefetched for the rest of
+ * it, and the next iteration follows the new order.
  */
 int64_t fsdp_order_next_forward(const fsdp_order *order, int64_t distance);
 
@@ -55,9 +55,8 @@ int64_t fsdp_order_next_forward(const fsdp_order *order, int64_t distance);
 void fsdp_order_begin_backward(fsdp_order *order);
 
 /*
- * Says that the backward of `unit` begins. Moves the backward cursor to its
- * last entry at or before the cursor; a unit without such an entry leaves the
- * cursor alone.
+ * Records that the backward of `unit` begins: moves the backward cursor to the
+ * unit's last entry at or before it. Without such an entry the cursor stays.
  */
 void fsdp_order_pre_backward(fsdp_order *order, int64_t unit);
 
@@ -69,9 +68,9 @@ int64_t fsdp_order_next_backward(const fsdp_order *order, int64_t distance);
 int64_t fsdp_order_length(const fsdp_order *order);
 const int64_t *fsdp_order_units(const fsdp_order *order);
 
-/* Fingerprints (FNV-1a) of what a rank did: start with FSDP_ORDER_FINGERPRINT
- * and fold the name of each step into it. Equal on all ranks exactly when (but
- * for collisions) they did the same in the same order. */
+/* A fingerprint (FNV-1a) of what a rank did: start with FSDP_ORDER_FINGERPRINT
+ * and fold in the name of each step. Ranks have equal fingerprints exactly if
+ * they did the same in the same order, collisions aside. */
 #define FSDP_ORDER_FINGERPRINT UINT64_C(0xcbf29ce484222325)
 uint64_t fsdp_order_fold(uint64_t fingerprint, const char *text);
 

@@ -7,56 +7,37 @@ static void open_backward(fsdp_engine *engine) {
   fsdp_order_begin_backward(engine->order);
 }
 
-/* The unit's first event in this backward: takes the user's view of its
- * gradients away, so that autograd starts from nothing. */
+/* The unit's first event in this backward. */
 static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
-  bool any_live = false;
 
-  open_backward(engine);
-  if (unit->entered_backward) return FSDP_OK;
-  if (unit->grad_nbytes > 0) {
-    const bool holds = fsdp_unit_priv_holds_grads(unit);
-    FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
-                             holds ? unit->grad_data : NULL, &any_live, error));
-    if (!any_live && unit->has_sharded_grad) {
-      fsdp_unit_priv_free_grad_shards(unit);
-    }
-    unit->has_partial = unit->has_partial && any_live;
-    if (any_live && !holds && !unit->has_partial && !unit->has_sharded_grad) {
-      /* The user set gradients before any backward; they are in the shard. */
-      unit->has_sharded_grad = true;
-    }
-    if (!any_live && holds) {
-      FSDP_TRY(fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, error));
-    }
-  }
-  unit->entered_backward = true;
+  open_backward(unit->engine);
+  if (unit->step.entered_backward) return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
+  unit->step.entered_backward = true;
 done:
   return status;
 }
 
-fsdp_status fsdp_engine_priv_prefetch_backward(fsdp_engine *engine,
-                                               fsdp_error *error) {
+/* Prefetches the unit whose backward comes next. */
+static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
   /* Walk past units that need nothing: kept, in flight, or reduced already
    * (those must not come back before the optimizer's step). */
   for (int64_t distance = 1;; distance++) {
     const int64_t index = fsdp_order_next_backward(engine->order, distance);
     if (index < 0) return FSDP_OK;
     const fsdp_unit *unit = engine->units[index];
-    if (unit->state == FSDP_UNIT_SHARDED && !unit->entered_backward) {
+    if (unit->state == FSDP_UNIT_SHARDED && !unit->step.entered_backward) {
       return fsdp_engine_priv_prefetch(engine, index, error);
     }
-    if (unit->state == FSDP_UNIT_UNSHARDING && !unit->is_kept) return FSDP_OK;
+    if (fsdp_unit_state_is_in_flight(unit->state)) return FSDP_OK;
   }
 }
 
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
 
   if (engine == NULL || unit->is_summoned) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE, "backward reached unit '%s' %s",
@@ -65,30 +46,31 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
                                     : "inside summon_full_params");
   }
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
-  const bool is_first = !unit->entered_backward;
+  const bool is_first = !unit->step.entered_backward;
   FSDP_TRY(enter_backward(unit, &local));
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
 
   fsdp_order_pre_backward(engine->order, unit->index);
   FSDP_TRY(fsdp_unit_priv_unshard(unit, &local));
   if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE) {
-    FSDP_TRY(fsdp_engine_priv_prefetch_backward(engine, &local));
+    FSDP_TRY(prefetch_backward(engine, &local));
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, &local));
 done:
   if (status != FSDP_OK) {
-    /* The prefetch may be what failed; without it there is no backward. */
-    if (unit->state != FSDP_UNIT_SHARDED) fsdp_unit_priv_fail(unit, &local);
+    /* Also if only the prefetch failed: this backward cannot go on. */
+    if (unit->state != FSDP_UNIT_SHARDED)
+      fsdp_unit_priv_fail(unit, &local, NULL);
     if (error != NULL) *error = local;
   }
   return status;
 }
 
 void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads) {
-  unit->expected_grads += num_grads;
+  unit->step.expected_grads += num_grads;
 }
 
-/* Reshards, but for a unit that stays unsharded between micro-batches. */
+/* Reshards, unless the unit keeps its block between micro-batches. */
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
   if (unit->engine->sync == FSDP_SYNC_NONE &&
       !unit->options.reshard_after_backward_without_sync) {
@@ -97,13 +79,13 @@ static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
   return fsdp_unit_priv_reshard(unit, error);
 }
 
-/* All gradients of the unit are there (or no more will come). */
+/* All gradients of the unit have come, or no more will. */
 static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
 
-  const bool reduces =
-      engine->sync != FSDP_SYNC_NONE && fsdp_unit_priv_holds_grads(unit);
+  const bool reduces = engine->sync != FSDP_SYNC_NONE &&
+                       fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED);
   FSDP_TRY(reduces ? fsdp_unit_priv_fill_grads(unit, error)
                    : fsdp_unit_priv_pack_grads(unit, error));
   FSDP_TRY(reshard_after_backward(unit, error));
@@ -112,13 +94,13 @@ done:
   return status;
 }
 
-/* One of the expected gradients is there. */
+/* One of the expected gradients has come. */
 static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  if (--unit->expected_grads > 0) return FSDP_OK;
+  if (--unit->step.expected_grads > 0) return FSDP_OK;
   FSDP_TRY(complete_grads(unit, error));
   if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
-    FSDP_TRY(fsdp_engine_priv_prefetch_backward(unit->engine, error));
+    FSDP_TRY(prefetch_backward(unit->engine, error));
   }
 done:
   return status;
@@ -128,14 +110,14 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
                                  fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
   bool is_taken = false;
 
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   FSDP_TRY(enter_backward(unit, &local));
   is_taken = true;
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
-  if (grad->is_expected && unit->expected_grads > 0) {
+  if (grad->is_expected && unit->step.expected_grads > 0) {
     FSDP_TRY(count_grad(unit, &local));
   }
   if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES) {
@@ -144,24 +126,20 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
 done:
   if (status != FSDP_OK) {
     if (!is_taken) engine->ops.grad_release(engine->ops.context, grad->token);
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
+    fsdp_unit_priv_fail(unit, &local, error);
   }
   return status;
 }
 
 fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
 
-  if (unit->expected_grads == 0) return FSDP_OK;
+  if (unit->step.expected_grads == 0) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   FSDP_TRY(count_grad(unit, &local));
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
@@ -175,17 +153,22 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (unit->state == FSDP_UNIT_FAILED) {
       FSDP_TRY(fsdp_unit_priv_check(unit, error));
     }
-    const bool is_kept = unit->has_partial &&
-                         engine->sync == FSDP_SYNC_REDUCE &&
-                         unit->state != FSDP_UNIT_REDUCING;
-    if (unit->is_reduce_ready) continue;
-    if (!fsdp_unit_priv_holds_grads(unit) && !is_kept) continue;
-    if (engine->sync != FSDP_SYNC_REDUCE && !unit->entered_backward) continue;
+    const bool is_partial =
+        fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
+        engine->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
+    if (unit->step.is_reduce_ready) continue;
+    if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) && !is_partial) {
+      continue;
+    }
+    if (engine->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
+      continue;
+    }
     /* Kept by an earlier no_sync; the user may have cleared them since. */
     FSDP_TRY(enter_backward(unit, error));
-    if (unit->has_partial)
-      FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
-    if (!fsdp_unit_priv_holds_grads(unit)) continue;
+    if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
+      FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
+    }
+    if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) continue;
     FSDP_TRY(complete_grads(unit, error));
   }
 done:
@@ -194,44 +177,33 @@ done:
 
 /* Brings one unit to rest and lets the user see its gradients. */
 static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
 
-  /* A prefetch in flight is dropped in any case: it may be of old weights. */
-  if (unit->state == FSDP_UNIT_UNSHARDING && !unit->is_kept) {
+  /* A prefetch in flight is always dropped: it may hold old weights. */
+  if (fsdp_unit_state_is_in_flight(unit->state)) {
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
   FSDP_TRY(fsdp_unit_priv_hide(unit, error));
-  unit->is_between_batches = true;
-  if (unit->entered_backward || unit->state == FSDP_UNIT_REDUCING) {
-    if (fsdp_unit_priv_holds_grads(unit)) {
+  if (unit->step.entered_backward || unit->state == FSDP_UNIT_REDUCING) {
+    if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
       FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
-      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                               FSDP_VIEW_UNSHARDED, unit->grad_data, error));
-    } else if (unit->has_partial) {
-      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                               FSDP_VIEW_PARTIAL, unit->partial_data, error));
-    } else if (unit->has_sharded_grad) {
-      FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                               FSDP_VIEW_SHARDED, NULL, error));
     }
+    FSDP_TRY(fsdp_unit_priv_show_grads(unit, error));
   }
-  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_FINISH, error));
-  unit->entered_backward = false;
-  unit->ran_forward = false;
-  unit->expected_grads = 0;
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_FINISH, error));
+  unit->step = (fsdp_unit_step){0};
 done:
   return status;
 }
 
-/* Nothing of a backward that did not end can be trusted: what took part in it
- * and did not come to rest fails. */
+/* After a backward that did not end: fails all units that took part in it and
+ * are not at rest. */
 static void fail_open_units(fsdp_engine *engine, const fsdp_error *error) {
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
-    if (unit->entered_backward || unit->state != FSDP_UNIT_SHARDED) {
-      fsdp_unit_priv_fail(unit, error);
+    if (unit->step.entered_backward || unit->state != FSDP_UNIT_SHARDED) {
+      fsdp_unit_priv_fail(unit, error, NULL);
     }
   }
 }
@@ -239,7 +211,7 @@ static void fail_open_units(fsdp_engine *engine, const fsdp_error *error) {
 fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
                                         fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
 
   if (!engine->in_backward) return FSDP_OK;
   FSDP_TRY(complete_leftovers(engine, &local));

@@ -62,8 +62,8 @@ static void describe(const char *steps, int64_t world_size, char *report) {
   }
 }
 
-fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
-                                       fsdp_error *error) {
+static fsdp_status check_next(fsdp_unit *unit, const char *operation,
+                              fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const size_t world_size = (size_t)unit->options.shard_group.world_size;
   fsdp_status status = FSDP_OK;
@@ -72,13 +72,14 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   char *steps = NULL;
   bool is_same = true;
 
-  if (!engine->checks_order || world_size == 1) return FSDP_OK;
   engine->order_fingerprint = fsdp_order_fold(
       fsdp_order_fold(engine->order_fingerprint, operation), unit->name);
   engine->num_order_checks++;
   steps = fsdp_calloc(world_size, STEP_NBYTES);
   if (steps == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "check of the order");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "unit '%s': out of host memory for checking the order",
+                     unit->name);
   }
   FSDP_TRY(exchange(unit, &engine->order_fingerprint,
                     sizeof engine->order_fingerprint, steps, &is_same, error));
@@ -89,15 +90,21 @@ fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
   describe(steps, (int64_t)world_size, report);
   status = FSDP_FAIL(
       error, FSDP_INVALID_STATE,
-      "%sthe ranks run their units in different orders; until collective "
+      "%sthe ranks run their units in different orders, first in collective "
       "%" PRId64 " (iteration %" PRId64
-      ") they agreed, now %s. All ranks must run the "
-      "same units in the same order",
+      "): %s. All ranks must run the same units in the same order",
       engine->in_backward ? "" : FSDP1_WORDS, engine->num_order_checks - 1,
       engine->num_iterations, report);
 done:
   fsdp_free(steps);
   return status;
+}
+
+fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit, const char *operation,
+                                       fsdp_error *error) {
+  return unit->engine->checks_order && unit->options.shard_group.world_size > 1
+             ? check_next(unit, operation, error)
+             : FSDP_OK;
 }
 
 void fsdp_engine_set_order_check(fsdp_engine *engine, bool is_on) {

@@ -1,5 +1,4 @@
-/* Engine and units: making them, taking them apart, getting out of a failure.
- */
+/* Engine and units: creation, destruction, settings, reset after a failure. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -14,7 +13,8 @@ fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
   fsdp_status status = FSDP_OK;
   fsdp_engine *self = fsdp_calloc(1, sizeof *self);
   if (self == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "engine");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory while creating the engine");
   }
   self->ops = *ops;
   self->sync = FSDP_SYNC_REDUCE;
@@ -37,22 +37,9 @@ static void destroy_event(fsdp_engine *engine, fsdp_event *event) {
   if (event != NULL) engine->ops.event_destroy(engine->ops.context, event);
 }
 
-/* The records hold indices, pointers and names. Reductions that this backward
- * issued for other units stay: its end has to wait for them. */
+/* The records hold indices, pointers and names. */
 static void forget_unit(fsdp_engine *engine, const fsdp_unit *unit) {
-  size_t num_kept = 0;
-  for (size_t i = 0; i < engine->num_issued_reduces; i++) {
-    if (engine->issued_reduces[i] == unit) continue;
-    engine->issued_reduces[num_kept++] = engine->issued_reduces[i];
-  }
-  engine->num_issued_reduces = num_kept;
-  if (engine->num_recorded_reduces > 0) { /* once, not for every unit */
-    for (size_t i = 0; i < engine->num_units; i++) {
-      engine->units[i]->reduce_position = -1;
-    }
-  }
-  engine->num_recorded_reduces = 0;
-  engine->reduce_cursor = 0;
+  fsdp_engine_priv_forget_reduces(engine, unit);
   fsdp_order_begin(engine->order);
   fsdp_order_begin(engine->order);
   for (int i = 0; i < FSDP_TRACE_CAPACITY; i++) {
@@ -61,12 +48,13 @@ static void forget_unit(fsdp_engine *engine, const fsdp_unit *unit) {
   }
 }
 
-/* Takes the unit out of its engine's books; frees what was made for it there.
- */
+/* Removes the unit from its engine; frees what the engine holds for it. */
 static void detach_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
   if (engine == NULL) return;
   fsdp_unit_priv_end_summon(unit);
+  /* If the record fails, the older event is what is left to wait for. */
+  (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
   fsdp_unit_priv_free_partial(unit);
   forget_unit(engine, unit);
   destroy_event(engine, unit->unsharded);
@@ -123,18 +111,14 @@ static void reset_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
 
-  for (int64_t i = 0; i < unit->num_pending; i++) {
-    ops->grad_release(ops->context, unit->pending[i].token);
-  }
-  unit->num_pending = 0;
-  unit->pending_nbytes = 0;
-  unit->expected_grads = 0;
-  /* The lanes were drained, so every block is free after COMPUTE. Errors have
-   * nobody to go to: this is the way out of one. */
-  if (unit->entered_backward || unit->state == FSDP_UNIT_FAILED) {
+  fsdp_unit_priv_release_pending(unit);
+  /* The lanes were drained, so every block is free after COMPUTE. Errors are
+   * ignored: the first one was reported. */
+  if (unit->step.entered_backward || unit->state == FSDP_UNIT_FAILED) {
     (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
-    unit->has_sharded_grad = false; /* may be half accumulated */
-    unit->has_partial = false;
+    /* They may be half accumulated. */
+    fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL | FSDP_GRADS_SHARDED,
+                             false);
   }
   const int64_t clients[] = {unit->param_client, unit->full_client};
   for (size_t i = 0; i < sizeof clients / sizeof *clients; i++) {
@@ -147,14 +131,11 @@ static void reset_unit(fsdp_unit *unit) {
     (void)!ops->show_params(ops->context, unit->options.owner,
                             FSDP_VIEW_SHARDED, NULL, NULL);
   }
-  unit->is_kept = false;
-  unit->ran_forward = false;
-  unit->entered_backward = false;
-  unit->is_reduce_ready = false;
-  (void)!fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESET, NULL);
+  unit->step = (fsdp_unit_step){0};
+  (void)!fsdp_unit_priv_advance(unit, FSDP_EVENT_RESET, NULL);
 }
 
-/* What comes next may reuse everything that the lanes work on now. */
+/* Waits until no lane uses memory that may be reused next. */
 static void join_lanes(fsdp_engine *engine) {
   for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
     /* Work still in flight may fail once more; the first error was reported. */
@@ -167,7 +148,7 @@ static void join_lanes(fsdp_engine *engine) {
 void fsdp_engine_reset(fsdp_engine *engine) {
   join_lanes(engine);
   for (size_t i = 0; i < engine->num_units; i++) reset_unit(engine->units[i]);
-  /* The ranks failed at different places. */
+  /* The ranks may have failed at different collectives. */
   engine->order_fingerprint = FSDP_ORDER_FINGERPRINT;
   fsdp_engine_priv_reset_reduces(engine);
   fsdp_order_begin(engine->order);
@@ -186,7 +167,7 @@ void fsdp_engine_get_stats(const fsdp_engine *engine,
     for (int64_t j = 0; j < unit->num_segments; j++) {
       const fsdp_segment *segment = unit->segments[j].layout;
       stats->shard_nbytes += segment->shard_numel * segment->dtype.itemsize;
-      if (unit->segments[j].has_grad_shard) {
+      if (unit->segments[j].grad_shard != NULL) {
         stats->grad_shard_nbytes +=
             segment->shard_numel *
             unit->segments[j].options.grad_dtype.itemsize;
@@ -230,11 +211,12 @@ static fsdp_status check_unit_options(const fsdp_unit_options *options,
                        error));
   if (fsdp_flat_layout_world_size(options->layout) !=
       options->shard_group.world_size) {
-    status = FSDP_FAIL(
-        error, FSDP_INVALID_ARGUMENT,
-        "unit '%s': layout for %" PRId64 " ranks, shard group of %" PRId64,
-        options->name, fsdp_flat_layout_world_size(options->layout),
-        options->shard_group.world_size);
+    status =
+        FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                  "unit '%s': its layout is for %" PRId64
+                  " ranks, but its shard group has %" PRId64,
+                  options->name, fsdp_flat_layout_world_size(options->layout),
+                  options->shard_group.world_size);
   }
 done:
   return status;
@@ -290,7 +272,9 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   goto done;
 
 no_memory:
-  status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "unit '%s'", options->name);
+  status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "unit '%s': out of host memory while creating it",
+                     options->name);
 done:
   fsdp_unit_destroy(self);
   return status;
@@ -326,7 +310,7 @@ static fsdp_status check_can_leave(const fsdp_unit *unit, fsdp_error *error) {
 
   if (engine == NULL) return FSDP_OK;
   if (engine->depth > 0 || engine->in_backward || unit->is_summoned ||
-      fsdp_unit_priv_holds_grads(unit) || unit->has_partial) {
+      fsdp_unit_holds_grads(unit)) {
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
                      "unit '%s' cannot join another FSDP root now: its own "
                      "is in the middle of a step (forward, backward, no_sync "
@@ -351,7 +335,10 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
   FSDP_TRY(check_can_leave(unit, error));
   if (!fsdp_grow((void **)&engine->units, &engine->units_capacity,
                  engine->num_units + 1, sizeof(fsdp_unit *))) {
-    status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "unit '%s'", unit->name);
+    status = FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                       "unit '%s': out of host memory while adding it to the "
+                       "engine",
+                       unit->name);
     goto done;
   }
   FSDP_TRY(engine->ops.event_create(engine->ops.context, &event, error));
@@ -393,11 +380,11 @@ fsdp_engine *fsdp_unit_engine(const fsdp_unit *unit) {
 }
 
 int64_t fsdp_unit_pending_grads(const fsdp_unit *unit) {
-  return unit->expected_grads;
+  return unit->step.expected_grads;
 }
 
 void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full) {
-  unit->wants_full = is_full && unit->has_cast;
+  unit->wants_full = is_full;
 }
 
 bool fsdp_unit_full_precision(const fsdp_unit *unit) {

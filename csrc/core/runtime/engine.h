@@ -157,7 +157,8 @@ void fsdp_engine_note(const fsdp_engine *engine, const fsdp_unit *unit,
                       fsdp_timeline_kind kind, int64_t begin_ns);
 
 /* Whether the unit is unsharded in master dtype instead of param dtype, from
- * its next forward on (evaluation in full precision). */
+ * its next forward on (evaluation in full precision). The value as set: without
+ * a cast it has no effect. */
 void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full);
 bool fsdp_unit_full_precision(const fsdp_unit *unit);
 
@@ -180,7 +181,7 @@ bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
 
 /* Whether the port follows the unit's reductions: grads_set_aside and
- * grads_reduced. */
+ * grads_reduced. No at first. */
 void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed);
 
 /* Lets the sharded gradients go, which nobody needs any more. Their memory is

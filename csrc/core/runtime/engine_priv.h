@@ -1,6 +1,20 @@
 /*
  * What the runtime's files share: the structs of an engine and a unit.
- * Each field is written by the file named beside it (or by engine.c).
+ *
+ * A comment that begins with names of files names the only files that write
+ * the field. On a line of its own it stands for the fields up to the next blank
+ * line or comment line. fsdp_unit_create() and fsdp_engine_create() may
+ * initialise every field. tests/lint/test_writers.py checks this.
+ *
+ * A file calls only files below it:
+ *
+ *   engine.c
+ *   forward.c  backward.c  summon.c
+ *   reduce.c  summoned.c  place.c
+ *   reduce_unit.c
+ *   unshard.c  pack.c  scratch.c
+ *   gradients.c  check_order.c
+ *   memory.c  failure.c  note.c
  */
 #ifndef FSDP_RUNTIME_ENGINE_PRIV_H
 #define FSDP_RUNTIME_ENGINE_PRIV_H
@@ -17,20 +31,34 @@ enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
  * for small parameters, early release for large ones. */
 enum { FSDP_PACK_THRESHOLD_NBYTES = 1 << 20 };
 
+/* Which gradients of a unit hold a value: a set. A reduction adds what the
+ * others hold to the sharded one. */
+typedef enum fsdp_grads {
+  FSDP_GRADS_UNSHARDED = 1 << 0, /* grad_data, in a block of the arena */
+  FSDP_GRADS_PARTIAL = 1 << 1,   /* partial_data; see FSDP_SYNC_SHARD */
+  FSDP_GRADS_SHARDED = 1 << 2    /* grad_shard of the segments */
+} fsdp_grads;
+
 typedef struct fsdp_unit_segment {
   fsdp_segment_options options;
   const fsdp_segment *layout; /* borrowed */
-  bool is_resident;  /* one rank, no cast: the shard is the unsharded segment */
-  bool is_trainable; /* place.c: some parameter requires grad */
-  bool has_grad_place; /* place.c: it ever was */
-  bool has_grad_shard; /* reduce_unit.c: the sharded gradient is allocated */
-  /* Bytes from the start of the parameter block. */
+
+  /* place.c */
+  bool is_resident;    /* one rank, no cast: the shard is the whole segment */
+  bool is_trainable;   /* some parameter requires grad */
+  bool has_grad_place; /* it ever was trainable */
+
+  /* gradients.c: memory of the sharded gradient; NULL: none. Ask for it again
+   * in each reduction: the port may have moved it since. */
+  void *grad_shard;
+
+  /* place.c: bytes from the start of the parameter block */
   int64_t param_offset;
   int64_t param_stage_offset; /* the shard before its cast, if offloaded */
-  /* Bytes from the start of the gradient block. */
+  /* place.c: bytes from the start of the gradient block */
   int64_t grad_offset;
   int64_t grad_stage_offset; /* the sharded gradient on the device, likewise */
-  /* Bytes from the start of other blocks. */
+  /* place.c: bytes from the start of other blocks */
   int64_t full_offset;      /* of whole parameters in master dtype */
   int64_t full_grad_offset; /* of whole gradients in grad dtype */
   int64_t partial_offset;   /* of the partial gradient */
@@ -39,79 +67,92 @@ typedef struct fsdp_unit_segment {
 
 /* Whole parameters, or whole gradients, of a unit in memory of their own. */
 typedef struct fsdp_summoned {
+  /* summoned.c */
   void *block;      /* on the device; NULL: none */
   void *host_block; /* in host memory; NULL: none */
   void **data;      /* segments in one of them; NULL entries: not in it */
-  bool is_shown;    /* the user sees it */
-  bool is_live;     /* gradients that the user saw: there were any at the end */
+
+  bool is_shown; /* summon.c: the user sees it */
+  bool is_live;  /* summon.c: of gradients that the user saw: any at the end */
 } fsdp_summoned;
+
+/* A unit's part in the open step. */
+typedef struct fsdp_unit_step {
+  bool ran_forward;       /* forward.c: since the last end of backward */
+  bool entered_backward;  /* backward.c: in the open backward */
+  int64_t expected_grads; /* backward.c: still to come in the open backward */
+  bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
+} fsdp_unit_step;
 
 struct fsdp_unit {
   fsdp_unit_options options; /* name points at `name`, segments at `segments` */
   char *name;
-  fsdp_engine *engine; /* borrowed; NULL: in no engine */
-  int64_t index;       /* in engine->units */
+  fsdp_engine *engine; /* engine.c: borrowed; NULL: in no engine */
+  int64_t index;       /* engine.c: in engine->units */
 
   int64_t num_segments;
   fsdp_unit_segment *segments;
+
+  /* place.c */
   bool is_resident; /* every segment is */
   bool has_cast;    /* some segment's parameters have another dtype */
-  /* Bytes of the unit's blocks; 0: needs none. */
+  /* place.c: bytes of the unit's blocks; 0: needs none. */
   int64_t param_nbytes;
   int64_t grad_nbytes;
   int64_t full_nbytes;
   int64_t full_grad_nbytes;
   int64_t partial_nbytes;
   int64_t scratch_nbytes;
+
   /* In the engine's arena; -1: none. */
-  int64_t param_client;
-  int64_t grad_client;
-  int64_t full_client; /* whole parameters in master dtype; made at first use */
+  int64_t param_client; /* engine.c */
+  int64_t grad_client;  /* engine.c, place.c */
+  int64_t full_client;  /* engine.c, unshard.c: whole parameters in master
+                           dtype; made at first use */
 
-  fsdp_unit_state state;
-  fsdp_error first_error;  /* meaningful in FAILED */
-  fsdp_event *unsharded;   /* unshard.c: after the all-gather */
-  void **param_data;       /* unshard.c: unsharded segments */
-  bool is_kept;            /* unshard.c: UNSHARDING, and the block was used:
-                              hidden until backward or the next forward */
-  bool is_ahead;           /* unshard.c: UNSHARDING by a prefetch */
-  bool is_between_batches; /* backward.c: kept by a backward without sync */
-  bool is_full;            /* unshard.c: this unshard is in master dtype */
-  bool wants_full;         /* engine.c: the next one will be */
+  fsdp_unit_state state;  /* failure.c: along the table of unit/state.h */
+  fsdp_error first_error; /* failure.c: meaningful in FAILED */
+  fsdp_unit_step step;    /* backward.c, engine.c: cleared when a step ends */
 
-  bool ran_forward;       /* forward.c: since the last end of backward */
-  bool entered_backward;  /* backward.c: in the open backward */
-  int64_t expected_grads; /* backward.c: still to come in the open backward */
+  fsdp_event *unsharded; /* engine.c: recorded after the all-gather */
+  void **param_data;     /* unshard.c: unsharded segments; valid while held */
+  bool is_full;          /* unshard.c: the last unshard was in master dtype */
+  bool wants_full;       /* engine.c: the next one is, if there is a cast */
 
-  void **grad_data;   /* grads.c: unsharded gradients; valid while held */
-  void **stage_data;  /* grads.c: likewise; NULL entries: not offloaded */
-  uint8_t *is_filled; /* grads.c: per parameter: grad_data holds its gradient */
-  fsdp_grad *pending; /* grads.c: handed over, not packed; num_params places */
+  uint8_t grads; /* gradients.c: a set of fsdp_grads */
+  /* gradients.c: valid while unsharded gradients exist. NULL entries: frozen;
+   * of stage_data also: not offloaded. */
+  void **grad_data;
+  void **stage_data;
+  /* gradients.c: memory is kept once it was needed. NULL entries: frozen. */
+  void *partial_block;
+  void **partial_data;
+
+  /* pack.c */
+  uint8_t *is_filled; /* per parameter: grad_data holds its gradient */
+  fsdp_grad *pending; /* handed over, not packed; num_params places */
   int64_t num_pending;
   int64_t pending_nbytes;
-  fsdp_pack_item *items; /* grads.c: scratch, 2 * num_params + num_segments */
+  fsdp_pack_item *items; /* scratch, 2 * num_params + num_segments */
 
-  bool has_sharded_grad; /* reduce.c: the sharded gradient holds a value */
-  bool is_reduce_ready;  /* reduce.c: gradient complete, reduction not issued */
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool has_reduce_hook;    /* engine.c */
   bool is_followed;        /* engine.c: the port acts after each reduction */
 
-  bool has_partial;    /* reduce_unit.c: the partial gradient holds a value */
-  void *partial_block; /* reduce_unit.c: kept once it was needed */
-  void **partial_data; /* reduce_unit.c: NULL entries: frozen */
+  /* summon.c */
+  bool is_summoned;
+  fsdp_summon_options summon; /* of the open summon */
+  bool has_whole_grads;       /* some rank shows whole gradients */
 
-  bool is_summoned;           /* summon.c */
-  fsdp_summon_options summon; /* summon.c: of the open summon */
-  bool has_whole_grads;       /* summon.c: some rank shows whole gradients */
-  fsdp_summoned whole;        /* summoned.c: its parameters */
-  fsdp_summoned whole_grad;   /* summoned.c: its gradients */
+  fsdp_summoned whole;      /* its parameters */
+  fsdp_summoned whole_grad; /* its gradients */
 };
 
 /* A second buffer for reductions. */
 typedef struct fsdp_scratch {
+  /* scratch.c */
   void *block; /* NULL: none */
-  int64_t nbytes;
+  int64_t block_nbytes;
   fsdp_event *free_event; /* after its last use; NULL: never used */
 } fsdp_scratch;
 
@@ -121,16 +162,18 @@ struct fsdp_engine {
   fsdp_device_ops ops;
   fsdp_arena *arena;
   fsdp_order *order;
+
+  /* engine.c */
   fsdp_unit **units;
   size_t num_units;
   size_t units_capacity;
-
   fsdp_sync sync;
+  bool offloads; /* some unit does */
+
   bool checks_order; /* check_order.c */
-  bool offloads;     /* some unit does */
-  bool in_backward;  /* backward.c */
-  int64_t depth;     /* forward.c: units inside forward now */
-  fsdp_unit *root;   /* forward.c: outermost unit of this iteration */
+  bool in_backward;  /* backward.c, engine.c */
+  int64_t depth;     /* forward.c, engine.c: units inside forward now */
+  fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
 
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
@@ -147,17 +190,18 @@ struct fsdp_engine {
   size_t issued_capacity;
   size_t reduce_cursor; /* into recorded_reduces */
 
-  fsdp_scratch scratches[FSDP_NUM_SCRATCHES]; /* scratch.c; they take turns */
+  fsdp_scratch scratches[FSDP_NUM_SCRATCHES]; /* scratch.c: they take turns */
   int64_t scratch_turn;                       /* scratch.c */
 
-  int64_t num_iterations;
-  int64_t num_all_gathers;
-  int64_t num_reduces;
-  int64_t num_prefetches;
-  uint64_t order_fingerprint; /* check_order.c: of all collectives so far */
+  int64_t num_iterations;     /* forward.c */
+  int64_t num_all_gathers;    /* unshard.c, summoned.c */
+  int64_t num_reduces;        /* reduce.c */
+  int64_t num_prefetches;     /* unshard.c */
+  uint64_t order_fingerprint; /* check_order.c, engine.c: of all collectives */
   int64_t num_order_checks;   /* check_order.c */
   fsdp_trace trace;
-  fsdp_timeline *timeline; /* note.c: borrowed; NULL: nothing is recorded */
+  /* note.c, forward.c, engine.c: borrowed; NULL: nothing is recorded. */
+  fsdp_timeline *timeline;
 };
 
 /* The start of `rank`'s piece in a segment of `shard_numel` per rank. */
@@ -172,11 +216,17 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_place_segments(fsdp_unit *self,
                                                          fsdp_error *error);
 
 /* failure.c */
+/* Moves the unit along the table of its states. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_advance(fsdp_unit *unit,
+                                                  fsdp_unit_event event,
+                                                  fsdp_error *error);
 /* FSDP_OK, or the error that put the unit into FAILED. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit,
                                                 fsdp_error *error);
-/* Puts the unit into FAILED and keeps `error` (NULL is fine) as its first. */
-void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *error);
+/* Puts the unit into FAILED, which keeps `cause` if it is its first error.
+ * error [out] `cause`; NULL is fine. */
+void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *cause,
+                         fsdp_error *error);
 /* `waiter` waits for the work now on `recorder`, through `event`. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
                                                       fsdp_lane waiter,
@@ -189,12 +239,9 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
                                                   int64_t nbytes, void **block,
                                                   fsdp_error *error);
-/* The port's grad_shard. */
-FSDP_NODISCARD fsdp_status fsdp_unit_priv_grad_shard(fsdp_unit *unit,
-                                                     int64_t segment,
-                                                     bool is_replaced,
-                                                     void **data,
-                                                     fsdp_error *error);
+/* Whether a call of the port that ended with `status` is worth another try:
+ * the device was out of memory, and blocks that nobody holds were freed. */
+bool fsdp_engine_priv_has_made_room(fsdp_engine *engine, fsdp_status status);
 
 /* note.c: spans of the timeline. Nothing happens while none is recorded. */
 typedef struct fsdp_priv_span {
@@ -235,15 +282,17 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit,
 /* SHARDED or REDUCING -> UNSHARDING. Nothing happens in other states. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit,
                                                   fsdp_error *error);
-/* UNSHARDING -> UNSHARDED. Nothing happens in other states. */
+/* Makes the compute lane wait for the block: -> UNSHARDED. Nothing happens
+ * without a block, or if the unit is UNSHARDED. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit,
                                                        fsdp_error *error);
-/* UNSHARDING or UNSHARDED -> SHARDED. Nothing happens in other states. */
+/* Gives the block back: -> SHARDED. Nothing happens without one. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit,
                                                   fsdp_error *error);
-/* UNSHARDED -> UNSHARDING: the unit keeps its block, for a backward or the next
+/* UNSHARDED -> HIDDEN: the unit keeps its block, for a backward or the next
  * micro-batch, but between forward and backward, and between steps, the user
- * sees the shards: parameters may be stepped, saved or changed there. */
+ * sees the shards: parameters may be stepped, saved or changed there. Nothing
+ * happens in other states, or to a resident unit. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
                                                fsdp_error *error);
 /* Unshards `engine->units[index]` ahead of its use, if it is SHARDED; an index
@@ -251,6 +300,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
                                                      int64_t index,
                                                      fsdp_error *error);
+/* Whether the unit's next unshard is in master dtype. */
+static inline bool fsdp_unit_priv_wants_full(const fsdp_unit *unit) {
+  return unit->wants_full && unit->has_cast;
+}
 
 /* summoned.c: parameters (`is_grad` false) or gradients of a unit, whole. */
 /* Gathers the shards into a new block on the device; lane COMPUTE. */
@@ -279,17 +332,49 @@ void fsdp_unit_priv_abandon_whole(fsdp_unit *unit);
  * unit is not summoned. */
 void fsdp_unit_priv_end_summon(fsdp_unit *unit);
 
-/* backward.c */
-/* Prefetches the unit whose backward comes next. */
-FSDP_NODISCARD fsdp_status
-fsdp_engine_priv_prefetch_backward(fsdp_engine *engine, fsdp_error *error);
-
-/* grads.c */
-/* Whether the unit holds an unsharded gradient. */
-bool fsdp_unit_priv_holds_grads(const fsdp_unit *unit);
-/* Takes a gradient block unless one is held. */
+/* gradients.c: which gradients of a unit exist, their memory, and what the user
+ * sees of them. */
+/* Whether any gradient of the set exists. */
+static inline bool fsdp_unit_priv_has_grads(const fsdp_unit *unit, int kinds) {
+  return (unit->grads & kinds) != 0;
+}
+/* Says that the gradients of the set exist, or do not. */
+void fsdp_unit_priv_set_grads(fsdp_unit *unit, int kinds, bool exist);
+/* Takes a block for unsharded gradients, whatever it contains. The unit has
+ * none. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit,
                                                           fsdp_error *error);
+/* Forgets the unsharded gradients, if there are any; their block is free after
+ * `lane`. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit,
+                                                     fsdp_lane lane,
+                                                     fsdp_error *error);
+/* Allocates the partial gradient unless it has memory. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_partial(fsdp_unit *unit,
+                                                       fsdp_error *error);
+/* Frees the partial gradient; COMPUTE waited for the lane that used it. */
+void fsdp_unit_priv_free_partial(fsdp_unit *unit);
+/* Updates grad_shard of the segment: the port allocates what has no memory, as
+ * zeros unless all of it is about to be replaced. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_make_grad_shard(fsdp_unit *unit,
+                                                          int64_t segment,
+                                                          bool is_replaced,
+                                                          fsdp_error *error);
+/* Lets sharded gradients go that the user cleared since the last step: their
+ * memory is free for the activations of the forward that begins. */
+void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit);
+/* Takes the user's view of the gradients away, so that a backward starts from
+ * nothing. Gradients that the user cleared no longer exist; those that the user
+ * set are in the sharded one. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_user_grads(fsdp_unit *unit,
+                                                          fsdp_error *error);
+/* Lets the user see the gradients. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_grads(fsdp_unit *unit,
+                                                     fsdp_error *error);
+/* pack.c */
+/* Takes a block for unsharded gradients, all unfilled, unless one is held. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_open_grads(fsdp_unit *unit,
+                                                     fsdp_error *error);
 /* Takes ownership of `grad`: packed now or later. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit,
                                                    const fsdp_grad *grad,
@@ -301,10 +386,8 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit,
  * One launch a segment for both. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit,
                                                      fsdp_error *error);
-/* Forgets the unsharded gradient; its block is free after `lane`. */
-FSDP_NODISCARD fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit,
-                                                     fsdp_lane lane,
-                                                     fsdp_error *error);
+/* Releases the pending gradients unpacked. */
+void fsdp_unit_priv_release_pending(fsdp_unit *unit);
 
 /* scratch.c */
 /* Memory that REDUCE may write: `nbytes` or more. Every take is followed by a
@@ -319,19 +402,11 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_give_scratch(fsdp_engine *engine,
 int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine);
 void fsdp_engine_priv_free_scratch(fsdp_engine *engine);
 
-/* grads.c */
-/* Lets sharded gradients go that the user cleared since the last step: their
- * memory is free for the activations of the forward that begins. */
-void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit);
-void fsdp_unit_priv_free_grad_shards(fsdp_unit *unit);
-
 /* reduce_unit.c */
 /* Enqueues the unit's reduction: from the complete gradient block to the
  * sharded gradient, or, with FSDP_SYNC_SHARD, to the partial one. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit,
                                                          fsdp_error *error);
-/* Frees the partial gradient; COMPUTE waited for the lane that used it. */
-void fsdp_unit_priv_free_partial(fsdp_unit *unit);
 
 /* reduce.c */
 /* Says that the unit's gradient is complete. Issues its reduction, and those
@@ -346,5 +421,9 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_finish_reduces(fsdp_engine *engine,
                                                            fsdp_error *error);
 /* Forgets the reductions of an unfinished backward and the recorded order. */
 void fsdp_engine_priv_reset_reduces(fsdp_engine *engine);
+/* Forgets those of the unit and the recorded order. What this backward issued
+ * for other units stays: its end has to wait for it. */
+void fsdp_engine_priv_forget_reduces(fsdp_engine *engine,
+                                     const fsdp_unit *unit);
 
 #endif /* FSDP_RUNTIME_ENGINE_PRIV_H */

@@ -1,5 +1,10 @@
-/* What every sequence uses: waiting between lanes, and failing. */
+/* What every sequence uses: a unit's state, failing, waiting between lanes. */
 #include "runtime/engine_priv.h"
+
+fsdp_status fsdp_unit_priv_advance(fsdp_unit *unit, fsdp_unit_event event,
+                                   fsdp_error *error) {
+  return fsdp_unit_state_advance(&unit->state, event, unit->name, error);
+}
 
 fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit, fsdp_error *error) {
   if (unit->state != FSDP_UNIT_FAILED) return FSDP_OK;
@@ -9,11 +14,13 @@ fsdp_status fsdp_unit_priv_check(const fsdp_unit *unit, fsdp_error *error) {
                    unit->name, unit->first_error.message);
 }
 
-void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *error) {
+void fsdp_unit_priv_fail(fsdp_unit *unit, const fsdp_error *cause,
+                         fsdp_error *error) {
+  if (error != NULL) *error = *cause;
   if (unit->state == FSDP_UNIT_FAILED) return; /* the first error stays */
-  if (error != NULL) unit->first_error = *error;
+  unit->first_error = *cause;
   /* FAIL is allowed from every state. */
-  (void)!fsdp_unit_state_advance(&unit->state, FSDP_EVENT_FAIL, NULL);
+  (void)!fsdp_unit_priv_advance(unit, FSDP_EVENT_FAIL, NULL);
 }
 
 fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine, fsdp_lane waiter,

@@ -1,16 +1,15 @@
 /* Forward: what happens before and after a unit's module runs. */
 #include "runtime/engine_priv.h"
 
-/* Gives back what an earlier iteration kept for a backward that never came (or
- * came partly), and what it kept between micro-batches if the user changed the
- * weights since. */
+/* Gives back blocks that an earlier iteration kept for a backward that did not
+ * run, and those kept for this micro-batch if the user changed the weights. */
 static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
   const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
     if (unit->state == FSDP_UNIT_FAILED) continue;
-    if (unit->is_kept && unit->is_between_batches &&
+    if (unit->state == FSDP_UNIT_KEPT &&
         !ops->params_changed(ops->context, unit->options.owner)) {
       continue;
     }
@@ -43,16 +42,15 @@ done:
   return status;
 }
 
-/* The outermost unit leaves: prefetches beyond the end are dropped, what stays
- * for backward is hidden. The end of a backward waits for the uploads of its
- * forward; where none is expected, this does, because the user may write the
- * shards on the host next. */
+/* The outermost unit leaves: unused prefetches are dropped, blocks kept for
+ * backward are hidden. The user may write the shards on the host next, so the
+ * host waits for the uploads, unless a backward follows, which does. */
 static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
                                  fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
-    if (unit->state == FSDP_UNIT_UNSHARDING && !unit->is_kept) {
+    if (fsdp_unit_state_is_in_flight(unit->state)) {
       FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
     FSDP_TRY(fsdp_unit_priv_hide(unit, error));
@@ -88,7 +86,8 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   }
   if (engine->depth == 0) FSDP_TRY(begin_iteration(unit, error));
   FSDP_TRY(fsdp_order_pre_forward(engine->order, unit->index, error));
-  if (unit->is_full != unit->wants_full) { /* kept, or prefetched too early */
+  if (unit->is_full !=
+      fsdp_unit_priv_wants_full(unit)) { /* kept, or prefetched too early */
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
@@ -97,12 +96,12 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
         engine, fsdp_order_next_forward(engine->order, 1), error));
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
-  unit->ran_forward = true;
+  unit->step.ran_forward = true;
   engine->depth++; /* last: the caller leaves forward only if it entered */
 done:
-  /* Not entered: nothing of it stays in flight. The first error is reported. */
+  /* Not entered, so nothing stays in flight. The first error is reported. */
   if (status != FSDP_OK) {
-    if (unit->state == FSDP_UNIT_UNSHARDING) {
+    if (unit->state != FSDP_UNIT_UNSHARDED) {
       (void)!fsdp_unit_priv_reshard(unit, NULL);
     }
     if (engine->depth == 0) (void)!end_iteration(engine, false, NULL);
@@ -115,7 +114,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
 
-  /* Summoned inside its own forward cannot be; summoned before it: no-op. */
+  /* A unit cannot be summoned during its own forward, so it was before it. */
   if (unit->is_summoned || in_backward) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_check(unit, error));
   FSDP_TRY(fsdp_order_post_forward(engine->order, unit->index, error));

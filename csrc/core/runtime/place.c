@@ -138,8 +138,8 @@ fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit, int64_t segment,
   fsdp_status status = FSDP_OK;
 
   if (self->is_trainable == is_trainable) return FSDP_OK;
-  if (unit->engine != NULL && (unit->engine->in_backward || unit->has_partial ||
-                               fsdp_unit_priv_holds_grads(unit))) {
+  if (unit->engine != NULL &&
+      (unit->engine->in_backward || fsdp_unit_holds_grads(unit))) {
     if (!is_trainable) return FSDP_OK; /* not yet */
     return FSDP_FAIL(error, FSDP_INVALID_STATE,
                      "parameters of unit '%s' were unfrozen in the middle of a "

@@ -14,27 +14,27 @@
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
 
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE);
-  unit->is_reduce_ready = false;
+  unit->step.is_reduce_ready = false;
   if (!fsdp_grow((void **)&engine->issued_reduces, &engine->issued_capacity,
                  engine->num_issued_reduces + 1,
                  sizeof *engine->issued_reduces)) {
-    status = FSDP_FAIL(&local, FSDP_OUT_OF_MEMORY, "record of reductions");
+    status = FSDP_FAIL(&local, FSDP_OUT_OF_MEMORY,
+                       "unit '%s': out of host memory for the order of "
+                       "reductions",
+                       unit->name);
     goto done;
   }
   FSDP_TRY(fsdp_unit_priv_enqueue_reduce(unit, &local));
-  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_REDUCE, &local));
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
   engine->num_reduces++;
   fsdp_engine_priv_end(engine, unit, span, 0, 0);
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
@@ -44,10 +44,10 @@ static fsdp_status advance_cursor(fsdp_engine *engine, bool skip_unready,
   fsdp_status status = FSDP_OK;
   while (engine->reduce_cursor < engine->num_recorded_reduces) {
     fsdp_unit *next = engine->recorded_reduces[engine->reduce_cursor];
-    if (next->is_reduce_ready) {
+    if (next->step.is_reduce_ready) {
       engine->reduce_cursor++;
       FSDP_TRY(issue_reduce(next, error));
-    } else if (skip_unready || !next->ran_forward) {
+    } else if (skip_unready || !next->step.ran_forward) {
       engine->reduce_cursor++;
     } else {
       break;
@@ -61,7 +61,7 @@ fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const int64_t position = unit->reduce_position;
 
-  unit->is_reduce_ready = true;
+  unit->step.is_reduce_ready = true;
   if (position < (int64_t)engine->reduce_cursor) { /* -1: not recorded */
     return issue_reduce(unit, error);
   }
@@ -73,7 +73,7 @@ fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
   fsdp_status status = FSDP_OK;
   FSDP_TRY(advance_cursor(engine, true, error));
   for (size_t i = engine->num_units; i-- > 0;) {
-    if (engine->units[i]->is_reduce_ready) {
+    if (engine->units[i]->step.is_reduce_ready) {
       FSDP_TRY(issue_reduce(engine->units[i], error));
     }
   }
@@ -124,4 +124,21 @@ done:
 void fsdp_engine_priv_reset_reduces(fsdp_engine *engine) {
   engine->num_issued_reduces = 0;
   record_order(engine);
+}
+
+void fsdp_engine_priv_forget_reduces(fsdp_engine *engine,
+                                     const fsdp_unit *unit) {
+  size_t num_left = 0;
+  for (size_t i = 0; i < engine->num_issued_reduces; i++) {
+    if (engine->issued_reduces[i] == unit) continue;
+    engine->issued_reduces[num_left++] = engine->issued_reduces[i];
+  }
+  engine->num_issued_reduces = num_left;
+  if (engine->num_recorded_reduces > 0) { /* once, not for every unit */
+    for (size_t i = 0; i < engine->num_units; i++) {
+      engine->units[i]->reduce_position = -1;
+    }
+  }
+  engine->num_recorded_reduces = 0;
+  engine->reduce_cursor = 0;
 }

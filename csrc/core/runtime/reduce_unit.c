@@ -110,26 +110,11 @@ done:
 /* Partial gradient ----------------------------------------------------------
  */
 
-static fsdp_status take_partial(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-
-  if (unit->partial_block != NULL) return FSDP_OK;
-  FSDP_TRY(fsdp_engine_priv_alloc(unit->engine, unit->partial_nbytes,
-                                  &unit->partial_block, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    unit->partial_data[i] =
-        unit->segments[i].has_grad_place
-            ? (char *)unit->partial_block + unit->segments[i].partial_offset
-            : NULL;
-  }
-done:
-  return status;
-}
-
 /* partial (+)= slot, or the other way round. */
 static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
                                fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
+  const bool has_partial = fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL);
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -141,74 +126,56 @@ static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
     FSDP_TRY(ops->accumulate(ops->context, lane, to_slot ? slot : partial,
                              dtype, to_slot ? partial : slot, dtype,
                              segment->layout->shard_numel, 1.0,
-                             to_slot || unit->has_partial, error));
+                             to_slot || has_partial, error));
   }
 done:
   return status;
 }
 
-void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
-  unit->has_partial = false;
-  if (unit->partial_block == NULL) return;
-  /* If the record fails, the older event is what is left to wait for. */
-  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
-                           NULL);
-  ops->block_free(ops->context, unit->partial_block, unit->partial_nbytes,
-                  unit->unsharded);
-  unit->partial_block = NULL;
-}
-
 /* Sharded gradient ----------------------------------------------------------
  */
 
-/* Whether the reduction adds to what the sharded gradient holds. Whoever
- * follows it sees this backward's part alone, and adds afterwards. */
+/* Whether the reduction adds to the sharded gradient. Of a followed unit the
+ * port adds, after the reduction: followers see this backward's part alone. */
 static bool adds_to_grads(const fsdp_unit *unit) {
-  return unit->has_sharded_grad && !unit->is_followed;
+  return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED) &&
+         !unit->is_followed;
 }
 
 static void set_grads_aside(fsdp_unit *unit) {
   const fsdp_device_ops *ops = &unit->engine->ops;
-  if (!unit->is_followed || !unit->has_sharded_grad) return;
-  ops->grads_set_aside(ops->context, unit->options.owner);
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    unit->segments[i].has_grad_shard = false;
+  if (unit->is_followed && fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
+    ops->grads_set_aside(ops->context, unit->options.owner);
   }
 }
 
 /* Before the lanes wait for COMPUTE, where new ones are zeroed. */
 static fsdp_status make_grad_shards(fsdp_unit *unit, fsdp_error *error) {
-  void *data = NULL;
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (unit->grad_data[i] == NULL || unit->segments[i].has_grad_shard) {
-      continue;
-    }
+    if (unit->grad_data[i] == NULL) continue;
     FSDP_TRY(
-        fsdp_unit_priv_grad_shard(unit, i, !adds_to_grads(unit), &data, error));
-    unit->segments[i].has_grad_shard = true;
+        fsdp_unit_priv_make_grad_shard(unit, i, !adds_to_grads(unit), error));
   }
 done:
   return status;
 }
 
 /* The segment's sharded gradient on the device: itself, or a staging copy. */
-static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, void *host,
-                              fsdp_lane lane, void **target,
-                              fsdp_error *error) {
+static fsdp_status bring_grad(fsdp_unit *unit, int64_t index, fsdp_lane lane,
+                              void **target, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   const fsdp_unit_segment *segment = &unit->segments[index];
   fsdp_status status = FSDP_OK;
 
-  *target = host;
+  *target = segment->grad_shard;
   if (!unit->options.offloads) return FSDP_OK;
   *target = unit->stage_data[index];
   if (!adds_to_grads(unit)) return FSDP_OK;
   FSDP_TRY(ops->copy_to_device(
-      ops->context, FSDP_LANE_DOWNLOAD, *target, host,
+      ops->context, FSDP_LANE_DOWNLOAD, *target, segment->grad_shard,
       segment->layout->shard_numel * segment->options.grad_dtype.itemsize,
       error));
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_DOWNLOAD,
@@ -217,7 +184,8 @@ done:
   return status;
 }
 
-/* The event of `lane`: its last record was waited for at once. */
+/* The event of `lane`. It can be recorded: its last record was waited for at
+ * once. */
 static fsdp_event *lane_event(const fsdp_engine *engine, fsdp_lane lane) {
   return lane == FSDP_LANE_REDUCE ? engine->reduce_done
                                   : engine->replicate_done;
@@ -235,7 +203,8 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
       unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * num_ranks);
   fsdp_status status = FSDP_OK;
 
-  if (unit->options.offloads && unit->has_sharded_grad) { /* it comes first */
+  if (unit->options.offloads &&
+      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) { /* it comes first */
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
   }
@@ -243,23 +212,21 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
     const fsdp_unit_segment *segment = &unit->segments[i];
     const int64_t numel = segment->layout->shard_numel;
     const fsdp_dtype dtype = segment->options.grad_dtype;
-    void *grad_shard = NULL;
     void *target = NULL;
     if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->grad_shard(ops->context, unit->options.owner, i,
-                             !adds_to_grads(unit), &grad_shard, error));
-    FSDP_TRY(bring_grad(unit, i, grad_shard, lane, &target, error));
+    FSDP_TRY(bring_grad(unit, i, lane, &target, error));
     FSDP_TRY(ops->accumulate(ops->context, lane, target, dtype,
                              own_slot(unit, i), segment->options.reduce_dtype,
                              numel, scale, adds_to_grads(unit), error));
     if (!unit->options.offloads) continue;
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_DOWNLOAD, lane,
                                         lane_event(engine, lane), error));
-    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD, grad_shard,
-                               target, numel * dtype.itemsize, error));
+    FSDP_TRY(ops->copy_to_host(ops->context, FSDP_LANE_DOWNLOAD,
+                               segment->grad_shard, target,
+                               numel * dtype.itemsize, error));
   }
   *last_use = unit->options.offloads ? FSDP_LANE_DOWNLOAD : lane;
-  unit->has_sharded_grad = true;
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, true);
 done:
   return status;
 }
@@ -281,13 +248,24 @@ done:
   return status;
 }
 
+/* Adds the partial gradient to the slots, which then hold all of it. */
+static fsdp_status use_partial(fsdp_unit *unit, fsdp_lane lane,
+                               fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) return FSDP_OK;
+  FSDP_TRY(add_partial(unit, lane, true, error));
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);
+done:
+  return status;
+}
+
 /* Adds the reduced slots to the partial gradient; the block is then free. */
 static fsdp_status end_partial(fsdp_unit *unit, fsdp_lane lane,
                                fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(take_partial(unit, error));
+  FSDP_TRY(fsdp_unit_priv_take_partial(unit, error));
   FSDP_TRY(add_partial(unit, lane, false, error));
-  unit->has_partial = true;
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, true);
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, lane, error));
 done:
   return status;
@@ -319,9 +297,8 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
     set_grads_aside(unit);
     FSDP_TRY(make_grad_shards(unit, error));
   }
-  if (unit->has_partial && partial_lane == FSDP_LANE_COMPUTE) {
-    FSDP_TRY(add_partial(unit, partial_lane, true, error));
-    unit->has_partial = false;
+  if (partial_lane == FSDP_LANE_COMPUTE) {
+    FSDP_TRY(use_partial(unit, partial_lane, error));
   }
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, lane, FSDP_LANE_COMPUTE,
                                       engine->compute_done, error));
@@ -331,10 +308,7 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(reduce_scatter_segments(unit, error));
   }
   if (is_partial) return end_partial(unit, partial_lane, error);
-  if (unit->has_partial) {
-    FSDP_TRY(add_partial(unit, partial_lane, true, error));
-    unit->has_partial = false;
-  }
+  FSDP_TRY(use_partial(unit, partial_lane, error)); /* unless it did */
   if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));

@@ -1,7 +1,7 @@
 /*
  * Scratch: the second buffer of a reduction, for providers that want one. Two
- * blocks take turns, so that a reduction need not wait for the one before it;
- * both are as large as the largest unit needs.
+ * blocks take turns, so that a reduction does not wait for the one before it.
+ * Each is as large as the largest unit needs.
  */
 #include "runtime/engine_priv.h"
 
@@ -17,10 +17,10 @@ static int64_t largest_need(const fsdp_engine *engine, int64_t nbytes) {
 static void free_one(fsdp_engine *engine, fsdp_scratch *scratch) {
   const fsdp_device_ops *ops = &engine->ops;
   if (scratch->block == NULL) return;
-  ops->block_free(ops->context, scratch->block, scratch->nbytes,
+  ops->block_free(ops->context, scratch->block, scratch->block_nbytes,
                   scratch->free_event);
   scratch->block = NULL;
-  scratch->nbytes = 0;
+  scratch->block_nbytes = 0;
 }
 
 fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine, int64_t nbytes,
@@ -29,7 +29,7 @@ fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine, int64_t nbytes,
   fsdp_scratch *scratch = &engine->scratches[engine->scratch_turn];
   fsdp_status status = FSDP_OK;
 
-  if (scratch->nbytes >= nbytes) {
+  if (scratch->block_nbytes >= nbytes) {
     FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_REDUCE,
                              scratch->free_event, error));
   } else {
@@ -39,7 +39,7 @@ fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine, int64_t nbytes,
     }
     free_one(engine, scratch);
     FSDP_TRY(fsdp_engine_priv_alloc(engine, need, &scratch->block, error));
-    scratch->nbytes = need;
+    scratch->block_nbytes = need;
   }
   *data = scratch->block;
 done:
@@ -59,7 +59,7 @@ fsdp_status fsdp_engine_priv_give_scratch(fsdp_engine *engine,
 int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine) {
   int64_t nbytes = 0;
   for (int i = 0; i < FSDP_NUM_SCRATCHES; i++) {
-    nbytes += engine->scratches[i].nbytes;
+    nbytes += engine->scratches[i].block_nbytes;
   }
   return nbytes;
 }

@@ -20,10 +20,9 @@ static bool moves_params(const fsdp_unit *unit) {
   return unit->full_nbytes > 0 && (!unit->is_resident || unit->summon.on_host);
 }
 
-/* Whether what is written is kept without a write-back too: FSDP1 shows the
- * storage itself where a rank holds all of a unit (NO_SHARD), and so does a
- * unit here that needs no cast. One answer for parameters with and without
- * casts, and for gradients. */
+/* Whether writes are kept without a write-back too. FSDP1 keeps them where a
+ * rank holds all of a unit (NO_SHARD), because it shows the storage itself.
+ * Here this holds with and without a cast, and for gradients. */
 static bool keeps_writes(const fsdp_unit *unit) {
   return unit->options.shard_group.world_size == 1 && !unit->options.offloads &&
          !unit->summon.on_host && !unit->summon.on_first_rank_only;
@@ -59,8 +58,8 @@ done:
   return status;
 }
 
-/* What `flag` is on the first rank of `group` or, with `any`, whether it is set
- * on any rank. The host waits for the answer. */
+/* flag [in, out]: its value on the first rank of `group` or, with `any`,
+ * whether it is set on any rank. The host waits for the exchange. */
 static fsdp_status agree(fsdp_unit *unit, const fsdp_group *group, bool any,
                          bool *flag, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
@@ -71,8 +70,8 @@ static fsdp_status agree(fsdp_unit *unit, const fsdp_group *group, bool any,
   if (group->world_size == 1) return FSDP_OK;
   all = fsdp_calloc((size_t)group->world_size, sizeof *all);
   if (all == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "summon of unit '%s'",
-                     unit->name);
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "unit '%s': out of host memory for a summon", unit->name);
   }
   FSDP_TRY(ops->exchange(ops->context, group, &mine, 1, all, error));
   *flag = all[0] != 0;
@@ -84,8 +83,8 @@ done:
   return status;
 }
 
-/* What `flag` is on the rank whose values a write-back spreads: the first of
- * the shard group of the first replica. */
+/* flag [in, out]: its value on the rank whose values a write-back broadcasts,
+ * the first of the shard group of the first replica. */
 static fsdp_status follow_first(fsdp_unit *unit, bool *flag,
                                 fsdp_error *error) {
   fsdp_status status = FSDP_OK;
@@ -97,20 +96,18 @@ done:
   return status;
 }
 
-/* Gradients that are not sharded yet (no_sync) are whole, or partial: they stay
- * as they are. */
+/* Unsharded and partial gradients (no_sync) stay as they are. */
 static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   bool has_grads = false;
   fsdp_status status = FSDP_OK;
 
-  if (unit->full_grad_nbytes == 0 || fsdp_unit_priv_holds_grads(unit) ||
-      unit->has_partial) {
+  if (unit->full_grad_nbytes == 0 || fsdp_unit_holds_grads(unit)) {
     return FSDP_OK;
   }
   FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
                            &has_grads, error));
-  unit->has_sharded_grad = has_grads;
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, has_grads);
   FSDP_TRY(agree(unit, &unit->options.shard_group, true, &has_grads, error));
   if (!has_grads) return FSDP_OK;
   FSDP_TRY(bring_whole(unit, true, error));
@@ -118,7 +115,7 @@ static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
                              whole_view(unit), unit->whole_grad.data, error));
     unit->whole_grad.is_shown = true;
-  } else if (unit->has_sharded_grad) {
+  } else if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
     FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
                              FSDP_VIEW_SHARDED, NULL, error));
   }
@@ -134,6 +131,8 @@ static void abandon(fsdp_unit *unit) {
     (void)!ops->show_params(ops->context, unit->options.owner,
                             FSDP_VIEW_SHARDED, NULL, NULL);
   }
+  unit->whole.is_shown = false;
+  unit->whole_grad.is_shown = false;
   fsdp_unit_priv_abandon_whole(unit);
 }
 
@@ -144,7 +143,7 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit,
   const fsdp_summon_options usual = {0};
   bool any_copied = false; /* on COMPUTE, which every gather waits for */
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
   bool is_enqueued = false;
 
   if (engine == NULL || unit->is_summoned || engine->depth > 0 ||
@@ -173,7 +172,7 @@ done:
   if (status != FSDP_OK) {
     if (is_enqueued) {
       abandon(unit);
-      fsdp_unit_priv_fail(unit, &local);
+      fsdp_unit_priv_fail(unit, &local, NULL);
     }
     if (error != NULL) *error = local;
   }
@@ -220,7 +219,7 @@ static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
     return writeback ? write_back_resident(unit, error) : FSDP_OK;
   }
   writeback = writeback || keeps_writes(unit);
-  /* Off the block first: if something fails, the next try goes on from here. */
+  /* First: if a later call fails, another dismiss goes on from here. */
   if (unit->whole.is_shown) {
     if (writeback) {
       FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
@@ -252,8 +251,8 @@ static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
                                   whole_view(unit), whole->data,
                                   &whole->is_live, error));
     whole->is_shown = false;
-  } else if (writeback && !is_shown_here(unit)) { /* the first rank's replace
-                                                     what this one shows */
+  } else if (writeback && !is_shown_here(unit)) {
+    /* The first rank's gradients replace those that this rank shows. */
     FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
                              &whole->is_live, error));
   }
@@ -267,9 +266,9 @@ static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
     if (whole->is_live) {
       FSDP_TRY(fsdp_unit_priv_keep_own_piece(unit, true, error));
     }
-    unit->has_sharded_grad = whole->is_live;
+    fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, whole->is_live);
   }
-  if (unit->has_sharded_grad) {
+  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
     FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
                              FSDP_VIEW_SHARDED, NULL, error));
   }

@@ -29,17 +29,9 @@ static void *own_slot(fsdp_unit *unit, int64_t segment, bool is_grad) {
 }
 
 /* The shard of the segment, or its sharded gradient. */
-static fsdp_status get_shard(fsdp_unit *unit, int64_t segment, bool is_grad,
-                             void **shard, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  if (is_grad) {
-    FSDP_TRY(fsdp_unit_priv_grad_shard(unit, segment, false, shard, error));
-    unit->segments[segment].has_grad_shard = true;
-  } else {
-    *shard = unit->segments[segment].options.shard;
-  }
-done:
-  return status;
+static void *shard_of(const fsdp_unit *unit, int64_t segment, bool is_grad) {
+  return is_grad ? unit->segments[segment].grad_shard
+                 : unit->segments[segment].options.shard;
 }
 
 static void place_whole(fsdp_unit *unit, bool is_grad, void *block) {
@@ -68,7 +60,7 @@ done:
 /* Whether the shard itself can be the send buffer of the all-gather. */
 static bool sends_shard(const fsdp_unit *unit, bool is_grad) {
   return unit->options.shard_group.world_size > 1 && !unit->options.offloads &&
-         (!is_grad || unit->has_sharded_grad);
+         (!is_grad || fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED));
 }
 
 /* Copies this rank's shard into its slot; zeros for a gradient it lacks. */
@@ -77,17 +69,16 @@ static fsdp_status fill_own_slot(fsdp_unit *unit, int64_t segment, bool is_grad,
   const fsdp_device_ops *ops = &unit->engine->ops;
   const fsdp_dtype dtype = dtype_of(unit, segment, is_grad);
   const int64_t numel = unit->segments[segment].layout->shard_numel;
+  const void *shard = shard_of(unit, segment, is_grad);
   void *slot = own_slot(unit, segment, is_grad);
-  void *shard = NULL;
   fsdp_status status = FSDP_OK;
 
   if (numel == 0) return FSDP_OK;
-  if (is_grad && !unit->has_sharded_grad) {
+  if (is_grad && !fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
     const fsdp_pack_item zeros = {.data = NULL, .dtype = dtype, .numel = numel};
     return ops->pack(ops->context, FSDP_LANE_COMPUTE, slot, dtype, &zeros, 1,
                      1.0, error);
   }
-  FSDP_TRY(get_shard(unit, segment, is_grad, &shard, error));
   if (unit->options.offloads) {
     FSDP_TRY(ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, slot, shard,
                                  numel * dtype.itemsize, error));
@@ -110,13 +101,9 @@ static fsdp_status gather_slots(fsdp_unit *unit, bool is_grad,
   fsdp_trace_add(&engine->trace, "all_gather (summon)", unit->name);
   FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    void *input = NULL;
     if (whole->data[i] == NULL) continue;
-    if (sends_shard(unit, is_grad)) {
-      FSDP_TRY(get_shard(unit, i, is_grad, &input, error));
-    } else {
-      input = own_slot(unit, i, is_grad);
-    }
+    const void *input = sends_shard(unit, is_grad) ? shard_of(unit, i, is_grad)
+                                                   : own_slot(unit, i, is_grad);
     FSDP_TRY(ops->all_gather(ops->context, FSDP_LANE_UNSHARD, group,
                              whole->data[i], input,
                              unit->segments[i].layout->shard_numel,
@@ -147,12 +134,12 @@ fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit, bool is_grad,
 
   FSDP_TRY(take_block(unit, is_grad, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    void *shard = NULL;
     if (whole->data[i] == NULL) continue;
+    if (is_grad && fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
+      FSDP_TRY(fsdp_unit_priv_make_grad_shard(unit, i, false, error));
+    }
     if (!sends_shard(unit, is_grad)) {
       FSDP_TRY(fill_own_slot(unit, i, is_grad, error));
-    } else if (is_grad && !unit->segments[i].has_grad_shard) {
-      FSDP_TRY(get_shard(unit, i, is_grad, &shard, error)); /* zeros */
     }
   }
   /* The user may write the shards on the host as soon as this is over. */
@@ -225,7 +212,7 @@ static fsdp_status bring_to_device(fsdp_unit *unit, bool is_grad,
   fsdp_summoned *whole = whole_of(unit, is_grad);
   fsdp_status status = FSDP_OK;
 
-  /* With both blocks an earlier try did not get to the end of this. */
+  /* Both blocks exist if an earlier call failed half-way. */
   if (whole->block == NULL) FSDP_TRY(take_block(unit, is_grad, error));
   if (whole->host_block != NULL) {
     FSDP_TRY(ops->copy_to_device(ops->context, FSDP_LANE_COMPUTE, whole->block,
@@ -292,12 +279,14 @@ fsdp_status fsdp_unit_priv_keep_own_piece(fsdp_unit *unit, bool is_grad,
 
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const int64_t numel = unit->segments[i].layout->shard_numel;
-    void *shard = NULL;
     if (whole->data[i] == NULL || numel == 0) continue;
-    FSDP_TRY(get_shard(unit, i, is_grad, &shard, error));
-    FSDP_TRY(move_elements(unit, shard, unit->options.offloads,
-                           own_slot(unit, i, is_grad), from_host, numel,
-                           dtype_of(unit, i, is_grad), error));
+    if (is_grad) {
+      FSDP_TRY(fsdp_unit_priv_make_grad_shard(unit, i, false, error));
+    }
+    FSDP_TRY(move_elements(unit, shard_of(unit, i, is_grad),
+                           unit->options.offloads, own_slot(unit, i, is_grad),
+                           from_host, numel, dtype_of(unit, i, is_grad),
+                           error));
   }
   if (from_host || unit->options.offloads) {
     FSDP_TRY(join_compute(unit, error));
@@ -320,11 +309,10 @@ void fsdp_unit_priv_free_whole(fsdp_unit *unit, bool is_grad) {
     ops->host_free(ops->context, whole->host_block);
     whole->host_block = NULL;
   }
-  whole->is_shown = false;
 }
 
 void fsdp_unit_priv_abandon_whole(fsdp_unit *unit) {
-  /* Errors have nobody to go to: another one was reported. */
+  /* Errors are ignored: the first one was reported. */
   (void)!fsdp_engine_priv_wait_lane(unit->engine, FSDP_LANE_COMPUTE,
                                     FSDP_LANE_UNSHARD, unit->unsharded, NULL);
   (void)!join_compute(unit, NULL);

@@ -1,4 +1,4 @@
-/* Unshard and reshard: a unit's parameters come into a block, and leave it. */
+/* Unshard and reshard: an all-gather fills a block; reshard gives it back. */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
 
@@ -101,8 +101,8 @@ done:
   return status;
 }
 
-/* One grouped all-gather of all segments. The shard itself is the send buffer
- * where nothing stands between. */
+/* One grouped all-gather of all segments. Without a cast or an upload, the
+ * shard itself is the send buffer. */
 static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
@@ -133,12 +133,13 @@ done:
   return status;
 }
 
-/* is_ahead: a prefetch. */
-static fsdp_status unshard(fsdp_unit *unit, bool is_ahead, fsdp_error *error) {
+/* event: UNSHARD or PREFETCH. */
+static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
+                           fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
   void *block = NULL;
   fsdp_lane last_use =
       FSDP_LANE_UNSHARD; /* of the block, if it is given back */
@@ -158,7 +159,7 @@ static fsdp_status unshard(fsdp_unit *unit, bool is_ahead, fsdp_error *error) {
                                         &local));
   }
   FSDP_TRY(fsdp_unit_priv_check_order(unit, "all_gather", &local));
-  unit->is_full = unit->wants_full;
+  unit->is_full = fsdp_unit_priv_wants_full(unit);
   if (!unit->is_resident) {
     FSDP_TRY(take_block(unit, &block, &local));
   }
@@ -175,10 +176,10 @@ static fsdp_status unshard(fsdp_unit *unit, bool is_ahead, fsdp_error *error) {
     FSDP_TRY(ops->event_record(ops->context, unit->unsharded, FSDP_LANE_UNSHARD,
                                &local));
   }
-  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_UNSHARD, &local));
-  unit->is_ahead = is_ahead;
-  fsdp_engine_priv_end(engine, unit, span, 0,
-                       is_ahead ? FSDP_TIMELINE_IS_AHEAD : 0);
+  FSDP_TRY(fsdp_unit_priv_advance(unit, event, &local));
+  fsdp_engine_priv_end(
+      engine, unit, span, 0,
+      event == FSDP_EVENT_PREFETCH ? FSDP_TIMELINE_IS_AHEAD : 0);
 done:
   if (status != FSDP_OK) {
     if (block != NULL) {
@@ -186,22 +187,24 @@ done:
       (void)!fsdp_arena_give(engine->arena, param_client(unit), last_use, NULL);
     }
     /* A collective that may have been enqueued cannot be taken back. */
-    if (is_enqueued) fsdp_unit_priv_fail(unit, &local);
+    if (is_enqueued) fsdp_unit_priv_fail(unit, &local, NULL);
     if (error != NULL) *error = local;
   }
   return status;
 }
 
 fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
-  return unshard(unit, false, error);
+  return unshard(unit, FSDP_EVENT_UNSHARD, error);
 }
 
 fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
+  const bool is_hidden = fsdp_unit_state_is_hidden(unit->state);
+  const bool is_ahead = unit->state == FSDP_UNIT_PREFETCHED;
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
 
-  if (unit->state != FSDP_UNIT_UNSHARDING) {
+  if (!is_hidden && !fsdp_unit_state_is_in_flight(unit->state)) {
     return fsdp_unit_priv_check(unit, error);
   }
   const fsdp_priv_span span =
@@ -215,29 +218,23 @@ fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
                          unit->param_data, &local));
   }
   fsdp_engine_priv_end(unit->engine, unit, span, 0,
-                       (unit->is_kept ? FSDP_TIMELINE_IS_KEPT : 0) |
-                           (unit->is_ahead ? FSDP_TIMELINE_IS_AHEAD : 0));
-  unit->is_kept = false;
-  unit->is_ahead = false;
-  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_WAIT, &local));
+                       (is_hidden ? FSDP_TIMELINE_IS_KEPT : 0) |
+                           (is_ahead ? FSDP_TIMELINE_IS_AHEAD : 0));
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_WAIT, &local));
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
 fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
-  /* A prefetch that nobody used is still being written by its own lane. */
+  FSDP_LOCAL_ERROR(local);
   const bool is_shown = unit->state == FSDP_UNIT_UNSHARDED;
-  const bool was_used = is_shown || unit->is_kept;
+  /* Otherwise its own lane is still writing the block. */
+  const bool was_used = is_shown || fsdp_unit_state_is_hidden(unit->state);
 
-  if (unit->state != FSDP_UNIT_UNSHARDED &&
-      unit->state != FSDP_UNIT_UNSHARDING) {
+  if (!was_used && !fsdp_unit_state_is_in_flight(unit->state)) {
     return fsdp_unit_priv_check(unit, error);
   }
   const fsdp_priv_span span =
@@ -256,36 +253,26 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
                              was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
                              &local));
   }
-  unit->is_kept = false;
-  unit->is_ahead = false;
-  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_RESHARD, &local));
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_RESHARD, &local));
   fsdp_engine_priv_end(unit->engine, unit, span, 0,
                        was_used ? 0 : FSDP_TIMELINE_IS_UNUSED);
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
 fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
-  fsdp_error local = {0};
+  FSDP_LOCAL_ERROR(local);
 
   if (unit->state != FSDP_UNIT_UNSHARDED || unit->is_resident) return FSDP_OK;
   FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
                             FSDP_VIEW_SHARDED, NULL, &local));
   ops->mark_params(ops->context, unit->options.owner);
-  FSDP_TRY(fsdp_unit_state_advance(&unit->state, FSDP_EVENT_HIDE, &local));
-  unit->is_kept = true;
-  unit->is_between_batches = false;
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_HIDE, &local));
 done:
-  if (status != FSDP_OK) {
-    fsdp_unit_priv_fail(unit, &local);
-    if (error != NULL) *error = local;
-  }
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
@@ -295,5 +282,5 @@ fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,
   fsdp_unit *unit = engine->units[index];
   if (unit->state != FSDP_UNIT_SHARDED || unit->is_summoned) return FSDP_OK;
   engine->num_prefetches++;
-  return unshard(unit, true, error);
+  return unshard(unit, FSDP_EVENT_PREFETCH, error);
 }

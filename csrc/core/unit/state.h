@@ -1,17 +1,27 @@
 /*
- * A unit's one lifecycle variable, and the table of its transitions.
+ * The state of a unit: one variable, and the table of its transitions.
  *
- *   SHARDED     only the shard is held; parameters are views of it
- *   UNSHARDING  a block is held and an all-gather into it is in flight, or was
- *               and the parameters are hidden (kept between micro-batches)
- *   UNSHARDED   parameters are views of the block
- *   REDUCING    the block is given back and this backward's gradients are on
- *               the reduce lane; weights are about to be stepped, so nothing
- *               may prefetch the unit before the end of backward
- *   FAILED      a sequence failed half-way; the first error is kept
+ *                block  parameters are  meaning
+ *   SHARDED      none   the shard       at rest
+ *   PREFETCHED   held   the shard       an all-gather was issued ahead of use
+ *   UNSHARDING   held   the shard       an all-gather was issued for use now
+ *   UNSHARDED    held   the block       the module may run
+ *   HIDDEN       held   the shard       kept after forward, for backward
+ *   KEPT         held   the shard       kept after a backward without sync, for
+ *                                       the next micro-batch
+ *   REDUCING     none   the shard       this backward's gradients are on the
+ *                                       reduce lane; the optimizer is about to
+ *                                       step, so the unit is not prefetched
+ *                                       before the end of backward
+ *   FAILED       -      undefined       a sequence failed half-way
+ *
+ * A summon is not a state: it uses memory of its own, and a reduction may run
+ * beside it.
  */
 #ifndef FSDP_UNIT_STATE_H
 #define FSDP_UNIT_STATE_H
+
+#include <stdbool.h>
 
 #include "base/status.h"
 
@@ -21,20 +31,24 @@ extern "C" {
 
 typedef enum fsdp_unit_state {
   FSDP_UNIT_SHARDED = 0,
+  FSDP_UNIT_PREFETCHED,
   FSDP_UNIT_UNSHARDING,
   FSDP_UNIT_UNSHARDED,
+  FSDP_UNIT_HIDDEN,
+  FSDP_UNIT_KEPT,
   FSDP_UNIT_REDUCING,
   FSDP_UNIT_FAILED,
   FSDP_NUM_UNIT_STATES
 } fsdp_unit_state;
 
 typedef enum fsdp_unit_event {
-  FSDP_EVENT_UNSHARD = 0, /* an all-gather was issued */
-  FSDP_EVENT_WAIT,        /* the compute lane waits for it; views are set */
-  FSDP_EVENT_HIDE,        /* views are of the shard again; the block is kept */
-  FSDP_EVENT_RESHARD,     /* the block was given back */
-  FSDP_EVENT_REDUCE,      /* a reduction was issued, the block given back */
-  FSDP_EVENT_FINISH,      /* end of backward */
+  FSDP_EVENT_PREFETCH = 0, /* an all-gather was issued, ahead of use */
+  FSDP_EVENT_UNSHARD,      /* an all-gather was issued, for use now */
+  FSDP_EVENT_WAIT,         /* the compute lane waits for it; views are set */
+  FSDP_EVENT_HIDE,         /* views are of the shard again; the block stays */
+  FSDP_EVENT_RESHARD,      /* the block was given back */
+  FSDP_EVENT_REDUCE,       /* a reduction was issued */
+  FSDP_EVENT_FINISH,       /* end of backward */
   FSDP_EVENT_FAIL,
   FSDP_EVENT_RESET,
   FSDP_NUM_UNIT_EVENTS
@@ -44,23 +58,39 @@ typedef enum fsdp_unit_event {
 const char *fsdp_unit_state_name(fsdp_unit_state state);
 const char *fsdp_unit_event_name(fsdp_unit_event event);
 
+/* Whether a block is held that nobody has used since its all-gather was
+ * issued. */
+static inline bool fsdp_unit_state_is_in_flight(fsdp_unit_state state) {
+  return state == FSDP_UNIT_PREFETCHED || state == FSDP_UNIT_UNSHARDING;
+}
+
+/* Whether a block is held that was used, while the user sees the shard. */
+static inline bool fsdp_unit_state_is_hidden(fsdp_unit_state state) {
+  return state == FSDP_UNIT_HIDDEN || state == FSDP_UNIT_KEPT;
+}
+
 /*
- * Moves `*state` along the table; untouched on failure.
+ * Moves `*state` along the table; untouched on failure. `name` is the unit's.
  *
- *   event    from -> to
- *   UNSHARD  SHARDED | REDUCING -> UNSHARDING
- *   WAIT     UNSHARDING -> UNSHARDED
- *   HIDE     UNSHARDED -> UNSHARDING
- *   RESHARD  UNSHARDING | UNSHARDED -> SHARDED
- *   REDUCE   SHARDED | UNSHARDING | UNSHARDED | REDUCING -> REDUCING
- *   FINISH   REDUCING -> SHARDED; SHARDED, UNSHARDING, UNSHARDED stay
- *   FAIL     any -> FAILED
- *   RESET    any -> SHARDED
+ *   event     from -> to
+ *   PREFETCH  SHARDED -> PREFETCHED
+ *   UNSHARD   SHARDED | REDUCING -> UNSHARDING
+ *   WAIT      PREFETCHED | UNSHARDING | HIDDEN | KEPT -> UNSHARDED
+ *   HIDE      UNSHARDED -> HIDDEN
+ *   RESHARD   PREFETCHED | UNSHARDING | UNSHARDED | HIDDEN | KEPT -> SHARDED
+ *   REDUCE    SHARDED | REDUCING -> REDUCING; UNSHARDED stays: a nested
+ *             backward still uses the block
+ *   FINISH    REDUCING -> SHARDED; HIDDEN -> KEPT;
+ *             SHARDED, UNSHARDED, KEPT stay
+ *   FAIL      any -> FAILED
+ *   RESET     any -> SHARDED
  *
- * FSDP_INVALID_STATE  no such transition; the message names state and event.
+ * FSDP_INVALID_STATE  no such transition; the message names unit, event and
+ *                     state.
  */
 FSDP_NODISCARD fsdp_status fsdp_unit_state_advance(fsdp_unit_state *state,
                                                    fsdp_unit_event event,
+                                                   const char *name,
                                                    fsdp_error *error);
 
 #ifdef __cplusplus

@@ -60,7 +60,7 @@ fsdp_status carry(Provider &provider, fsdp_lane lane, Group &group,
   fsdp_transport *transport = group.transport.get();
   const TransportCall call(provider, lane);
   uint64_t ticket = 0;
-  fsdp_error cause = {};
+  FSDP_LOCAL_ERROR(cause);
   const fsdp_status status = start(transport, call.get(), &ticket, &cause);
   if (status == FSDP_OK && transport->ops->is_host) {
     provider.add_ticket(lane, &group, call.get()->channel, ticket);
@@ -367,7 +367,7 @@ at::Tensor reduce_by_transport(Provider &provider, Group &group,
   const at::Tensor all =
       is_max ? at::empty({group.process_group->getSize()}, term.options())
              : term;
-  fsdp_error error = {};
+  FSDP_LOCAL_ERROR(error);
   uint64_t ticket = 0;
   fsdp_status status = FSDP_OK;
   between_compute(provider, [&] {

@@ -51,15 +51,15 @@ TensorCopy read_copy(const fsdp_torch_copy &given) {
 }
 
 void start(fsdp_transport *transport, const fsdp_torch_message &message,
-           const at::Tensor &tensor) {
+           const at::Tensor &tensor, const char *label) {
   const auto nbytes = static_cast<int64_t>(tensor.nbytes());
   fsdp_error error = {};
   const fsdp_status status =
       message.is_outgoing
           ? fsdp_shm_send(transport, message.peer, tensor.const_data_ptr(),
-                          nbytes, "message", &error)
+                          nbytes, label, &error)
           : fsdp_shm_recv(transport, message.peer, tensor.mutable_data_ptr(),
-                          nbytes, "message", &error);
+                          nbytes, label, &error);
   if (status != FSDP_OK) throw_error(error);
 }
 
@@ -131,18 +131,18 @@ extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
 }
 
 extern "C" fsdp_status fsdp_torch_pass_messages(
-    PyObject *group, const fsdp_torch_exchange *exchange, bool *are_passed,
+    PyObject *group, const fsdp_torch_messages *given, bool *are_passed,
     fsdp_error *error) {
   GUARDED(error) {
     fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
     std::vector<at::Tensor> tensors;
     std::vector<fsdp_torch::TensorCopy> copies;
-    for (int64_t i = 0; i < exchange->num_messages; i++) {
+    for (int64_t i = 0; i < given->num_messages; i++) {
       tensors.push_back(
-          fsdp_torch::read_tensor(exchange->messages[i].tensor, "a message"));
+          fsdp_torch::read_tensor(given->messages[i].tensor, "a message"));
     }
-    for (int64_t i = 0; i < exchange->num_copies; i++) {
-      copies.push_back(fsdp_torch::read_copy(exchange->copies[i]));
+    for (int64_t i = 0; i < given->num_copies; i++) {
+      copies.push_back(fsdp_torch::read_copy(given->copies[i]));
     }
     const pybind11::gil_scoped_release no_gil;
     fsdp_torch::connect(found, c10::kCPU);
@@ -151,9 +151,9 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
     *are_passed = transport != nullptr && transport->ops->is_host;
     if (!*are_passed) return FSDP_OK;
     const fsdp_torch::KeptIfWritten kept(transport, tensors);
-    for (int64_t i = 0; i < exchange->num_messages; i++) {
-      fsdp_torch::start(transport, exchange->messages[i],
-                        tensors[static_cast<size_t>(i)]);
+    for (int64_t i = 0; i < given->num_messages; i++) {
+      fsdp_torch::start(transport, given->messages[i],
+                        tensors[static_cast<size_t>(i)], given->label);
     }
     for (const fsdp_torch::TensorCopy &copy : copies) {
       fsdp_torch::run(copy, transport);

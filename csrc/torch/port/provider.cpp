@@ -277,7 +277,7 @@ void Provider::finish(Group *group, c10d::Work &work,
 
 void Provider::wait_for(const HostItem &item, bool has_failed) const {
   fsdp_transport *transport = item.group->transport.get();
-  fsdp_error error = {};
+  FSDP_LOCAL_ERROR(error);
   if (transport->ops->wait(transport, item.channel, item.ticket, &error) ==
       FSDP_OK) {
     meet(*item.group);

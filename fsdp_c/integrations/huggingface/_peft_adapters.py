@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.own_parts import named_uses
+from fsdp_c._state.parts import named_uses
 from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
@@ -81,9 +81,9 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             prefix = clean_name(f"{name}.") if name else ""
-            shapes = module._originals.shapes
+            shapes = module._sharded.originals.shapes
             for key, use in named_uses(module):
-                dtype = module._originals.uses[use].param.dtype
+                dtype = module._sharded.originals.uses[use].param.dtype
                 yield (
                     f"{prefix}{key}",
                     torch.empty(shapes[use], dtype=dtype, device="meta"),

@@ -3,7 +3,7 @@
     import fsdp_c.integrations.huggingface.auto
 
 Source:
-    ``install`` in ``fsdp_c.integrations``, which see.
+    See ``install`` in ``fsdp_c.integrations``.
 """
 
 from fsdp_c.integrations import install

@@ -17,7 +17,6 @@
 #include <unistd.h>
 
 #include "base/dtypes.h"
-#include "shm/shm_priv.h"
 #include "shm/shm_transport.h"
 #include "sim_streams.h"
 
@@ -258,6 +257,16 @@ static void remove_folder(const struct comm *comm) {
   if (system(command) != 0) return; /* left for the system to clean */
 }
 
+/* Every call waits for all ranks, one without elements too. */
+static bool is_met(fsdp_transport *transport) {
+  const fsdp_call call = {.channel = FSDP_CHANNEL_GATHER, .label = "meeting"};
+  const fsdp_dtype bytes = {.itemsize = 1};
+  uint64_t ticket;
+  return transport->ops->all_gather(transport, &call, NULL, NULL, 0, bytes,
+                                    &ticket, NULL) == FSDP_OK &&
+         transport->ops->wait(transport, call.channel, ticket, NULL) == FSDP_OK;
+}
+
 static void *meet(void *argument) {
   struct comm *comm = argument;
   const fsdp_store store = {
@@ -271,9 +280,7 @@ static void *meet(void *argument) {
       fsdp_shm_create(&store, &options, comm->rank, comm->num_ranks, &transport,
                       &verdict, &error);
   if (status == FSDP_OK && verdict.is_possible) {
-    if (fsdp_shm_barrier(transport, "meeting", NULL) == FSDP_OK) {
-      remove_folder(comm);
-    }
+    if (is_met(transport)) remove_folder(comm);
     pthread_mutex_lock(&comm->mutex);
     comm->transport = transport;
     if (comm->result == IN_PROGRESS) comm->result = SUCCESS;
@@ -367,11 +374,7 @@ int ncclCommAbort(ncclComm_t comm) {
   pthread_mutex_lock(&comm->mutex);
   comm->is_aborted = true;
   if (comm->transport != NULL) {
-    fsdp_shm *shm = (fsdp_shm *)(void *)comm->transport;
-    fsdp_shm_header *header = shm->peers[shm->rank].segment.header;
-    snprintf(header->failure, sizeof header->failure, "it was aborted");
-    atomic_store(&header->presence, FSDP_SHM_FAILED);
-    fsdp_shm_priv_ring_all(shm);
+    comm->transport->ops->give_up(comm->transport, "it was aborted");
   }
   pthread_mutex_unlock(&comm->mutex);
   release(comm);

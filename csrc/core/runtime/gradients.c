@@ -1,0 +1,151 @@
+/*
+ * The gradients of a unit: which exist, where their memory is, and what the
+ * user sees of them.
+ */
+#include "runtime/engine_priv.h"
+
+void fsdp_unit_priv_set_grads(fsdp_unit *unit, int kinds, bool exist) {
+  unit->grads = (uint8_t)(exist ? unit->grads | kinds : unit->grads & ~kinds);
+}
+
+bool fsdp_unit_holds_grads(const fsdp_unit *unit) {
+  return fsdp_unit_priv_has_grads(unit,
+                                  FSDP_GRADS_UNSHARDED | FSDP_GRADS_PARTIAL);
+}
+
+/* Unsharded ---------------------------------------------------------------- */
+
+fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  void *block = NULL;
+
+  FSDP_TRY(fsdp_arena_take(unit->engine->arena, unit->grad_client,
+                           FSDP_LANE_COMPUTE, &block, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const bool has_grad = segment->is_trainable;
+    unit->grad_data[i] = has_grad ? (char *)block + segment->grad_offset : NULL;
+    unit->stage_data[i] = has_grad && unit->options.offloads
+                              ? (char *)block + segment->grad_stage_offset
+                              : NULL;
+  }
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_UNSHARDED, true);
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_drop_grads(fsdp_unit *unit, fsdp_lane lane,
+                                      fsdp_error *error) {
+  if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_UNSHARDED, false);
+  return fsdp_arena_give(unit->engine->arena, unit->grad_client, lane, error);
+}
+
+/* Partial ------------------------------------------------------------------ */
+
+fsdp_status fsdp_unit_priv_take_partial(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+
+  if (unit->partial_block != NULL) return FSDP_OK;
+  FSDP_TRY(fsdp_engine_priv_alloc(unit->engine, unit->partial_nbytes,
+                                  &unit->partial_block, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->partial_data[i] =
+        unit->segments[i].has_grad_place
+            ? (char *)unit->partial_block + unit->segments[i].partial_offset
+            : NULL;
+  }
+done:
+  return status;
+}
+
+void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);
+  if (unit->partial_block == NULL) return;
+  /* If the record fails, the older event is what is left to wait for. */
+  (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
+                           NULL);
+  ops->block_free(ops->context, unit->partial_block, unit->partial_nbytes,
+                  unit->unsharded);
+  unit->partial_block = NULL;
+}
+
+/* Sharded ------------------------------------------------------------------ */
+
+fsdp_status fsdp_unit_priv_make_grad_shard(fsdp_unit *unit, int64_t segment,
+                                           bool is_replaced,
+                                           fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  void *owner = unit->options.owner;
+  void **data = &unit->segments[segment].grad_shard;
+  const fsdp_status status =
+      ops->grad_shard(ops->context, owner, segment, is_replaced, data, error);
+  if (!fsdp_engine_priv_has_made_room(unit->engine, status)) return status;
+  return ops->grad_shard(ops->context, owner, segment, is_replaced, data,
+                         error);
+}
+
+void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, false);
+  ops->grads_free(ops->context, unit->options.owner);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->segments[i].grad_shard = NULL;
+  }
+}
+
+void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  /* While others exist, or a summon is open, the user sees those. */
+  if (unit->grads != FSDP_GRADS_SHARDED || unit->is_summoned ||
+      ops->grads_live(ops->context, unit->options.owner)) {
+    return;
+  }
+  fsdp_unit_drop_sharded_grads(unit);
+}
+
+/* The user's view ---------------------------------------------------------- */
+
+fsdp_status fsdp_unit_priv_take_user_grads(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  const bool holds = fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED);
+  fsdp_status status = FSDP_OK;
+  bool any_live = false;
+
+  if (unit->grad_nbytes == 0) return FSDP_OK;
+  FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
+                           holds ? unit->grad_data : NULL, &any_live, error));
+  if (any_live) {
+    /* Set by the user before any backward: they are in the shard now. */
+    if (unit->grads == 0) {
+      fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, true);
+    }
+    return FSDP_OK;
+  }
+  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
+    fsdp_unit_drop_sharded_grads(unit);
+  }
+  fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);
+  FSDP_TRY(fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, error));
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_show_grads(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  void *owner = unit->options.owner;
+
+  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
+    return ops->show_grads(ops->context, owner, FSDP_VIEW_UNSHARDED,
+                           unit->grad_data, error);
+  }
+  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
+    return ops->show_grads(ops->context, owner, FSDP_VIEW_PARTIAL,
+                           unit->partial_data, error);
+  }
+  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
+    return ops->show_grads(ops->context, owner, FSDP_VIEW_SHARDED, NULL, error);
+  }
+  return FSDP_OK;
+}

@@ -1,0 +1,141 @@
+/*
+ * Packing: autograd's gradients go into the unit's gradient block, in reduce
+ * dtype.
+ */
+#include <string.h>
+
+#include "runtime/engine_priv.h"
+
+fsdp_status fsdp_unit_priv_open_grads(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+
+  if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
+  memset(unit->is_filled, 0,
+         (size_t)fsdp_flat_layout_num_params(unit->options.layout));
+done:
+  return status;
+}
+
+static bool is_pending(const fsdp_unit *unit, int64_t param) {
+  for (int64_t i = 0; i < unit->num_pending; i++) {
+    if (unit->pending[i].param == param) return true;
+  }
+  return false;
+}
+
+fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
+                                    fsdp_error *error) {
+  const fsdp_param_slot *slot =
+      fsdp_flat_layout_slot(unit->options.layout, grad->param);
+  fsdp_status status = FSDP_OK;
+
+  if (unit->grad_nbytes == 0) goto done; /* of parameters without elements */
+  FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
+  /* A second gradient of one parameter (a nested backward): add it after the
+   * first. Also keeps num_pending within the array. */
+  if (is_pending(unit, grad->param)) {
+    FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
+  }
+  unit->pending[unit->num_pending++] = *grad;
+  unit->pending_nbytes += slot->numel * grad->dtype.itemsize;
+  return FSDP_OK;
+done:
+  unit->engine->ops.grad_release(unit->engine->ops.context, grad->token);
+  return status;
+}
+
+/* Collects the pending gradients that lie in `segment`; they count as filled
+ * from then on. */
+static int64_t pending_items(fsdp_unit *unit, int64_t segment,
+                             fsdp_pack_item *items) {
+  int64_t num_items = 0;
+
+  for (int64_t i = 0; i < unit->num_pending; i++) {
+    const fsdp_grad *grad = &unit->pending[i];
+    const fsdp_param_slot *slot =
+        fsdp_flat_layout_slot(unit->options.layout, grad->param);
+    if (slot->segment != segment) continue;
+    if (slot->numel > 0) {
+      items[num_items++] = (fsdp_pack_item){
+          .data = grad->data,
+          .dtype = grad->dtype,
+          .offset = slot->offset,
+          .numel = slot->numel,
+          .add = unit->is_filled[grad->param] != 0,
+      };
+    }
+    unit->is_filled[grad->param] = 1;
+  }
+  return num_items;
+}
+
+/* Collects what is unfilled in `segment`, as zeros, neighbours merged. */
+static int64_t unfilled_items(const fsdp_unit *unit, int64_t segment,
+                              fsdp_pack_item *items) {
+  const fsdp_flat_layout *layout = unit->options.layout;
+  const fsdp_segment *info = unit->segments[segment].layout;
+  const int64_t *params = fsdp_flat_layout_segment_params(layout, segment);
+  const fsdp_dtype dtype = unit->segments[segment].options.reduce_dtype;
+  int64_t num_items = 0;
+  int64_t begin = 0; /* of the unfilled range that is open */
+
+  for (int64_t i = 0; i <= info->num_params; i++) {
+    const bool is_end = i == info->num_params;
+    if (!is_end && !unit->is_filled[params[i]]) continue;
+    const fsdp_param_slot *slot =
+        is_end ? NULL : fsdp_flat_layout_slot(layout, params[i]);
+    const int64_t end = is_end ? info->padded_numel : slot->offset;
+    if (end > begin) {
+      items[num_items++] = (fsdp_pack_item){
+          .data = NULL, .dtype = dtype, .offset = begin, .numel = end - begin};
+    }
+    if (!is_end) begin = slot->offset + slot->numel;
+  }
+  return num_items;
+}
+
+/* One launch for the segment. */
+static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
+                                fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  int64_t num_items = pending_items(unit, segment, unit->items);
+
+  if (fills) {
+    num_items += unfilled_items(unit, segment, unit->items + num_items);
+  }
+  if (num_items == 0) return FSDP_OK;
+  return ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
+                   unit->segments[segment].options.reduce_dtype, unit->items,
+                   num_items,
+                   unit->has_reduce_hook ? 1.0 : unit->options.prescale, error);
+}
+
+void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  for (int64_t i = 0; i < unit->num_pending; i++) {
+    ops->grad_release(ops->context, unit->pending[i].token);
+  }
+  unit->num_pending = 0;
+  unit->pending_nbytes = 0;
+}
+
+static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (!unit->segments[i].is_trainable) continue;
+    FSDP_TRY(pack_segment(unit, i, fills, error));
+  }
+done:
+  fsdp_unit_priv_release_pending(unit);
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
+  return unit->num_pending == 0 ? FSDP_OK : pack(unit, false, error);
+}
+
+fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit, fsdp_error *error) {
+  return pack(unit, true, error);
+}

@@ -1,0 +1,90 @@
+"""Builds the unit of a module: its parameters on their device, then sharded."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c import _native
+from fsdp_c._units.base import Ignored, ShardedUnit
+from fsdp_c._units.buffers import UnitBuffers
+from fsdp_c._units.config import Config
+from fsdp_c._units.materialize import materialize
+from fsdp_c._units.originals import Originals
+from fsdp_c._units.params import collect_uses, move_to_device, own_modules
+from fsdp_c._units.sync import broadcast_from_first
+from fsdp_c._units.uses import ParamUse, mark_sharded
+
+
+def build_unit(
+    module: nn.Module,
+    config: Config,
+    ignored: Ignored,
+    device: torch.device,
+    *,
+    name: str,
+    left_out: frozenset[nn.Parameter],
+) -> ShardedUnit:
+    """Shard the parameters of ``module`` that no unit in it has.
+
+    Args:
+        module: The module to wrap.
+        config: The constructor's arguments.
+        ignored: What the module leaves alone.
+        device: The device to compute on.
+        name: The unit's.
+        left_out: Parameters that belong to a unit outside.
+    """
+    materialize(
+        module,
+        param_init_fn=config.param_init_fn,
+        device=device,
+        ignored_modules=ignored.modules,
+        left_out=left_out,
+    )
+    uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
+    move_to_device(module, uses, device, ignored.modules)
+    params = [use.param for use in uses]
+    if config.sync_module_states:
+        tensors: list[Tensor] = list(dict.fromkeys(params))
+        for _, current in own_modules(module, ignored.modules):
+            tensors += current.buffers(recurse=False)
+        broadcast_from_first(tensors, config.groups.process_group)
+        if config.groups.inter_node_group is not None:
+            broadcast_from_first(tensors, config.groups.inter_node_group)
+    shapes = [param.shape for param in params]
+    unit = config.make_unit(name, params, device)
+    return take_unit(module, unit, config, ignored, uses, shapes)
+
+
+def take_unit(
+    module: nn.Module,
+    unit: _native.Unit,
+    config: Config,
+    ignored: Ignored,
+    uses: Sequence[ParamUse],
+    shapes: Sequence[torch.Size],
+) -> ShardedUnit:
+    """Let ``unit`` shard the parameters of ``uses``, whose whole shapes ``shapes`` are.
+
+    With ``use_orig_params=False`` they are hidden behind flat parameters.
+    """
+    for use in uses:
+        mark_sharded(use.param, unit.name)
+    buffers = None
+    if config.mixed_precision.buffer_dtype is not None:
+        buffers = UnitBuffers(
+            module,
+            [current for _, current in own_modules(module, ignored.modules)],
+            dtype=config.mixed_precision.buffer_dtype,
+            is_full_in_eval=config.full_precision_in_eval,
+        )
+    originals = Originals(
+        module,
+        unit,
+        uses,
+        shapes,
+        use_orig_params=config.use_orig_params,
+        rank=config.groups.shard_rank,
+    )
+    return ShardedUnit(unit, config, originals, ignored, buffers)
