@@ -19,7 +19,7 @@
 #include "base/status.h"
 #include "base/types.h"
 #include "host/kernels.h"
-#include "port/device_ops.h"
+#include "port/device.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -24,7 +24,7 @@
 
 #include "base/status.h"
 #include "base/types.h"
-#include "port/device_ops.h"
+#include "port/device.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -51,7 +51,7 @@ FSDP_NODISCARD fsdp_status fsdp_host_accumulate(void *destination,
                                                 int64_t numel, double scale,
                                                 bool add, fsdp_error *error);
 
-/* The same for many sources; device_ops.h describes an item. */
+/* The same for many sources; device.h describes an item. */
 FSDP_NODISCARD fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
                                           const fsdp_pack_item *items,
                                           int64_t num_items, double scale,

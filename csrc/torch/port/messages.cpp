@@ -1,7 +1,6 @@
 // Messages between two ranks of a group, through its transport.
 #include <ATen/ATen.h>
 #include <Python.h>
-#include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -112,24 +111,6 @@ class KeptIfWritten {
 }  // namespace
 }  // namespace fsdp_torch
 
-extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
-  HANDLE_TH_ERRORS
-  if (!THPDevice_Check(device)) {
-    throw std::invalid_argument("expected a torch.device");
-  }
-  const c10::Device where = reinterpret_cast<THPDevice *>(device)->device;
-  fsdp_torch::Group found = fsdp_torch::group_from(group, where);
-  {
-    // A group may be meeting, over a store that is written in Python.
-    const pybind11::gil_scoped_release no_gil;
-    fsdp_torch::look_up(found, where.type());
-  }
-  const char *name =
-      found.transport != nullptr ? found.transport->ops->name : "c10d";
-  return Py_BuildValue("ss", name, found.why_not.c_str());
-  END_HANDLE_TH_ERRORS
-}
-
 extern "C" fsdp_status fsdp_torch_pass_messages(
     PyObject *group, const fsdp_torch_messages *given, bool *are_passed,
     fsdp_error *error) {
@@ -146,9 +127,9 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
     }
     const pybind11::gil_scoped_release no_gil;
     fsdp_torch::connect(found, c10::kCPU);
-    // Only shared memory is a host transport.
     fsdp_transport *transport = found.transport.get();
-    *are_passed = transport != nullptr && transport->ops->is_host;
+    *are_passed =
+        transport != nullptr && std::strcmp(transport->ops->name, "shm") == 0;
     if (!*are_passed) return FSDP_OK;
     const fsdp_torch::KeptIfWritten kept(transport, tensors);
     for (int64_t i = 0; i < given->num_messages; i++) {
