@@ -368,14 +368,6 @@ FAULTS = (
         "test_traps_gradients.py",
     ),
     _torch(
-        "a new sharded gradient is not zeroed",
-        "ensure_grad_shard",
-        ("is_replaced ?", "is_replaced || MUTANT ?"),
-        "test_replaced_parameters.py",
-        "test_traps_gradients.py",
-        "test_summon.py",
-    ),
-    _torch(
         "sharded gradients are not freed",
         "grads_free",
         _skip("segment.grad_shard = at::Tensor();"),
@@ -386,13 +378,6 @@ FAULTS = (
         "fsdp_torch_unit_post_forward",
         _skip("fsdp_torch::show_hidden_grads(self);"),
         "test_gradient_accumulation.py",
-    ),
-    _torch(
-        "a gradient stays on the parameter",
-        "take_grad",
-        _skip("param.tensor.mutable_grad() = at::Tensor();"),
-        "test_strategies.py",
-        "test_memory.py",
     ),
     _torch(
         "a unit expects one gradient less",
