@@ -120,8 +120,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         if settings != first:
             raise AssertionError(
                 "All FSDP modules must have the same state dict settings, but unit "
-                f"{modules[0]._unit.name!r} has {first} and unit "
-                f"{each._unit.name!r} {settings}: set one for all with "
+                f"{modules[0]._sharded.name!r} has {first} and unit "
+                f"{each._sharded.name!r} {settings}: set one for all with "
                 "set_state_dict_type(root, ...)"
             )
     return first
