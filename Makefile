@@ -18,6 +18,8 @@ VENV_FLAGS ?=
 OUT ?= out
 # make sim-test SIM_FLAGS=--one-each: one set of parameters of each test function.
 SIM_FLAGS ?=
+# make pytest PYTEST_FLAGS='-n 2 --dist worksteal': two tests at a time.
+PYTEST_FLAGS ?=
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
 BUILD_IN_PLACE = $(BIN)/python setup.py -q build_ext --inplace
@@ -48,7 +50,7 @@ train: $(BUILT) ## train the example, compare it with the unsharded model first
 test: c-test pytest ## what a push needs: C tests with sanitizers, then pytest
 
 pytest: $(BUILT)
-	python -m pytest
+	python -m pytest $(PYTEST_FLAGS)
 
 test-all: $(BUILT) c-test ## every combination, also on the simulated accelerator: hours
 	python -m pytest --full
