@@ -1,4 +1,4 @@
-"""The CPython module: units, engines, copy plans. Conversion only; no policy."""
+"""The CPython module: units, engines, placements. Conversion only; no policy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -125,7 +125,7 @@ class Engine:
     def reset(self) -> None: ...
     def check_order(self, is_on: bool, /) -> None: ...
     def memory_stats(self) -> dict[str, int]: ...
-    def trace(self) -> str: ...
+    def log(self) -> str: ...
     def start_timeline(self, capacity: int, num_steps: int, /) -> None: ...
     def stop_timeline(self) -> tuple[bytes, bytes, int, int, int]:
         """(entries, marks, num_lost, num_steps, full_ns).
@@ -181,12 +181,9 @@ class Placement:
     """Where elements of parameters lie: pieces of numbered buffers.
 
     A piece (param, begin, end, buffer, offset) says that elements [begin, end) of
-    the flattened parameter are in the buffer from element ``offset`` on. Pieces may
-    be given in any order. Where several hold an element, the one with the smallest
-    begin counts, and of those the one given first.
+    the flattened parameter are in the buffer from element ``offset`` on.
     """
 
-    def __new__(cls, pieces: Sequence[tuple[int, int, int, int, int]]) -> Placement: ...
     @classmethod
     def flat(
         cls, layout: Layout, segment: int, *, rank: int | None = None
@@ -204,11 +201,11 @@ class Placement:
         Costs as much as it returns, whatever the number of ranks and parameters.
         """
     @classmethod
-    def local(cls, layout: Layout, segment: int, rank: int) -> Placement:
-        """The rank's part of each parameter: buffer = param, offset = 0."""
-    @classmethod
-    def whole(cls, numels: Sequence[int]) -> Placement:
-        """Whole parameters: buffer = param, offset = 0. 0 leaves one out."""
+    def on_ranks(cls, numels: Sequence[int], begin: int, end: int) -> Placement:
+        """Whole parameters on each of the ranks ``[begin, end)``: buffer = rank.
+
+        A numel of 0 leaves a parameter out.
+        """
     @classmethod
     def rows(
         cls,
@@ -222,41 +219,14 @@ class Placement:
         In a rank's buffer the parts lie one behind the other. A scalar goes to
         rank 0; a shape with a 0 in it leaves the parameter out.
         """
+    def buffers(self, param: int, /) -> list[int]:
+        """The buffers of a parameter's pieces, by what lies in them."""
+    def numel(self, param: int, buffer: int, /) -> int:
+        """Elements of a parameter in a buffer."""
     @property
     def pieces(self) -> list[tuple[int, int, int, int, int]]:
         """Those that are not empty, by (param, begin)."""
     def __len__(self) -> int: ...
-
-@final
-class CopyPlan:
-    """The copies that fill ``target`` from ``source``.
-
-    Raises ValueError when two different elements go to one place.
-    """
-
-    def __new__(cls, source: Placement, target: Placement) -> CopyPlan: ...
-    @property
-    def copies(self) -> list[tuple[int, int, int, int, int]]:
-        """(source_buffer, source_offset, target_buffer, target_offset, numel)
-        each, by (target_buffer, target_offset); neighbours are joined.
-        """
-    @property
-    def missing(self) -> list[tuple[int, int, int]]:
-        """(param, begin, end) of the target that the source does not hold."""
-    @property
-    def numel(self) -> int:
-        """Elements of all copies."""
-    def run(
-        self,
-        sources: Sequence[torch.Tensor | None],
-        targets: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Copy between contiguous tensors of one dtype, one per buffer.
-
-        Elements are counted in memory order. None: the buffer is not here, its
-        copies are left out. An in-place write outside autograd. Raises ValueError
-        before anything is written.
-        """
 
 def build_info() -> dict[str, str]: ...
 def choose_alignment(
@@ -302,9 +272,10 @@ def parts() -> dict[str, str]:
     used), ``nccl_path``, ``nccl_origin``, ``nccl_version``.
     """
 
-def prepare_messages(
+def prepare_exchange(
     rank: int,
-    items: Sequence[tuple[int, Sequence[tuple[int, int]], Sequence[tuple[int, int]]]],
+    world_size: int,
+    items: Sequence[tuple[int, int, Placement, Placement]],
     sources: Sequence[torch.Tensor | None],
     targets: Sequence[torch.Tensor],
     *,
@@ -319,7 +290,8 @@ def prepare_messages(
 
     Args:
         rank: This one.
-        items: ``(itemsize, held, needed)``, with ``(begin, end)`` for each rank.
+        world_size: Of the group.
+        items: ``(itemsize, param, held, needed)``; the placements' buffers are ranks.
         sources: What this rank holds of each, contiguous; on any device.
         targets: What it needs of each, contiguous; on one device.
         direct_nbytes: Pieces of at least so many bytes are messages of their own.
@@ -330,13 +302,24 @@ def prepare_messages(
         are for when the messages are there.
     """
 
+def exchange_size(
+    items: Sequence[tuple[int, int, Placement, Placement]], *, direct_nbytes: int
+) -> tuple[int, int]:
+    """(nbytes, packed_nbytes): of all that is held, and of what goes in pieces of
+    fewer than ``direct_nbytes``. Replicas count once; all ranks get the same.
+    """
+
 def pass_messages(
     group: ProcessGroup,
+    label: str,
     outgoing: Sequence[tuple[int, torch.Tensor]],
     incoming: Sequence[tuple[int, torch.Tensor]],
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ...,
 ) -> bool:
     """Pass CPU tensors through shared memory; False if that is not possible."""
+
+def copy_tensors(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> None:
+    """Copy the bytes of contiguous tensors, ``(source, target)`` each."""
 
 def describe_failure(process_group: ProcessGroup, cause: str, operation: str, /) -> str:
     """``cause``, and what the ranks were doing. Breaks the group if it is gloo's."""

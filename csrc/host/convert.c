@@ -1,5 +1,6 @@
 /*
- * Any floating dtype to any other, by one loop or by blocks of fp32.
+ * Converts any floating dtype to any other, by one loop or through blocks of
+ * fp32.
  */
 #include <string.h>
 

@@ -1,8 +1,8 @@
 /*
- * One element from one dtype to another, by bits: branch-free, so that the
- * compiler can do many at a time, and independent of the flush-to-zero modes
- * that torch.set_flush_denormal turns on. Also for C++ and CUDA, where the
- * processor's own instructions are better if there are any.
+ * Converts one element by its bits. The code is branch-free, so that the
+ * compiler can vectorise it, and independent of the flush-to-zero modes that
+ * torch.set_flush_denormal turns on. C++ and CUDA may include it; use the
+ * processor's own instructions there if it has them.
  */
 #ifndef FSDP_HOST_ELEMENTS_H
 #define FSDP_HOST_ELEMENTS_H

@@ -8,7 +8,7 @@
 #include "host/convert_priv.h"
 #include "host/lanes_priv.h"
 
-/* Equally many elements of two floating dtypes, and where they are. */
+/* Two arrays of the same number of elements, each of a floating dtype. */
 typedef struct stretch {
   char *to;
   const char *from;
@@ -17,7 +17,7 @@ typedef struct stretch {
   int64_t numel;
 } stretch;
 
-/* The first FSDP_HOST_BLOCK_NUMEL elements or less, taken off `rest`. */
+/* Takes up to FSDP_HOST_BLOCK_NUMEL elements off the front of `rest`. */
 static stretch take_block(stretch *rest) {
   stretch block = *rest;
   block.numel = fsdp_host_priv_block(rest->numel);
@@ -27,8 +27,8 @@ static stretch take_block(stretch *rest) {
   return block;
 }
 
-/* to = scale * from. Without a loop for the pair, block by block, so that the
- * second step finds the first one's result in the cache. */
+/* to = scale * from. Pairs without a loop go block by block, so that the second
+ * step reads the first one's result from the cache. */
 static void scale_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
   fsdp_host_scale_loop *loop = lanes->scale[all.to_index][all.from_index];
   if (loop != NULL) {
@@ -44,7 +44,7 @@ static void scale_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
   }
 }
 
-/* to += scale * from, computed in fp64 if one of them is, else in fp32. */
+/* to += scale * from, computed in fp64 if either is fp64, else in fp32. */
 static void add_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
   double sum[FSDP_HOST_BLOCK_NUMEL]; /* or as many of fp32 */
   double term[FSDP_HOST_BLOCK_NUMEL];
@@ -96,7 +96,7 @@ static void apply_item(const fsdp_host_lanes *lanes, void *destination,
   }
 }
 
-/* Whether apply_item knows what to do with this item. */
+/* Whether apply_item supports this item. */
 static fsdp_status check_item(const void *destination, fsdp_dtype dtype,
                               const fsdp_pack_item *item, double scale,
                               const char *operation, fsdp_error *error) {

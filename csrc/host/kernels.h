@@ -1,20 +1,20 @@
 /*
- * Kernels over host memory: what a step does with a unit's elements on a CPU
+ * Kernels over host memory: the work of a step on a unit's elements on a CPU
  * (cast, pack, accumulate, sum, norm, scale), vectorised by the compiler.
  *
  * Note [Rounding]
- * fp16 and bf16 are computed with in fp32 and rounded to nearest, ties to
- * even, once per stored element; fp64 with anything is computed in fp64 and
- * goes to fp16 and bf16 through fp32. A product and a sum are rounded one after
- * the other, never fused, so every processor gives the same bits. NaN stays
- * NaN; which of the NaNs is left open. It is what torch does, except that torch
- * fuses product and sum where the processor can, and rounds a C++ Scalar to a
- * 16-bit tensor's dtype before it multiplies; with powers of two there is no
+ * fp16 and bf16 are computed in fp32 and rounded to nearest, ties to even, once
+ * per stored element. If either side is fp64, the computation is in fp64, and
+ * goes to fp16 and bf16 through fp32. A product and a sum are rounded
+ * separately, never fused, so every processor gives the same bits. NaN stays
+ * NaN; its bits are not defined. torch does the same, except that it fuses
+ * product and sum where the processor can, and rounds a C++ Scalar to a 16-bit
+ * tensor's dtype before it multiplies. With powers of two there is no
  * difference.
  *
  * Floating dtypes are FLOAT16, BFLOAT16, FLOAT32 and FLOAT64. A function that
- * does not know a dtype, or a pair of them, returns FSDP_INVALID_ARGUMENT and
- * has written nothing. Memory of 0 elements may be NULL.
+ * does not support a dtype, or a pair of dtypes, returns FSDP_INVALID_ARGUMENT
+ * and writes nothing. Memory of 0 elements may be NULL.
  */
 #ifndef FSDP_HOST_KERNELS_H
 #define FSDP_HOST_KERNELS_H
@@ -24,14 +24,14 @@
 
 #include "base/status.h"
 #include "base/types.h"
-#include "port/device_ops.h"
+#include "port/device.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 /* destination = source, converted. Between floating dtypes, or the same dtype
- * on both sides. The two are apart, or the same memory and dtype. */
+ * on both sides. The two are disjoint, or the same memory and dtype. */
 FSDP_NODISCARD fsdp_status fsdp_host_cast(void *destination,
                                           fsdp_dtype destination_dtype,
                                           const void *source,
@@ -39,10 +39,10 @@ FSDP_NODISCARD fsdp_status fsdp_host_cast(void *destination,
                                           int64_t numel, fsdp_error *error);
 
 /* destination = scale * source, or destination += scale * source with `add`.
- * With another dtype and without `add`, the source is cast first and scaled
- * then, as FSDP1 does with gradients before it reduces them: what overflows
- * fp16 is infinite whatever the scale. Floating dtypes, or any one
- * dtype with scale 1 and no `add`. The two are apart, or the same memory and
+ * With another dtype and without `add`, the source is cast first and then
+ * scaled, as FSDP1 does with gradients before it reduces them: a value that
+ * overflows fp16 is infinite whatever the scale. Floating dtypes, or any one
+ * dtype with scale 1 and no `add`. The two are disjoint, or the same memory and
  * dtype. */
 FSDP_NODISCARD fsdp_status fsdp_host_accumulate(void *destination,
                                                 fsdp_dtype destination_dtype,
@@ -51,7 +51,7 @@ FSDP_NODISCARD fsdp_status fsdp_host_accumulate(void *destination,
                                                 int64_t numel, double scale,
                                                 bool add, fsdp_error *error);
 
-/* The same of many sources; device_ops.h describes an item. */
+/* The same for many sources; device.h describes an item. */
 FSDP_NODISCARD fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
                                           const fsdp_pack_item *items,
                                           int64_t num_items, double scale,
@@ -66,7 +66,7 @@ FSDP_NODISCARD fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
                                          int64_t num_pieces, int64_t numel,
                                          double scale, fsdp_error *error);
 
-/* Elements that are read, for a norm. */
+/* Elements that a norm reads. */
 typedef struct fsdp_host_span {
   const void *data;
   fsdp_dtype dtype; /* floating */
@@ -75,8 +75,8 @@ typedef struct fsdp_host_span {
 
 /* The `power` norm of all elements together; power > 0 or infinity. Powers are
  * summed in fp64, so that fp32 values neither overflow nor underflow and the
- * relative error is below (numel + 4) * 2^-53; NaN and infinity go through.
- * norm [out] 0 of no elements. */
+ * relative error is below (numel + 4) * 2^-53. NaN and infinity propagate. norm
+ * [out] 0 for no elements. */
 FSDP_NODISCARD fsdp_status fsdp_host_norm(const fsdp_host_span *spans,
                                           int64_t num_spans, double power,
                                           double *norm, fsdp_error *error);

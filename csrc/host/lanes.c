@@ -1,8 +1,7 @@
 /*
- * The loops of lanes_priv.h for each kind of processor, and the choice.
- *
- * AVX2 with F16C is the step that pays most; AVX-512 makes rounding to bf16 a
- * third faster while the elements are in a cache.
+ * The loops of lanes_priv.h for each kind of processor, and the choice between
+ * them. AVX2 with F16C gains most; AVX-512 makes rounding to bf16 a third
+ * faster while the elements are in a cache.
  */
 #include <math.h>
 #include <stddef.h>
@@ -32,7 +31,7 @@
 
 #define NUM_SUMS 16
 
-/* What the loops of all processors are written with. */
+/* The macros that the loops of all processors use. */
 typedef uint16_t type_f16;
 typedef uint16_t type_bf16;
 typedef float type_f32;

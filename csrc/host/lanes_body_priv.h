@@ -1,14 +1,14 @@
 /*
  * The loops of lanes_priv.h, without an include guard: lanes.c includes this
- * once per kind of processor, with LANES(name) naming a function and TARGET its
- * attributes. VECTOR_NUMEL is how many fp16 the processor converts at a time
- * (0: it cannot), and the macros in V_ are what it does with that many.
+ * file once per kind of processor. LANES(name) names a function, TARGET gives
+ * its attributes. VECTOR_NUMEL is the number of fp16 that the processor
+ * converts at a time (0: it cannot); the V_ macros work on that many.
  *
  * Note [Same memory]
  * IVDEP tells the compiler that no iteration reads what an earlier one wrote.
- * That holds when the memory of two arguments is apart, and when it is the
- * same; without it, the compiler's check at run time would take the slow loop
- * for the same memory.
+ * That holds for disjoint arguments and for arguments that are the same memory.
+ * Without it, the compiler's check at run time would choose the slow loop for
+ * the same memory.
  */
 
 /* ---- Casts, and scaled copies and sums, that the compiler vectorises ----- */
@@ -141,8 +141,8 @@ TARGET static void LANES(sum_f16)(void *t, const void *x, const void *y,
 /* ---- Norms ----------------------------------------------------------------
  */
 
-/* Sixteen sums side by side: the same order, and the same bits, on every
- * processor. A square of an fp32 value is exact in fp64. */
+/* Sixteen partial sums: the same order, and the same bits, on every processor.
+ * The square of an fp32 value is exact in fp64. */
 TARGET static double LANES(sum_of_squares_f32)(const float *from,
                                                int64_t numel) {
   double sums[NUM_SUMS] = {0};
@@ -169,8 +169,8 @@ TARGET static double LANES(sum_of_f32)(const float *from, int64_t numel) {
   return sums[0];
 }
 
-/* Without the sign, the bits of floats are ordered as the floats are, infinity
- * and then the NaNs last; as signed numbers, which AVX2 compares. */
+/* Without the sign, the bits of floats are ordered like the floats, with
+ * infinity and then the NaNs last. Compared as signed numbers, as AVX2 can. */
 TARGET static uint32_t LANES(max_bits_f32)(const float *from, int64_t numel) {
   int32_t most = 0;
   for (int64_t i = 0; i < numel; i++) {

@@ -1,6 +1,6 @@
 /*
- * Lanes: the loops over elements that the kernels are made of, once for any
- * processor and again for x86 with AVX2 and with AVX-512.
+ * Lanes: the loops over elements in the kernels, compiled for any processor,
+ * for x86 with AVX2, and for x86 with AVX-512.
  */
 #ifndef FSDP_HOST_LANES_PRIV_H
 #define FSDP_HOST_LANES_PRIV_H
@@ -16,7 +16,7 @@ typedef enum fsdp_host_float {
   FSDP_HOST_NUM_FLOATS
 } fsdp_host_float;
 
-/* Elements that are converted through a buffer on the stack at a time. */
+/* Elements converted at a time through a buffer on the stack. */
 enum { FSDP_HOST_BLOCK_NUMEL = 512 };
 
 typedef void fsdp_host_cast_loop(void *to, const void *from, int64_t numel);
@@ -25,9 +25,10 @@ typedef void fsdp_host_scale_loop(void *to, const void *from, int64_t numel,
 typedef void fsdp_host_sum_loop(void *to, const void *a, const void *b,
                                 int64_t numel, double scale);
 
-/* Indexed by the dtype of `to`, then that of `from`. A pair that has no loop is
- * NULL; those of equal dtypes always have, and cast between fp32 and each
- * other. Every loop may be given the same memory twice, in the same dtype. */
+/* Indexed by the dtype of `to`, then that of `from`. NULL where a pair has no
+ * loop. Equal dtypes always have one, and so do casts between fp32 and each
+ * other dtype. Both arguments of a loop may be the same memory, in the same
+ * dtype. */
 typedef struct fsdp_host_lanes {
   const char *name;
   fsdp_host_cast_loop *cast[FSDP_HOST_NUM_FLOATS][FSDP_HOST_NUM_FLOATS];
@@ -44,11 +45,11 @@ typedef struct fsdp_host_lanes {
   uint32_t (*max_bits_f32)(const float *from, int64_t numel);
 } fsdp_host_lanes;
 
-/* The fastest ones that this processor runs. Cannot fail. */
+/* The fastest loops that this processor can run. Cannot fail. */
 const fsdp_host_lanes *fsdp_host_priv_lanes(void);
 
-/* All that this processor runs, the slowest first, for tests; NULL past the
- * last. */
+/* For tests: all that this processor can run, the slowest first; NULL behind
+ * the last. */
 const fsdp_host_lanes *fsdp_host_priv_lanes_at(int index);
 
 #endif /* FSDP_HOST_LANES_PRIV_H */

@@ -8,7 +8,7 @@
 #include "host/kernels.h"
 #include "host/lanes_priv.h"
 
-/* Of values in fp64: their sum of powers, or their largest magnitude. */
+/* The sum of powers, or the largest magnitude, of values in fp64. */
 static double term_of_f64(const double *values, int64_t numel, double power) {
   double sum = 0;
   for (int64_t i = 0; i < numel; i++) {
@@ -48,7 +48,7 @@ static double joined(double total, double term, double power) {
   return isnan(total) || total > term ? total : term;
 }
 
-/* Through a block when the elements are neither fp32 nor fp64. */
+/* Through a block of fp32 for the 16-bit dtypes. */
 static double term_of_span(const fsdp_host_lanes *lanes,
                            const fsdp_host_span *span, fsdp_host_float index,
                            double power) {

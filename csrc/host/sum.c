@@ -1,8 +1,7 @@
 /*
- * The sum of several pieces of host memory, from the left.
- *
- * A block of every piece is read before that block of the destination is
- * written, which is why the destination may be one of the pieces.
+ * The sum of several pieces of host memory, from the left. A block of every
+ * piece is read before that block of the destination is written, so the
+ * destination may be one of the pieces.
  */
 #include "base/dtypes.h"
 #include "host/convert_priv.h"
@@ -46,14 +45,14 @@ static void sum_floats(const fsdp_host_lanes *lanes, char *to,
     }                                                         \
   }
 
-/* Unsigned, because they wrap around; the bits are those of signed sums. */
+/* Unsigned, so that they wrap around; the bits are those of signed sums. */
 SUM_INTEGERS(uint8_t)
 SUM_INTEGERS(uint16_t)
 SUM_INTEGERS(uint32_t)
 SUM_INTEGERS(uint64_t)
 #undef SUM_INTEGERS
 
-/* Returns false when the dtype is not an integer's. */
+/* False for a dtype that is not an integer. */
 static bool sum_integers(void *to, int32_t code, const void *const *pieces,
                          int64_t num_pieces, int64_t numel) {
   switch (code) {

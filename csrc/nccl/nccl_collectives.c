@@ -337,28 +337,38 @@ static fsdp_status check_sum(const fsdp_nccl_transport *transport,
   return FSDP_OK;
 }
 
+/* Common to both sums. */
+static fsdp_status reduce(fsdp_transport *base, const fsdp_call *call,
+                          fsdp_nccl_kind kind, void *buffer, int64_t numel,
+                          fsdp_dtype dtype, double scale, uint64_t *ticket,
+                          fsdp_error *error) {
+  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  const bool is_scatter = kind == FSDP_NCCL_REDUCE_SCATTER;
+  int64_t nbytes = 0;
+  fsdp_status status =
+      check(transport, call, kind, numel, dtype,
+            is_scatter ? transport->world_size : 1, &nbytes, error);
+  if (status != FSDP_OK) return status;
+  status = check_sum(transport, kind, dtype, scale, error);
+  if (status != FSDP_OK) return status;
+  const fsdp_nccl_collective collective = {
+      .kind = kind,
+      .send = buffer,
+      .receive = (char *)buffer + (is_scatter ? nbytes * transport->rank : 0),
+      .numel = (size_t)numel,
+      .dtype = fsdp_nccl_priv_dtype(dtype),
+      .scale = scale,
+  };
+  return add(transport, call, &collective, ticket, error);
+}
+
 fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
                                           const fsdp_call *call, void *buffer,
                                           int64_t shard_numel, fsdp_dtype dtype,
                                           double scale, uint64_t *ticket,
                                           fsdp_error *error) {
-  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  int64_t nbytes = 0;
-  fsdp_status status =
-      check(transport, call, FSDP_NCCL_REDUCE_SCATTER, shard_numel, dtype,
-            transport->world_size, &nbytes, error);
-  if (status != FSDP_OK) return status;
-  status = check_sum(transport, FSDP_NCCL_REDUCE_SCATTER, dtype, scale, error);
-  if (status != FSDP_OK) return status;
-  const fsdp_nccl_collective collective = {
-      .kind = FSDP_NCCL_REDUCE_SCATTER,
-      .send = buffer,
-      .receive = (char *)buffer + nbytes * transport->rank,
-      .numel = (size_t)shard_numel,
-      .dtype = fsdp_nccl_priv_dtype(dtype),
-      .scale = scale,
-  };
-  return add(transport, call, &collective, ticket, error);
+  return reduce(base, call, FSDP_NCCL_REDUCE_SCATTER, buffer, shard_numel,
+                dtype, scale, ticket, error);
 }
 
 fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
@@ -366,20 +376,6 @@ fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       int64_t numel, fsdp_dtype dtype,
                                       double scale, uint64_t *ticket,
                                       fsdp_error *error) {
-  fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  int64_t nbytes = 0;
-  fsdp_status status = check(transport, call, FSDP_NCCL_ALL_REDUCE, numel,
-                             dtype, 1, &nbytes, error);
-  if (status != FSDP_OK) return status;
-  status = check_sum(transport, FSDP_NCCL_ALL_REDUCE, dtype, scale, error);
-  if (status != FSDP_OK) return status;
-  const fsdp_nccl_collective collective = {
-      .kind = FSDP_NCCL_ALL_REDUCE,
-      .send = buffer,
-      .receive = buffer,
-      .numel = (size_t)numel,
-      .dtype = fsdp_nccl_priv_dtype(dtype),
-      .scale = scale,
-  };
-  return add(transport, call, &collective, ticket, error);
+  return reduce(base, call, FSDP_NCCL_ALL_REDUCE, buffer, numel, dtype, scale,
+                ticket, error);
 }

@@ -10,13 +10,13 @@
  * NCCL_LAUNCH_ORDER_IMPLICIT=1, NCCL 2.26 and newer start kernels in the order
  * of the host's launches, which is the same on all ranks.
  *
- * The process sets that variable because NCCL has no other switch: ncclConfig_t
- * has no field for it up to NCCL 2.30. Ordering the launches with events
- * instead would run the collectives one after the other. NCCL reads nccl.conf
- * when the first communicator is made, and the variable at the first launch. So
- * it is set in between, unless the environment or the file has a value. NCCL
- * then requires that no two threads launch at once; a mutex of the process
- * ensures that.
+ * The process sets that variable because these versions have no other switch:
+ * ncclConfig_t of NCCL 2.28 has no field for it (2.32 has one). Ordering the
+ * launches with events instead would run the collectives one after the other.
+ * NCCL reads nccl.conf when the first communicator is made, and the variable at
+ * the first launch. So it is set in between, unless the environment or the file
+ * has a value. NCCL then requires that no two threads launch at once; a mutex
+ * of the process ensures that.
  */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <stdlib.h>

@@ -69,10 +69,8 @@ fsdp_nccl_transport *fsdp_nccl_priv_make(const fsdp_nccl_library *library,
                                          const fsdp_nccl_options *options,
                                          const fsdp_store *store, int64_t rank,
                                          int64_t world_size);
-/* Frees what is left when nobody uses the transport any more. */
+/* Frees it when nobody uses it any more; in a forked child only the memory. */
 void fsdp_nccl_priv_free(fsdp_nccl_transport *transport);
-/* The same in a forked child, which has only the memory. */
-void fsdp_nccl_priv_free_memory(fsdp_nccl_transport *transport);
 /* Whether this process is a fork of the one that made the transport. */
 bool fsdp_nccl_priv_is_forked(const fsdp_nccl_transport *transport);
 bool fsdp_nccl_priv_is_healthy(fsdp_nccl_transport *transport);

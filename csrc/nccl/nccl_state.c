@@ -25,7 +25,14 @@ bool fsdp_nccl_priv_is_forked(const fsdp_nccl_transport *transport) {
   return transport->num_forks != atomic_load(&g_num_forks);
 }
 
-void fsdp_nccl_priv_free_memory(fsdp_nccl_transport *transport) {
+void fsdp_nccl_priv_free(fsdp_nccl_transport *transport) {
+  const fsdp_nccl_options options = transport->options;
+  const bool is_forked = fsdp_nccl_priv_is_forked(transport);
+  if (!is_forked) {
+    fsdp_nccl_priv_free_events(transport);
+    (void)pthread_cond_destroy(&transport->changed);
+    (void)pthread_mutex_destroy(&transport->lock);
+  }
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     fsdp_free(transport->channels[i].collectives);
     fsdp_free(transport->channels[i].scaled_sums);
@@ -34,52 +41,49 @@ void fsdp_nccl_priv_free_memory(fsdp_nccl_transport *transport) {
   fsdp_free(transport->prefix);
   fsdp_free(transport->net_name);
   fsdp_free(transport);
+  if (!is_forked && options.release != NULL) options.release(options.owner);
 }
 
-void fsdp_nccl_priv_free(fsdp_nccl_transport *transport) {
-  const fsdp_nccl_options options = transport->options;
-  fsdp_nccl_priv_free_events(transport);
-  (void)pthread_cond_destroy(&transport->changed);
-  (void)pthread_mutex_destroy(&transport->lock);
-  fsdp_nccl_priv_free_memory(transport);
-  if (options.release != NULL) options.release(options.owner);
+/* A transport that is all zeros, but for its lock. */
+static fsdp_nccl_transport *make_empty(void) {
+  (void)pthread_once(&g_once, watch_forks);
+  if (!g_is_counting) return NULL;
+  fsdp_nccl_transport *transport = fsdp_calloc(1, sizeof *transport);
+  if (transport == NULL) return NULL;
+  transport->num_forks = atomic_load(&g_num_forks);
+  if (pthread_mutex_init(&transport->lock, NULL) == 0) {
+    if (fsdp_nccl_priv_cond_init(&transport->changed)) return transport;
+    (void)pthread_mutex_destroy(&transport->lock);
+  }
+  fsdp_free(transport);
+  return NULL;
 }
 
 fsdp_nccl_transport *fsdp_nccl_priv_make(const fsdp_nccl_library *library,
                                          const fsdp_nccl_options *options,
                                          const fsdp_store *store, int64_t rank,
                                          int64_t world_size) {
-  (void)pthread_once(&g_once, watch_forks);
-  if (!g_is_counting) return NULL;
-  fsdp_nccl_transport *transport = fsdp_calloc(1, sizeof *transport);
+  const char *net_name = options->tuning.net_name;
+  fsdp_nccl_transport *transport = make_empty();
   if (transport == NULL) return NULL;
   transport->api = library->api;
-  transport->options = *options;
+  transport->version = library->version;
+  transport->store = *store;
+  transport->rank = rank;
+  transport->world_size = world_size;
   transport->prefix = fsdp_strdup(options->prefix);
+  if (net_name != NULL) transport->net_name = fsdp_strdup(net_name);
+  if (transport->prefix == NULL ||
+      (net_name != NULL && transport->net_name == NULL)) {
+    fsdp_nccl_priv_free(transport);
+    return NULL;
+  }
+  transport->options = *options;
   transport->options.prefix = transport->prefix;
+  transport->options.tuning.net_name = transport->net_name;
   if (options->events != NULL) {
     transport->events = *options->events;
     transport->options.events = &transport->events;
-  }
-  if (options->tuning.net_name != NULL) {
-    transport->net_name = fsdp_strdup(options->tuning.net_name);
-    transport->options.tuning.net_name = transport->net_name;
-  }
-  transport->store = *store;
-  transport->version = library->version;
-  transport->rank = rank;
-  transport->world_size = world_size;
-  transport->num_forks = atomic_load(&g_num_forks);
-  if (transport->prefix == NULL ||
-      (options->tuning.net_name != NULL && transport->net_name == NULL) ||
-      pthread_mutex_init(&transport->lock, NULL) != 0) {
-    fsdp_nccl_priv_free_memory(transport);
-    return NULL;
-  }
-  if (!fsdp_nccl_priv_cond_init(&transport->changed)) {
-    (void)pthread_mutex_destroy(&transport->lock);
-    fsdp_nccl_priv_free_memory(transport);
-    return NULL;
   }
   return transport;
 }

@@ -35,7 +35,7 @@ static void destroy(fsdp_transport *base) {
   if (base == NULL) return;
   transport = fsdp_nccl_priv_of(base);
   if (fsdp_nccl_priv_is_forked(transport)) {
-    fsdp_nccl_priv_free_memory(transport); /* the rest is the parent's */
+    fsdp_nccl_priv_free(transport); /* the rest is the parent's */
     return;
   }
   fsdp_nccl_priv_unwatch(transport);

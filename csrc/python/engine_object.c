@@ -197,22 +197,22 @@ static PyObject *engine_memory_stats(PyObject *object,
   return result;
 }
 
-static PyObject *engine_trace(PyObject *object, PyObject *Py_UNUSED(ignored)) {
+static PyObject *engine_log(PyObject *object, PyObject *Py_UNUSED(ignored)) {
   enum { SEQUENCE_NBYTES = 24 }; /* digits of an int64, blanks, newline */
   fsdp_torch_engine *engine = engine_of(object);
   if (engine == NULL) return NULL;
-  const fsdp_trace *trace = fsdp_engine_trace(fsdp_torch_engine_core(engine));
+  const fsdp_op_log *log = fsdp_engine_log(fsdp_torch_engine_core(engine));
 
   size_t text_nbytes = 1;
-  for (int64_t i = 0; i < FSDP_TRACE_CAPACITY && i < trace->num_recorded; i++) {
-    const fsdp_trace_entry *entry = &trace->entries[i];
+  for (int64_t i = 0; i < FSDP_OP_LOG_CAPACITY && i < log->num_recorded; i++) {
+    const fsdp_op_log_entry *entry = &log->entries[i];
     text_nbytes += SEQUENCE_NBYTES + strlen(entry->operation);
     if (entry->unit != NULL) text_nbytes += strlen(entry->unit);
   }
   char *text = PyMem_Malloc(text_nbytes);
   if (text == NULL) return PyErr_NoMemory();
   const size_t num_chars =
-      fsdp_trace_format(trace, FSDP_TRACE_CAPACITY, text, text_nbytes);
+      fsdp_op_log_format(log, FSDP_OP_LOG_CAPACITY, text, text_nbytes);
   PyObject *result =
       PyUnicode_DecodeUTF8(text, (Py_ssize_t)num_chars, "replace");
   PyMem_Free(text);
@@ -326,8 +326,8 @@ PyDoc_STRVAR(engine_check_order_doc,
 PyDoc_STRVAR(engine_memory_stats_doc,
              "memory_stats($self, /)\n--\n\n"
              "Counts and bytes that the engine holds on this rank.");
-PyDoc_STRVAR(engine_trace_doc,
-             "trace($self, /)\n--\n\n"
+PyDoc_STRVAR(engine_log_doc,
+             "log($self, /)\n--\n\n"
              "The last operations, one 'sequence operation unit' per line.");
 PyDoc_STRVAR(
     engine_clip_doc,
@@ -349,7 +349,7 @@ static PyMethodDef engine_methods[] = {
     {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
     {"check_order", engine_check_order, METH_O, engine_check_order_doc},
     {"memory_stats", engine_memory_stats, METH_NOARGS, engine_memory_stats_doc},
-    {"trace", engine_trace, METH_NOARGS, engine_trace_doc},
+    {"log", engine_log, METH_NOARGS, engine_log_doc},
     {"start_timeline", engine_start_timeline, METH_VARARGS,
      engine_start_timeline_doc},
     {"stop_timeline", engine_stop_timeline, METH_NOARGS,

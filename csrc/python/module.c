@@ -89,21 +89,30 @@ PyDoc_STRVAR(
     "where there are any; memory goes back in pieces of at most 64 MiB.");
 
 PyDoc_STRVAR(
-    prepare_messages_doc,
-    "prepare_messages($module, /, rank, items, sources, targets, *,\n"
+    prepare_exchange_doc,
+    "prepare_exchange($module, /, rank, world_size, items, sources, targets, "
+    "*,\n"
     "                 direct_nbytes)\n--\n\n"
     "(outgoing, incoming, copies, unpacking) of one rank: messages are (peer,\n"
-    "bytes), copies (source, target). items: (itemsize, held, needed), with\n"
-    "(begin, end) for each rank. See csrc/core/state/exchange.h.");
+    "bytes), copies (source, target). items: (itemsize, param, held, needed),\n"
+    "the latter placements over ranks. See csrc/core/state/exchange.h.");
+
+PyDoc_STRVAR(exchange_size_doc,
+             "exchange_size($module, /, items, *, direct_nbytes)\n--\n\n"
+             "(nbytes, packed_nbytes) of an exchange, the same on all ranks.");
 
 PyDoc_STRVAR(
     pass_messages_doc,
-    "pass_messages($module, /, group, outgoing, incoming, copies=())\n--\n\n"
+    "pass_messages($module, /, group, label, outgoing, incoming, copies=())\n"
+    "--\n\n"
     "Pass contiguous CPU tensors, (peer, tensor) each, between ranks of a\n"
     "process group through shared memory. All ranks must call it. `copies`,\n"
-    "(source, target) of as many bytes each, are made meanwhile. False if "
-    "that\n"
-    "is not possible: then nothing was done.");
+    "(source, target) of as many bytes each, are made meanwhile. `label` is\n"
+    "for errors. False if that is not possible: then nothing was done.");
+
+PyDoc_STRVAR(copy_tensors_doc,
+             "copy_tensors($module, copies, /)\n--\n\n"
+             "Make copies, (source, target) of as many bytes each.");
 
 PyDoc_STRVAR(
     transport_doc,
@@ -157,9 +166,12 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS, empty_tensors_doc},
     {"parts", parts, METH_NOARGS, parts_doc},
     {"transport", transport, METH_VARARGS, transport_doc},
-    {"prepare_messages",
-     (PyCFunction)(void (*)(void))fsdp_module_prepare_messages,
-     METH_VARARGS | METH_KEYWORDS, prepare_messages_doc},
+    {"prepare_exchange",
+     (PyCFunction)(void (*)(void))fsdp_module_prepare_exchange,
+     METH_VARARGS | METH_KEYWORDS, prepare_exchange_doc},
+    {"exchange_size", (PyCFunction)(void (*)(void))fsdp_module_exchange_size,
+     METH_VARARGS | METH_KEYWORDS, exchange_size_doc},
+    {"copy_tensors", fsdp_module_copy_tensors, METH_O, copy_tensors_doc},
     {"pass_messages", (PyCFunction)(void (*)(void))fsdp_module_pass_messages,
      METH_VARARGS | METH_KEYWORDS, pass_messages_doc},
     {NULL, NULL, 0, NULL},
@@ -182,10 +194,10 @@ static int add_constants(PyObject *module) {
       {"PREFETCH_NONE", FSDP_PREFETCH_NONE},
       {"PREFETCH_PRE", FSDP_PREFETCH_PRE},
       {"PREFETCH_POST", FSDP_PREFETCH_POST},
-      {"PLAN_ENTER", FSDP_PLAN_ENTER},
-      {"PLAN_USE", FSDP_PLAN_USE},
-      {"PLAN_WORK", FSDP_PLAN_WORK},
-      {"PLAN_LEAVE", FSDP_PLAN_LEAVE},
+      {"PLAN_ENTER", FSDP_STEP_ENTER},
+      {"PLAN_USE", FSDP_STEP_USE},
+      {"PLAN_WORK", FSDP_STEP_WORK},
+      {"PLAN_LEAVE", FSDP_STEP_LEAVE},
       {"SYNC_NONE", FSDP_SYNC_NONE},
       {"SYNC_REDUCE", FSDP_SYNC_REDUCE},
       {"SYNC_SHARD", FSDP_SYNC_SHARD},
@@ -234,7 +246,6 @@ static int module_exec(PyObject *module) {
       {&state->engine_type, &fsdp_engine_object_spec},
       {&state->layout_type, &fsdp_layout_object_spec},
       {&state->placement_type, &fsdp_placement_object_spec},
-      {&state->copy_plan_type, &fsdp_copy_plan_object_spec},
   };
 
   if (add_constants(module) < 0) return -1;
@@ -271,7 +282,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->engine_type);
   Py_VISIT(state->layout_type);
   Py_VISIT(state->placement_type);
-  Py_VISIT(state->copy_plan_type);
   Py_VISIT(state->packed_sequence);
   Py_VISIT(state->mapping);
   Py_VISIT(state->mutable_mapping);
@@ -288,7 +298,6 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->engine_type);
   Py_CLEAR(state->layout_type);
   Py_CLEAR(state->placement_type);
-  Py_CLEAR(state->copy_plan_type);
   Py_CLEAR(state->packed_sequence);
   Py_CLEAR(state->mapping);
   Py_CLEAR(state->mutable_mapping);
@@ -316,7 +325,7 @@ static PyModuleDef_Slot module_slots[] = {
 
 PyDoc_STRVAR(
     module_doc,
-    "The CPython module: units, engines, copy plans. Conversion only.");
+    "The CPython module: units, engines, placements. Conversion only.");
 
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,         .m_name = "fsdp_c._native",

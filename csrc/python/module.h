@@ -30,7 +30,6 @@ typedef struct module_state {
   PyTypeObject *engine_type;
   PyTypeObject *layout_type;
   PyTypeObject *placement_type;
-  PyTypeObject *copy_plan_type;
   PyObject *packed_sequence;  /* torch.nn.utils.rnn.PackedSequence */
   PyObject *mapping;          /* collections.abc.Mapping */
   PyObject *mutable_mapping;  /* collections.abc.MutableMapping */
@@ -79,12 +78,16 @@ PyObject *fsdp_module_crc32c(PyObject *module, PyObject *args,
 /* transfers.c: empty_tensors(numels, dtypes). */
 PyObject *fsdp_module_empty_tensors(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
-/* prepare_messages.c: prepare_messages(rank, items, sources, targets,
- * direct_nbytes).
- */
-PyObject *fsdp_module_prepare_messages(PyObject *module, PyObject *args,
+/* prepare_exchange.c: prepare_exchange(rank, world_size, items, sources,
+ * targets, direct_nbytes). */
+PyObject *fsdp_module_prepare_exchange(PyObject *module, PyObject *args,
                                        PyObject *kwargs);
-/* pass_messages(group, outgoing, incoming). */
+/* exchange_size(items, direct_nbytes). */
+PyObject *fsdp_module_exchange_size(PyObject *module, PyObject *args,
+                                    PyObject *kwargs);
+/* copy_tensors(copies). */
+PyObject *fsdp_module_copy_tensors(PyObject *module, PyObject *copies);
+/* pass_messages(group, label, outgoing, incoming, copies). */
 PyObject *fsdp_module_pass_messages(PyObject *module, PyObject *args,
                                     PyObject *kwargs);
 
@@ -99,7 +102,6 @@ extern PyType_Spec fsdp_unit_object_spec;
 extern PyType_Spec fsdp_engine_object_spec;
 extern PyType_Spec fsdp_layout_object_spec;
 extern PyType_Spec fsdp_placement_object_spec;
-extern PyType_Spec fsdp_copy_plan_object_spec;
 
 /* The module state behind an object of one of our types, which cannot be
  * subclassed. Borrowed. */

@@ -31,38 +31,6 @@ static PyObject *take_placement(PyTypeObject *type, fsdp_placement *placement,
   return (PyObject *)self;
 }
 
-static PyObject *placement_new(PyTypeObject *type, PyObject *args,
-                               PyObject *kwargs) {
-  static const char *const keywords[] = {"pieces", NULL};
-  enum { NUM_VALUES = 5 };
-  PyObject *sequence; /* borrowed */
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Placement",
-                                   FSDP_KEYWORDS(keywords), &sequence)) {
-    return NULL;
-  }
-  fsdp_error error = {0};
-  fsdp_placement *placement = NULL;
-  fsdp_piece *pieces = NULL;
-  Py_ssize_t num_pieces = 0;
-  int64_t *values =
-      fsdp_read_int64s(sequence, "pieces", NUM_VALUES, &num_pieces);
-  if (values == NULL) return NULL;
-  pieces = PyMem_New(fsdp_piece, (size_t)num_pieces + 1);
-  if (pieces == NULL) {
-    PyMem_Free(values);
-    return PyErr_NoMemory();
-  }
-  for (Py_ssize_t i = 0; i < num_pieces; i++) {
-    const int64_t *row = values + i * NUM_VALUES;
-    pieces[i] = (fsdp_piece){row[0], {row[1], row[2]}, row[3], row[4]};
-  }
-  const fsdp_status status =
-      fsdp_placement_create(pieces, num_pieces, &placement, &error);
-  PyMem_Free(pieces);
-  PyMem_Free(values);
-  return take_placement(type, placement, status, &error);
-}
-
 /* All of `num_ranks`, or the one that `rank` names. 0, or -1 with an
  * exception. */
 static int read_ranks(PyObject *rank, int64_t num_ranks, fsdp_range *ranks) {
@@ -138,39 +106,23 @@ static PyObject *placement_flat_range(PyObject *type, PyObject *args,
   return take_placement((PyTypeObject *)type, placement, status, &error);
 }
 
-static PyObject *placement_local(PyObject *type, PyObject *args,
-                                 PyObject *kwargs) {
-  static const char *const keywords[] = {"layout", "segment", "rank", NULL};
-  const module_state *state = PyType_GetModuleState((PyTypeObject *)type);
-  fsdp_error error = {0};
-  fsdp_placement *placement = NULL;
-  PyObject *object; /* borrowed */
-  long long segment, rank;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!LL:local",
-                                   FSDP_KEYWORDS(keywords), state->layout_type,
-                                   &object, &segment, &rank)) {
-    return NULL;
-  }
-  const fsdp_status status = fsdp_placement_create_local(
-      fsdp_layout_object_layout(object), segment, rank, &placement, &error);
-  return take_placement((PyTypeObject *)type, placement, status, &error);
-}
-
-static PyObject *placement_whole(PyObject *type, PyObject *args,
-                                 PyObject *kwargs) {
-  static const char *const keywords[] = {"numels", NULL};
+static PyObject *placement_on_ranks(PyObject *type, PyObject *args,
+                                    PyObject *kwargs) {
+  static const char *const keywords[] = {"numels", "begin", "end", NULL};
   fsdp_error error = {0};
   fsdp_placement *placement = NULL;
   PyObject *sequence; /* borrowed */
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:whole",
-                                   FSDP_KEYWORDS(keywords), &sequence)) {
+  long long begin, end;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL:on_ranks",
+                                   FSDP_KEYWORDS(keywords), &sequence, &begin,
+                                   &end)) {
     return NULL;
   }
   Py_ssize_t num_params = 0;
   int64_t *numels = fsdp_read_int64s(sequence, "numels", 1, &num_params);
   if (numels == NULL) return NULL;
-  const fsdp_status status =
-      fsdp_placement_create_whole(numels, num_params, &placement, &error);
+  const fsdp_status status = fsdp_placement_create_on_ranks(
+      numels, num_params, (fsdp_range){begin, end}, &placement, &error);
   PyMem_Free(numels);
   return take_placement((PyTypeObject *)type, placement, status, &error);
 }
@@ -262,6 +214,33 @@ static PyObject *placement_get_pieces(PyObject *object,
                       piece_item);
 }
 
+static PyObject *placement_numel(PyObject *object, PyObject *args) {
+  long long param, buffer;
+  if (!PyArg_ParseTuple(args, "LL:numel", &param, &buffer)) return NULL;
+  int64_t num_pieces = 0;
+  const fsdp_piece *pieces = fsdp_placement_pieces_of(
+      fsdp_placement_object_placement(object), param, &num_pieces);
+  long long numel = 0;
+  for (int64_t i = 0; i < num_pieces; i++) {
+    if (pieces[i].buffer != buffer) continue;
+    numel += pieces[i].in_param.end - pieces[i].in_param.begin;
+  }
+  return PyLong_FromLongLong(numel);
+}
+
+static PyObject *buffer_item(const void *pieces, int64_t index) {
+  return PyLong_FromLongLong(((const fsdp_piece *)pieces)[index].buffer);
+}
+
+static PyObject *placement_buffers(PyObject *object, PyObject *param) {
+  const long long index = PyLong_AsLongLong(param);
+  if (index == -1 && PyErr_Occurred()) return NULL;
+  int64_t num_pieces = 0;
+  const fsdp_piece *pieces = fsdp_placement_pieces_of(
+      fsdp_placement_object_placement(object), index, &num_pieces);
+  return fsdp_list_of(num_pieces, pieces, buffer_item);
+}
+
 static Py_ssize_t placement_length(PyObject *object) {
   return (Py_ssize_t)fsdp_placement_num_pieces(
       fsdp_placement_object_placement(object));
@@ -271,7 +250,6 @@ static Py_ssize_t placement_length(PyObject *object) {
 
 PyDoc_STRVAR(
     placement_doc,
-    "Placement(pieces)\n--\n\n"
     "Where elements of parameters lie: pieces (param, begin, end, buffer,\n"
     "offset) say that elements [begin, end) of the flattened parameter are in\n"
     "the buffer from element `offset` on. len() is the number of pieces.");
@@ -284,12 +262,15 @@ PyDoc_STRVAR(
     "flat_range($type, /, layout, segment, ranges)\n--\n\n"
     "Of a segment's shards, what holds `ranges`: (param, begin, end).\n"
     "Costs as much as it returns, whatever the number of ranks.");
-PyDoc_STRVAR(placement_local_doc,
-             "local($type, /, layout, segment, rank)\n--\n\n"
-             "The rank's part of each parameter: buffer = param, offset = 0.");
-PyDoc_STRVAR(placement_whole_doc,
-             "whole($type, /, numels)\n--\n\n"
-             "Whole parameters: buffer = param, offset = 0.");
+PyDoc_STRVAR(placement_on_ranks_doc,
+             "on_ranks($type, /, numels, begin, end)\n--\n\n"
+             "Whole parameters on each rank in [begin, end): buffer = rank.");
+PyDoc_STRVAR(placement_buffers_doc,
+             "buffers($self, param, /)\n--\n\n"
+             "The buffers of a parameter's pieces.");
+PyDoc_STRVAR(placement_numel_doc,
+             "numel($self, param, buffer, /)\n--\n\n"
+             "Elements of a parameter in a buffer.");
 PyDoc_STRVAR(
     placement_rows_doc,
     "rows($type, /, shapes, num_ranks, *, rank=None)\n--\n\n"
@@ -300,8 +281,13 @@ PyDoc_STRVAR(
   {#name, (PyCFunction)(void (*)(void))placement_##name, \
    METH_VARARGS | METH_KEYWORDS | METH_CLASS, placement_##name##_doc}
 static PyMethodDef placement_methods[] = {
-    CLASS_METHOD(flat),  CLASS_METHOD(flat_range), CLASS_METHOD(local),
-    CLASS_METHOD(whole), CLASS_METHOD(rows),       {NULL, NULL, 0, NULL},
+    CLASS_METHOD(flat),
+    CLASS_METHOD(flat_range),
+    CLASS_METHOD(on_ranks),
+    CLASS_METHOD(rows),
+    {"buffers", placement_buffers, METH_O, placement_buffers_doc},
+    {"numel", placement_numel, METH_VARARGS, placement_numel_doc},
+    {NULL, NULL, 0, NULL},
 };
 #undef CLASS_METHOD
 
@@ -313,7 +299,6 @@ static PyGetSetDef placement_getset[] = {
 
 static PyType_Slot placement_slots[] = {
     {Py_tp_doc, FSDP_SLOT(placement_doc)},
-    {Py_tp_new, FSDP_SLOT(placement_new)},
     {Py_tp_dealloc, FSDP_SLOT(placement_dealloc)},
     {Py_tp_methods, FSDP_SLOT(placement_methods)},
     {Py_tp_getset, FSDP_SLOT(placement_getset)},
@@ -325,6 +310,7 @@ static PyType_Slot placement_slots[] = {
 PyType_Spec fsdp_placement_object_spec = {
     .name = "fsdp_c._native.Placement",
     .basicsize = sizeof(placement_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = placement_slots,
 };

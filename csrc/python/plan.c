@@ -34,9 +34,9 @@ PyObject *fsdp_module_choose_alignment(PyObject *Py_UNUSED(module),
 typedef struct plan_input {
   PyObject *unit_items;
   PyObject *event_items;
-  fsdp_plan_unit *units;
+  fsdp_step_unit *units;
   fsdp_segment_options **segments; /* per unit */
-  fsdp_plan_event *events;
+  fsdp_step_event *events;
   Py_ssize_t num_units;
 } plan_input;
 
@@ -105,7 +105,7 @@ done:
 
 /* 0, or -1 with an exception. */
 static int read_unit(const module_state *state, PyObject *item,
-                     fsdp_plan_unit *unit, fsdp_segment_options **segments) {
+                     fsdp_step_unit *unit, fsdp_segment_options **segments) {
   PyObject *layout, *dtypes; /* borrowed */
   long long num_replicas;
   int reshards, backward_prefetch, forward_prefetch, offloads;
@@ -140,7 +140,7 @@ static int read_unit(const module_state *state, PyObject *item,
 }
 
 /* 0, or -1 with an exception. */
-static int read_event(PyObject *item, fsdp_plan_event *event) {
+static int read_event(PyObject *item, fsdp_step_event *event) {
   int kind;
   long long unit, param, nbytes;
   if (!PyTuple_Check(item)) {
@@ -152,11 +152,11 @@ static int read_event(PyObject *item, fsdp_plan_event *event) {
                         &event->backward_seconds)) {
     return -1;
   }
-  if (kind < FSDP_PLAN_ENTER || kind > FSDP_PLAN_LEAVE) {
+  if (kind < FSDP_STEP_ENTER || kind > FSDP_STEP_LEAVE) {
     PyErr_Format(PyExc_ValueError, "no such kind of event: %d", kind);
     return -1;
   }
-  event->kind = (fsdp_plan_event_kind)kind;
+  event->kind = (fsdp_step_event_kind)kind;
   event->unit = unit;
   event->param = param;
   event->nbytes = nbytes;
@@ -215,7 +215,7 @@ static int add_float(PyObject *dict, const char *name, double value) {
 }
 
 /* What is held at the busiest moment, by purpose. */
-static PyObject *peak_dict(const fsdp_plan_report *report) {
+static PyObject *peak_dict(const fsdp_step_plan_report *report) {
   return Py_BuildValue(
       "{sLsLsLsLsLsL}", "nbytes", (long long)report->peak_nbytes, "blocks",
       (long long)report->at_peak[FSDP_COUNTED_BLOCKS], "grad_shards",
@@ -233,7 +233,7 @@ static PyObject *collective_dict(const fsdp_collective_count *count) {
       (long long)count->wire_nbytes, "seconds", count->seconds);
 }
 
-static int add_counts(PyObject *dict, const fsdp_plan_report *report) {
+static int add_counts(PyObject *dict, const fsdp_step_plan_report *report) {
   const fsdp_engine_stats *stats = &report->stats;
   const struct {
     const char *name;
@@ -260,7 +260,7 @@ static PyObject *float_item(const void *seconds, int64_t index) {
 }
 
 /* A new dict, or NULL with an exception. */
-static PyObject *report_dict(const fsdp_plan_report *report,
+static PyObject *report_dict(const fsdp_step_plan_report *report,
                              const double *unit_seconds, int64_t num_units) {
   const fsdp_collective_count *counts = report->collectives;
   PyObject *dict = PyDict_New();
@@ -275,7 +275,7 @@ static PyObject *report_dict(const fsdp_plan_report *report,
                collective_dict(&counts[FSDP_COLLECTIVE_ALL_REDUCE])) < 0 ||
       add_float(dict, "step_seconds", report->step_seconds) < 0 ||
       add_float(dict, "compute_seconds", report->compute_seconds) < 0 ||
-      add_float(dict, "exposed_seconds", report->waited_seconds) < 0 ||
+      add_float(dict, "exposed_seconds", report->stall_seconds) < 0 ||
       add_item(dict, "unit_exposed_seconds",
                fsdp_list_of(num_units, unit_seconds, float_item)) < 0) {
     Py_CLEAR(dict);
@@ -292,7 +292,7 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
       "units",       "events",       "shard_link",    "replica_link",
       "num_batches", "accumulation", "wants_scratch", NULL};
   PyObject *units, *events; /* borrowed */
-  fsdp_plan_options options = {.num_batches = 1};
+  fsdp_step_plan_options options = {.num_batches = 1};
   long long num_batches = 1;
   int accumulation = FSDP_SYNC_REDUCE, wants_scratch = 0;
   if (!PyArg_ParseTupleAndKeywords(
@@ -311,7 +311,7 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   }
 
   fsdp_error error = {0};
-  fsdp_plan_report report;
+  fsdp_step_plan_report report;
   plan_input input = {0};
   double *unit_seconds = NULL;
   PyObject *result = NULL;
@@ -329,7 +329,7 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   options.num_batches = num_batches;
   options.accumulation = (fsdp_sync)accumulation;
   options.wants_scratch = wants_scratch != 0;
-  if (fsdp_plan_run(&options, &report, unit_seconds, &error) != FSDP_OK) {
+  if (fsdp_step_plan_run(&options, &report, unit_seconds, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     goto done;
   }

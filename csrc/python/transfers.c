@@ -1,5 +1,5 @@
 /*
- * empty_tensors() and pass_messages(): what moving state between ranks needs.
+ * empty_tensors(), pass_messages() and copy_tensors(): what an exchange needs.
  */
 #include "python/convert.h"
 
@@ -69,11 +69,46 @@ static int read_copies(PyObject *sequence, fsdp_torch_copy *copies) {
   return 0;
 }
 
+/* A new array of a tuple's copies; NULL with an exception. */
+static fsdp_torch_copy *new_copies(PyObject *sequence) {
+  fsdp_torch_copy *copies =
+      PyMem_New(fsdp_torch_copy, (size_t)PyTuple_GET_SIZE(sequence) + 1);
+  if (copies == NULL) {
+    (void)PyErr_NoMemory(); /* returns NULL */
+  } else if (read_copies(sequence, copies) < 0) {
+    PyMem_Free(copies);
+    copies = NULL;
+  }
+  return copies;
+}
+
+PyObject *fsdp_module_copy_tensors(PyObject *Py_UNUSED(module),
+                                   PyObject *sequence) {
+  fsdp_error error = {0};
+  PyObject *result = NULL;
+  fsdp_torch_copy *copies = NULL;
+  PyObject *pairs = PySequence_Tuple(sequence);
+  if (pairs == NULL) return NULL;
+  copies = new_copies(pairs);
+  if (copies == NULL) goto done;
+  if (fsdp_torch_copy_tensors(copies, (int64_t)PyTuple_GET_SIZE(pairs),
+                              &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    goto done;
+  }
+  result = Py_NewRef(Py_None);
+done:
+  PyMem_Free(copies);
+  Py_DECREF(pairs);
+  return result;
+}
+
 PyObject *fsdp_module_pass_messages(PyObject *Py_UNUSED(module), PyObject *args,
                                     PyObject *kwargs) {
-  static const char *const keywords[] = {"group", "outgoing", "incoming",
-                                         "copies", NULL};
+  static const char *const keywords[] = {"group",    "label",  "outgoing",
+                                         "incoming", "copies", NULL};
   fsdp_error error = {0};
+  const char *label;
   PyObject *group, *outgoing_sequence, *incoming_sequence;  /* borrowed */
   PyObject *copy_sequence = NULL;                           /* borrowed */
   PyObject *outgoing = NULL, *incoming = NULL, *own = NULL; /* tuples */
@@ -82,8 +117,8 @@ PyObject *fsdp_module_pass_messages(PyObject *Py_UNUSED(module), PyObject *args,
   fsdp_torch_message *messages = NULL;
   bool are_passed = false;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OOO|O:pass_messages", FSDP_KEYWORDS(keywords), &group,
-          &outgoing_sequence, &incoming_sequence, &copy_sequence)) {
+          args, kwargs, "OsOO|O:pass_messages", FSDP_KEYWORDS(keywords), &group,
+          &label, &outgoing_sequence, &incoming_sequence, &copy_sequence)) {
     return NULL;
   }
   outgoing = PySequence_Tuple(outgoing_sequence);
@@ -96,22 +131,22 @@ PyObject *fsdp_module_pass_messages(PyObject *Py_UNUSED(module), PyObject *args,
   const Py_ssize_t num_outgoing = PyTuple_GET_SIZE(outgoing);
   const Py_ssize_t num_messages = num_outgoing + PyTuple_GET_SIZE(incoming);
   messages = PyMem_Calloc((size_t)num_messages + 1, sizeof *messages);
-  copies = PyMem_Calloc((size_t)PyTuple_GET_SIZE(own) + 1, sizeof *copies);
-  if (messages == NULL || copies == NULL) {
+  if (messages == NULL) {
     PyErr_NoMemory();
     goto done;
   }
   if (read_messages(outgoing, true, messages) < 0) goto done;
   if (read_messages(incoming, false, messages + num_outgoing) < 0) goto done;
-  if (read_copies(own, copies) < 0) goto done;
-  const fsdp_torch_exchange exchange = {
+  copies = new_copies(own);
+  if (copies == NULL) goto done;
+  const fsdp_torch_messages given = {
+      .label = label,
       .messages = messages,
       .num_messages = (int64_t)num_messages,
       .copies = copies,
       .num_copies = (int64_t)PyTuple_GET_SIZE(own),
   };
-  if (fsdp_torch_pass_messages(group, &exchange, &are_passed, &error) !=
-      FSDP_OK) {
+  if (fsdp_torch_pass_messages(group, &given, &are_passed, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     goto done;
   }

@@ -36,7 +36,8 @@ static void copy(char *to, const char *from, int64_t nbytes) {
   if (nbytes > 0) memcpy(to, from, (size_t)nbytes);
 }
 
-/* Of a split all_reduce: whether slot i holds parts of the sum. */
+/* Whether slot i holds parts of the sum: in the second half of a split
+ * all_reduce. */
 static bool holds_sum(const fsdp_shm_op *op, int64_t i) {
   return op->is_split && i >= op->num_slots / 2;
 }
@@ -83,7 +84,7 @@ static int64_t num_slots_of(const fsdp_shm *shm, const fsdp_shm_op *op,
 /* ---- Starting --------------------------------------------------------------
  */
 
-/* Room for one more call at the end of the list. */
+/* Makes room for one more call at the end of the list. */
 static bool reserve_op(fsdp_shm_channel *channel) {
   if (channel->end == channel->capacity && channel->first > 0) {
     const size_t num = channel->end - channel->first;
@@ -134,7 +135,7 @@ static bool has_room(const fsdp_shm *shm, fsdp_channel channel) {
   return self->head - self->min_tail < shm->geometry.num_slots;
 }
 
-/* Whether all ranks have read what lies where the next slot goes. */
+/* Whether all ranks have read the slot that the next one overwrites. */
 static bool find_room(fsdp_shm *shm, fsdp_channel channel) {
   if (has_room(shm, channel)) return true;
   int64_t min_tail = INT64_MAX;
@@ -225,7 +226,7 @@ static bool is_filled(const fsdp_shm *shm, fsdp_channel channel, int64_t rank,
          slot;
 }
 
-/* Tells `rank` that `num` more of its slots were read, or are not needed. */
+/* Tells `rank` that this rank needs `num` more of its slots no longer. */
 static void release(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
                     int64_t num) {
   fsdp_shm_reader *reader = &shm->channels[channel].readers[rank];

@@ -1,6 +1,7 @@
 /*
- * The meeting: ranks announce their segments in the store, map those of all
- * others, and say whether it worked; only if all did, there is a transport.
+ * The meeting: the ranks announce their segments in the store, map those of all
+ * others, and report whether it worked. There is a transport only if it worked
+ * on all ranks.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -61,14 +62,14 @@ static int64_t now_ms(void) {
   return fsdp_shm_priv_now() / NS_PER_MS;
 }
 
-/* What is left of the meeting's time: one limit for all waits together, however
- * many ranks there are. At least 1, for a last look. */
+/* What is left of the time limit, which holds for all waits together. At least
+ * 1, for a last request. */
 static int64_t left_ms(const fsdp_shm_meeting *meeting, int64_t begin_ms) {
   const int64_t left = meeting->timeout_ms - (now_ms() - begin_ms);
   return left < 1 ? 1 : left;
 }
 
-/* This rank's own segment. Without one the reason is noted in `mine`. */
+/* Makes this rank's own segment, or notes in `mine` why it cannot. */
 static void prepare(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
                     hello *greeting, int *descriptor, verdict *mine) {
   fsdp_error error;
@@ -151,7 +152,7 @@ done:
   return status;
 }
 
-/* The verdict of all: that of the first rank that could not. */
+/* The verdict for all ranks: that of the first rank that could not. */
 static fsdp_status get_verdicts(const fsdp_shm_meeting *meeting,
                                 int64_t begin_ms, const verdict *mine,
                                 verdict *all, fsdp_error *error) {
@@ -204,7 +205,7 @@ fsdp_status fsdp_shm_priv_meet(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
   memcpy(outcome->reason, all.reason, sizeof outcome->reason);
   outcome->reason[sizeof outcome->reason - 1] = '\0';
 done:
-  /* All ranks have mapped it, or there is no transport. */
+  /* All ranks have mapped the file, or there is no transport. */
   if (descriptor >= 0) close(descriptor);
   return status;
 }

@@ -1,5 +1,5 @@
 /*
- * How the ranks of a transport find each other's memory.
+ * The meeting, in which the ranks of a transport map each other's memory.
  */
 #ifndef FSDP_SHM_MEETING_PRIV_H
 #define FSDP_SHM_MEETING_PRIV_H
@@ -21,9 +21,9 @@ typedef struct fsdp_shm_meeting {
   int64_t world_size;
 } fsdp_shm_meeting;
 
-/* Maps all segments into shm->peers. With shm NULL this rank has no memory for
- * one, and tells the others. outcome [out] the same on all ranks. What was
- * mapped stays in shm, whatever the outcome. */
+/* Maps all segments into shm->peers. shm is NULL when this rank is out of
+ * memory; the others are told. outcome [out] the same on all ranks. Whatever it
+ * is, the mapped segments stay in shm. */
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_meet(const fsdp_shm_meeting *meeting,
                                               fsdp_shm *shm,
                                               fsdp_shm_verdict *outcome,

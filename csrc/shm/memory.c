@@ -1,12 +1,11 @@
 /*
  * Memory limits, from /proc/meminfo and the control groups. Reserving more than
- * there is would not return an error: the kernel would end some process.
+ * there is would not return an error: the kernel would kill some process.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "shm/memory_priv.h"
 #include "shm/process_priv.h"
 
 enum { TEXT_NBYTES = 4096 };
@@ -27,7 +26,7 @@ static int64_t machine_nbytes(void) {
   return kib < 0 || kib > INT64_MAX / 1024 ? INT64_MAX : (int64_t)kib * 1024;
 }
 
-/* The limit of one control group; a group without one says "max". */
+/* The limit of one control group; "max" in the file means none. */
 static int64_t group_nbytes(const char *group) {
   char path[TEXT_NBYTES + 64];
   char text[64];
@@ -48,7 +47,7 @@ int64_t fsdp_shm_priv_available_nbytes(void) {
   if (group == NULL) return nbytes;
   group += sizeof "0::" - 1;
   group[strcspn(group, "\n")] = '\0';
-  /* The group and those that it is in. */
+  /* The group and its ancestors. */
   for (char *slash; (slash = strrchr(group, '/')) != NULL; *slash = '\0') {
     nbytes = min_i64(nbytes, group_nbytes(group));
   }

@@ -174,13 +174,13 @@ static void remove_done(fsdp_shm *shm) {
     }
   }
   if (num < shm->num_messages && num == 0) {
-    fsdp_shm_priv_ring(shm, shm->rank); /* another thread may wait for them */
+    fsdp_shm_priv_ring(shm, shm->rank); /* another thread may wait for these */
   }
   shm->num_messages = num;
 }
 
-/* The same while a pass over all messages comes to `message`: cheap, for there
- * may be hundreds. */
+/* The same, during a pass over all messages: cheap, since there may be
+ * hundreds. */
 static bool is_first_in_pass(fsdp_shm *shm, const fsdp_shm_message *message) {
   fsdp_shm_peer *peer = &shm->peers[message->peer];
   uint64_t *pass = message->is_send ? &peer->send_pass : &peer->recv_pass;

@@ -1,5 +1,5 @@
 /*
- * What /proc tells of a process: its start, its namespace, its state.
+ * Reads a process's start, namespace and state from /proc.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -37,7 +37,7 @@ static int read_stat(int64_t pid, char *state, uint64_t *start_time) {
   (void)snprintf(path, sizeof path, "/proc/%" PRId64 "/stat", pid);
   const int code = fsdp_shm_priv_read_file(path, text, sizeof text);
   if (code != 0) return code;
-  /* The second field is the program's name, which may hold anything. */
+  /* The second field is the program's name, which may contain any character. */
   const char *field = strrchr(text, ')');
   if (field == NULL || field[1] != ' ') return EIO;
   field += 2;

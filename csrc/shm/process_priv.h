@@ -1,5 +1,6 @@
 /*
- * Processes: who a rank is, and whether it still runs.
+ * What /proc and /sys tell: the identity of a rank's process, whether it still
+ * runs, and how much memory it may take.
  */
 #ifndef FSDP_SHM_PROCESS_PRIV_H
 #define FSDP_SHM_PROCESS_PRIV_H
@@ -10,13 +11,13 @@
 
 #include "base/status.h"
 
-/* Who a process is, the same for ever: pids are used again, starts are not. */
+/* Identifies a process for good: pids are used again, start times are not. */
 typedef struct fsdp_shm_process {
   int64_t pid;
-  uint64_t start_time; /* clock ticks after the machine's start */
+  uint64_t start_time; /* clock ticks since the machine's start */
   uint64_t pid_namespace;
   int64_t user;
-  char boot[48]; /* the machine's, since its start */
+  char boot[48]; /* id of the machine's last start */
 } fsdp_shm_process;
 
 typedef enum fsdp_shm_process_state {
@@ -44,5 +45,10 @@ const char *fsdp_shm_priv_process_state_name(fsdp_shm_process_state state);
 
 /* Reads as much of a file of /proc or /sys as fits. Returns 0, or errno. */
 int fsdp_shm_priv_read_file(const char *path, char *text, size_t text_nbytes);
+
+/* memory.c: the smaller of the bytes that the machine has available and those
+ * that the control groups (v2) of this process allow in all. INT64_MAX when
+ * neither can be read. Cannot fail. */
+int64_t fsdp_shm_priv_available_nbytes(void);
 
 #endif /* FSDP_SHM_PROCESS_PRIV_H */

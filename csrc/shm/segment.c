@@ -1,6 +1,6 @@
 /*
  * Segments: memory files without a name, which end with the last process that
- * maps them, and where everything lies in one.
+ * maps them. Also their layout.
  */
 #include <assert.h>
 #include <errno.h>
@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "base/arith.h"
-#include "shm/memory_priv.h"
+#include "shm/process_priv.h"
 #include "shm/segment_priv.h"
 
 enum { PAGE_NBYTES = 4096 };
@@ -74,8 +74,8 @@ bool fsdp_shm_priv_layout(int64_t world_size, int64_t ring_nbytes,
   return true;
 }
 
-/* Maps all of an open segment. A forked child does not get the mapping: it
- * must not speak for its parent, nor keep the memory alive after it. */
+/* Maps all of an open segment. A forked child does not inherit the mapping: it
+ * must not act for its parent, or keep the memory alive. */
 static fsdp_status map(int descriptor, int64_t nbytes,
                        fsdp_shm_segment *segment, fsdp_error *error) {
   void *memory = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_SHARED,
@@ -91,7 +91,8 @@ static fsdp_status map(int descriptor, int64_t nbytes,
   return FSDP_OK;
 }
 
-/* All ranks of this host reserve the same; half of what there is stays. */
+/* All ranks of this host reserve the same; half of the available memory is
+ * left. */
 static fsdp_status check_memory(int64_t world_size, int64_t nbytes,
                                 fsdp_error *error) {
   const int64_t available = fsdp_shm_priv_available_nbytes();
@@ -103,7 +104,7 @@ static fsdp_status check_memory(int64_t world_size, int64_t nbytes,
                    world_size, nbytes, available);
 }
 
-/* Gives the file all of its memory, so that no later write meets a full
+/* Reserves all memory of the file, so that no later write fails on a full
  * machine (SIGBUS), and fixes its size. */
 static fsdp_status reserve(int descriptor, int64_t nbytes, fsdp_error *error) {
   struct rlimit limit;

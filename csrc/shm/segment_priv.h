@@ -1,6 +1,6 @@
 /*
  * The layout of a segment, the memory that one rank shares with the others.
- * Only its owner writes to it, but for the doorbell and the locks of offers.
+ * Only its owner writes to it, except for the doorbell and the locks of offers.
  */
 #ifndef FSDP_SHM_SEGMENT_PRIV_H
 #define FSDP_SHM_SEGMENT_PRIV_H
@@ -14,7 +14,8 @@
 #include "port/transport.h"
 
 enum {
-  FSDP_SHM_LINE_NBYTES = 64, /* of a cache; what is shared has its own lines */
+  FSDP_SHM_LINE_NBYTES =
+      64, /* of a cache; each shared counter has its own line */
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
   FSDP_SHM_OFFERS = 16,       /* per sender */
@@ -28,7 +29,7 @@ typedef enum fsdp_shm_kind {
   FSDP_SHM_ALL_REDUCE
 } fsdp_shm_kind;
 
-/* What a call is, so that ranks see when they make different ones. */
+/* Describes a call, so that ranks can compare their calls. */
 typedef struct fsdp_shm_descriptor {
   uint64_t sequence; /* 1, 2, 3, ... on its channel */
   int32_t kind;
@@ -44,8 +45,8 @@ typedef struct fsdp_shm_descriptor {
 typedef struct fsdp_shm_channel_header {
   /* Slots that this rank has filled since the beginning. */
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic int64_t head;
-  /* For the others' error messages: calls started and ended, and the last two
-   * started, at index sequence % 2. */
+  /* For error messages of other ranks: the calls started and ended, and the
+   * last two started, at index sequence % 2. */
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic uint64_t num_started;
   _Atomic uint64_t num_ended;
   fsdp_shm_descriptor started[2];
@@ -58,8 +59,8 @@ typedef enum fsdp_shm_presence {
 } fsdp_shm_presence;
 
 typedef struct fsdp_shm_header {
-  uint64_t token; /* as in the meeting: this is the segment that was meant */
-  /* A futex: rung by the others, but only while this rank sleeps. */
+  uint64_t token; /* as in the meeting: proves that this is the right segment */
+  /* A futex: the others ring it, but only while this rank sleeps. */
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic uint32_t doorbell;
   _Atomic int32_t num_sleepers;
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic uint32_t presence;
@@ -72,14 +73,14 @@ typedef struct fsdp_shm_counter {
   alignas(FSDP_SHM_LINE_NBYTES) _Atomic int64_t value;
 } fsdp_shm_counter;
 
-/* The first slot of a message says how long it is, and whether all of it was
- * written into the receiver's memory already (Note [Direct messages]). */
+/* In the first slot of a message: its size, and whether the sender has written
+ * it into the receiver's memory (Note [Direct messages]). */
 typedef struct fsdp_shm_message_header {
   alignas(FSDP_SHM_LINE_NBYTES) int64_t nbytes;
   bool is_written;
 } fsdp_shm_message_header;
 
-/* Memory that its owner waits for a message in. The sender writes `lock`. */
+/* Memory in which its owner expects a message. The sender writes `lock`. */
 typedef struct fsdp_shm_offer {
   alignas(
       FSDP_SHM_LINE_NBYTES) _Atomic int64_t sequence; /* 1, 2, ...; 0: none */
@@ -93,9 +94,9 @@ typedef struct fsdp_shm_geometry {
   int64_t world_size;
   int64_t num_slots; /* of one channel */
   int64_t slot_nbytes;
-  int64_t piece_nbytes; /* of a slot, for each of the others; 0: no others */
+  int64_t piece_nbytes; /* of a slot, for each other rank; 0: no others */
   int64_t message_slot_nbytes;
-  int64_t direct_nbytes; /* messages of at least so much are; 0: none */
+  int64_t direct_nbytes; /* the smallest direct message; 0: none are */
 
   int64_t tails;           /* counters [channel][rank that wrote] */
   int64_t message_heads;   /* counters [receiver] */
@@ -119,9 +120,9 @@ FSDP_NODISCARD bool fsdp_shm_priv_layout(
     int64_t world_size, int64_t ring_nbytes, int64_t slot_nbytes,
     int64_t message_nbytes, int64_t direct_nbytes, fsdp_shm_geometry *geometry);
 
-/* Makes a new segment of zeros with no name. All of its memory is there: no
- * later access can fail. descriptor [out] file descriptor, to be closed when
- * all have opened it. */
+/* Makes a new segment of zeros with no name. All of its memory is reserved: no
+ * later access can fail. descriptor [out] to be closed when all ranks have
+ * opened it. */
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_segment_create(
     const fsdp_shm_geometry *geometry, fsdp_shm_segment *segment,
     int *descriptor, fsdp_error *error);

@@ -34,7 +34,7 @@
 extern "C" {
 #endif
 
-/* 0 stands for the default everywhere but in `nbytes` and `key_prefix`. */
+/* 0 means the default, except in `nbytes` and `key_prefix`. */
 typedef struct fsdp_shm_options {
   int64_t nbytes;         /* sizeof(fsdp_shm_options) */
   const char *key_prefix; /* of the keys in the store; one per transport */
@@ -42,8 +42,8 @@ typedef struct fsdp_shm_options {
   int64_t ring_nbytes;    /* staging memory of one rank and channel */
   int64_t slot_nbytes;    /* a multiple of 64, at least 64 * world_size */
   int64_t message_nbytes; /* staging memory of one rank for fsdp_shm_send */
-  int64_t direct_nbytes;  /* messages of so much are not staged where the system
-                             allows it; negative: all are */
+  int64_t direct_nbytes;  /* messages of this size or more bypass the ring where
+                             the system allows it; negative: none do */
   int64_t timeout_ms;     /* of a collective without progress: 1800000 */
   int64_t meeting_timeout_ms; /* for the whole meeting of all ranks: 300000 */
   int64_t spin_us; /* how long to wait before sleeping; negative: not at all */
@@ -77,9 +77,10 @@ FSDP_NODISCARD fsdp_status fsdp_shm_create(const fsdp_store *store,
                                            fsdp_error *error);
 
 /*
- * Messages between two ranks, of any size, each way in order; not in order
- * with collectives. Both only start; the memory belongs to the message until
- * fsdp_shm_wait_messages. `nbytes` of both sides must agree.
+ * Messages between two ranks, of any size. Messages of one direction keep their
+ * order; messages and collectives do not. Both calls only start a message; its
+ * memory belongs to it until fsdp_shm_wait_messages. Both sides must give the
+ * same `nbytes`.
  */
 FSDP_NODISCARD fsdp_status fsdp_shm_send(fsdp_transport *transport,
                                          int64_t receiver, const void *data,
@@ -89,17 +90,17 @@ FSDP_NODISCARD fsdp_status fsdp_shm_recv(fsdp_transport *transport,
                                          int64_t sender, void *data,
                                          int64_t nbytes, const char *label,
                                          fsdp_error *error);
-/* After a failure: whether another rank, stopped at the wrong moment, may still
- * write into the memory of a message that was to be received. Such memory must
- * not be given back. */
+/* After a failure: whether another rank, which was stopped while it wrote, may
+ * still write into the memory of a message. The memory must then not be freed.
+ */
 bool fsdp_shm_has_writers(fsdp_transport *transport);
 
-/* Does what can be done without waiting. A rank that is busy with something
- * else calls it now and then: senders wait for the receiver's offers. */
+/* Makes progress without waiting. A rank that is busy with other work calls it
+ * now and then, since senders wait for the receiver's offers. */
 FSDP_NODISCARD fsdp_status fsdp_shm_move_messages(fsdp_transport *transport,
                                                   fsdp_error *error);
 
-/* Ends all messages that this rank started. */
+/* Waits until all messages that this rank started have ended. */
 FSDP_NODISCARD fsdp_status fsdp_shm_wait_messages(fsdp_transport *transport,
                                                   fsdp_error *error);
 

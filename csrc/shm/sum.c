@@ -1,6 +1,5 @@
 /*
- * Sums of the ranks' pieces, in rank order: which there are. The kernels are
- * those of csrc/host.
+ * Sums of the ranks' pieces, in rank order, by the kernels of csrc/host.
  */
 #include "base/dtypes.h"
 #include "host/kernels.h"
@@ -50,5 +49,5 @@ void fsdp_shm_priv_sum(void *destination, fsdp_dtype dtype,
                        int64_t numel, double scale) {
   const fsdp_status status =
       fsdp_host_sum(destination, dtype, pieces, num_pieces, numel, scale, NULL);
-  (void)status; /* fsdp_shm_priv_check_sum has refused what fails */
+  (void)status; /* check_sum has refused what could fail */
 }

@@ -58,7 +58,7 @@ static void close_segments(fsdp_shm *shm) {
 static void destroy(fsdp_transport *transport) {
   fsdp_shm *shm = shm_of(transport);
   if (shm == NULL) return;
-  /* A forked child has the struct, and not the segments. */
+  /* A forked child has the struct, but not the segments. */
   if (shm->owner == getpid()) {
     fsdp_shm_priv_unlist(shm);
     fsdp_shm_header *header = shm->peers[shm->rank].segment.header;
@@ -222,11 +222,11 @@ static void set_label(fsdp_shm_descriptor *descriptor, const char *label) {
 
 static bool has_room_for(int64_t world_size, int64_t nbytes) {
   int64_t total;
-  /* Twice: sizes are rounded up, and split into turns. */
+  /* Twice, since sizes are rounded up and split into turns. */
   return fsdp_mul_i64(nbytes, 2 * world_size, &total);
 }
 
-/* The call's sizes; the memory is set by the caller. */
+/* Fills in the call, except for its memory. */
 static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
                            const char *label, int64_t numel, fsdp_dtype dtype,
                            fsdp_shm_op *op, fsdp_error *error) {
@@ -247,7 +247,7 @@ static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
                      shm->world_size);
   }
   fsdp_shm_op made;
-  memset(&made, 0, sizeof made); /* padding too: descriptors are shared */
+  memset(&made, 0, sizeof made); /* padding too: other ranks read it */
   made.descriptor.kind = (int32_t)kind;
   made.descriptor.dtype_code = dtype.code;
   made.descriptor.itemsize = dtype.itemsize;
@@ -308,14 +308,10 @@ static fsdp_status start(fsdp_shm *shm, fsdp_channel channel,
   return status;
 }
 
-static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
-                               fsdp_error *error) {
-  (void)transport, (void)call, (void)error;
-  return FSDP_OK;
-}
-
-static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
-                             fsdp_error *error) {
+/* Groups merge nothing here. */
+static fsdp_status begin_or_end_group(fsdp_transport *transport,
+                                      const fsdp_call *call,
+                                      fsdp_error *error) {
   (void)transport, (void)call, (void)error;
   return FSDP_OK;
 }
@@ -440,8 +436,8 @@ static const fsdp_transport_ops g_ops = {
     .name = "shm",
     .is_host = true,
     .destroy = destroy,
-    .group_begin = group_begin,
-    .group_end = group_end,
+    .group_begin = begin_or_end_group,
+    .group_end = begin_or_end_group,
     .all_gather = all_gather,
     .broadcast = broadcast,
     .reduce_scatter = reduce_scatter,

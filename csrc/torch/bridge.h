@@ -18,7 +18,6 @@
 
 #include "base/status.h"
 #include "runtime/engine.h"
-#include "state/copy_plan.h"
 #include "state/exchange.h"
 
 #ifdef __cplusplus
@@ -317,31 +316,13 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_clip_grad_norm(
     int64_t num_extra_params, double max_norm, double norm_type,
     struct _object **norm, fsdp_error *error);
 
-/* Copy plans --------------------------------------------------------------- */
+/* Moving state between ranks ----------------------------------------------- */
 
-/* Tensors as the buffers of one side of a plan, None for an absent one.
- * Borrowed. */
+/* Tensors, None for an absent one. Borrowed. */
 typedef struct fsdp_torch_buffers {
   struct _object *const *tensors;
   int64_t num_tensors;
 } fsdp_torch_buffers;
-
-/*
- * Makes the plan's copies between tensors, whose elements are counted in memory
- * order; their shapes do not matter. Counts as an in-place write of the
- * targets, outside autograd. Everything is checked before the first copy. GIL
- * (released inside).
- *
- * FSDP_INVALID_ARGUMENT  a tensor is not contiguous, has no memory of its own
- *                        or another dtype than the first; a source overlaps a
- *                        target; a buffer is too small or there are too few.
- */
-FSDP_NODISCARD fsdp_status fsdp_torch_copy_plan_run(const fsdp_copy_plan *plan,
-                                                    fsdp_torch_buffers sources,
-                                                    fsdp_torch_buffers targets,
-                                                    fsdp_error *error);
-
-/* Moving state between ranks ----------------------------------------------- */
 
 /*
  * Uninitialised 1-D tensors in host memory, over large pages where the kernel
@@ -388,18 +369,19 @@ typedef struct fsdp_torch_message {
   bool is_outgoing;
 } fsdp_torch_message;
 
-/* Two contiguous tensors in host memory, of as many bytes. */
+/* Two contiguous tensors of as many bytes. */
 typedef struct fsdp_torch_copy {
   struct _object *source;
   struct _object *target;
 } fsdp_torch_copy;
 
-typedef struct fsdp_torch_exchange {
+typedef struct fsdp_torch_messages {
+  const char *label; /* for errors; the same on both ranks of a message */
   const fsdp_torch_message *messages;
   int64_t num_messages;
   const fsdp_torch_copy *copies; /* this rank's own, made meanwhile */
   int64_t num_copies;
-} fsdp_torch_exchange;
+} fsdp_torch_messages;
 
 /*
  * Passes messages between ranks of a process group, if its transport can: every
@@ -407,8 +389,14 @@ typedef struct fsdp_torch_exchange {
  * are_passed [out] false: nothing was done. GIL (released inside); may block.
  */
 FSDP_NODISCARD fsdp_status fsdp_torch_pass_messages(
-    struct _object *group, const fsdp_torch_exchange *exchange,
+    struct _object *group, const fsdp_torch_messages *messages,
     bool *are_passed, fsdp_error *error);
+
+/*
+ * Makes copies between contiguous tensors of one device. GIL (released inside).
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_copy_tensors(
+    const fsdp_torch_copy *copies, int64_t num_copies, fsdp_error *error);
 
 #ifdef __cplusplus
 }

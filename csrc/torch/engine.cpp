@@ -16,61 +16,6 @@
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
-
-Engine::~Engine() {
-  fsdp_engine_destroy(core);
-  fsdp_timeline_destroy(timeline);
-}
-
-void Engine::recover() {
-  if (has_said) say("");
-  if (!is_aborted.exchange(false)) return;
-  fsdp_engine_reset(core);
-  for (Unit *unit : units) {
-    unit->graph_task = -1;
-    for (Segment &segment : unit->segments) segment.earlier_grad.reset();
-  }
-  reduced.clear();
-}
-
-namespace {
-
-// All groups of the engine that have several ranks, each once.
-std::vector<Group *> groups_of(const Engine &engine) {
-  std::vector<Group *> groups;
-  const auto add = [&](Group &group) {
-    const bool is_known =
-        std::any_of(groups.begin(), groups.end(), [&](const Group *each) {
-          return each->process_group == group.process_group;
-        });
-    if (group.process_group && group.process_group->getSize() > 1 &&
-        !is_known) {
-      groups.push_back(&group);
-    }
-  };
-  for (Unit *unit : engine.units) {
-    add(unit->shard_group);
-    add(unit->replica_group);
-  }
-  return groups;
-}
-
-}  // namespace
-
-void Engine::say(const std::string &words) noexcept {
-  try {
-    for (const Group *group : groups_of(*this)) {
-      if (!group->post_mortem) continue;
-      group->post_mortem->say(words.empty()
-                                  ? words
-                                  : words + ", after " +
-                                        operation_of(provider.trace, -1));
-    }  // a group that failed has said so already
-    has_said = !words.empty();
-  } catch (...) {  // no memory: the others learn less
-  }
-}
-
 namespace {
 
 const c10d::ProcessGroup *process_group_of(const Group *group) {
@@ -201,15 +146,19 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
                        "an engine needs at least one unit");
     }
     auto self = std::make_shared<Engine>(units[0]->self->device);
-    fsdp_device_ops ops = self->provider.ops();
-    fsdp_torch::add_view_ops(&ops);
-    fsdp_torch::add_grad_ops(&ops);
-    fsdp_torch::add_hook_ops(&ops);
-    fsdp_torch::add_following_ops(&ops);
-    fsdp_status status = fsdp_engine_create(&ops, &self->core, error);
+    fsdp_device_ops device = self->provider.ops();
+    fsdp_torch::add_group_ops(&device);
+    fsdp_view_ops views = {};
+    views.context = device.context;
+    fsdp_torch::add_view_ops(&views);
+    fsdp_torch::add_grad_ops(&views);
+    fsdp_torch::add_hook_ops(&views);
+    fsdp_torch::add_following_ops(&views);
+    fsdp_status status =
+        fsdp_engine_create(&device, &views, &self->core, error);
     if (status != FSDP_OK) return status;
     // The provider is a part of the engine and does not outlive it.
-    self->provider.trace = fsdp_engine_trace(self->core);
+    self->provider.log = fsdp_engine_log(self->core);
     self->provider.engine = self->core;
     self->provider.groups = [engine = self.get()] {
       return fsdp_torch::groups_of(*engine);
@@ -230,6 +179,8 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
         fsdp_torch::connect(unit.replica_group, unit.device);
       }
       if (unit.engine) unit.engine->recover();
+      fsdp_unit_set_transports(unit.core, unit.shard_group.transport.get(),
+                               unit.replica_group.transport.get());
       status = fsdp_engine_add_unit(self->core, unit.core, error);
       if (status != FSDP_OK) break;
       if (unit.engine) {

@@ -163,9 +163,11 @@ void add_outgoing(const fsdp_exchange *exchange, const Sides &sides,
       fsdp_exchange_outgoing(exchange, &num_messages);
   for (int64_t i = 0; i < num_messages; i++) {
     const fsdp_exchange_message &message = messages[i];
-    const fsdp_exchange_piece &first = message.pieces[0];
     at::Tensor bytes;
-    if (message.num_pieces == 1) {
+    if (message.num_pieces == 0) {
+      bytes = empty_bytes(sides, 0);
+    } else if (message.num_pieces == 1) {
+      const fsdp_exchange_piece &first = message.pieces[0];
       bytes = sides.source(first.item, first.offset, first.nbytes);
     } else if (message.same_as < i) {
       bytes = prepared.outgoing[static_cast<size_t>(message.same_as)].bytes;
@@ -183,8 +185,8 @@ void add_incoming(const fsdp_exchange *exchange, const Sides &sides,
       fsdp_exchange_incoming(exchange, &num_messages);
   for (int64_t i = 0; i < num_messages; i++) {
     const fsdp_exchange_message &message = messages[i];
-    const fsdp_exchange_piece &first = message.pieces[0];
     if (message.num_pieces == 1) {
+      const fsdp_exchange_piece &first = message.pieces[0];
       prepared.incoming.push_back(
           {message.peer, sides.target(first.item, first.offset, first.nbytes)});
       continue;
@@ -255,6 +257,31 @@ extern "C" fsdp_status fsdp_torch_exchange_prepare(
                                fsdp_torch::list_of(found.unpacking))
                     .release()
                     .ptr();
+    return FSDP_OK;
+  };
+}
+
+extern "C" fsdp_status fsdp_torch_copy_tensors(const fsdp_torch_copy *copies,
+                                               int64_t num_copies,
+                                               fsdp_error *error) {
+  GUARDED(error) {
+    const at::NoGradGuard no_grad;
+    std::vector<fsdp_torch::Copy> read;
+    for (int64_t i = 0; i < num_copies; i++) {
+      const at::Tensor &source =
+          fsdp_torch::tensor_of(copies[i].source, "the source of a copy");
+      const at::Tensor &target =
+          fsdp_torch::tensor_of(copies[i].target, "the target of a copy");
+      fsdp_torch::check_memory(source, "the source of a copy");
+      fsdp_torch::check_memory(target, "the target of a copy");
+      fsdp_torch::check_nbytes(target, static_cast<int64_t>(source.nbytes()),
+                               "the target of a copy");
+      read.push_back({source, target});
+    }
+    const py::gil_scoped_release released;
+    for (const fsdp_torch::Copy &copy : read) {
+      fsdp_torch::copy_bytes(copy.source, copy.target);
+    }
     return FSDP_OK;
   };
 }

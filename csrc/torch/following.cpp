@@ -166,7 +166,7 @@ void follow_reductions(Engine &engine) {
   }
 }
 
-void add_following_ops(fsdp_device_ops *ops) {
+void add_following_ops(fsdp_view_ops *ops) {
   ops->grads_set_aside = grads_set_aside;
   ops->grads_reduced = grads_reduced;
 }

@@ -40,7 +40,7 @@ class BackwardEnd {
   ~BackwardEnd() {
     if (has_succeeded_) return;
     engine_->is_aborted = true;
-    engine_->say("left backward by an exception");
+    engine_->publish_abort_reason("left backward by an exception");
   }
   BackwardEnd(const BackwardEnd &) = delete;
   BackwardEnd &operator=(const BackwardEnd &) = delete;

@@ -60,16 +60,15 @@ fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
     const Unit &unit = unit_of(owner);
     const Segment &segment = unit.segments[static_cast<size_t>(index)];
     const int64_t shard_numel = segment.layout->shard_numel;
-    const int64_t rank = unit.shard_group.process_group
-                             ? unit.shard_group.process_group->getRank()
-                             : 0;
     if (shard_numel == 0) return FSDP_OK;
     const at::Tensor whole =
         provider.view(buffer, segment.layout->padded_numel,
                       {static_cast<int32_t>(segment.reduce),
                        static_cast<int32_t>(c10::elementSize(segment.reduce))});
     provider.on_lane(lane, [&] {
-      run_hook(unit, whole, whole.narrow(0, rank * shard_numel, shard_numel));
+      run_hook(
+          unit, whole,
+          whole.narrow(0, unit.shard_group.rank * shard_numel, shard_numel));
     });
     return FSDP_OK;
   };
@@ -77,7 +76,7 @@ fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
 
 }  // namespace
 
-void add_hook_ops(fsdp_device_ops *ops) {
+void add_hook_ops(fsdp_view_ops *ops) {
   ops->reduce_hook = reduce_hook;
 }
 

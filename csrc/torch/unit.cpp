@@ -31,8 +31,8 @@ at::ScalarType dtype_or(PyObject *object, at::ScalarType otherwise) {
 fsdp_group core_group(const Group &group) {
   fsdp_group result = {};
   result.handle = const_cast<Group *>(&group);
-  result.world_size = group.process_group ? group.process_group->getSize() : 1;
-  result.rank = group.process_group ? group.process_group->getRank() : 0;
+  result.world_size = group.world_size;
+  result.rank = group.rank;
   return result;
 }
 
@@ -173,8 +173,6 @@ void choose_settings(Unit &unit, const fsdp_torch_unit_options &options) {
       has_fp16 ? fp16_prescale(shard_world_size *
                                core_group(unit.replica_group).world_size)
                : 1.0;
-  settings.needs_reduce_scratch =
-      unit.shard_group.is_gloo && shard_world_size > 1;
   settings.offloads = unit.offloads;
 }
 
@@ -300,6 +298,8 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
     self->param_dtype_code = from.param_dtype_code;
     self->shard_group = from.shard_group;
     self->replica_group = from.replica_group;
+    self->shard_group.c10d = nullptr;  // belongs to the units of one engine
+    self->replica_group.c10d = nullptr;
     self->alignment = from.alignment;
     self->settings = from.settings;
     std::vector<fsdp_param_spec> specs;

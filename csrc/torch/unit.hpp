@@ -42,9 +42,9 @@ struct Engine {
 
   // Drops what a backward left that raised before its end. Holds the lock.
   void recover();
-  // Tells the ranks that will wait for this one why they do so in vain; ""
-  // takes it back. See Note [Post-mortem].
-  void say(const std::string &words) noexcept;
+  // Tells the ranks that will wait for this one why they wait in vain; "" takes
+  // it back. See Note [Post-mortem].
+  void publish_abort_reason(const std::string &reason) noexcept;
   // The begin of a span of the timeline: now, or 0 while none is recorded. With
   // the GIL or the lock.
   int64_t begin_span() const noexcept {
@@ -68,8 +68,12 @@ struct Engine {
   // Note [Following reductions].
   std::vector<std::weak_ptr<Unit>> reduced;
   std::atomic<bool> is_aborted{false};
-  std::atomic<bool> has_said{false};
+  std::atomic<bool> has_abort_reason{false};
 };
+
+// engine_groups.cpp: all groups of the engine that have several ranks, each
+// once.
+std::vector<Group *> groups_of(const Engine &engine);
 
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
 
@@ -198,7 +202,7 @@ at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype);
 Unit &unit_of(void *owner);
 
 // unit_views.cpp: the functions of the port that show parameters.
-void add_view_ops(fsdp_device_ops *ops);
+void add_view_ops(fsdp_view_ops *ops);
 // Makes the view tables. The shards exist.
 void make_views(Unit &unit);
 // Points every parameter at its sharded view.
@@ -218,7 +222,7 @@ void follow_requires_grad(Unit &unit);
 void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 
 // unit_grads.cpp: the functions of the port that show gradients.
-void add_grad_ops(fsdp_device_ops *ops);
+void add_grad_ops(fsdp_view_ops *ops);
 // Whether the core reduces gradients of the segment.
 bool is_trainable(const Unit &unit, const Segment &segment);
 
@@ -228,10 +232,10 @@ void show_followed_grads(Unit &unit);
 void take_followed_grads(Unit &unit);
 
 // reduce_hook.cpp
-void add_hook_ops(fsdp_device_ops *ops);
+void add_hook_ops(fsdp_view_ops *ops);
 
 // following.cpp
-void add_following_ops(fsdp_device_ops *ops);
+void add_following_ops(fsdp_view_ops *ops);
 // Tells the core whether somebody follows the unit's reductions. Cheap.
 void note_followers(Unit &unit);
 // Runs what follows the reductions that were issued. Not with the engine's

@@ -100,9 +100,10 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
   Unit &self = *unit->self;
   if (!self.engine) return;
   const std::lock_guard<std::mutex> lock(self.engine->mutex);
-  if (!self.engine->has_said) {
+  if (!self.engine->has_abort_reason) {
     try {  // a unit around this one knows no better
-      self.engine->say("left forward of unit '" + self.name + "' by " + reason);
+      self.engine->publish_abort_reason("left forward of unit '" + self.name +
+                                        "' by " + reason);
     } catch (...) {  // no memory: the others learn less
     }
   }

@@ -424,7 +424,7 @@ void follow_requires_grad(Unit &unit) {
   }
 }
 
-void add_grad_ops(fsdp_device_ops *ops) {
+void add_grad_ops(fsdp_view_ops *ops) {
   ops->take_grads = take_grads;
   ops->take_full_grads = take_full_grads;
   ops->show_grads = show_grads;

@@ -258,7 +258,7 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
       old.detach().clone().getIntrusivePtr());
 }
 
-void add_view_ops(fsdp_device_ops *ops) {
+void add_view_ops(fsdp_view_ops *ops) {
   ops->show_params = show_params;
   ops->take_params = take_params;
   ops->mark_params = mark_params;

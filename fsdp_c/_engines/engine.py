@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_c import _native
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
-from fsdp_c._units.base import Running, ShardedModule, sharded_modules
+from fsdp_c._units.base import Running, ShardedModule, require_sharded, sharded_modules
 from fsdp_c._units.sessions import LoadSession
 
 # Called with the root of every engine that is made.
@@ -78,18 +78,6 @@ def ensure_engines(module: nn.Module) -> list[_native.Engine]:
     return list(engines.values())
 
 
-def _engines_of(model: nn.Module) -> list[_native.Engine]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
-    engines = ensure_engines(model)
-    if not engines:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: pass the wrapped model"
-        )
-    return engines
-
-
 def memory_stats(model: nn.Module) -> dict[str, int]:
     """Return what the engine of ``model`` holds and has done, on this rank.
 
@@ -114,7 +102,8 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
         ValueError: Nothing in ``model`` is wrapped.
     """
     total: dict[str, int] = {}
-    for engine in _engines_of(model):
+    require_sharded(model)
+    for engine in ensure_engines(model):
         for key, value in engine.memory_stats().items():
             total[key] = total.get(key, 0) + value
     return total
@@ -134,7 +123,8 @@ def reset(model: nn.Module) -> None:
         TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
-    for engine in _engines_of(model):
+    modules = require_sharded(model)
+    for engine in ensure_engines(model):
         engine.reset()
-    for each in sharded_modules(model):
+    for each in modules:
         each.end_session(LoadSession)

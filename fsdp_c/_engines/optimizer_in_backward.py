@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_c._torch_compat import in_backward_optimizers, remove_in_backward_hooks
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, require_sharded, sharded_modules
 
 
 def optimizer_in_backward(
@@ -45,12 +45,7 @@ def optimizer_in_backward(
         ... )
         >>> model(batch).sum().backward()  # steps  # doctest: +SKIP
     """
-    modules = list(sharded_modules(model))
-    if not modules:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: wrap the model first"
-        )
+    modules = require_sharded(model)
     for module in modules:
         adopt_in_backward_optimizers(module)
         if module.has_optimizer:

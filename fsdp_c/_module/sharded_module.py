@@ -32,8 +32,9 @@ from fsdp_c._module.attributes import Attributes
 from fsdp_c._module.comm_hooks import register_comm_hook
 from fsdp_c._module.copy import copy_sharded
 from fsdp_c._module.torch_class import TorchClass
-from fsdp_c._optim.methods import OptimStateMethods
-from fsdp_c._state import kinds, load, save
+from fsdp_c._state import kinds
+from fsdp_c._state.model import load, save
+from fsdp_c._state.optim.methods import OptimStateMethods
 from fsdp_c._torch_compat import Policy, TrainingState
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.build import build_unit
@@ -193,7 +194,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         self.forward_prefetch = config.forward_prefetch
         self.limit_all_gathers = config.limit_all_gathers
         self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
-        self.set_up(module, sharded, arguments.get("device_mesh"))
+        self.adopt_module(module, sharded, arguments.get("device_mesh"))
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )

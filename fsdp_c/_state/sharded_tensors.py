@@ -24,13 +24,8 @@ from fsdp_c._torch_compat import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
-    all_gather_flat,
 )
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.failures import naming_ranks
-
-# Where a tensor begins in the buffer of a collective; a multiple of every itemsize.
-_ALIGNMENT_NBYTES = 16
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
@@ -38,14 +33,14 @@ def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def shape_of(value: ShardedTensor | DTensor) -> torch.Size:
+def sharded_shape(value: ShardedTensor | DTensor) -> torch.Size:
     """Return the shape of the whole tensor."""
     if isinstance(value, DTensor):
         return value.shape
     return torch.Size(value.metadata().size)  # size() warns of its deprecation
 
 
-def dtype_of(value: ShardedTensor | DTensor) -> torch.dtype:
+def sharded_dtype(value: ShardedTensor | DTensor) -> torch.dtype:
     """Return the dtype of the elements."""
     if isinstance(value, DTensor):
         return value.dtype
@@ -62,18 +57,6 @@ def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the rows ``[begin, end)`` that ``rank`` holds."""
     step = -(-num_rows // world_size)
     return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
-
-
-def row_elements(shape: torch.Size, world_size: int) -> list[tuple[int, int]]:
-    """Return the elements ``[begin, end)`` of each rank's rows."""
-    row_numel = shape[1:].numel()
-    rows = [rows_of(shape[0], world_size, rank) for rank in range(world_size)]
-    return [(begin * row_numel, end * row_numel) for begin, end in rows]
-
-
-def aligned(nbytes: int) -> int:
-    """Return what ``nbytes`` take in a buffer for tensors of several dtypes."""
-    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 # To a sharded tensor ----------------------------------------------------------
@@ -111,6 +94,32 @@ def shard_tensor(
     )
     chunk.copy_(rows)
     return wrap_chunk(module, chunk, full.shape, use_dtensor=use_dtensor)
+
+
+def in_form(
+    module: ShardedModule,
+    value: Tensor,
+    shape: torch.Size,
+    *,
+    device: torch.device,
+    shards: bool,
+    use_dtensor: bool | None,
+) -> ShardedTensor | DTensor | Tensor:
+    """Return what this rank needs of a tensor as a state dict holds it.
+
+    Args:
+        module: A wrapped module.
+        value: This rank's rows if ``shards``, else the whole tensor; 1-D.
+        shape: Of the whole tensor.
+        device: Where the result is.
+        shards: Return a sharded tensor, if there are rows to share out.
+        use_dtensor: As for :func:`shard_tensor`.
+    """
+    value = value.to(device)
+    if not shards or not has_rows(shape):
+        return value.view(shape)
+    chunk = value.view(-1, *shape[1:])
+    return wrap_chunk(module, chunk, shape, use_dtensor=use_dtensor)
 
 
 def wrap_chunk(
@@ -248,7 +257,7 @@ def local_part(value: ShardedTensor | DTensor) -> Tensor | None:
 
 def find_problem(module: ShardedModule, value: ShardedTensor | DTensor) -> str | None:
     """Return why ``value`` is not in the chunks of ``module``'s group, or None."""
-    shape = shape_of(value)
+    shape = sharded_shape(value)
     remedy = (
         "read a checkpoint of another number of ranks with torch.distributed."
         "checkpoint.load() into model.state_dict(), which reshards it"
@@ -288,84 +297,3 @@ def find_problem(module: ShardedModule, value: ShardedTensor | DTensor) -> str |
             f"{module.world_size} ranks: {remedy}"
         )
     return None
-
-
-def gather_sharded(
-    module: ShardedModule, values: Sequence[ShardedTensor | DTensor | Tensor]
-) -> list[Tensor]:
-    """Return the whole tensors of ``values``, with one collective for all.
-
-    All ranks of the sharding group must pass the same tensors in the same order.
-    Plain tensors, and those without rows, are returned as they are.
-
-    Args:
-        module: A wrapped module; its device and sharding group are used.
-        values: Sharded over that group, in the chunks of :func:`rows_of`, their
-            local parts on any device.
-
-    Returns:
-        Tensors on the module's device, in the order of ``values``. They share the
-        memory that was gathered where a tensor's rows need no padding.
-
-    Raises:
-        ValueError: A tensor has other chunks; nothing was communicated on this rank.
-        RuntimeError: The collective failed.
-    """
-    sharded = [value for value in values if is_sharded(value)]
-    for each in sharded:
-        problem = find_problem(module, each)
-        if problem is not None:
-            raise ValueError(f"a sharded tensor {problem}")
-    received = _all_gather(module, sharded)
-    results: list[Tensor] = []
-    place = 0
-    for value in values:
-        if is_sharded(value):
-            results.append(_unpack(received, place, value))
-            place += _slot_nbytes(value, module.world_size)
-        else:
-            results.append(value)
-    return results
-
-
-def _slot_nbytes(value: ShardedTensor | DTensor, world_size: int) -> int:
-    """Return what the largest chunk of ``value`` takes in the buffer."""
-    shape = shape_of(value)
-    step = -(-shape[0] // world_size)
-    nbytes = step * shape[1:].numel() * dtype_of(value).itemsize
-    return aligned(nbytes)
-
-
-def _all_gather(
-    module: ShardedModule, values: Sequence[ShardedTensor | DTensor]
-) -> Tensor:
-    """Return all ranks' local parts as bytes, ``[world_size, nbytes]``."""
-    world_size = module.world_size
-    nbytes = sum(_slot_nbytes(value, world_size) for value in values)
-    mine = torch.empty(nbytes, dtype=torch.uint8, device=module.compute_device)
-    place = 0
-    for value in values:
-        part = local_part(value)
-        if part is not None and part.numel() > 0:
-            slot = mine[place : place + part.nbytes].view(dtype_of(value))
-            slot.view(part.shape).copy_(part)
-        place += _slot_nbytes(value, world_size)
-    if world_size == 1 or nbytes == 0:
-        return mine.view(1, -1).expand(world_size, -1)
-    received = mine.new_empty(world_size * nbytes)
-    with naming_ranks(module.process_group, "all_gather of sharded tensors"):
-        all_gather_flat(received, mine, module.process_group)
-    return received.view(world_size, nbytes)
-
-
-def _unpack(received: Tensor, place: int, value: ShardedTensor | DTensor) -> Tensor:
-    shape = shape_of(value)
-    world_size = received.shape[0]
-    chunks = []
-    for rank in range(world_size):
-        begin, end = rows_of(shape[0], world_size, rank)
-        nbytes = (end - begin) * shape[1:].numel() * dtype_of(value).itemsize
-        if nbytes > 0:
-            chunk = received[rank, place : place + nbytes].view(dtype_of(value))
-            chunks.append(chunk.view(end - begin, *shape[1:]))
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

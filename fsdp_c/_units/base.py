@@ -99,7 +99,7 @@ class ShardedModule(nn.Module):
     _device_mesh: DeviceMesh | None
     _group_mesh: DeviceMesh | None
 
-    def set_up(
+    def adopt_module(
         self, module: nn.Module, sharded: ShardedUnit, device_mesh: DeviceMesh | None
     ) -> None:
         """Become the wrapper of ``module``, of which ``sharded`` is the unit."""
@@ -284,6 +284,24 @@ class ShardedModule(nn.Module):
     @property
     def _ignored_modules(self) -> frozenset[nn.Module]:
         return self._sharded.ignored.modules
+
+
+def require_sharded(model: nn.Module) -> list[ShardedModule]:
+    """Return the wrapped modules in ``model``, itself included, parents first.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: Nothing in ``model`` is wrapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    modules = list(sharded_modules(model))
+    if not modules:
+        raise ValueError(
+            "there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    return modules
 
 
 def sharded_modules(module: nn.Module) -> Iterator[ShardedModule]:

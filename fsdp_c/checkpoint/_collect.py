@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim.places import Place
-from fsdp_c._optim.states import OptimStates, ParamState
-from fsdp_c._optim.states import collect as collect_states
+from fsdp_c._state.optim.states import OptimStates, ParamState
+from fsdp_c._state.optim.states import collect as collect_states
+from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._contents import (
     Contents,
     extra_states,
     find_contents,
-    part_of,
 )
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._files import FileItem
@@ -84,7 +83,7 @@ def collect(
     collected = Collected(units=units)
     mine = _saved_here(contents, units, ranks)
     for name, place in mine.items():
-        part = part_of(place)
+        part = place.values()
         if place.module is None:
             part = part.reshape(place.shape)
         collected.items.append(FileItem(model_key(name), place.begin, part))
@@ -114,7 +113,7 @@ def collect(
 
 def _saved_here(
     contents: Contents, units: tuple[UnitSpec, ...], ranks: Ranks
-) -> dict[str, Place]:
+) -> dict[str, ParamPart]:
     """Return the places whose part this rank writes.
 
     Of replicas only the one that contains rank 0 writes.
@@ -138,7 +137,7 @@ def _add_state(collected: Collected, name: str, state: ParamState) -> None:
         tuple(state.plain),
     )
     for key, value in state.sharded.items():
-        item = FileItem(state_key(name, key), state.place.begin, value)
+        item = FileItem(state_key(name, key), state.part.begin, value)
         collected.items.append(item)
     if state.plain:
         collected.plain[name] = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim.places import Place, find_places
+from fsdp_c._state.parts import ParamPart, find_parts
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.sessions import LoadSession
@@ -39,7 +39,7 @@ class Contents:
     """
 
     model: nn.Module
-    places: dict[str, Place]
+    places: dict[str, ParamPart]
     buffers: tuple[Buffer, ...]
     stateful: dict[str, nn.Module]
 
@@ -74,7 +74,7 @@ class Contents:
         Raises:
             ValueError: Over ranks that are not among ``ranks``.
         """
-        places: dict[ShardedModule, list[Place]] = {}
+        places: dict[ShardedModule, list[ParamPart]] = {}
         for place in self.places.values():
             if place.module is not None:
                 places.setdefault(place.module, []).append(place)
@@ -93,7 +93,7 @@ def find_contents(model: nn.Module) -> Contents:
         TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped.
     """
-    places = find_places(model)
+    places = find_parts(model)
     for module in sharded_modules(model):
         if (
             module._sharded.unit.is_summoned
@@ -106,11 +106,6 @@ def find_contents(model: nn.Module) -> Contents:
                 "steps"
             )
     return Contents(model, places, tuple(_buffers(model)), _stateful(model))
-
-
-def part_of(place: Place) -> Tensor:
-    """Return this rank's part of a parameter, 1-D; a view where it can be."""
-    return place.part_in(place.param.detach())
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -152,7 +147,7 @@ def extra_states(stateful: dict[str, nn.Module]) -> dict[str, Any]:
 
 
 def _unit(
-    name: str, module: ShardedModule, places: list[Place], ranks: Ranks
+    name: str, module: ShardedModule, places: list[ParamPart], ranks: Ranks
 ) -> UnitSpec:
     layout = module._sharded.unit.layout
     slots, segments = layout.slots, layout.segments
@@ -173,7 +168,7 @@ def _unit(
 
 
 def _param(
-    place: Place,
+    place: ParamPart,
     slots: list[tuple[int, int, int]],
     segments: list[tuple[torch.dtype, bool, int, int, int, int]],
 ) -> ParamSpec:

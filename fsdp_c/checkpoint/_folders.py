@@ -6,9 +6,9 @@ lock on ``runs/.step-5.saving-<id>.lock`` meanwhile. When all files are synced t
 folder takes the place of ``runs/step-5``:
 
 * nothing is there, or an empty folder: one rename;
-* a checkpoint is there: one exchange of the two names (renameat2), then the old one,
+* a checkpoint is there: one swap of the two names (renameat2), then the old one,
   now under the temporary name, is deleted;
-* the file system cannot exchange names: the old one becomes
+* the file system cannot swap names: the old one becomes
   ``runs/.step-5.replaced-<id>``, then the new one is renamed. A save that is killed
   between the two leaves no ``runs/step-5``: readers then take the replaced one, and
   the next save puts it back first.
@@ -88,7 +88,7 @@ class TemporaryFolder:
         parent = os.path.dirname(self.path)
         if not os.path.isdir(self.path) or not os.listdir(self.path):
             os.rename(self.folder, self.path)
-        elif not exchange(self.folder, self.path):
+        elif not swap_names(self.folder, self.path):
             name = os.path.basename(self.path)
             aside = os.path.join(
                 parent, _REPLACED.format(name=name, save_id=self.save_id)
@@ -131,7 +131,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
         raise ValueError(f"there is a checkpoint in {path}: pass overwrite=True")
 
 
-def exchange(one: str, other: str) -> bool:
+def swap_names(one: str, other: str) -> bool:
     """Exchange two names at once; return whether the system can.
 
     Raises:

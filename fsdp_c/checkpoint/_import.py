@@ -163,7 +163,7 @@ class _Importing:
             for tensor, name in weight_map.items():
                 file = self._files[name]
                 if file.tensors and tensor not in file.tensors:
-                    problems.append(f"{name} has no {tensor!r}, which {INDEX} promises")
+                    problems.append(f"{name} has no {tensor!r}, which {INDEX} lists")
         return places
 
     def _weight_map(self) -> dict[str, str]:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._optim.groups import groups_for_optimizer
-from fsdp_c._optim.keys import check_params, keys_of_optimizer, uses_names
-from fsdp_c._optim.places import Place, places_of_params
-from fsdp_c._optim.states import ParamState, assemble, install
-from fsdp_c._optim.states import collect as collect_states
+from fsdp_c._state.optim.groups import groups_for_optimizer
+from fsdp_c._state.optim.keys import check_params, keys_of_optimizer, uses_names
+from fsdp_c._state.optim.states import ParamState, assemble, install
+from fsdp_c._state.optim.states import collect as collect_states
+from fsdp_c._state.parts import ParamPart, parts_of_params
 from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
@@ -46,7 +46,7 @@ class OptimLoad:
         self._fqns = {
             name: fqn
             for fqn, state in self._current.items()
-            for name in state.place.names
+            for name in state.part.names
         }
         self._states: dict[str, ParamState] = {}
         self._plain: dict[str, Plain] = {}
@@ -78,7 +78,7 @@ class OptimLoad:
                 self._source.problems.append(
                     f"the checkpoint has two optimizer states for parameter {fqn!r}"
                 )
-            elif spec.shape == tuple(self._current[fqn].place.shape):
+            elif spec.shape == tuple(self._current[fqn].part.shape):
                 self._plan_state(fqn, spec, state_spec)
         rank = self._source.rank(0)
         if rank is not None:
@@ -107,7 +107,7 @@ class OptimLoad:
         self, fqn: str, spec: ParamSpec | WholeSpec, state_spec: StateSpec
     ) -> None:
         current = self._current[fqn]
-        place = current.place
+        place = current.part
         if place.part_numel == 0:
             # Nothing of it is here; what the optimizer made for no element may stay.
             self._states[fqn] = current
@@ -141,7 +141,7 @@ class OptimLoad:
                 for key in tensor_keys(plain.values):
                     plain.rank.want_tensor(key)
 
-    def _new_state(self, place: Place, key: str, dtype: torch.dtype) -> Tensor:
+    def _new_state(self, place: ParamPart, key: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a part; parts of a flat parameter lie in one tensor."""
         param = place.param
         if not place.is_flat:
@@ -160,7 +160,7 @@ class OptimLoad:
         Raises:
             ValueError: It cannot, or something is damaged.
         """
-        device_of = {fqn: s.place.param.device for fqn, s in self._states.items()}
+        device_of = {fqn: s.part.param.device for fqn, s in self._states.items()}
         for fqn, plain in self._plain.items():
             self._states[fqn].plain = {
                 key: _on_device(decode(value, plain.rank.tensor), device_of[fqn], key)
@@ -197,29 +197,29 @@ class OptimLoad:
         """Give parameters of which a flat parameter holds nothing here its state."""
         of_flat: dict[nn.Parameter, list[ParamState]] = {}
         for state in self._states.values():
-            if state.place.is_flat:
-                of_flat.setdefault(state.place.param, []).append(state)
+            if state.part.is_flat:
+                of_flat.setdefault(state.part.param, []).append(state)
         for states in of_flat.values():
-            held = next((s for s in states if s.place.part_numel and s.has_state), None)
+            held = next((s for s in states if s.part.part_numel and s.has_state), None)
             for state in states:
-                if state.place.part_numel == 0:
-                    empty = ParamState(state.place, has_state=held is not None)
+                if state.part.part_numel == 0:
+                    empty = ParamState(state.part, has_state=held is not None)
                     if held is not None:
                         empty.plain = dict(held.plain)
                         empty.sharded = {k: v[:0] for k, v in held.sharded.items()}
-                    self._states[state.place.fqn] = empty
+                    self._states[state.part.fqn] = empty
 
     def _try(self) -> None:
         """Let a copy of the optimizer load states that need no memory."""
         current = self._optim.state_dict()
         keys = keys_of_optimizer(self._model, self._optim, is_named=uses_names(current))
-        of_param = places_of_params(
-            {fqn: state.place for fqn, state in self._current.items()}
+        of_param = parts_of_params(
+            {fqn: state.part for fqn, state in self._current.items()}
         )
         check_params(keys, of_param)
         on_meta = {
             fqn: ParamState(
-                state.place,
+                state.part,
                 {key: value.to("meta") for key, value in state.sharded.items()},
                 state.plain,
                 state.has_state,

@@ -349,7 +349,7 @@ def _check_names(manifest: Manifest) -> None:
     for spec in (*specs, *manifest.wholes):
         for name in (spec.name, *spec.aliases):
             if name in seen:
-                raise ValueError(f"name {name!r:.200} stands for two tensors")
+                raise ValueError(f"name {name!r:.200} is used for two tensors")
             seen.add(name)
     if manifest.optim is not None:
         unknown = manifest.optim.states.keys() - {
@@ -357,5 +357,6 @@ def _check_names(manifest: Manifest) -> None:
         }
         if unknown:
             raise ValueError(
-                f"there is optimizer state of {min(unknown)!r:.200}, no parameter"
+                f"there is optimizer state of {min(unknown)!r:.200}, which is not a "
+                "parameter"
             )

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fsdp_c._optim.places import Place
-from fsdp_c.checkpoint._contents import Buffer, Contents, part_of
+from fsdp_c._state.parts import ParamPart
+from fsdp_c.checkpoint._contents import Buffer, Contents
 from fsdp_c.checkpoint._memory import was_written
 from fsdp_c.checkpoint._plan import Target
 
@@ -25,10 +25,10 @@ class ModelTargets:
             *(self._of_buffer(buffer) for buffer in contents.buffers),
         ]
 
-    def _of_place(self, place: Place) -> Target:
+    def _of_place(self, place: ParamPart) -> Target:
         param = place.param
         if param.is_contiguous():
-            part = part_of(place)
+            part = place.values()
             self._finish.append(lambda: was_written(param))
         else:
             part = self._copied(param.detach(), param.dtype)

@@ -151,7 +151,7 @@ def _decode_dict(content: list[Any], get_tensor: Callable[[str], Tensor]) -> Any
     except TypeError as error:
         raise ValueError(f"a key of {content!r:.80}: {error}") from None
     if len(members) != len(pairs):
-        raise ValueError(f"a key of {content!r:.80} stands twice")
+        raise ValueError(f"a key of {content!r:.80} appears twice")
     return members
 
 
@@ -162,9 +162,9 @@ def _decode_scalar(name: Any, number: Any) -> Tensor:
     try:
         scalar = torch.tensor(number, dtype=dtype, device="cpu")
     except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"{number!r:.80} is no {name}: {error}") from None
+        raise ValueError(f"{number!r:.80} is not a {name}: {error}") from None
     if scalar.item() != number and number == number:  # noqa: PLR0124  # NaN is not
-        raise ValueError(f"{number!r:.80} is no {name}")
+        raise ValueError(f"{number!r:.80} is not a {name}")
     return scalar
 
 

@@ -204,7 +204,7 @@ def find_plain(
         if values is None or values.keys() != set(keys):
             source.problems.append(
                 f"the entry of rank {held.rank} has no optimizer state {list(keys)} of "
-                f"{spec.name!r}, which the manifest promises"
+                f"{spec.name!r}, which the manifest lists"
             )
             return None
         found.append((Plain(values, rank), held))

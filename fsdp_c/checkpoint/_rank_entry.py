@@ -119,7 +119,7 @@ def parse_rank_entry(data: bytes, *, save_id: str, rank: int) -> RankEntry:
     if len(digits) != 8 * num_blocks(nbytes, BLOCK_NBYTES):
         raise ValueError(f"it has {len(digits)} digits of checksums for {nbytes} bytes")
     if not set(digits) <= set("0123456789abcdef"):
-        raise ValueError("its checksums are no hexadecimal digits")
+        raise ValueError("its checksums are not hexadecimal digits")
     entry = RankEntry(
         save_id=save_id,
         rank=rank,

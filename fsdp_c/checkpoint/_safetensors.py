@@ -92,7 +92,7 @@ def read_header(descriptor: int) -> tuple[dict[str, FileTensor], dict[str, str]]
     if not isinstance(metadata, dict) or any(
         not isinstance(value, str) for value in metadata.values()
     ):
-        raise ValueError("its metadata are no strings")
+        raise ValueError("its metadata values are not strings")
     start = _LENGTH_NBYTES + length
     tensors = {name: _info(name, each, start) for name, each in members.items()}
     end = start

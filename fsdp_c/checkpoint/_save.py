@@ -129,7 +129,7 @@ def _finish_at_exit() -> None:
     handle = _last
     if handle is None or handle._job is None or handle.done():
         return
-    _log.info("the process ends: waiting for the save to %s", handle.path)
+    _log.info("the process is ending: waiting for the save to %s", handle.path)
     handle._job.hurry(_exit_seconds())
     assert handle._thread is not None
     handle._thread.join()  # an error was logged by the thread

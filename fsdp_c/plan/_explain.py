@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import own_modules
 
@@ -140,14 +140,7 @@ def explain(model: nn.Module) -> ModelSummary:
         TypeError: ``model`` is not a module.
         ValueError: Nothing in ``model`` is wrapped.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
-    wanted = set(sharded_modules(model))
-    if not wanted:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: pass the wrapped model"
-        )
+    require_sharded(model)
     return ModelSummary(
         tuple(
             _plan(clean_name(f"{name}.")[:-1], module)

@@ -222,10 +222,10 @@ def check_ranks(found: Sequence[Recorded]) -> list[Recorded]:
     sizes = {each.world_size for each in ordered}
     if len(sizes) > 1:
         raise TraceError(
-            f"these traces are of runs with {' and '.join(map(str, sorted(sizes)))} "
-            "ranks; keep those of one run in a folder"
+            f"these traces come from runs with {' and '.join(map(str, sorted(sizes)))} "
+            "ranks: keep one run per folder"
         )
     ranks = [each.rank for each in ordered]
     if len(set(ranks)) < len(ranks):
-        raise TraceError(f"several of these traces are of one rank: {ranks}")
+        raise TraceError(f"these traces contain one rank several times: {ranks}")
     return ordered

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engines, memory_stats
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import require_sharded, sharded_modules
 from fsdp_c.trace._data import (
     Recorded,
     Span,
@@ -77,7 +77,7 @@ class Timeline:
         """
         if self._recorded is None:
             raise RuntimeError(
-                "this is still being recorded: leave the `with` block, or call stop()"
+                "recording has not ended: leave the `with` block, or call stop()"
             )
         return self._recorded
 
@@ -246,17 +246,9 @@ def _engines_with_units(
         TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped, or it is inside the root of its engine.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    modules = require_sharded(model)
     engines = ensure_engines(model)
-    if not engines:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: pass the wrapped model"
-        )
-    roots: dict[int, ShardedModule] = {
-        id(each._engine): each for each in sharded_modules(model) if each._is_root
-    }
+    roots = {id(each._engine): each for each in modules if each._is_root}
     if any(id(engine) not in roots for engine in engines):
         raise ValueError(
             "this module is part of a larger wrapped model that has run already: pass "

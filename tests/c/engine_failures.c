@@ -154,7 +154,7 @@ void failures_every_allocation(model *m, const model_options *options,
     } else {
       const int64_t last = m->num_units - 1;
       CHECK(m->units[last].unit == NULL ||
-            fsdp_unit_engine(m->units[last].unit) == NULL);
+            model_engine_of(m->units[last].unit) == NULL);
     }
     model_fini(m);
     if (check_num_failures > num_failures) {

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "base/alloc.h"
+#include "runtime/engine_priv.h"
 
 /* --- Elements ------------------------------------------------------------ */
 
@@ -56,13 +57,17 @@ static void *must_calloc(int64_t num, int64_t nbytes) {
   return memory;
 }
 
+fsdp_engine *model_engine_of(const fsdp_unit *unit) {
+  return unit->engine;
+}
+
 /* --- Operations that the fixture listens to ------------------------------ */
 
 static fsdp_status show_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, fsdp_error *error) {
   model_unit *unit = owner;
-  const fsdp_status status =
-      recorder_ops(context)->show_params(context, owner, view, segments, error);
+  const fsdp_status status = recorder_views(context)->show_params(
+      context, owner, view, segments, error);
   if (status != FSDP_OK) return status;
   unit->view = view;
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -77,11 +82,11 @@ static fsdp_status take_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, bool *any_copied,
                                fsdp_error *error) {
   const model_unit *unit = owner;
-  fsdp_status status = recorder_ops(context)->take_params(
+  fsdp_status status = recorder_views(context)->take_params(
       context, owner, view, segments, any_copied, error);
   if (status != FSDP_OK || !*any_copied) return status;
   if (unit->offloads && view == FSDP_VIEW_SHARDED) { /* as the bridge does */
-    status = fsdp_engine_join_host(fsdp_unit_engine(unit->unit), error);
+    status = fsdp_engine_join_host(model_engine_of(unit->unit), error);
     if (status != FSDP_OK) return status;
   }
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -102,7 +107,7 @@ static fsdp_status take_params(void *context, void *owner, fsdp_view view,
 /* Nobody may read what was freed. */
 static void grads_free(void *context, void *owner) {
   model_unit *unit = owner;
-  recorder_ops(context)->grads_free(context, owner);
+  recorder_views(context)->grads_free(context, owner);
   CHECK(!unit->has_grads);
   for (int64_t i = 0; i < unit->num_segments; i++) {
     memset(unit->grad_shards[i], 0xCD, (size_t)unit->grad_shard_nbytes[i]);
@@ -118,7 +123,7 @@ static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
   model_unit *unit = owner;
   const fsdp_segment *layout = fsdp_flat_layout_segment(unit->layout, segment);
   const int64_t nbytes = layout->shard_numel * unit->reduce_itemsize[segment];
-  const fsdp_status status = recorder_ops(context)->reduce_hook(
+  const fsdp_status status = recorder_views(context)->reduce_hook(
       context, owner, lane, segment, buffer, error);
   if (status != FSDP_OK) return status;
   recorder_touch(context, (int)lane, buffer, nbytes * unit->world_size, true);
@@ -132,8 +137,8 @@ static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
 static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
                               void *const *segments, fsdp_error *error) {
   model_unit *unit = owner;
-  const fsdp_status status =
-      recorder_ops(context)->show_grads(context, owner, view, segments, error);
+  const fsdp_status status = recorder_views(context)->show_grads(
+      context, owner, view, segments, error);
   if (status != FSDP_OK) return status;
   unit->has_grads = true;
   unit->grad_view = view;
@@ -146,7 +151,7 @@ static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
 
 static void grad_release(void *context, void *token) {
   model_grad *grad = token;
-  recorder_ops(context)->grad_release(context, token);
+  recorder_views(context)->grad_release(context, token);
   grad->num_releases++;
   if (grad->data != NULL) {
     recorder_forget(context, grad->data, grad->nbytes, FSDP_LANE_COMPUTE);
@@ -171,12 +176,18 @@ void model_init(model *self, const model_options *options) {
   self->options = options == NULL ? model_default_options() : *options;
   self->device = recorder_create();
   self->ops = *recorder_ops(self->device);
-  self->ops.show_params = show_params;
-  self->ops.take_params = take_params;
-  self->ops.grads_free = grads_free;
-  self->ops.show_grads = show_grads;
-  self->ops.reduce_hook = reduce_hook;
-  self->ops.grad_release = grad_release;
+  self->views = *recorder_views(self->device);
+  self->shard_group =
+      recorder_group(self->device, self->options.rank, self->options.world_size,
+                     self->options.wants_scratch);
+  self->replica_group =
+      recorder_group(self->device, 0, self->options.num_replicas, false);
+  self->views.show_params = show_params;
+  self->views.take_params = take_params;
+  self->views.grads_free = grads_free;
+  self->views.show_grads = show_grads;
+  self->views.reduce_hook = reduce_hook;
+  self->views.grad_release = grad_release;
 }
 
 static fsdp_dtype grad_dtype(const model *self, const fsdp_segment *segment) {
@@ -286,18 +297,14 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .owner = unit,
       .layout = unit->layout,
       .segments = segments,
-      .shard_group = {.handle = &self->groups[0],
-                      .rank = options->rank,
-                      .world_size = options->world_size},
-      .replica_group = {.handle = &self->groups[1],
-                        .world_size = options->num_replicas},
+      .shard_group = self->shard_group,
+      .replica_group = self->replica_group,
       .reshard_after_forward = options->reshard_after_forward,
       .reshard_after_backward_without_sync =
           options->reshard_after_backward_without_sync,
       .backward_prefetch = options->backward_prefetch,
       .forward_prefetch = options->forward_prefetch,
       .prescale = options->prescale,
-      .needs_reduce_scratch = options->needs_reduce_scratch,
       .offloads = options->offloads};
 }
 
@@ -305,7 +312,7 @@ fsdp_status model_build(model *self, fsdp_error *error) {
   fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(fsdp_engine_create(&self->ops, &self->engine, error));
+  FSDP_TRY(fsdp_engine_create(&self->ops, &self->views, &self->engine, error));
   for (int64_t i = 0; i < self->num_units; i++) {
     const fsdp_unit_options options = model_unit_options(self, i, segments);
     FSDP_TRY(fsdp_unit_create(&options, &self->units[i].unit, error));

@@ -46,7 +46,7 @@ typedef struct model_options {
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   double prescale;
-  bool needs_reduce_scratch;
+  bool wants_scratch;
   bool offloads;
 } model_options;
 
@@ -85,8 +85,10 @@ typedef struct model_unit {
 typedef struct model {
   model_options options;
   recorder *device;
-  fsdp_device_ops ops; /* the recorder's, with views and releases noted */
-  char groups[2];      /* handles of the shard and the replica group */
+  fsdp_device_ops ops; /* the recorder's */
+  fsdp_view_ops views; /* likewise, with views and releases noted */
+  fsdp_group shard_group;
+  fsdp_group replica_group;
   fsdp_engine *engine;
   int64_t num_units;
   model_unit units[MODEL_MAX_UNITS];
@@ -182,6 +184,8 @@ void model_touch_shard(model *self, const void *data, int64_t nbytes,
                        bool is_write);
 
 void model_check_states(const model *self, fsdp_unit_state state);
+/* The engine of a unit; NULL: in none. */
+fsdp_engine *model_engine_of(const fsdp_unit *unit);
 fsdp_unit_state model_state(const model *self, int64_t unit);
 fsdp_engine_stats model_stats(const model *self);
 

@@ -42,7 +42,7 @@ LANE_CALLS = {
 
 # Included first. `IS_REMOVED` says whether the call is left out altogether.
 HEADER = """
-#include "port/device_ops.h"
+#include "port/device.h"
 #include "runtime/engine_priv.h"
 extern bool recorder_ignores_order;
 #define PASS(call) \\

@@ -72,7 +72,8 @@ fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
 
 fsdp_call nccl_fixture_call(fsdp_channel channel, intptr_t stream,
                             const char *label) {
-  return (fsdp_call){channel, nccl_fake_stream(stream), label};
+  return (fsdp_call){
+      .channel = channel, .stream = nccl_fake_stream(stream), .label = label};
 }
 
 fsdp_status nccl_fixture_gather(fsdp_transport *transport, const char *label,

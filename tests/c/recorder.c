@@ -1,6 +1,7 @@
 /*
  * Recorder: see recorder.h. Its tape and its names; the operations are in
- * recorder_port.c, what catches races in recorder_races.c.
+ * recorder_device.c, recorder_views.c and recorder_transport.c, what catches
+ * races in recorder_races.c.
  */
 #include "recorder.h"
 
@@ -68,8 +69,9 @@ const char *recorder_priv_owner_name(recorder *self, const void *owner) {
   return recorder_priv_find_name(&self->owners, owner, "unit", 0);
 }
 
-const char *recorder_priv_group_name(recorder *self, const fsdp_group *group) {
-  return recorder_priv_find_name(&self->groups, group->handle, "g", 0);
+const char *recorder_priv_group_name(recorder *self,
+                                     const fsdp_transport *transport) {
+  return recorder_priv_find_name(&self->groups, transport, "g", 0);
 }
 
 memory *recorder_priv_add_memory(recorder *self, const void *data,
@@ -152,8 +154,8 @@ fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
 
 recorder *recorder_create(void) {
   recorder *self = recorder_priv_must(calloc(1, sizeof *self));
-  self->ops.context = self;
-  recorder_priv_fill_ops(&self->ops);
+  self->ops = recorder_priv_device_ops(self);
+  self->views = recorder_priv_view_ops(self);
   self->fail_at = -1;
   tape_append(self, "");
   return self;
@@ -168,6 +170,11 @@ void recorder_destroy(recorder *self) {
   }
   while (self->events != NULL) {
     self->ops.event_destroy(self, self->events);
+  }
+  while (self->transports != NULL) {
+    recorder_transport *next = self->transports->next;
+    free(self->transports);
+    self->transports = next;
   }
   free(self->accesses);
   for (int64_t i = 0; i < self->num_grad_shards; i++) {
@@ -184,6 +191,10 @@ void recorder_destroy(recorder *self) {
 
 const fsdp_device_ops *recorder_ops(recorder *self) {
   return &self->ops;
+}
+
+const fsdp_view_ops *recorder_views(recorder *self) {
+  return &self->views;
 }
 
 const char *recorder_tape(const recorder *self) {
@@ -261,8 +272,8 @@ void recorder_set_broadcast(recorder *self, double first) {
   self->broadcast_first = first;
 }
 
-void recorder_set_exchange(recorder *self, recorder_exchange exchange,
-                           void *context) {
-  self->exchange = exchange;
-  self->exchange_context = context;
+void recorder_set_answer(recorder *self, recorder_answer answer,
+                         void *context) {
+  self->answer = answer;
+  self->answer_context = context;
 }

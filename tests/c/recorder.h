@@ -16,7 +16,7 @@
  *   reduce_scatter reduce g0 4 f32 [scratch]
  *   all_reduce replicate g1 4 f32
  *   broadcast unshard g0 8 f32 from 0
- *   reduce_hook unit0 reduce 0    exchange g0 8               (8: bytes)
+ *   reduce_hook unit0 reduce 0    all_gather_bytes g0 8       (8: bytes)
  *   show unit0 unsharded          show_grads unit0 sharded
  *   take_params unit0 sharded     take_grads unit0 [unsharded]
  *   take_full_grads unit0 full
@@ -25,7 +25,7 @@
  *   grad_shard unit0 1            release t1
  *
  * Names are given in order of first sight: e1, e2, ... (events), t1, t2, ...
- * (tokens), unit0, ... (owners), g0, ... (group handles), b1, ... (blocks), h1,
+ * (tokens), unit0, ... (owners), g0, ... (transports), b1, ... (blocks), h1,
  * ... (blocks in host memory). Collectives compute as if every rank held the
  * same data. Memory is touched for real, so ASan sees every read and write out
  * of bounds. Nothing runs later than it is enqueued, but the recorder knows
@@ -38,7 +38,8 @@
 #include <stdint.h>
 
 #include "base/types.h"
-#include "port/device_ops.h"
+#include "port/device.h"
+#include "port/views.h"
 
 /* Dtypes that the recorder can compute in. */
 #define RECORDER_F32 ((fsdp_dtype){.code = 1, .itemsize = 4})
@@ -48,9 +49,10 @@
 
 typedef struct recorder recorder;
 
-/* What rank `rank` sends in an exchange in which this rank sends `mine`. */
-typedef void (*recorder_exchange)(void *context, int64_t rank, const void *mine,
-                                  int64_t nbytes, void *theirs);
+/* What rank `rank` sends in an all_gather_bytes in which this rank sends
+ * `mine`. */
+typedef void (*recorder_answer)(void *context, int64_t rank, const void *mine,
+                                int64_t nbytes, void *theirs);
 
 /* New; exits the process when memory is out (it does not use fsdp_calloc). */
 recorder *recorder_create(void);
@@ -60,6 +62,11 @@ void recorder_destroy(recorder *self);
 
 /* Borrowed. */
 const fsdp_device_ops *recorder_ops(recorder *self);
+const fsdp_view_ops *recorder_views(recorder *self);
+
+/* A group with a transport of its own, which lives as long as the recorder. */
+fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,
+                          bool wants_scratch);
 
 /* The lines since the start or the last clear, each ended by a newline.
  * Borrowed until the next operation. */
@@ -115,9 +122,8 @@ void recorder_set_grad_shard(recorder *self, void *owner, int64_t segment,
 /* What another rank broadcasts: `first`, `first` + 1, ...; 0 at first. */
 void recorder_set_broadcast(recorder *self, double first);
 
-/* How other ranks answer in an exchange; without it they send the same. */
-void recorder_set_exchange(recorder *self, recorder_exchange exchange,
-                           void *context);
+/* How other ranks answer in all_gather_bytes; without it they send the same. */
+void recorder_set_answer(recorder *self, recorder_answer answer, void *context);
 
 /* The first time that two lanes touched the same memory, one of them writing,
  * and nothing said in which order; "" if there was none, or if a record of an

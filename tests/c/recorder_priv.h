@@ -43,7 +43,7 @@ typedef struct memory {
   bool is_host;
 } memory;
 
-/* Something known by its pointer: an owner, a group handle, a token. */
+/* Something known by its pointer: an owner, a transport, a token. */
 typedef struct named {
   const void *pointer;
   char name[RECORDER_NAME_NBYTES];
@@ -63,8 +63,19 @@ typedef struct grad_shard {
   bool is_made; /* allocated, as the engine knows it */
 } grad_shard;
 
+typedef struct recorder_transport {
+  fsdp_transport base;
+  fsdp_transport_ops ops;
+  recorder *device;
+  int64_t rank;
+  int64_t world_size;
+  struct recorder_transport *next; /* list of all */
+} recorder_transport;
+
 struct recorder {
   fsdp_device_ops ops;
+  fsdp_view_ops views;
+  recorder_transport *transports;
   char *tape;
   size_t tape_length;
   size_t tape_capacity;
@@ -90,8 +101,8 @@ struct recorder {
   bool params_copied;
   bool params_changed;
   double broadcast_first;
-  recorder_exchange exchange;
-  void *exchange_context;
+  recorder_answer answer;
+  void *answer_context;
   recorder_clock clocks[RECORDER_NUM_LANES];
   access *accesses;
   int64_t num_accesses;
@@ -109,7 +120,8 @@ const char *recorder_priv_view_name(fsdp_view view);
 const char *recorder_priv_find_name(named_list *list, const void *pointer,
                                     const char *prefix, int64_t first_number);
 const char *recorder_priv_owner_name(recorder *self, const void *owner);
-const char *recorder_priv_group_name(recorder *self, const fsdp_group *group);
+const char *recorder_priv_group_name(recorder *self,
+                                     const fsdp_transport *transport);
 memory *recorder_priv_add_memory(recorder *self, const void *data,
                                  int64_t nbytes);
 /* "b1+16" into `text`; "" unless memory is shown. */
@@ -125,9 +137,15 @@ fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
                                 fsdp_error *error, const char *format, ...)
     FSDP_PRINTF(4, 5);
 
-/* recorder_port.c */
-void recorder_priv_fill_ops(fsdp_device_ops *ops);
+/* recorder_device.c */
+fsdp_device_ops recorder_priv_device_ops(recorder *self);
 void recorder_priv_free_block(recorder *self, memory *block);
+bool recorder_priv_is_on_host(const recorder *self, const void *data);
+void recorder_priv_touch(recorder *self, fsdp_lane lane, const void *data,
+                         int64_t nbytes, bool is_write);
+
+/* recorder_views.c */
+fsdp_view_ops recorder_priv_view_ops(recorder *self);
 grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
                                          int64_t segment, void *data,
                                          int64_t nbytes);

@@ -1,24 +1,13 @@
 /*
  * Tests of base/: status names, the error record, host allocation with
- * injected failures, checked arithmetic and the trace ring.
+ * injected failures, checked arithmetic and the log ring.
  */
 #include "base/alloc.h"
 #include "base/arith.h"
+#include "base/op_log.h"
 #include "base/status.h"
-#include "base/trace.h"
 #include "base/types.h"
 #include "check.h"
-
-static void test_status_names(void) {
-  static const char *const names[FSDP_NUM_STATUSES] = {
-      "OK",       "INVALID_ARGUMENT", "INVALID_STATE",
-      "OVERFLOW", "OUT_OF_MEMORY",    "BACKEND",
-      "INTERNAL"};
-  for (int i = 0; i < FSDP_NUM_STATUSES; i++) {
-    CHECK_TEXT(fsdp_status_name((fsdp_status)i), names[i]);
-  }
-  CHECK_TEXT(fsdp_status_name(FSDP_NUM_STATUSES), "UNKNOWN");
-}
 
 static void test_error_says_what_and_where(void) {
   fsdp_error error;
@@ -175,53 +164,53 @@ static void test_dtype_equal_compares_codes(void) {
   CHECK(!fsdp_dtype_equal((fsdp_dtype){1, 4}, (fsdp_dtype){2, 4}));
 }
 
-static void test_trace_prints_newest_oldest_first(void) {
-  fsdp_trace trace = {.num_recorded = 0};
+static void test_op_log_prints_newest_oldest_first(void) {
+  fsdp_op_log log = {.num_recorded = 0};
   char text[64];
-  CHECK(fsdp_trace_last(&trace) == NULL);
-  CHECK_I64((int64_t)fsdp_trace_format(&trace, 3, text, sizeof text), 0);
+  CHECK(fsdp_op_log_last(&log) == NULL);
+  CHECK_I64((int64_t)fsdp_op_log_format(&log, 3, text, sizeof text), 0);
   CHECK_TEXT(text, "");
-  fsdp_trace_add(&trace, "all_gather", "fc1");
-  fsdp_trace_add(&trace, "reset", NULL);
-  fsdp_trace_add(&trace, "wait", "fc2");
-  CHECK_TEXT(fsdp_trace_last(&trace)->operation, "wait");
-  CHECK_I64(fsdp_trace_last(&trace)->sequence, 2);
-  const size_t length = fsdp_trace_format(&trace, 2, text, sizeof text);
+  fsdp_op_log_add(&log, "all_gather", "fc1");
+  fsdp_op_log_add(&log, "reset", NULL);
+  fsdp_op_log_add(&log, "wait", "fc2");
+  CHECK_TEXT(fsdp_op_log_last(&log)->operation, "wait");
+  CHECK_I64(fsdp_op_log_last(&log)->sequence, 2);
+  const size_t length = fsdp_op_log_format(&log, 2, text, sizeof text);
   CHECK_TEXT(text, "1 reset -\n2 wait fc2\n");
   CHECK_I64((int64_t)length, (int64_t)strlen(text));
-  (void)fsdp_trace_format(&trace, 99, text, sizeof text);
+  (void)fsdp_op_log_format(&log, 99, text, sizeof text);
   CHECK_TEXT(text, "0 all_gather fc1\n1 reset -\n2 wait fc2\n");
 }
 
-static void test_trace_cuts_and_terminates(void) {
-  fsdp_trace trace = {.num_recorded = 0};
-  fsdp_trace_add(&trace, "abc", "u");
-  fsdp_trace_add(&trace, "def", "v");
+static void test_op_log_cuts_and_terminates(void) {
+  fsdp_op_log log = {.num_recorded = 0};
+  fsdp_op_log_add(&log, "abc", "u");
+  fsdp_op_log_add(&log, "def", "v");
   const char *const whole = "0 abc u\n1 def v\n";
   for (size_t room = 1; room <= 20; room++) {
     char text[20];
     memset(text, 'x', sizeof text);
-    const size_t length = fsdp_trace_format(&trace, 2, text, room);
+    const size_t length = fsdp_op_log_format(&log, 2, text, room);
     const size_t expected = room - 1 < strlen(whole) ? room - 1 : strlen(whole);
     CHECK_I64((int64_t)length, (int64_t)expected);
     CHECK(memcmp(text, whole, expected) == 0 && text[expected] == '\0');
   }
   char untouched = 'x';
-  CHECK_I64((int64_t)fsdp_trace_format(&trace, 2, &untouched, 0), 0);
+  CHECK_I64((int64_t)fsdp_op_log_format(&log, 2, &untouched, 0), 0);
   CHECK(untouched == 'x');
 }
 
-static void test_trace_overwrites_the_oldest(void) {
+static void test_op_log_overwrites_the_oldest(void) {
   static const char *const units[] = {"a", "b", "c"};
-  static char text[FSDP_TRACE_CAPACITY * 16];
-  fsdp_trace trace = {.num_recorded = 0};
+  static char text[FSDP_OP_LOG_CAPACITY * 16];
+  fsdp_op_log log = {.num_recorded = 0};
   for (int64_t i = 0; i < 1000; i++) {
-    fsdp_trace_add(&trace, "op", units[i % 3]);
-    CHECK_I64(fsdp_trace_last(&trace)->sequence, i);
+    fsdp_op_log_add(&log, "op", units[i % 3]);
+    CHECK_I64(fsdp_op_log_last(&log)->sequence, i);
   }
-  (void)fsdp_trace_format(&trace, 1000, text, sizeof text);
+  (void)fsdp_op_log_format(&log, 1000, text, sizeof text);
   const char *line = text;
-  for (int64_t i = 1000 - FSDP_TRACE_CAPACITY; i < 1000; i++) {
+  for (int64_t i = 1000 - FSDP_OP_LOG_CAPACITY; i < 1000; i++) {
     char expected[32];
     const int length = snprintf(expected, sizeof expected,
                                 "%" PRId64 " op %s\n", i, units[i % 3]);
@@ -233,7 +222,6 @@ static void test_trace_overwrites_the_oldest(void) {
 
 int main(void) {
   static const check_test tests[] = {
-      CHECK_TEST(test_status_names),
       CHECK_TEST(test_error_says_what_and_where),
       CHECK_TEST(test_error_may_be_null),
       CHECK_TEST(test_long_message_is_cut),
@@ -248,9 +236,9 @@ int main(void) {
       CHECK_TEST(test_arithmetic_detects_overflow),
       CHECK_TEST(test_round_up_matches_counting),
       CHECK_TEST(test_dtype_equal_compares_codes),
-      CHECK_TEST(test_trace_prints_newest_oldest_first),
-      CHECK_TEST(test_trace_cuts_and_terminates),
-      CHECK_TEST(test_trace_overwrites_the_oldest),
+      CHECK_TEST(test_op_log_prints_newest_oldest_first),
+      CHECK_TEST(test_op_log_cuts_and_terminates),
+      CHECK_TEST(test_op_log_overwrites_the_oldest),
   };
   return CHECK_RUN(tests);
 }

@@ -221,7 +221,7 @@ static void test_accumulation_patterns(void) {
   options.num_replicas = 2;
   options.param_dtype = RECORDER_BF16;
   options.reduce_dtype = RECORDER_F32;
-  options.needs_reduce_scratch = true;
+  options.wants_scratch = true;
   check_patterns(&options);
   options.offloads = true;
   check_patterns(&options);
@@ -318,7 +318,7 @@ static void test_summon_that_fails_to_make_one(void) {
     fsdp_error error = {FSDP_OK, 0, NULL, ""};
     model_start_tree(&m, NULL, 0);
     fsdp_unit *unit = m.units[0].unit;
-    recorder_set_exchange(m.device, other_rank_has_some, NULL);
+    recorder_set_answer(m.device, other_rank_has_some, NULL);
     CHECK_I64(fsdp_unit_summon(unit, &with_grads, NULL), FSDP_OK);
     recorder_set_grads_live(m.device, true); /* the user sets some */
     memset(m.units[0].grads[0], 0, 8 * sizeof(float));

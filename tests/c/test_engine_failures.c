@@ -21,7 +21,7 @@ static void test_every_call_of_shard_grad_op_can_fail(void) {
   options.reshard_after_backward_without_sync = false;
   options.param_dtype = RECORDER_BF16;
   options.reduce_dtype = RECORDER_F32;
-  options.needs_reduce_scratch = true;
+  options.wants_scratch = true;
   failures_every_call_of_steps(&m, &options, NULL, failures_train);
 }
 
@@ -178,13 +178,13 @@ static void test_every_call_of_a_move_can_fail(void) {
     failures_plan(&m, NULL);
     model_start(&m);
     CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-    CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+    CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
     recorder_fail_at(m.device, i);
     const fsdp_status status =
         fsdp_engine_add_unit(other, m.units[0].unit, NULL);
     recorder_fail_at(m.device, -1);
     if (status != FSDP_OK) {
-      CHECK(fsdp_unit_engine(m.units[0].unit) == m.engine);
+      CHECK(model_engine_of(m.units[0].unit) == m.engine);
       CHECK_I64(model_stats(&m).num_units, 4);
       failures_check_recovers(&m);
     }

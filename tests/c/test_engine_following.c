@@ -52,8 +52,8 @@ static void start(const model_options *options) {
   num_aside = 0;
   num_reduced = 0;
   model_init(&m, options);
-  m.ops.grads_set_aside = grads_set_aside;
-  m.ops.grads_reduced = grads_reduced;
+  m.views.grads_set_aside = grads_set_aside;
+  m.views.grads_reduced = grads_reduced;
   for (int64_t i = 0; i < 3; i++) model_plan_simple(&m, names[i], 4 * (i + 1));
   model_start(&m);
   for (int64_t i = 0; i < 3; i++) {
@@ -111,8 +111,8 @@ static void test_drop(void) {
   fsdp_engine_stats stats;
   num_aside = 0;
   model_init(&m, NULL);
-  m.ops.grads_set_aside = grads_set_aside;
-  m.ops.grads_reduced = drop_grads;
+  m.views.grads_set_aside = grads_set_aside;
+  m.views.grads_reduced = drop_grads;
   model_plan_simple(&m, "root", 4);
   model_start(&m);
   fsdp_unit_set_followed(m.units[0].unit, true);

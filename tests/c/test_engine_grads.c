@@ -99,7 +99,7 @@ static void test_no_sync_then_sync(void) {
   options.reduce_dtype = RECORDER_F32;
   options.param_dtype = RECORDER_BF16;
   options.prescale = 0.25;
-  options.needs_reduce_scratch = true;
+  options.wants_scratch = true;
   check_no_sync(&options);
   options.reshard_after_forward = false;
   options.reshard_after_backward_without_sync = false;

@@ -104,7 +104,7 @@ static void test_numbers(void) {
       check_numbers(options);
       options.param_dtype = RECORDER_BF16;
       options.reduce_dtype = RECORDER_F32;
-      options.needs_reduce_scratch = true;
+      options.wants_scratch = true;
       options.offloads = true;
       check_numbers(options);
     }

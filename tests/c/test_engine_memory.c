@@ -54,7 +54,7 @@ static void test_out_of_memory_is_reported(void) {
  * gradients come in the middle of a backward. */
 static void test_blocks_in_use_stay(void) {
   model_options options = model_default_options();
-  options.needs_reduce_scratch = true;
+  options.wants_scratch = true;
   for (int is_partial = 0; is_partial < 2; is_partial++) {
     model_start_tree(&m, &options, 2);
     fsdp_engine_set_sync(m.engine,

@@ -132,7 +132,7 @@ static void test_casts_and_replicas(void) {
   options.num_replicas = 2;
   options.param_dtype = RECORDER_BF16;
   options.reduce_dtype = RECORDER_F32;
-  options.needs_reduce_scratch = true;
+  options.wants_scratch = true;
   start(&options);
   model_step(&m);
   CHECK_TEXT(recorder_tape(m.device),

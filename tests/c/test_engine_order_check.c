@@ -39,14 +39,14 @@ static void test_same_order_passes(void) {
   other_ranks others = {.differs_at = -1};
   model_start_tree(&m, NULL, 1);
   turn_on(&m);
-  recorder_set_exchange(m.device, answer, &others);
+  recorder_set_answer(m.device, answer, &others);
   recorder_clear(m.device);
   model_step(&m);
   model_check_grads(&m);
   CHECK_I64(others.num_exchanges, 3 + 2); /* unshards, reductions */
   CHECK(strstr(recorder_tape(m.device),
-               "take_params root sharded\nexchange g0 8\n") != NULL);
-  CHECK(strstr(recorder_tape(m.device), "exchange g0 160\n") == NULL);
+               "take_params root sharded\nall_gather_bytes g0 8\n") != NULL);
+  CHECK(strstr(recorder_tape(m.device), "all_gather_bytes g0 160\n") == NULL);
   model_step(&m);
   CHECK_I64(others.num_exchanges, 2 * (3 + 2));
   fsdp_engine_set_order_check(m.engine, false);
@@ -77,7 +77,7 @@ static sent run_in_order(int64_t first, int64_t second) {
   sent kept = {.num = 0};
   model_start_tree(&m, NULL, 2);
   turn_on(&m);
-  recorder_set_exchange(m.device, keep, &kept);
+  recorder_set_answer(m.device, keep, &kept);
   CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
   for (int i = 0; i < 2; i++) {
     CHECK_I64(model_enter(&m, order[i], NULL), FSDP_OK);
@@ -111,7 +111,7 @@ static void test_other_unit(void) {
   others.steps[1] = "all_gather of unit 'b'";
   model_start_tree(&m, NULL, 2);
   turn_on(&m);
-  recorder_set_exchange(m.device, answer, &others);
+  recorder_set_answer(m.device, answer, &others);
   CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
   CHECK_I64(model_enter(&m, 1, &error), FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,
@@ -137,7 +137,7 @@ static void test_many_ranks(void) {
   others.steps[3] = "reduce_scatter of unit 'x'";
   model_start_tree(&m, &options, 1);
   turn_on(&m);
-  recorder_set_exchange(m.device, answer, &others);
+  recorder_set_answer(m.device, answer, &others);
   CHECK_I64(model_enter(&m, 0, &error), FSDP_INVALID_STATE);
   CHECK(strstr(error.message,
                "first in collective 0 (iteration 1): ranks 0-1: "
@@ -162,7 +162,7 @@ static void test_long_names(void) {
   model_plan_simple(&m, name, 4);
   model_start(&m);
   turn_on(&m);
-  recorder_set_exchange(m.device, answer, &others);
+  recorder_set_answer(m.device, answer, &others);
   CHECK_I64(model_enter(&m, 0, &error), FSDP_INVALID_STATE);
   CHECK(strstr(error.message, "rank 1: nnn") != NULL);
   model_fini(&m);
@@ -175,7 +175,7 @@ static void test_other_reduction(void) {
   others.steps[1] = "reduce_scatter of unit 'root'";
   model_start_tree(&m, NULL, 1);
   turn_on(&m);
-  recorder_set_exchange(m.device, answer, &others);
+  recorder_set_answer(m.device, answer, &others);
   CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
   CHECK_I64(model_backward(&m, &error), FSDP_INVALID_STATE);
   CHECK(strstr(error.message,
@@ -194,7 +194,7 @@ static void test_one_rank(void) {
   model_start_tree(&m, &options, 1);
   turn_on(&m);
   model_step(&m);
-  CHECK(strstr(recorder_tape(m.device), "exchange") == NULL);
+  CHECK(strstr(recorder_tape(m.device), "all_gather_bytes") == NULL);
   model_fini(&m);
 }
 

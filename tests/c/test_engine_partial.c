@@ -176,7 +176,7 @@ static void test_windows(void) {
       options.reduce_dtype = RECORDER_F32;
       options.grad_dtype = RECORDER_F32;
       options.prescale = 0.25;
-      options.needs_reduce_scratch = true;
+      options.wants_scratch = true;
       check_windows(&options);
       options.offloads = true;
       check_windows(&options);
@@ -304,7 +304,7 @@ static void test_reset_in_between(void) {
 static void test_partial_gradient_holds_the_unit(void) {
   fsdp_engine *other = NULL;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   step(FSDP_SYNC_SHARD);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL),
             FSDP_INVALID_STATE);

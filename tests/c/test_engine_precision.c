@@ -291,7 +291,7 @@ static void test_move(void) {
   start_tree(&options, 0);
   set_full(0, true);
   forward(true);
-  CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
   fsdp_engine_destroy(m.engine);
   m.engine = other;

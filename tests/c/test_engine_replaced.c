@@ -74,7 +74,7 @@ static fsdp_status take_params_silently(void *context, void *owner,
                                         fsdp_view view, void *const *segments,
                                         bool *any_copied, fsdp_error *error) {
   const model_unit *unit = owner;
-  const fsdp_status status = recorder_ops(context)->take_params(
+  const fsdp_status status = recorder_views(context)->take_params(
       context, owner, view, segments, any_copied, error);
   if (status != FSDP_OK || !*any_copied) return status;
   recorder_touch(context, FSDP_LANE_COMPUTE, unit->shards[0],
@@ -88,7 +88,7 @@ static void test_without_the_wait(void) {
   model_plan_simple(&m, "root", 4);
   model_plan_simple(&m, "a", 8);
   recorder_name_memory(m.device, m.units[1].shards[0], 32, "shard");
-  m.ops.take_params = take_params_silently;
+  m.views.take_params = take_params_silently;
   model_start(&m);
   model_step(&m);
   CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);

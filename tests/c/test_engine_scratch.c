@@ -10,7 +10,7 @@ static model m; /* each test makes and frees it */
 static model_options scratch_options(int64_t rank) {
   model_options options = model_default_options();
   options.rank = rank;
-  options.needs_reduce_scratch = true;
+  options.wants_scratch = true;
   return options;
 }
 
@@ -181,7 +181,7 @@ static void test_grows(void) {
 static void test_nobody_needs_it(void) {
   for (int i = 0; i < 3; i++) {
     model_options options = scratch_options(0);
-    if (i == 0) options.needs_reduce_scratch = false;
+    if (i == 0) options.wants_scratch = false;
     if (i == 1) options.world_size = 1;
     if (i == 1) options.num_replicas = 2;
     model_start_tree(&m, &options, 1);

@@ -143,7 +143,7 @@ static void test_casts(void) {
   options.param_dtype = RECORDER_BF16;
   options.reduce_dtype = RECORDER_F32;
   options.prescale = 0.5;
-  options.needs_reduce_scratch = true;
+  options.wants_scratch = true;
   model_init(&m, &options);
   model_plan_simple(&m, "u", 8);
   recorder_show_memory(m.device, true);

@@ -185,7 +185,7 @@ static void test_offloaded_on_host_with_gradients(void) {
              "free 64 b3 after e6\n"
              "show u full_on_host\n"
              "take_grads u\n"
-             "exchange g0 1\n"
+             "all_gather_bytes g0 1\n"
              "alloc 64 b4\n"
              "grad_shard u 0\n"
              "copy_to_device compute 32 b4+32 <- u.grad0\n"
@@ -238,7 +238,9 @@ static void test_resident_on_first_rank(void) {
              "take_params u sharded\n"
              "record e1 compute\n"
              "wait unshard e1\n"
+             "group_begin unshard g0\n"
              "broadcast unshard g0 8 f32 from 0 shard\n"
+             "group_end unshard g0\n"
              "record e6 unshard\n"
              "wait compute e6\n");
   model_step(&m);
@@ -387,7 +389,7 @@ static void test_no_gradients(void) {
   CHECK(!m.units[0].has_grads);
   CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
   CHECK(!m.units[0].has_grads);
-  CHECK(strstr(recorder_tape(m.device), "exchange g0 1\n") != NULL);
+  CHECK(strstr(recorder_tape(m.device), "all_gather_bytes g0 1\n") != NULL);
   CHECK(strstr(recorder_tape(m.device), "take_full_grads") == NULL);
   model_step(&m);
   model_check_grads(&m);
@@ -403,7 +405,7 @@ static void test_gradients_of_another_rank(void) {
     options.offloads = offloads != 0;
     start(&options);
     model_zero_grad(&m);
-    recorder_set_exchange(m.device, answer_yes, NULL);
+    recorder_set_answer(m.device, answer_yes, NULL);
     CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
     CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 zero8@0") !=
           NULL);
@@ -432,13 +434,13 @@ static void test_cleared_gradients(void) {
     if (rank == 0) {
       model_zero_grad(&m);
     } else {
-      recorder_set_exchange(m.device, answer_no, NULL);
+      recorder_set_answer(m.device, answer_no, NULL);
     }
     CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
     /* Rank 1 still saw its sharded ones: they are taken away. */
     CHECK(strstr(recorder_tape(m.device),
-                 rank == 0 ? "take_full_grads u full\nexchange g0 1\n"
-                           : "take_grads u\nexchange g0 1\n") != NULL);
+                 rank == 0 ? "take_full_grads u full\nall_gather_bytes g0 1\n"
+                           : "take_grads u\nall_gather_bytes g0 1\n") != NULL);
     CHECK(strstr(recorder_tape(m.device), "show_grads") == NULL);
     model_zero_grad(&m);
     model_step(&m);

@@ -25,7 +25,7 @@ static void test_frozen_unit_is_unfrozen(void) {
   for (int offloads = 0; offloads < 2; offloads++) {
     model_options options = model_default_options();
     options.offloads = offloads != 0;
-    options.needs_reduce_scratch = true;
+    options.wants_scratch = true;
     failures_plan(&m, &options);
     model_start(&m);
     step(FSDP_SYNC_REDUCE);
@@ -139,7 +139,7 @@ static void test_without_an_engine(void) {
   model_start_tree(&m, NULL, 1);
   fsdp_engine_destroy(m.engine);
   CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.engine, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL), FSDP_OK);
   for (int64_t i = 0; i < 2; i++) {
     CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
   }
@@ -151,7 +151,7 @@ static void test_without_an_engine(void) {
   model_start(&m);
   fsdp_engine_destroy(m.engine);
   CHECK_I64(set_trainable(2, 0, true, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.engine, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL), FSDP_OK);
   for (int64_t i = 0; i < 4; i++) {
     CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
   }

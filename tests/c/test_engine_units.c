@@ -78,7 +78,7 @@ static void test_names_and_engine_of_a_unit(void) {
   model_start_tree(&m, NULL, 1);
   fsdp_unit *unit = m.units[1].unit;
   CHECK_TEXT(fsdp_unit_name(unit), "a");
-  CHECK(fsdp_unit_engine(unit) == m.engine);
+  CHECK(model_engine_of(unit) == m.engine);
   CHECK_I64(fsdp_unit_pending_grads(unit), 0);
   fsdp_unit_expect_grads(unit, 3);
   CHECK_I64(fsdp_unit_pending_grads(unit), 3);
@@ -88,7 +88,7 @@ static void test_names_and_engine_of_a_unit(void) {
   CHECK(fsdp_engine_in_forward(m.engine));
   leave(0, false);
   CHECK(!fsdp_engine_in_forward(m.engine));
-  CHECK(fsdp_trace_last(fsdp_engine_trace(m.engine))->unit ==
+  CHECK(fsdp_op_log_last(fsdp_engine_log(m.engine))->unit ==
         fsdp_unit_name(m.units[0].unit));
   fsdp_unit_destroy(NULL);
   fsdp_engine_destroy(NULL);
@@ -118,7 +118,7 @@ static void test_units_move_to_another_engine(void) {
   fsdp_error error;
   model_start_tree(&m, NULL, 2);
   forward(true); /* keeps the root unsharded: it is resharded by the move */
-  CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
   CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
   CHECK_I64(model_stats(&m).num_units, 2);
@@ -150,13 +150,13 @@ static void test_units_cannot_be_added_inside_a_step(void) {
   fsdp_engine *other = NULL;
   fsdp_error error;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_engine_create(&m.ops, &other, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL), FSDP_OK);
   enter(0);
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, &error),
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message, "unit 'a' cannot be added in the middle of a step");
-  CHECK(fsdp_unit_engine(m.units[1].unit) == other);
+  CHECK(model_engine_of(m.units[1].unit) == other);
   leave(0, false);
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
   fsdp_engine_destroy(other);
@@ -165,15 +165,15 @@ static void test_units_cannot_be_added_inside_a_step(void) {
 }
 
 /* A unit that is destroyed leaves the engine able to go on, and nothing of
- * its name in the trace. */
+ * its name in the log. */
 static void test_destroyed_units_leave_no_trace(void) {
   char text[4096];
   model_start_tree(&m, NULL, 3);
   model_step(&m);
   fsdp_unit_destroy(m.units[2].unit);
   m.units[2].unit = NULL;
-  (void)fsdp_trace_format(fsdp_engine_trace(m.engine), FSDP_TRACE_CAPACITY,
-                          text, sizeof text);
+  (void)fsdp_op_log_format(fsdp_engine_log(m.engine), FSDP_OP_LOG_CAPACITY,
+                           text, sizeof text);
   CHECK(strstr(text, " b\n") == NULL);
   CHECK(strstr(text, " all_gather root\n") != NULL);
   model_fini(&m);
@@ -191,7 +191,7 @@ static void test_engine_may_go_before_its_units(void) {
   model_check_states(&m, FSDP_UNIT_SHARDED);
   CHECK_I64(recorder_live_blocks(m.device), 0);
   CHECK(!fsdp_unit_is_summoned(m.units[2].unit));
-  CHECK(fsdp_unit_engine(m.units[0].unit) == NULL);
+  CHECK(model_engine_of(m.units[0].unit) == NULL);
   CHECK_I64(fsdp_unit_pre_forward(m.units[0].unit, false, &error),
             FSDP_INVALID_STATE);
   CHECK_TEXT(error.message,
@@ -219,7 +219,7 @@ static void test_unsharded_gradients_go_with_the_engine(void) {
   CHECK(fsdp_unit_holds_grads(m.units[1].unit));
   fsdp_engine_destroy(m.engine);
   CHECK(!fsdp_unit_holds_grads(m.units[1].unit));
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.engine, NULL), FSDP_OK);
+  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL), FSDP_OK);
   for (int64_t i = 0; i < 2; i++) {
     CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
   }

@@ -4,15 +4,47 @@
  */
 #include "base/alloc.h"
 #include "check.h"
+#include "placement_fixture.h"
 #include "state/exchange.h"
 
 /* --- Pictures ------------------------------------------------------------ */
 
-static fsdp_exchange *plan(const fsdp_exchange_item *items, int64_t num_items,
-                           int64_t rank, int64_t world_size,
+/* Items over two ranks or more. The items own their placements. */
+typedef struct items_list {
+  fsdp_exchange_item items[4];
+  fsdp_placement *placements[8];
+  int64_t num_items;
+  int64_t world_size;
+} items_list;
+
+static fsdp_placement *over_ranks(const fsdp_range *ranges, int64_t num_ranks) {
+  fsdp_piece pieces[8];
+  for (int64_t rank = 0; rank < num_ranks; rank++) {
+    pieces[rank] = (fsdp_piece){.in_param = ranges[rank], .buffer = rank};
+  }
+  return place(pieces, num_ranks);
+}
+
+static void add_item(items_list *list, int64_t itemsize, const fsdp_range *held,
+                     const fsdp_range *needed) {
+  fsdp_placement **placements = &list->placements[2 * list->num_items];
+  placements[0] = over_ranks(held, list->world_size);
+  placements[1] = over_ranks(needed, list->world_size);
+  list->items[list->num_items++] = (fsdp_exchange_item){
+      .itemsize = itemsize, .held = placements[0], .needed = placements[1]};
+}
+
+static void release_items(items_list *list) {
+  for (int64_t i = 0; i < 2 * list->num_items; i++) {
+    fsdp_placement_destroy(list->placements[i]);
+  }
+  list->num_items = 0;
+}
+
+static fsdp_exchange *plan(const items_list *list, int64_t rank,
                            int64_t direct_nbytes) {
-  const fsdp_exchange_spec spec = {items, num_items, rank, world_size,
-                                   direct_nbytes};
+  const fsdp_exchange_spec spec = {list->items, list->num_items, rank,
+                                   list->world_size, direct_nbytes};
   fsdp_exchange *exchange = NULL;
   CHECK_I64(fsdp_exchange_create(&spec, &exchange, NULL), FSDP_OK);
   return exchange;
@@ -68,18 +100,22 @@ static const char *text_of(fsdp_exchange *exchange) {
 static void test_header_picture(void) {
   const fsdp_range held[] = {{0, 3}, {3, 5}};
   const fsdp_range needed[] = {{0, 5}, {3, 5}};
-  const fsdp_exchange_item item = {4, held, needed};
-  CHECK_TEXT(text_of(plan(&item, 1, 0, 2, 100)),
-             "copy 0 0 -> 0, 12 bytes\nfrom 1, 8 bytes: 0[12 + 8]\n");
-  CHECK_TEXT(text_of(plan(&item, 1, 1, 2, 100)),
-             "copy 0 0 -> 0, 8 bytes\nto 0, 8 bytes: 0[0 + 8]\n");
-  fsdp_exchange *exchange = plan(&item, 1, 1, 2, 100);
+  items_list list = {.world_size = 2};
+  add_item(&list, 4, held, needed);
+  CHECK_TEXT(text_of(plan(&list, 0, 100)),
+             "copy 0 0 -> 0, 12 bytes\nto 1, 0 bytes:\n"
+             "from 1, 8 bytes: 0[12 + 8]\n");
+  CHECK_TEXT(text_of(plan(&list, 1, 100)),
+             "copy 0 0 -> 0, 8 bytes\nto 0, 8 bytes: 0[0 + 8]\n"
+             "from 0, 0 bytes:\n");
+  fsdp_exchange *exchange = plan(&list, 1, 100);
   CHECK_I64(fsdp_exchange_num_items(exchange), 1);
   CHECK_I64(fsdp_exchange_held_nbytes(exchange, 0), 8);
   CHECK_I64(fsdp_exchange_needed_nbytes(exchange, 0), 8);
   fsdp_exchange_destroy(exchange);
   fsdp_exchange_destroy(NULL);
-  CHECK_TEXT(text_of(plan(NULL, 0, 0, 3, 1)), "");
+  release_items(&list);
+  CHECK_TEXT(text_of(plan(&list, 0, 1)), "");
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
@@ -89,20 +125,64 @@ static void test_packing(void) {
   const fsdp_range held[] = {{0, 2}, {0, 0}, {0, 0}};
   const fsdp_range all[] = {{0, 0}, {0, 2}, {0, 2}};
   const fsdp_range first[] = {{0, 0}, {0, 2}, {1, 1}};
-  const fsdp_exchange_item same[] = {
-      {1, held, all}, {8, held, all}, {2, held, all}};
-  CHECK_TEXT(text_of(plan(same, 3, 0, 3, 16)),
+  items_list list = {.world_size = 3};
+  add_item(&list, 1, held, all);
+  add_item(&list, 8, held, all);
+  add_item(&list, 2, held, all);
+  CHECK_TEXT(text_of(plan(&list, 0, 16)),
              "to 1, 16 bytes: 1[0 + 16]\nto 1, 6 bytes: 0[0 + 2] 2[0 + 4]\n"
              "to 2, 16 bytes: 1[0 + 16]\n"
-             "to 2, 6 bytes: 0[0 + 2] 2[0 + 4] as message 1\n");
-  CHECK_TEXT(text_of(plan(same, 3, 2, 3, 16)),
+             "to 2, 6 bytes: 0[0 + 2] 2[0 + 4] as message 1\n"
+             "from 1, 0 bytes:\nfrom 2, 0 bytes:\n");
+  CHECK_TEXT(text_of(plan(&list, 2, 16)),
+             "to 0, 0 bytes:\n"
              "from 0, 16 bytes: 1[0 + 16]\nfrom 0, 6 bytes: 0[0 + 2] "
              "2[0 + 4]\n");
-  const fsdp_exchange_item different[] = {
-      {1, held, all}, {8, held, all}, {2, held, first}};
-  CHECK_TEXT(text_of(plan(different, 3, 0, 3, 17)),
+  release_items(&list);
+  add_item(&list, 1, held, all);
+  add_item(&list, 8, held, all);
+  add_item(&list, 2, held, first);
+  CHECK_TEXT(text_of(plan(&list, 0, 17)),
              "to 1, 22 bytes: 0[0 + 2] 1[0 + 16] 2[0 + 4]\n"
-             "to 2, 18 bytes: 0[0 + 2] 1[0 + 16]\n");
+             "to 2, 18 bytes: 0[0 + 2] 1[0 + 16]\n"
+             "from 1, 0 bytes:\nfrom 2, 0 bytes:\n");
+  release_items(&list);
+}
+
+/* What all ranks hold is passed to nobody. */
+static void test_held_by_all(void) {
+  const fsdp_range all[] = {{0, 4}, {0, 4}};
+  const fsdp_range parts[] = {{0, 2}, {2, 4}};
+  items_list list = {.world_size = 2};
+  add_item(&list, 4, all, parts);
+  add_item(&list, 4, all, all);
+  CHECK_TEXT(text_of(plan(&list, 1, 1)),
+             "copy 0 8 -> 0, 8 bytes\ncopy 1 0 -> 0, 16 bytes\n");
+  release_items(&list);
+}
+
+/* Items are parameters of two placements that they share. */
+static void test_params_of_a_layout(void) {
+  fsdp_flat_layout *layout = placement_picture();
+  const int64_t numels[] = {5, 7, 3};
+  fsdp_placement *flat = place_flat(layout, 0, 0, 2);
+  fsdp_placement *first = NULL;
+  CHECK_I64(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){0, 1},
+                                           &first, NULL),
+            FSDP_OK);
+  const items_list list = {
+      .items = {{4, 2, flat, first}, {2, 0, flat, first}, {8, 1, flat, first}},
+      .num_items = 3,
+      .world_size = 2};
+  CHECK_TEXT(text_of(plan(&list, 0, 100)),
+             "copy 1 0 -> 0, 8 bytes\nto 1, 0 bytes:\n"
+             "from 1, 14 bytes: 0[0 + 12] 1[8 + 2]\n");
+  CHECK_TEXT(text_of(plan(&list, 1, 100)),
+             "to 0, 14 bytes: 0[0 + 12] 1[0 + 2]\nfrom 0, 0 bytes:\n");
+  fsdp_placement_destroy(flat);
+  fsdp_placement_destroy(first);
+  fsdp_flat_layout_destroy(layout);
+  CHECK_I64(fsdp_alloc_live(), 0);
 }
 
 /* --- Failures ------------------------------------------------------------ */
@@ -111,55 +191,66 @@ static void check_refused(fsdp_exchange_spec spec, fsdp_status expected,
                           const char *message) {
   fsdp_exchange *exchange = NULL;
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  const int64_t live = fsdp_alloc_live();
   CHECK_I64(fsdp_exchange_create(&spec, &exchange, &error), expected);
   CHECK_TEXT(error.message, message);
   CHECK(exchange == NULL);
-  CHECK_I64(fsdp_alloc_live(), 0);
+  CHECK_I64(fsdp_alloc_live(), live);
 }
 
 static void test_refused(void) {
   const fsdp_range good[] = {{0, 3}, {3, 5}};
-  const fsdp_range below[] = {{0, 3}, {-1, 5}};
-  const fsdp_range backwards[] = {{4, 3}, {3, 5}};
   const fsdp_range huge[] = {{0, 3}, {3, INT64_MAX / 4}};
-  const fsdp_exchange_item items[] = {{4, good, good}, {4, below, good}};
+  const fsdp_piece twice[] = {{.in_param = {0, 1}, .buffer = 1},
+                              {.in_param = {2, 3}, .buffer = 1}};
+  items_list list = {.world_size = 2};
+  add_item(&list, 4, good, good);
+  add_item(&list, 0, good, good);
+  add_item(&list, 8, good, huge);
+  const fsdp_exchange_item *items = list.items;
   check_refused((fsdp_exchange_spec){items, 2, 0, 2, 1}, FSDP_INVALID_ARGUMENT,
-                "rank 1 holds elements [-1, 5) of item 1, need 0 <= begin <= "
-                "end");
-  const fsdp_exchange_item needs = {4, good, backwards};
-  check_refused((fsdp_exchange_spec){&needs, 1, 0, 2, 1}, FSDP_INVALID_ARGUMENT,
-                "rank 0 needs elements [4, 3) of item 0, need 0 <= begin <= "
-                "end");
-  const fsdp_exchange_item wide = {8, huge, good};
-  check_refused((fsdp_exchange_spec){&wide, 1, 0, 2, 1}, FSDP_OVERFLOW,
-                "rank 1 holds elements up to 2305843009213693951 of item 0, 8 "
+                "item 1 has 0 bytes an element");
+  check_refused((fsdp_exchange_spec){items + 2, 1, 0, 2, 1}, FSDP_OVERFLOW,
+                "rank 1 has elements up to 2305843009213693951 of item 0, 8 "
                 "bytes each: too many");
-  const fsdp_exchange_item nothing = {0, good, good};
-  check_refused((fsdp_exchange_spec){&nothing, 1, 0, 2, 1},
-                FSDP_INVALID_ARGUMENT, "item 0 has 0 bytes an element");
   check_refused((fsdp_exchange_spec){items, 1, 2, 2, 1}, FSDP_INVALID_ARGUMENT,
                 "rank 2 of 2 ranks");
   check_refused((fsdp_exchange_spec){items, 1, -1, 2, 1}, FSDP_INVALID_ARGUMENT,
                 "rank -1 of 2 ranks");
+  check_refused((fsdp_exchange_spec){items, 1, 0, 1, 1}, FSDP_INVALID_ARGUMENT,
+                "item 0 lies on rank 1 of 1 ranks");
+  fsdp_placement *split = place(twice, 2);
+  const fsdp_exchange_item item = {4, 0, split, items[0].needed};
+  check_refused((fsdp_exchange_spec){&item, 1, 0, 2, 1}, FSDP_INVALID_ARGUMENT,
+                "rank 1 has two pieces of item 0, need at most one");
+  fsdp_placement_destroy(split);
+  release_items(&list);
 }
 
 static void test_too_many_bytes(void) {
   const fsdp_range held[] = {{0, INT64_MAX}, {0, 0}};
-  const fsdp_range needed[] = {{0, 0}, {0, INT64_MAX}};
-  const fsdp_exchange_item items[] = {{1, held, needed}, {1, held, needed}};
-  /* The last piece is large enough to go alone, then both are packed. */
   const fsdp_range less[] = {{0, INT64_MAX - 1}, {0, 0}};
-  const fsdp_exchange_item packed[] = {{1, less, needed}, {1, less, needed}};
-  text_of(plan(items, 2, 0, 2, INT64_MAX));
-  check_refused((fsdp_exchange_spec){packed, 2, 0, 2, INT64_MAX}, FSDP_OVERFLOW,
-                "the messages for rank 1 have too many bytes");
+  const fsdp_range needed[] = {{0, 0}, {0, INT64_MAX}};
+  items_list list = {.world_size = 2};
+  add_item(&list, 1, held, needed);
+  add_item(&list, 1, held, needed);
+  text_of(plan(&list, 0, INT64_MAX)); /* large enough to go alone */
+  release_items(&list);
+  add_item(&list, 1, less, needed);
+  add_item(&list, 1, less, needed);
+  check_refused((fsdp_exchange_spec){list.items, 2, 0, 2, INT64_MAX},
+                FSDP_OVERFLOW, "the messages for rank 1 have too many bytes");
+  release_items(&list);
 }
 
 static void test_out_of_memory(void) {
   const fsdp_range held[] = {{0, 3}, {3, 5}};
   const fsdp_range needed[] = {{0, 5}, {0, 5}};
-  const fsdp_exchange_item items[] = {{4, held, needed}, {9, held, needed}};
-  const fsdp_exchange_spec spec = {items, 2, 0, 2, 16};
+  items_list list = {.world_size = 2};
+  add_item(&list, 4, held, needed);
+  add_item(&list, 9, held, needed);
+  const fsdp_exchange_spec spec = {list.items, 2, 0, 2, 16};
+  const int64_t live = fsdp_alloc_live();
   fsdp_status status = FSDP_OUT_OF_MEMORY;
   int64_t index = 0;
   for (; status == FSDP_OUT_OF_MEMORY; index++) {
@@ -169,10 +260,11 @@ static void test_out_of_memory(void) {
     fsdp_alloc_fail_at(-1);
     CHECK((exchange != NULL) == (status == FSDP_OK));
     fsdp_exchange_destroy(exchange);
-    CHECK_I64(fsdp_alloc_live(), 0);
+    CHECK_I64(fsdp_alloc_live(), live);
   }
   CHECK_I64(status, FSDP_OK);
-  CHECK(index > 6);
+  CHECK_I64(index, 14);
+  release_items(&list);
 }
 
 /* --- All ranks together --------------------------------------------------- */
@@ -187,11 +279,10 @@ enum {
 
 typedef struct world {
   int64_t num_ranks;
-  int64_t num_items;
   int64_t direct_nbytes;
   fsdp_range held[ITEMS][RANKS];
   fsdp_range needed[ITEMS][RANKS];
-  fsdp_exchange_item items[ITEMS];
+  items_list list;
   fsdp_exchange *exchanges[RANKS];
   unsigned char results[RANKS][ITEMS][ROOM];
 } world;
@@ -200,8 +291,10 @@ static unsigned char byte_of(int64_t item, int64_t index) {
   return (unsigned char)(1 + item * ROOM + index);
 }
 
-/* The ranks hold an item in any order, with elements that nobody holds. */
+/* The ranks hold an item in any order, with elements that nobody holds; or all
+ * ranks hold all of it. */
 static void draw_item(world *self, int64_t index, uint64_t *seed) {
+  const bool is_held_by_all = check_random(seed, 4) == 0;
   int64_t bounds[RANKS + 1];
   int64_t next = check_random(seed, 3);
   const int64_t turn = check_random(seed, self->num_ranks);
@@ -211,13 +304,15 @@ static void draw_item(world *self, int64_t index, uint64_t *seed) {
   }
   for (int64_t i = 0; i < self->num_ranks; i++) {
     const int64_t rank = (i + turn) % self->num_ranks;
-    self->held[index][rank] = (fsdp_range){bounds[i], bounds[i + 1]};
+    self->held[index][rank] = is_held_by_all
+                                  ? (fsdp_range){0, NUMEL}
+                                  : (fsdp_range){bounds[i], bounds[i + 1]};
     const int64_t begin = check_random(seed, NUMEL + 1);
     const int64_t numel = check_random(seed, NUMEL - begin + 1);
     self->needed[index][rank] = (fsdp_range){begin, begin + numel};
   }
-  self->items[index] = (fsdp_exchange_item){
-      1 + check_random(seed, ITEMSIZE), self->held[index], self->needed[index]};
+  add_item(&self->list, 1 + check_random(seed, ITEMSIZE), self->held[index],
+           self->needed[index]);
 }
 
 /* The number `number` of the messages to or from a peer; NULL behind them. */
@@ -239,9 +334,9 @@ static unsigned char sent_byte(const world *self, int64_t from,
   const fsdp_exchange_message *packed = &messages[message->same_as];
   const fsdp_exchange_piece *piece = packed->pieces;
   while (index >= piece->nbytes) index -= (piece++)->nbytes;
-  const fsdp_exchange_item *item = &self->items[piece->item];
-  return byte_of(piece->item, item->held[from].begin * item->itemsize +
-                                  piece->offset + index);
+  const int64_t itemsize = self->list.items[piece->item].itemsize;
+  const int64_t begin = self->held[piece->item][from].begin * itemsize;
+  return byte_of(piece->item, begin + piece->offset + index);
 }
 
 /* Returns whether there was a message. */
@@ -256,7 +351,7 @@ static bool pass_message(world *self, int64_t from, int64_t to,
   const fsdp_exchange_message *in = message_at(incoming, num_in, from, number);
   if (!CHECK((out == NULL) == (in == NULL)) || out == NULL) return false;
   CHECK_I64(out->nbytes, in->nbytes);
-  CHECK(out->num_pieces == 1 || out->pieces[0].nbytes < self->direct_nbytes);
+  CHECK(out->num_pieces <= 1 || out->pieces[0].nbytes < self->direct_nbytes);
   int64_t index = 0;
   for (int64_t i = 0; i < in->num_pieces; i++) {
     const fsdp_exchange_piece *piece = &in->pieces[i];
@@ -271,17 +366,16 @@ static bool pass_message(world *self, int64_t from, int64_t to,
 
 static void run_world(world *self) {
   for (int64_t rank = 0; rank < self->num_ranks; rank++) {
-    self->exchanges[rank] = plan(self->items, self->num_items, rank,
-                                 self->num_ranks, self->direct_nbytes);
+    self->exchanges[rank] = plan(&self->list, rank, self->direct_nbytes);
     int64_t num;
     const fsdp_exchange_copy *copies =
         fsdp_exchange_copies(self->exchanges[rank], &num);
     for (int64_t i = 0; i < num; i++) {
-      const fsdp_exchange_item *item = &self->items[copies[i].item];
+      const int64_t itemsize = self->list.items[copies[i].item].itemsize;
+      const int64_t begin = self->held[copies[i].item][rank].begin * itemsize;
       for (int64_t j = 0; j < copies[i].nbytes; j++) {
         self->results[rank][copies[i].item][copies[i].target_offset + j] =
-            byte_of(copies[i].item, item->held[rank].begin * item->itemsize +
-                                        copies[i].source_offset + j);
+            byte_of(copies[i].item, begin + copies[i].source_offset + j);
       }
     }
   }
@@ -297,8 +391,8 @@ static void run_world(world *self) {
 /* Every needed element that somebody holds is there, and nothing else. */
 static void check_results(const world *self) {
   for (int64_t rank = 0; rank < self->num_ranks; rank++) {
-    for (int64_t i = 0; i < self->num_items; i++) {
-      const int64_t itemsize = self->items[i].itemsize;
+    for (int64_t i = 0; i < self->list.num_items; i++) {
+      const int64_t itemsize = self->list.items[i].itemsize;
       const fsdp_range needed = self->needed[i][rank];
       for (int64_t j = 0; j < ROOM; j++) {
         const int64_t byte = needed.begin * itemsize + j;
@@ -319,14 +413,16 @@ static void test_random_exchanges(void) {
   for (uint64_t first = 1; first <= 3000; first++) {
     uint64_t seed = first * 77777;
     world self = {.num_ranks = 1 + check_random(&seed, RANKS),
-                  .num_items = check_random(&seed, ITEMS + 1),
                   .direct_nbytes = check_random(&seed, 20)};
-    for (int64_t i = 0; i < self.num_items; i++) draw_item(&self, i, &seed);
+    const int64_t num_items = check_random(&seed, ITEMS + 1);
+    self.list.world_size = self.num_ranks;
+    for (int64_t i = 0; i < num_items; i++) draw_item(&self, i, &seed);
     run_world(&self);
     check_results(&self);
     for (int64_t rank = 0; rank < self.num_ranks; rank++) {
       fsdp_exchange_destroy(self.exchanges[rank]);
     }
+    release_items(&self.list);
     if (check_num_failures == before) continue;
     printf("seed %" PRIu64 "\n", first);
     return;
@@ -337,6 +433,7 @@ static void test_random_exchanges(void) {
 int main(void) {
   const check_test tests[] = {
       CHECK_TEST(test_header_picture), CHECK_TEST(test_packing),
+      CHECK_TEST(test_held_by_all),    CHECK_TEST(test_params_of_a_layout),
       CHECK_TEST(test_refused),        CHECK_TEST(test_too_many_bytes),
       CHECK_TEST(test_out_of_memory),  CHECK_TEST(test_random_exchanges),
   };

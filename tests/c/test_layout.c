@@ -29,7 +29,6 @@ static void test_shared_parameters_count_once(void) {
   const fsdp_param_spec uses[] = {
       {17, 12, f32, true}, {23, 3, f32, true}, {17, 12, f32, true}};
   fsdp_param_table *table = create_table(uses, 3);
-  CHECK_I64(fsdp_param_table_num_uses(table), 3);
   CHECK_I64(fsdp_param_table_num_params(table), 2);
   CHECK_I64(fsdp_param_table_param_of_use(table, 0), 0);
   CHECK_I64(fsdp_param_table_param_of_use(table, 1), 1);
@@ -43,7 +42,6 @@ static void test_shared_parameters_count_once(void) {
 
 static void test_table_of_nothing(void) {
   fsdp_param_table *table = create_table(NULL, 0);
-  CHECK_I64(fsdp_param_table_num_uses(table), 0);
   CHECK_I64(fsdp_param_table_num_params(table), 0);
   fsdp_flat_layout *layout = NULL;
   CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL),

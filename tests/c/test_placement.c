@@ -63,10 +63,6 @@ static void test_shards_of_a_segment(void) {
   check_pieces(place_flat(layout, 0, 1, 1), "");
   check_pieces(place_flat(layout, 1, 0, 2), "1 [0, 4) 0 0\n1 [4, 7) 1 0\n");
 
-  fsdp_placement *local = NULL;
-  CHECK_I64(fsdp_placement_create_local(layout, 0, 1, &local, NULL), FSDP_OK);
-  check_pieces(local, "0 [4, 5) 0 0\n2 [0, 3) 2 0\n");
-
   const fsdp_param_range ranges[] = {{2, {1, 2}}, {0, {3, 5}}, {0, {0, 0}}};
   fsdp_placement *range = NULL;
   CHECK_I64(
@@ -106,11 +102,21 @@ static void test_layout_keeps_its_alignment(void) {
   fsdp_flat_layout_destroy(layout);
 }
 
-static void test_whole_params(void) {
+static void test_whole_params_on_ranks(void) {
   const int64_t numels[] = {5, 0, 3};
   fsdp_placement *placement = NULL;
-  CHECK_I64(fsdp_placement_create_whole(numels, 3, &placement, NULL), FSDP_OK);
-  check_pieces(placement, "0 [0, 5) 0 0\n2 [0, 3) 2 0\n");
+  CHECK_I64(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){1, 3},
+                                           &placement, NULL),
+            FSDP_OK);
+  int64_t num_pieces = -1;
+  CHECK(fsdp_placement_pieces_of(placement, 1, &num_pieces) == NULL);
+  CHECK_I64(num_pieces, 0);
+  CHECK(fsdp_placement_pieces_of(placement, 3, &num_pieces) == NULL);
+  CHECK_I64(num_pieces, 0);
+  CHECK_I64(fsdp_placement_pieces_of(placement, 2, &num_pieces)->param, 2);
+  CHECK_I64(num_pieces, 2);
+  check_pieces(placement,
+               "0 [0, 5) 1 0\n0 [0, 5) 2 0\n2 [0, 3) 1 0\n2 [0, 3) 2 0\n");
 }
 
 /* 5 rows in chunks of 2, a scalar, nothing in two ways, 2 rows of 3. */
@@ -200,15 +206,6 @@ static void test_wrong_parts_of_a_layout_are_refused(void) {
     CHECK_I64(status, FSDP_INVALID_ARGUMENT);
     CHECK(strstr(error.message, "must be within [0, 2)") != NULL);
   }
-  for (int64_t rank = -1; rank <= 2; rank += 3) {
-    status = fsdp_placement_create_local(layout, 0, rank, &placement, &error);
-    CHECK_I64(status, FSDP_INVALID_ARGUMENT);
-    CHECK(strstr(error.message, "must be in [0, 2)") != NULL);
-  }
-  status = fsdp_placement_create_local(layout, 2, 0, &placement, &error);
-  check_refused(status, placement, &error, FSDP_INVALID_ARGUMENT,
-                "segment is 2, the layout has 2");
-
   check_range_refused(layout, 2, (fsdp_param_range){0, {0, 1}},
                       "segment is 2, the layout has 2");
   check_range_refused(layout, 0, (fsdp_param_range){3, {0, 1}},
@@ -243,10 +240,13 @@ static void test_wrong_tensors_are_refused(void) {
   const int64_t numels[] = {3, -1};
   fsdp_placement *placement = NULL;
   fsdp_error error;
-  const fsdp_status status =
-      fsdp_placement_create_whole(numels, 2, &placement, &error);
+  fsdp_status status = fsdp_placement_create_on_ranks(
+      numels, 2, (fsdp_range){0, 2}, &placement, &error);
   check_refused(status, placement, &error, FSDP_INVALID_ARGUMENT,
                 "parameter 1 has numel -1, need >= 0");
+  status = fsdp_placement_create_on_ranks(numels, 1, (fsdp_range){2, 1},
+                                          &placement, &error);
+  CHECK_I64(status, FSDP_INVALID_ARGUMENT);
   CHECK_I64(fsdp_alloc_live(), 0);
 
   const fsdp_range one = {0, 1};
@@ -348,16 +348,13 @@ static fsdp_status create_flat_range(const fsdp_flat_layout *layout,
                                           error);
 }
 
-static fsdp_status create_local(const fsdp_flat_layout *layout,
-                                fsdp_placement **placement, fsdp_error *error) {
-  return fsdp_placement_create_local(layout, 0, 1, placement, error);
-}
-
-static fsdp_status create_whole(const fsdp_flat_layout *layout,
-                                fsdp_placement **placement, fsdp_error *error) {
+static fsdp_status create_on_ranks(const fsdp_flat_layout *layout,
+                                   fsdp_placement **placement,
+                                   fsdp_error *error) {
   const int64_t numels[] = {1, 2};
   (void)layout;
-  return fsdp_placement_create_whole(numels, 2, placement, error);
+  return fsdp_placement_create_on_ranks(numels, 2, (fsdp_range){0, 2},
+                                        placement, error);
 }
 
 static fsdp_status create_rows(const fsdp_flat_layout *layout,
@@ -394,8 +391,7 @@ static void test_every_allocation_of_a_placement_can_fail(void) {
   check_every_allocation(create_unsorted, 3);
   check_every_allocation(create_flat, 2);
   check_every_allocation(create_flat_range, 3);
-  check_every_allocation(create_local, 2);
-  check_every_allocation(create_whole, 2);
+  check_every_allocation(create_on_ranks, 2);
   check_every_allocation(create_rows, 3);
 }
 
@@ -405,7 +401,7 @@ int main(void) {
       CHECK_TEST(test_shards_of_a_segment),
       CHECK_TEST(test_shards_with_padding),
       CHECK_TEST(test_layout_keeps_its_alignment),
-      CHECK_TEST(test_whole_params),
+      CHECK_TEST(test_whole_params_on_ranks),
       CHECK_TEST(test_rows),
       CHECK_TEST(test_largest_rows_fit),
       CHECK_TEST(test_wrong_pieces_are_refused),

@@ -19,10 +19,10 @@ typedef struct fixture {
   fsdp_param_table *tables[MAX_UNITS];
   fsdp_flat_layout *layouts[MAX_UNITS];
   fsdp_segment_options segments[MAX_UNITS][2];
-  fsdp_plan_unit units[MAX_UNITS];
-  fsdp_plan_event events[MAX_EVENTS];
-  fsdp_plan_options options;
-  fsdp_plan_report report;
+  fsdp_step_unit units[MAX_UNITS];
+  fsdp_step_event events[MAX_EVENTS];
+  fsdp_step_plan_options options;
+  fsdp_step_plan_report report;
   double unit_seconds[MAX_UNITS];
 } fixture;
 
@@ -43,7 +43,7 @@ static void add_unit(fixture *self, const char *name, bool has_frozen,
     self->segments[index][i] = (fsdp_segment_options){
         .param_dtype = BF16, .reduce_dtype = BF16, .grad_dtype = FP32};
   }
-  self->units[index] = (fsdp_plan_unit){
+  self->units[index] = (fsdp_step_unit){
       .name = name,
       .layout = self->layouts[index],
       .segments = self->segments[index],
@@ -53,29 +53,29 @@ static void add_unit(fixture *self, const char *name, bool has_frozen,
   };
 }
 
-static fsdp_plan_event *add_event(fixture *self, fsdp_plan_event_kind kind,
+static fsdp_step_event *add_event(fixture *self, fsdp_step_event_kind kind,
                                   int64_t unit, int64_t param) {
-  fsdp_plan_event *event = &self->events[self->options.num_events++];
-  *event = (fsdp_plan_event){.kind = kind, .unit = unit, .param = param};
+  fsdp_step_event *event = &self->events[self->options.num_events++];
+  *event = (fsdp_step_event){.kind = kind, .unit = unit, .param = param};
   return event;
 }
 
 /* One unit, with `nbytes` of activations; 1 s of forward, 2 s of backward. */
 static void run_unit(fixture *self, int64_t unit, int64_t nbytes) {
-  add_event(self, FSDP_PLAN_ENTER, unit, 0);
-  add_event(self, FSDP_PLAN_USE, unit, 0);
-  add_event(self, FSDP_PLAN_USE, unit, 1);
-  fsdp_plan_event *work = add_event(self, FSDP_PLAN_WORK, 0, 0);
+  add_event(self, FSDP_STEP_ENTER, unit, 0);
+  add_event(self, FSDP_STEP_USE, unit, 0);
+  add_event(self, FSDP_STEP_USE, unit, 1);
+  fsdp_step_event *work = add_event(self, FSDP_STEP_WORK, 0, 0);
   work->nbytes = nbytes;
   work->forward_seconds = 1;
   work->backward_seconds = 2;
-  add_event(self, FSDP_PLAN_LEAVE, unit, 0);
+  add_event(self, FSDP_STEP_LEAVE, unit, 0);
 }
 
 static void init_options(fixture *self) {
   *self = (fixture){0};
   const fsdp_link link = {.bytes_per_second = 1e15, .latency_seconds = 0};
-  self->options = (fsdp_plan_options){
+  self->options = (fsdp_step_plan_options){
       .units = self->units,
       .events = self->events,
       .shard_link = link,
@@ -89,14 +89,14 @@ static void init_tree(fixture *self, int64_t world_size) {
   static const char *const names[] = {"a", "b", "c"};
   init_options(self);
   add_unit(self, "root", false, world_size);
-  add_event(self, FSDP_PLAN_ENTER, 0, 0);
-  add_event(self, FSDP_PLAN_USE, 0, 0);
+  add_event(self, FSDP_STEP_ENTER, 0, 0);
+  add_event(self, FSDP_STEP_USE, 0, 0);
   for (int64_t i = 1; i < MAX_UNITS; i++) {
     add_unit(self, names[i - 1], false, world_size);
     run_unit(self, i, 1000);
   }
-  add_event(self, FSDP_PLAN_USE, 0, 1);
-  add_event(self, FSDP_PLAN_LEAVE, 0, 0);
+  add_event(self, FSDP_STEP_USE, 0, 1);
+  add_event(self, FSDP_STEP_LEAVE, 0, 0);
 }
 
 static void fini(fixture *self) {
@@ -107,10 +107,10 @@ static void fini(fixture *self) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static const fsdp_plan_report *run(fixture *self) {
+static const fsdp_step_plan_report *run(fixture *self) {
   fsdp_error error = {0};
-  const fsdp_status status =
-      fsdp_plan_run(&self->options, &self->report, self->unit_seconds, &error);
+  const fsdp_status status = fsdp_step_plan_run(&self->options, &self->report,
+                                                self->unit_seconds, &error);
   if (!CHECK_I64(status, FSDP_OK)) printf("  %s\n", error.message);
   return &self->report;
 }
@@ -118,10 +118,10 @@ static const fsdp_plan_report *run(fixture *self) {
 static const char *message_of(fixture *self, fsdp_status expected) {
   static fsdp_error error;
   error = (fsdp_error){0};
-  const fsdp_plan_report report = self->report;
-  CHECK_I64(
-      fsdp_plan_run(&self->options, &self->report, self->unit_seconds, &error),
-      expected);
+  const fsdp_step_plan_report report = self->report;
+  CHECK_I64(fsdp_step_plan_run(&self->options, &self->report,
+                               self->unit_seconds, &error),
+            expected);
   CHECK(memcmp(&report, &self->report, sizeof report) == 0);
   return error.message;
 }
@@ -136,7 +136,7 @@ static void check_close(double actual, double expected) {
 static void test_memory_and_bytes(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   const int64_t whole = 2 * NUMEL * 2; /* of a unit in bf16 */
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
 
@@ -168,7 +168,7 @@ static void test_memory_and_bytes(void) {
 static void test_busiest_moment(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
   int64_t sum = 0;
   for (int i = 0; i < FSDP_NUM_COUNTED; i++) {
@@ -190,9 +190,9 @@ static void test_activations(void) {
   init_tree(&self, WORLD_SIZE);
   const int64_t large = (int64_t)1 << 30;
   for (int64_t i = 0; i < self.options.num_events; i++) {
-    if (self.events[i].kind == FSDP_PLAN_WORK) self.events[i].nbytes = large;
+    if (self.events[i].kind == FSDP_STEP_WORK) self.events[i].nbytes = large;
   }
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 3 * large);
   fini(&self);
 }
@@ -203,16 +203,16 @@ static void test_recomputation(void) {
   init_tree(&self, WORLD_SIZE);
   const int64_t large = (int64_t)1 << 30;
   for (int64_t i = 0; i < self.options.num_events; i++) {
-    fsdp_plan_event *event = &self.events[i];
-    if (event->kind == FSDP_PLAN_WORK) event->nbytes = 0;
-    if (event->kind == FSDP_PLAN_ENTER || event->kind == FSDP_PLAN_LEAVE) {
+    fsdp_step_event *event = &self.events[i];
+    if (event->kind == FSDP_STEP_WORK) event->nbytes = 0;
+    if (event->kind == FSDP_STEP_ENTER || event->kind == FSDP_STEP_LEAVE) {
       event->nbytes = event->unit == 0 ? 0 : event->unit * large;
     }
-    if (event->kind == FSDP_PLAN_LEAVE && event->unit == 3) {
+    if (event->kind == FSDP_STEP_LEAVE && event->unit == 3) {
       event->backward_seconds = 1;
     }
   }
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 3 * large);
   check_close(report->compute_seconds, 3 * (1 + 2) + 1);
   fini(&self);
@@ -221,10 +221,10 @@ static void test_recomputation(void) {
 static void test_time_without_communication(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   check_close(report->compute_seconds, 9);
   check_close(report->step_seconds, 9);
-  check_close(report->waited_seconds, 0);
+  check_close(report->stall_seconds, 0);
   fini(&self);
 }
 
@@ -233,11 +233,11 @@ static void test_exposed_communication(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   self.options.shard_link.latency_seconds = 0.25;
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   check_close(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].seconds, 3.5);
   check_close(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].seconds, 2);
   check_close(report->compute_seconds, 9);
-  check_close(report->step_seconds, 9 + report->waited_seconds);
+  check_close(report->step_seconds, 9 + report->stall_seconds);
   /* Forward has no prefetch: the host issues a child's gather when it comes to
    * the child, without waiting; so b's and c's hide behind compute. The root's
    * and a's do not: nothing runs before. At the end a's and the root's
@@ -245,7 +245,7 @@ static void test_exposed_communication(void) {
   check_close(self.unit_seconds[0], 0.5);
   check_close(self.unit_seconds[1], 0.5);
   check_close(self.unit_seconds[2], 0);
-  check_close(report->waited_seconds, 0.5 + 0.5 + self.unit_seconds[3] + 1);
+  check_close(report->stall_seconds, 0.5 + 0.5 + self.unit_seconds[3] + 1);
   fini(&self);
 }
 
@@ -256,10 +256,10 @@ static void test_bandwidth(void) {
   run_unit(&self, 0, 0);
   const double wire = 2 * NUMEL * 2 / 4.0 * 3;
   self.options.shard_link.bytes_per_second = wire; /* a second a launch */
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   /* One gather, which nothing hides; one reduction, likewise. */
   check_close(report->step_seconds, 1 + 1 + 2 + 1);
-  check_close(report->waited_seconds, 2);
+  check_close(report->stall_seconds, 2);
   fini(&self);
 }
 
@@ -268,7 +268,7 @@ static void test_replicas(void) {
   init_tree(&self, 2);
   for (int i = 0; i < MAX_UNITS; i++) self.units[i].num_replicas = 8;
   self.options.replica_link.latency_seconds = 0.125;
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   const fsdp_collective_count *sums =
       &report->collectives[FSDP_COLLECTIVE_ALL_REDUCE];
   const int64_t slot = NUMEL * 2;
@@ -289,7 +289,7 @@ static void test_one_rank(void) {
     self.segments[i][0].param_dtype = FP32;
     self.segments[i][0].reduce_dtype = FP32;
   }
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   for (int i = 0; i < FSDP_NUM_COLLECTIVES; i++) {
     CHECK_I64(report->collectives[i].num_launches, 0);
   }
@@ -304,12 +304,12 @@ static void test_frozen(void) {
   init_options(&self);
   add_unit(&self, "root", false, WORLD_SIZE);
   add_unit(&self, "a", true, WORLD_SIZE);
-  add_event(&self, FSDP_PLAN_ENTER, 0, 0);
-  add_event(&self, FSDP_PLAN_USE, 0, 0);
+  add_event(&self, FSDP_STEP_ENTER, 0, 0);
+  add_event(&self, FSDP_STEP_USE, 0, 0);
   run_unit(&self, 1, 0);
-  add_event(&self, FSDP_PLAN_USE, 0, 1);
-  add_event(&self, FSDP_PLAN_LEAVE, 0, 0);
-  const fsdp_plan_report *report = run(&self);
+  add_event(&self, FSDP_STEP_USE, 0, 1);
+  add_event(&self, FSDP_STEP_LEAVE, 0, 0);
+  const fsdp_step_plan_report *report = run(&self);
   CHECK_I64(report->stats.shard_nbytes, 2 * (2 * NUMEL * 4 / WORLD_SIZE));
   CHECK_I64(report->stats.grad_shard_nbytes, 3 * (NUMEL * 4 / WORLD_SIZE));
   CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_launches, 3);
@@ -324,15 +324,15 @@ static void test_frozen(void) {
 static void test_frozen_beginning(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  const fsdp_plan_event *events = self.events;
-  CHECK_I64(events[1].kind, FSDP_PLAN_USE);
-  self.events[1].kind = FSDP_PLAN_WORK; /* the root's first is unused */
+  const fsdp_step_event *events = self.events;
+  CHECK_I64(events[1].kind, FSDP_STEP_USE);
+  self.events[1].kind = FSDP_STEP_WORK; /* the root's first is unused */
   for (int64_t i = 2; i < self.options.num_events; i++) {
-    if (events[i].kind == FSDP_PLAN_USE && events[i].unit == 1) {
-      self.events[i].kind = FSDP_PLAN_WORK;
+    if (events[i].kind == FSDP_STEP_USE && events[i].unit == 1) {
+      self.events[i].kind = FSDP_STEP_WORK;
     }
   }
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   /* The root once, b and c twice, a in forward; and once more by b's prefetch,
    * which does not know that a has no backward. */
   CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_launches, 7);
@@ -349,7 +349,7 @@ static void test_accumulation(void) {
   const int64_t whole = 2 * NUMEL * 2;
   self.options.num_batches = 3;
   self.options.accumulation = FSDP_SYNC_NONE;
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   CHECK_I64(report->collectives[FSDP_COLLECTIVE_REDUCE_SCATTER].num_launches,
             4);
   CHECK_I64(report->collectives[FSDP_COLLECTIVE_ALL_GATHER].num_launches, 21);
@@ -378,7 +378,7 @@ static void test_offload(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   for (int i = 0; i < MAX_UNITS; i++) self.units[i].offloads = true;
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
   CHECK_I64(report->stats.grad_shard_nbytes, 4 * shard);
   CHECK_I64(report->at_peak[FSDP_COUNTED_GRAD_SHARDS], 0);
@@ -390,7 +390,7 @@ static void test_hundred_thousand_ranks(void) {
   fixture self;
   init_tree(&self, 100000);
   self.options.shard_link.latency_seconds = 1;
-  const fsdp_plan_report *report = run(&self);
+  const fsdp_step_plan_report *report = run(&self);
   /* 8,192 elements over 100,000 ranks: 1 each, the rest is padding. */
   CHECK_I64(report->stats.shard_nbytes, 4 * 4);
   const fsdp_collective_count *gathers =
@@ -403,7 +403,7 @@ static void test_hundred_thousand_ranks(void) {
 static void test_wrong_arguments(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  const fsdp_plan_options good = self.options;
+  const fsdp_step_plan_options good = self.options;
 
   self.options.shard_link.bytes_per_second = -1;
   CHECK_TEXT(
@@ -428,7 +428,7 @@ static void test_wrong_arguments(void) {
 static void test_wrong_events(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
-  const fsdp_plan_event use = self.events[1];
+  const fsdp_step_event use = self.events[1];
 
   self.events[1].param = 2;
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
@@ -444,11 +444,11 @@ static void test_wrong_events(void) {
   self.events[1].unit = 4;
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
              "event 1 names unit 4 of 4");
-  self.events[1] = (fsdp_plan_event){.kind = FSDP_PLAN_LEAVE, .unit = 2};
+  self.events[1] = (fsdp_step_event){.kind = FSDP_STEP_LEAVE, .unit = 2};
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
              "event 1 leaves unit 'b' outside the root, or without an ENTER "
              "before it");
-  self.events[1] = (fsdp_plan_event){.kind = FSDP_PLAN_ENTER, .unit = 2};
+  self.events[1] = (fsdp_step_event){.kind = FSDP_STEP_ENTER, .unit = 2};
   CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
              "unit 'b' is entered and never left");
   self.events[1] = use;
@@ -459,7 +459,7 @@ static void test_overflow(void) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   for (int64_t i = 0; i < self.options.num_events; i++) {
-    if (self.events[i].kind == FSDP_PLAN_WORK) {
+    if (self.events[i].kind == FSDP_STEP_WORK) {
       self.events[i].nbytes = INT64_MAX / 2;
     }
   }
@@ -475,10 +475,10 @@ static void test_every_allocation_can_fail(void) {
   const int64_t live = fsdp_alloc_live();
   for (int64_t i = 0;; i++) {
     fsdp_error error = {0};
-    fsdp_plan_report report = {.peak_nbytes = -1};
+    fsdp_step_plan_report report = {.peak_nbytes = -1};
     fsdp_alloc_fail_at(i);
     const fsdp_status status =
-        fsdp_plan_run(&self.options, &report, self.unit_seconds, &error);
+        fsdp_step_plan_run(&self.options, &report, self.unit_seconds, &error);
     fsdp_alloc_fail_at(-1);
     CHECK_I64(fsdp_alloc_live(), live);
     if (status == FSDP_OK) {
@@ -508,18 +508,23 @@ static void test_alignment(void) {
 static void test_calls_outside_a_step(void) {
   const fsdp_link link = {.bytes_per_second = 1};
   fsdp_counting_device device;
-  fsdp_counting_device_init(&device, link, link);
+  fsdp_counting_transport transport;
+  fsdp_counting_device_init(&device, link, link, false);
   const fsdp_device_ops ops = fsdp_counting_device_ops(&device);
-  const fsdp_group group = fsdp_counting_device_group(&device, false, 2);
+  const fsdp_view_ops views = fsdp_counting_device_views(&device);
+  const fsdp_group group =
+      fsdp_counting_device_group(&device, false, 2, &transport);
+  const fsdp_call call = {0};
+  uint64_t ticket = 0;
   void *block = NULL;
   CHECK_I64(ops.host_alloc(&device, 1, &block, NULL), FSDP_INVALID_STATE);
   ops.host_free(&device, block);
-  CHECK_I64(
-      ops.broadcast(&device, FSDP_LANE_COMPUTE, &group, NULL, 1, 0, FP32, NULL),
-      FSDP_INVALID_STATE);
-  CHECK_I64(ops.reduce_hook(&device, NULL, FSDP_LANE_REDUCE, 0, NULL, NULL),
+  CHECK_I64(group.transport->ops->broadcast(group.transport, &call, NULL, 1, 0,
+                                            FP32, &ticket, NULL),
             FSDP_INVALID_STATE);
-  CHECK_I64(ops.exchange(&device, &group, NULL, 8, NULL, NULL),
+  CHECK_I64(views.reduce_hook(&device, NULL, FSDP_LANE_REDUCE, 0, NULL, NULL),
+            FSDP_INVALID_STATE);
+  CHECK_I64(ops.all_gather_bytes(&device, &group, NULL, 8, NULL, NULL),
             FSDP_INVALID_STATE);
   CHECK_I64(ops.block_alloc(&device, INT64_MAX, &block, NULL), FSDP_OVERFLOW);
   CHECK(block == NULL);

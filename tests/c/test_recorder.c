@@ -5,14 +5,23 @@
 #include "check.h"
 #include "recorder.h"
 
+static fsdp_call call; /* of the transport, on a lane */
+static uint64_t ticket;
+
+static const fsdp_call *call_on(const fsdp_device_ops *ops, fsdp_lane lane) {
+  call = (fsdp_call){.stream = ops->stream(ops->context, lane)};
+  return &call;
+}
+
 static void test_lines_and_names(void) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
+  const fsdp_view_ops *views = recorder_views(device);
   void *const it = ops->context;
   int owner = 0;
   int root = 0;
-  int handle = 0;
-  const fsdp_group group = {&handle, 1, 2};
+  const fsdp_group group = recorder_group(device, 1, 2, false);
+  const fsdp_transport_ops *carries = group.transport->ops;
   float shard[2] = {1, 2};
   void *block = NULL;
   void *grad_shard = NULL;
@@ -27,59 +36,67 @@ static void test_lines_and_names(void) {
   CHECK_I64(ops->block_alloc(it, 16, &block, NULL), FSDP_OK);
   CHECK((uintptr_t)block % 256 == 0);
   CHECK_I64(ops->event_create(it, &event, NULL), FSDP_OK);
-  CHECK_I64(ops->group_begin(it, lane, &group, NULL), FSDP_OK);
-  CHECK_I64(
-      ops->all_gather(it, lane, &group, block, shard, 2, RECORDER_F32, NULL),
-      FSDP_OK);
-  CHECK_I64(ops->group_end(it, lane, &group, NULL), FSDP_OK);
+  CHECK_I64(carries->group_begin(group.transport, call_on(ops, lane), NULL),
+            FSDP_OK);
+  CHECK_I64(carries->all_gather(group.transport, call_on(ops, lane), block,
+                                shard, 2, RECORDER_F32, &ticket, NULL),
+            FSDP_OK);
+  CHECK_I64(carries->group_end(group.transport, call_on(ops, lane), NULL),
+            FSDP_OK);
   CHECK(memcmp(block, shard, 8) == 0);
   CHECK(memcmp((char *)block + 8, shard, 8) == 0);
-  CHECK_I64(ops->reduce_scatter(it, FSDP_LANE_REDUCE, &group, block, NULL, 2,
-                                RECORDER_F32, NULL),
-            FSDP_OK);
+  CHECK_I64(
+      carries->reduce_scatter(group.transport, call_on(ops, FSDP_LANE_REDUCE),
+                              block, 2, RECORDER_F32, 1.0, &ticket, NULL),
+      FSDP_OK);
   CHECK(((float *)block)[2] == 2 && ((float *)block)[3] == 4);
-  CHECK_I64(ops->all_reduce(it, FSDP_LANE_REPLICATE, &group, shard, 1,
-                            RECORDER_F32, NULL),
-            FSDP_OK);
+  CHECK_I64(
+      carries->all_reduce(group.transport, call_on(ops, FSDP_LANE_REPLICATE),
+                          shard, 1, RECORDER_F32, 1.0, &ticket, NULL),
+      FSDP_OK);
   CHECK(shard[0] == 2 && shard[1] == 2);
   CHECK_I64(ops->event_record(it, event, lane, NULL), FSDP_OK);
   CHECK_I64(ops->event_wait(it, FSDP_LANE_COMPUTE, event, NULL), FSDP_OK);
-  CHECK_I64(ops->show_params(it, &root, FSDP_VIEW_UNSHARDED, NULL, NULL),
+  CHECK_I64(views->show_params(it, &root, FSDP_VIEW_UNSHARDED, NULL, NULL),
             FSDP_OK);
   CHECK_I64(
-      ops->take_params(it, &owner, FSDP_VIEW_FULL, NULL, &any_copied, NULL),
+      views->take_params(it, &owner, FSDP_VIEW_FULL, NULL, &any_copied, NULL),
       FSDP_OK);
   CHECK(!any_copied);
   recorder_set_params_copied(device, true);
   CHECK_I64(
-      ops->take_params(it, &root, FSDP_VIEW_SHARDED, NULL, &any_copied, NULL),
+      views->take_params(it, &root, FSDP_VIEW_SHARDED, NULL, &any_copied, NULL),
       FSDP_OK);
   CHECK(any_copied);
-  CHECK(!ops->grads_live(it, &owner));
-  CHECK_I64(ops->take_grads(it, &owner, true, NULL, &any_live, NULL), FSDP_OK);
+  CHECK(!views->grads_live(it, &owner));
+  CHECK_I64(views->take_grads(it, &owner, true, NULL, &any_live, NULL),
+            FSDP_OK);
   CHECK(!any_live);
   recorder_set_grads_live(device, true);
-  CHECK_I64(ops->take_grads(it, &owner, false, NULL, &any_live, NULL), FSDP_OK);
+  CHECK_I64(views->take_grads(it, &owner, false, NULL, &any_live, NULL),
+            FSDP_OK);
   CHECK(any_live);
-  CHECK(ops->grads_live(it, &owner));
-  CHECK_I64(ops->show_grads(it, &owner, FSDP_VIEW_SHARDED, NULL, NULL),
+  CHECK(views->grads_live(it, &owner));
+  CHECK_I64(views->show_grads(it, &owner, FSDP_VIEW_SHARDED, NULL, NULL),
             FSDP_OK);
   recorder_set_grad_shard(device, &owner, 1, shard, sizeof shard);
-  CHECK_I64(ops->grad_shard(it, &owner, 1, false, &grad_shard, NULL), FSDP_OK);
+  CHECK_I64(views->grad_shard(it, &owner, 1, false, &grad_shard, NULL),
+            FSDP_OK);
   CHECK(grad_shard == shard && shard[0] == 0 && shard[1] == 0);
-  CHECK_I64(ops->grad_shard(it, &owner, 0, false, &grad_shard, NULL), FSDP_OK);
+  CHECK_I64(views->grad_shard(it, &owner, 0, false, &grad_shard, NULL),
+            FSDP_OK);
   CHECK(grad_shard != shard);
   void *again = NULL;
-  CHECK_I64(ops->grad_shard(it, &owner, 0, false, &again, NULL), FSDP_OK);
+  CHECK_I64(views->grad_shard(it, &owner, 0, false, &again, NULL), FSDP_OK);
   CHECK(again == grad_shard);
   shard[0] = 7; /* kept, until it is made anew */
-  CHECK_I64(ops->grad_shard(it, &owner, 1, false, &again, NULL), FSDP_OK);
+  CHECK_I64(views->grad_shard(it, &owner, 1, false, &again, NULL), FSDP_OK);
   CHECK(again == shard && shard[0] == 7);
-  ops->grads_free(it, &owner);
+  views->grads_free(it, &owner);
   CHECK(shard[0] == 7);
-  CHECK_I64(ops->grad_shard(it, &owner, 1, false, &again, NULL), FSDP_OK);
+  CHECK_I64(views->grad_shard(it, &owner, 1, false, &again, NULL), FSDP_OK);
   CHECK(again == shard && shard[0] == 0);
-  ops->grad_release(it, &handle);
+  views->grad_release(it, &owner);
   CHECK_I64(recorder_live_nbytes(device), 16);
   ops->block_free(it, block, 16, event);
   ops->event_destroy(it, event);
@@ -167,11 +184,12 @@ static void double_rank(void *context, int64_t rank, const void *mine,
 static void test_host_memory(void) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
+  const fsdp_view_ops *views = recorder_views(device);
   void *const it = ops->context;
   const fsdp_lane lane = FSDP_LANE_DOWNLOAD;
   int owner = 0;
-  int handle = 0;
-  const fsdp_group group = {&handle, 1, 3};
+  const fsdp_group group = recorder_group(device, 1, 3, false);
+  const fsdp_transport_ops *carries = group.transport->ops;
   float shard[2] = {1, 2};
   char mine = 9;
   char all[3] = {0, 0, 0};
@@ -186,30 +204,32 @@ static void test_host_memory(void) {
   CHECK_I64(ops->host_alloc(it, 8, &host, NULL), FSDP_OK);
   CHECK_I64(ops->event_create(it, &event, NULL), FSDP_OK);
   CHECK_I64(ops->copy_to_device(it, lane, block, shard, 8, NULL), FSDP_OK);
-  CHECK_I64(ops->broadcast(it, lane, &group, block, 1, 1, RECORDER_F32, NULL),
+  CHECK_I64(carries->broadcast(group.transport, call_on(ops, lane), block, 1, 1,
+                               RECORDER_F32, &ticket, NULL),
             FSDP_OK);
   CHECK(memcmp(block, shard, 8) == 0);
   recorder_set_broadcast(device, 5);
-  CHECK_I64(ops->broadcast(it, lane, &group, block, 2, 0, RECORDER_F32, NULL),
+  CHECK_I64(carries->broadcast(group.transport, call_on(ops, lane), block, 2, 0,
+                               RECORDER_F32, &ticket, NULL),
             FSDP_OK);
   CHECK_I64(ops->copy_to_host(it, lane, host, block, 8, NULL), FSDP_OK);
   CHECK(((float *)host)[0] == 5 && ((float *)host)[1] == 6);
   CHECK_I64(ops->event_record(it, event, lane, NULL), FSDP_OK);
   CHECK_I64(ops->event_synchronize(it, event, NULL), FSDP_OK);
-  CHECK_I64(ops->exchange(it, &group, &mine, 1, all, NULL), FSDP_OK);
+  CHECK_I64(ops->all_gather_bytes(it, &group, &mine, 1, all, NULL), FSDP_OK);
   CHECK(all[0] == 9 && all[1] == 9 && all[2] == 9);
-  recorder_set_exchange(device, double_rank, NULL);
-  CHECK_I64(ops->exchange(it, &group, &mine, 1, all, NULL), FSDP_OK);
+  recorder_set_answer(device, double_rank, NULL);
+  CHECK_I64(ops->all_gather_bytes(it, &group, &mine, 1, all, NULL), FSDP_OK);
   CHECK(all[0] == 0 && all[1] == 9 && all[2] == 4);
-  CHECK_I64(ops->reduce_hook(it, &owner, lane, 2, block, NULL), FSDP_OK);
-  CHECK_I64(ops->take_full_grads(it, &owner, FSDP_VIEW_FULL_ON_HOST, NULL,
-                                 &any_live, NULL),
+  CHECK_I64(views->reduce_hook(it, &owner, lane, 2, block, NULL), FSDP_OK);
+  CHECK_I64(views->take_full_grads(it, &owner, FSDP_VIEW_FULL_ON_HOST, NULL,
+                                   &any_live, NULL),
             FSDP_OK);
   CHECK(!any_live);
-  ops->mark_params(it, &owner);
-  CHECK(!ops->params_changed(it, &owner));
+  views->mark_params(it, &owner);
+  CHECK(!views->params_changed(it, &owner));
   recorder_set_params_changed(device, true);
-  CHECK(ops->params_changed(it, &owner));
+  CHECK(views->params_changed(it, &owner));
   CHECK_I64(recorder_live_blocks(device), 2);
   CHECK_I64(recorder_live_nbytes(device), 8); /* of the device */
   ops->host_free(it, host);
@@ -225,8 +245,8 @@ static void test_host_memory(void) {
              "copy_to_host download 8 h1 <- b1\n"
              "record e1 download\n"
              "synchronize e1\n"
-             "exchange g0 1\n"
-             "exchange g0 1\n"
+             "all_gather_bytes g0 1\n"
+             "all_gather_bytes g0 1\n"
              "reduce_hook unit0 download 2 b1\n"
              "take_full_grads unit0 full_on_host\n"
              "mark_params unit0\n"

@@ -10,7 +10,6 @@
 
 #include "base/dtypes.h"
 #include "check.h"
-#include "shm/memory_priv.h"
 #include "shm/process_priv.h"
 #include "shm/segment_priv.h"
 #include "shm/shm_priv.h"

@@ -189,12 +189,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "piece gone": (
         "rank-00000-of-00002.json",
         lambda path: _resign(path, lambda v: v["pieces"].popitem()),
-        "its entry has no|which the manifest promises",
+        "its entry has no|which the manifest lists",
     ),
     "piece moved": (
         "rank-00000-of-00002.json",
         lambda path: _resign(path, _move_first_piece),
-        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest promises",
+        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest lists",
     ),
     "layout changed": (
         "manifest.json",

@@ -39,7 +39,7 @@ def test_every_changed_bit_of_a_document_is_seen() -> None:
 @pytest.mark.parametrize(
     ("tail", "message"),
     [
-        (b'"a": 1, "a": 2}', "stands twice"),
+        (b'"a": 1, "a": 2}', "appears twice"),
         (b'"a": NaN}', "no JSON number"),
         (b'"a": -Infinity}', "no JSON number"),
         (b'"a": 1e999}', "too large"),
@@ -125,7 +125,7 @@ UNKNOWN = "is not a value that a checkpoint can hold"
         ({"$bytes": "xx"}, "'xx' is not hexadecimal"),
         ({"$dict": [[1]]}, "is not a list of keys and values"),
         ({"$dict": [[[], 1]]}, "a key of .* unhashable"),
-        ({"$dict": [[1, 1], [1, 2]]}, "stands twice"),
+        ({"$dict": [[1, 1], [1, 2]]}, "appears twice"),
         ({"$scalar": ["F32", 1]}, "1 is not a scalar of dtype F32"),
         ({"$scalar": ["F32", 0.1]}, r"0\.1 is no F32"),
         ({"$scalar": ["F16", 1e9]}, r"1000000000\.0 is no F16"),

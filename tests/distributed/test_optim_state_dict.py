@@ -1,6 +1,8 @@
 """Optimizer state dicts, compared with the unsharded optimizer's."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -287,21 +289,14 @@ def test_dict_does_not_follow_training(rank: int, world_size: int) -> None:
         assert found["param_groups"] == before["param_groups"]
 
 
-@distributed(world_size=2)
-def test_few_exchanges(rank: int, world_size: int) -> None:
-    """One collective for what there is, then exchanges of units; none for loading.
+@contextmanager
+def _counted_calls() -> Iterator[list[str]]:
+    """Yield the names of what was called: exchanges and their agreement."""
+    from fsdp_c._state import exchange
 
-    Nearly all of this model is packed, so the limit for a batch counts.
-    """
-    needs_fsdp_c("gathers each state")
-    from fsdp_c._optim import save, transfer
-
-    calls: list[str] = []
-    exchange: tuple[str, Any] = ("pass_messages", transfer)
-    if TEST_DEVICE != "cpu":
-        exchange = ("batch_isend_irecv", dist)
-    owners = dict([("all_gather_object", dist), exchange])
+    owners: dict[str, Any] = {"all_gather_object": dist, "prepare_exchange": exchange}
     originals = {name: getattr(owner, name) for name, owner in owners.items()}
+    calls: list[str] = []
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -310,34 +305,57 @@ def test_few_exchanges(rank: int, world_size: int) -> None:
 
         return call
 
-    model = wrap("transformer", use_orig_params=True)
-    optim = OPTIMIZERS["adam"](model.parameters())
-    train(model, optim, "transformer", 1, rank=rank)
     for name in originals:
         setattr(owners[name], name, counted(name))
     try:
-        found = FSDP.optim_state_dict(model, optim)
-        assert calls.count("all_gather_object") == 1
-        num_units = len(FSDP.fsdp_modules(model))
-        assert 1 <= calls.count(exchange[0]) <= num_units
-        if TEST_DEVICE != "cpu":  # results are made on the device, so one by one
-            assert calls.count(exchange[0]) == num_units
-        calls.clear()
-        transfer_limit = save.DIRECT_NBYTES
-        save.DIRECT_NBYTES = 1  # as if nothing were packed: one batch
-        try:
-            again = FSDP.optim_state_dict(model, optim)
-        finally:
-            save.DIRECT_NBYTES = transfer_limit
-        if TEST_DEVICE == "cpu":
-            assert calls.count(exchange[0]) == 1
-        assert_same_states(again["state"], found["state"])
-        calls.clear()
-        FSDP.optim_state_dict_to_load(model, optim, found)
-        assert calls == []
+        yield calls
     finally:
         for name, function in originals.items():
             setattr(owners[name], name, function)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("FULL", {}), ("FULL", {"rank0_only": True}), ("SHARDED", {})],
+)
+@distributed(world_size=(2, 3))
+def test_few_exchanges(
+    rank: int, world_size: int, kind: str, options: dict[str, Any]
+) -> None:
+    """One agreement, then units in batches: whatever they are, both ways.
+
+    With nothing packed all units go at once. With all of it packed (small pieces) a
+    batch is at most as large as the largest unit, so some units still go together.
+    """
+    needs_fsdp_c("gathers each state")
+    from fsdp_c._state import exchange
+
+    model = wrap("transformer", use_orig_params=True)
+    optim = OPTIMIZERS["adam"](model.parameters())
+    train(model, optim, "transformer", 1, rank=rank)
+    local = copy.deepcopy(optim.state_dict()["state"])
+    num_units = len(FSDP.fsdp_modules(model))
+    is_free = kind == "FULL" and not options
+    limit = exchange.DIRECT_NBYTES
+    for nbytes in (limit, 1):
+        exchange.DIRECT_NBYTES = nbytes
+        try:
+            with _configured(model, kind, **options), _counted_calls() as calls:
+                found = FSDP.optim_state_dict(model, optim)
+                assert calls.count("all_gather_object") == 1
+                num_saves = calls.count("prepare_exchange")
+                calls.clear()
+                loaded = FSDP.optim_state_dict_to_load(model, optim, found)
+                num_loads = calls.count("prepare_exchange")
+        finally:
+            exchange.DIRECT_NBYTES = limit
+        assert_same_states(loaded["state"], local)
+        if nbytes == 1 and TEST_DEVICE == "cpu":
+            assert num_saves == 1
+            assert num_loads == (0 if is_free else 1)
+        else:  # on a device results count, too
+            assert 1 <= num_saves < num_units
+            assert (num_loads == 0) if is_free else (1 <= num_loads < num_units)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -347,17 +365,17 @@ def test_large_tensors_go_straight(
 ) -> None:
     """Packed or each in a message of its own: the same, both ways."""
     needs_fsdp_c("has no such limit")
-    from fsdp_c._optim import transfer
+    from fsdp_c._state import exchange
 
     model = wrap("uneven", nested=False, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["counting"](model.parameters())
     train(model, optim, "uneven", 1, rank=rank)
     local = copy.deepcopy(optim.state_dict()["state"])
     expected = full(model, optim)["state"]
-    limit = transfer.DIRECT_NBYTES
+    limit = exchange.DIRECT_NBYTES
     try:
         for nbytes in (1, 16, 64):
-            transfer.DIRECT_NBYTES = nbytes
+            exchange.DIRECT_NBYTES = nbytes
             assert_same_states(full(model, optim)["state"], expected)
             first = _rank0(model, optim)
             loaded = _load_rank0(model, optim, first)
@@ -367,7 +385,7 @@ def test_large_tensors_go_straight(
                 loaded = FSDP.optim_state_dict_to_load(model, optim, sharded)
             assert_same_states(loaded["state"], local)
     finally:
-        transfer.DIRECT_NBYTES = limit
+        exchange.DIRECT_NBYTES = limit
 
 
 class _Allocations(TorchDispatchMode):
@@ -395,7 +413,7 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
     about what there is, which are small.
     """
     needs_fsdp_c("gathers whole units on all ranks")
-    from fsdp_c._optim import transfer
+    from fsdp_c._state import exchange
 
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     model = fsdp(
@@ -409,9 +427,9 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
     optim.step()
     whole = 8 * 2 * 4 * (64 * 64 + 64)  # units, states, bytes, elements
     messages = 20 * 1024
-    limit = transfer.DIRECT_NBYTES
+    limit = exchange.DIRECT_NBYTES
     for nbytes in (limit, 4096):
-        transfer.DIRECT_NBYTES = nbytes
+        exchange.DIRECT_NBYTES = nbytes
         packed = whole if nbytes == limit else whole // 32
         try:
             with _Allocations() as count:
@@ -425,4 +443,4 @@ def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
                 _load_rank0(model, optim, first)
             assert count.nbytes < whole + packed // 2 + messages
         finally:
-            transfer.DIRECT_NBYTES = limit
+            exchange.DIRECT_NBYTES = limit

@@ -260,7 +260,7 @@ def test_named_groups_of_a_transformed_dict(rank: int, world_size: int) -> None:
 def test_collect_and_install(rank: int, world_size: int, use_orig_params: bool) -> None:
     """What fsdp_c.checkpoint builds on: exact, dtypes included, without messages."""
     needs_fsdp_c("has no such functions")
-    from fsdp_c._optim.states import collect, install
+    from fsdp_c._state.optim.states import collect, install
 
     model = wrap("scalar", use_orig_params=use_orig_params)
     optim = OPTIMIZERS["counting"](model.parameters())

@@ -302,7 +302,7 @@ def test_refused(rank: int, world_size: int) -> None:
         policy = ModuleWrapPolicy({Block})
         return fsdp(MLP(2), auto_wrap_policy=policy, use_orig_params=True, **kwargs)
 
-    with pytest.raises(ValueError, match="wrap the model first"):
+    with pytest.raises(ValueError, match="pass the wrapped model"):
         fsdp_c.optimizer_in_backward(MLP(1), OPTIMIZERS["sgd"])
     model = make()
     with pytest.raises(TypeError, match=r"build must return a torch\.optim\.Optimizer"):

@@ -366,7 +366,7 @@ def test_errors(rank: int, world_size: int, tmp_path: Path) -> None:
     timeline = trace.start(model)
     with pytest.raises(RuntimeError, match="being recorded already; stop that"):
         trace.start(model)
-    with pytest.raises(RuntimeError, match="still being recorded"):
+    with pytest.raises(RuntimeError, match="recording has not ended"):
         timeline.summary()
     step(model)
     timeline.stop()

@@ -123,12 +123,12 @@ def test_messages(rank: int, world_size: int) -> None:
             torch.empty(5, dtype=torch.int64, device="cpu"),
         )
     ]
-    assert pass_messages(dist.group.WORLD, outgoing, incoming, copies)
+    assert pass_messages(dist.group.WORLD, "test", outgoing, incoming, copies)
     assert copies[0][1].tolist() == [0, 1, 2, 3, 4]
     for (_, found), wanted in zip(incoming, expected, strict=True):
         assert torch.equal(found, wanted)
     with c10d_only():
-        assert not pass_messages(dist.group.WORLD, outgoing, incoming)
+        assert not pass_messages(dist.group.WORLD, "test", outgoing, incoming)
 
 
 @distributed(world_size=2)
@@ -139,21 +139,23 @@ def test_wrong_messages(rank: int, world_size: int) -> None:
 
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="not contiguous"):
-        pass_messages(group, [(1 - rank, torch.ones(4, 4, device="cpu").t())], [])
+        pass_messages(
+            group, "test", [(1 - rank, torch.ones(4, 4, device="cpu").t())], []
+        )
     with pytest.raises(ValueError, match="not a tensor"):
-        pass_messages(group, [(1 - rank, "text")], [])
+        pass_messages(group, "test", [(1 - rank, "text")], [])
     with pytest.raises(TypeError, match="tuple"):
-        pass_messages(group, [torch.ones(1)], [])
+        pass_messages(group, "test", [torch.ones(1)], [])
     with pytest.raises(ValueError, match=r"rank|receiver|peer"):
-        pass_messages(group, [(7, torch.ones(1, device="cpu"))], [])
+        pass_messages(group, "test", [(7, torch.ones(1, device="cpu"))], [])
     three = torch.ones(3, device="cpu")
     with pytest.raises(ValueError, match="a copy of 12 bytes into 16"):
-        pass_messages(group, [], [], [(three, torch.ones(4, device="cpu"))])
+        pass_messages(group, "test", [], [], [(three, torch.ones(4, device="cpu"))])
     with pytest.raises(TypeError, match="tuple"):
-        pass_messages(group, [], [], [three])
+        pass_messages(group, "test", [], [], [three])
     here = torch.full((3,), float(rank), device="cpu")
     there = torch.empty(3, device="cpu")
-    assert pass_messages(group, [(1 - rank, here)], [(1 - rank, there)])
+    assert pass_messages(group, "test", [(1 - rank, here)], [(1 - rank, there)])
     assert there.tolist() == [1.0 - rank] * 3
 
 

@@ -289,7 +289,7 @@ class _Outer(nn.Module):
 def _trace(model: Any) -> list[str]:
     """Return the collectives issued so far, the last ones at the end."""
     needs_fsdp_c("has no trace")
-    lines: list[str] = model._engine.trace().splitlines()
+    lines: list[str] = model._engine.log().splitlines()
     return lines
 
 

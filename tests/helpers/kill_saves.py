@@ -172,7 +172,7 @@ class _Bomb:
         self.left = number
         for name in CALLS:
             setattr(os, name, self._counting(getattr(os, name)))
-        _folders.exchange = self._counting(_folders.exchange)
+        _folders.swap_names = self._counting(_folders.swap_names)
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **kwargs: Any) -> Any:
@@ -184,13 +184,13 @@ class _Bomb:
         return call
 
 
-def _sweep_path(path: Path, *, can_exchange: bool, existed: bool) -> int:
+def _sweep_path(path: Path, *, can_swap: bool, existed: bool) -> int:
     """Kill saves to ``path`` before every call; return how many there are."""
 
     def save(number: int, bomb: int | None, model: Any) -> None:
         _fill(model, number)
-        if not can_exchange:
-            _folders.exchange = lambda *_: False
+        if not can_swap:
+            _folders.swap_names = lambda *_: False
         if bomb is not None:
             _Bomb(bomb)
         checkpoint.save(path, model, extra=number)
@@ -220,14 +220,14 @@ def _sweep_path(path: Path, *, can_exchange: bool, existed: bool) -> int:
 
 
 def sweep(folder: Path) -> None:
-    """Kill before every call; with and without an exchange of names, old and new."""
+    """Kill before every call; with and without a swap of names, old and new."""
     counts = [
         _sweep_path(
-            folder / f"{'exchange' if can_exchange else 'two'}-{existed}",
-            can_exchange=can_exchange,
+            folder / f"{'swap' if can_swap else 'two'}-{existed}",
+            can_swap=can_swap,
             existed=existed,
         )
-        for can_exchange, existed in ((True, False), (True, True), (False, True))
+        for can_swap, existed in ((True, False), (True, True), (False, True))
     ]
     assert min(counts) > 10, counts
     _end(folder, 10_000)

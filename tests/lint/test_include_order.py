@@ -17,7 +17,6 @@ PYTHON_ROOMS = (
     "_units",
     "_engines",
     "_state",
-    "_optim",
     "_module",
     *TOOLS,
     "__init__",

@@ -40,7 +40,7 @@
 
 #include "base/status.h"
 #include "base/types.h"
-#include "port/device_ops.h"
+#include "port/device.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -54,9 +54,6 @@ static inline void fsdp_error_clear(fsdp_error *error) {
   fsdp_error name;             \
   fsdp_error_clear(&name)
 
-/* The code's name, "OUT_OF_MEMORY" for FSDP_OUT_OF_MEMORY. Cannot fail. */
-const char *fsdp_status_name(fsdp_status status);
-
 /* Fills `error` (may be NULL) and returns `status`, so that a caller can write
  * `return FSDP_FAIL(...)`. A message that is too long is cut. */
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,

@@ -1,6 +1,5 @@
 /*
- * Small value types that every room shares: ranges, dtypes, process groups and
- * lanes.
+ * Small value types that every room shares: ranges, dtypes and lanes.
  */
 #ifndef FSDP_BASE_TYPES_H
 #define FSDP_BASE_TYPES_H
@@ -27,14 +26,6 @@ typedef struct fsdp_dtype {
 static inline int fsdp_dtype_equal(fsdp_dtype a, fsdp_dtype b) {
   return a.code == b.code;
 }
-
-/* A process group as the core sees it. `handle` belongs to the provider and
- * is borrowed. */
-typedef struct fsdp_group {
-  void *handle;
-  int64_t rank;       /* in [0, world_size) */
-  int64_t world_size; /* >= 1 */
-} fsdp_group;
 
 /* The stream for one purpose. */
 typedef enum fsdp_lane {

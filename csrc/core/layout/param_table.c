@@ -135,10 +135,6 @@ void fsdp_param_table_destroy(fsdp_param_table *table) {
   fsdp_free(table);
 }
 
-int64_t fsdp_param_table_num_uses(const fsdp_param_table *table) {
-  return table->num_uses;
-}
-
 int64_t fsdp_param_table_num_params(const fsdp_param_table *table) {
   return table->num_params;
 }

@@ -46,7 +46,6 @@ FSDP_NODISCARD fsdp_status fsdp_param_table_create(const fsdp_param_spec *uses,
 /* Accepts NULL. Cannot fail. */
 void fsdp_param_table_destroy(fsdp_param_table *table);
 
-int64_t fsdp_param_table_num_uses(const fsdp_param_table *table);
 int64_t fsdp_param_table_num_params(const fsdp_param_table *table);
 
 /* The param behind use `use`, which is in [0, num_uses). */

@@ -116,14 +116,6 @@ int64_t fsdp_order_next_backward(const fsdp_order *order, int64_t distance) {
   return order->post_forward.units[order->backward_cursor - distance];
 }
 
-int64_t fsdp_order_length(const fsdp_order *order) {
-  return order->pre_forward.length;
-}
-
-const int64_t *fsdp_order_units(const fsdp_order *order) {
-  return order->pre_forward.units;
-}
-
 uint64_t fsdp_order_fold(uint64_t fingerprint, const char *text) {
   for (; *text != '\0'; text++) {
     fingerprint ^= (unsigned char)*text;

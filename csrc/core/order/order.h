@@ -63,11 +63,6 @@ void fsdp_order_pre_backward(fsdp_order *order, int64_t unit);
 /* The `distance`-th (>= 1) entry before the backward cursor, or -1. */
 int64_t fsdp_order_next_backward(const fsdp_order *order, int64_t distance);
 
-/* Length and entries of this iteration's pre-forward record. Borrowed until
- * the next call that records. */
-int64_t fsdp_order_length(const fsdp_order *order);
-const int64_t *fsdp_order_units(const fsdp_order *order);
-
 /* A fingerprint (FNV-1a) of what a rank did: start with FSDP_ORDER_FINGERPRINT
  * and fold in the name of each step. Ranks have equal fingerprints exactly if
  * they did the same in the same order, collisions aside. */

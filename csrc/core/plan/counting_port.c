@@ -1,4 +1,4 @@
-/* The counting port's operations, in the port's order. */
+/* The counting port's operations, in the order of the tables. */
 #include "plan/counting_port.h"
 
 #include <inttypes.h>
@@ -71,23 +71,21 @@ done:
 
 static void block_free(void *context, void *block, int64_t nbytes,
                        fsdp_event *last_use) {
-  (void)block;
-  (void)last_use;
+  (void)block, (void)last_use;
   drop(context, FSDP_COUNTED_BLOCKS, nbytes);
 }
 
 /* Host blocks belong to summons, which are no part of a step. */
 static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
                               fsdp_error *error) {
-  (void)context;
-  (void)block;
+  (void)context, (void)block;
   return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "a plan has no host block of %" PRId64 " bytes", nbytes);
+                   "a step plan has no host block of %" PRId64 " bytes",
+                   nbytes);
 }
 
 static void host_free(void *context, void *block) {
-  (void)context;
-  (void)block;
+  (void)context, (void)block;
 }
 
 /* Ordering ----------------------------------------------------------------- */
@@ -122,8 +120,10 @@ static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
   if (waited <= 0) return FSDP_OK;
   self->clocks[lane] = event->at;
   if (lane == FSDP_LANE_COMPUTE) {
-    self->waited_seconds += waited;
-    if (self->wait_owner != NULL) self->wait_owner->waited_seconds += waited;
+    self->stall_seconds += waited;
+    if (self->charged_unit != NULL) {
+      self->charged_unit->stall_seconds += waited;
+    }
   }
   return FSDP_OK;
 }
@@ -131,9 +131,7 @@ static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
 /* The host's own time counts nothing. */
 static fsdp_status event_synchronize(void *context, fsdp_event *event,
                                      fsdp_error *error) {
-  (void)context;
-  (void)event;
-  (void)error;
+  (void)context, (void)event, (void)error;
   return FSDP_OK;
 }
 
@@ -144,26 +142,16 @@ static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
                         fsdp_dtype destination_dtype, const void *source,
                         fsdp_dtype source_dtype, int64_t numel,
                         fsdp_error *error) {
-  (void)context;
-  (void)lane;
-  (void)destination;
-  (void)destination_dtype;
-  (void)source;
-  (void)source_dtype;
-  (void)numel;
-  (void)error;
+  (void)context, (void)lane, (void)destination, (void)destination_dtype,
+      (void)source, (void)source_dtype, (void)numel, (void)error;
   return FSDP_OK;
 }
 
 static fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
                                   const void *host, int64_t nbytes,
                                   fsdp_error *error) {
-  (void)context;
-  (void)lane;
-  (void)device;
-  (void)host;
-  (void)nbytes;
-  (void)error;
+  (void)context, (void)lane, (void)device, (void)host, (void)nbytes,
+      (void)error;
   return FSDP_OK;
 }
 
@@ -177,8 +165,7 @@ static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
                         fsdp_dtype destination_dtype,
                         const fsdp_pack_item *items, int64_t num_items,
                         double scale, fsdp_error *error) {
-  (void)items;
-  (void)scale;
+  (void)items, (void)scale;
   return cast(context, lane, destination, destination_dtype, NULL,
               destination_dtype, num_items, error);
 }
@@ -187,20 +174,41 @@ static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
                               fsdp_dtype destination_dtype, const void *source,
                               fsdp_dtype source_dtype, int64_t numel,
                               double scale, bool add, fsdp_error *error) {
-  (void)scale;
-  (void)add;
+  (void)scale, (void)add;
   return cast(context, lane, destination, destination_dtype, source,
               source_dtype, numel, error);
 }
 
-/* Collectives -------------------------------------------------------------- */
+/* Streams and collectives -------------------------------------------------- */
 
-static fsdp_status group_begin(void *context, fsdp_lane lane,
-                               const fsdp_group *group, fsdp_error *error) {
+/* A lane's stream is its clock. */
+static void *stream(void *context, fsdp_lane lane) {
   fsdp_counting_device *self = context;
-  (void)lane;
-  (void)group;
-  (void)error;
+  return &self->clocks[lane];
+}
+
+static fsdp_status all_gather_bytes(void *context, const fsdp_group *group,
+                                    const void *mine, int64_t nbytes, void *all,
+                                    fsdp_error *error) {
+  (void)context, (void)group, (void)mine, (void)all;
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "a step plan has no other ranks to compare %" PRId64
+                   " bytes with",
+                   nbytes);
+}
+
+static fsdp_counting_device *device_of(const fsdp_transport *transport) {
+  return ((const fsdp_counting_transport *)transport)->device;
+}
+
+static int64_t world_size_of(const fsdp_transport *transport) {
+  return ((const fsdp_counting_transport *)transport)->world_size;
+}
+
+static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
+                               fsdp_error *error) {
+  fsdp_counting_device *self = device_of(transport);
+  (void)call, (void)error;
   self->open_bytes = 0;
   self->is_open = false; /* a unit without segments launches nothing */
   return FSDP_OK;
@@ -219,21 +227,23 @@ static double num_hops(int64_t world_size) {
   return hops;
 }
 
-static fsdp_status group_end(void *context, fsdp_lane lane,
-                             const fsdp_group *group, fsdp_error *error) {
-  fsdp_counting_device *self = context;
+static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
+                             fsdp_error *error) {
+  fsdp_counting_device *self = device_of(transport);
   (void)error;
   if (!self->is_open) return FSDP_OK;
-  const bool is_replica = group->handle == &self->replica_link;
+  const bool is_replica =
+      ((const fsdp_counting_transport *)transport)->is_replica;
   const fsdp_link *link = is_replica ? &self->replica_link : &self->shard_link;
   double *free_at = &self->link_clocks[is_replica ? 1 : 0];
+  double *clock = call->stream;
   fsdp_collective_count *count = &self->collectives[self->open_kind];
-  const double seconds = link->latency_seconds * num_hops(group->world_size) +
-                         self->open_bytes / link->bytes_per_second;
-  const double begin =
-      self->clocks[lane] > *free_at ? self->clocks[lane] : *free_at;
+  const double seconds =
+      link->latency_seconds * num_hops(world_size_of(transport)) +
+      self->open_bytes / link->bytes_per_second;
+  const double begin = *clock > *free_at ? *clock : *free_at;
 
-  self->clocks[lane] = begin + seconds;
+  *clock = begin + seconds;
   *free_at = begin + seconds;
   count->num_launches++;
   count->seconds += seconds;
@@ -265,101 +275,66 @@ static fsdp_status count_call(fsdp_counting_device *self, fsdp_collective kind,
 
 /* A segment's padded bytes fit in int64_t: its layout checked that, for its own
  * dtype; a wider reduce dtype was checked where the unit placed its blocks. */
-static fsdp_status all_gather(void *context, fsdp_lane lane,
-                              const fsdp_group *group, void *output,
-                              const void *input, int64_t shard_numel,
-                              fsdp_dtype dtype, fsdp_error *error) {
+static fsdp_status count_shards(const fsdp_transport *transport,
+                                fsdp_collective kind, int64_t shard_numel,
+                                fsdp_dtype dtype, fsdp_error *error) {
+  const int64_t world_size = world_size_of(transport);
   const int64_t shard_nbytes = shard_numel * dtype.itemsize;
-  (void)lane;
-  (void)output;
-  (void)input;
-  return count_call(context, FSDP_COLLECTIVE_ALL_GATHER,
-                    shard_nbytes * group->world_size,
-                    shard_nbytes * (group->world_size - 1), error);
+  return count_call(device_of(transport), kind, shard_nbytes * world_size,
+                    shard_nbytes * (world_size - 1), error);
+}
+
+static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
+                              void *output, const void *input,
+                              int64_t shard_numel, fsdp_dtype dtype,
+                              uint64_t *ticket, fsdp_error *error) {
+  (void)call, (void)output, (void)input, (void)ticket;
+  return count_shards(transport, FSDP_COLLECTIVE_ALL_GATHER, shard_numel, dtype,
+                      error);
 }
 
 /* Belongs to summons, as host_alloc. */
-static fsdp_status broadcast(void *context, fsdp_lane lane,
-                             const fsdp_group *group, void *buffer,
-                             int64_t numel, int64_t root, fsdp_dtype dtype,
+static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
+                             void *buffer, int64_t numel, int64_t root,
+                             fsdp_dtype dtype, uint64_t *ticket,
                              fsdp_error *error) {
-  (void)context;
-  (void)lane;
-  (void)group;
-  (void)buffer;
-  (void)root;
-  (void)dtype;
+  (void)transport, (void)call, (void)buffer, (void)root, (void)dtype;
+  (void)ticket;
   return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "a plan has no broadcast of %" PRId64 " elements", numel);
+                   "a step plan has no broadcast of %" PRId64 " elements",
+                   numel);
 }
 
-static fsdp_status reduce_scatter(void *context, fsdp_lane lane,
-                                  const fsdp_group *group, void *buffer,
-                                  void *scratch, int64_t shard_numel,
-                                  fsdp_dtype dtype, fsdp_error *error) {
-  const int64_t shard_nbytes = shard_numel * dtype.itemsize;
-  (void)lane;
-  (void)buffer;
-  (void)scratch;
-  return count_call(context, FSDP_COLLECTIVE_REDUCE_SCATTER,
-                    shard_nbytes * group->world_size,
-                    shard_nbytes * (group->world_size - 1), error);
+static fsdp_status reduce_scatter(fsdp_transport *transport,
+                                  const fsdp_call *call, void *buffer,
+                                  int64_t shard_numel, fsdp_dtype dtype,
+                                  double scale, uint64_t *ticket,
+                                  fsdp_error *error) {
+  (void)call, (void)buffer, (void)scale, (void)ticket;
+  return count_shards(transport, FSDP_COLLECTIVE_REDUCE_SCATTER, shard_numel,
+                      dtype, error);
 }
 
-static bool reduce_wants_scratch(void *context, const fsdp_group *group) {
-  const fsdp_counting_device *self = context;
-  (void)group;
-  return self->wants_scratch;
-}
-
-static fsdp_status all_reduce(void *context, fsdp_lane lane,
-                              const fsdp_group *group, void *buffer,
-                              int64_t numel, fsdp_dtype dtype,
+static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
+                              void *buffer, int64_t numel, fsdp_dtype dtype,
+                              double scale, uint64_t *ticket,
                               fsdp_error *error) {
   const int64_t nbytes = numel * dtype.itemsize;
   int64_t wire = 0;
-  (void)lane;
-  (void)buffer;
+  (void)call, (void)buffer, (void)scale, (void)ticket;
   /* Twice all but the part that is the rank's own. */
-  if (!fsdp_mul_i64(2, nbytes - nbytes / group->world_size, &wire)) {
+  if (!fsdp_mul_i64(2, nbytes - nbytes / world_size_of(transport), &wire)) {
     wire = INT64_MAX;
   }
-  return count_call(context, FSDP_COLLECTIVE_ALL_REDUCE, nbytes, wire, error);
-}
-
-static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
-                               int64_t segment, void *buffer,
-                               fsdp_error *error) {
-  (void)context;
-  (void)owner;
-  (void)lane;
-  (void)buffer;
-  return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "a plan has no communication hook for segment %" PRId64,
-                   segment);
-}
-
-static fsdp_status exchange(void *context, const fsdp_group *group,
-                            const void *mine, int64_t nbytes, void *all,
-                            fsdp_error *error) {
-  (void)context;
-  (void)group;
-  (void)mine;
-  (void)all;
-  return FSDP_FAIL(
-      error, FSDP_INVALID_STATE,
-      "a plan has no other ranks to exchange %" PRId64 " bytes with", nbytes);
+  return count_call(device_of(transport), FSDP_COLLECTIVE_ALL_REDUCE, nbytes,
+                    wire, error);
 }
 
 /* Views -------------------------------------------------------------------- */
 
 static fsdp_status show_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, fsdp_error *error) {
-  (void)context;
-  (void)owner;
-  (void)view;
-  (void)segments;
-  (void)error;
+  (void)context, (void)owner, (void)view, (void)segments, (void)error;
   return FSDP_OK;
 }
 
@@ -386,10 +361,7 @@ static fsdp_status take_grads(void *context, void *owner, bool unsharded_live,
                               void *const *unsharded, bool *any_live,
                               fsdp_error *error) {
   fsdp_counted_unit *unit = owner;
-  (void)context;
-  (void)unsharded_live;
-  (void)unsharded;
-  (void)error;
+  (void)context, (void)unsharded_live, (void)unsharded, (void)error;
   *any_live = unit->has_grads;
   unit->has_grads = false;
   return FSDP_OK;
@@ -456,13 +428,31 @@ static void grad_release(void *context, void *token) {
   drop(context, FSDP_COUNTED_PENDING_GRADS, (int64_t)(uintptr_t)token - 1);
 }
 
+static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
+                               int64_t segment, void *buffer,
+                               fsdp_error *error) {
+  (void)context, (void)owner, (void)lane, (void)buffer;
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "a step plan has no communication hook for segment %" PRId64,
+                   segment);
+}
+
 /* The device --------------------------------------------------------------- */
 
 void fsdp_counting_device_init(fsdp_counting_device *device, fsdp_link shard,
-                               fsdp_link replica) {
-  *device = (fsdp_counting_device){.shard_link = shard,
-                                   .replica_link = replica,
-                                   .next_address = FIRST_ADDRESS};
+                               fsdp_link replica, bool wants_scratch) {
+  *device =
+      (fsdp_counting_device){.shard_link = shard,
+                             .replica_link = replica,
+                             .next_address = FIRST_ADDRESS,
+                             .transport_ops = {.name = "counting",
+                                               .wants_scratch = wants_scratch,
+                                               .group_begin = group_begin,
+                                               .group_end = group_end,
+                                               .all_gather = all_gather,
+                                               .broadcast = broadcast,
+                                               .reduce_scatter = reduce_scatter,
+                                               .all_reduce = all_reduce}};
 }
 
 fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device) {
@@ -482,15 +472,14 @@ fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device) {
       .copy_to_host = copy_to_host,
       .pack = pack,
       .accumulate = accumulate,
-      .group_begin = group_begin,
-      .group_end = group_end,
-      .all_gather = all_gather,
-      .broadcast = broadcast,
-      .reduce_scatter = reduce_scatter,
-      .reduce_wants_scratch = reduce_wants_scratch,
-      .all_reduce = all_reduce,
-      .reduce_hook = reduce_hook,
-      .exchange = exchange,
+      .stream = stream,
+      .all_gather_bytes = all_gather_bytes,
+  };
+}
+
+fsdp_view_ops fsdp_counting_device_views(fsdp_counting_device *device) {
+  return (fsdp_view_ops){
+      .context = device,
       .show_params = show_params,
       .take_params = take_params,
       .mark_params = mark_params,
@@ -502,15 +491,18 @@ fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device) {
       .show_grads = show_grads,
       .grad_shard = grad_shard,
       .grad_release = grad_release,
+      .reduce_hook = reduce_hook,
   };
 }
 
 fsdp_group fsdp_counting_device_group(fsdp_counting_device *device,
-                                      bool is_replica, int64_t world_size) {
-  return (fsdp_group){
-      .handle = is_replica ? &device->replica_link : &device->shard_link,
-      .rank = 0,
-      .world_size = world_size};
+                                      bool is_replica, int64_t world_size,
+                                      fsdp_counting_transport *transport) {
+  *transport = (fsdp_counting_transport){.base = {&device->transport_ops},
+                                         .device = device,
+                                         .world_size = world_size,
+                                         .is_replica = is_replica};
+  return (fsdp_group){.transport = &transport->base, .world_size = world_size};
 }
 
 void fsdp_counting_device_restart(fsdp_counting_device *device) {
@@ -520,7 +512,7 @@ void fsdp_counting_device_restart(fsdp_counting_device *device) {
   for (int i = 0; i < FSDP_NUM_COUNTED; i++) {
     if (i != FSDP_COUNTED_HOST) device->peak_nbytes += device->nbytes[i];
   }
-  device->waited_seconds = 0;
+  device->stall_seconds = 0;
 }
 
 void fsdp_counting_device_compute(fsdp_counting_device *device,

@@ -1,7 +1,7 @@
 /*
- * Counting port: a device without memory or data. It fills the port for an
- * engine that shall be planned, not run: what the engine asks for is counted,
- * by purpose, and timed with a simple model of the links.
+ * Counting port: a device without memory or data, for an engine that plans a
+ * step and does not run it. It counts what the engine asks for, by purpose, and
+ * times it with a simple model of the links.
  *
  * Note [Model of time]
  * Every lane has a clock, as a stream has. Work that the caller adds moves the
@@ -13,9 +13,9 @@
  * where the wire bytes of a rank are those of a ring. There are two links: that
  * of the shard group and that of the replica group; the launches of one link
  * take turns, in the order in which the engine issues them. An event carries
- * the clock of its lane, waiting for it moves the waiting lane's clock. What
- * COMPUTE waits is exposed communication. Casts, packs, copies to the host,
- * the optimizer and the host's own time count nothing.
+ * the clock of its lane, waiting for it moves the waiting lane's clock. A stall
+ * of COMPUTE is exposed communication. Casts, packs, copies to the host, the
+ * optimizer and the host's own time count nothing.
  */
 #ifndef FSDP_PLAN_COUNTING_PORT_H
 #define FSDP_PLAN_COUNTING_PORT_H
@@ -26,10 +26,11 @@
 #include "base/status.h"
 #include "base/types.h"
 #include "layout/flat_layout.h"
-#include "port/device_ops.h"
+#include "port/device.h"
+#include "port/views.h"
 #include "runtime/engine.h"
 
-/* What memory is for. */
+/* Purposes of memory. */
 typedef enum fsdp_counted {
   FSDP_COUNTED_BLOCKS = 0,    /* arena, scratch, partial gradients */
   FSDP_COUNTED_GRAD_SHARDS,   /* sharded gradients on the device */
@@ -59,53 +60,65 @@ typedef struct fsdp_link {
   double latency_seconds;  /* of one hop; >= 0 */
 } fsdp_link;
 
-/* What a unit's owner must be: the token of the unit's options. */
+/* The owner in the options of a unit. */
 typedef struct fsdp_counted_unit {
   const fsdp_flat_layout *layout;       /* borrowed */
   const fsdp_segment_options *segments; /* borrowed */
-  bool *has_grad_shard;  /* per segment, false at first; borrowed */
-  bool is_on_host;       /* its shards and sharded gradients are */
-  bool has_grads;        /* the user sees gradients */
-  double waited_seconds; /* of COMPUTE, see wait_owner */
+  bool *has_grad_shard; /* per segment, false at first; borrowed */
+  bool is_on_host;      /* its shards and sharded gradients are */
+  bool has_grads;       /* the user sees gradients */
+  double stall_seconds; /* of COMPUTE, charged to the unit */
 } fsdp_counted_unit;
 
 typedef struct fsdp_counting_device {
   /* Settings. */
   fsdp_link shard_link;
   fsdp_link replica_link;
-  bool wants_scratch;  /* reductions do, as gloo's */
   bool params_changed; /* the optimizer stepped since mark_params */
-  /* Whom COMPUTE's waits are put down to; NULL: nobody. Borrowed. */
-  fsdp_counted_unit *wait_owner;
+  /* The unit charged for COMPUTE's stalls; NULL: none. Borrowed. */
+  fsdp_counted_unit *charged_unit;
 
   /* Counts. */
   int64_t nbytes[FSDP_NUM_COUNTED];  /* now */
   int64_t at_peak[FSDP_NUM_COUNTED]; /* when the device held most */
   int64_t peak_nbytes;               /* without the host */
   fsdp_collective_count collectives[FSDP_NUM_COLLECTIVES];
-  double waited_seconds; /* of COMPUTE */
+  double stall_seconds; /* of COMPUTE */
 
   /* Its own. */
+  fsdp_transport_ops transport_ops;
   uint64_t next_address;
-  double clocks[FSDP_NUM_LANES];
+  double clocks[FSDP_NUM_LANES]; /* their addresses stand for streams */
   double link_clocks[2];
   bool is_open;              /* there were calls since group_begin: */
   fsdp_collective open_kind; /* of this kind */
   double open_bytes;         /* and so many bytes on the wire */
 } fsdp_counting_device;
 
-/* Starts from nothing, and from time 0. */
+/* The transport of a group, on the one link or the other. */
+typedef struct fsdp_counting_transport {
+  fsdp_transport base;
+  fsdp_counting_device *device;
+  int64_t world_size;
+  bool is_replica;
+} fsdp_counting_transport;
+
+/* Starts from nothing, and from time 0. wants_scratch: reductions use scratch
+ * memory, as through gloo. */
 void fsdp_counting_device_init(fsdp_counting_device *device, fsdp_link shard,
-                               fsdp_link replica);
+                               fsdp_link replica, bool wants_scratch);
 
-/* The port over `device`, which is borrowed. Cannot fail. */
+/* The tables over `device`, which is borrowed. Cannot fail. */
 fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device);
+fsdp_view_ops fsdp_counting_device_views(fsdp_counting_device *device);
 
-/* A group of so many ranks, on the one link or the other; this is the first. */
+/* A group of `world_size` ranks, of which this is the first. `transport` [out]
+ * is the caller's and outlives the group. */
 fsdp_group fsdp_counting_device_group(fsdp_counting_device *device,
-                                      bool is_replica, int64_t world_size);
+                                      bool is_replica, int64_t world_size,
+                                      fsdp_counting_transport *transport);
 
-/* Counts from here on: counts of collectives and waits are 0, the peak is what
+/* Counts from here on: counts of collectives and stalls are 0, the peak is what
  * is held now. Clocks go on. */
 void fsdp_counting_device_restart(fsdp_counting_device *device);
 

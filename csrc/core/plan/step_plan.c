@@ -13,6 +13,8 @@ enum { NUM_STEPS = 3 };
 /* One unit of a run. */
 typedef struct planned_unit {
   fsdp_counted_unit counted; /* the engine's owner token */
+  fsdp_counting_transport shard_transport;
+  fsdp_counting_transport replica_transport;
   fsdp_segment_options *segments;
   bool *is_used; /* per parameter: an event uses it */
   int64_t num_trainable_uses;
@@ -25,7 +27,7 @@ typedef struct planned_unit {
 } planned_unit;
 
 typedef struct plan_run {
-  const fsdp_plan_options *options;
+  const fsdp_step_plan_options *options;
   fsdp_counting_device device;
   planned_unit *units;
   bool *has_grad; /* per event: the data that flows there requires grad */
@@ -50,7 +52,7 @@ static fsdp_status check_link(const char *name, const fsdp_link *link,
                    name, link->bytes_per_second, link->latency_seconds);
 }
 
-static fsdp_status check_options(const fsdp_plan_options *options,
+static fsdp_status check_options(const fsdp_step_plan_options *options,
                                  fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   FSDP_TRY(check_link("shard", &options->shard_link, error));
@@ -67,9 +69,9 @@ done:
   return status;
 }
 
-static fsdp_status check_event(const fsdp_plan_options *options, int64_t index,
-                               fsdp_error *error) {
-  const fsdp_plan_event *event = &options->events[index];
+static fsdp_status check_event(const fsdp_step_plan_options *options,
+                               int64_t index, fsdp_error *error) {
+  const fsdp_step_event *event = &options->events[index];
   if (event->nbytes < 0 || !is_seconds(event->forward_seconds) ||
       !is_seconds(event->backward_seconds)) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
@@ -78,7 +80,7 @@ static fsdp_status check_event(const fsdp_plan_options *options, int64_t index,
                      index, event->nbytes, event->forward_seconds,
                      event->backward_seconds);
   }
-  if (event->kind == FSDP_PLAN_WORK) return FSDP_OK;
+  if (event->kind == FSDP_STEP_WORK) return FSDP_OK;
   if (event->unit < 0 || event->unit >= options->num_units) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
                      "event %" PRId64 " names unit %" PRId64 " of %" PRId64,
@@ -93,8 +95,8 @@ static bool is_trainable(const fsdp_flat_layout *layout, int64_t param) {
 }
 
 static fsdp_status check_use(plan_run *run, int64_t index, fsdp_error *error) {
-  const fsdp_plan_event *event = &run->options->events[index];
-  const fsdp_plan_unit *unit = &run->options->units[event->unit];
+  const fsdp_step_event *event = &run->options->events[index];
+  const fsdp_step_unit *unit = &run->options->units[event->unit];
   planned_unit *planned = &run->units[event->unit];
   const int64_t num_params = fsdp_flat_layout_num_params(unit->layout);
 
@@ -113,9 +115,9 @@ static fsdp_status check_use(plan_run *run, int64_t index, fsdp_error *error) {
 
 static fsdp_status check_nesting(plan_run *run, int64_t index,
                                  fsdp_error *error) {
-  const fsdp_plan_event *event = &run->options->events[index];
+  const fsdp_step_event *event = &run->options->events[index];
   planned_unit *planned = &run->units[event->unit];
-  const bool enters = event->kind == FSDP_PLAN_ENTER;
+  const bool enters = event->kind == FSDP_STEP_ENTER;
   const bool is_root = event->unit == 0;
 
   planned->num_entered += enters ? 1 : -1;
@@ -133,20 +135,20 @@ static fsdp_status check_nesting(plan_run *run, int64_t index,
 /* Goes through forward once: which data requires grad, and what tells each unit
  * that backward has left it (Note [Leaving a unit in backward]). */
 static fsdp_status read_events(plan_run *run, fsdp_error *error) {
-  const fsdp_plan_options *options = run->options;
+  const fsdp_step_plan_options *options = run->options;
   bool has_grad = false;
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < options->num_events; i++) {
-    const fsdp_plan_event *event = &options->events[i];
+    const fsdp_step_event *event = &options->events[i];
     FSDP_TRY(check_event(options, i, error));
-    if (event->kind == FSDP_PLAN_USE) {
+    if (event->kind == FSDP_STEP_USE) {
       FSDP_TRY(check_use(run, i, error));
       has_grad = has_grad ||
                  is_trainable(options->units[event->unit].layout, event->param);
-    } else if (event->kind != FSDP_PLAN_WORK) {
+    } else if (event->kind != FSDP_STEP_WORK) {
       FSDP_TRY(check_nesting(run, i, error));
-      if (event->kind == FSDP_PLAN_ENTER && has_grad) {
+      if (event->kind == FSDP_STEP_ENTER && has_grad) {
         run->units[event->unit].num_inputs_ready++;
       }
     }
@@ -171,7 +173,7 @@ done:
  */
 
 static fsdp_status make_unit(plan_run *run, int64_t index, fsdp_error *error) {
-  const fsdp_plan_unit *plan = &run->options->units[index];
+  const fsdp_step_unit *plan = &run->options->units[index];
   planned_unit *planned = &run->units[index];
   const size_t num_segments =
       (size_t)fsdp_flat_layout_num_segments(plan->layout);
@@ -199,15 +201,15 @@ static fsdp_status make_unit(plan_run *run, int64_t index, fsdp_error *error) {
       .layout = plan->layout,
       .segments = planned->segments,
       .shard_group = fsdp_counting_device_group(
-          &run->device, false, fsdp_flat_layout_world_size(plan->layout)),
-      .replica_group =
-          fsdp_counting_device_group(&run->device, true, plan->num_replicas),
+          &run->device, false, fsdp_flat_layout_world_size(plan->layout),
+          &planned->shard_transport),
+      .replica_group = fsdp_counting_device_group(
+          &run->device, true, plan->num_replicas, &planned->replica_transport),
       .reshard_after_forward = plan->reshards,
       .reshard_after_backward_without_sync = plan->reshards,
       .backward_prefetch = plan->backward_prefetch,
       .forward_prefetch = plan->forward_prefetch,
       .prescale = 1,
-      .needs_reduce_scratch = run->options->wants_scratch,
       .offloads = plan->offloads,
   };
   FSDP_TRY(fsdp_unit_create(&options, &planned->unit, error));
@@ -216,15 +218,15 @@ done:
   return status;
 }
 
-static fsdp_status run_init(plan_run *run, const fsdp_plan_options *options,
+static fsdp_status run_init(plan_run *run,
+                            const fsdp_step_plan_options *options,
                             fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   *run = (plan_run){.options = options};
   FSDP_TRY(check_options(options, error));
   fsdp_counting_device_init(&run->device, options->shard_link,
-                            options->replica_link);
-  run->device.wants_scratch = options->wants_scratch;
+                            options->replica_link, options->wants_scratch);
   run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
   run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));
   if (run->units == NULL || run->has_grad == NULL) {
@@ -233,7 +235,8 @@ static fsdp_status run_init(plan_run *run, const fsdp_plan_options *options,
     goto done;
   }
   const fsdp_device_ops ops = fsdp_counting_device_ops(&run->device);
-  FSDP_TRY(fsdp_engine_create(&ops, &run->engine, error));
+  const fsdp_view_ops views = fsdp_counting_device_views(&run->device);
+  FSDP_TRY(fsdp_engine_create(&ops, &views, &run->engine, error));
   for (int64_t i = 0; i < options->num_units; i++) {
     FSDP_TRY(make_unit(run, i, error));
   }
@@ -258,23 +261,23 @@ static void run_fini(plan_run *run) {
 /* Running ------------------------------------------------------------------ */
 
 static fsdp_status run_forward(plan_run *run, fsdp_error *error) {
-  const fsdp_plan_options *options = run->options;
+  const fsdp_step_plan_options *options = run->options;
   fsdp_status status = FSDP_OK;
 
   for (int64_t i = 0; i < options->num_events; i++) {
-    const fsdp_plan_event *event = &options->events[i];
+    const fsdp_step_event *event = &options->events[i];
     planned_unit *planned =
-        event->kind == FSDP_PLAN_WORK ? NULL : &run->units[event->unit];
-    run->device.wait_owner = planned == NULL ? NULL : &planned->counted;
-    if (event->kind == FSDP_PLAN_ENTER) {
+        event->kind == FSDP_STEP_WORK ? NULL : &run->units[event->unit];
+    run->device.charged_unit = planned == NULL ? NULL : &planned->counted;
+    if (event->kind == FSDP_STEP_ENTER) {
       FSDP_TRY(fsdp_unit_pre_forward(planned->unit, false, error));
     }
     fsdp_counting_device_compute(&run->device, event->forward_seconds);
-    if (event->kind == FSDP_PLAN_WORK) {
+    if (event->kind == FSDP_STEP_WORK) {
       FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
                                          event->nbytes, error));
     }
-    if (event->kind == FSDP_PLAN_LEAVE) {
+    if (event->kind == FSDP_STEP_LEAVE) {
       FSDP_TRY(fsdp_unit_post_forward(planned->unit, false, run->has_grad[i],
                                       error));
     }
@@ -295,7 +298,7 @@ static void expect_grads(planned_unit *planned) {
   fsdp_unit_expect_grads(planned->unit, num_grads);
 }
 
-static fsdp_status give_grad(plan_run *run, const fsdp_plan_event *event,
+static fsdp_status give_grad(plan_run *run, const fsdp_step_event *event,
                              fsdp_error *error) {
   const fsdp_flat_layout *layout = run->options->units[event->unit].layout;
   const planned_unit *planned = &run->units[event->unit];
@@ -315,14 +318,14 @@ done:
 
 static fsdp_status backward_event(plan_run *run, int64_t index,
                                   fsdp_error *error) {
-  const fsdp_plan_event *event = &run->options->events[index];
+  const fsdp_step_event *event = &run->options->events[index];
   fsdp_counting_device *device = &run->device;
   planned_unit *planned =
-      event->kind == FSDP_PLAN_WORK ? NULL : &run->units[event->unit];
+      event->kind == FSDP_STEP_WORK ? NULL : &run->units[event->unit];
   fsdp_status status = FSDP_OK;
 
-  device->wait_owner = planned == NULL ? NULL : &planned->counted;
-  if (event->kind == FSDP_PLAN_LEAVE) {
+  device->charged_unit = planned == NULL ? NULL : &planned->counted;
+  if (event->kind == FSDP_STEP_LEAVE) {
     if (run->has_grad[index]) {
       FSDP_TRY(fsdp_unit_pre_backward(planned->unit, error));
       expect_grads(planned);
@@ -333,12 +336,12 @@ static fsdp_status backward_event(plan_run *run, int64_t index,
   if (run->has_grad[index]) {
     fsdp_counting_device_compute(device, event->backward_seconds);
   }
-  if (event->kind == FSDP_PLAN_USE) FSDP_TRY(give_grad(run, event, error));
-  if (event->kind == FSDP_PLAN_WORK || event->kind == FSDP_PLAN_ENTER) {
+  if (event->kind == FSDP_STEP_USE) FSDP_TRY(give_grad(run, event, error));
+  if (event->kind == FSDP_STEP_WORK || event->kind == FSDP_STEP_ENTER) {
     FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_ACTIVATIONS,
                                        -event->nbytes, error));
   }
-  if (event->kind == FSDP_PLAN_ENTER && planned->is_silent &&
+  if (event->kind == FSDP_STEP_ENTER && planned->is_silent &&
       run->has_grad[index] && planned->has_begun_backward) {
     FSDP_TRY(fsdp_unit_inputs_ready(planned->unit, error));
   }
@@ -354,7 +357,7 @@ static fsdp_status run_backward(plan_run *run, fsdp_error *error) {
   for (int64_t i = run->options->num_events; i-- > 0;) {
     FSDP_TRY(backward_event(run, i, error));
   }
-  run->device.wait_owner = NULL;
+  run->device.charged_unit = NULL;
   FSDP_TRY(fsdp_engine_finish_backward(run->engine, error));
 done:
   return status;
@@ -383,16 +386,16 @@ done:
 static double compute_seconds(const plan_run *run) {
   double seconds = 0;
   for (int64_t i = 0; i < run->options->num_events; i++) {
-    const fsdp_plan_event *event = &run->options->events[i];
+    const fsdp_step_event *event = &run->options->events[i];
     seconds += event->forward_seconds;
     if (run->has_grad[i]) seconds += event->backward_seconds;
   }
   return seconds * (double)run->options->num_batches;
 }
 
-fsdp_status fsdp_plan_run(const fsdp_plan_options *options,
-                          fsdp_plan_report *report, double *unit_seconds,
-                          fsdp_error *error) {
+fsdp_status fsdp_step_plan_run(const fsdp_step_plan_options *options,
+                               fsdp_step_plan_report *report,
+                               double *unit_seconds, fsdp_error *error) {
   plan_run run = {0};
   fsdp_engine_stats before = {0};
   double begin = 0;
@@ -403,16 +406,16 @@ fsdp_status fsdp_plan_run(const fsdp_plan_options *options,
     fsdp_engine_get_stats(run.engine, &before);
     fsdp_counting_device_restart(&run.device);
     for (int64_t i = 0; i < options->num_units; i++) {
-      run.units[i].counted.waited_seconds = 0;
+      run.units[i].counted.stall_seconds = 0;
     }
     begin = fsdp_counting_device_now(&run.device);
     FSDP_TRY(run_step(&run, error));
   }
-  *report = (fsdp_plan_report){
+  *report = (fsdp_step_plan_report){
       .peak_nbytes = run.device.peak_nbytes,
       .step_seconds = fsdp_counting_device_now(&run.device) - begin,
       .compute_seconds = compute_seconds(&run),
-      .waited_seconds = run.device.waited_seconds,
+      .stall_seconds = run.device.stall_seconds,
   };
   fsdp_engine_get_stats(run.engine, &report->stats);
   report->num_step_allocs =
@@ -424,7 +427,7 @@ fsdp_status fsdp_plan_run(const fsdp_plan_options *options,
     report->collectives[i] = run.device.collectives[i];
   }
   for (int64_t i = 0; i < options->num_units; i++) {
-    unit_seconds[i] = run.units[i].counted.waited_seconds;
+    unit_seconds[i] = run.units[i].counted.stall_seconds;
   }
 done:
   run_fini(&run);

@@ -33,23 +33,23 @@
 extern "C" {
 #endif
 
-typedef enum fsdp_plan_event_kind {
-  FSDP_PLAN_ENTER = 0,
-  FSDP_PLAN_USE,
-  FSDP_PLAN_WORK,
-  FSDP_PLAN_LEAVE
-} fsdp_plan_event_kind;
+typedef enum fsdp_step_event_kind {
+  FSDP_STEP_ENTER = 0,
+  FSDP_STEP_USE,
+  FSDP_STEP_WORK,
+  FSDP_STEP_LEAVE
+} fsdp_step_event_kind;
 
-typedef struct fsdp_plan_event {
-  fsdp_plan_event_kind kind;
+typedef struct fsdp_step_event {
+  fsdp_step_event_kind kind;
   int64_t unit;            /* unless WORK */
   int64_t param;           /* of USE: each at most once */
   int64_t nbytes;          /* of activations, >= 0; 0 for USE */
   double forward_seconds;  /* of compute; >= 0 */
   double backward_seconds; /* likewise, before what the event does */
-} fsdp_plan_event;
+} fsdp_step_event;
 
-typedef struct fsdp_plan_unit {
+typedef struct fsdp_step_unit {
   const char *name;
   const fsdp_flat_layout *layout; /* its world_size is the shard group's */
   const fsdp_segment_options
@@ -59,23 +59,23 @@ typedef struct fsdp_plan_unit {
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   bool offloads;
-} fsdp_plan_unit;
+} fsdp_step_unit;
 
 /* All that it points at is borrowed for the call. */
-typedef struct fsdp_plan_options {
-  const fsdp_plan_unit *units; /* parents first; the first is the root */
+typedef struct fsdp_step_plan_options {
+  const fsdp_step_unit *units; /* parents first; the first is the root */
   int64_t num_units;           /* >= 1 */
-  const fsdp_plan_event *events;
+  const fsdp_step_event *events;
   int64_t num_events;
   fsdp_link shard_link;
   fsdp_link replica_link;
   bool wants_scratch;     /* reductions do, as through gloo */
   int64_t num_batches;    /* of a step; >= 1 */
   fsdp_sync accumulation; /* of all batches but the last */
-} fsdp_plan_options;
+} fsdp_step_plan_options;
 
 /* All of one rank. */
-typedef struct fsdp_plan_report {
+typedef struct fsdp_step_plan_report {
   fsdp_engine_stats stats; /* at the end of the last step; counts since the
                               first */
   int64_t peak_nbytes;     /* most that was held in the last step, without the
@@ -85,25 +85,25 @@ typedef struct fsdp_plan_report {
   fsdp_collective_count collectives[FSDP_NUM_COLLECTIVES]; /* in it */
   double step_seconds;
   double compute_seconds;
-  double waited_seconds; /* exposed communication */
-} fsdp_plan_report;
+  double stall_seconds; /* of COMPUTE: exposed communication */
+} fsdp_step_plan_report;
 
 /*
  * Runs steps until the arena's assignment of blocks is fixed, and reports the
  * last one.
  *
  * report        [out]
- * unit_seconds  [out] per unit: what COMPUTE waited for it in the last step.
+ * unit_seconds  [out] per unit: the stalls of COMPUTE charged to it in the last
+ * step.
  *
  * FSDP_INVALID_ARGUMENT  a number is out of its bounds, an event names a unit
  *                        or parameter that does not exist, or ENTER and LEAVE
  *                        do not match.
  * FSDP_OVERFLOW, FSDP_OUT_OF_MEMORY
  */
-FSDP_NODISCARD fsdp_status fsdp_plan_run(const fsdp_plan_options *options,
-                                         fsdp_plan_report *report,
-                                         double *unit_seconds,
-                                         fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_step_plan_run(
+    const fsdp_step_plan_options *options, fsdp_step_plan_report *report,
+    double *unit_seconds, fsdp_error *error);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,8 @@
 /*
  * A transport carries the collectives of one process group: through shared
- * memory, through NCCL. A group without one uses its c10d backend. The bridge
- * chooses; the transports include neither torch nor Python.
+ * memory, through NCCL, or through the group's c10d backend. The bridge chooses
+ * it and implements the last one; the first two include neither torch nor
+ * Python.
  *
  * All ranks of the group make the same calls, per channel in the same order.
  * The two channels, one for gathers and one for reductions, do not wait for
@@ -47,15 +48,18 @@ typedef struct fsdp_call {
   fsdp_channel channel;
   void *stream;      /* the device's; NULL on a host transport */
   const char *label; /* unit and operation, for errors; copied; may be NULL */
+  void *scratch;     /* of reduce_scatter, as large as its buffer; NULL: none */
 } fsdp_call;
 
 typedef struct fsdp_transport fsdp_transport;
 
 typedef struct fsdp_transport_ops {
-  const char *name; /* "shm", "nccl"; static */
+  const char *name; /* "shm", "nccl", "c10d"; static */
   /* Whether buffers are host memory. Then a collective only starts, and `wait`
    * ends it; else it is enqueued on the stream and `wait` is NULL. */
   bool is_host;
+  /* Whether reduce_scatter is faster with scratch memory. */
+  bool wants_scratch;
 
   /* Leaves the group without waiting for the others. NULL is fine. */
   void (*destroy)(fsdp_transport *transport);
@@ -66,23 +70,30 @@ typedef struct fsdp_transport_ops {
   fsdp_status (*group_end)(fsdp_transport *transport, const fsdp_call *call,
                            fsdp_error *error);
 
-  /* As the functions of the same names in device_ops.h; reduce_scatter needs
-   * no scratch. ticket [out] names the call to `wait` (host only). On a host
-   * the buffers belong to the call until then. Sums are scaled by `scale` (1
-   * changes nothing). */
+  /* ticket [out] > 0 names the call to `wait` (host only). On a host the
+   * buffers belong to the call until then. Sums are scaled by `scale` (1
+   * changes nothing).
+   *
+   * Gathers `shard_numel` elements of each rank into `output`, which holds
+   * world_size times as many. `input` is this rank's piece: its own slot of
+   * `output` (in place) or memory outside it. */
   fsdp_status (*all_gather)(fsdp_transport *transport, const fsdp_call *call,
                             void *output, const void *input,
                             int64_t shard_numel, fsdp_dtype dtype,
                             uint64_t *ticket, fsdp_error *error);
+  /* Every rank gets what `root` holds in `buffer`. */
   fsdp_status (*broadcast)(fsdp_transport *transport, const fsdp_call *call,
                            void *buffer, int64_t numel, int64_t root,
                            fsdp_dtype dtype, uint64_t *ticket,
                            fsdp_error *error);
+  /* Sums `buffer` (world_size * shard_numel) over the ranks; this rank's slot
+   * of `buffer` holds its piece of the sum, the other slots are undefined. */
   fsdp_status (*reduce_scatter)(fsdp_transport *transport,
                                 const fsdp_call *call, void *buffer,
                                 int64_t shard_numel, fsdp_dtype dtype,
                                 double scale, uint64_t *ticket,
                                 fsdp_error *error);
+  /* Sums `buffer` over the ranks, in place. */
   fsdp_status (*all_reduce)(fsdp_transport *transport, const fsdp_call *call,
                             void *buffer, int64_t numel, fsdp_dtype dtype,
                             double scale, uint64_t *ticket, fsdp_error *error);
@@ -90,6 +101,10 @@ typedef struct fsdp_transport_ops {
   /* Host only: ends the call `ticket` of the channel and all before it. */
   fsdp_status (*wait)(fsdp_transport *transport, fsdp_channel channel,
                       uint64_t ticket, fsdp_error *error);
+  /* Host only: whether that has ended on this rank, so that `wait` returns at
+   * once. NULL: the transport does not know. Cannot fail. */
+  bool (*is_done)(fsdp_transport *transport, fsdp_channel channel,
+                  uint64_t ticket);
 
   /* The first failure so far, of any rank that this one knows of; FSDP_OK if
    * there was none. Cheap, does not wait. After a failure every call returns
@@ -106,6 +121,15 @@ typedef struct fsdp_transport_ops {
 struct fsdp_transport {
   const fsdp_transport_ops *ops;
 };
+
+/* A process group as the core sees it. */
+typedef struct fsdp_group {
+  fsdp_transport
+      *transport;     /* borrowed; NULL: of one rank, or not chosen yet */
+  void *handle;       /* the provider's own, borrowed */
+  int64_t rank;       /* in [0, world_size) */
+  int64_t world_size; /* >= 1 */
+} fsdp_group;
 
 #ifdef __cplusplus
 }

@@ -125,7 +125,8 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   }
 done:
   if (status != FSDP_OK) {
-    if (!is_taken) engine->ops.grad_release(engine->ops.context, grad->token);
+    if (!is_taken)
+      engine->views.grad_release(engine->views.context, grad->token);
     fsdp_unit_priv_fail(unit, &local, error);
   }
   return status;

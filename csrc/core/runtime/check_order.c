@@ -4,9 +4,9 @@
  * model, or a unit that only some ranks use, breaks that, they hang or read
  * each other's data. With the check on, every rank folds the name of its unit
  * and the operation into a running fingerprint before each collective, and the
- * ranks exchange these 8 bytes. Where they differ, this is the first
- * difference: only then are names exchanged, and every rank raises an error
- * with all of them.
+ * ranks compare these 8 bytes. Where they differ, this is the first difference:
+ * only then do they compare names, and every rank raises an error with all of
+ * them.
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -21,14 +21,14 @@ enum { STEP_NBYTES = 160, REPORT_NBYTES = 400 };
 #define FSDP1_WORDS "Forward order differs across ranks: "
 
 /* Whether all ranks sent the same bytes. `all` has room for one per rank. */
-static fsdp_status exchange(fsdp_unit *unit, const void *mine, size_t nbytes,
-                            void *all, bool *is_same, fsdp_error *error) {
+static fsdp_status compare(fsdp_unit *unit, const void *mine, size_t nbytes,
+                           void *all, bool *is_same, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   const fsdp_group *group = &unit->options.shard_group;
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(
-      ops->exchange(ops->context, group, mine, (int64_t)nbytes, all, error));
+  FSDP_TRY(ops->all_gather_bytes(ops->context, group, mine, (int64_t)nbytes,
+                                 all, error));
   *is_same = true;
   for (int64_t rank = 0; rank < group->world_size; rank++) {
     if (memcmp((char *)all + (size_t)rank * nbytes, mine, nbytes) != 0) {
@@ -81,12 +81,12 @@ static fsdp_status check_next(fsdp_unit *unit, const char *operation,
                      "unit '%s': out of host memory for checking the order",
                      unit->name);
   }
-  FSDP_TRY(exchange(unit, &engine->order_fingerprint,
-                    sizeof engine->order_fingerprint, steps, &is_same, error));
+  FSDP_TRY(compare(unit, &engine->order_fingerprint,
+                   sizeof engine->order_fingerprint, steps, &is_same, error));
   if (is_same) goto done;
   (void)snprintf(mine, sizeof mine, "%s of unit '%.100s'", operation,
                  unit->name);
-  FSDP_TRY(exchange(unit, mine, sizeof mine, steps, &is_same, error));
+  FSDP_TRY(compare(unit, mine, sizeof mine, steps, &is_same, error));
   describe(steps, (int64_t)world_size, report);
   status = FSDP_FAIL(
       error, FSDP_INVALID_STATE,

@@ -8,7 +8,8 @@
 
 /* Engine ------------------------------------------------------------------ */
 
-fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
+fsdp_status fsdp_engine_create(const fsdp_device_ops *ops,
+                               const fsdp_view_ops *views, fsdp_engine **engine,
                                fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   fsdp_engine *self = fsdp_calloc(1, sizeof *self);
@@ -17,6 +18,7 @@ fsdp_status fsdp_engine_create(const fsdp_device_ops *ops, fsdp_engine **engine,
                      "out of host memory while creating the engine");
   }
   self->ops = *ops;
+  self->views = *views;
   self->sync = FSDP_SYNC_REDUCE;
   self->order_fingerprint = FSDP_ORDER_FINGERPRINT;
   FSDP_TRY(fsdp_arena_create(&self->ops, &self->arena, error));
@@ -42,8 +44,8 @@ static void forget_unit(fsdp_engine *engine, const fsdp_unit *unit) {
   fsdp_engine_priv_forget_reduces(engine, unit);
   fsdp_order_begin(engine->order);
   fsdp_order_begin(engine->order);
-  for (int i = 0; i < FSDP_TRACE_CAPACITY; i++) {
-    fsdp_trace_entry *entry = &engine->trace.entries[i];
+  for (int i = 0; i < FSDP_OP_LOG_CAPACITY; i++) {
+    fsdp_op_log_entry *entry = &engine->log.entries[i];
     if (entry->unit == unit->name) entry->unit = NULL;
   }
 }
@@ -109,7 +111,7 @@ bool fsdp_engine_in_forward(const fsdp_engine *engine) {
 /* Drops everything of the open step that belongs to one unit. */
 static void reset_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
 
   fsdp_unit_priv_release_pending(unit);
   /* The lanes were drained, so every block is free after COMPUTE. Errors are
@@ -128,8 +130,8 @@ static void reset_unit(fsdp_unit *unit) {
     (void)!fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL);
   }
   if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
-    (void)!ops->show_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, NULL);
+    (void)!views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, NULL);
   }
   unit->step = (fsdp_unit_step){0};
   (void)!fsdp_unit_priv_advance(unit, FSDP_EVENT_RESET, NULL);
@@ -184,8 +186,8 @@ void fsdp_engine_get_stats(const fsdp_engine *engine,
   stats->num_prefetches = engine->num_prefetches;
 }
 
-const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine) {
-  return &engine->trace;
+const fsdp_op_log *fsdp_engine_log(const fsdp_engine *engine) {
+  return &engine->log;
 }
 
 /* Unit -------------------------------------------------------------------- */
@@ -367,16 +369,18 @@ done:
   return status;
 }
 
+void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
+                              fsdp_transport *replica) {
+  unit->options.shard_group.transport = shard;
+  unit->options.replica_group.transport = replica;
+}
+
 fsdp_unit_state fsdp_unit_get_state(const fsdp_unit *unit) {
   return unit->state;
 }
 
 const char *fsdp_unit_name(const fsdp_unit *unit) {
   return unit->name;
-}
-
-fsdp_engine *fsdp_unit_engine(const fsdp_unit *unit) {
-  return unit->engine;
 }
 
 int64_t fsdp_unit_pending_grads(const fsdp_unit *unit) {

@@ -19,12 +19,13 @@
 #include <stdint.h>
 
 #include "arena/arena.h"
+#include "base/op_log.h"
 #include "base/status.h"
 #include "base/timeline.h"
-#include "base/trace.h"
 #include "base/types.h"
 #include "layout/flat_layout.h"
-#include "port/device_ops.h"
+#include "port/device.h"
+#include "port/views.h"
 #include "unit/state.h"
 
 #ifdef __cplusplus
@@ -60,7 +61,7 @@ typedef struct fsdp_segment_options {
 
 typedef struct fsdp_unit_options {
   const char *name; /* for messages; copied */
-  void *owner;      /* the provider's token for show_params and the like */
+  void *owner;      /* the token of the view_ops */
   /* Borrowed, outlives the unit. Made for shard_group.world_size. */
   const fsdp_flat_layout *layout;
   const fsdp_segment_options *segments; /* one per segment; copied */
@@ -73,9 +74,6 @@ typedef struct fsdp_unit_options {
   /* Gradients are multiplied by prescale before the reduction and by
    * 1 / (prescale * ranks) after it. 1 unless reduce_dtype is fp16. */
   double prescale;
-  /* The provider's reduce_scatter wants a second buffer (gloo: one all-to-all
-   * and a local sum take half the time of its reduce-scatter). */
-  bool needs_reduce_scratch;
   /* Shards and sharded gradients are in host memory, the device is elsewhere.
    * Copies run on the lanes UPLOAD and DOWNLOAD, through the unit's blocks. */
   bool offloads;
@@ -103,8 +101,10 @@ typedef struct fsdp_engine_stats {
   int64_t num_prefetches;      /* unshards issued ahead of their use */
 } fsdp_engine_stats;
 
-/* ops is copied; its context must outlive the engine. engine [out] new. */
-FSDP_NODISCARD fsdp_status fsdp_engine_create(const fsdp_device_ops *ops,
+/* The tables are copied; their contexts must outlive the engine. engine [out]
+ * new. */
+FSDP_NODISCARD fsdp_status fsdp_engine_create(const fsdp_device_ops *device,
+                                              const fsdp_view_ops *views,
                                               fsdp_engine **engine,
                                               fsdp_error *error);
 
@@ -129,6 +129,10 @@ void fsdp_unit_destroy(fsdp_unit *unit);
 FSDP_NODISCARD fsdp_status fsdp_engine_add_unit(fsdp_engine *engine,
                                                 fsdp_unit *unit,
                                                 fsdp_error *error);
+
+/* Sets what carries the unit's groups; before it joins an engine. */
+void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
+                              fsdp_transport *replica);
 
 /* What later backward passes do with their gradients; REDUCE at first. What
  * NONE and SHARD kept is part of the next REDUCE. */
@@ -296,13 +300,12 @@ bool fsdp_unit_is_summoned(const fsdp_unit *unit);
 bool fsdp_unit_holds_grads(const fsdp_unit *unit);
 
 fsdp_unit_state fsdp_unit_get_state(const fsdp_unit *unit);
-const char *fsdp_unit_name(const fsdp_unit *unit);    /* borrowed */
-fsdp_engine *fsdp_unit_engine(const fsdp_unit *unit); /* borrowed or NULL */
+const char *fsdp_unit_name(const fsdp_unit *unit); /* borrowed */
 int64_t fsdp_unit_pending_grads(const fsdp_unit *unit);
 
 /* Cannot fail. */
 void fsdp_engine_get_stats(const fsdp_engine *engine, fsdp_engine_stats *stats);
-const fsdp_trace *fsdp_engine_trace(const fsdp_engine *engine); /* borrowed */
+const fsdp_op_log *fsdp_engine_log(const fsdp_engine *engine); /* borrowed */
 
 #ifdef __cplusplus
 }

@@ -62,7 +62,7 @@ typedef struct fsdp_unit_segment {
   int64_t full_offset;      /* of whole parameters in master dtype */
   int64_t full_grad_offset; /* of whole gradients in grad dtype */
   int64_t partial_offset;   /* of the partial gradient */
-  int64_t scratch_offset;   /* of a reduction's scratch, if it needs one */
+  int64_t scratch_offset;   /* of a reduction's scratch */
 } fsdp_unit_segment;
 
 /* Whole parameters, or whole gradients, of a unit in memory of their own. */
@@ -160,6 +160,7 @@ enum { FSDP_NUM_SCRATCHES = 2 };
 
 struct fsdp_engine {
   fsdp_device_ops ops;
+  fsdp_view_ops views;
   fsdp_arena *arena;
   fsdp_order *order;
 
@@ -199,7 +200,7 @@ struct fsdp_engine {
   int64_t num_prefetches;     /* unshard.c */
   uint64_t order_fingerprint; /* check_order.c, engine.c: of all collectives */
   int64_t num_order_checks;   /* check_order.c */
-  fsdp_trace trace;
+  fsdp_op_log log;
   /* note.c, forward.c, engine.c: borrowed; NULL: nothing is recorded. */
   fsdp_timeline *timeline;
 };
@@ -234,6 +235,25 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_lane(fsdp_engine *engine,
                                                       fsdp_event *event,
                                                       fsdp_error *error);
 
+/* launch.c: calls of one group's transport on one lane, which it may merge. */
+enum { FSDP_LABEL_NBYTES = 160 };
+typedef struct fsdp_priv_launch {
+  const fsdp_group *group;
+  fsdp_lane lane;
+  fsdp_call call;  /* of all of them */
+  uint64_t ticket; /* of the last one; 0: none was made, or it needs none */
+  char label[FSDP_LABEL_NBYTES];
+} fsdp_priv_launch;
+/* Opens the launch of the newest operation in the log. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_open_launch(
+    fsdp_engine *engine, fsdp_lane lane, const fsdp_group *group,
+    fsdp_priv_launch *launch, fsdp_error *error);
+/* Closes it, also after a failure: `status` and `error` are those of opening it
+ * and of its calls. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_close_launch(
+    fsdp_engine *engine, const fsdp_priv_launch *launch, fsdp_status status,
+    fsdp_error *error);
+
 /* memory.c */
 /* A block besides those of the arena; give it back with block_free. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
@@ -261,7 +281,7 @@ static inline fsdp_priv_span fsdp_engine_priv_begin(const fsdp_engine *engine,
   return (fsdp_priv_span){.begin_ns = 0, .mark = -1, .kind = kind};
 }
 /* Adds the span. unit NULL: none. nbytes: of a collective, which is the newest
- * of the trace. */
+ * of the log. */
 static inline void fsdp_engine_priv_end(const fsdp_engine *engine,
                                         const fsdp_unit *unit,
                                         fsdp_priv_span span, int64_t nbytes,

@@ -4,13 +4,13 @@
 /* Gives back blocks that an earlier iteration kept for a backward that did not
  * run, and those kept for this micro-batch if the user changed the weights. */
 static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
-  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
   fsdp_status status = FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
     if (unit->state == FSDP_UNIT_FAILED) continue;
     if (unit->state == FSDP_UNIT_KEPT &&
-        !ops->params_changed(ops->context, unit->options.owner)) {
+        !views->params_changed(views->context, unit->options.owner)) {
       continue;
     }
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));

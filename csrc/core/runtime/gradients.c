@@ -76,30 +76,30 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
 fsdp_status fsdp_unit_priv_make_grad_shard(fsdp_unit *unit, int64_t segment,
                                            bool is_replaced,
                                            fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   void *owner = unit->options.owner;
   void **data = &unit->segments[segment].grad_shard;
-  const fsdp_status status =
-      ops->grad_shard(ops->context, owner, segment, is_replaced, data, error);
+  const fsdp_status status = views->grad_shard(views->context, owner, segment,
+                                               is_replaced, data, error);
   if (!fsdp_engine_priv_has_made_room(unit->engine, status)) return status;
-  return ops->grad_shard(ops->context, owner, segment, is_replaced, data,
-                         error);
+  return views->grad_shard(views->context, owner, segment, is_replaced, data,
+                           error);
 }
 
 void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, false);
-  ops->grads_free(ops->context, unit->options.owner);
+  views->grads_free(views->context, unit->options.owner);
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->segments[i].grad_shard = NULL;
   }
 }
 
 void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   /* While others exist, or a summon is open, the user sees those. */
   if (unit->grads != FSDP_GRADS_SHARDED || unit->is_summoned ||
-      ops->grads_live(ops->context, unit->options.owner)) {
+      views->grads_live(views->context, unit->options.owner)) {
     return;
   }
   fsdp_unit_drop_sharded_grads(unit);
@@ -108,14 +108,14 @@ void fsdp_unit_priv_drop_cleared_grads(fsdp_unit *unit) {
 /* The user's view ---------------------------------------------------------- */
 
 fsdp_status fsdp_unit_priv_take_user_grads(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   const bool holds = fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED);
   fsdp_status status = FSDP_OK;
   bool any_live = false;
 
   if (unit->grad_nbytes == 0) return FSDP_OK;
-  FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, holds,
-                           holds ? unit->grad_data : NULL, &any_live, error));
+  FSDP_TRY(views->take_grads(views->context, unit->options.owner, holds,
+                             holds ? unit->grad_data : NULL, &any_live, error));
   if (any_live) {
     /* Set by the user before any backward: they are in the shard now. */
     if (unit->grads == 0) {
@@ -133,19 +133,20 @@ done:
 }
 
 fsdp_status fsdp_unit_priv_show_grads(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   void *owner = unit->options.owner;
 
   if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
-    return ops->show_grads(ops->context, owner, FSDP_VIEW_UNSHARDED,
-                           unit->grad_data, error);
+    return views->show_grads(views->context, owner, FSDP_VIEW_UNSHARDED,
+                             unit->grad_data, error);
   }
   if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
-    return ops->show_grads(ops->context, owner, FSDP_VIEW_PARTIAL,
-                           unit->partial_data, error);
+    return views->show_grads(views->context, owner, FSDP_VIEW_PARTIAL,
+                             unit->partial_data, error);
   }
   if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
-    return ops->show_grads(ops->context, owner, FSDP_VIEW_SHARDED, NULL, error);
+    return views->show_grads(views->context, owner, FSDP_VIEW_SHARDED, NULL,
+                             error);
   }
   return FSDP_OK;
 }

@@ -72,7 +72,7 @@ void fsdp_engine_priv_end_span(const fsdp_engine *engine, const fsdp_unit *unit,
       .flags = (uint8_t)flags,
   };
   if (is_collective(span.kind)) {
-    entry.sequence = engine->trace.num_recorded - 1;
+    entry.sequence = engine->log.num_recorded - 1;
   } else {
     fsdp_arena_stats stats;
     fsdp_arena_get_stats(engine->arena, &stats);

@@ -41,7 +41,7 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
   unit->pending_nbytes += slot->numel * grad->dtype.itemsize;
   return FSDP_OK;
 done:
-  unit->engine->ops.grad_release(unit->engine->ops.context, grad->token);
+  unit->engine->views.grad_release(unit->engine->views.context, grad->token);
   return status;
 }
 
@@ -112,9 +112,9 @@ static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
 }
 
 void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   for (int64_t i = 0; i < unit->num_pending; i++) {
-    ops->grad_release(ops->context, unit->pending[i].token);
+    views->grad_release(views->context, unit->pending[i].token);
   }
   unit->num_pending = 0;
   unit->pending_nbytes = 0;

@@ -54,8 +54,7 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
                       &segment->grad_offset)) {
     return false;
   }
-  if (self->options.needs_reduce_scratch &&
-      !place_in_block(layout->padded_numel, reduce_itemsize,
+  if (!place_in_block(layout->padded_numel, reduce_itemsize,
                       &self->scratch_nbytes, &segment->scratch_offset)) {
     return false;
   }

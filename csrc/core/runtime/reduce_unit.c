@@ -22,33 +22,35 @@ static void *own_slot(const fsdp_unit *unit, int64_t index) {
 
 static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
   const fsdp_group *group = &unit->options.shard_group;
+  fsdp_priv_launch launch;
   fsdp_status status = FSDP_OK;
   void *scratch = NULL;
   int64_t nbytes = 0;
 
-  fsdp_trace_add(&engine->trace, "reduce_scatter", unit->name);
-  if (unit->scratch_nbytes > 0 &&
-      (ops->reduce_wants_scratch == NULL ||
-       ops->reduce_wants_scratch(ops->context, group))) {
+  fsdp_op_log_add(&engine->log, "reduce_scatter", unit->name);
+  if (unit->scratch_nbytes > 0 && group->transport->ops->wants_scratch) {
     FSDP_TRY(fsdp_engine_priv_take_scratch(engine, unit->scratch_nbytes,
                                            &scratch, error));
   }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_SCATTER);
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REDUCE, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
+  status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REDUCE, group,
+                                        &launch, error);
+  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->reduce_scatter(
-        ops->context, FSDP_LANE_REDUCE, group, unit->grad_data[i],
-        scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset,
-        segment->layout->shard_numel, segment->options.reduce_dtype, error));
-    nbytes +=
-        segment->layout->padded_numel * segment->options.reduce_dtype.itemsize;
+    const fsdp_dtype dtype = segment->options.reduce_dtype;
+    if (unit->grad_data[i] == NULL || segment->layout->shard_numel == 0) {
+      continue;
+    }
+    launch.call.scratch =
+        scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset;
+    status = group->transport->ops->reduce_scatter(
+        group->transport, &launch.call, unit->grad_data[i],
+        segment->layout->shard_numel, dtype, 1.0, &launch.ticket, error);
+    nbytes += segment->layout->padded_numel * dtype.itemsize;
   }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REDUCE, group, error));
+  FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
 done:
   if (scratch != NULL) { /* also after a failure: REDUCE may be writing it */
@@ -62,25 +64,25 @@ done:
 
 static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
   const fsdp_group *group = &unit->options.replica_group;
-  fsdp_status status = FSDP_OK;
+  fsdp_priv_launch launch;
 
-  fsdp_trace_add(&engine->trace, "all_reduce", unit->name);
+  fsdp_op_log_add(&engine->log, "all_reduce", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_REDUCE);
   int64_t nbytes = 0;
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_REPLICATE, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->all_reduce(ops->context, FSDP_LANE_REPLICATE, group,
-                             own_slot(unit, i),
-                             unit->segments[i].layout->shard_numel,
-                             unit->segments[i].options.reduce_dtype, error));
-    nbytes += unit->segments[i].layout->shard_numel *
-              unit->segments[i].options.reduce_dtype.itemsize;
+  fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REPLICATE,
+                                                    group, &launch, error);
+  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
+    const int64_t shard_numel = unit->segments[i].layout->shard_numel;
+    const fsdp_dtype dtype = unit->segments[i].options.reduce_dtype;
+    if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
+    status = group->transport->ops->all_reduce(
+        group->transport, &launch.call, own_slot(unit, i), shard_numel, dtype,
+        1.0, &launch.ticket, error);
+    nbytes += shard_numel * dtype.itemsize;
   }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_REPLICATE, group, error));
+  FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
 done:
   return status;
@@ -88,17 +90,18 @@ done:
 
 static fsdp_status run_hook(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
   fsdp_status status = FSDP_OK;
 
-  fsdp_trace_add(&engine->trace, "reduce_hook", unit->name);
+  fsdp_op_log_add(&engine->log, "reduce_hook", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_HOOK);
   int64_t nbytes = 0;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (unit->grad_data[i] == NULL) continue;
-    FSDP_TRY(ops->reduce_hook(ops->context, unit->options.owner,
-                              FSDP_LANE_REDUCE, i, unit->grad_data[i], error));
+    FSDP_TRY(views->reduce_hook(views->context, unit->options.owner,
+                                FSDP_LANE_REDUCE, i, unit->grad_data[i],
+                                error));
     nbytes += unit->segments[i].layout->padded_numel *
               unit->segments[i].options.reduce_dtype.itemsize;
   }
@@ -143,9 +146,9 @@ static bool adds_to_grads(const fsdp_unit *unit) {
 }
 
 static void set_grads_aside(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   if (unit->is_followed && fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
-    ops->grads_set_aside(ops->context, unit->options.owner);
+    views->grads_set_aside(views->context, unit->options.owner);
   }
 }
 
@@ -273,7 +276,7 @@ done:
 
 fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
   const bool has_hook = unit->has_reduce_hook;
   const bool has_shards = unit->options.shard_group.world_size > 1;
   const bool has_replicas =
@@ -313,8 +316,8 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
   if (unit->is_followed) {
-    FSDP_TRY(
-        ops->grads_reduced(ops->context, unit->options.owner, last_use, error));
+    FSDP_TRY(views->grads_reduced(views->context, unit->options.owner, last_use,
+                                  error));
   }
 done:
   return status;

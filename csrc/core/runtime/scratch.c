@@ -1,5 +1,5 @@
 /*
- * Scratch: the second buffer of a reduction, for providers that want one. Two
+ * Scratch: the second buffer of a reduction, for transports that want one. Two
  * blocks take turns, so that a reduction does not wait for the one before it.
  * Each is as large as the largest unit needs.
  */
@@ -7,8 +7,11 @@
 
 static int64_t largest_need(const fsdp_engine *engine, int64_t nbytes) {
   for (size_t i = 0; i < engine->num_units; i++) {
-    if (engine->units[i]->scratch_nbytes > nbytes) {
-      nbytes = engine->units[i]->scratch_nbytes;
+    const fsdp_unit *unit = engine->units[i];
+    const fsdp_transport *transport = unit->options.shard_group.transport;
+    if (transport != NULL && transport->ops->wants_scratch &&
+        unit->scratch_nbytes > nbytes) {
+      nbytes = unit->scratch_nbytes;
     }
   }
   return nbytes;

@@ -44,14 +44,14 @@ done:
 }
 
 static fsdp_status summon_params(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_status status = FSDP_OK;
 
   if (!moves_params(unit)) return FSDP_OK;
   FSDP_TRY(bring_whole(unit, false, error));
   if (is_shown_here(unit)) {
-    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                              whole_view(unit), unit->whole.data, error));
+    FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                                whole_view(unit), unit->whole.data, error));
     unit->whole.is_shown = true;
   }
 done:
@@ -73,7 +73,7 @@ static fsdp_status agree(fsdp_unit *unit, const fsdp_group *group, bool any,
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                      "unit '%s': out of host memory for a summon", unit->name);
   }
-  FSDP_TRY(ops->exchange(ops->context, group, &mine, 1, all, error));
+  FSDP_TRY(ops->all_gather_bytes(ops->context, group, &mine, 1, all, error));
   *flag = all[0] != 0;
   for (int64_t rank = 1; any && rank < group->world_size; rank++) {
     *flag = *flag || all[rank] != 0;
@@ -98,26 +98,26 @@ done:
 
 /* Unsharded and partial gradients (no_sync) stay as they are. */
 static fsdp_status summon_grads(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   bool has_grads = false;
   fsdp_status status = FSDP_OK;
 
   if (unit->full_grad_nbytes == 0 || fsdp_unit_holds_grads(unit)) {
     return FSDP_OK;
   }
-  FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
-                           &has_grads, error));
+  FSDP_TRY(views->take_grads(views->context, unit->options.owner, false, NULL,
+                             &has_grads, error));
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, has_grads);
   FSDP_TRY(agree(unit, &unit->options.shard_group, true, &has_grads, error));
   if (!has_grads) return FSDP_OK;
   FSDP_TRY(bring_whole(unit, true, error));
   if (is_shown_here(unit)) {
-    FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                             whole_view(unit), unit->whole_grad.data, error));
+    FSDP_TRY(views->show_grads(views->context, unit->options.owner,
+                               whole_view(unit), unit->whole_grad.data, error));
     unit->whole_grad.is_shown = true;
   } else if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
-    FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                             FSDP_VIEW_SHARDED, NULL, error));
+    FSDP_TRY(views->show_grads(views->context, unit->options.owner,
+                               FSDP_VIEW_SHARDED, NULL, error));
   }
   unit->has_whole_grads = true;
 done:
@@ -126,10 +126,10 @@ done:
 
 /* Takes the blocks away from the user, then frees them. */
 static void abandon(fsdp_unit *unit) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   if (unit->whole.is_shown) { /* best effort: an error was reported */
-    (void)!ops->show_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, NULL);
+    (void)!views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, NULL);
   }
   unit->whole.is_shown = false;
   unit->whole_grad.is_shown = false;
@@ -160,9 +160,9 @@ fsdp_status fsdp_unit_summon(fsdp_unit *unit,
   unit->has_whole_grads = false;
   FSDP_TRY(fsdp_unit_priv_reshard(unit, &local)); /* kept for a backward */
   if (unit->num_segments > 0) {
-    FSDP_TRY(engine->ops.take_params(engine->ops.context, unit->options.owner,
-                                     FSDP_VIEW_SHARDED, NULL, &any_copied,
-                                     &local));
+    FSDP_TRY(engine->views.take_params(engine->views.context,
+                                       unit->options.owner, FSDP_VIEW_SHARDED,
+                                       NULL, &any_copied, &local));
   }
   is_enqueued = true;
   FSDP_TRY(summon_params(unit, &local));
@@ -182,26 +182,30 @@ done:
 /* The parameter's shards are shown as a whole: only a replica can differ. */
 static fsdp_status write_back_resident(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
   const fsdp_group *group = &unit->options.replica_group;
+  fsdp_priv_launch launch;
   bool any_copied = false; /* the copy is on COMPUTE, as what follows */
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, &any_copied, error));
+  FSDP_TRY(views->take_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, &any_copied, error));
   if (!unit->summon.on_first_rank_only || group->world_size == 1) {
     return FSDP_OK;
   }
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
                                       FSDP_LANE_COMPUTE, engine->compute_done,
                                       error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
+  status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD, group,
+                                        &launch, error);
+  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const fsdp_segment *segment = unit->segments[i].layout;
     if (segment->padded_numel == 0) continue;
-    FSDP_TRY(ops->broadcast(ops->context, FSDP_LANE_UNSHARD, group,
-                            unit->segments[i].options.shard,
-                            segment->padded_numel, 0, segment->dtype, error));
+    status = group->transport->ops->broadcast(
+        group->transport, &launch.call, unit->segments[i].options.shard,
+        segment->padded_numel, 0, segment->dtype, &launch.ticket, error);
   }
+  FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   FSDP_TRY(fsdp_engine_priv_wait_lane(
       engine, FSDP_LANE_COMPUTE, FSDP_LANE_UNSHARD, unit->unsharded, error));
 done:
@@ -210,7 +214,7 @@ done:
 
 static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
                                   fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   bool any_copied = false; /* the copy is on COMPUTE, as what follows */
   fsdp_status status = FSDP_OK;
 
@@ -222,12 +226,12 @@ static fsdp_status dismiss_params(fsdp_unit *unit, bool writeback,
   /* First: if a later call fails, another dismiss goes on from here. */
   if (unit->whole.is_shown) {
     if (writeback) {
-      FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                                whole_view(unit), unit->whole.data, &any_copied,
-                                error));
+      FSDP_TRY(views->take_params(views->context, unit->options.owner,
+                                  whole_view(unit), unit->whole.data,
+                                  &any_copied, error));
     }
-    FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, error));
+    FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                                FSDP_VIEW_SHARDED, NULL, error));
     unit->whole.is_shown = false;
   }
   if (writeback && unit->summon.on_first_rank_only) {
@@ -240,21 +244,21 @@ done:
 
 static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
                                  fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_summoned *whole = &unit->whole_grad;
   fsdp_status status = FSDP_OK;
 
   if (!unit->has_whole_grads) return FSDP_OK;
   writeback = writeback || keeps_writes(unit);
   if (whole->is_shown) {
-    FSDP_TRY(ops->take_full_grads(ops->context, unit->options.owner,
-                                  whole_view(unit), whole->data,
-                                  &whole->is_live, error));
+    FSDP_TRY(views->take_full_grads(views->context, unit->options.owner,
+                                    whole_view(unit), whole->data,
+                                    &whole->is_live, error));
     whole->is_shown = false;
   } else if (writeback && !is_shown_here(unit)) {
     /* The first rank's gradients replace those that this rank shows. */
-    FSDP_TRY(ops->take_grads(ops->context, unit->options.owner, false, NULL,
-                             &whole->is_live, error));
+    FSDP_TRY(views->take_grads(views->context, unit->options.owner, false, NULL,
+                               &whole->is_live, error));
   }
   if (writeback && unit->summon.on_first_rank_only) {
     FSDP_TRY(follow_first(unit, &whole->is_live, error));
@@ -269,8 +273,8 @@ static fsdp_status dismiss_grads(fsdp_unit *unit, bool writeback,
     fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, whole->is_live);
   }
   if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
-    FSDP_TRY(ops->show_grads(ops->context, unit->options.owner,
-                             FSDP_VIEW_SHARDED, NULL, error));
+    FSDP_TRY(views->show_grads(views->context, unit->options.owner,
+                               FSDP_VIEW_SHARDED, NULL, error));
   }
 done:
   return status;

@@ -93,23 +93,23 @@ done:
 static fsdp_status gather_slots(fsdp_unit *unit, bool is_grad,
                                 fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
   const fsdp_group *group = &unit->options.shard_group;
   const fsdp_summoned *whole = whole_of(unit, is_grad);
-  fsdp_status status = FSDP_OK;
+  fsdp_priv_launch launch;
 
-  fsdp_trace_add(&engine->trace, "all_gather (summon)", unit->name);
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (whole->data[i] == NULL) continue;
+  fsdp_op_log_add(&engine->log, "all_gather (summon)", unit->name);
+  fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD,
+                                                    group, &launch, error);
+  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
+    const int64_t shard_numel = unit->segments[i].layout->shard_numel;
+    if (whole->data[i] == NULL || shard_numel == 0) continue;
     const void *input = sends_shard(unit, is_grad) ? shard_of(unit, i, is_grad)
                                                    : own_slot(unit, i, is_grad);
-    FSDP_TRY(ops->all_gather(ops->context, FSDP_LANE_UNSHARD, group,
-                             whole->data[i], input,
-                             unit->segments[i].layout->shard_numel,
-                             dtype_of(unit, i, is_grad), error));
+    status = group->transport->ops->all_gather(
+        group->transport, &launch.call, whole->data[i], input, shard_numel,
+        dtype_of(unit, i, is_grad), &launch.ticket, error);
   }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
+  FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   engine->num_all_gathers++;
 done:
   return status;
@@ -187,22 +187,20 @@ done:
 
 static fsdp_status broadcast_over(fsdp_unit *unit, bool is_grad,
                                   const fsdp_group *group, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
   const fsdp_summoned *whole = whole_of(unit, is_grad);
-  fsdp_status status = FSDP_OK;
+  fsdp_priv_launch launch;
 
   if (group->world_size == 1) return FSDP_OK;
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (whole->data[i] == NULL) continue;
-    FSDP_TRY(ops->broadcast(ops->context, FSDP_LANE_UNSHARD, group,
-                            whole->data[i],
-                            unit->segments[i].layout->padded_numel, 0,
-                            dtype_of(unit, i, is_grad), error));
+  fsdp_status status = fsdp_engine_priv_open_launch(
+      unit->engine, FSDP_LANE_UNSHARD, group, &launch, error);
+  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
+    const int64_t numel = unit->segments[i].layout->padded_numel;
+    if (whole->data[i] == NULL || numel == 0) continue;
+    status = group->transport->ops->broadcast(
+        group->transport, &launch.call, whole->data[i], numel, 0,
+        dtype_of(unit, i, is_grad), &launch.ticket, error);
   }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
-done:
-  return status;
+  return fsdp_engine_priv_close_launch(unit->engine, &launch, status, error);
 }
 
 /* The first rank's block, on the device of every rank. */

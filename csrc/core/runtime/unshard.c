@@ -105,28 +105,29 @@ done:
  * shard itself is the send buffer. */
 static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
   const fsdp_group *group = &unit->options.shard_group;
-  fsdp_status status = FSDP_OK;
+  fsdp_priv_launch launch;
 
   if (group->world_size == 1) return FSDP_OK;
-  fsdp_trace_add(&engine->trace, "all_gather", unit->name);
+  fsdp_op_log_add(&engine->log, "all_gather", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
   int64_t nbytes = 0;
-  FSDP_TRY(ops->group_begin(ops->context, FSDP_LANE_UNSHARD, group, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
+  fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD,
+                                                    group, &launch, error);
+  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const fsdp_dtype dtype = param_dtype(unit, i);
     const bool sends_shard = !unit->options.offloads &&
                              fsdp_dtype_equal(dtype, segment->layout->dtype);
-    FSDP_TRY(ops->all_gather(
-        ops->context, FSDP_LANE_UNSHARD, group, unit->param_data[i],
+    if (segment->layout->shard_numel == 0) continue;
+    status = group->transport->ops->all_gather(
+        group->transport, &launch.call, unit->param_data[i],
         sends_shard ? segment->options.shard : own_slot(unit, i),
-        segment->layout->shard_numel, dtype, error));
+        segment->layout->shard_numel, dtype, &launch.ticket, error);
     nbytes += segment->layout->padded_numel * dtype.itemsize;
   }
-  FSDP_TRY(ops->group_end(ops->context, FSDP_LANE_UNSHARD, group, error));
+  FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
   engine->num_all_gathers++;
 done:
@@ -138,6 +139,7 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
                            fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
   fsdp_status status = FSDP_OK;
   FSDP_LOCAL_ERROR(local);
   void *block = NULL;
@@ -151,8 +153,8 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
   }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_UNSHARD);
-  FSDP_TRY(ops->take_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, &any_copied, &local));
+  FSDP_TRY(views->take_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, &any_copied, &local));
   if (any_copied) {
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
                                         FSDP_LANE_COMPUTE, engine->compute_done,
@@ -199,6 +201,7 @@ fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
 
 fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   const bool is_hidden = fsdp_unit_state_is_hidden(unit->state);
   const bool is_ahead = unit->state == FSDP_UNIT_PREFETCHED;
   fsdp_status status = FSDP_OK;
@@ -213,9 +216,9 @@ fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
     FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
                              &local));
     FSDP_TRY(
-        ops->show_params(ops->context, unit->options.owner,
-                         unit->is_full ? FSDP_VIEW_FULL : FSDP_VIEW_UNSHARDED,
-                         unit->param_data, &local));
+        views->show_params(views->context, unit->options.owner,
+                           unit->is_full ? FSDP_VIEW_FULL : FSDP_VIEW_UNSHARDED,
+                           unit->param_data, &local));
   }
   fsdp_engine_priv_end(unit->engine, unit, span, 0,
                        (is_hidden ? FSDP_TIMELINE_IS_KEPT : 0) |
@@ -228,6 +231,7 @@ done:
 
 fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_status status = FSDP_OK;
   FSDP_LOCAL_ERROR(local);
   const bool is_shown = unit->state == FSDP_UNIT_UNSHARDED;
@@ -241,8 +245,8 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
       fsdp_engine_priv_begin(unit->engine, FSDP_TIMELINE_RESHARD);
   if (!unit->is_resident) {
     if (is_shown) {
-      FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                                FSDP_VIEW_SHARDED, NULL, &local));
+      FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                                  FSDP_VIEW_SHARDED, NULL, &local));
     }
     /* Nobody reads the shards any more when the optimizer steps them. */
     if (!was_used) {
@@ -262,14 +266,14 @@ done:
 }
 
 fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
-  const fsdp_device_ops *ops = &unit->engine->ops;
+  const fsdp_view_ops *views = &unit->engine->views;
   fsdp_status status = FSDP_OK;
   FSDP_LOCAL_ERROR(local);
 
   if (unit->state != FSDP_UNIT_UNSHARDED || unit->is_resident) return FSDP_OK;
-  FSDP_TRY(ops->show_params(ops->context, unit->options.owner,
-                            FSDP_VIEW_SHARDED, NULL, &local));
-  ops->mark_params(ops->context, unit->options.owner);
+  FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, &local));
+  views->mark_params(views->context, unit->options.owner);
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_HIDE, &local));
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);

@@ -1,6 +1,7 @@
 /*
- * Exchange: what one rank of a group passes to the others, and gets from them,
- * so that every rank has what it needs of some items.
+ * Exchange: leads from where the ranks of a group hold items to where they need
+ * them. It says what one rank sends to the others, gets from them, and copies
+ * itself.
  *
  *   item 0, 4 bytes an element   held      needed
  *     rank 0                     [0, 3)    [0, 5)
@@ -10,11 +11,12 @@
  *              8 bytes from rank 1 go to 12
  *   on rank 1: bytes [0, 8) are copied to 0, and sent to rank 0
  *
- * An item is a 1-D tensor that lies in ranges over the ranks. All ranks plan
- * with the same ranges, so both ends of a message know its pieces and no sizes
- * are passed. Small pieces for one peer go as one message, large ones each in a
- * message of their own, straight from their place into their place. Immutable
- * once created, needs no lock.
+ * All ranks plan with the same placements, so both ends of a message know its
+ * pieces and no sizes are sent. Small pieces for one peer go as one message.
+ * Large pieces are messages of their own, from their place into their place. A
+ * rank that sends to a peer also hears from it, with a message of 0 bytes if
+ * there is nothing else: no rank ends an exchange before its peers have begun
+ * it. Immutable once created, needs no lock.
  */
 #ifndef FSDP_STATE_EXCHANGE_H
 #define FSDP_STATE_EXCHANGE_H
@@ -23,17 +25,23 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "state/placement.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Arrays of world_size ranges, of elements. An element that a rank needs is
- * held by one rank at most; what nobody holds stays as it is in the result. */
+/* One parameter's elements, or one of its states'. The buffers of the
+ * placements are ranks. A rank holds, and needs, at most one range of an item;
+ * it is a tensor of its own, so the pieces' offsets do not matter.
+ *
+ * A rank that holds all that it needs copies it. Otherwise each element that it
+ * needs is held by one rank at most; what no rank holds stays as it is. */
 typedef struct fsdp_exchange_item {
-  int64_t itemsize; /* bytes, >= 1 */
-  const fsdp_range *held;
-  const fsdp_range *needed;
+  int64_t itemsize; /* bytes of an element, >= 1 */
+  int64_t param;    /* in both placements */
+  const fsdp_placement *held;
+  const fsdp_placement *needed;
 } fsdp_exchange_item;
 
 typedef struct fsdp_exchange_spec {
@@ -41,7 +49,7 @@ typedef struct fsdp_exchange_spec {
   int64_t num_items;
   int64_t rank; /* in [0, world_size) */
   int64_t world_size;
-  int64_t direct_nbytes; /* pieces of at least so much are messages alone */
+  int64_t direct_nbytes; /* pieces of at least so many bytes go alone */
 } fsdp_exchange_spec;
 
 /* What the rank needs and holds itself. Offsets in bytes. */
@@ -64,7 +72,7 @@ typedef struct fsdp_exchange_piece {
 typedef struct fsdp_exchange_message {
   int64_t peer;
   const fsdp_exchange_piece *pieces;
-  int64_t num_pieces; /* >= 1 */
+  int64_t num_pieces; /* 0 in a message of 0 bytes */
   int64_t nbytes;
   /* The first outgoing message that has the same bytes; itself if none. */
   int64_t same_as;
@@ -72,16 +80,28 @@ typedef struct fsdp_exchange_message {
 
 typedef struct fsdp_exchange fsdp_exchange;
 
+/* What an item has in bytes, replicas counted once; INT64_MAX stands for more.
+ */
+typedef struct fsdp_exchange_size {
+  int64_t nbytes;        /* of all that is held */
+  int64_t packed_nbytes; /* of that, what goes in pieces of fewer bytes than
+                            direct_nbytes, on all ranks together */
+} fsdp_exchange_size;
+
+/* All ranks get the same. Cannot fail. */
+fsdp_exchange_size fsdp_exchange_item_size(const fsdp_exchange_item *item,
+                                           int64_t direct_nbytes);
+
 /*
  * Plans for one rank; `spec` is not referred to afterwards. Time and memory are
- * linear in items times ranks.
+ * linear in the pieces of the items, plus the number of ranks.
  *
  * exchange  [out] new reference; release with fsdp_exchange_destroy().
  *
- * FSDP_INVALID_ARGUMENT  no such rank, an itemsize below 1, or a range that
- *                        begins below 0 or ends before it begins; the message
- *                        names item and rank.
- * FSDP_OVERFLOW          a range ends past INT64_MAX bytes.
+ * FSDP_INVALID_ARGUMENT  no such rank, an itemsize below 1, or a rank that has
+ *                        two pieces of an item; the message names item and
+ *                        rank.
+ * FSDP_OVERFLOW          an item or a message passes INT64_MAX bytes.
  * FSDP_OUT_OF_MEMORY
  */
 FSDP_NODISCARD fsdp_status fsdp_exchange_create(const fsdp_exchange_spec *spec,

@@ -1,6 +1,6 @@
 /*
  * Placement: checks and sorts pieces, and writes down those of flat shards,
- * whole tensors and rows.
+ * whole parameters and rows.
  */
 #include "state/placement.h"
 
@@ -151,6 +151,32 @@ int64_t fsdp_placement_num_pieces(const fsdp_placement *placement) {
 
 const fsdp_piece *fsdp_placement_pieces(const fsdp_placement *placement) {
   return placement->pieces;
+}
+
+/* The first piece of `param`, or of one behind it. */
+static int64_t find_piece(const fsdp_placement *self, int64_t param) {
+  int64_t begin = 0;
+  int64_t end = self->num_pieces;
+  while (begin < end) {
+    const int64_t middle = begin + (end - begin) / 2;
+    if (self->pieces[middle].param < param) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
+const fsdp_piece *fsdp_placement_pieces_of(const fsdp_placement *placement,
+                                           int64_t param, int64_t *num_pieces) {
+  const int64_t begin = find_piece(placement, param);
+  int64_t end = begin;
+  while (end < placement->num_pieces && placement->pieces[end].param == param) {
+    end++;
+  }
+  *num_pieces = end - begin;
+  return end == begin ? NULL : placement->pieces + begin;
 }
 
 /* Shards of a layout ------------------------------------------------------- */
@@ -307,51 +333,32 @@ done:
   return status;
 }
 
-fsdp_status fsdp_placement_create_local(const fsdp_flat_layout *layout,
-                                        int64_t segment, int64_t rank,
-                                        fsdp_placement **placement,
-                                        fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  const int64_t world_size = fsdp_flat_layout_world_size(layout);
-  if (rank < 0 || rank >= world_size) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "rank %" PRId64 " must be in [0, %" PRId64 ")", rank,
-                     world_size);
-  }
-  fsdp_placement *self = NULL;
-  FSDP_TRY(fsdp_placement_create_flat(
-      layout, segment, (fsdp_range){rank, rank + 1}, &self, error));
-  /* One rank holds at most one piece of a parameter. */
-  for (int64_t i = 0; i < self->num_pieces; i++) {
-    self->pieces[i].buffer = self->pieces[i].param;
-    self->pieces[i].offset = 0;
-  }
-  *placement = self;
-done:
-  return status;
-}
-
 /* Tensors ------------------------------------------------------------------ */
 
-fsdp_status fsdp_placement_create_whole(const int64_t *numels,
-                                        int64_t num_params,
-                                        fsdp_placement **placement,
-                                        fsdp_error *error) {
+static fsdp_status check_numel(int64_t numel, int64_t param,
+                               fsdp_error *error) {
+  if (numel >= 0) return FSDP_OK;
+  return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                   "parameter %" PRId64 " has numel %" PRId64 ", need >= 0",
+                   param, numel);
+}
+
+fsdp_status fsdp_placement_create_on_ranks(const int64_t *numels,
+                                           int64_t num_params, fsdp_range ranks,
+                                           fsdp_placement **placement,
+                                           fsdp_error *error) {
   fsdp_placement *self = NULL;
   fsdp_status status = FSDP_OK;
 
+  FSDP_TRY(check_ranks(ranks, INT64_MAX, error));
   FSDP_TRY(begin_placement(&self, error));
   for (int64_t i = 0; i < num_params; i++) {
-    if (numels[i] < 0) {
-      status =
-          FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                    "parameter %" PRId64 " has numel %" PRId64 ", need >= 0", i,
-                    numels[i]);
-      goto done;
+    FSDP_TRY(check_numel(numels[i], i, error));
+    for (int64_t rank = ranks.begin; rank < ranks.end; rank++) {
+      const fsdp_piece piece = {
+          .param = i, .in_param = {0, numels[i]}, .buffer = rank};
+      FSDP_TRY(add_piece(self, piece, error));
     }
-    const fsdp_piece piece = {
-        .param = i, .in_param = {0, numels[i]}, .buffer = i};
-    FSDP_TRY(add_piece(self, piece, error));
   }
 
   *placement = self;

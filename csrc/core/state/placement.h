@@ -2,16 +2,16 @@
  * Placement: where the elements of parameters lie, as pieces of numbered
  * buffers.
  *
- *   flat shards of a[5] b[3] on 2 ranks     the same as whole tensors
+ *   flat shards of a[5] b[3] on 2 ranks     the same, whole on rank 0
  *
  *     param  in_param  buffer  offset         param  in_param  buffer  offset
- *     a      [0, 4)    rank 0  0              a      [0, 5)    a       0
- *     a      [4, 5)    rank 1  0              b      [0, 3)    b       0
+ *     a      [0, 4)    rank 0  0              a      [0, 5)    rank 0  0
+ *     a      [4, 5)    rank 1  0              b      [0, 3)    rank 0  0
  *     b      [0, 3)    rank 1  1
  *
- * What a buffer is (a rank's shard, a tensor, a part of a file) is the
- * caller's business. A copy plan (copy_plan.h) leads from one placement to
- * another. All counts are elements. Immutable once created, needs no lock.
+ * The caller decides what a buffer is: a rank, or a part of a file. An exchange
+ * (exchange.h) leads from one placement over ranks to another. All counts are
+ * elements. Immutable once created, needs no lock.
  */
 #ifndef FSDP_STATE_PLACEMENT_H
 #define FSDP_STATE_PLACEMENT_H
@@ -51,8 +51,7 @@ typedef struct fsdp_placement fsdp_placement;
 
 /*
  * From pieces in any order. Copied; empty pieces are left out. Several pieces
- * may hold one element (replicas): then the piece with the smallest begin
- * counts, and of those the one given first.
+ * may hold one element (replicas).
  *
  * placement  [out] new reference; release with fsdp_placement_destroy().
  *
@@ -93,23 +92,15 @@ FSDP_NODISCARD fsdp_status fsdp_placement_create_flat_range(
     fsdp_placement **placement, fsdp_error *error);
 
 /*
- * The parts of `segment`'s parameters that `rank` holds, each in a tensor of
- * its own: buffer = param, offset = 0. Failures as for create_flat.
- */
-FSDP_NODISCARD fsdp_status fsdp_placement_create_local(
-    const fsdp_flat_layout *layout, int64_t segment, int64_t rank,
-    fsdp_placement **placement, fsdp_error *error);
-
-/*
- * Whole parameters: buffer = param, offset = 0. A numel of 0 leaves the
- * parameter out.
+ * Whole parameters on each of `ranks`: buffer = rank, offset = 0. A numel of 0
+ * leaves the parameter out.
  *
- * FSDP_INVALID_ARGUMENT  a negative numel.
+ * FSDP_INVALID_ARGUMENT  a negative numel or rank.
  * FSDP_OUT_OF_MEMORY
  */
-FSDP_NODISCARD fsdp_status
-fsdp_placement_create_whole(const int64_t *numels, int64_t num_params,
-                            fsdp_placement **placement, fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_placement_create_on_ranks(
+    const int64_t *numels, int64_t num_params, fsdp_range ranks,
+    fsdp_placement **placement, fsdp_error *error);
 
 /*
  * Every parameter cut along dimension 0 as torch.chunk(num_ranks) cuts it, for
@@ -134,6 +125,11 @@ int64_t fsdp_placement_num_pieces(const fsdp_placement *placement);
 /* num_pieces pieces, none empty, by (param, begin) and then as given.
  * Borrowed. */
 const fsdp_piece *fsdp_placement_pieces(const fsdp_placement *placement);
+
+/* Those of one param: num_pieces, which may be 0. Takes logarithmic time.
+ * Borrowed. */
+const fsdp_piece *fsdp_placement_pieces_of(const fsdp_placement *placement,
+                                           int64_t param, int64_t *num_pieces);
 
 #ifdef __cplusplus
 }

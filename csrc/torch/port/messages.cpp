@@ -1,7 +1,6 @@
 // Messages between two ranks of a group, through its transport.
 #include <ATen/ATen.h>
 #include <Python.h>
-#include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -51,15 +50,15 @@ TensorCopy read_copy(const fsdp_torch_copy &given) {
 }
 
 void start(fsdp_transport *transport, const fsdp_torch_message &message,
-           const at::Tensor &tensor) {
+           const at::Tensor &tensor, const char *label) {
   const auto nbytes = static_cast<int64_t>(tensor.nbytes());
   fsdp_error error = {};
   const fsdp_status status =
       message.is_outgoing
           ? fsdp_shm_send(transport, message.peer, tensor.const_data_ptr(),
-                          nbytes, "message", &error)
+                          nbytes, label, &error)
           : fsdp_shm_recv(transport, message.peer, tensor.mutable_data_ptr(),
-                          nbytes, "message", &error);
+                          nbytes, label, &error);
   if (status != FSDP_OK) throw_error(error);
 }
 
@@ -112,48 +111,30 @@ class KeptIfWritten {
 }  // namespace
 }  // namespace fsdp_torch
 
-extern "C" PyObject *fsdp_torch_transport(PyObject *group, PyObject *device) {
-  HANDLE_TH_ERRORS
-  if (!THPDevice_Check(device)) {
-    throw std::invalid_argument("expected a torch.device");
-  }
-  const c10::Device where = reinterpret_cast<THPDevice *>(device)->device;
-  fsdp_torch::Group found = fsdp_torch::group_from(group, where);
-  {
-    // A group may be meeting, over a store that is written in Python.
-    const pybind11::gil_scoped_release no_gil;
-    fsdp_torch::look_up(found, where.type());
-  }
-  const char *name =
-      found.transport != nullptr ? found.transport->ops->name : "c10d";
-  return Py_BuildValue("ss", name, found.why_not.c_str());
-  END_HANDLE_TH_ERRORS
-}
-
 extern "C" fsdp_status fsdp_torch_pass_messages(
-    PyObject *group, const fsdp_torch_exchange *exchange, bool *are_passed,
+    PyObject *group, const fsdp_torch_messages *given, bool *are_passed,
     fsdp_error *error) {
   GUARDED(error) {
     fsdp_torch::Group found = fsdp_torch::group_from(group, c10::kCPU);
     std::vector<at::Tensor> tensors;
     std::vector<fsdp_torch::TensorCopy> copies;
-    for (int64_t i = 0; i < exchange->num_messages; i++) {
+    for (int64_t i = 0; i < given->num_messages; i++) {
       tensors.push_back(
-          fsdp_torch::read_tensor(exchange->messages[i].tensor, "a message"));
+          fsdp_torch::read_tensor(given->messages[i].tensor, "a message"));
     }
-    for (int64_t i = 0; i < exchange->num_copies; i++) {
-      copies.push_back(fsdp_torch::read_copy(exchange->copies[i]));
+    for (int64_t i = 0; i < given->num_copies; i++) {
+      copies.push_back(fsdp_torch::read_copy(given->copies[i]));
     }
     const pybind11::gil_scoped_release no_gil;
     fsdp_torch::connect(found, c10::kCPU);
-    // Only shared memory is a host transport.
     fsdp_transport *transport = found.transport.get();
-    *are_passed = transport != nullptr && transport->ops->is_host;
+    *are_passed =
+        transport != nullptr && std::strcmp(transport->ops->name, "shm") == 0;
     if (!*are_passed) return FSDP_OK;
     const fsdp_torch::KeptIfWritten kept(transport, tensors);
-    for (int64_t i = 0; i < exchange->num_messages; i++) {
-      fsdp_torch::start(transport, exchange->messages[i],
-                        tensors[static_cast<size_t>(i)]);
+    for (int64_t i = 0; i < given->num_messages; i++) {
+      fsdp_torch::start(transport, given->messages[i],
+                        tensors[static_cast<size_t>(i)], given->label);
     }
     for (const fsdp_torch::TensorCopy &copy : copies) {
       fsdp_torch::run(copy, transport);

@@ -30,12 +30,6 @@ Streams &streams() {
   return *self;
 }
 
-c10::Stream stream_of(void *handle) {
-  Streams &all = streams();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  return all.by_handle.at(handle);
-}
-
 // Events for the watchdog -----------------------------------------------------
 
 // The device whose events a transport uses; lives as long as the transport.
@@ -58,7 +52,7 @@ void event_destroy(void * /*context*/, void *event) {
 fsdp_status event_record(void * /*context*/, void *event, void *stream,
                          fsdp_error *error) {
   GUARDED(error) {
-    static_cast<c10::Event *>(event)->record(stream_of(stream));
+    static_cast<c10::Event *>(event)->record(known_stream(stream));
     return FSDP_OK;
   };
 }
@@ -156,10 +150,20 @@ fsdp_nccl_tuning core_tuning(const NcclTuning &tuning) {
 
 }  // namespace
 
+c10::Stream known_stream(void *handle) {
+  Streams &all = streams();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.by_handle.at(handle);
+}
+
 void know_stream(c10::Stream stream) {
   Streams &all = streams();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.by_handle.insert_or_assign(stream.native_handle(), stream);
+}
+
+bool is_nccl(const fsdp_transport &transport) {
+  return std::strcmp(transport.ops->name, "nccl") == 0;
 }
 
 bool registers_blocks() {

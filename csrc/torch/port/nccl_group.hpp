@@ -12,9 +12,12 @@
 
 namespace fsdp_torch {
 
-// Calls of a transport name streams by their native handles; its watchdog needs
-// torch's, to record events. Every lane's stream is made known once.
+// Calls of a transport name streams by their native handles; who carries them
+// needs torch's. Every lane's stream is made known once.
 void know_stream(c10::Stream stream);
+c10::Stream known_stream(void *handle);
+
+bool is_nccl(const fsdp_transport &transport);
 
 // Whether blocks are registered, so that NCCL reaches them without copies:
 // FSDP_C_NCCL_REGISTER=1. Of an NCCL transport; a failure changes nothing.

@@ -1,4 +1,4 @@
-// Memory, ordering and copies for the engine, over torch.
+// The device over torch: memory, events and data movement.
 #include "torch/port/provider.hpp"
 
 #include <ATen/ATen.h>
@@ -75,7 +75,7 @@ void *Provider::allocate(int64_t nbytes) {
   made.data = std::move(data);
   if (has_streams_ && groups && registers_blocks()) {
     for (const Group *group : groups()) {
-      if (!group->transport || group->transport->ops->is_host) continue;
+      if (!group->transport || !is_nccl(*group->transport)) continue;
       register_block(*group->transport, block, nbytes);
       made.registered.push_back(group->transport);
     }
@@ -155,194 +155,20 @@ void Provider::wait(fsdp_lane lane, fsdp_event *event) {
                                                 : streams_[lane]);
 }
 
-void Provider::add_work(fsdp_lane lane, Group *group,
-                        c10::intrusive_ptr<c10d::Work> work) {
-  if (work == nullptr) return;  // some backends finish at once
-  const int64_t sequence = trace != nullptr ? trace->num_recorded - 1 : -1;
-  if (has_streams_) {
-    on_lane(lane,
-            // Enqueues; the host goes on.
-            [&] { wait_for(group, *work, sequence); });
-    return;
-  }
-  host_lanes_[lane].items.push_back(
-      {std::move(work), group, sequence, nullptr});
-  host_lanes_[lane].num_added++;
-}
-
-void Provider::add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
-                          uint64_t ticket) {
-  const int64_t sequence = trace == nullptr ? -1 : trace->num_recorded - 1;
-  host_lanes_[lane].items.push_back(
-      {nullptr, group, sequence, nullptr, channel, ticket});
-  host_lanes_[lane].num_added++;
-}
-
 void *Provider::native_stream(fsdp_lane lane) const {
   const c10::impl::VirtualGuardImpl guard(device_.type());
   return (lane == FSDP_LANE_COMPUTE ? guard.getStream(device_) : streams_[lane])
       .native_handle();
 }
 
-void Provider::add_step(fsdp_lane lane, std::function<void()> step) {
-  HostLane &queue = host_lanes_[lane];
-  if (has_streams_ || queue.items.empty()) {
-    on_lane(lane, step);
-    return;
-  }
-  queue.items.push_back({nullptr, nullptr, -1, std::move(step)});
-  queue.num_added++;
-}
-
-namespace {
-
-// Lets the others know this process, once a collective has told that all came.
-void meet(Group &group) {
-  if (group.has_met) return;
-  group.has_met = true;
-  if (group.post_mortem) group.post_mortem->meet();
-}
-
-// Waits; a failure of the ranks is thrown again as what `report` makes of it.
-template <typename Report>
-void wait_or_report(c10d::Work &work, Report &&report) {
-  try {
-    work.wait();
-  } catch (const c10::DistBackendError &e) {
-    C10_THROW_ERROR(DistBackendError, report(e.what_without_backtrace()));
-  } catch (const c10::Error &) {
-    throw;                             // of the tensors, not of the ranks
-  } catch (const std::exception &e) {  // gloo's
-    throw std::runtime_error(report(e.what()));
-  }
-}
-
-}  // namespace
-
-std::string Provider::report(Group *group, const char *cause,
-                             const std::string &operation) const {
-  if (!group->post_mortem) return cause;
-  break_groups(c10::str(operation, " failed in another group (", cause, ")"));
-  const std::string text =
-      group->post_mortem->describe(cause, operation, trace);
-  tell_others(group, text);
-  return text;
-}
-
-void Provider::break_groups(const std::string &cause) const {
-  if (has_streams_ || !groups) return;
-  for (const Group *each : groups()) {
-    fsdp_transport *transport = each->transport.get();
-    if (transport != nullptr && transport->ops->give_up != nullptr) {
-      transport->ops->give_up(transport, cause.c_str());
-    }
-    if (each->is_gloo) break_gloo(*each->process_group);
-  }
-}
-
-void Provider::tell_others(const Group *group, const std::string &text) const {
-  if (!groups) return;
-  for (const Group *each : groups()) {
-    if (each->post_mortem && each->post_mortem != group->post_mortem) {
-      each->post_mortem->say("failed in another group: " +
-                             text.substr(0, text.find_last_not_of('.') + 1));
-    }
-  }
-}
-
-void Provider::transport_failed(Group *group, const char *cause,
-                                int64_t sequence) const {
-  C10_THROW_ERROR(DistBackendError,
-                  report(group, cause, operation_of(trace, sequence)));
-}
-
-void Provider::transport_failed(Group *group, const char *cause,
-                                const std::string &operation) const {
-  C10_THROW_ERROR(DistBackendError, report(group, cause, operation));
-}
-
-void Provider::wait_for(Group *group, c10d::Work &work,
-                        int64_t sequence) const {
-  wait_or_report(work, [&](const char *cause) {
-    return report(group, cause, operation_of(trace, sequence));
-  });
-  if (!has_streams_) meet(*group);
-}
-
-void Provider::finish(Group *group, c10d::Work &work,
-                      const std::string &operation) {
-  wait_or_report(
-      work, [&](const char *cause) { return report(group, cause, operation); });
-}
-
-void Provider::wait_for(const HostItem &item, bool has_failed) const {
-  fsdp_transport *transport = item.group->transport.get();
-  FSDP_LOCAL_ERROR(error);
-  if (transport->ops->wait(transport, item.channel, item.ticket, &error) ==
-      FSDP_OK) {
-    meet(*item.group);
-  } else if (!has_failed) {
-    transport_failed(item.group, error.message, item.sequence);
-  }
-}
-
-void Provider::run_item(const HostItem &item, bool has_failed) const {
-  if (item.group == nullptr) {
-    if (!has_failed) item.step();
-  } else if (item.work == nullptr) {
-    wait_for(item, has_failed);
-  } else if (has_failed) {
-    item.work->wait();  // the first failure is the one to describe
-  } else {
-    wait_for(item.group, *item.work, item.sequence);
-  }
-}
-
-void Provider::run_recorded(const HostItem &item,
-                            fsdp_timeline *timeline) const {
-  fsdp_timeline_entry entry = {};
-  entry.kind = FSDP_TIMELINE_WAIT;
-  entry.sequence = item.sequence;
-  entry.unit = -1;
-  entry.nbytes = -1;
-  entry.mark_begin = -1;
-  entry.mark_end = -1;
-  if (item.work != nullptr && item.work->isCompleted()) {
-    entry.flags = FSDP_TIMELINE_WAS_DONE;
-  }
-  entry.begin_ns = fsdp_timeline_now(timeline);
-  run_item(item, false);
-  entry.end_ns = fsdp_timeline_now(timeline);
-  fsdp_timeline_add(timeline, &entry);
-}
-
-// After a failure the rest, up to the ticket, still has to end, because its
-// memory will be reused; its steps would only work on garbage.
-void Provider::run_until(HostLane &lane, uint64_t ticket) {
-  std::exception_ptr failure;
-  fsdp_timeline *timeline =
-      engine == nullptr ? nullptr : fsdp_engine_timeline(engine);
-  while (lane.num_done < ticket && !lane.items.empty()) {
-    const HostItem item = std::move(lane.items.front());
-    lane.items.pop_front();
-    lane.num_done++;
-    try {
-      if (timeline != nullptr && item.group != nullptr && !failure) {
-        run_recorded(item, timeline);
-      } else {
-        run_item(item, failure != nullptr);
-      }
-    } catch (...) {
-      if (!failure) failure = std::current_exception();
-    }
-  }
-  if (failure) std::rethrow_exception(failure);
-}
-
 namespace {
 
 int32_t mark_lane(void *context, fsdp_lane lane) {
   return provider_of(context).mark(lane);
+}
+
+void *stream_of_lane(void *context, fsdp_lane lane) {
+  return provider_of(context).native_stream(lane);
 }
 
 fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
@@ -577,7 +403,10 @@ fsdp_device_ops Provider::ops() {
   table.event_record = event_record;
   table.event_wait = event_wait;
   table.event_synchronize = event_synchronize;
-  if (has_streams_) table.mark = mark_lane;
+  if (has_streams_) {
+    table.mark = mark_lane;
+    table.stream = stream_of_lane;
+  }
   table.host_alloc = host_alloc;
   table.host_free = host_free;
   table.copy_to_device = copy_to_device;
@@ -585,7 +414,7 @@ fsdp_device_ops Provider::ops() {
   table.cast = cast;
   table.pack = pack;
   table.accumulate = accumulate;
-  add_collective_ops(&table);
+  add_lane_ops(&table);
   return table;
 }
 

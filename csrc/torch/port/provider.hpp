@@ -1,4 +1,4 @@
-// The provider: fills the port from ATen, c10 streams and c10d, for one device.
+// The provider: the device table over ATen and c10 streams.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,30 +11,25 @@
 #include <array>
 #include <deque>
 #include <functional>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <unordered_map>
 #include <vector>
 
-#include "base/trace.h"
-#include "port/device_ops.h"
-#include "port/transport.h"
+#include "base/op_log.h"
+#include "port/device.h"
 #include "runtime/engine.h"
+#include "torch/port/break_group.hpp"
+#include "torch/port/c10d_transport.hpp"
 #include "torch/port/post_mortem.hpp"
 
 namespace fsdp_torch {
 
-// A process group and what the provider has to know about its backend.
-struct Group {
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
-  // gloo over host memory. Over device memory gloo copies through the host, and
-  // is one backend among others.
-  bool is_gloo = false;
-  // Without one (a group written in Python) only the calls that Python can
-  // override work.
-  bool has_backend = true;
-  // What carries the collectives, transports.hpp; null: c10d.
+// A process group as the provider knows it.
+struct Group : C10dGroup {
+  // What carries the collectives, transports.hpp; null: a rank alone, or not
+  // connected yet.
   std::shared_ptr<fsdp_transport> transport;
-  std::string why_not;                      // there is none
+  std::shared_ptr<fsdp_transport> c10d;     // the one over c10d, once made
+  std::string why_c10d;                     // carries the collectives; else ""
   std::shared_ptr<PostMortem> post_mortem;  // null: a single rank
   bool has_met = false;                     // see PostMortem::meet
 };
@@ -43,8 +38,7 @@ class Provider {
  public:
   explicit Provider(c10::Device device);
 
-  // The table whose context is this object. The functions for views and
-  // gradients are filled by unit_views.cpp.
+  // The table whose context is this object.
   fsdp_device_ops ops();
 
   void *allocate(int64_t nbytes);
@@ -76,32 +70,27 @@ class Provider {
     body();
   }
 
-  // Queues `work` of `group` on a host lane; makes a stream lane wait for it.
-  void add_work(fsdp_lane lane, Group *group,
-                c10::intrusive_ptr<c10d::Work> work);
-  // Queues a collective that a host transport of `group` has started.
-  void add_ticket(fsdp_lane lane, Group *group, fsdp_channel channel,
-                  uint64_t ticket);
+  // Host lanes: makes a call of the group's transport a part of the lane's
+  // work.
+  void add_call(fsdp_lane lane, Group *group, fsdp_channel channel,
+                uint64_t ticket);
   // Runs `step` after the lane's work so far; on a stream lane that is now.
   void add_step(fsdp_lane lane, std::function<void()> step);
 
-  // Waits for `work` of `group` now. A failure names what every rank was
-  // doing; `operation` is what failed.
-  void finish(Group *group, c10d::Work &work, const std::string &operation);
-
   // What this rank issued, for reports of failures. Borrowed; set once.
-  const fsdp_trace *trace = nullptr;
-  // Whose timeline hears of waits for collectives; likewise.
+  const fsdp_op_log *log = nullptr;
+  // Whose timeline shows waits for collectives; likewise.
   const fsdp_engine *engine = nullptr;
   // All groups of the engine: where one fails, none can go on.
   std::function<std::vector<Group *>()> groups;
-  // Throws: the group's transport failed. Says what every rank was doing, and
-  // lets those know that wait elsewhere. sequence: in `trace`; -1: the last.
-  [[noreturn]] void transport_failed(Group *group, const char *cause,
-                                     int64_t sequence) const;
-  // The same; `operation` is what failed.
-  [[noreturn]] void transport_failed(Group *group, const char *cause,
-                                     const std::string &operation) const;
+  // Throws: `operation` failed because of the group's ranks. The exception
+  // tells what every rank was doing; ranks that wait elsewhere are told, too.
+  [[noreturn]] void ranks_failed(const Group &group, const char *cause,
+                                 const std::string &operation) const;
+  // The same of a call of the group's transport; throws `error` if it was not
+  // the ranks who failed.
+  [[noreturn]] void call_failed(const Group &group, const fsdp_error &error,
+                                const std::string &operation) const;
 
   // Marks: points in time on the lanes of a device, for one timeline
   // (marks.cpp). A host device has none. start throws; the others cannot fail.
@@ -118,14 +107,13 @@ class Provider {
   c10::Device device() const { return device_; }
 
  private:
-  // Note [Lanes on a host device] in device_ops.h.
+  // Note [Lanes on a host device] in device.h.
   struct HostItem {
-    c10::intrusive_ptr<c10d::Work> work;
-    Group *group;      // of `work` or of `ticket`; null: a step
-    int64_t sequence;  // of `work`, in `trace`
+    Group *group;  // of a call; null: a step
+    fsdp_channel channel;
+    uint64_t ticket;
+    int64_t sequence;  // of the call's operation, in `log`
     std::function<void()> step;
-    fsdp_channel channel = FSDP_CHANNEL_GATHER;
-    uint64_t ticket = 0;
   };
   struct HostLane {
     std::deque<HostItem> items;
@@ -133,20 +121,15 @@ class Provider {
     uint64_t num_done = 0;
   };
   void run_until(HostLane &lane, uint64_t ticket);
+  // After a failure it waits for calls all the same, and drops steps.
   void run_item(const HostItem &item, bool has_failed) const;
-  // The same for a collective while a timeline is recorded.
+  // The same for a call while a timeline is recorded.
   void run_recorded(const HostItem &item, fsdp_timeline *timeline) const;
-  // Ends a collective of a host transport; only the first failure is described.
-  void wait_for(const HostItem &item, bool has_failed) const;
-  // The same for the operation `sequence` of `trace`.
-  void wait_for(Group *group, c10d::Work &work, int64_t sequence) const;
-  // What waits in the engine's groups ends, on all ranks: over gloo, and over
-  // transports that can tell the others `cause`.
   void break_groups(const std::string &cause) const;
-  // Says so in the engine's groups other than `group`.
-  void tell_others(const Group *group, const std::string &text) const;
-  // What to tell of a failure. Breaks the engine's groups.
-  std::string report(Group *group, const char *cause,
+  // Publishes `text` in the engine's groups other than `group`.
+  void tell_others(const Group &group, const std::string &text) const;
+  // The text of a failure. Breaks the engine's groups.
+  std::string report(const Group &group, const char *cause,
                      const std::string &operation) const;
 
   c10::Stream stream_of(fsdp_lane lane) const;
@@ -171,12 +154,15 @@ class Provider {
 // A point on a lane, not recorded yet.
 std::shared_ptr<fsdp_event> make_event();
 
-// collectives.cpp
-void add_collective_ops(fsdp_device_ops *ops);
+// lanes.cpp
+void add_lane_ops(fsdp_device_ops *ops);
+
+// group_values.cpp
+void add_group_ops(fsdp_device_ops *ops);
 // The sum over the group's ranks, or the maximum, of a tensor of one element on
-// the provider's device; may be the tensor itself. Goes through the group's
-// transport where it has one, on the channel of reductions, which all work on
-// the compute lane follows. Throws; `label` says what failed.
+// the provider's device; may be the tensor itself. On the channel of
+// reductions, which all work on the compute lane follows. Throws; `label` is
+// the operation of an error.
 at::Tensor reduce_scalar(Provider &provider, Group &group,
                          const at::Tensor &term, bool is_max,
                          const char *label);

@@ -34,24 +34,24 @@ static_assert(FSDP_DTYPE_FLOAT64 == static_cast<int>(at::kDouble));
 static_assert(FSDP_DTYPE_BOOL == static_cast<int>(at::kBool));
 static_assert(FSDP_DTYPE_BFLOAT16 == static_cast<int>(at::kBFloat16));
 
-// The store of a process group as the transports see it ----------------------
+// The store of a process group, for the transports ---------------------------
 
 struct GroupStore {
   c10::intrusive_ptr<c10d::Store> store;
   std::string prefix;
-  // Of all that is asked until the ranks have met; none while it is empty.
+  // For all questions until the ranks have met; empty: none.
   std::optional<std::chrono::steady_clock::time_point> deadline = std::nullopt;
 
   std::string key(const char *name) const { return prefix + name; }
 };
 
-// Answers of `ask`, which the store may never give: the process that hosts it
-// may be stopped, and its own time limits do not hold then. Throws what `ask`
-// throws, and when the deadline is over.
+// The answer of `ask`. The store may never give one: if the process that hosts
+// it is stopped, the store's own time limits do not hold. Throws what `ask`
+// throws, and after the deadline.
 std::vector<uint8_t> answer_of(
     const GroupStore &self,
     const std::function<std::vector<uint8_t>(c10d::Store &)> &ask) {
-  // For an answer that the store gives at its own limit, which is the same.
+  // The store's own limit is the same: its answer comes just after it.
   constexpr std::chrono::milliseconds kGrace(250);
   if (!self.deadline) return ask(*self.store);
   struct Answer {
@@ -157,8 +157,8 @@ std::optional<int> integer_of(const pybind11::object &config,
   return value;
 }
 
-// The group's NCCL options, read by attribute: their class needs nccl.h. What
-// they do not have, and everything on a backend without them, is NCCL's choice.
+// The group's NCCL options, read by attribute, since their class needs nccl.h.
+// NCCL chooses what they do not have.
 NcclTuning tuning_of(c10d::ProcessGroup &group, c10::Device device) {
   NcclTuning tuning;
   const pybind11::gil_scoped_acquire gil;
@@ -182,16 +182,15 @@ NcclTuning tuning_of(c10d::ProcessGroup &group, c10::Device device) {
 
 // Choosing --------------------------------------------------------------------
 
-// Of one process group on one kind of device, as long as the group lives: all
-// ranks make it together, so it must not go and come with the engines that use
-// it.
+// What carries one process group on one kind of device. All ranks make it
+// together, so it lives as long as the group, whatever engines use it.
 struct Connection {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   c10::DeviceType device_type;
   std::shared_ptr<GroupStore> store;  // outlives the transport
   std::shared_ptr<fsdp_transport> transport;
   std::string why_not;
-  const char *refusal = nullptr;  // this rank's, when it met
+  const char *refusal = nullptr;  // of this rank, when the ranks met
 };
 
 fsdp_store core_store(const Connection &connection) {
@@ -228,7 +227,7 @@ void connect_shm(Connection &connection, c10d::ProcessGroup &group,
 
 enum class Kind { kC10d, kShm, kNccl };
 
-// What could carry the group; why nothing but c10d can.
+// The transport to try. For c10d, why_not [out] is the reason.
 Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
   if (device.is_cpu()) {
     if (!group.is_gloo) {
@@ -245,8 +244,8 @@ Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
   return Kind::kC10d;
 }
 
-// Why this rank takes no part, if its user says so; the others hear it in the
-// meeting and take none either.
+// The reason if a switch turns the transport off on this rank. The ranks tell
+// each other when they meet, and none uses it then.
 const char *refusal_of(Kind kind) {
   if (kind == Kind::kShm && is_switched_off("FSDP_C_SHM")) {
     return "switched off by FSDP_C_SHM=0";
@@ -265,7 +264,7 @@ void choose(Connection &connection, Kind kind,
     connection.why_not = "the group has no store";
     return;
   }
-  // Every rank counts its own times, so that a group which is made again over
+  // Each rank counts how often it came here: a group that is made again over
   // one store meets at new keys.
   const std::string base = "fsdp_c/transport/" + process_group.getGroupName() +
                            "/" + c10::DeviceTypeName(device.type(), true) + "/";
@@ -284,8 +283,8 @@ void choose(Connection &connection, Kind kind,
       });
   connection.store->prefix =
       base + std::string(count.begin(), count.end()) + "/";
-  // NCCL has limits of its own. Its watchdog asks while others wait: not over
-  // their connection.
+  // NCCL has limits of its own. Its watchdog asks while other threads wait, so
+  // it needs a connection of its own.
   if (kind == Kind::kNccl) {
     connection.store->deadline = std::nullopt;
     connection.store->store = store->clone();
@@ -300,7 +299,7 @@ void choose(Connection &connection, Kind kind,
       tuning, refusal_of(kind), &connection.why_not);
 }
 
-// A rank did not come: says which, as for a collective that failed.
+// A rank did not come: throws a report like that of a failed collective.
 [[noreturn]] void meeting_failed(const Group &group, const char *cause) {
   std::string text = cause;
   if (group.post_mortem) {
@@ -351,6 +350,9 @@ Group group_from(PyObject *object, c10::Device device) {
   if (object == nullptr) return group;
   group.process_group =
       pybind11::handle(object).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  group.device = device;
+  group.rank = group.process_group->getRank();
+  group.world_size = group.process_group->getSize();
   try {
     const bool is_of_gloo = is_gloo(*group.process_group, device.type());
     group.is_gloo = is_of_gloo && device.is_cpu();
@@ -362,11 +364,13 @@ Group group_from(PyObject *object, c10::Device device) {
 }
 
 void connect(Group &group, c10::Device device) {
-  if (!group.process_group || group.process_group->getSize() == 1) return;
-  group.transport = nullptr;
-  const Kind kind = kind_for(group, device, &group.why_not);
+  if (group.world_size == 1) return;
+  if (!group.c10d) group.c10d = make_c10d_transport(group);
+  group.transport = group.c10d;
+  const Kind kind = kind_for(group, device, &group.why_c10d);
   if (kind == Kind::kC10d) return;
-  // It takes the GIL, whose holders may wait for the registry.
+  // Before the lock: it takes the GIL, and threads that hold the GIL may wait
+  // for the registry.
   const NcclTuning tuning = kind == Kind::kNccl
                                 ? tuning_of(*group.process_group, device)
                                 : NcclTuning{};
@@ -399,9 +403,12 @@ void connect(Group &group, c10::Device device) {
       *found = std::move(made);
     }
   }
-  // A switch that was set since the ranks met holds for this user of the group.
-  group.transport = refusal == nullptr ? found->transport : nullptr;
-  group.why_not = refusal == nullptr ? found->why_not : refusal;
+  // A switch that was set after the ranks met applies to this user of the
+  // group.
+  if (refusal == nullptr && found->transport) {
+    group.transport = found->transport;
+  }
+  group.why_c10d = refusal == nullptr ? found->why_not : refusal;
 }
 
 void look_up(Group &group, c10::DeviceType device_type) {
@@ -410,11 +417,11 @@ void look_up(Group &group, c10::DeviceType device_type) {
   const std::lock_guard<std::mutex> lock(all.mutex);
   const Connection *found = all.find(*group.process_group, device_type);
   if (found == nullptr) {
-    group.why_not = "the group has not been used yet";
+    group.why_c10d = "the group has not been used yet";
     return;
   }
   group.transport = found->transport;
-  group.why_not = found->why_not;
+  group.why_c10d = found->why_not;
 }
 
 }  // namespace fsdp_torch

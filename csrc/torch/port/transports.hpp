@@ -1,4 +1,4 @@
-// Transports: what carries a process group's collectives in place of c10d.
+// Transports: what carries a process group's collectives.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -13,14 +13,14 @@ namespace fsdp_torch {
 // `object` is a ProcessGroup, or null: this rank alone. GIL.
 Group group_from(struct _object *object, c10::Device device);
 
-// Gives the group its transport where one is possible: shared memory for gloo
-// ranks of one host, NCCL on a device. All ranks of the group must come here,
-// and wait for each other at the group's first time. Without one the group
-// keeps c10d, and `group.why_not` tells the reason. Throws if a rank did not
-// come.
+// Gives the group its transport: shared memory for gloo ranks of one host, NCCL
+// on a device, else c10d, for the reason in `group.why_c10d`. All ranks of the
+// group must come here, and wait for each other at the group's first time.
+// Throws if a rank did not come.
 void connect(Group &group, c10::Device device);
 
-// The same where the group has met already, else nothing; waits for nobody.
+// Finds the group's transport if it has met already and has one of our own;
+// waits for nobody.
 void look_up(Group &group, c10::DeviceType device_type);
 
 }  // namespace fsdp_torch

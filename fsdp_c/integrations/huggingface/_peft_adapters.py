@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.own_parts import named_uses
+from fsdp_c._state.parts import named_uses
 from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name

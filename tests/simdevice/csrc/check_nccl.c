@@ -167,7 +167,8 @@ static const fsdp_dtype FLOAT = {FSDP_DTYPE_FLOAT32, 4};
 /* Filled on `compute`, gathered on `gather` in one group. */
 static void gather_round(rank_state *self, int round) {
   const fsdp_transport_ops *ops = self->transport->ops;
-  const fsdp_call call = {FSDP_CHANNEL_GATHER, self->gather, "all_gather"};
+  const fsdp_call call = {FSDP_CHANNEL_GATHER, self->gather, "all_gather",
+                          NULL};
   fsdp_error error = {0};
   for (int i = 0; i < NUM_SEGMENTS; i++) {
     push_fill(self->compute, self->gathered[i] + self->rank * NUMEL, self->rank,
@@ -186,7 +187,7 @@ static void gather_round(rank_state *self, int round) {
 /* The mean, by reduce_scatter or by all_reduce, on `reduce`. */
 static void reduce_round(rank_state *self, int round) {
   const fsdp_transport_ops *ops = self->transport->ops;
-  const fsdp_call call = {FSDP_CHANNEL_REDUCE, self->reduce, "reduce"};
+  const fsdp_call call = {FSDP_CHANNEL_REDUCE, self->reduce, "reduce", NULL};
   const double scale = round % 3 == 0 ? 0.25 : 1.0 / (double)self->world_size;
   fsdp_error error = {0};
   for (int64_t each = 0; each < self->world_size; each++) {

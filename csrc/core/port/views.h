@@ -1,0 +1,102 @@
+/*
+ * What the user sees of a unit, as function pointers: what its parameters and
+ * gradients are views of, what the user changed, and the user's hooks. The
+ * bridge fills the table, tests fill it with a recorder.
+ */
+#ifndef FSDP_PORT_VIEWS_H
+#define FSDP_PORT_VIEWS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "base/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a unit's parameters, or their gradients, are views of. */
+typedef enum fsdp_view {
+  FSDP_VIEW_SHARDED = 0,  /* the shard; of gradients: the sharded gradient */
+  FSDP_VIEW_UNSHARDED,    /* a block in compute (gradients: reduce) dtype */
+  FSDP_VIEW_FULL,         /* a block in master (gradients: grad) dtype */
+  FSDP_VIEW_FULL_ON_HOST, /* the same in host memory */
+  FSDP_VIEW_PARTIAL       /* gradients only: this rank's part of the sum over
+                             the micro-batches so far, in reduce dtype */
+} fsdp_view;
+
+/* `owner` is the token that the unit was created with. */
+typedef struct fsdp_view_ops {
+  void *context; /* first argument of every call */
+
+  /* Parameters.
+   * show_params points the unit's parameters at `view`. For SHARDED `segments`
+   * is NULL and the unsharded storages are emptied; for the others
+   * `segments[i]` is the memory of segment i, padded_numel elements long. */
+  fsdp_status (*show_params)(void *context, void *owner, fsdp_view view,
+                             void *const *segments, fsdp_error *error);
+  /* Looks for parameters whose memory the user replaced (`param.data = ...`)
+   * while they were views of `view` (SHARDED or one of the FULL; `segments` as
+   * above), and copies their values in, on COMPUTE. The usual case, nothing
+   * replaced, is cheap. any_copied [out] whether one was. */
+  fsdp_status (*take_params)(void *context, void *owner, fsdp_view view,
+                             void *const *segments, bool *any_copied,
+                             fsdp_error *error);
+  /* Whether the user changed parameters (values, or memory) since the last
+   * mark_params; both while they are views of SHARDED. Cannot fail. A write
+   * through `param.data` is not seen. */
+  void (*mark_params)(void *context, void *owner);
+  bool (*params_changed)(void *context, void *owner);
+  /* Gradients.
+   * take_grads takes the ones that the user sees off the parameters before a
+   * backward writes new ones. A gradient that is not the engine's own view is
+   * copied in; where the user cleared one while others stand, its range in
+   * the sharded gradient and (if `unsharded_live`) in `unsharded_segments` is
+   * zeroed. any_live [out] whether there was any gradient at all. */
+  fsdp_status (*take_grads)(void *context, void *owner, bool unsharded_live,
+                            void *const *unsharded_segments, bool *any_live,
+                            fsdp_error *error);
+  /* The same for gradients shown as one of the FULL views of `segments`: one
+   * that the user set is copied in, the range of one that was cleared zeroed.
+   * The parameters have no gradients after it. */
+  fsdp_status (*take_full_grads)(void *context, void *owner, fsdp_view view,
+                                 void *const *segments, bool *any_live,
+                                 fsdp_error *error);
+  /* Whether the user still holds a gradient that was shown. */
+  bool (*grads_live)(void *context, void *owner);
+  /* Lets the memory of the sharded gradients go; grad_shard allocates anew. */
+  void (*grads_free)(void *context, void *owner);
+  /* Lets the user see the gradients: sharded ones, or those in `segments`
+   * (entries of frozen segments are NULL): of UNSHARDED and the FULL
+   * padded_numel elements, of PARTIAL shard_numel. */
+  fsdp_status (*show_grads)(void *context, void *owner, fsdp_view view,
+                            void *const *segments, fsdp_error *error);
+  /* The sharded gradient of a trainable segment, in grad dtype (in host memory
+   * if the unit offloads), allocated at the first call, and again after
+   * grads_free: zeros, written on COMPUTE, unless the next work on it will
+   * replace all of them (`is_replaced`). data [out] borrowed. */
+  fsdp_status (*grad_shard)(void *context, void *owner, int64_t segment,
+                            bool is_replaced, void **data, fsdp_error *error);
+  /* Of a unit that is followed. grads_set_aside, before a reduction: what the
+   * sharded gradients hold stays with the port, and grad_shard allocates anew.
+   * grads_reduced, after it: the new ones are there after the work now on
+   * `lane`; the port adds what stood aside. It may let them go, no more. */
+  void (*grads_set_aside)(void *context, void *owner);
+  fsdp_status (*grads_reduced)(void *context, void *owner, fsdp_lane lane,
+                               fsdp_error *error);
+  /* Frees a gradient that was handed over by fsdp_unit_grad_ready. All work
+   * that reads it is on the lane COMPUTE. Cannot fail. */
+  void (*grad_release)(void *context, void *token);
+
+  /* The user's communication hook, in place of a unit's reductions: runs it on
+   * `buffer` (padded_numel elements of segment `segment`) and leaves this
+   * rank's piece of the result in its slot of `buffer`. */
+  fsdp_status (*reduce_hook)(void *context, void *owner, fsdp_lane lane,
+                             int64_t segment, void *buffer, fsdp_error *error);
+} fsdp_view_ops;
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_PORT_VIEWS_H */

@@ -1,0 +1,337 @@
+// The transport over c10d: for groups that no transport of our own carries.
+#include "torch/port/c10d_transport.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <c10/core/StreamGuard.h>
+
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "torch/compat.hpp"
+#include "torch/guard.hpp"
+#include "torch/port/nccl_group.hpp"
+
+namespace fsdp_torch {
+namespace over_c10d {  // the names stand in other files, too
+namespace {
+
+using Works = std::vector<WorkPtr>;  // null ones have ended
+
+// A collective on a host that has started.
+struct Pending {
+  Works works;
+  std::function<void()> finish;  // runs when all have ended; may be empty
+};
+
+struct Channel {
+  std::deque<Pending> pending;
+  uint64_t num_started = 0;
+  uint64_t num_ended = 0;
+};
+
+// On a device, c10d's works are waited for on their stream, at once.
+struct C10dTransport : fsdp_transport {
+  C10dGroup group;
+  fsdp_transport_ops table = {};
+  std::array<Channel, FSDP_NUM_CHANNELS> channels;
+  fsdp_error failure = {};  // the first one of the ranks
+};
+
+C10dTransport &self_of(fsdp_transport *transport) {
+  return *static_cast<C10dTransport *>(transport);
+}
+
+at::Tensor view(const C10dTransport &self, const void *data, int64_t numel,
+                fsdp_dtype dtype) {
+  return at::from_blob(const_cast<void *>(data), {numel},
+                       at::TensorOptions()
+                           .dtype(static_cast<at::ScalarType>(dtype.code))
+                           .device(self.group.device));
+}
+
+// Note [Python objects in thread-local state]
+// Tensor.backward() keeps a Python object in the thread-local state while it
+// runs, and gloo's work items capture that state. Whoever drops the last
+// reference takes the GIL; when that is gloo's own thread, it does so with the
+// group's queue locked, and the next collective waits for the GIL. Hence
+// collectives are issued without such objects.
+class WithoutPythonObjects {
+ public:
+  // Moved, since a copy would allocate: the state is this thread's own.
+  WithoutPythonObjects()
+      : saved_(std::move(const_cast<Objects &>(Objects::get_state()))) {
+    Objects::set_state({});
+  }
+  ~WithoutPythonObjects() { Objects::set_state(std::move(saved_)); }
+  WithoutPythonObjects(const WithoutPythonObjects &) = delete;
+  WithoutPythonObjects &operator=(const WithoutPythonObjects &) = delete;
+
+ private:
+  using Objects = at::impl::ThreadLocalPythonObjects;
+  Objects saved_;
+};
+
+void finish(C10dTransport &self, Pending &pending, bool has_failed) {
+  try {
+    for (const WorkPtr &work : pending.works) {
+      if (work) work->wait();
+    }
+  } catch (...) {
+    const std::string cause = failure_of_ranks();
+    if (self.failure.status == FSDP_OK) {
+      (void)FSDP_FAIL(&self.failure, FSDP_BACKEND, "%s", cause.c_str());
+    }
+    throw;
+  }
+  if (pending.finish && !has_failed) pending.finish();
+}
+
+// Starts what `issue` returns. On a device the stream waits for it, too.
+template <typename Issue>
+fsdp_status start(C10dTransport &self, const fsdp_call *call, uint64_t *ticket,
+                  fsdp_error *error, Issue &&issue) {
+  GUARDED(error) {
+    const WithoutPythonObjects no_objects;
+    if (self.table.is_host) {
+      Channel &channel = self.channels[call->channel];
+      channel.pending.push_back(issue());
+      *ticket = ++channel.num_started;
+      return FSDP_OK;
+    }
+    const c10::StreamGuard guard(known_stream(call->stream));
+    Pending pending = issue();
+    finish(self, pending, false);
+    return FSDP_OK;
+  };
+}
+
+// As what ends a sum.
+std::function<void()> scaling(const at::Tensor &sum, double scale) {
+  if (scale == 1.0) return nullptr;
+  return [sum, scale]() mutable { sum.mul_(scale); };
+}
+
+// gloo gathers through a buffer of its own and copies twice. One broadcast per
+// rank, all in flight together and in place, is faster for few ranks; with
+// many, its world_size messages of log(world_size) hops are not.
+constexpr int64_t kMaxBroadcastRanks = 8;
+
+Works gather_by_broadcasts(const C10dTransport &self, void *output,
+                           const void *input, int64_t shard_numel,
+                           fsdp_dtype dtype) {
+  const int64_t nbytes = shard_numel * dtype.itemsize;
+  char *slots = static_cast<char *>(output);
+  char *own = slots + self.group.rank * nbytes;
+  if (own != input) std::memcpy(own, input, static_cast<size_t>(nbytes));
+  Works works;
+  for (int64_t root = 0; root < self.group.world_size; root++) {
+    std::vector<at::Tensor> piece = {
+        view(self, slots + root * nbytes, shard_numel, dtype)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    works.push_back(self.group.process_group->broadcast(piece, options));
+  }
+  return works;
+}
+
+WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
+                    at::Tensor &whole) {
+  if (group.has_backend) {
+    return reduce_scatter_base(*group.process_group, piece, whole);
+  }
+  std::vector<at::Tensor> outputs = {piece};
+  std::vector<at::Tensor> inputs = {whole};
+  return reduce_scatter_base_coalesced(*group.process_group, outputs, inputs);
+}
+
+// Each rank sends its part for every other rank and adds up what it got: half
+// the time of gloo's own reduce-scatter, and the sum's order is that of the
+// ranks.
+Pending reduce_by_all_to_all(const C10dGroup &group, at::Tensor sent,
+                             at::Tensor received, at::Tensor own,
+                             double scale) {
+  const WorkPtr work = all_to_all_base(*group.process_group, received, sent);
+  const auto sum = [received, own, scale,
+                    world_size = group.world_size]() mutable {
+    const at::Tensor pieces = received.view({world_size, -1});
+    if (world_size == 2) {
+      at::add_out(own, pieces[0], pieces[1]);
+    } else {
+      at::sum_out(own, pieces, /*dim=*/{0});
+    }
+    if (scale != 1.0) own.mul_(scale);
+  };
+  return {{work}, sum};
+}
+
+// The table -------------------------------------------------------------------
+
+void destroy(fsdp_transport *transport) {
+  delete static_cast<C10dTransport *>(transport);
+}
+
+// Its calls are launches of their own.
+fsdp_status group_begin(fsdp_transport * /*transport*/,
+                        const fsdp_call * /*call*/, fsdp_error * /*error*/) {
+  return FSDP_OK;
+}
+
+fsdp_status group_end(fsdp_transport * /*transport*/,
+                      const fsdp_call * /*call*/, fsdp_error * /*error*/) {
+  return FSDP_OK;
+}
+
+fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
+                       void *output, const void *input, int64_t shard_numel,
+                       fsdp_dtype dtype, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    if (self.group.is_gloo && self.group.world_size <= kMaxBroadcastRanks) {
+      return {gather_by_broadcasts(self, output, input, shard_numel, dtype),
+              nullptr};
+    }
+    at::Tensor whole =
+        view(self, output, shard_numel * self.group.world_size, dtype);
+    at::Tensor piece = view(self, input, shard_numel, dtype);
+    return {{all_gather_over_c10d(self.group, whole, piece)}, nullptr};
+  });
+}
+
+fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
+                      void *buffer, int64_t numel, int64_t root,
+                      fsdp_dtype dtype, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    return {{self.group.process_group->broadcast(tensors, options)}, nullptr};
+  });
+}
+
+fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
+                           void *buffer, int64_t shard_numel, fsdp_dtype dtype,
+                           double scale, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    const int64_t numel = shard_numel * self.group.world_size;
+    at::Tensor whole = view(self, buffer, numel, dtype);
+    at::Tensor own =
+        whole.narrow(0, self.group.rank * shard_numel, shard_numel);
+    if (call->scratch != nullptr) {
+      return reduce_by_all_to_all(self.group, whole,
+                                  view(self, call->scratch, numel, dtype), own,
+                                  scale);
+    }
+    return {{scatter_sum(self.group, own, whole)}, scaling(own, scale)};
+  });
+}
+
+fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
+                       void *buffer, int64_t numel, fsdp_dtype dtype,
+                       double scale, uint64_t *ticket, fsdp_error *error) {
+  C10dTransport &self = self_of(transport);
+  return start(self, call, ticket, error, [&]() -> Pending {
+    std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
+    return {{self.group.process_group->allreduce(tensors)},
+            scaling(tensors[0], scale)};
+  });
+}
+
+// After a failure the rest, up to the ticket, still has to end, because its
+// memory will be reused.
+fsdp_status wait(fsdp_transport *transport, fsdp_channel index, uint64_t ticket,
+                 fsdp_error *error) {
+  GUARDED(error) {
+    C10dTransport &self = self_of(transport);
+    Channel &channel = self.channels[index];
+    std::exception_ptr failure;
+    while (channel.num_ended < ticket && !channel.pending.empty()) {
+      Pending next = std::move(channel.pending.front());
+      channel.pending.pop_front();
+      channel.num_ended++;
+      try {
+        finish(self, next, failure != nullptr);
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
+    return FSDP_OK;
+  };
+}
+
+bool is_done(fsdp_transport *transport, fsdp_channel index, uint64_t ticket) {
+  const Channel &channel = self_of(transport).channels[index];
+  uint64_t number = channel.num_ended;
+  for (const Pending &each : channel.pending) {
+    if (number++ >= ticket) break;
+    for (const WorkPtr &work : each.works) {
+      if (work && !work->isCompleted()) return false;
+    }
+  }
+  return true;
+}
+
+// Unlike that of other transports a call after a failure is made: a user's own
+// group may have recovered.
+fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
+  const C10dTransport &self = self_of(transport);
+  if (self.failure.status != FSDP_OK && error != nullptr) *error = self.failure;
+  return self.failure.status;
+}
+
+}  // namespace
+}  // namespace over_c10d
+
+std::string failure_of_ranks() {
+  try {
+    throw;
+  } catch (const c10::DistBackendError &e) {
+    return e.what_without_backtrace();
+  } catch (const c10::Error &) {
+    throw;                             // of the tensors, not of the ranks
+  } catch (const std::exception &e) {  // gloo's
+    return e.what();
+  }
+}
+
+WorkPtr all_gather_over_c10d(const C10dGroup &group, at::Tensor &whole,
+                             at::Tensor &piece) {
+  if (group.has_backend) {
+    return all_gather_base(*group.process_group, whole, piece);
+  }
+  std::vector<at::Tensor> outputs = {whole};
+  std::vector<at::Tensor> inputs = {piece};
+  return all_gather_base_coalesced(*group.process_group, outputs, inputs);
+}
+
+std::shared_ptr<fsdp_transport> make_c10d_transport(const C10dGroup &group) {
+  auto self = std::make_unique<over_c10d::C10dTransport>();
+  self->group = group;
+  self->table.name = "c10d";
+  self->table.is_host = group.device.is_cpu();
+  self->table.wants_scratch = group.is_gloo;
+  self->table.destroy = over_c10d::destroy;
+  self->table.group_begin = over_c10d::group_begin;
+  self->table.group_end = over_c10d::group_end;
+  self->table.all_gather = over_c10d::all_gather;
+  self->table.broadcast = over_c10d::broadcast;
+  self->table.reduce_scatter = over_c10d::reduce_scatter;
+  self->table.all_reduce = over_c10d::all_reduce;
+  if (self->table.is_host) {
+    self->table.wait = over_c10d::wait;
+    self->table.is_done = over_c10d::is_done;
+  }
+  self->table.check = over_c10d::check;
+  self->ops = &self->table;
+  return {self.release(), over_c10d::destroy};
+}
+
+}  // namespace fsdp_torch

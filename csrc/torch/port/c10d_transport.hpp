@@ -1,0 +1,40 @@
+// The transport over c10d: for groups that no transport of our own carries.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "port/transport.h"
+
+namespace fsdp_torch {
+
+// A process group and what is to be known about its backend on a device.
+struct C10dGroup {
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  c10::Device device{c10::DeviceType::CPU};
+  int64_t rank = 0;
+  int64_t world_size = 1;
+  // gloo over host memory. Over device memory gloo copies through the host, and
+  // is one backend among others.
+  bool is_gloo = false;
+  // Without one (a group written in Python) only the calls that Python can
+  // override work.
+  bool has_backend = true;
+};
+
+std::shared_ptr<fsdp_transport> make_c10d_transport(const C10dGroup &group);
+
+// On the current stream. `whole` and `piece` outlive the work.
+c10::intrusive_ptr<c10d::Work> all_gather_over_c10d(const C10dGroup &group,
+                                                    at::Tensor &whole,
+                                                    at::Tensor &piece);
+
+// In a catch block around a wait: the message of a failure of the ranks. Throws
+// anything else again.
+std::string failure_of_ranks();
+
+}  // namespace fsdp_torch

@@ -1,1 +1,0 @@
-"""Optimizer state dicts: saved, loaded, rekeyed and moved between ranks."""

@@ -1,0 +1,1 @@
+"""Module state dicts: full, sharded and local ones, saved and loaded."""

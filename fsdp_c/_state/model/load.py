@@ -1,0 +1,411 @@
+"""Loading: state dicts of every kind into the shards.
+
+Note [Loading without gathering]
+A unit takes the values of its own parameters out of the state dict and copies its part
+of each into its shard; torch's recursion loads the rest (buffers, ignored parameters,
+extra state), and meanwhile the parameters are not registered. A FULL or LOCAL state
+dict so needs no communication, a SHARDED one a single collective a unit.
+
+That is possible where loading a module means copying its parameters. A unit of which a
+module does more (hooks around loading, ``_load_from_state_dict()`` or
+``set_extra_state()`` of its own) is gathered while torch's recursion loads it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.api import StateDictType
+from torch.overrides import is_tensor_like
+
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.summon import summoned
+from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
+from fsdp_c._state.model.local import find_local_problems, load_local, local_names
+from fsdp_c._state.model.plain import loads_plainly
+from fsdp_c._state.model.save import check_idle, check_owners, kind_of
+from fsdp_c._state.parts import named_uses, unit_parts
+from fsdp_c._state.sharded_tensors import (
+    find_problem,
+    has_rows,
+    is_sharded,
+    local_part,
+    sharded_dtype,
+    sharded_shape,
+)
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.device import wait_for_uploads
+from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
+from fsdp_c._units.sessions import LoadSession
+
+
+def begin_load(
+    module: ShardedModule,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    missing_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Load the parameters of ``module``'s unit; prepare torch's recursion into it.
+
+    Called before the module's own loading; :func:`finish_load` ends it, after
+    that of all that is in it.
+
+    Raises:
+        RuntimeError: A value does not fit; nothing of the wrapped modules in
+            ``module`` was changed. Or inside forward or backward.
+        ValueError: ``assign=True``, which would replace the sharded parameters.
+    """
+    if local_metadata.get("assign_to_params_buffers", False):
+        raise ValueError(
+            "load_state_dict(assign=True) would replace the sharded parameters: "
+            "pass assign=False"
+        )
+    try:
+        session = module.find_session(LoadSession)
+        if session is None:
+            session = _begin_tree(module, state_dict, prefix)
+        session.error_msgs = error_msgs
+        with torch.no_grad():
+            _load_unit(module, state_dict, prefix, missing_keys, session)
+    except BaseException:
+        _end_tree(module)
+        raise
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = key[len(prefix) :]
+        state_dict[f"{prefix}{WRAPPED_PREFIX}{name}"] = state_dict.pop(key)
+
+
+def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """End what :func:`begin_load` began, and clean the names in messages."""
+    assert isinstance(module, ShardedModule)
+    session = module.find_session(LoadSession)
+    if session is None or session.error_msgs is None:
+        return
+    error_msgs = session.error_msgs
+    if session.modules[0] is not module:
+        module.end_session(LoadSession)
+        return
+    _end_tree(module)
+    for names in (
+        incompatible_keys.missing_keys,
+        incompatible_keys.unexpected_keys,
+        error_msgs,
+    ):
+        names[:] = [clean_name(name) for name in names]
+
+
+def _end_tree(module: ShardedModule) -> None:
+    session = module.find_session(LoadSession)
+    for each in () if session is None else session.modules:
+        each.end_session(LoadSession)
+
+
+# Check ------------------------------------------------------------------------
+
+
+def _begin_tree(
+    module: ShardedModule, state_dict: dict[str, Any], prefix: str
+) -> LoadSession:
+    """Check, for all units in ``module``, that what ``state_dict`` has fits."""
+    ensure_engine(module)
+    check_owners(module)
+    modules = list(sharded_modules(module))
+    for each in modules:
+        each.end_session(LoadSession)  # one that an exception has left
+        check_idle(each, "load_state_dict")
+        each._originals.check()
+    wait_for_uploads(modules)
+    kinds = {each: kind_of(each) for each in modules}
+    is_plain = all(loads_plainly(each) for each in modules)
+    problems: list[str] = []
+    prefixes = {
+        each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
+        for name, each in module.named_modules()
+        if isinstance(each, ShardedModule)
+    }
+    for each in modules:
+        _drop_own_shards(each, state_dict, prefixes[each])
+    if is_plain:  # or a hook might change the state dict before a unit sees it
+        for each in modules:
+            problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
+    communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
+    _raise_problems(module, problems, on_any_rank=communicates)
+    sessions = [LoadSession(tuple(modules), is_plain) for _ in modules]
+    for each, session in zip(modules, sessions, strict=True):
+        each.begin_session(session)
+    return sessions[0]
+
+
+def _raise_problems(
+    module: ShardedModule, problems: list[str], *, on_any_rank: bool
+) -> None:
+    """Raise if there are problems, on this rank or ``on_any_rank`` of the group."""
+    what = f"Error(s) in loading state_dict for {type(module.wrapped).__name__}"
+    is_bad = bool(problems)
+    if on_any_rank and module.world_size > 1:
+        flag = torch.tensor([is_bad], dtype=torch.uint8, device=module.compute_device)
+        with naming_ranks(module.process_group, "check of a state dict on all ranks"):
+            torch.distributed.all_reduce(
+                flag, torch.distributed.ReduceOp.MAX, group=module.process_group
+            )
+        is_bad = bool(flag.item())
+    if problems:
+        lines = "".join(f"\n\t{clean_name(problem)}." for problem in problems)
+        raise RuntimeError(f"{what}, of which nothing was loaded:{lines}")
+    if is_bad:
+        raise RuntimeError(
+            f"{what}, of which nothing was loaded: another rank found values that do "
+            "not fit and says which"
+        )
+
+
+def _find_problems(
+    module: ShardedModule,
+    kind: StateDictType,
+    state_dict: dict[str, Any],
+    prefix: str,
+) -> list[str]:
+    """Return what of ``state_dict`` does not fit the parameters of one unit."""
+    shapes = module._originals.shapes
+    given = [
+        (f"{prefix}{name}", use)
+        for name, use in named_uses(module)
+        if f"{prefix}{name}" in state_dict
+    ]
+    local = _entries(module, state_dict, prefix)
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        if given and not local:
+            return [
+                f"{given[0][0]!r} is not in a LOCAL state dict, which has "
+                f"{prefix + local_names(module)[0]!r} for unit {module._unit.name!r}: "
+                "load it with state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT"
+            ]
+        return find_local_problems(module, local, prefix)
+    if local and not given:
+        return [
+            f"{prefix + next(iter(local))!r} is of a LOCAL state dict, and the type "
+            f"is {kind.name}: load it with state_dict_type LOCAL_STATE_DICT"
+        ]
+    problems = []
+    for key, use in given:
+        problem = _find_mismatch(module, kind, state_dict[key], shapes[use])
+        if problem is not None:
+            problems.append(problem.format(key=key))
+    return problems
+
+
+def _find_mismatch(
+    module: ShardedModule, kind: StateDictType, value: Any, shape: torch.Size
+) -> str | None:
+    """Return why ``value`` cannot be loaded, a text with {key} in it; or None."""
+    if not is_tensor_like(value):  # type: ignore[no-untyped-call]
+        return (
+            '"{key}": expected torch.Tensor or Tensor-like object from checkpoint but '
+            f"received {type(value)}"
+        )
+    wants_sharded = kind is StateDictType.SHARDED_STATE_DICT and has_rows(shape)
+    if wants_sharded != is_sharded(value):
+        actual = f"a {type(value).__name__} of shape {tuple(_size_of(value))}"
+        if wants_sharded:
+            return (
+                f"{{key}} is {actual}, and SHARDED_STATE_DICT needs a ShardedTensor or "
+                f"DTensor of shape {tuple(shape)}: load whole tensors with "
+                "state_dict_type FULL_STATE_DICT"
+            )
+        return (
+            f"{{key}} is {actual}, and a whole tensor of shape {tuple(shape)} is "
+            "needed: load sharded tensors with state_dict_type SHARDED_STATE_DICT and "
+            "a strategy that shards"
+        )
+    size = _size_of(value)
+    # As nn.Module: a 0-dim parameter may have been saved as one of one element.
+    if size != shape and not (shape == () and size == (1,)):
+        return (
+            "size mismatch for {key}: copying a param with shape "
+            f"{size} from checkpoint, the shape in current model is {shape}"
+        )
+    if is_sharded(value):
+        problem = find_problem(module, value)
+        return None if problem is None else f"{{key}} {problem}"
+    return None
+
+
+def _size_of(value: Tensor) -> torch.Size:
+    return sharded_shape(value) if is_sharded(value) else value.shape
+
+
+def _entries(
+    module: ShardedModule, state_dict: dict[str, Any], prefix: str
+) -> dict[str, Any]:
+    """Return the entries of a LOCAL state dict for one unit, by name."""
+    return {
+        name: state_dict[f"{prefix}{name}"]
+        for name in local_names(module)
+        if f"{prefix}{name}" in state_dict
+    }
+
+
+# Load -------------------------------------------------------------------------
+
+
+def _load_unit(
+    module: ShardedModule,
+    state_dict: dict[str, Any],
+    prefix: str,
+    missing_keys: list[str],
+    session: LoadSession,
+) -> None:
+    """Take the values of one unit's parameters out of ``state_dict`` and load them."""
+    kind = kind_of(module)
+    is_plain = loads_plainly(module)
+    if not session.is_checked:
+        problems = _find_problems(module, kind, state_dict, prefix)
+        if kind is StateDictType.FULL_STATE_DICT and not is_plain:
+            problems = [each for each in problems if "size mismatch" not in each]
+        _raise_problems(module, problems, on_any_rank=True)
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        entries = _entries(module, state_dict, prefix)
+        for name in local_names(module):
+            if state_dict.pop(f"{prefix}{name}", None) is None:
+                missing_keys.append(f"{prefix}{name}")
+        load_local(module, entries)
+        session.stack.enter_context(module._originals.absent())
+        return
+    values: dict[str, Any] = {}
+    uses: dict[str, int] = {}
+    for name, use in named_uses(module):
+        key = f"{prefix}{name}"
+        if key in state_dict:
+            values[key] = state_dict.pop(key)
+            uses[key] = use
+        elif is_plain:
+            missing_keys.append(key)
+    if is_plain:
+        _write(module, values, uses)
+        session.stack.enter_context(module._originals.absent())
+    else:
+        state_dict.update(_whole(module, values, uses))
+        session.stack.enter_context(summoned(module, writeback=True))
+
+
+def _drop_own_shards(
+    module: ShardedModule, state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Take values out that are what the unit itself has registered.
+
+    ``set_model_state_dict()`` of torch.distributed.checkpoint adds these to the whole
+    tensors that the user gives. They are this rank's shards and say nothing new.
+    """
+    group = module._config.groups.shard_group
+    if group is None or group.size() == 1 or module._unit.is_summoned:
+        return
+    own = {id(use.param) for use in module._originals.uses}
+    own.update(id(flat_param) for flat_param in module._originals.flat_params())
+    names = [name for name, _ in named_uses(module)] + local_names(module)
+    for name in names:
+        if id(state_dict.get(f"{prefix}{name}")) in own:
+            del state_dict[f"{prefix}{name}"]
+
+
+def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:
+    """Copy values, by key, into the parameters of one unit."""
+    if module._unit.is_summoned:
+        values = _whole(module, values, uses)
+    parts = list(unit_parts(module, as_shown=True))
+    params = module._unit.param_of_use
+    for key, value in values.items():
+        if not is_sharded(value):
+            parts[params[uses[key]]].write(_as_tensor(value))
+    for key, value in _exchanged(module, values, uses, are_whole=False):
+        with torch.no_grad():
+            parts[params[uses[key]]].values().copy_(value)
+
+
+def _exchanged(
+    module: ShardedModule,
+    values: dict[str, Any],
+    uses: dict[str, int],
+    *,
+    are_whole: bool,
+) -> list[tuple[str, Tensor]]:
+    """Return the sharded ones of ``values``, whole or this rank's parts, 1-D."""
+    parts = list(unit_parts(module, as_shown=True))
+    num_ranks = module.world_size
+    items = []
+    for key, value in values.items():
+        if not is_sharded(value):
+            continue
+        part = parts[module._unit.param_of_use[uses[key]]]
+        spread, index = part.spread, part.index
+        held = spread.rows(index, num_ranks)
+        needed = spread.parts(index, num_ranks)
+        if are_whole:
+            needed = spread.whole(0, num_ranks)
+        source, dtype = local_part(value), sharded_dtype(value)
+        items.append(ExchangeItem(key, source, dtype, index, held, needed))
+    unit = UnitItems(
+        module._unit.name, module.process_group, module.compute_device, items
+    )
+    with _told(module):
+        return list(exchange([unit], "parameters"))
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return the tensor that a tensor-like stands for, as one read when it is used.
+
+    Only what ``nn.Module.load_state_dict()`` needs is asked of it: shape and copying.
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.empty(tuple(value.shape), dtype=value.dtype).copy_(value)
+
+
+def _whole(
+    module: ShardedModule, values: dict[str, Any], uses: dict[str, int]
+) -> dict[str, Any]:
+    """Return ``values`` with whole tensors for sharded ones."""
+    found = dict(_exchanged(module, values, uses, are_whole=True))
+    return {
+        key: found[key].to(module.compute_device).view(sharded_shape(value))
+        if key in found
+        else value
+        for key, value in values.items()
+    }
+
+
+@contextmanager
+def _told(module: ShardedModule) -> Iterator[None]:
+    """Say for which unit a collective was that fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"load_state_dict() could not exchange the values of unit "
+            f"{module._unit.name!r} on rank {module.rank} ({error}): all ranks must "
+            "load state dicts with the same keys"
+        ) from error
+
+
+def with_wrapped_metadata(module: nn.Module, state_dict: Any) -> Any:
+    """Return ``state_dict`` with module versions under the wrapped names as well.
+
+    torch looks the version of a module up by its name in the module tree. It also
+    notes ``assign=True`` there, so the user's own metadata is left alone.
+    """
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is None:
+        return state_dict
+    extended = OrderedDict(state_dict)
+    names = OrderedDict((name, dict(version)) for name, version in metadata.items())
+    for name, _ in module.named_modules():
+        clean = clean_name(f"{name}.")[:-1]
+        if clean in metadata:
+            names[name] = dict(metadata[clean])
+    cast("Any", extended)._metadata = names
+    return extended

@@ -1,0 +1,422 @@
+"""Saving: state dicts of every kind, one unit at a time.
+
+The keys are those of the unwrapped module: a wrapped module passes its own prefix
+on to the module inside it.
+
+Note [One unit at a time]
+Parameters are exchanged to where they are needed (see fsdp_c._state.exchange): whole on
+all ranks or on rank 0, or in rows. Each rank so takes little memory beside its result.
+That is possible where saving a module means handing out its parameters. A unit of which
+a module does more (hooks around saving, ``_save_to_state_dict()`` or
+``get_extra_state()`` of its own) is summoned, for they may look at its parameters.
+
+The recursion of ``nn.Module.state_dict()`` goes into children while their parents are
+being saved. So the outermost wrapped module saves what is nested in it beforehand,
+innermost first: only one unit is summoned at a time. When the recursion comes to a
+nested unit later, that hands out what was kept. Order of keys, metadata and hooks are
+those of the unwrapped module.
+"""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp.api import (
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._engines.summon import summoned
+from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
+from fsdp_c._state.model.local import local_state
+from fsdp_c._state.model.plain import saves_plainly
+from fsdp_c._state.parts import named_uses, unit_parts
+from fsdp_c._state.sharded_tensors import (
+    in_form,
+    is_sharded,
+    shard_tensor,
+)
+from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.names import WRAPPED_PREFIX
+from fsdp_c._units.sessions import SaveSession
+from fsdp_c._units.uses import is_flat_param, sharding_unit
+
+
+def kind_of(module: ShardedModule) -> StateDictType:
+    """Return the kind of state dict that ``module``'s own unit gives and takes.
+
+    Raises:
+        RuntimeError: LOCAL_STATE_DICT with a device mesh.
+
+    Source:
+        Full state dicts for NO_SHARD, and that mesh and LOCAL exclude each other:
+        ``_pre_state_dict_hook``, ``_set_use_dtensor`` (torch 2.13,
+        ``fsdp/_state_dict_utils.py``).
+    """
+    kind = module._state_dict_type
+    if kind is StateDictType.FULL_STATE_DICT:
+        return kind
+    if module._config.sharding_strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be "
+            f"returned: nothing is sharded, and {kind.name} would mean nothing.",
+            stacklevel=5,
+        )
+        return StateDictType.FULL_STATE_DICT
+    if kind is StateDictType.LOCAL_STATE_DICT and module._device_mesh is not None:
+        raise RuntimeError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
+            "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get "
+            "DTensor state_dict."
+        )
+    if module._device_mesh is not None:
+        config = module._state_dict_config
+        assert isinstance(config, ShardedStateDictConfig)  # LOCAL was refused
+        config._use_dtensor = True  # where FSDP1 shows it, too
+    return kind
+
+
+def check_idle(module: ShardedModule, method: str) -> None:
+    """Check that ``module`` is between steps.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    engine = module._engine
+    if engine is not None and (engine.in_forward or engine.in_backward):
+        raise RuntimeError(
+            f"{method}() was called inside forward or backward of unit "
+            f"{module._unit.name!r}: call it between steps; after an exception in the "
+            "middle of one, call fsdp_c.reset(model) first"
+        )
+
+
+def check_owners(module: ShardedModule) -> None:
+    """Check that each sharded parameter in ``module`` has its unit in there too.
+
+    Raises:
+        RuntimeError: One is shared with a module outside, whose unit shards it.
+    """
+    modules = list(sharded_modules(module))
+    owned = {use.param for each in modules for use in each._originals.uses}
+    for name, param in module.wrapped.named_parameters():
+        unit_name = sharding_unit(param)
+        if unit_name is not None and param not in owned and not is_flat_param(param):
+            raise RuntimeError(
+                f"parameter {name!r} of unit {module._unit.name!r} is shared with "
+                f"modules outside it, and sharded by unit {unit_name!r}: save or load "
+                "the state dict of a module that contains both"
+            )
+
+
+def _prefixes(module: ShardedModule, prefix: str) -> dict[ShardedModule, str]:
+    """Return the prefix that torch's recursion gives to each nested unit."""
+    return {
+        each: f"{prefix}{name.replace(WRAPPED_PREFIX, '')}."
+        for name, each in module.wrapped.named_modules()
+        if isinstance(each, ShardedModule)
+    }
+
+
+def new_state() -> "OrderedDict[str, Any]":
+    """Return an empty state dict with metadata."""
+    state: OrderedDict[str, Any] = OrderedDict()
+    cast("Any", state)._metadata = OrderedDict()
+    return state
+
+
+def save(
+    module: ShardedModule,
+    destination: dict[str, Any] | None,
+    prefix: str,
+    keep_vars: bool,
+) -> dict[str, Any]:
+    """Return the state dict of ``module``, its keys beginning with ``prefix``.
+
+    All ranks must call it. Parameters are copies with memory of their own, buffers
+    and ignored parameters are the module's, as in ``nn.Module.state_dict()``; with
+    ``offload_to_cpu`` all of them are on the CPU. With ``rank0_only`` the other ranks
+    get nothing, and hold no copy meanwhile.
+    """
+    if destination is None:
+        destination = new_state()
+    kept = module.find_session(SaveSession)
+    if kept is not None:
+        _hand_out(kept, destination, prefix)
+        return destination
+    ensure_engine(module)
+    check_owners(module)
+    modules = list(sharded_modules(module))
+    kinds = {each: kind_of(each) for each in modules}
+    prefixes = _prefixes(module, prefix)
+    summons = _find_summons(modules, kinds)
+    with torch.no_grad(), ExitStack() as stack:
+        for each in modules:
+            check_idle(each, "state_dict")
+            each._originals.check()
+            stack.enter_context(
+                each._originals.absent()
+                if kinds[each] is StateDictType.LOCAL_STATE_DICT
+                else each._originals.shown()
+            )
+        values = _exchanged([each for each in modules if each not in summons], kinds)
+        for each in reversed(modules[1:]):  # parents come first in it
+            own = prefixes[each]
+            kind = kinds[each]
+            state = _save_unit(
+                each, kind, new_state(), own, keep_vars, values.get(each)
+            )
+            each.begin_session(SaveSession(state, own))
+            stack.callback(each.end_session, SaveSession)
+        return _save_unit(
+            module, kinds[module], destination, prefix, keep_vars, values.get(module)
+        )
+
+
+def _find_summons(
+    modules: list[ShardedModule], kinds: dict[ShardedModule, StateDictType]
+) -> set[ShardedModule]:
+    """Return the modules whose unit is summoned; the same on all ranks.
+
+    A hook may be registered on some ranks only, so the ranks ask each other. One that
+    runs before a unit is saved may change its parameters.
+    """
+    of_group: dict[ProcessGroup, list[ShardedModule]] = {}
+    for each in modules:
+        if kinds[each] is not StateDictType.LOCAL_STATE_DICT:
+            of_group.setdefault(each.process_group, []).append(each)
+    summons: set[ShardedModule] = set()
+    for group, its_modules in of_group.items():
+        flags = torch.tensor(
+            [
+                bool(each._unit.is_summoned or each._state_dict_pre_hooks)
+                or not saves_plainly(each)
+                for each in its_modules
+            ],
+            dtype=torch.uint8,
+            device=its_modules[0].compute_device,
+        )
+        if group.size() > 1:
+            name = its_modules[0]._unit.name
+            with naming_ranks(group, f"state_dict() of unit {name!r}"):
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        summons.update(
+            each for each, flag in zip(its_modules, flags.tolist(), strict=True) if flag
+        )
+    return summons
+
+
+def _hand_out(kept: SaveSession, destination: dict[str, Any], prefix: str) -> None:
+    """Add what was kept of a nested unit to ``destination``."""
+    for key, value in kept.state.items():
+        destination[prefix + key.removeprefix(kept.prefix)] = value
+    metadata = getattr(destination, "_metadata", None)
+    if metadata is not None:
+        for name, version in getattr(kept.state, "_metadata", {}).items():
+            rest = f"{name}.".removeprefix(kept.prefix)
+            metadata[f"{prefix}{rest}"[:-1]] = version
+
+
+def _save_unit(
+    module: ShardedModule,
+    kind: StateDictType,
+    destination: dict[str, Any],
+    prefix: str,
+    keep_vars: bool,
+    values: list[Any] | None,
+) -> dict[str, Any]:
+    """Save one unit and what is in it; nested units hand out what was kept.
+
+    ``values`` are those of its parameters if they were exchanged.
+    """
+    config = module._state_dict_config
+    is_wanted = _is_wanted(module)
+    target = destination if is_wanted else new_state()
+    for pre_hook in module._state_dict_pre_hooks.values():
+        pre_hook(module, prefix, keep_vars)
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        own = local_state(module, offload_to_cpu=config.offload_to_cpu)
+        target.update((f"{prefix}{name}", value) for name, value in own.items())
+        module.wrapped.state_dict(
+            destination=target, prefix=prefix, keep_vars=keep_vars
+        )
+    elif values is not None:
+        module.wrapped.state_dict(
+            destination=target, prefix=prefix, keep_vars=keep_vars
+        )
+        params = module._unit.param_of_use
+        for name, use in named_uses(module):
+            if is_wanted and f"{prefix}{name}" in target:
+                value = values[params[use]]
+                if not is_sharded(value):
+                    value.requires_grad_(target[f"{prefix}{name}"].requires_grad)
+                target[f"{prefix}{name}"] = value
+    else:
+        with summoned(module, writeback=False):
+            module.wrapped.state_dict(
+                destination=target, prefix=prefix, keep_vars=keep_vars
+            )
+            if is_wanted:
+                _replace_params(module, target, prefix, _copier(module, kind))
+    if is_wanted:
+        _convert_rest(module, target, prefix, offload_to_cpu=config.offload_to_cpu)
+    local_metadata = {"version": module._version}
+    for hook in module._state_dict_hooks.values():
+        result = hook(module, destination, prefix, local_metadata)
+        if result is not None:
+            destination = cast("dict[str, Any]", result)
+    return destination
+
+
+def _rank0_only(module: ShardedModule) -> bool:
+    config = module._state_dict_config
+    return isinstance(config, FullStateDictConfig) and config.rank0_only
+
+
+def _is_wanted(module: ShardedModule) -> bool:
+    """Return whether this rank gets values of the unit."""
+    return module.rank == 0 or not _rank0_only(module)
+
+
+def _exchanged(
+    modules: list[ShardedModule], kinds: dict[ShardedModule, StateDictType]
+) -> dict[ShardedModule, list[Any]]:
+    """Return the values of units' parameters in the state dict, by parameter."""
+    modules = [m for m in modules if kinds[m] is not StateDictType.LOCAL_STATE_DICT]
+    values: dict[ShardedModule, list[Any]] = {module: [] for module in modules}
+    units = [_items_of(module, kinds[module]) for module in modules]
+    for (module, part), value in exchange(units, "parameters"):
+        config = module._state_dict_config
+        device = torch.device("cpu") if config.offload_to_cpu else module.compute_device
+        values[module].append(
+            in_form(
+                module,
+                value,
+                part.shape,
+                device=device,
+                shards=kinds[module] is StateDictType.SHARDED_STATE_DICT,
+                use_dtensor=getattr(config, "_use_dtensor", None),
+            )
+            if _is_wanted(module)
+            else None
+        )
+    return values
+
+
+def _items_of(module: ShardedModule, kind: StateDictType) -> UnitItems:
+    """Return what is exchanged of a unit: its parts, to where they are needed."""
+    num_ranks = module.world_size
+    items = []
+    for part in unit_parts(module):
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            needed = part.spread.rows(part.index, num_ranks)
+        else:
+            needed = part.spread.whole(0, 1 if _rank0_only(module) else num_ranks)
+        held = part.spread.parts(part.index, num_ranks)
+        own = part.values()
+        items.append(
+            ExchangeItem((module, part), own, own.dtype, part.index, held, needed)
+        )
+    group, device = module.process_group, module.compute_device
+    return UnitItems(module._unit.name, group, device, items)
+
+
+def _copier(module: ShardedModule, kind: StateDictType) -> Callable[[Tensor], Any]:
+    """Return what makes of a whole parameter its value in the state dict."""
+    config = module._state_dict_config
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        assert isinstance(config, ShardedStateDictConfig)
+
+        def shard(value: Tensor) -> Tensor:
+            return shard_tensor(
+                module,
+                value,
+                offload_to_cpu=config.offload_to_cpu,
+                use_dtensor=config._use_dtensor,
+            )
+
+        return shard
+
+    def copy(value: Tensor) -> Tensor:
+        device = torch.device("cpu") if config.offload_to_cpu else value.device
+        result = value.detach().to(device, copy=True)
+        return result.requires_grad_(value.requires_grad)
+
+    return copy
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _replace_params(
+    module: ShardedModule,
+    target: dict[str, Any],
+    prefix: str,
+    copy: Callable[[Tensor], Any],
+) -> None:
+    """Copy what lies in the memory of the summoned unit, whatever its key is.
+
+    Tensors that were one tensor (shared parameters) stay one. Where a module inside a
+    nested unit shares a parameter of this one, what that unit has kept is a part of it,
+    and found by its key.
+    """
+    uses = module._originals.uses
+    storages = {_storage_of(use.param) for use in uses}
+    copies: dict[tuple[Any, ...], Any] = {}
+
+    def copy_once(value: Tensor) -> Any:
+        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if place not in copies:
+            copies[place] = copy(value)
+        return copies[place]
+
+    for key, value in target.items():
+        if (
+            key.startswith(prefix)
+            and isinstance(value, Tensor)
+            and not is_sharded(value)
+            and _storage_of(value) in storages
+        ):
+            target[key] = copy_once(value)
+    nested = _nested_modules(module)
+    if any(use.module in nested for use in uses):
+        for name, index in named_uses(module):
+            key = f"{prefix}{name}"
+            if uses[index].module in nested and key in target:
+                target[key] = copy_once(uses[index].param.detach())
+
+
+def _nested_modules(module: ShardedModule) -> set[nn.Module]:
+    """Return the modules inside the units nested in ``module``."""
+    nested: set[nn.Module] = set()
+    for each in sharded_modules(module):
+        if each is not module:
+            nested.update(each.modules())
+    return nested
+
+
+def _convert_rest(
+    module: ShardedModule, target: dict[str, Any], prefix: str, *, offload_to_cpu: bool
+) -> None:
+    """Give buffers the dtype from before ``buffer_dtype``; offload plain tensors."""
+    buffers = module._unit_buffers
+    dtypes = {} if buffers is None else buffers.original_dtypes
+    for name, dtype in dtypes.items():
+        value = target.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and value.dtype != dtype:
+            target[f"{prefix}{name}"] = value.to(dtype)
+    if offload_to_cpu:
+        for key, value in target.items():
+            if key.startswith(prefix) and type(value) in (Tensor, nn.Parameter):
+                target[key] = value.to("cpu")

@@ -1,0 +1,1 @@
+"""Optimizer state dicts: full, sharded and local ones, saved and loaded."""

@@ -1,0 +1,170 @@
+"""Parameter groups: from an optimizer's keys to names, and back."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fsdp_c._state.optim.keys import Key, ParamKeys
+from fsdp_c._state.parts import ParamPart
+
+PartsOfParam = Mapping[nn.Parameter, Sequence[ParamPart]]
+
+# Optimizers made of named parameters keep these beside "params".
+_NAMES = "param_names"
+
+
+def groups_by_name(
+    state_dict: Mapping[str, Any], keys: ParamKeys, parts_of_param: PartsOfParam
+) -> list[dict[str, Any]] | None:
+    """Return the groups of an optimizer's state dict with names for keys.
+
+    A flat parameter's key becomes the names of all parameters in it. None if the
+    state dict has no groups.
+
+    Raises:
+        ValueError: A group has a key that is none of the optimizer's.
+    """
+    if "param_groups" not in state_dict:
+        return None
+    groups = []
+    for group in state_dict["param_groups"]:
+        names = []
+        for key in group["params"]:
+            if key not in keys.param_of_key:
+                raise ValueError(
+                    f"parameter {key!r} of the optimizer's state dict is none of the "
+                    f"optimizer's {len(keys.param_of_key)} parameters: pass the "
+                    "optimizer that the state dict is of"
+                )
+            names += [part.fqn for part in parts_of_param[keys.param_of_key[key]]]
+        renamed = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+        if _NAMES in renamed:
+            renamed[_NAMES] = list(names)
+        renamed["params"] = names
+        groups.append(renamed)
+    return groups
+
+
+def groups_for_optimizer(
+    param_groups: Sequence[Mapping[str, Any]],
+    keys: ParamKeys,
+    parts_of_param: PartsOfParam,
+    *,
+    target: Sequence[Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return groups with names as those of an optimizer, with its keys.
+
+    The groups are in the optimizer's order where that is known, else in the given.
+
+    Args:
+        param_groups: With names.
+        keys: The optimizer's keys.
+        parts_of_param: Of its model.
+        target: The optimizer's own groups, for the names that it keeps in them.
+
+    Raises:
+        ValueError: A name is none of the optimizer's parameters; a parameter that a
+            unit shards is in no group, or with others in one that is not theirs.
+    """
+    key_of_name = {
+        name: key
+        for key, param in keys.param_of_key.items()
+        for part in parts_of_param[param]
+        for name in part.names
+    }
+    group_of_key: dict[Key, int] = {}
+    for number, group in enumerate(param_groups):
+        for name in group["params"]:
+            key = key_of_name.get(name)
+            if key is None:
+                raise ValueError(_unknown(name, parts_of_param))
+            if group_of_key.setdefault(key, number) != number:
+                parts = parts_of_param[keys.param_of_key[key]]
+                raise ValueError(
+                    f"parameter {name!r} is in parameter group {number} of the state "
+                    f"dict, others of its flat parameter ({parts[0].fqn!r}, ...) are "
+                    f"in group {group_of_key[key]}: one flat parameter is in one "
+                    "group; use use_orig_params=True"
+                )
+    if keys.groups is None:
+        wanted = [
+            ([k for k in keys.param_of_key if group_of_key.get(k) == number], number)
+            for number in range(len(param_groups))
+        ]
+    else:
+        wanted = [
+            _match(number, group, keys, group_of_key, parts_of_param)
+            for number, group in enumerate(keys.groups)
+        ]
+    return [
+        _with_options(group, source, param_groups, target, number)
+        for number, (group, source) in enumerate(wanted)
+    ]
+
+
+def _match(
+    number: int,
+    group: Sequence[Key],
+    keys: ParamKeys,
+    group_of_key: Mapping[Key, int],
+    parts_of_param: PartsOfParam,
+) -> tuple[list[Key], int]:
+    """Return the keys of an optimizer's group, and the given group that has them."""
+    found: list[Key] = []
+    sources: dict[int, str] = {}
+    for key in group:
+        part = parts_of_param[keys.param_of_key[key]][0]
+        if key in group_of_key:
+            found.append(key)
+            sources.setdefault(group_of_key[key], part.fqn)
+        elif part.module is not None:
+            raise ValueError(
+                f"parameter {part.fqn!r} of parameter group {number} is in no "
+                "parameter group of the state dict: load it into an optimizer over "
+                "the same parameters"
+            )
+    if len(sources) > 1:
+        (one, first), (other, second), *_ = sources.items()
+        raise ValueError(
+            f"parameters {first!r} and {second!r} are in one parameter group of the "
+            f"optimizer and in groups {one} and {other} of the state dict: give the "
+            "optimizer the same groups"
+        )
+    return found, next(iter(sources), number)
+
+
+def _with_options(
+    group: list[Key],
+    source: int,
+    param_groups: Sequence[Mapping[str, Any]],
+    target: Sequence[Mapping[str, Any]] | None,
+    number: int,
+) -> dict[str, Any]:
+    given: Mapping[str, Any] = {}
+    if source < len(param_groups):
+        given = param_groups[source]
+    options = {k: v for k, v in given.items() if k not in ("params", _NAMES)}
+    result: dict[str, Any] = copy.deepcopy(options)
+    if target is not None and _NAMES in target[number]:
+        result[_NAMES] = list(target[number][_NAMES])
+    is_named = any(isinstance(key, str) for key in group)
+    result["params"] = sorted(group, key=str) if is_named else group
+    return result
+
+
+def _unknown(name: Any, parts_of_param: PartsOfParam) -> str:
+    in_model = any(
+        name in part.names for parts in parts_of_param.values() for part in parts
+    )
+    where = (
+        "not one that the optimizer steps: load it into an optimizer over the same "
+        "parameters"
+        if in_model
+        else "not in the model: load it into the model that it was saved from"
+    )
+    return (
+        f"parameter {name!r} in the state dict's param_groups is {where} (parameter "
+        "ids become names with rekey_optim_state_dict)"
+    )

@@ -1,0 +1,306 @@
+"""The methods of FullyShardedDataParallel for optimizer state dicts."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp.api import (
+    FullOptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+
+from fsdp_c._state.kinds import get_state_dict_type
+from fsdp_c._state.optim.keys import keys_of_input
+from fsdp_c._state.optim.load import LoadOptions, load
+from fsdp_c._state.optim.local import load_local, save_local
+from fsdp_c._state.optim.rekey import rekey
+from fsdp_c._state.optim.save import SaveOptions, save
+from fsdp_c._units.base import sharded_modules
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+def _warn_of_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: pass the optimizer as `optim` "
+            "and leave it out",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_name(name: str, new: str) -> None:
+    warnings.warn(
+        f"FullyShardedDataParallel.{name} is deprecated, as in torch: use "
+        f"FullyShardedDataParallel.{new} with set_state_dict_type",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+def _settings(model: nn.Module) -> StateDictSettings:
+    """Return the state dict settings; a device mesh makes sharded ones DTensors.
+
+    Raises:
+        RuntimeError: LOCAL_STATE_DICT with a device mesh.
+
+    Source:
+        ``_set_optim_use_dtensor`` (torch 2.13, ``fsdp/_optim_utils.py``).
+    """
+    settings = get_state_dict_type(model)
+    for module in sharded_modules(model):
+        if module._device_mesh is None:
+            continue
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise RuntimeError(
+                "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible "
+                "with LOCAL_STATE_DICT. Please set state_dict_type to "
+                "SHARDED_STATE_DICT to get DTensor state_dict."
+            )
+        config = module._optim_state_dict_config
+        if isinstance(config, ShardedOptimStateDictConfig):
+            config._use_dtensor = True  # where FSDP1 shows it, too
+    return settings
+
+
+class OptimStateMethods:
+    """Optimizer states: whole, sharded or local, and back into any sharding."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the state dict of ``optim`` by parameter names.
+
+        ``set_state_dict_type`` decides the form:
+
+        * FULL: whole tensors in the parameters' shapes, on all ranks or, with
+          ``rank0_only``, on rank 0.
+        * SHARDED: ShardedTensors or DTensors of rows, like those of ``state_dict()``.
+        * LOCAL: this rank's tensors as they are; loads at the same number of ranks
+          and wrapping. Without communication.
+
+        All ranks must call it. Each unit takes one exchange between the ranks; the
+        memory beyond the result is one unit's small tensors. The result owns its
+        memory, in host memory with ``offload_to_cpu``.
+
+        Args:
+            model: A wrapped module, or one that contains wrapped modules.
+            optim: Steps parameters of ``model``.
+            optim_state_dict: Its state dict; ``optim.state_dict()`` if None.
+            group: Whose rank 0 is meant by ``rank0_only``; if None, the first of
+                the ranks that ``model`` is sharded (and replicated) over.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [...]}``; ``{}`` on the ranks
+            that ``rank0_only`` leaves out. Parameters without state have no entry.
+
+        Raises:
+            RuntimeError: The ranks' optimizers do not fit together.
+            ValueError: Nothing in ``model`` is wrapped, ``optim`` is of other
+                parameters, or state has one value per element on some ranks only
+                (LOCAL saves that).
+
+        Source:
+            ``FullyShardedDataParallel.optim_state_dict`` (torch 2.13).
+        """
+        settings = _settings(model)
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            return save_local(
+                model,
+                optim,
+                offload_to_cpu=config.offload_to_cpu,
+                state_dict=optim_state_dict,
+            )
+        use_dtensor = None
+        if isinstance(config, ShardedOptimStateDictConfig) and config._use_dtensor:
+            use_dtensor = True
+        options = SaveOptions(
+            shards=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
+            rank0_only=isinstance(config, FullOptimStateDictConfig)
+            and config.rank0_only,
+            offload_to_cpu=config.offload_to_cpu,
+            use_dtensor=use_dtensor,
+            group=group,
+        )
+        return save(model, optim, options, state_dict=optim_state_dict)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return what ``optim.load_state_dict`` takes on this rank.
+
+        ``optim_state_dict`` may come from any number of ranks, wrapping and
+        ``use_orig_params`` (LOCAL: from the same), or from an unsharded model, see
+        :meth:`rekey_optim_state_dict`. Everything is checked before anything is
+        moved. Whole tensors that every rank has cost no communication; with
+        ``rank0_only`` rank 0 passes each rank its parts, one exchange a unit.
+
+        Args:
+            model: A wrapped module, or one that contains wrapped modules.
+            optim: Will load it.
+            optim_state_dict: What :meth:`optim_state_dict` returned, with the same
+                StateDictType; ignored where ``rank0_only`` leaves this rank out.
+            is_named_optimizer: ``optim`` keys its states by names.
+            load_directly: Also call ``optim.load_state_dict``.
+            group: As for :meth:`optim_state_dict`.
+
+        Raises:
+            RuntimeError: It failed on another rank.
+            TypeError: ``optim_state_dict`` is no dictionary.
+            ValueError: Parameters, shapes or groups do not fit; nothing was changed.
+
+        Source:
+            ``FullyShardedDataParallel.optim_state_dict_to_load`` (torch 2.13).
+        """
+        settings = _settings(model)
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            result = load_local(
+                model, optim, optim_state_dict, is_named=is_named_optimizer
+            )
+        else:
+            options = LoadOptions(
+                is_sharded=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
+                rank0_only=isinstance(config, FullOptimStateDictConfig)
+                and config.rank0_only,
+                is_named=is_named_optimizer,
+                group=group,
+            )
+            result = load(model, optim, optim_state_dict, options)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return a state dict with names for ids, or ids for names.
+
+        So a full state dict goes into an unsharded model's optimizer (PARAM_ID), and
+        that one's state dict into a sharded model's (PARAM_NAME).
+
+        Args:
+            optim_state_dict: To be renamed; returned as it is if it has such keys.
+            optim_state_key_type: PARAM_NAME or PARAM_ID.
+            model: The model that defines the names, usually not wrapped.
+            optim_input: What its optimizer was constructed with. Deprecated.
+            optim: Its optimizer; ``model.parameters()`` in order if both are None.
+
+        Raises:
+            AssertionError: ``optim_state_key_type`` is neither.
+            ValueError: Keys are mixed, or not parameters of the optimizer.
+        """
+        _warn_of_input(optim_input)
+        return rekey(
+            optim_state_dict,
+            optim_state_key_type,
+            model,
+            optim_input=optim_input,
+            optim=optim,
+        )
+
+    # Older names ------------------------------------------------------------
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return :meth:`optim_state_dict` as FULL, in host memory.
+
+        ``optim_input`` is what ``optim`` was constructed with, and deprecated.
+        """
+        _warn_of_name("full_optim_state_dict", "optim_state_dict")
+        _warn_of_input(optim_input)
+        keys = None if optim_input is None else keys_of_input(model, optim_input)
+        return save(
+            model, optim, SaveOptions(rank0_only=rank0_only, group=group), keys=keys
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return :meth:`optim_state_dict` as SHARDED, in host memory."""
+        _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
+        return save(model, optim, SaveOptions(shards=True, group=group))
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return what an optimizer loads, of a full state dict that all ranks have.
+
+        See :meth:`optim_state_dict_to_load`. The optimizer is ``optim``, or was
+        constructed with ``optim_input``, or with ``model.parameters()``.
+        """
+        _warn_of_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_of_input(optim_input)
+        return load(
+            model, optim, full_optim_state_dict, LoadOptions(), optim_input=optim_input
+        )
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return what an optimizer loads, of a full state dict that rank 0 has.
+
+        Otherwise as :meth:`shard_full_optim_state_dict`; collective.
+        """
+        _warn_of_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_of_input(optim_input)
+        return load(
+            model,
+            optim,
+            full_optim_state_dict,
+            LoadOptions(rank0_only=True, group=group),
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+    ) -> dict[str, Any]:
+        """Return what ``optim`` loads, of a sharded state dict; collective."""
+        _warn_of_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        return load(
+            model, optim, sharded_optim_state_dict, LoadOptions(is_sharded=True)
+        )

@@ -1,0 +1,380 @@
+"""Optimizer states by parameter name: this rank's part, taken out and put back.
+
+The state of a parameter is *sharded* where it has one value per element of what the
+optimizer steps (momenta), and *plain* otherwise (step counters, numbers, factors):
+each rank has its own plain state and they are normally equal. A name is one or the
+other for all parameters. Nothing here communicates.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c._state.optim.groups import groups_by_name, groups_for_optimizer
+from fsdp_c._state.optim.keys import (
+    Key,
+    ParamKeys,
+    check_params,
+    keys_of_optimizer,
+    uses_names,
+)
+from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
+
+
+@dataclass
+class ParamState:
+    """The state of one parameter on this rank.
+
+    Attributes:
+        part: The parameter: names, shape, unit, this rank's part.
+        sharded: One value per element of this rank's part, 1-D, of any dtype.
+        plain: Everything else; tensors of any shape, numbers, objects.
+        has_state: Whether the optimizer has any state for it on this rank.
+    """
+
+    part: ParamPart
+    sharded: dict[str, Tensor] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    has_state: bool = False
+
+
+@dataclass
+class OptimStates:
+    """What an optimizer holds on this rank, by parameter name.
+
+    Attributes:
+        states: By first name; all parameters that the optimizer steps, units first
+            and in the same order on all ranks.
+        param_groups: The groups' options, ``params`` being names; None if unknown.
+        others: State that belongs to no parameter, by its key.
+    """
+
+    states: dict[str, ParamState]
+    param_groups: list[dict[str, Any]] | None
+    others: dict[Any, Any]
+
+
+def collect(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    *,
+    state_dict: Mapping[str, Any] | None = None,
+    keys: ParamKeys | None = None,
+) -> OptimStates:
+    """Return the states of ``optim`` by parameter name; the tensors are its own.
+
+    Args:
+        model: The wrapped model, or one that contains wrapped modules.
+        optim: Steps parameters of ``model``.
+        state_dict: Its state dict; ``optim.state_dict()`` if None.
+        keys: The keys in ``state_dict``; those of ``optim`` if None.
+
+    Raises:
+        ValueError: Nothing in ``model`` is wrapped, or ``optim`` steps parameters
+            that are not in it.
+    """
+    parts = find_parts(model)
+    of_param = parts_of_params(parts)
+    if state_dict is None:
+        state_dict = optim.state_dict()
+    if keys is None:
+        keys = keys_of_optimizer(model, optim, is_named=uses_names(state_dict))
+    check_params(keys, of_param)
+    local_states: Mapping[Any, Any] = state_dict.get("state", {})
+    of_key = {
+        key: (of_param[param], local_states.get(key) or {})
+        for key, param in keys.param_of_key.items()
+    }
+    plain = {
+        name
+        for its_parts, local_state in of_key.values()
+        for name, value in local_state.items()
+        if not _fits(value, its_parts[0])
+        and isinstance(value, Tensor)
+        and value.dim() > 0
+        and value.numel() > 0
+    }
+    states = {
+        part.fqn: _state_at(part, of_key[keys.key_of_param[part.param]][1], plain)
+        for part in parts.values()
+        if part.param in keys.key_of_param
+    }
+    move_scalars(states.values())
+    return OptimStates(
+        states,
+        groups_by_name(state_dict, keys, of_param),
+        {k: v for k, v in local_states.items() if k not in keys.param_of_key},
+    )
+
+
+def _state_at(
+    part: ParamPart, local_state: Mapping[str, Any], plain: set[str]
+) -> ParamState:
+    """Return the state at ``place``.
+
+    Names in ``plain`` are plain although their numbers of elements fit here: they
+    do not fit in other parameters.
+    """
+    state = ParamState(part, has_state=bool(local_state))
+    for name, value in local_state.items():
+        if name not in plain and _fits(value, part):
+            state.sharded[name] = part.part_in(value.detach())
+        else:
+            state.plain[name] = value
+    return state
+
+
+def _fits(value: Any, part: ParamPart) -> bool:
+    """Whether ``value`` has one element per element of what the optimizer steps."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return False
+    if part.is_flat:
+        return value.numel() == part.param.numel()
+    return value.shape == part.local_shape
+
+
+def move_scalars(states: Iterable[ParamState]) -> None:
+    """Move the 0-dim element-wise state of 0-dim parameters to ``sharded``.
+
+    A 0-dim tensor is the state of a 0-dim parameter's only element if the state of
+    the same name is sharded in other parameters, or of none and not ``step``.
+    """
+    states = list(states)
+    sharded = {name for state in states for name in state.sharded}
+    plain = {
+        name for state in states if state.part.shape for name in state.plain
+    } - sharded
+    plain.add("step")
+    for state in states:
+        part = state.part
+        if part.shape or part.shard_group is not None or part.is_flat:
+            continue
+        for name, value in list(state.plain.items()):
+            if name not in plain and isinstance(value, Tensor) and value.dim() == 0:
+                state.sharded[name] = part.part_in(state.plain.pop(name).detach())
+
+
+def install(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    states: Mapping[str, ParamState],
+    param_groups: Sequence[Mapping[str, Any]] | None,
+    *,
+    others: Mapping[Any, Any] | None = None,
+) -> None:
+    """Put states into ``optim``, exactly: no dtype is converted.
+
+    The optimizer takes over the tensors. A parameter that has no entry, or none with
+    ``has_state``, will have no state. Everything is checked first.
+
+    Args:
+        model: As for :func:`collect`.
+        optim: Steps parameters of ``model``.
+        states: By first name, as of :func:`collect` on this rank.
+        param_groups: Options by group, ``params`` being names; the optimizer's own
+            stay if None.
+        others: State that belongs to no parameter.
+
+    Raises:
+        ValueError: Names, numbers of elements or groups do not fit.
+    """
+    current = optim.state_dict()
+    is_named = uses_names(current)
+    keys = keys_of_optimizer(model, optim, is_named=is_named)
+    parts = find_parts(model)
+    of_param = parts_of_params(parts)
+    check_params(keys, of_param)
+    for name, state in states.items():
+        _check_state(name, state, parts)
+    result: dict[str, Any] = {
+        "state": {**assemble(keys, of_param, states), **(others or {})},
+        "param_groups": copy.deepcopy(current["param_groups"])
+        if param_groups is None
+        else groups_for_optimizer(
+            param_groups, keys, of_param, target=current["param_groups"]
+        ),
+    }
+    exact = {
+        key: {n: v for n, v in state.items() if isinstance(v, Tensor)}
+        for key, state in result["state"].items()
+        if isinstance(state, Mapping)
+    }
+    optim.load_state_dict(result)
+    for key, param in keys.param_of_key.items():
+        for name, value in exact.get(key, {}).items():
+            loaded = optim.state[param].get(name)
+            if (
+                name != "step"  # torch.optim decides what it is
+                and isinstance(loaded, Tensor)
+                and loaded.dtype != value.dtype
+            ):
+                optim.state[param][name] = value.to(loaded.device)
+
+
+def _check_state(name: str, state: ParamState, parts: Mapping[str, ParamPart]) -> None:
+    part = parts.get(name)
+    if part is None:
+        raise ValueError(
+            f"there is optimizer state for parameter {name!r}, which is not in the "
+            "model: load it into the model that it was saved from"
+        )
+    for key, value in state.sharded.items():
+        if value.dim() != 1 or value.numel() != part.part_numel:
+            raise ValueError(
+                f"optimizer state {key!r} of parameter {name!r} has shape "
+                f"{tuple(value.shape)} on this rank, expected ({part.part_numel},): "
+                f"elements {part.begin} to {part.end} of {part.numel}"
+            )
+
+
+# Into the optimizer's own form ----------------------------------------------
+
+
+def assemble(
+    keys: ParamKeys,
+    parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]],
+    states: Mapping[str, ParamState],
+) -> dict[Key, Any]:
+    """Return the "state" of an optimizer's state dict on this rank.
+
+    A parameter of which this rank holds nothing has none, as if stepped here,
+    unless its state says otherwise.
+
+    Raises:
+        ValueError: The parameters of a flat parameter differ in their plain state,
+            or in the dtype of their sharded state.
+    """
+    result: dict[Key, Any] = {}
+    for key, param in keys.param_of_key.items():
+        parts = parts_of_param[param]
+        given = [states.get(part.fqn) for part in parts]
+        present = [state for state in given if state is not None and state.has_state]
+        if not present:
+            continue
+        if parts[0].is_flat:
+            result[key] = _flat_state(param, parts, given)
+        else:
+            state = present[0]
+            shape = parts[0].local_shape
+            result[key] = {
+                **{n: v.reshape(shape) for n, v in state.sharded.items()},
+                **state.plain,
+            }
+    return result
+
+
+def _flat_state(
+    param: nn.Parameter,
+    parts: Sequence[ParamPart],
+    states: Sequence[ParamState | None],
+) -> dict[str, Any]:
+    """Return the state of a flat parameter; zeros where a parameter has none."""
+    result: dict[str, Any] = {}
+    all_states = [
+        ParamState(part) if state is None else state
+        for part, state in zip(parts, states, strict=True)
+    ]
+    for name in dict.fromkeys(n for state in all_states for n in state.sharded):
+        values = [state.sharded.get(name) for state in all_states]
+        dtypes = {value.dtype for value in values if value is not None}
+        if len(dtypes) > 1 or any(name in state.plain for state in all_states):
+            raise ValueError(
+                _differs(parts, name, [describe(value) for value in values])
+            )
+        whole = _whole_of_parts(param, parts, values)
+        if whole is None:
+            whole = torch.zeros(
+                param.shape,
+                dtype=dtypes.pop(),
+                device=next(v.device for v in values if v is not None),
+            )
+            for part, value in zip(parts, values, strict=True):
+                if value is not None:
+                    part.part_in(whole).copy_(value)
+        result[name] = whole
+    for name in dict.fromkeys(n for state in all_states for n in state.plain):
+        values = [state.plain.get(name, _MISSING) for state in all_states]
+        if not all(same_value(value, values[0]) for value in values):
+            raise ValueError(
+                _differs(parts, name, [describe(value) for value in values])
+            )
+        result[name] = values[0]
+    return result
+
+
+def _whole_of_parts(
+    param: nn.Parameter, parts: Sequence[ParamPart], values: Sequence[Tensor | None]
+) -> Tensor | None:
+    """Return the tensor of ``param``'s shape that ``values`` are the parts of.
+
+    None if there is no such tensor: then they have memory of their own.
+    """
+    whole: Tensor | None = None
+    for part, value in zip(parts, values, strict=True):
+        if value is None or value.is_meta or not value.is_contiguous():
+            return None
+        if value.numel() == 0:
+            continue
+        if whole is None:
+            storage = value.untyped_storage()
+            begin = value.storage_offset() - part.offset
+            end = begin + param.numel()
+            if begin < 0 or end * value.element_size() > storage.nbytes():
+                return None
+            whole = value.new_empty(0).set_(storage, begin, param.shape, (1,))
+        if part.part_in(whole).data_ptr() != value.data_ptr():
+            return None
+    return whole
+
+
+_MISSING: Any = object()
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Return whether two plain states are equal; NaN is equal to NaN."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return (
+            first.dtype == second.dtype
+            and first.shape == second.shape
+            and torch.equal(_as_bytes(first), _as_bytes(second))
+        )
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(
+            same_value(first[key], second[key]) for key in first
+        )
+    return bool(first == second or (first != first and second != second))  # noqa: PLR0124
+
+
+def _as_bytes(value: Tensor) -> Tensor:
+    return value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+
+
+def describe(value: Any) -> str:
+    """Return a plain state in words, for messages."""
+    if value is None or value is _MISSING:
+        return "no value"
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, Tensor):
+        return f"{value.item()} ({value.dtype})"
+    return repr(value)
+
+
+def _differs(parts: Sequence[ParamPart], name: str, values: Sequence[str]) -> str:
+    first = values[0]
+    other = next((i for i, value in enumerate(values) if value != first), 0)
+    return (
+        "All unflattened parameters comprising a single flat parameter must have "
+        "scalar state with the same value and dtype, but state "
+        f"{name!r} of {parts[0].fqn!r} is {first} and that of "
+        f"{parts[other].fqn!r} is {values[other]}: wrap them in units of their own, "
+        "or use use_orig_params=True"
+    )

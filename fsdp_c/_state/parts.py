@@ -1,0 +1,297 @@
+"""Parts: what this rank holds of every parameter of a model, and what all ranks do."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_c import _native
+from fsdp_c._native import Placement
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.names import clean_name
+from fsdp_c._units.uses import is_flat_param, sharding_unit
+
+
+class Spread:
+    """Ways in which parameters lie over the ranks of a group, as partments.
+
+    Args:
+        shapes: Of the parameters, in their order; those of one unit, or one alone.
+        layout: How the unit is sharded; None where each rank has the whole.
+    """
+
+    def __init__(
+        self, shapes: Sequence[torch.Size], layout: _native.Layout | None
+    ) -> None:
+        self._shapes = shapes
+        self._layout = layout
+        self._segments = [] if layout is None else [slot[0] for slot in layout.slots]
+        self._made: dict[tuple[str, int, int], Placement] = {}
+
+    def parts(self, param: int, world_size: int) -> Placement:
+        """Return where ``param`` lies as sharded."""
+        if self._layout is None:
+            return self.whole(0, world_size)
+        key = "parts", self._segments[param], 0
+        if key not in self._made:
+            self._made[key] = Placement.flat(self._layout, key[1])
+        return self._made[key]
+
+    def whole(self, begin: int, end: int) -> Placement:
+        """Return the partment in which each of the ranks ``[begin, end)`` has all."""
+        key = "whole", begin, end
+        if key not in self._made:
+            numels = [shape.numel() for shape in self._shapes]
+            self._made[key] = Placement.on_ranks(numels, begin, end)
+        return self._made[key]
+
+    def rows(self, param: int, world_size: int) -> Placement:
+        """Return where ``param`` lies in rows; all of it on each rank if it has none.
+
+        See :mod:`fsdp_c._state.sharded_tensors`.
+        """
+        if not self._shapes[param]:
+            return self.whole(0, world_size)
+        key = "rows", world_size, 0
+        if key not in self._made:
+            self._made[key] = Placement.rows(self._shapes, world_size)
+        return self._made[key]
+
+
+@dataclass(frozen=True, eq=False)  # one object for each parameter
+class ParamPart:
+    """A parameter of the model, and the part of it that this rank holds.
+
+    Attributes:
+        fqn: Its first name in the unwrapped model.
+        names: All its names there; several for a shared parameter.
+        shape: Its unsharded shape.
+        param: What the optimizer steps: the parameter, or the flat parameter.
+        begin: This rank's part begins at this element of the flattened parameter.
+        end: It ends before this one; ``begin == end`` if the rank holds nothing.
+        offset: The part's first element in ``param``, flattened.
+        module: The module whose unit shards it; None outside of all units.
+        index: The parameter's index in that unit; 0 outside.
+        spread: How the unit's parameters lie over ranks, by index.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    shape: torch.Size
+    param: nn.Parameter
+    begin: int
+    end: int
+    offset: int
+    module: ShardedModule | None
+    index: int
+    spread: Spread
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.shape.numel()
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of this rank's part."""
+        return self.end - self.begin
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether the optimizer steps a flat parameter that contains it."""
+        return is_flat_param(self.param)
+
+    @property
+    def shard_group(self) -> ProcessGroup | None:
+        """The group over which it is sharded; None if each rank has the whole."""
+        return None if self.module is None else self.module._config.groups.shard_group
+
+    @cached_property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's part as a tensor: 1-D, unless it is the whole."""
+        if self.shard_group is None:
+            return self.shape
+        return torch.Size([self.part_numel])
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """Ranks of ``shard_group`` that hold elements of it."""
+        group = self.shard_group
+        assert group is not None  # it is sharded
+        partment = self.spread.parts(self.index, group.size())
+        return [r for r in range(group.size()) if partment.numel(self.index, r) > 0]
+
+    def values(self) -> Tensor:
+        """Return this rank's part, 1-D, without gradient; a view where it can be."""
+        values = self.param.detach()
+        if self.shard_group is not None and not self.is_flat:
+            flat = values.reshape(-1)
+            is_summoned = flat.numel() != self.part_numel
+            return flat[self.begin : self.end] if is_summoned else flat
+        return self.part_in(values)
+
+    def write(self, whole: Tensor) -> None:
+        """Copy this rank's part of ``whole`` into place."""
+        with torch.no_grad():
+            if not self.is_flat and self.param.shape == whole.shape:
+                self.param.copy_(whole)
+            elif self.part_numel > 0:
+                self.values().copy_(whole.reshape(-1)[self.begin : self.end])
+
+    def part_in(self, values: Tensor) -> Tensor:
+        """Return this rank's part of ``values``, 1-D, a view if it can be.
+
+        Args:
+            values: One value per element of ``param``, in its shape.
+        """
+        if values.dim() == 1 and values.numel() == self.part_numel:
+            return values
+        return values.reshape(-1).narrow(0, self.offset, self.part_numel)
+
+
+def find_parts(model: nn.Module) -> dict[str, ParamPart]:
+    """Return the parts of all parameters in ``model`` by first name.
+
+    Units come one after the other, parents first, and their parameters in the
+    unit's order; then the parameters that no unit shards. The order of the former
+    is the same on all ranks.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Nothing in it is wrapped, or a parameter in it is sharded by a
+            unit outside of it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    parts: dict[str, ParamPart] = {}
+    has_units = False
+    known: set[nn.Parameter] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            has_units = True
+            for part in unit_parts(module, clean_name(f"{name}.") if name else ""):
+                parts[part.fqn] = part
+                known.add(part.param)
+            known.update(use.param for use in module._originals.uses)
+    if not has_units:
+        raise ValueError(
+            f"there is no FullyShardedDataParallel module in this "
+            f"{type(model).__name__}: pass the wrapped model"
+        )
+    for part in _outside_parts(model, known):
+        parts[part.fqn] = part
+    return parts
+
+
+def unit_parts(
+    module: ShardedModule, prefix: str = "", *, as_shown: bool = False
+) -> Iterator[ParamPart]:
+    """Yield the parts of one unit, in its order.
+
+    Args:
+        module: A wrapped module.
+        prefix: Of the names.
+        as_shown: While the unit is summoned, ``param`` is what the user sees: the
+            original parameter, of which the whole is here.
+    """
+    originals = module._originals
+    originals.check()
+    unit = module._unit
+    group = module._config.groups.shard_group
+    rank = 0 if group is None else group.rank()
+    uses: dict[int, list[int]] = {}
+    for use, param in enumerate(unit.param_of_use):
+        uses.setdefault(param, []).append(use)
+    flat_params = originals.flat_params()
+    if as_shown and unit.is_summoned:
+        flat_params = []
+    slots = unit.slots
+    spread = Spread(
+        [originals.shapes[its_uses[0]] for _, its_uses in sorted(uses.items())],
+        None if group is None else unit.layout,
+    )
+    for index, its_uses in sorted(uses.items()):
+        names = tuple(prefix + originals.uses[use].fqn for use in its_uses)
+        begin, end, offset, _ = unit.intersect(index, rank)
+        yield ParamPart(
+            fqn=names[0],
+            names=names,
+            shape=originals.shapes[its_uses[0]],
+            param=flat_params[slots[index][0]]
+            if flat_params
+            else originals.uses[its_uses[0]].param,
+            begin=begin,
+            end=end,
+            offset=offset if flat_params else 0,
+            module=module,
+            index=index,
+            spread=spread,
+        )
+
+
+def _outside_parts(model: nn.Module, known: set[nn.Parameter]) -> Iterator[ParamPart]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in known:
+            continue
+        if is_flat_param(param) or sharding_unit(param) is not None:
+            raise ValueError(
+                f"parameter {clean_name(name)!r} is sharded by unit "
+                f"{sharding_unit(param)!r}, which is not in this "
+                f"{type(model).__name__}: pass the model that contains it"
+            )
+        names.setdefault(param, []).append(clean_name(name))
+    for param, its_names in names.items():
+        yield ParamPart(
+            fqn=its_names[0],
+            names=tuple(its_names),
+            shape=param.shape,
+            param=param,
+            begin=0,
+            end=param.numel(),
+            offset=0,
+            module=None,
+            index=0,
+            spread=Spread([param.shape], None),
+        )
+
+
+def parts_of_params(
+    parts: Mapping[str, ParamPart],
+) -> dict[nn.Parameter, list[ParamPart]]:
+    """Return the parts by the parameter that the optimizer steps.
+
+    Those of a flat parameter are in the order of their elements.
+    """
+    found: dict[nn.Parameter, list[ParamPart]] = {}
+    for part in parts.values():
+        found.setdefault(part.param, []).append(part)
+    for its_parts in found.values():
+        if len(its_parts) > 1:
+            its_parts.sort(key=_element_order)
+    return found
+
+
+def _element_order(part: ParamPart) -> int:
+    assert part.module is not None  # only flat parameters have several
+    return part.module._unit.slots[part.index][1]
+
+
+def named_uses(module: ShardedModule) -> list[tuple[str, int]]:
+    """Return every place of a unit's parameters: clean name, and number of its use.
+
+    A module that is registered in several places stands here for each of them, as in
+    the state dict of the unwrapped model; the names begin at the wrapped module.
+    """
+    uses: dict[object, list[int]] = {}
+    for index, use in enumerate(module._originals.uses):
+        uses.setdefault(use.module, []).append(index)
+    places = []
+    for prefix, current in module.wrapped.named_modules(remove_duplicate=False):
+        for index in uses.get(current, ()):
+            name = module._originals.uses[index].name
+            places.append((clean_name(f"{prefix}.{name}" if prefix else name), index))
+    return places

@@ -1,0 +1,358 @@
+/* The recorder's device, in the order of the table. */
+#define _POSIX_C_SOURCE 200112L /* posix_memalign */
+
+#include "elements.h"
+#include "recorder_priv.h"
+
+enum { BLOCK_ALIGNMENT = 256 };
+
+static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
+                               fsdp_error *error) {
+  recorder *self = context;
+  char name[RECORDER_NAME_NBYTES + 1] = "";
+  const int64_t number = self->num_blocks_ever + 1;
+  if (self->shows_memory) snprintf(name, sizeof name, " b%" PRId64, number);
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_OUT_OF_MEMORY, error, "alloc %" PRId64 "%s", nbytes, name);
+  if (status != FSDP_OK) return status;
+  if (self->memory_limit > 0 &&
+      nbytes > self->memory_limit - self->live_nbytes) {
+    return FSDP_FAIL(
+        error, FSDP_OUT_OF_MEMORY, "%" PRId64 " of %" PRId64 " bytes are left",
+        self->memory_limit - self->live_nbytes, self->memory_limit);
+  }
+
+  if (nbytes < 1) recorder_priv_die("block_alloc of nothing");
+  void *data = NULL;
+  if (posix_memalign(&data, BLOCK_ALIGNMENT, (size_t)nbytes) != 0) {
+    recorder_priv_die("out of memory");
+  }
+  memset(data, 0xCD, (size_t)nbytes);
+  memory *added = recorder_priv_add_memory(self, data, nbytes);
+  snprintf(added->name, sizeof added->name, "b%" PRId64, number);
+  added->is_block = true;
+  self->num_blocks_ever = number;
+  self->live_blocks++;
+  self->live_nbytes += nbytes;
+  *block = data;
+  return FSDP_OK;
+}
+
+/* Whether the memory is on the host. */
+bool recorder_priv_is_on_host(const recorder *self, const void *data) {
+  const char *address = data;
+  for (int64_t i = self->num_memories - 1; i >= 0; i--) {
+    const memory *candidate = &self->memories[i];
+    if (candidate->data == NULL || address < candidate->data ||
+        address >= candidate->data + candidate->nbytes) {
+      continue;
+    }
+    return candidate->is_host;
+  }
+  return false;
+}
+
+void recorder_priv_touch(recorder *self, fsdp_lane lane, const void *data,
+                         int64_t nbytes, bool is_write) {
+  if (nbytes > 0 && recorder_priv_is_on_host(self, data)) {
+    recorder_priv_die("the device touches host memory");
+  }
+  recorder_touch(self, (int)lane, data, nbytes, is_write);
+}
+
+static void touch_host(recorder *self, fsdp_lane lane, const void *data,
+                       int64_t nbytes, bool is_write) {
+  if (nbytes > 0 && !recorder_priv_is_on_host(self, data)) {
+    recorder_priv_die("a copy of the host's memory that is not there");
+  }
+  recorder_touch(self, (int)lane, data, nbytes, is_write);
+}
+
+void recorder_priv_free_block(recorder *self, memory *block) {
+  void *data = (void *)(uintptr_t)block->data;
+  block->data = NULL;
+  self->live_blocks--;
+  self->live_nbytes -= block->is_host ? 0 : block->nbytes;
+  free(data);
+}
+
+/* Frees the live block at `data`; `is_host` says of which kind it must be. */
+static void free_known_block(recorder *self, const void *data, bool is_host,
+                             int64_t nbytes, const fsdp_event *last_use) {
+  for (int64_t i = self->num_memories - 1; i >= 0; i--) {
+    memory *candidate = &self->memories[i];
+    if (!candidate->is_block || candidate->data != data) continue;
+    if (candidate->is_host != is_host)
+      recorder_priv_die("a free of the other kind");
+    if (!is_host && candidate->nbytes != nbytes)
+      recorder_priv_die("block_free with a wrong nbytes");
+    recorder_priv_forget(self, data, candidate->nbytes, last_use);
+    recorder_priv_free_block(self, candidate);
+    return;
+  }
+  recorder_priv_die("free of an unknown block");
+}
+
+static void block_free(void *context, void *block, int64_t nbytes,
+                       fsdp_event *last_use) {
+  recorder *self = context;
+  char name[2 * RECORDER_NAME_NBYTES];
+  char after[RECORDER_NAME_NBYTES] = "";
+  if (last_use != NULL) {
+    snprintf(after, sizeof after, " after e%" PRId64, last_use->number);
+  }
+  recorder_priv_write_line(
+      self, "free %" PRId64 "%s%s", nbytes,
+      recorder_priv_memory_name(self, " ", block, name, sizeof name), after);
+  free_known_block(self, block, false, nbytes, last_use);
+}
+
+static void memory_release(void *context) {
+  recorder_priv_write_line(context, "release_memory");
+}
+
+static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
+                              fsdp_error *error) {
+  recorder *self = context;
+  char name[RECORDER_NAME_NBYTES + 1] = "";
+  const int64_t number = self->num_host_blocks_ever + 1;
+  if (self->shows_memory) snprintf(name, sizeof name, " h%" PRId64, number);
+  const fsdp_status status =
+      recorder_priv_begin(self, FSDP_OUT_OF_MEMORY, error,
+                          "host_alloc %" PRId64 "%s", nbytes, name);
+  if (status != FSDP_OK) return status;
+  if (nbytes < 1) recorder_priv_die("host_alloc of nothing");
+  void *data = recorder_priv_must(malloc((size_t)nbytes));
+  memset(data, 0xCD, (size_t)nbytes);
+  memory *added = recorder_priv_add_memory(self, data, nbytes);
+  snprintf(added->name, sizeof added->name, "h%" PRId64, number);
+  added->is_block = true;
+  added->is_host = true;
+  self->num_host_blocks_ever = number;
+  self->live_blocks++;
+  *block = data;
+  return FSDP_OK;
+}
+
+static void host_free(void *context, void *block) {
+  recorder *self = context;
+  char name[2 * RECORDER_NAME_NBYTES];
+  recorder_priv_write_line(
+      self, "host_free%s",
+      recorder_priv_memory_name(self, " ", block, name, sizeof name));
+  free_known_block(self, block, true, 0, NULL);
+}
+
+static fsdp_status event_create(void *context, fsdp_event **event,
+                                fsdp_error *error) {
+  recorder *self = context;
+  const int64_t number = self->num_events_ever + 1;
+  const fsdp_status status =
+      recorder_priv_begin(self, FSDP_BACKEND, error, "event e%" PRId64, number);
+  if (status != FSDP_OK) return status;
+  fsdp_event *created = recorder_priv_must(malloc(sizeof *created));
+  *created = (fsdp_event){.number = number, .next = self->events};
+  self->events = created;
+  self->num_events_ever = number;
+  self->live_events++;
+  *event = created;
+  return FSDP_OK;
+}
+
+static void event_destroy(void *context, fsdp_event *event) {
+  recorder *self = context;
+  recorder_priv_write_line(self, "destroy e%" PRId64, event->number);
+  fsdp_event **link = &self->events;
+  while (*link != NULL && *link != event) link = &(*link)->next;
+  if (*link == NULL) recorder_priv_die("event_destroy of an unknown event");
+  *link = event->next;
+  self->live_events--;
+  free(event);
+}
+
+static fsdp_status event_record(void *context, fsdp_event *event,
+                                fsdp_lane lane, fsdp_error *error) {
+  const fsdp_status status = recorder_priv_begin(
+      context, FSDP_BACKEND, error, "record e%" PRId64 " %s", event->number,
+      recorder_priv_lane_name(lane));
+  if (status == FSDP_OK) recorder_priv_record(context, event, lane);
+  return status;
+}
+
+static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
+                              fsdp_error *error) {
+  const fsdp_status status =
+      recorder_priv_begin(context, FSDP_BACKEND, error, "wait %s e%" PRId64,
+                          recorder_priv_lane_name(lane), event->number);
+  if (status == FSDP_OK) recorder_priv_wait(context, (int)lane, event);
+  return status;
+}
+
+static fsdp_status event_synchronize(void *context, fsdp_event *event,
+                                     fsdp_error *error) {
+  const fsdp_status status = recorder_priv_begin(
+      context, FSDP_BACKEND, error, "synchronize e%" PRId64, event->number);
+  if (status == FSDP_OK) recorder_priv_wait(context, RECORDER_HOST, event);
+  return status;
+}
+
+static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
+                        fsdp_dtype destination_dtype, const void *source,
+                        fsdp_dtype source_dtype, int64_t numel,
+                        fsdp_error *error) {
+  recorder *self = context;
+  char to[2 * RECORDER_NAME_NBYTES];
+  char from[2 * RECORDER_NAME_NBYTES];
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "cast %s %" PRId64 " %s->%s%s%s",
+      recorder_priv_lane_name(lane), numel,
+      recorder_priv_dtype_name(source_dtype),
+      recorder_priv_dtype_name(destination_dtype),
+      recorder_priv_memory_name(self, " ", destination, to, sizeof to),
+      recorder_priv_memory_name(self, " <- ", source, from, sizeof from));
+  if (status != FSDP_OK) return status;
+  recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
+  recorder_priv_touch(self, lane, destination,
+                      numel * destination_dtype.itemsize, true);
+  elements_combine(destination, destination_dtype, source, source_dtype, numel,
+                   1, false);
+  return FSDP_OK;
+}
+
+static fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
+                                  const void *host, int64_t nbytes,
+                                  fsdp_error *error) {
+  recorder *self = context;
+  char to[2 * RECORDER_NAME_NBYTES];
+  char from[2 * RECORDER_NAME_NBYTES];
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "copy_to_device %s %" PRId64 "%s%s",
+      recorder_priv_lane_name(lane), nbytes,
+      recorder_priv_memory_name(self, " ", device, to, sizeof to),
+      recorder_priv_memory_name(self, " <- ", host, from, sizeof from));
+  if (status != FSDP_OK) return status;
+  touch_host(self, lane, host, nbytes, false);
+  recorder_priv_touch(self, lane, device, nbytes, true);
+  memcpy(device, host, (size_t)nbytes);
+  return FSDP_OK;
+}
+
+static fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
+                                const void *device, int64_t nbytes,
+                                fsdp_error *error) {
+  recorder *self = context;
+  char to[2 * RECORDER_NAME_NBYTES];
+  char from[2 * RECORDER_NAME_NBYTES];
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "copy_to_host %s %" PRId64 "%s%s",
+      recorder_priv_lane_name(lane), nbytes,
+      recorder_priv_memory_name(self, " ", host, to, sizeof to),
+      recorder_priv_memory_name(self, " <- ", device, from, sizeof from));
+  if (status != FSDP_OK) return status;
+  recorder_priv_touch(self, lane, device, nbytes, false);
+  touch_host(self, lane, host, nbytes, true);
+  memcpy(host, device, (size_t)nbytes);
+  return FSDP_OK;
+}
+
+static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
+                        fsdp_dtype destination_dtype,
+                        const fsdp_pack_item *items, int64_t num_items,
+                        double scale, fsdp_error *error) {
+  recorder *self = context;
+  char text[256] = "";
+  char to[2 * RECORDER_NAME_NBYTES];
+  size_t length = 0;
+  for (int64_t i = 0; i < num_items && length < sizeof text; i++) {
+    length += (size_t)snprintf(
+        text + length, sizeof text - length, " %s%" PRId64 "@%" PRId64 "%s",
+        items[i].data == NULL ? "zero" : "", items[i].numel, items[i].offset,
+        items[i].add ? "+" : "");
+  }
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "pack %s %s x%g%s%s",
+      recorder_priv_lane_name(lane),
+      recorder_priv_dtype_name(destination_dtype), scale, text,
+      recorder_priv_memory_name(self, " ", destination, to, sizeof to));
+  if (status != FSDP_OK) return status;
+  for (int64_t i = 0; i < num_items; i++) {
+    char *target =
+        (char *)destination + items[i].offset * destination_dtype.itemsize;
+    recorder_priv_touch(self, lane, items[i].data,
+                        items[i].numel * items[i].dtype.itemsize, false);
+    recorder_priv_touch(self, lane, target,
+                        items[i].numel * destination_dtype.itemsize, true);
+    elements_combine(target, destination_dtype, items[i].data, items[i].dtype,
+                     items[i].numel, scale, items[i].add);
+  }
+  return FSDP_OK;
+}
+
+static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
+                              fsdp_dtype destination_dtype, const void *source,
+                              fsdp_dtype source_dtype, int64_t numel,
+                              double scale, bool add, fsdp_error *error) {
+  recorder *self = context;
+  char to[2 * RECORDER_NAME_NBYTES];
+  char from[2 * RECORDER_NAME_NBYTES];
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "accumulate %s %" PRId64 " %s->%s x%g%s%s%s",
+      recorder_priv_lane_name(lane), numel,
+      recorder_priv_dtype_name(source_dtype),
+      recorder_priv_dtype_name(destination_dtype), scale, add ? " add" : "",
+      recorder_priv_memory_name(self, " ", destination, to, sizeof to),
+      recorder_priv_memory_name(self, " <- ", source, from, sizeof from));
+  if (status != FSDP_OK) return status;
+  recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
+  recorder_priv_touch(self, lane, destination,
+                      numel * destination_dtype.itemsize, true);
+  elements_combine(destination, destination_dtype, source, source_dtype, numel,
+                   scale, add);
+  return FSDP_OK;
+}
+
+static void *stream(void *context, fsdp_lane lane) {
+  recorder *self = context;
+  return &self->clocks[lane];
+}
+
+static fsdp_status all_gather_bytes(void *context, const fsdp_group *group,
+                                    const void *mine, int64_t nbytes, void *all,
+                                    fsdp_error *error) {
+  recorder *self = context;
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "all_gather_bytes %s %" PRId64,
+      recorder_priv_group_name(self, group->transport), nbytes);
+  if (status != FSDP_OK) return status;
+  for (int64_t rank = 0; rank < group->world_size; rank++) {
+    char *slot = (char *)all + rank * nbytes;
+    memcpy(slot, mine, (size_t)nbytes);
+    if (rank != group->rank && self->answer != NULL) {
+      self->answer(self->answer_context, rank, mine, nbytes, slot);
+    }
+  }
+  return FSDP_OK;
+}
+
+fsdp_device_ops recorder_priv_device_ops(recorder *self) {
+  return (fsdp_device_ops){
+      .context = self,
+      .block_alloc = block_alloc,
+      .block_free = block_free,
+      .memory_release = memory_release,
+      .host_alloc = host_alloc,
+      .host_free = host_free,
+      .event_create = event_create,
+      .event_destroy = event_destroy,
+      .event_record = event_record,
+      .event_wait = event_wait,
+      .event_synchronize = event_synchronize,
+      .cast = cast,
+      .copy_to_device = copy_to_device,
+      .copy_to_host = copy_to_host,
+      .pack = pack,
+      .accumulate = accumulate,
+      .stream = stream,
+      .all_gather_bytes = all_gather_bytes,
+  };
+}

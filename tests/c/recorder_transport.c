@@ -1,0 +1,167 @@
+/* The recorder's transports: every rank of a group holds the same data. */
+#include "elements.h"
+#include "recorder_priv.h"
+
+static recorder_transport *group_of(fsdp_transport *transport) {
+  return (recorder_transport *)transport;
+}
+
+/* The clock of a lane stands for its stream. */
+static fsdp_lane lane_of(const recorder *self, const fsdp_call *call) {
+  return (fsdp_lane)((const recorder_clock *)call->stream - self->clocks);
+}
+
+static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
+                               fsdp_error *error) {
+  recorder *self = group_of(transport)->device;
+  return recorder_priv_begin(self, FSDP_BACKEND, error, "group_begin %s %s",
+                             recorder_priv_lane_name(lane_of(self, call)),
+                             recorder_priv_group_name(self, transport));
+}
+
+static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
+                             fsdp_error *error) {
+  recorder *self = group_of(transport)->device;
+  return recorder_priv_begin(self, FSDP_BACKEND, error, "group_end %s %s",
+                             recorder_priv_lane_name(lane_of(self, call)),
+                             recorder_priv_group_name(self, transport));
+}
+
+static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
+                              void *output, const void *input,
+                              int64_t shard_numel, fsdp_dtype dtype,
+                              uint64_t *ticket, fsdp_error *error) {
+  const recorder_transport *group = group_of(transport);
+  recorder *self = group->device;
+  const fsdp_lane lane = lane_of(self, call);
+  (void)ticket;
+  char to[2 * RECORDER_NAME_NBYTES];
+  char from[2 * RECORDER_NAME_NBYTES];
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "all_gather %s %s %" PRId64 " %s%s%s",
+      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
+      shard_numel, recorder_priv_dtype_name(dtype),
+      recorder_priv_memory_name(self, " ", output, to, sizeof to),
+      recorder_priv_memory_name(self, " <- ", input, from, sizeof from));
+  if (status != FSDP_OK) return status;
+  const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
+  recorder_priv_touch(self, lane, input, (int64_t)nbytes, false);
+  recorder_priv_touch(self, lane, output, group->world_size * (int64_t)nbytes,
+                      true);
+  for (int64_t rank = 0; rank < group->world_size; rank++) {
+    char *slot = (char *)output + (size_t)rank * nbytes;
+    if (slot != input) memcpy(slot, input, nbytes); /* no partial overlap */
+  }
+  return FSDP_OK;
+}
+
+static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
+                             void *buffer, int64_t numel, int64_t root,
+                             fsdp_dtype dtype, uint64_t *ticket,
+                             fsdp_error *error) {
+  const recorder_transport *group = group_of(transport);
+  recorder *self = group->device;
+  const fsdp_lane lane = lane_of(self, call);
+  (void)ticket;
+  char to[2 * RECORDER_NAME_NBYTES];
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error,
+      "broadcast %s %s %" PRId64 " %s from %" PRId64 "%s",
+      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
+      numel, recorder_priv_dtype_name(dtype), root,
+      recorder_priv_memory_name(self, " ", buffer, to, sizeof to));
+  if (status != FSDP_OK) return status;
+  recorder_priv_touch(self, lane, buffer, numel * dtype.itemsize,
+                      group->rank != root);
+  for (int64_t k = 0; group->rank != root && k < numel; k++) {
+    elements_write(buffer, dtype, k, self->broadcast_first + (double)k);
+  }
+  return FSDP_OK;
+}
+
+static fsdp_status reduce_scatter(fsdp_transport *transport,
+                                  const fsdp_call *call, void *buffer,
+                                  int64_t shard_numel, fsdp_dtype dtype,
+                                  double scale, uint64_t *ticket,
+                                  fsdp_error *error) {
+  const recorder_transport *group = group_of(transport);
+  recorder *self = group->device;
+  const fsdp_lane lane = lane_of(self, call);
+  void *scratch = call->scratch;
+  (void)ticket, (void)scale;
+  char to[2 * RECORDER_NAME_NBYTES];
+  char beside[2 * RECORDER_NAME_NBYTES] = "";
+  if (scratch != NULL) {
+    (void)recorder_priv_memory_name(self, " ", scratch, beside, sizeof beside);
+  }
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "reduce_scatter %s %s %" PRId64 " %s%s%s%s",
+      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
+      shard_numel, recorder_priv_dtype_name(dtype),
+      recorder_priv_memory_name(self, " ", buffer, to, sizeof to),
+      scratch == NULL ? "" : " scratch", beside);
+  if (status != FSDP_OK) return status;
+  const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
+  recorder_priv_touch(self, lane, buffer, group->world_size * (int64_t)nbytes,
+                      true);
+  recorder_priv_touch(self, lane, scratch, group->world_size * (int64_t)nbytes,
+                      true);
+  for (int64_t rank = 0; rank < group->world_size; rank++) {
+    char *slot = (char *)buffer + (size_t)rank * nbytes;
+    if (rank == group->rank) {
+      elements_combine(slot, dtype, slot, dtype, shard_numel,
+                       (double)group->world_size, false);
+    } else {
+      memset(slot, 0xCD, nbytes);
+    }
+  }
+  if (scratch != NULL) {
+    memset(scratch, 0xCD, nbytes * (size_t)group->world_size);
+  }
+  return FSDP_OK;
+}
+
+static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
+                              void *buffer, int64_t numel, fsdp_dtype dtype,
+                              double scale, uint64_t *ticket,
+                              fsdp_error *error) {
+  const recorder_transport *group = group_of(transport);
+  recorder *self = group->device;
+  const fsdp_lane lane = lane_of(self, call);
+  (void)ticket, (void)scale;
+  char to[2 * RECORDER_NAME_NBYTES];
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_BACKEND, error, "all_reduce %s %s %" PRId64 " %s%s",
+      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
+      numel, recorder_priv_dtype_name(dtype),
+      recorder_priv_memory_name(self, " ", buffer, to, sizeof to));
+  if (status != FSDP_OK) return status;
+  recorder_priv_touch(self, lane, buffer, numel * dtype.itemsize, true);
+  elements_combine(buffer, dtype, buffer, dtype, numel,
+                   (double)group->world_size, false);
+  return FSDP_OK;
+}
+
+fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,
+                          bool wants_scratch) {
+  recorder_transport *made = recorder_priv_must(malloc(sizeof *made));
+  *made = (recorder_transport){.base = {&made->ops},
+                               .ops =
+                                   {
+                                       .name = "recorder",
+                                       .wants_scratch = wants_scratch,
+                                       .group_begin = group_begin,
+                                       .group_end = group_end,
+                                       .all_gather = all_gather,
+                                       .broadcast = broadcast,
+                                       .reduce_scatter = reduce_scatter,
+                                       .all_reduce = all_reduce,
+                                   },
+                               .device = self,
+                               .rank = rank,
+                               .world_size = world_size,
+                               .next = self->transports};
+  self->transports = made;
+  return (fsdp_group){
+      .transport = &made->base, .rank = rank, .world_size = world_size};
+}
