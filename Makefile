@@ -105,7 +105,7 @@ wheel: $(BUILT) ## a wheel in dist/, tried in a fresh environment without a comp
 	rm -rf dist build/wheel-venv
 	python -m pip wheel -q --no-build-isolation --no-deps -w dist .
 	python -m venv build/wheel-venv
-	build/wheel-venv/bin/python -m pip install -q dist/*.whl torch==$(TORCH_VERSION)
+	build/wheel-venv/bin/python -I -m pip install -q dist/*.whl torch==$(TORCH_VERSION)
 	cd build/wheel-venv && env -i PATH=bin OMP_NUM_THREADS=1 bin/torchrun \
 	  --standalone --nproc-per-node 2 ../../.ci/smoke.py
 
@@ -120,7 +120,7 @@ profile: $(BUILT) ## callgrind of one training step, functions by cost, in $(OUT
 	  python benchmarks/host_instructions.py --counted fsdp_c-orig --steps 1 \
 	  --warmup 3 --worker-folder $(OUT)/profile
 	callgrind_annotate $(OUT)/profile/callgrind.out.1 >$(OUT)/profile/all.txt
-	sed -n '1,/^---.*$$/!p' $(OUT)/profile/all.txt | grep -e PROGRAM -e _native | head -40
+	grep -e PROGRAM -e _native $(OUT)/profile/all.txt | head -40
 
 nightly: ## what one machine can check in a night; each part once, then the verdict
 	.ci/nightly

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c import _native
 from fsdp_c._native import Placement
-from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
@@ -107,7 +107,11 @@ class ParamPart:
     @property
     def shard_group(self) -> ProcessGroup | None:
         """The group over which it is sharded; None if each rank has the whole."""
-        return None if self.module is None else self.module._config.groups.shard_group
+        return (
+            None
+            if self.module is None
+            else self.module._sharded.config.groups.shard_group
+        )
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -160,27 +164,20 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
     is the same on all ranks.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped, or a parameter in it is sharded by a
             unit outside of it.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    require_sharded(model)
     parts: dict[str, ParamPart] = {}
-    has_units = False
     known: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
-            has_units = True
+            module._sharded.originals.check()
             for part in unit_parts(module, clean_name(f"{name}.") if name else ""):
                 parts[part.fqn] = part
                 known.add(part.param)
-            known.update(use.param for use in module._originals.uses)
-    if not has_units:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: pass the wrapped model"
-        )
+            known.update(use.param for use in module._sharded.originals.uses)
     for part in _outside_parts(model, known):
         parts[part.fqn] = part
     return parts
@@ -197,11 +194,10 @@ def unit_parts(
         as_shown: While the unit is summoned, ``param`` is what the user sees: the
             original parameter, of which the whole is here.
     """
-    originals = module._originals
-    originals.check()
-    unit = module._unit
-    group = module._config.groups.shard_group
-    rank = 0 if group is None else group.rank()
+    originals = module._sharded.originals
+    unit = module._sharded.unit
+    group = module._sharded.config.groups.shard_group
+    rank = module.shard_rank
     uses: dict[int, list[int]] = {}
     for use, param in enumerate(unit.param_of_use):
         uses.setdefault(param, []).append(use)
@@ -277,7 +273,7 @@ def parts_of_params(
 
 def _element_order(part: ParamPart) -> int:
     assert part.module is not None  # only flat parameters have several
-    return part.module._unit.slots[part.index][1]
+    return part.module._sharded.unit.slots[part.index][1]
 
 
 def named_uses(module: ShardedModule) -> list[tuple[str, int]]:
@@ -287,11 +283,11 @@ def named_uses(module: ShardedModule) -> list[tuple[str, int]]:
     the state dict of the unwrapped model; the names begin at the wrapped module.
     """
     uses: dict[object, list[int]] = {}
-    for index, use in enumerate(module._originals.uses):
+    for index, use in enumerate(module._sharded.originals.uses):
         uses.setdefault(use.module, []).append(index)
     places = []
     for prefix, current in module.wrapped.named_modules(remove_duplicate=False):
         for index in uses.get(current, ()):
-            name = module._originals.uses[index].name
+            name = module._sharded.originals.uses[index].name
             places.append((clean_name(f"{prefix}.{name}" if prefix else name), index))
     return places

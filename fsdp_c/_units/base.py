@@ -259,24 +259,6 @@ class ShardedModule(nn.Module):
     def _optim_state_dict_config(self) -> OptimStateDictConfig:
         return self._state_dict_settings.optim_state_dict_config
 
-    # What fsdp_c._state reads so far; see ShardedUnit.
-
-    @property
-    def _unit(self) -> _native.Unit:
-        return self._sharded.unit
-
-    @property
-    def _originals(self) -> Originals:
-        return self._sharded.originals
-
-    @property
-    def _config(self) -> Config:
-        return self._sharded.config
-
-    @property
-    def _unit_buffers(self) -> UnitBuffers | None:
-        return self._sharded.buffers
-
     @property
     def _ignored_params(self) -> frozenset[nn.Parameter]:
         return self._sharded.ignored.params

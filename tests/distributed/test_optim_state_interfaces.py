@@ -267,7 +267,7 @@ def test_collect_and_install(rank: int, world_size: int, use_orig_params: bool) 
     train(model, optim, "scalar", 2, rank=rank)
     found = collect(model, optim)
     for state in found.states.values():
-        place = state.place
+        place = state.part
         assert sorted(state.plain) == sorted(
             ["count", "kind", "nothing", "history"] if state.has_state else []
         )
@@ -288,6 +288,6 @@ def test_collect_and_install(rank: int, world_size: int, use_orig_params: bool) 
     name, state = next(
         (name, state) for name, state in found.states.items() if state.sharded
     )
-    state.sharded["low"] = torch.zeros(state.place.part_numel + 1)
+    state.sharded["low"] = torch.zeros(state.part.part_numel + 1)
     with pytest.raises(ValueError, match=rf"'low' of parameter '{name}'.*expected"):
         install(other, other_optim, found.states, found.param_groups)

@@ -316,7 +316,7 @@ def test_layout_of_a_unit(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
     whole = [param.detach().clone() for param in model.parameters()]
     wrapped = FullyShardedDataParallel(model, use_orig_params=True)
-    unit = wrapped._unit
+    unit = wrapped._sharded.unit
     layout = unit.layout
     assert (layout.slots, layout.segments) == (unit.slots, unit.segments)
     assert layout.world_size == world_size

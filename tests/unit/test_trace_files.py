@@ -222,7 +222,7 @@ def test_folders_that_are_none(
     write(tmp_path, recording(), replace(recording(rank=1), world_size=4))
     with pytest.raises(TraceError, match="runs with 2 and 4 ranks"):
         load(tmp_path)
-    with pytest.raises(TraceError, match="of one rank"):
+    with pytest.raises(TraceError, match="one rank several times"):
         Trace([recording(), recording()])
 
 

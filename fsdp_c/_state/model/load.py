@@ -119,7 +119,7 @@ def _begin_tree(
     for each in modules:
         each.end_session(LoadSession)  # one that an exception has left
         check_idle(each, "load_state_dict")
-        each._originals.check()
+        each._sharded.originals.check()
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
     is_plain = all(loads_plainly(each) for each in modules)
@@ -172,7 +172,7 @@ def _find_problems(
     prefix: str,
 ) -> list[str]:
     """Return what of ``state_dict`` does not fit the parameters of one unit."""
-    shapes = module._originals.shapes
+    shapes = module._sharded.originals.shapes
     given = [
         (f"{prefix}{name}", use)
         for name, use in named_uses(module)
@@ -183,7 +183,8 @@ def _find_problems(
         if given and not local:
             return [
                 f"{given[0][0]!r} is not in a LOCAL state dict, which has "
-                f"{prefix + local_names(module)[0]!r} for unit {module._unit.name!r}: "
+                f"{prefix + local_names(module)[0]!r} for unit "
+                f"{module._sharded.name!r}: "
                 "load it with state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT"
             ]
         return find_local_problems(module, local, prefix)
@@ -275,7 +276,7 @@ def _load_unit(
             if state_dict.pop(f"{prefix}{name}", None) is None:
                 missing_keys.append(f"{prefix}{name}")
         load_local(module, entries)
-        session.stack.enter_context(module._originals.absent())
+        session.stack.enter_context(module._sharded.originals.absent())
         return
     values: dict[str, Any] = {}
     uses: dict[str, int] = {}
@@ -288,7 +289,7 @@ def _load_unit(
             missing_keys.append(key)
     if is_plain:
         _write(module, values, uses)
-        session.stack.enter_context(module._originals.absent())
+        session.stack.enter_context(module._sharded.originals.absent())
     else:
         state_dict.update(_whole(module, values, uses))
         session.stack.enter_context(summoned(module, writeback=True))
@@ -302,11 +303,11 @@ def _drop_own_shards(
     ``set_model_state_dict()`` of torch.distributed.checkpoint adds these to the whole
     tensors that the user gives. They are this rank's shards and say nothing new.
     """
-    group = module._config.groups.shard_group
-    if group is None or group.size() == 1 or module._unit.is_summoned:
+    group = module._sharded.config.groups.shard_group
+    if group is None or group.size() == 1 or module._sharded.unit.is_summoned:
         return
-    own = {id(use.param) for use in module._originals.uses}
-    own.update(id(flat_param) for flat_param in module._originals.flat_params())
+    own = {id(use.param) for use in module._sharded.originals.uses}
+    own.update(id(flat_param) for flat_param in module._sharded.originals.flat_params())
     names = [name for name, _ in named_uses(module)] + local_names(module)
     for name in names:
         if id(state_dict.get(f"{prefix}{name}")) in own:
@@ -315,10 +316,10 @@ def _drop_own_shards(
 
 def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:
     """Copy values, by key, into the parameters of one unit."""
-    if module._unit.is_summoned:
+    if module._sharded.unit.is_summoned:
         values = _whole(module, values, uses)
     parts = list(unit_parts(module, as_shown=True))
-    params = module._unit.param_of_use
+    params = module._sharded.unit.param_of_use
     for key, value in values.items():
         if not is_sharded(value):
             parts[params[uses[key]]].write(_as_tensor(value))
@@ -341,7 +342,7 @@ def _exchanged(
     for key, value in values.items():
         if not is_sharded(value):
             continue
-        part = parts[module._unit.param_of_use[uses[key]]]
+        part = parts[module._sharded.unit.param_of_use[uses[key]]]
         spread, index = part.spread, part.index
         held = spread.rows(index, num_ranks)
         needed = spread.parts(index, num_ranks)
@@ -350,7 +351,7 @@ def _exchanged(
         source, dtype = local_part(value), sharded_dtype(value)
         items.append(ExchangeItem(key, source, dtype, index, held, needed))
     unit = UnitItems(
-        module._unit.name, module.process_group, module.compute_device, items
+        module._sharded.name, module.process_group, module.compute_device, items
     )
     with _told(module):
         return list(exchange([unit], "parameters"))
@@ -387,7 +388,7 @@ def _told(module: ShardedModule) -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(
             f"load_state_dict() could not exchange the values of unit "
-            f"{module._unit.name!r} on rank {module.rank} ({error}): all ranks must "
+            f"{module._sharded.name!r} on rank {module.rank} ({error}): all ranks must "
             "load state dicts with the same keys"
         ) from error
 

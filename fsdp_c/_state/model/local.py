@@ -35,7 +35,7 @@ class _Segment(NamedTuple):
 
 
 def _segments_of(module: ShardedModule) -> Iterator[_Segment]:
-    unit = module._unit
+    unit = module._sharded.unit
     slots = unit.slots
     parts = list(unit_parts(module, as_shown=True))
     for index, (dtype, _, _, _, shard_numel, _) in enumerate(unit.segments):
@@ -51,7 +51,9 @@ def _segments_of(module: ShardedModule) -> Iterator[_Segment]:
 
 def local_names(module: ShardedModule) -> list[str]:
     """Return the names of a unit's entries, from its module."""
-    return [flat_param_name(index) for index in range(len(module._unit.segments))]
+    return [
+        flat_param_name(index) for index in range(len(module._sharded.unit.segments))
+    ]
 
 
 def local_state(
@@ -61,7 +63,7 @@ def local_state(
     state = {}
     for segment in _segments_of(module):
         begin, end = segment.range_of(module.rank)
-        device = module._unit.shards[0].device
+        device = module._sharded.unit.shards[0].device
         if offload_to_cpu:
             device = torch.device("cpu")
         local = torch.zeros(end - begin, dtype=segment.dtype, device=device)
@@ -107,7 +109,7 @@ def find_local_problems(
         if sharded_shape(value) != (segment.numel,):
             problems.append(
                 f"size mismatch for {key}: shape {tuple(sharded_shape(value))} in the "
-                f"state dict, ({segment.numel},) in unit {module._unit.name!r}: "
+                f"state dict, ({segment.numel},) in unit {module._sharded.name!r}: "
                 f"{remedy}"
             )
             continue
@@ -119,7 +121,7 @@ def find_local_problems(
             problems.append(
                 f"size mismatch for {key}: elements [{offset}, {offset + numel}) on "
                 f"rank {module.rank} in the state dict, [{begin}, {end}) in unit "
-                f"{module._unit.name!r}: {remedy}"
+                f"{module._sharded.name!r}: {remedy}"
             )
     return problems
 

@@ -66,7 +66,7 @@ def kind_of(module: ShardedModule) -> StateDictType:
     kind = module._state_dict_type
     if kind is StateDictType.FULL_STATE_DICT:
         return kind
-    if module._config.sharding_strategy is ShardingStrategy.NO_SHARD:
+    if module._sharded.config.sharding_strategy is ShardingStrategy.NO_SHARD:
         warnings.warn(
             "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be "
             f"returned: nothing is sharded, and {kind.name} would mean nothing.",
@@ -92,12 +92,11 @@ def check_idle(module: ShardedModule, method: str) -> None:
     Raises:
         RuntimeError: It is not.
     """
-    engine = module._engine
-    if engine is not None and (engine.in_forward or engine.in_backward):
+    if module.is_in_step:
         raise RuntimeError(
             f"{method}() was called inside forward or backward of unit "
-            f"{module._unit.name!r}: call it between steps; after an exception in the "
-            "middle of one, call fsdp_c.reset(model) first"
+            f"{module._sharded.name!r}: call it between steps; after an exception in "
+            "the middle of one, call fsdp_c.reset(model) first"
         )
 
 
@@ -108,12 +107,12 @@ def check_owners(module: ShardedModule) -> None:
         RuntimeError: One is shared with a module outside, whose unit shards it.
     """
     modules = list(sharded_modules(module))
-    owned = {use.param for each in modules for use in each._originals.uses}
+    owned = {use.param for each in modules for use in each._sharded.originals.uses}
     for name, param in module.wrapped.named_parameters():
         unit_name = sharding_unit(param)
         if unit_name is not None and param not in owned and not is_flat_param(param):
             raise RuntimeError(
-                f"parameter {name!r} of unit {module._unit.name!r} is shared with "
+                f"parameter {name!r} of unit {module._sharded.name!r} is shared with "
                 f"modules outside it, and sharded by unit {unit_name!r}: save or load "
                 "the state dict of a module that contains both"
             )
@@ -163,11 +162,11 @@ def save(
     with torch.no_grad(), ExitStack() as stack:
         for each in modules:
             check_idle(each, "state_dict")
-            each._originals.check()
+            each._sharded.originals.check()
             stack.enter_context(
-                each._originals.absent()
+                each._sharded.originals.absent()
                 if kinds[each] is StateDictType.LOCAL_STATE_DICT
-                else each._originals.shown()
+                else each._sharded.originals.shown()
             )
         values = _exchanged([each for each in modules if each not in summons], kinds)
         for each in reversed(modules[1:]):  # parents come first in it
@@ -199,7 +198,7 @@ def _find_summons(
     for group, its_modules in of_group.items():
         flags = torch.tensor(
             [
-                bool(each._unit.is_summoned or each._state_dict_pre_hooks)
+                bool(each._sharded.unit.is_summoned or each._state_dict_pre_hooks)
                 or not saves_plainly(each)
                 for each in its_modules
             ],
@@ -207,7 +206,7 @@ def _find_summons(
             device=its_modules[0].compute_device,
         )
         if group.size() > 1:
-            name = its_modules[0]._unit.name
+            name = its_modules[0]._sharded.name
             with naming_ranks(group, f"state_dict() of unit {name!r}"):
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         summons.update(
@@ -254,7 +253,7 @@ def _save_unit(
         module.wrapped.state_dict(
             destination=target, prefix=prefix, keep_vars=keep_vars
         )
-        params = module._unit.param_of_use
+        params = module._sharded.unit.param_of_use
         for name, use in named_uses(module):
             if is_wanted and f"{prefix}{name}" in target:
                 value = values[params[use]]
@@ -328,7 +327,7 @@ def _items_of(module: ShardedModule, kind: StateDictType) -> UnitItems:
             ExchangeItem((module, part), own, own.dtype, part.index, held, needed)
         )
     group, device = module.process_group, module.compute_device
-    return UnitItems(module._unit.name, group, device, items)
+    return UnitItems(module._sharded.name, group, device, items)
 
 
 def _copier(module: ShardedModule, kind: StateDictType) -> Callable[[Tensor], Any]:
@@ -371,7 +370,7 @@ def _replace_params(
     nested unit shares a parameter of this one, what that unit has kept is a part of it,
     and found by its key.
     """
-    uses = module._originals.uses
+    uses = module._sharded.originals.uses
     storages = {_storage_of(use.param) for use in uses}
     copies: dict[tuple[Any, ...], Any] = {}
 
@@ -410,7 +409,7 @@ def _convert_rest(
     module: ShardedModule, target: dict[str, Any], prefix: str, *, offload_to_cpu: bool
 ) -> None:
     """Give buffers the dtype from before ``buffer_dtype``; offload plain tensors."""
-    buffers = module._unit_buffers
+    buffers = module._sharded.buffers
     dtypes = {} if buffers is None else buffers.original_dtypes
     for name, dtype in dtypes.items():
         value = target.get(f"{prefix}{name}")

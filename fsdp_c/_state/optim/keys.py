@@ -158,7 +158,7 @@ def check_params(
         for its_parts in parts_of_param.values()
         for part in its_parts
         if part.module is not None and part.is_flat
-        for use in part.module._originals.uses
+        for use in part.module._sharded.originals.uses
     }
     key, param = strangers[0]
     what = (

@@ -214,7 +214,9 @@ def _sharded_states(
 
 
 def _process_groups(modules: list[ShardedModule]) -> list[ProcessGroup]:
-    return list(dict.fromkeys(each._config.groups.process_group for each in modules))
+    return list(
+        dict.fromkeys(each._sharded.config.groups.process_group for each in modules)
+    )
 
 
 def _checked_alike(

@@ -66,7 +66,7 @@ def _receive(
 ) -> None:
     """Exchange the items of each unit; their keys are ``(part, key)``."""
     units = [
-        UnitItems(module._unit.name, group, module.compute_device, its)
+        UnitItems(module._sharded.name, group, module.compute_device, its)
         for module, group, its in items
     ]
     for (part, key), value in exchange(units, "optimizer states"):
@@ -77,7 +77,7 @@ def _receive(
 
 
 def _is_first(module: ShardedModule) -> bool:
-    groups = module._config.groups
+    groups = module._sharded.config.groups
     return groups.process_group.rank() == 0 and (
         groups.inter_node_group is None or groups.inter_node_group.rank() == 0
     )
@@ -139,7 +139,7 @@ def _object_groups(
     """Return the groups over which an object goes from rank 0 to all, in order."""
     if group is not None:
         return [group]
-    groups = module._config.groups
+    groups = module._sharded.config.groups
     result = [groups.process_group]
     if groups.inter_node_group is not None and groups.process_group.rank() == 0:
         result.insert(0, groups.inter_node_group)  # to rank 0 of each replica
@@ -177,7 +177,7 @@ def parts_from_first(
         [
             (over, replicas, list(_replica_items(replicas, its, values)))
             for over, its in by_module.items()
-            if (replicas := over._config.groups.inter_node_group) is not None
+            if (replicas := over._sharded.config.groups.inter_node_group) is not None
             and replicas.size() > 1
         ],
     )
@@ -185,7 +185,7 @@ def parts_from_first(
 
 
 def _is_in_first_replica(module: ShardedModule) -> bool:
-    replicas = module._config.groups.inter_node_group
+    replicas = module._sharded.config.groups.inter_node_group
     return replicas is None or replicas.rank() == 0
 
 

@@ -82,7 +82,9 @@ def save(
     destination = _first_rank(modules, options.group) if options.rank0_only else None
     groups = [
         group
-        for group in dict.fromkeys(each._config.groups.shard_group for each in modules)
+        for group in dict.fromkeys(
+            each._sharded.config.groups.shard_group for each in modules
+        )
         if group is not None
         and (destination is None or destination in dist.get_process_group_ranks(group))
     ]
@@ -128,7 +130,7 @@ def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int
         return dist.get_global_rank(group, 0)
     if not modules:
         return None
-    groups = modules[0]._config.groups
+    groups = modules[0]._sharded.config.groups
     if groups.inter_node_group is not None and groups.inter_node_group.rank() != 0:
         return -1  # another replica has it
     return dist.get_global_rank(groups.process_group, 0)
@@ -170,7 +172,7 @@ def _units(
                 )
                 for key, dtype in state.sharded.items()
             ]
-        yield UnitItems(module._unit.name, group, module.compute_device, items)
+        yield UnitItems(module._sharded.name, group, module.compute_device, items)
 
 
 def _of_whole(part: ParamPart, value: Tensor, options: SaveOptions) -> Any:
