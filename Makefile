@@ -18,6 +18,8 @@ VENV_FLAGS ?=
 OUT ?= out
 # make sim-test SIM_FLAGS=--one-each: one set of parameters of each test function.
 SIM_FLAGS ?=
+# make pytest PYTEST_FLAGS='-n 2 --dist worksteal': two tests at a time.
+PYTEST_FLAGS ?=
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
 BUILD_IN_PLACE = $(BIN)/python setup.py -q build_ext --inplace
@@ -48,7 +50,7 @@ train: $(BUILT) ## train the example, compare it with the unsharded model first
 test: c-test pytest ## what a push needs: C tests with sanitizers, then pytest
 
 pytest: $(BUILT)
-	python -m pytest
+	python -m pytest $(PYTEST_FLAGS)
 
 test-all: $(BUILT) c-test ## every combination, also on the simulated accelerator: hours
 	python -m pytest --full
@@ -103,7 +105,7 @@ wheel: $(BUILT) ## a wheel in dist/, tried in a fresh environment without a comp
 	rm -rf dist build/wheel-venv
 	python -m pip wheel -q --no-build-isolation --no-deps -w dist .
 	python -m venv build/wheel-venv
-	build/wheel-venv/bin/python -m pip install -q dist/*.whl torch==$(TORCH_VERSION)
+	build/wheel-venv/bin/python -I -m pip install -q dist/*.whl torch==$(TORCH_VERSION)
 	cd build/wheel-venv && env -i PATH=bin OMP_NUM_THREADS=1 bin/torchrun \
 	  --standalone --nproc-per-node 2 ../../.ci/smoke.py
 
@@ -118,7 +120,7 @@ profile: $(BUILT) ## callgrind of one training step, functions by cost, in $(OUT
 	  python benchmarks/host_instructions.py --counted fsdp_c-orig --steps 1 \
 	  --warmup 3 --worker-folder $(OUT)/profile
 	callgrind_annotate $(OUT)/profile/callgrind.out.1 >$(OUT)/profile/all.txt
-	sed -n '1,/^---.*$$/!p' $(OUT)/profile/all.txt | grep -e PROGRAM -e _native | head -40
+	grep -e PROGRAM -e _native $(OUT)/profile/all.txt | head -40
 
 nightly: ## what one machine can check in a night; each part once, then the verdict
 	.ci/nightly

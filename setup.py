@@ -256,7 +256,9 @@ def run_steps(steps: list[Step]) -> None:
     numbers = itertools.count(1)
 
     def run(step: Step) -> None:
-        print(f"[{next(numbers)}/{len(steps)}] {step.name}", flush=True)
+        # One write, so that lines of two threads do not mix.
+        sys.stdout.write(f"[{next(numbers)}/{len(steps)}] {step.name}\n")
+        sys.stdout.flush()
         step.run()
 
     with ThreadPoolExecutor(JOBS) as pool:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import require_sharded
 
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
@@ -62,21 +62,6 @@ def make_settings(
     return StateDictSettings(kind, config, optim_config)
 
 
-def _wrapped_modules(module: nn.Module) -> list[ShardedModule]:
-    """Return the wrapped modules in ``module``.
-
-    Raises:
-        ValueError: There are none.
-    """
-    modules = list(sharded_modules(module))
-    if not modules:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(module).__name__}: pass the wrapped model"
-        )
-    return modules
-
-
 def set_state_dict_type(
     module: nn.Module,
     state_dict_type: StateDictType,
@@ -99,7 +84,7 @@ def set_state_dict_type(
     settings = make_settings(
         state_dict_type, state_dict_config, optim_state_dict_config
     )
-    modules = _wrapped_modules(module)
+    modules = require_sharded(module)
     before = modules[0]._state_dict_settings
     for each in modules:
         each.change_state_dict_settings(settings)
@@ -113,7 +98,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         AssertionError: They differ.
         ValueError: Nothing in ``module`` is wrapped.
     """
-    modules = _wrapped_modules(module)
+    modules = require_sharded(module)
     first = modules[0]._state_dict_settings
     for each in modules:
         settings = each._state_dict_settings
@@ -136,7 +121,7 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Set the type for a while; each wrapped module gets its own settings back."""
     settings = make_settings(kind, state_dict_config, optim_state_dict_config)
-    before = [(each, each._state_dict_settings) for each in _wrapped_modules(module)]
+    before = [(each, each._state_dict_settings) for each in require_sharded(module)]
     for each, _ in before:
         each.change_state_dict_settings(settings)
     try:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c import _native
 from fsdp_c._native import Placement
-from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
@@ -164,28 +164,20 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
     is the same on all ranks.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: Nothing in it is wrapped, or a parameter in it is sharded by a
             unit outside of it.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    require_sharded(model)
     parts: dict[str, ParamPart] = {}
-    has_units = False
     known: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
-            has_units = True
             module._sharded.originals.check()
             for part in unit_parts(module, clean_name(f"{name}.") if name else ""):
                 parts[part.fqn] = part
                 known.add(part.param)
             known.update(use.param for use in module._sharded.originals.uses)
-    if not has_units:
-        raise ValueError(
-            f"there is no FullyShardedDataParallel module in this "
-            f"{type(model).__name__}: pass the wrapped model"
-        )
     for part in _outside_parts(model, known):
         parts[part.fqn] = part
     return parts
@@ -205,7 +197,7 @@ def unit_parts(
     originals = module._sharded.originals
     unit = module._sharded.unit
     group = module._sharded.config.groups.shard_group
-    rank = 0 if group is None else group.rank()
+    rank = module.shard_rank
     uses: dict[int, list[int]] = {}
     for use, param in enumerate(unit.param_of_use):
         uses.setdefault(param, []).append(use)

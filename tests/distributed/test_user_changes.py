@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
 from helpers.models import DIM, Block, vectors
 from helpers.reference import Differential
 
@@ -109,3 +110,26 @@ def test_kept_gradients_stay_what_they_were(
     for grad, value in kept:
         assert torch.equal(grad, value)
         assert value.any()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=2)
+def test_a_view_kept_from_forward_cannot_be_read(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """Its memory belongs to other units then: an error says so."""
+    needs_fsdp_c("frees the memory without a word")
+    model = fsdp(
+        nn.Sequential(Block(), Block()),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+    kept: list[torch.Tensor] = []
+    model.module[0].module.fc1.register_forward_pre_hook(
+        lambda module, args: kept.append(module.weight.detach())
+    )
+    model(torch.ones(2, DIM)).sum().backward()
+    assert kept[0].shape == (10, DIM)
+    with pytest.raises(RuntimeError, match="unit '0' is sharded now"):
+        kept[0].sum()

@@ -21,6 +21,7 @@ SEAMS = {
     "fsdp_host_norm": "likewise",
     "fsdp_host_scale": "likewise",
     "fsdp_nccl_priv_has_watchdog": "whether the thread has ended",
+    "fsdp_placement_create": "a placement of any pieces",
     "fsdp_unit_event_name": "names in the table of transitions",
 }
 COMMENT_OR_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', re.DOTALL)

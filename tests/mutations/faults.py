@@ -1,7 +1,8 @@
 """The planted faults: small changes of csrc/core/runtime and csrc/torch.
 
-A fault replaces the first `old` in the body of a function by `new`, in which MUTANT
-says whether this fault is the one under test. White space in `old` matches any.
+A fault replaces the first `old` in the body of a function by `new`. In `old` white
+space matches any, and ANY a word; in `new` OLD is what was matched, and MUTANT tells
+whether this fault is the one under test.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,17 @@ class Fault:
 
 def _skip(call: str) -> tuple[str, str]:
     """Return a replacement that leaves a call out."""
-    return call, f"if (!MUTANT) {call}"
+    return call, "if (!MUTANT) OLD"
 
 
 def _never(condition: str) -> tuple[str, str]:
     """Return a replacement that makes an `if` false."""
     return f"if ({condition})", f"if (({condition}) && !MUTANT)"
+
+
+def _before(code: str, statement: str) -> tuple[str, str]:
+    """Return a replacement that adds a statement."""
+    return code, f"{statement} OLD"
 
 
 def _core(name: str, function: str, change: tuple[str, str], *tests: str) -> Fault:
@@ -78,20 +84,20 @@ FAULTS = (
     _core(
         "a unit kept for backward still shows whole parameters",
         "fsdp_unit_priv_hide",
-        _skip("FSDP_TRY(ops->show_params("),
+        _skip("FSDP_TRY(ANY->show_params("),
         "test_memory.py",
     ),
     _core(
         "versions of kept parameters are not marked",
         "fsdp_unit_priv_hide",
-        _skip("ops->mark_params("),
+        _skip("ANY->mark_params("),
         "test_traps_gradients.py",
     ),
     # Forward.
     _core(
         "parameters kept before a write are used after it",
         "drop_stale_params",
-        ("!ops->params_changed(", "MUTANT | !ops->params_changed("),
+        ("!ANY->params_changed(", "MUTANT | OLD"),
         "test_traps_gradients.py",
     ),
     _core(
@@ -113,32 +119,32 @@ FAULTS = (
     # Backward.
     _core(
         "backward prefetches the unit after the next",
-        "fsdp_engine_priv_prefetch_backward",
+        "prefetch_backward",
         ("distance = 1", "distance = MUTANT ? 2 : 1"),
         "test_prefetch.py",
     ),
     _core(
         "backward prefetches units that it has left",
-        "fsdp_engine_priv_prefetch_backward",
-        ("!unit->entered_backward", "(!unit->entered_backward || MUTANT)"),
+        "prefetch_backward",
+        ("!unit->step.entered_backward", "(!unit->step.entered_backward || MUTANT)"),
         "test_prefetch.py",
     ),
     _core(
-        "a prefetch that backward did not use is kept",
-        "finish_unit",
-        ("&& !unit->is_kept", "&& !unit->is_kept && !MUTANT"),
-        "test_traps_backward.py",
+        "units stay unsharded after backward",
+        "reshard_after_backward",
+        _before("if (unit->engine->sync", "if (MUTANT) return FSDP_OK;"),
+        "test_memory.py",
     ),
     _core(
         "gradients that a user set before backward are lost",
-        "enter_backward",
-        ("unit->has_sharded_grad = true;", "unit->has_sharded_grad = !MUTANT;"),
+        "fsdp_unit_priv_take_user_grads",
+        _never("unit->grads == 0"),
         "test_traps_gradients.py",
     ),
     _core(
         "a partial gradient outlives zero_grad",
-        "enter_backward",
-        ("unit->has_partial && any_live", "unit->has_partial && (any_live || MUTANT)"),
+        "fsdp_unit_priv_take_user_grads",
+        _skip("fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);"),
         "test_traps_sharded_no_sync.py",
     ),
     _core(
@@ -200,7 +206,7 @@ FAULTS = (
     ),
     _core(
         "a new gradient is added to that of the last step",
-        "fsdp_unit_priv_drop_grads",
+        "fsdp_unit_priv_open_grads",
         _skip("memset("),
         "test_strategies.py",
     ),
@@ -215,19 +221,18 @@ FAULTS = (
         "test_hybrid.py",
     ),
     _core(
-        "the sum is in the dtype of the gradient",
-        "reduce_scatter_segments",
+        "gradients are packed in the dtype of the sharded gradient",
+        "pack_segment",
         (
-            "segment->options.reduce_dtype, error",
-            "MUTANT ? segment->options.grad_dtype : segment->options.reduce_dtype,"
-            " error",
+            "unit->segments[segment].options.reduce_dtype",
+            "MUTANT ? unit->segments[segment].options.grad_dtype : OLD",
         ),
         "test_mixed_precision.py",
     ),
     _core(
         "a second backward replaces the sharded gradient",
         "adds_to_grads",
-        ("unit->has_sharded_grad", "!MUTANT && unit->has_sharded_grad"),
+        ("return fsdp_unit", "return !MUTANT && fsdp_unit"),
         "test_gradient_accumulation.py",
     ),
     _core(
@@ -248,14 +253,14 @@ FAULTS = (
     ),
     _core(
         "the partial gradient is not taken in",
-        "fsdp_unit_priv_enqueue_reduce",
-        ("if (unit->has_partial) {", "if (unit->has_partial && !MUTANT) {"),
+        "use_partial",
+        _skip("FSDP_TRY(add_partial("),
         "test_traps_sharded_no_sync.py",
     ),
     _core(
         "the first partial gradient is added to what memory holds",
         "add_partial",
-        ("to_slot || unit->has_partial", "to_slot || unit->has_partial || MUTANT"),
+        ("to_slot || has_partial", "to_slot || has_partial || MUTANT"),
         "test_traps_sharded_no_sync.py",
     ),
     _core(
@@ -308,10 +313,10 @@ FAULTS = (
     _core(
         "a rank without gradients summons what memory holds",
         "fill_own_slot",
-        (
-            "if (is_grad && !unit->has_sharded_grad)",
-            "if (is_grad && !unit->has_sharded_grad && MUTANT) return FSDP_OK;"
-            "if (is_grad && !unit->has_sharded_grad)",
+        _before(
+            "if (is_grad && !fsdp",
+            "if (MUTANT && is_grad && !fsdp_unit_priv_has_grads(unit,"
+            " FSDP_GRADS_SHARDED)) return FSDP_OK;",
         ),
         "test_summon.py",
     ),
@@ -320,7 +325,7 @@ FAULTS = (
         "a replaced parameter is not written into the shard",
         "take_params",
         _skip("write_back(unit, param, expected, i);"),
-        "test_replaced_parameters.py",
+        "test_traps_gradients.py",
     ),
     _torch(
         "a write in place goes unnoticed",
@@ -341,8 +346,7 @@ FAULTS = (
         "resharded parameters still point at their block",
         "show_sharded",
         _skip("detach(unit, *segment.unsharded);"),
-        "test_memory.py",
-        "test_traps_forward.py",
+        "test_user_changes.py",
     ),
     _torch(
         "parameters stay whole after a summon",
@@ -364,14 +368,6 @@ FAULTS = (
         "test_traps_gradients.py",
     ),
     _torch(
-        "a new sharded gradient is not zeroed",
-        "ensure_grad_shard",
-        ("is_replaced ?", "is_replaced || MUTANT ?"),
-        "test_replaced_parameters.py",
-        "test_traps_gradients.py",
-        "test_summon.py",
-    ),
-    _torch(
         "sharded gradients are not freed",
         "grads_free",
         _skip("segment.grad_shard = at::Tensor();"),
@@ -382,13 +378,6 @@ FAULTS = (
         "fsdp_torch_unit_post_forward",
         _skip("fsdp_torch::show_hidden_grads(self);"),
         "test_gradient_accumulation.py",
-    ),
-    _torch(
-        "a gradient stays on the parameter",
-        "take_grad",
-        _skip("param.tensor.mutable_grad() = at::Tensor();"),
-        "test_strategies.py",
-        "test_memory.py",
     ),
     _torch(
         "a unit expects one gradient less",
@@ -436,7 +425,7 @@ FAULTS = (
     _torch(
         "gloo's gather leaves out this rank's slot",
         "gather_by_broadcasts",
-        _never("slot != input"),
+        ("if (ANY != input)", "if (!MUTANT) OLD"),
         "test_transports.py",
     ),
     _torch(

@@ -50,7 +50,7 @@ static inline int fsdp_is_mutant(const char *name) {
 def body_of(text: str, function: str) -> tuple[int, int] | None:
     """Return where the body of a function begins and ends."""
     definition = re.compile(
-        rf"^[ \t]*[a-z][\w:<>,*&\s]*[\s*&]{re.escape(function)}\([^;{{}}]*\)"
+        rf"^[ \t]*[A-Za-z][\w:<>,*&\s]*[\s*&]{re.escape(function)}\([^;{{}}]*\)"
         r"\s*(?:const|noexcept|override|\s)*\{",
         re.MULTILINE,
     )
@@ -76,9 +76,10 @@ def plant(fault: Fault, texts: dict[Path, str]) -> None:
         sys.exit(f"'{fault.name}': {fault.function} is defined in {len(places)} files")
     ((path, (begin, end)),) = places.items()
     body = texts[path][begin:end]
-    old = re.compile(r"\s*".join(map(re.escape, fault.old.split())))
+    words = r"\s*".join(map(re.escape, fault.old.split()))
+    old = re.compile(words.replace("ANY", r"\w+"))
     new = fault.new.replace("MUTANT", f'fsdp_is_mutant("{fault.name}")')
-    changed, count = old.subn(lambda _: new, body, count=1)
+    changed, count = old.subn(lambda found: new.replace("OLD", found[0]), body, count=1)
     if count != 1:
         sys.exit(f"'{fault.name}': {fault.function} does not hold\n  {fault.old}")
     texts[path] = texts[path][:begin] + changed + texts[path][end:]

@@ -92,8 +92,7 @@ def check_idle(module: ShardedModule, method: str) -> None:
     Raises:
         RuntimeError: It is not.
     """
-    engine = module._engine
-    if engine is not None and (engine.in_forward or engine.in_backward):
+    if module.is_in_step:
         raise RuntimeError(
             f"{method}() was called inside forward or backward of unit "
             f"{module._sharded.name!r}: call it between steps; after an exception in "

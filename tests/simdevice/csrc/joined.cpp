@@ -1,4 +1,4 @@
-/* The device's C++ as one source: torch's headers take a compiler longer than it. */
+/* The device in one source: torch headers compile slower than all of it. */
 
 #include "device.cpp"
 #include "memory_operators.cpp"
