@@ -53,6 +53,28 @@ def test_outside_no_sync(
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_load_between(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """Weights loaded between micro batches, also where a rank's part is empty."""
+    differential = Differential.of_model(
+        "uneven", strategy=strategy, use_orig_params=use_orig_params
+    )
+    state = {
+        name: value * 0.5 for name, value in differential.reference.state_dict().items()
+    }
+    differential.zero_grad()
+    with differential.model.no_sync():
+        differential.forward_backward()
+    differential.model.load_state_dict(state)
+    differential.reference.load_state_dict(state)
+    differential.forward_backward()
+    differential.check()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)
 def test_zero_grad_between(

@@ -276,6 +276,7 @@ def _load_unit(
             if state_dict.pop(f"{prefix}{name}", None) is None:
                 missing_keys.append(f"{prefix}{name}")
         load_local(module, entries)
+        _count_as_written(module)
         session.stack.enter_context(module._sharded.originals.absent())
         return
     values: dict[str, Any] = {}
@@ -289,10 +290,22 @@ def _load_unit(
             missing_keys.append(key)
     if is_plain:
         _write(module, values, uses)
+        _count_as_written(module)
         session.stack.enter_context(module._sharded.originals.absent())
     else:
         state_dict.update(_whole(module, values, uses))
         session.stack.enter_context(summoned(module, writeback=True))
+
+
+def _count_as_written(module: ShardedModule) -> None:
+    """Have all ranks see that the unit's parameters changed.
+
+    A rank that holds nothing of a parameter copied nothing. Yet the ranks must agree on
+    whether a block that was kept between micro-batches is stale, since they gather it
+    again together.
+    """
+    for use in module._sharded.originals.uses:
+        torch.autograd.graph.increment_version(use.param)
 
 
 def _drop_own_shards(
