@@ -194,7 +194,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "piece moved": (
         "rank-00000-of-00002.json",
         lambda path: _resign(path, _move_first_piece),
-        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest lists",
+        r"no F32 elements \[0, \d+\) of parameter .*, which the manifest promises",
     ),
     "layout changed": (
         "manifest.json",

@@ -123,8 +123,11 @@ def test_bad_sets(rank: int, world_size: int, tmp_path: Path) -> None:
 
     for weight_map, message in (
         (None, "neither"),
-        (dict.fromkeys(names, "../outside/a.safetensors"), "no safetensors file in"),
-        (dict.fromkeys(names, "/etc/passwd"), "no safetensors file in"),
+        (
+            dict.fromkeys(names, "../outside/a.safetensors"),
+            "which is not a safetensors file in",
+        ),
+        (dict.fromkeys(names, "/etc/passwd"), "which is not a safetensors file in"),
         (dict.fromkeys(names, "b.safetensors"), "cannot be read"),
         (dict.fromkeys([*names, "more"], "a.safetensors"), "has no 'more'"),
     ):
