@@ -5,6 +5,10 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <chrono>
+#include <mutex>
+#include <thread>
+
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/unit.hpp"
@@ -18,6 +22,24 @@ namespace {
 bool is_recomputation(const Engine &engine) {
   return torch::autograd::get_current_graph_task_id() != -1 &&
          fsdp_engine_in_backward(engine.core);
+}
+
+// Where a device thread of autograd ran a backward that raised, the caller gets
+// the exception a moment before that thread drops the graph task, which is what
+// tells the engine (Note [End of backward]).
+void await_end_of_backward(Engine &engine) {
+  constexpr std::chrono::microseconds kPause(200);
+  constexpr std::chrono::seconds kLimit(1);
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  const auto is_open = [&] {
+    const std::lock_guard<std::mutex> lock(engine.mutex);
+    return fsdp_engine_in_backward(engine.core) && !engine.is_aborted;
+  };
+  if (!is_open()) return;
+  const auto end = std::chrono::steady_clock::now() + kLimit;
+  while (is_open() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kPause);
+  }
 }
 
 }  // namespace
@@ -61,6 +83,7 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
   GUARDED(error) {
     Unit &self = *unit->self;
     if (!self.engine) return fsdp_unit_pre_forward(self.core, false, error);
+    await_end_of_backward(*self.engine);
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
     self.engine->recover();
     const bool in_backward = is_recomputation(*self.engine);
