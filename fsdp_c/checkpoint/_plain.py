@@ -162,7 +162,9 @@ def _decode_scalar(name: Any, number: Any) -> Tensor:
     try:
         scalar = torch.tensor(number, dtype=dtype, device="cpu")
     except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"{number!r:.80} is not a value of dtype {name}: {error}") from None
+        raise ValueError(
+            f"{number!r:.80} is not a value of dtype {name}: {error}"
+        ) from None
     if scalar.item() != number and number == number:  # noqa: PLR0124  # NaN is not
         raise ValueError(f"{number!r:.80} is not a value of dtype {name}")
     return scalar
