@@ -30,7 +30,7 @@ BUILT := $(VENV)/.fsdp_c-built
 SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.map' -o -name '*.cu')
 C_FILES := $(shell find csrc tests/c tests/cuda tests/simdevice -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu')
 
-# The tools come from the environment: ninja and torchrun are looked up on PATH.
+# The tools come from the environment: torchrun is looked up on PATH.
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
