@@ -2,11 +2,10 @@
  * Engine fixture: a small model of units over the recorder, driven the way the
  * bridge drives the engine, with an oracle for its numbers.
  *
- *   model m;
  *   model_init(&m, &options);
  *   model_plan(&m, "root", specs, num_specs);   parents first
  *   model_start(&m);                            makes engine and units
- *   ... model_enter, model_leave, model_step ...
+ *   PLAY("enter root; leave root; backward");
  *   model_fini(&m);                             checks that nothing is left
  *
  * Unit 0 is the root, the others are its children. All ranks hold the same
@@ -99,6 +98,9 @@ typedef struct model {
   char schedule[MODEL_SCHEDULE_NBYTES];
 } model;
 
+/* The model of the running test, which makes and frees it. */
+extern model m;
+
 model_options model_default_options(void);
 
 /* options NULL: the default ones. */
@@ -163,6 +165,35 @@ FSDP_NODISCARD fsdp_status model_forward(model *self, bool expects_backward,
 FSDP_NODISCARD fsdp_status model_backward(model *self, fsdp_error *error);
 /* Both, which must succeed. */
 void model_step(model *self);
+
+/* Makes the calls of a script in turn, each of which must succeed:
+ *
+ *   enter a         pre-forward of unit a
+ *   leave a         post-forward, and a backward will follow
+ *   leave_eval a    post-forward, and none will
+ *   abandon a       forward raised
+ *   pre_backward a  backward reaches a
+ *   grads a         model_give_grads()
+ *   inputs a        model_give_inputs()
+ *   finish          the end of backward
+ *   forward, eval   forward of the whole model; no backward follows eval
+ *   backward, step  backward of the whole model; forward and backward
+ *   summon a, dismiss a, drop a   drop: without a write-back
+ *   destroy a, reset, zero_grad, optimizer
+ *   sync none, sync shard, sync reduce
+ *   check_grads     model_check_grads()
+ *   check_sharded   all units are SHARDED
+ *   check_idle      nobody holds a block of the arena
+ *   clear           clears the tape
+ */
+void model_play(const char *script, const char *file, int line);
+#define PLAY(script) model_play((script), __FILE__, __LINE__)
+
+/* The tape and model_schedule() of the model; see CHECK_LINES. */
+#define CHECK_TAPE(lines) CHECK_LINES(recorder_tape(m.device), lines)
+#define CHECK_TAPE_HAS(lines) CHECK_HAS(recorder_tape(m.device), lines)
+#define CHECK_TAPE_LACKS(lines) CHECK_LACKS(recorder_tape(m.device), lines)
+#define CHECK_SCHEDULE(lines) CHECK_LINES(model_schedule(&m), lines)
 
 /* What an optimizer does: the gradients are cleared; the shards change. */
 void model_zero_grad(model *self);

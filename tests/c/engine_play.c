@@ -1,0 +1,99 @@
+/*
+ * Engine fixture: scripts of calls; see PLAY in engine_fixture.h.
+ */
+#include <stdlib.h>
+
+#include "engine_fixture.h"
+
+model m;
+
+/* The unit of that name; aborts if there is none. */
+static int64_t unit_of(const char *name) {
+  for (int64_t i = 0; i < m.num_units; i++) {
+    if (strcmp(m.units[i].name, name) == 0) return i;
+  }
+  fprintf(stderr, "PLAY: no unit is called '%s'\n", name);
+  abort();
+}
+
+static bool is(const char *word, const char *other) {
+  return strcmp(word, other) == 0;
+}
+
+static fsdp_status call_unit(const char *word, int64_t i, fsdp_error *error) {
+  fsdp_unit *unit = m.units[i].unit;
+  if (is(word, "enter")) return model_enter(&m, i, error);
+  if (is(word, "leave")) return model_leave(&m, i, true, error);
+  if (is(word, "leave_eval")) return model_leave(&m, i, false, error);
+  if (is(word, "pre_backward")) return model_pre_backward(&m, i, error);
+  if (is(word, "grads")) return model_give_grads(&m, i, error);
+  if (is(word, "inputs")) return model_give_inputs(&m, i, error);
+  if (is(word, "summon")) return fsdp_unit_summon(unit, NULL, error);
+  if (is(word, "dismiss")) return fsdp_unit_dismiss(unit, true, error);
+  if (is(word, "drop")) return fsdp_unit_dismiss(unit, false, error);
+  if (is(word, "abandon")) {
+    fsdp_unit_abandon_forward(unit, false);
+  } else if (is(word, "destroy")) {
+    fsdp_unit_destroy(unit);
+    m.units[i].unit = NULL;
+  } else {
+    fprintf(stderr, "PLAY: no call is called '%s'\n", word);
+    abort();
+  }
+  return FSDP_OK;
+}
+
+static fsdp_sync sync_of(const char *name) {
+  return is(name, "none")    ? FSDP_SYNC_NONE
+         : is(name, "shard") ? FSDP_SYNC_SHARD
+                             : FSDP_SYNC_REDUCE;
+}
+
+static fsdp_status call(const char *word, const char *name, fsdp_error *error) {
+  if (is(word, "forward")) return model_forward(&m, true, error);
+  if (is(word, "eval")) return model_forward(&m, false, error);
+  if (is(word, "backward")) return model_backward(&m, error);
+  if (is(word, "step")) {
+    const fsdp_status status = model_forward(&m, true, error);
+    return status == FSDP_OK ? model_backward(&m, error) : status;
+  }
+  if (is(word, "finish")) return model_finish(&m, error);
+  if (is(word, "reset")) {
+    fsdp_engine_reset(m.engine);
+  } else if (is(word, "sync")) {
+    fsdp_engine_set_sync(m.engine, sync_of(name));
+  } else if (is(word, "zero_grad")) {
+    model_zero_grad(&m);
+  } else if (is(word, "optimizer")) {
+    model_optimizer_step(&m);
+  } else if (is(word, "check_grads")) {
+    model_check_grads(&m);
+  } else if (is(word, "check_sharded")) {
+    model_check_states(&m, FSDP_UNIT_SHARDED);
+  } else if (is(word, "check_idle")) {
+    CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  } else if (is(word, "clear")) {
+    recorder_clear(m.device);
+  } else {
+    return call_unit(word, unit_of(name), error);
+  }
+  return FSDP_OK;
+}
+
+void model_play(const char *script, const char *file, int line) {
+  for (const char *at = script; *at != '\0';) {
+    const size_t length = strcspn(at, ";");
+    const int64_t num_failures = check_num_failures;
+    char word[32] = "";
+    char name[224] = "";
+    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    (void)sscanf(at, "%31[^; ] %223[^;]", word, name);
+    check_that(call(word, name, &error) == FSDP_OK, word, file, line);
+    if (is(word, "finish")) CHECK(!fsdp_engine_in_backward(m.engine));
+    if (check_num_failures > num_failures) {
+      printf("%s:%d: '%.*s' %s\n", file, line, (int)length, at, error.message);
+    }
+    at += length;
+    at += strspn(at, "; ");
+  }
+}
