@@ -42,7 +42,7 @@ void failures_check(fsdp_status status) {
      * the reset. Outside of one it holds for all, but for those that are kept
      * on purpose: hidden, or, inside forward, not yet. */
     const bool is_kept =
-        !in_backward && !m.options.reshard_after_forward &&
+        !in_backward && m.options.keeps_after_forward &&
         (fsdp_unit_state_is_hidden(state) || state == FSDP_UNIT_UNSHARDED);
     if (!in_backward || i == m.current || m.current == -1) {
       CHECK(is_kept || state == FSDP_UNIT_SHARDED || state == FSDP_UNIT_FAILED);

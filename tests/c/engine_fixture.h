@@ -31,20 +31,27 @@ enum {
   MODEL_SCHEDULE_NBYTES = 1 << 16
 };
 
-/* For all units of a model; model_default_options() is FULL_SHARD over two
- * ranks in fp32, backward prefetch PRE. */
+/* When backward prefetches, seen from the gradients of the unit before. */
+typedef enum model_prefetch {
+  PREFETCH_BEFORE = 0,
+  PREFETCH_AFTER,
+  NO_PREFETCH
+} model_prefetch;
+
+/* For all units of a model. All zero it is FULL_SHARD over two ranks in fp32.
+ */
 typedef struct model_options {
-  int64_t world_size;
+  int64_t world_size; /* 0: 2 */
   int64_t rank;
-  int64_t num_replicas;
-  fsdp_dtype param_dtype;  /* code 0: the master dtype */
-  fsdp_dtype reduce_dtype; /* code 0: param_dtype */
-  fsdp_dtype grad_dtype;   /* code 0: the master dtype */
-  bool reshard_after_forward;
-  bool reshard_after_backward_without_sync;
-  fsdp_prefetch backward_prefetch;
+  int64_t num_replicas;     /* 0: 1 */
+  fsdp_dtype param_dtype;   /* code 0: the master dtype */
+  fsdp_dtype reduce_dtype;  /* code 0: param_dtype */
+  fsdp_dtype grad_dtype;    /* code 0: the master dtype */
+  bool keeps_after_forward; /* as SHARD_GRAD_OP does */
+  bool keeps_without_sync;  /* after a backward in no_sync */
+  model_prefetch backward_prefetch;
   bool forward_prefetch;
-  double prescale;
+  double prescale; /* 0: 1 */
   bool wants_scratch;
   bool offloads;
 } model_options;
@@ -101,9 +108,7 @@ typedef struct model {
 /* The model of the running test, which makes and frees it. */
 extern model m;
 
-model_options model_default_options(void);
-
-/* options NULL: the default ones. */
+/* options NULL: all zero. */
 void model_init(model *self, const model_options *options);
 
 /* Plans unit number num_units. The specs need no keys. */
@@ -185,6 +190,11 @@ void model_step(model *self);
  *   check_sharded   all units are SHARDED
  *   check_idle      nobody holds a block of the arena
  *   clear           clears the tape
+ *   state a SHARDED, view a full, grad_view a partial
+ *                   what unit a must be and show
+ *   has_grads a, no_grads a
+ *   num_reduces 3   and the other counts of fsdp_engine_stats
+ *   end             model_fini()
  */
 void model_play(const char *script, const char *file, int line);
 #define PLAY(script) model_play((script), __FILE__, __LINE__)

@@ -20,6 +20,47 @@ static bool is(const char *word, const char *other) {
   return strcmp(word, other) == 0;
 }
 
+/* A fact about a unit; false: `word` is none. */
+static bool check_fact(const char *word, const model_unit *unit,
+                       const char *expected) {
+  static const char *const views[] = {"sharded", "unsharded", "full",
+                                      "full_on_host", "partial"};
+  if (is(word, "state")) {
+    const fsdp_unit_state state = fsdp_unit_get_state(unit->unit);
+    CHECK_TEXT(fsdp_unit_state_name(state), expected);
+  } else if (is(word, "view")) {
+    CHECK_TEXT(views[unit->view], expected);
+  } else if (is(word, "grad_view")) {
+    CHECK_TEXT(views[unit->grad_view], expected);
+  } else if (is(word, "has_grads")) {
+    CHECK(unit->has_grads);
+  } else if (is(word, "no_grads")) {
+    CHECK(!unit->has_grads);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+/* A count of the engine; false: `word` is none. */
+static bool check_count(const char *word, const char *expected) {
+  const fsdp_engine_stats stats = model_stats(&m);
+  const struct {
+    const char *word;
+    int64_t count;
+  } counts[] = {{"num_units", stats.num_units},
+                {"num_iterations", stats.num_iterations},
+                {"num_all_gathers", stats.num_all_gathers},
+                {"num_reduces", stats.num_reduces},
+                {"num_prefetches", stats.num_prefetches}};
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+    if (!is(word, counts[i].word)) continue;
+    CHECK_I64(counts[i].count, strtoll(expected, NULL, 10));
+    return true;
+  }
+  return false;
+}
+
 static fsdp_status call_unit(const char *word, int64_t i, fsdp_error *error) {
   fsdp_unit *unit = m.units[i].unit;
   if (is(word, "enter")) return model_enter(&m, i, error);
@@ -49,7 +90,8 @@ static fsdp_sync sync_of(const char *name) {
                              : FSDP_SYNC_REDUCE;
 }
 
-static fsdp_status call(const char *word, const char *name, fsdp_error *error) {
+static fsdp_status call(const char *word, const char *name,
+                        const char *expected, fsdp_error *error) {
   if (is(word, "forward")) return model_forward(&m, true, error);
   if (is(word, "eval")) return model_forward(&m, false, error);
   if (is(word, "backward")) return model_backward(&m, error);
@@ -74,8 +116,13 @@ static fsdp_status call(const char *word, const char *name, fsdp_error *error) {
     CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
   } else if (is(word, "clear")) {
     recorder_clear(m.device);
-  } else {
-    return call_unit(word, unit_of(name), error);
+  } else if (is(word, "end")) {
+    model_fini(&m);
+  } else if (strncmp(word, "num_", 4) != 0 || !check_count(word, name)) {
+    const int64_t i = unit_of(name);
+    if (!check_fact(word, &m.units[i], expected)) {
+      return call_unit(word, i, error);
+    }
   }
   return FSDP_OK;
 }
@@ -86,9 +133,10 @@ void model_play(const char *script, const char *file, int line) {
     const int64_t num_failures = check_num_failures;
     char word[32] = "";
     char name[224] = "";
+    char expected[32] = "";
     fsdp_error error = {FSDP_OK, 0, NULL, ""};
-    (void)sscanf(at, "%31[^; ] %223[^;]", word, name);
-    check_that(call(word, name, &error) == FSDP_OK, word, file, line);
+    (void)sscanf(at, "%31[^; ] %223[^; ] %31[^;]", word, name, expected);
+    check_that(call(word, name, expected, &error) == FSDP_OK, word, file, line);
     if (is(word, "finish")) CHECK(!fsdp_engine_in_backward(m.engine));
     if (check_num_failures > num_failures) {
       printf("%s:%d: '%.*s' %s\n", file, line, (int)length, at, error.message);

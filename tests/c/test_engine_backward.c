@@ -35,13 +35,11 @@ TEST(test_prefetch_before_the_gradients) {
              "reduce_scatter a\n"
              "show root sharded\n"
              "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_prefetches, 3);
-  model_fini(&m);
+  PLAY("num_prefetches 3; end");
 }
 
 TEST(test_prefetch_after_the_gradients) {
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_POST;
+  model_options options = {.backward_prefetch = PREFETCH_AFTER};
   CHECK_TEXT(backward_schedule(&options),
              "show root unsharded\n"
              "all_gather c\n" /* by its own pre-backward */
@@ -58,13 +56,11 @@ TEST(test_prefetch_after_the_gradients) {
              "reduce_scatter a\n"
              "show root sharded\n"
              "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_prefetches, 2);
-  model_fini(&m);
+  PLAY("num_prefetches 2; end");
 }
 
 TEST(test_no_prefetch) {
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_NONE;
+  model_options options = {.backward_prefetch = NO_PREFETCH};
   CHECK_TEXT(backward_schedule(&options),
              "show root unsharded\n"
              "all_gather c\n"
@@ -81,13 +77,11 @@ TEST(test_no_prefetch) {
              "reduce_scatter a\n"
              "show root sharded\n"
              "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_prefetches, 0);
-  model_fini(&m);
+  PLAY("num_prefetches 0; end");
 }
 
 TEST(test_shard_grad_op_gathers_once) {
-  model_options options = model_default_options();
-  options.reshard_after_forward = false;
+  model_options options = {.keeps_after_forward = true};
   CHECK_TEXT(backward_schedule(&options),
              "show root unsharded\n"
              "show c unsharded\n"
@@ -101,22 +95,20 @@ TEST(test_shard_grad_op_gathers_once) {
              "reduce_scatter a\n"
              "show root sharded\n"
              "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_all_gathers, 4);
-  model_fini(&m);
+  PLAY("num_all_gathers 4; end");
 }
 
 /* a was reduced already when b comes: gathering it again would bring weights
  * from before the optimizer's step into the next forward. */
 TEST(test_reduced_unit_is_not_prefetched) {
   model_start_tree(&m, NULL, 2);
-  PLAY("forward; pre_backward a; grads a");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_REDUCING);
-  PLAY("clear; pre_backward b; grads b; pre_backward root");
+  PLAY(
+      "forward; pre_backward a; grads a; state a REDUCING; clear; "
+      "pre_backward b; grads b; pre_backward root");
   CHECK_SCHEDULE(
       "all_gather b; show b unsharded; show b sharded; reduce_scatter b; "
       "show root unsharded");
-  PLAY("grads root; finish; check_grads; check_sharded");
-  model_fini(&m);
+  PLAY("grads root; finish; check_grads; check_sharded; end");
 }
 
 /* Nor is one whose reduction waits for its turn. */
@@ -128,17 +120,16 @@ TEST(test_waiting_unit_is_not_prefetched) {
   model_plan(&m, "frozen", &frozen, 1);
   model_plan_simple(&m, "c", 16);
   model_start(&m);
-  PLAY("step");             /* reduces c, a, root */
-  PLAY("forward; grads a"); /* of the parameters themselves; its turn is after c
-                             */
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  PLAY("clear; pre_backward frozen; grads frozen");
+  PLAY("step"); /* reduces c, a, root */
+  /* of the parameters themselves; its turn is after c */
+  PLAY(
+      "forward; grads a; state a SHARDED; clear; pre_backward frozen; "
+      "grads frozen");
   CHECK_SCHEDULE(
       "all_gather frozen; show frozen unsharded; show frozen sharded");
   PLAY(
       "pre_backward c; grads c; pre_backward root; grads root; finish; "
-      "check_grads");
-  model_fini(&m);
+      "check_grads; end");
 }
 
 /* A nested backward comes back to a while a's reduction waits for its turn: a
@@ -146,29 +137,28 @@ TEST(test_waiting_unit_is_not_prefetched) {
 TEST(test_unsharded_again_before_its_reduction) {
   model_start_tree(&m, NULL, 2);
   PLAY("step"); /* reduces b, a, root */
-  PLAY("zero_grad; forward; pre_backward a; grads a");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED); /* waits for b */
-  PLAY("pre_backward a; pre_backward b; grads b");
-  CHECK_I64(model_stats(&m).num_reduces, 3 + 2);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
+  PLAY("zero_grad; forward; pre_backward a; grads a; state a SHARDED"); /* waits
+                                                                           for b
+                                                                         */
   PLAY(
-      "pre_backward root; grads root; finish; check_grads; check_sharded; "
-      "check_idle; zero_grad; step; check_grads");
-  model_fini(&m);
+      "pre_backward a; pre_backward b; grads b; num_reduces 5; "
+      "state a UNSHARDED; pre_backward root; grads root; finish; "
+      "check_grads; check_sharded; check_idle; zero_grad; step; check_grads; "
+      "end");
 }
 
 /* b is prefetched for a backward that ends without it. */
 TEST(test_prefetch_in_flight_is_dropped_at_the_end) {
   model_start_tree(&m, NULL, 2);
-  PLAY("forward; pre_backward root");
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_PREFETCHED);
-  PLAY("grads root; clear; finish");
+  PLAY(
+      "forward; pre_backward root; state b PREFETCHED; grads root; clear; "
+      "finish");
   CHECK_SCHEDULE("show_grads root sharded");
   CHECK_TAPE_HAS(" unshard;");
-  PLAY("check_sharded; check_idle; optimizer; zero_grad; step"); /* with the new
-                                                                    values */
-  PLAY("check_grads");
-  model_fini(&m);
+  /* with the new values */
+  PLAY(
+      "check_sharded; check_idle; optimizer; zero_grad; step; check_grads; "
+      "end");
 }
 
 /* Activation checkpointing: the recomputed unit stays until its backward. */
@@ -187,53 +177,44 @@ TEST(test_recompute_gathers_once) {
       /* prefetched by b */
       "show b sharded; reduce_scatter b; show a unsharded; show a sharded; "
       "reduce_scatter a");
-  PLAY("grads root; finish; check_grads");
-  CHECK_I64(model_stats(&m).num_iterations, 1);
-  CHECK_I64(model_stats(&m).num_all_gathers, 5);
-  model_fini(&m);
+  PLAY(
+      "grads root; finish; check_grads; num_iterations 1; num_all_gathers 5; "
+      "end");
 }
 
 /* The second call's backward comes first; gradients come with the first. */
 TEST(test_unit_called_twice) {
   model_start_tree(&m, NULL, 1);
-  PLAY("enter root");
-  for (int i = 0; i < 2; i++) {
-    PLAY("enter a; leave a");
-  }
   PLAY(
-      "leave root; clear; pre_backward root; pre_backward a; pre_backward a; "
-      "grads a; grads root; finish");
+      "enter root; enter a; leave a; enter a; leave a; leave root; clear; "
+      "pre_backward root; pre_backward a; pre_backward a; grads a; "
+      "grads root; finish");
   CHECK_SCHEDULE(
       "all_gather a; show root unsharded; show a unsharded; show a sharded; "
       "reduce_scatter a; show root sharded; reduce_scatter root; "
       "show_grads root sharded; show_grads a sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* Gradients of each call come on their own: reduced twice, summed up. */
 TEST(test_unit_reduced_twice) {
   model_start_tree(&m, NULL, 1);
   for (int step = 0; step < 2; step++) {
-    PLAY("zero_grad; enter root");
-    for (int i = 0; i < 2; i++) {
-      PLAY("enter a; leave a");
-    }
-    PLAY("leave root; pre_backward root");
+    PLAY(
+        "zero_grad; enter root; enter a; leave a; enter a; leave a; "
+        "leave root; pre_backward root");
     for (int i = 0; i < 2; i++) {
       PLAY("pre_backward a"); /* the second time from REDUCING */
       PLAY("grads a");
     }
     PLAY("grads root; finish; check_grads; check_sharded");
   }
-  CHECK_I64(model_stats(&m).num_reduces, 2 * 3);
-  model_fini(&m);
+  PLAY("num_reduces 6; end");
 }
 
 TEST(test_frozen_unit) {
   const fsdp_param_spec frozen = {0, 16, RECORDER_F32, false};
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_POST;
+  model_options options = {.backward_prefetch = PREFETCH_AFTER};
   model_init(&m, &options);
   model_plan_simple(&m, "root", 4);
   model_plan_simple(&m, "a", 12);
@@ -250,7 +231,7 @@ TEST(test_frozen_unit) {
       "show_grads root sharded; show_grads a sharded");
   PLAY("check_grads; check_sharded");
   CHECK_I64(model_stats(&m).arena.num_clients, 5); /* no gradient memory */
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* --- Order of reductions ------------------------------------------------- */
@@ -283,28 +264,16 @@ TEST(test_reductions_keep_their_order) {
   model_start_tree(&m, NULL, 3);
   PLAY("step");
   CHECK_TEXT(reductions(), "c b a root ");
-  PLAY(
-      "zero_grad; forward; pre_backward root; pre_backward a; grads a"); /* a is
-                                                                            ready
-                                                                            first,
-                                                                            but
-                                                                            its
-                                                                            turn
-                                                                            is
-                                                                            after
-                                                                            c
-                                                                            and
-                                                                            b */
+  /* a is ready first, but its turn is after c and b */
+  PLAY("zero_grad; forward; pre_backward root; pre_backward a; grads a");
   CHECK_TEXT(reductions(), "");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  PLAY("pre_backward c; grads c");
+  PLAY("state a SHARDED; pre_backward c; grads c");
   CHECK_TEXT(reductions(), "c ");
   PLAY("pre_backward b; grads b");
   CHECK_TEXT(reductions(), "b a ");
   PLAY("grads root");
   CHECK_TEXT(reductions(), "root ");
-  PLAY("finish; check_grads; check_sharded");
-  model_fini(&m);
+  PLAY("finish; check_grads; check_sharded; end");
 }
 
 /* Who ran no forward is not waited for; who got no gradients delays the
@@ -330,8 +299,7 @@ TEST(test_reductions_with_units_that_are_missing) {
   PLAY("zero_grad; forward");
   backward_in_order(1, 3, 2);
   CHECK_TEXT(reductions(), "a c b root ");
-  PLAY("finish; check_grads");
-  model_fini(&m);
+  PLAY("finish; check_grads; end");
 }
 
 /* Without a record, after a unit went, nothing waits for its turn. */
@@ -346,7 +314,7 @@ TEST(test_reductions_after_a_unit_went) {
   CHECK_TEXT(reductions(), "b ");
   PLAY("grads root; finish; check_grads");
   m.num_units++;
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A unit that goes in the middle of a backward: its end waits for the
@@ -357,6 +325,5 @@ TEST(test_unit_goes_inside_backward) {
       "forward; pre_backward root; pre_backward b; grads b; destroy a; "
       "clear; finish");
   CHECK_TAPE_HAS("record e2 reduce; wait compute e2;");
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_SHARDED);
-  model_fini(&m);
+  PLAY("state b SHARDED; end");
 }

@@ -43,7 +43,7 @@ TEST(test_freed_when_the_next_iteration_begins) {
     PLAY("check_grads");
     CHECK_I64(grad_nbytes(), (4 + 8) * 4);
   }
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_kept_while_the_user_holds_one) {
@@ -54,16 +54,13 @@ TEST(test_kept_while_the_user_holds_one) {
     if (i > 0) CHECK_TAPE_HAS("grads_live root; grads_live a;");
   }
   check_frees(0);
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* Between forward and backward, as in "loss = f(); zero_grad(); backward()". */
 TEST(test_freed_on_entering_backward) {
   for (int64_t rank = 0; rank < 2; rank++) {
-    model_options options = model_default_options();
-    options.rank = rank;
-    options.offloads = rank == 1;
+    model_options options = {.rank = rank, .offloads = rank == 1};
     model_start_tree(&m, &options, 1);
     PLAY("step");
     for (int i = 1; i < 3; i++) {
@@ -78,7 +75,7 @@ TEST(test_freed_on_entering_backward) {
       check_frees(i);
       PLAY("check_grads");
     }
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -92,12 +89,12 @@ TEST(test_of_a_unit_that_does_not_run) {
         "enter root; enter a; leave a; leave root; pre_backward root; "
         "pre_backward a; grads a; grads root; finish");
     CHECK_I64(grad_nbytes(), (4 + 8) * 4);
-    CHECK(!m.units[2].has_grads);
+    PLAY("no_grads b");
   }
   check_frees(1);
   PLAY("zero_grad; step; check_grads");
   CHECK_I64(grad_nbytes(), (4 + 8 + 12) * 4);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* The user cleared the whole ones of a unit that stays summoned while its root
@@ -114,14 +111,12 @@ TEST(test_of_a_summoned_unit) {
   PLAY("enter root; leave_eval root");
   CHECK_I64(m.units[0].num_frees, 1);
   CHECK_I64(m.units[1].num_frees, 0);
-  PLAY("drop a");
-  CHECK_I64(m.units[1].grad_view, FSDP_VIEW_SHARDED);
+  PLAY("drop a; grad_view a sharded");
   const float *grad = m.units[1].grad_shards[0];
   for (int64_t i = 0; i < 8; i++) {
     CHECK((double)grad[i] == m.units[1].expected[0][i]);
   }
-  PLAY("zero_grad; step; check_grads");
-  model_fini(&m);
+  PLAY("zero_grad; step; check_grads; end");
 }
 
 /* --- Accumulation -------------------------------------------------------- */
@@ -163,14 +158,13 @@ static void check_patterns(const model_options *options) {
     CHECK_I64(grad_nbytes(), 0);
     PLAY("backward; check_grads");
     CHECK_I64(grad_nbytes(), nbytes);
-    PLAY("check_idle");
-    model_fini(&m);
+    PLAY("check_idle; end");
     if (check_num_failures > num_failures) printf("  pattern %d\n", pattern);
   }
 }
 
 TEST(test_accumulation_patterns) {
-  model_options options = model_default_options();
+  model_options options = {0};
   check_patterns(&options);
   options.rank = 1;
   options.num_replicas = 2;
@@ -199,8 +193,7 @@ TEST(test_not_freed_while_unsharded_ones_are_held) {
     CHECK_TAPE_HAS(i == 0 ? "take_grads root unsharded; grads_free root;"
                           : "take_grads root; grads_free root;");
     CHECK_I64(grad_nbytes(), 0);
-    PLAY("sync reduce; grads root; finish; check_grads");
-    model_fini(&m);
+    PLAY("sync reduce; grads root; finish; check_grads; end");
   }
 }
 
@@ -210,8 +203,7 @@ TEST(test_not_freed_while_unsharded_ones_are_held) {
  * what it is added to must be zero. */
 TEST(test_zeros_for_a_segment_that_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
-    model_options options = model_default_options();
-    options.offloads = offloads != 0;
+    model_options options = {.offloads = offloads != 0};
     model_init(&m, &options);
     model_plan_mixed(&m, "u");
     model_start(&m);
@@ -228,7 +220,7 @@ TEST(test_zeros_for_a_segment_that_is_unfrozen) {
     CHECK_I64(grad_nbytes(), 8 * 4 + 4 * 4 + 8 * 2);
     PLAY("check_grads");
     check_frees(1);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -245,8 +237,7 @@ TEST(test_zeros_for_a_summon) {
   const float *whole = m.units[0].grads[1];
   for (int64_t i = 0; i < 8; i++) CHECK(whole[i] == 0);
   CHECK_I64(fsdp_unit_dismiss(unit, true, NULL), FSDP_OK);
-  PLAY("step; check_grads");
-  model_fini(&m);
+  PLAY("step; check_grads; end");
 }
 
 static void other_rank_has_some(void *context, int64_t rank, const void *mine,
@@ -279,8 +270,7 @@ TEST(test_summon_that_fails_to_make_one) {
       was_refused = true;
       CHECK_I64(grad_nbytes(), 0);
     }
-    PLAY("zero_grad; step; check_grads");
-    model_fini(&m);
+    PLAY("zero_grad; step; check_grads; end");
     if (status == FSDP_OK) break;
   }
   CHECK(was_refused);
@@ -299,7 +289,7 @@ done:
 }
 
 TEST(test_every_call_can_fail) {
-  model_options options = model_default_options();
+  model_options options = {0};
   failures_every_call_of_steps(&options, NULL, clear_and_train);
   options.offloads = true;
   failures_every_call_of_steps(&options, NULL, clear_and_train);

@@ -12,47 +12,37 @@ TEST(test_tree_gathers_unit_by_unit) {
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show a sharded; all_gather b; show b unsharded; show b sharded; "
       "show root sharded"); /* hidden, kept for its backward */
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_HIDDEN);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  model_fini(&m);
+  PLAY("state root HIDDEN; state a SHARDED; end");
 }
 
 TEST(test_forward_without_backward_keeps_nothing) {
-  model_options options = model_default_options();
-  options.reshard_after_forward = false;
+  model_options options = {.keeps_after_forward = true};
   model_start_tree(&m, &options, 1);
   PLAY("eval");
   CHECK_SCHEDULE(
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show a sharded; show root sharded");
-  PLAY("check_sharded");
-  model_fini(&m);
+  PLAY("check_sharded; end");
 }
 
 TEST(test_forward_prefetch_from_the_second_iteration) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+  model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 3);
-  PLAY("eval");
-  CHECK_I64(model_stats(&m).num_prefetches, 0);
-  PLAY("optimizer; clear; eval");
+  PLAY("eval; num_prefetches 0; optimizer; clear; eval");
   CHECK_SCHEDULE(
       "all_gather root; all_gather a; show root unsharded; all_gather b; "
       "show a unsharded; show a sharded; all_gather c; show b unsharded; "
       "show b sharded; show c unsharded; show c sharded; show root sharded");
-  CHECK_I64(model_stats(&m).num_prefetches, 3);
-  CHECK_I64(model_stats(&m).num_all_gathers, 8);
-  model_fini(&m);
+  PLAY("num_prefetches 3; num_all_gathers 8; end");
 }
 
 /* b was prefetched but the forward ends without it: never shown, dropped. */
 TEST(test_unused_forward_prefetch_is_dropped) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+  model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 2);
-  PLAY("eval; clear; enter root; enter a");
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_PREFETCHED);
-  PLAY("leave_eval a; leave_eval root");
+  PLAY(
+      "eval; clear; enter root; enter a; state b PREFETCHED; leave_eval a; "
+      "leave_eval root");
   CHECK_SCHEDULE(
       "all_gather root; all_gather a; show root unsharded; all_gather b; "
       "show a unsharded; show a sharded; show root sharded");
@@ -65,14 +55,13 @@ TEST(test_unused_forward_prefetch_is_dropped) {
       "all_gather root; all_gather a; show root unsharded; all_gather b; "
       "show b unsharded; show b sharded; show a unsharded; show a sharded; "
       "show root sharded");
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Parameters kept for a backward that never came are from before the
  * optimizer's step: the next forward gathers them again. */
 TEST(test_stale_params_are_dropped) {
-  model_options options = model_default_options();
-  options.reshard_after_forward = false;
+  model_options options = {.keeps_after_forward = true};
   model_start_tree(&m, &options, 1);
   PLAY("forward");
   model_check_states(&m, FSDP_UNIT_HIDDEN);
@@ -80,47 +69,36 @@ TEST(test_stale_params_are_dropped) {
   CHECK_SCHEDULE(
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show root sharded; show a sharded");
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_unit_called_twice_in_forward) {
   model_start_tree(&m, NULL, 1);
-  PLAY("enter root");
-  for (int i = 0; i < 2; i++) {
-    PLAY("enter a; leave a");
-  }
-  PLAY("leave root");
+  PLAY("enter root; enter a; leave a; enter a; leave a; leave root");
   CHECK_SCHEDULE(
       "all_gather root; show root unsharded; all_gather a; show a unsharded; "
       "show a sharded; all_gather a; show a unsharded; show a sharded; "
       "show root sharded");
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_forward_that_raises) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+  model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 2);
   PLAY("eval; enter root; enter a"); /* b is in flight */
   PLAY("abandon a");
   CHECK(fsdp_engine_in_forward(m.engine));
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  PLAY("abandon root");
+  PLAY("state a SHARDED; abandon root");
   CHECK(!fsdp_engine_in_forward(m.engine));
-  PLAY("check_sharded; check_idle; step; check_grads");
-  model_fini(&m);
+  PLAY("check_sharded; check_idle; step; check_grads; end");
 }
 
 /* A child is run on its own: it is the root of that iteration. */
 TEST(test_outermost_unit_is_the_root) {
   model_start_tree(&m, NULL, 2);
-  PLAY("enter a; leave a");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_HIDDEN);
-  PLAY("pre_backward a; grads a; finish");
-  CHECK_I64(model_stats(&m).num_iterations, 1);
-  CHECK_I64(model_stats(&m).num_all_gathers, 1);
-  PLAY("check_sharded");
-  model_fini(&m);
+  PLAY(
+      "enter a; leave a; state a HIDDEN; pre_backward a; grads a; finish; "
+      "num_iterations 1; num_all_gathers 1; check_sharded; end");
 }
 
 TEST(test_unit_without_parameters) {
@@ -133,10 +111,11 @@ TEST(test_unit_without_parameters) {
       "all_gather a; show a unsharded; show a sharded; all_gather a; "
       "show a unsharded; show a sharded; reduce_scatter a; "
       "show_grads a sharded");
-  PLAY("check_grads; check_sharded; summon root; dismiss root; step");
-  CHECK_I64(model_stats(&m).num_units, 2);
+  PLAY(
+      "check_grads; check_sharded; summon root; dismiss root; step; "
+      "num_units 2");
   CHECK_I64(model_stats(&m).arena.num_clients, 2);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Parameters of zero elements get gradients too; there is nothing to do. */
@@ -149,6 +128,5 @@ TEST(test_unit_of_empty_parameters) {
   PLAY("step");
   CHECK_SCHEDULE("");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
-  CHECK_I64(model_stats(&m).num_reduces, 0);
-  model_fini(&m);
+  PLAY("num_reduces 0; end");
 }

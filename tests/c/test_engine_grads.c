@@ -9,10 +9,9 @@
 
 TEST(test_accumulates_over_backwards) {
   model_start_tree(&m, NULL, 1);
-  for (int i = 0; i < 3; i++) PLAY("step");
-  PLAY("check_grads");                  /* the sum of three */
-  PLAY("zero_grad; step; check_grads"); /* of the last one alone */
-  model_fini(&m);
+  PLAY("step; step; step; check_grads"); /* the sum of three */
+  PLAY("zero_grad; step; check_grads");  /* of the last one alone */
+  PLAY("end");
 }
 
 /* Gradients that the user set before the first backward are added to. */
@@ -24,13 +23,12 @@ TEST(test_users_own_gradient_is_added_to) {
     m.units[0].expected[0][i] = 10;
   }
   recorder_set_grads_live(m.device, true);
-  PLAY("step; check_grads");
-  model_fini(&m);
+  PLAY("step; check_grads; end");
 }
 
 /* Two micro-batches without sync, a third with it. */
 static void check_no_sync(const model_options *options) {
-  const bool keeps = !options->reshard_after_backward_without_sync;
+  const bool keeps = options->keeps_without_sync;
   model_init(&m, options);
   model_plan_simple(&m, "root", 8);
   model_plan_mixed(&m, "mixed");
@@ -41,23 +39,22 @@ static void check_no_sync(const model_options *options) {
     for (int i = 0; i < 2; i++) {
       PLAY("clear; step");
       CHECK_TAPE_LACKS("reduce ");
-      CHECK_I64(m.units[0].grad_view, FSDP_VIEW_UNSHARDED);
-      PLAY("check_grads");
+      PLAY("grad_view root unsharded; check_grads");
       model_check_states(&m, keeps ? FSDP_UNIT_KEPT : FSDP_UNIT_SHARDED);
     }
     PLAY("sync reduce");
     const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
     PLAY("step");
     if (keeps) CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers);
-    CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
-    PLAY("check_grads; check_sharded; check_idle; optimizer");
+    PLAY(
+        "grad_view root sharded; check_grads; check_sharded; check_idle; "
+        "optimizer");
   }
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_no_sync_then_sync) {
-  model_options options = model_default_options();
-  options.rank = 1;
+  model_options options = {.rank = 1};
   check_no_sync(&options);
   options.forward_prefetch = true;
   options.num_replicas = 2;
@@ -66,20 +63,17 @@ TEST(test_no_sync_then_sync) {
   options.prescale = 0.25;
   options.wants_scratch = true;
   check_no_sync(&options);
-  options.reshard_after_forward = false;
-  options.reshard_after_backward_without_sync = false;
+  options.keeps_after_forward = true;
+  options.keeps_without_sync = true;
   check_no_sync(&options);
 }
 
 /* Parameters kept between micro-batches are hidden in between, and gathered
  * again if the user changed them there. */
 TEST(test_kept_parameters) {
-  model_options options = model_default_options();
-  options.reshard_after_backward_without_sync = false;
+  model_options options = {.keeps_without_sync = true};
   model_start_tree(&m, &options, 1);
-  PLAY("sync none; step");
-  CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_KEPT);
+  PLAY("sync none; step; view a sharded; state a KEPT");
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
   PLAY("clear; step"); /* on what was kept: a reshards after its forward */
   CHECK_SCHEDULE(
@@ -93,16 +87,13 @@ TEST(test_kept_parameters) {
   PLAY("step"); /* with the new values */
   CHECK_I64(model_stats(&m).num_all_gathers, num_before + 3);
   /* One that does not run stays: the next forward may need it. */
-  PLAY("enter root");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_KEPT);
-  PLAY("leave root");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_KEPT);
-  PLAY("reset; zero_grad; step; check_grads");
+  PLAY(
+      "enter root; state a KEPT; leave root; state a KEPT; reset; zero_grad; "
+      "step; check_grads");
   /* Kept, and destroyed, or summoned, or moved. */
   PLAY(
       "summon a; dismiss a; step; sync reduce; step; check_grads; "
-      "check_sharded; check_idle");
-  model_fini(&m);
+      "check_sharded; check_idle; end");
 }
 
 TEST(test_sync_then_no_sync_then_sync) {
@@ -110,23 +101,18 @@ TEST(test_sync_then_no_sync_then_sync) {
   PLAY("step");                           /* sharded */
   PLAY("sync none; step");                /* unsharded, beside it */
   PLAY("sync reduce; step; check_grads"); /* all three */
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Gradients kept without sync that the user cleared do not come back. */
 TEST(test_cleared_unsharded_gradients_stay_cleared) {
   model_start_tree(&m, NULL, 2);
+  /* b takes no part in this step */
   PLAY(
-      "sync none; step; sync reduce; zero_grad; enter root"); /* b takes no part
-                                                                 in this step */
-  PLAY(
-      "enter a; leave a; leave root; pre_backward root; pre_backward a; "
-      "grads a; grads root; finish");
-  CHECK(m.units[0].has_grads);
-  CHECK(m.units[1].has_grads);
-  CHECK(!m.units[2].has_grads);
-  PLAY("check_idle; zero_grad; step; check_grads");
-  model_fini(&m);
+      "sync none; step; sync reduce; zero_grad; enter root; enter a; "
+      "leave a; leave root; pre_backward root; pre_backward a; grads a; "
+      "grads root; finish; has_grads root; has_grads a; no_grads b; "
+      "check_idle; zero_grad; step; check_grads; end");
 }
 
 /* A unit whose gradients were kept by no_sync and that takes no part in the
@@ -135,9 +121,8 @@ TEST(test_kept_gradients_are_reduced_at_the_end) {
   model_start_tree(&m, NULL, 1);
   PLAY(
       "sync none; step; sync reduce; enter root; leave root; "
-      "pre_backward root; grads root; finish; check_grads; check_sharded");
-  CHECK_I64(model_stats(&m).num_reduces, 2);
-  model_fini(&m);
+      "pre_backward root; grads root; finish; check_grads; check_sharded; "
+      "num_reduces 2; end");
 }
 
 /* What got no gradient is zero: while kept, and when reduced. */
@@ -162,7 +147,7 @@ TEST(test_unused_parameters_are_zero) {
     CHECK_I64(fsdp_unit_pending_grads(m.units[0].unit), 0);
     PLAY("check_grads");
   }
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A second gradient of a parameter, and one that nobody announced. */
@@ -191,11 +176,9 @@ TEST(test_gradients_of_one_parameter_add_up) {
   PLAY("forward; pre_backward u");
   fsdp_unit_expect_grads(m.units[0].unit, 1);
   CHECK_I64(model_give_grad(&m, 0, 1, false, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_UNSHARDED);
+  PLAY("state u UNSHARDED");
   CHECK_I64(model_give_grad(&m, 0, 0, true, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_REDUCING);
-  PLAY("finish; check_grads");
-  model_fini(&m);
+  PLAY("state u REDUCING; finish; check_grads; end");
 }
 
 /* From 1 MiB on, gradients are packed and released as they come. */
@@ -214,8 +197,7 @@ TEST(test_large_gradients_are_packed_early) {
   CHECK_I64(m.grads[0].num_releases, 1);
   CHECK_I64(m.grads[1].num_releases, 1);
   CHECK_I64(model_give_grad(&m, 0, 0, true, NULL), FSDP_OK);
-  PLAY("finish; check_grads");
-  model_fini(&m);
+  PLAY("finish; check_grads; end");
 }
 
 TEST(test_forward_inside_an_open_backward_is_refused) {
@@ -227,8 +209,7 @@ TEST(test_forward_inside_an_open_backward_is_refused) {
               FSDP_INVALID_STATE, error.message,
               "unit 'root' ran forward while a backward that raised is still "
               "open; call fsdp_c.reset(model) first");
-  PLAY("reset; check_sharded; step; check_grads");
-  model_fini(&m);
+  PLAY("reset; check_sharded; step; check_grads; end");
 }
 
 /* A reset gives back what is open, and keeps what earlier micro-batches left
@@ -244,8 +225,7 @@ TEST(test_reset_in_the_middle) {
   CHECK(!fsdp_engine_in_backward(m.engine));
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
-  PLAY("sync reduce; step; check_grads");
-  model_fini(&m);
+  PLAY("sync reduce; step; check_grads; end");
 }
 
 /* --- Steady state -------------------------------------------------------- */
@@ -257,8 +237,7 @@ static void check_steady_state(const model_options *options) {
   model_plan_simple(&m, "b", 16);
   model_plan_simple(&m, "c", 16);
   model_start(&m);
-  for (int i = 0; i < 2; i++) PLAY("step");
-  PLAY("clear");
+  PLAY("step; step; clear");
   const fsdp_engine_stats before = model_stats(&m);
   const int64_t num_live = fsdp_alloc_live();
   for (int i = 0; i < 3; i++) {
@@ -278,20 +257,20 @@ static void check_steady_state(const model_options *options) {
   CHECK_I64(after.arena.nbytes, before.arena.nbytes);
   CHECK_I64(after.arena.held_nbytes, 0);
   CHECK_I64(recorder_live_nbytes(m.device), after.arena.nbytes);
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_third_step_allocates_nothing) {
-  model_options options = model_default_options();
+  model_options options = {0};
   check_steady_state(&options);
   options.forward_prefetch = true;
   check_steady_state(&options);
-  options.backward_prefetch = FSDP_PREFETCH_POST;
+  options.backward_prefetch = PREFETCH_AFTER;
   check_steady_state(&options);
-  options.backward_prefetch = FSDP_PREFETCH_NONE;
+  options.backward_prefetch = NO_PREFETCH;
   options.num_replicas = 2;
   check_steady_state(&options);
-  options.reshard_after_forward = false;
+  options.keeps_after_forward = true;
   options.param_dtype = RECORDER_BF16;
   check_steady_state(&options);
   options.world_size = 1;
@@ -303,19 +282,18 @@ TEST(test_third_step_allocates_nothing) {
 /* Memory is arithmetic. One unit: its parameters and its gradients are held
  * together once, in bf16 and in fp32. */
 TEST(test_memory_of_one_unit) {
-  model_options options = model_default_options();
-  options.param_dtype = RECORDER_BF16;
-  options.reduce_dtype = RECORDER_F32;
+  model_options options = {.param_dtype = RECORDER_BF16,
+                           .reduce_dtype = RECORDER_F32};
   model_init(&m, &options);
   model_plan_simple(&m, "u", 64);
   model_start(&m);
-  for (int i = 0; i < 3; i++) PLAY("step");
+  PLAY("step; step; step");
   CHECK_I64(model_stats(&m).arena.nbytes, 128 * 2 + 128 * 4);
   CHECK_I64(model_stats(&m).arena.peak_nbytes, 128 * 2 + 128 * 4);
   CHECK_I64(recorder_live_nbytes(m.device), 128 * 2 + 128 * 4);
   CHECK_I64(model_stats(&m).shard_nbytes, 64 * 4);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, 64 * 4);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Equal layers: however many there are, the memory is the same number of
@@ -329,13 +307,13 @@ TEST(test_memory_does_not_grow_with_depth) {
       model_plan_simple(&m, names[i], 64);
     }
     model_start(&m);
-    for (int i = 0; i < 3; i++) {
-      PLAY("zero_grad; step; check_grads");
-    }
+    PLAY(
+        "zero_grad; step; check_grads; zero_grad; step; check_grads; "
+        "zero_grad; step; check_grads");
     nbytes[round] = model_stats(&m).arena.nbytes;
     CHECK_I64(nbytes[round] % (128 * 4), 0);
     CHECK_I64(recorder_live_nbytes(m.device), nbytes[round]);
-    model_fini(&m);
+    PLAY("end");
   }
   CHECK_I64(nbytes[0], nbytes[1]);
 }

@@ -27,14 +27,11 @@ TEST(test_frozen_unit_reshards) {
   start(NULL);
   PLAY("pre_backward frozen");
   fsdp_unit_expect_grads(m.units[1].unit, 1);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
-  PLAY("clear; inputs frozen");
+  PLAY("state frozen UNSHARDED; clear; inputs frozen");
   CHECK_TAPE("show frozen sharded; record e12 compute");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
+  PLAY("state frozen SHARDED");
   finish();
-  CHECK(!m.units[1].has_grads);
-  CHECK_I64(model_stats(&m).num_reduces, 1);
-  model_fini(&m);
+  PLAY("no_grads frozen; num_reduces 1; end");
 }
 
 /* The weights are used until the gradients of the inputs have come, in
@@ -47,21 +44,19 @@ TEST(test_mixed_unit_waits) {
     if (is_first) PLAY("inputs mixed");
     give_grad(2, 4);
     give_grad(2, 2);
-    CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDED);
+    PLAY("state mixed UNSHARDED");
     CHECK_I64(fsdp_unit_pending_grads(m.units[2].unit), 2 - is_first);
     PLAY("clear");
     give_grad(2, 0);
     if (!is_first) {
       CHECK_TAPE("");
-      CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDED);
-      PLAY("inputs mixed");
+      PLAY("state mixed UNSHARDED; inputs mixed");
     }
-    CHECK_I64(model_state(&m, 2), FSDP_UNIT_REDUCING);
+    PLAY("state mixed REDUCING");
     CHECK_SCHEDULE(
         "show mixed sharded; reduce_scatter mixed; reduce_scatter mixed");
     finish();
-    PLAY("check_grads");
-    model_fini(&m);
+    PLAY("check_grads; end");
   }
 }
 
@@ -73,8 +68,7 @@ TEST(test_inputs_that_never_come) {
     fsdp_unit_expect_grads(m.units[unit].unit, unit == 2 ? 3 + 1 : 1);
   }
   for (int64_t param = 4; param >= 0; param -= 2) give_grad(2, param);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDED);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
+  PLAY("state mixed UNSHARDED; state frozen UNSHARDED");
   finish();
   PLAY("check_grads");
   CHECK_I64(fsdp_unit_pending_grads(m.units[1].unit), 0);
@@ -83,8 +77,7 @@ TEST(test_inputs_that_never_come) {
   PLAY("clear; inputs frozen; inputs mixed");
   CHECK_TAPE("");
   CHECK(!fsdp_engine_in_backward(m.engine));
-  PLAY("zero_grad; step; check_grads");
-  model_fini(&m);
+  PLAY("zero_grad; step; check_grads; end");
 }
 
 /* Only the inputs' gradients come: there is nothing to reduce. */
@@ -94,44 +87,37 @@ TEST(test_mixed_unit_without_gradients) {
   fsdp_unit_expect_grads(m.units[2].unit, 1);
   PLAY("clear; inputs mixed");
   CHECK_SCHEDULE("show mixed sharded");
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_SHARDED);
+  PLAY("state mixed SHARDED");
   finish();
-  CHECK(!m.units[2].has_grads);
-  model_fini(&m);
+  PLAY("no_grads mixed; end");
 }
 
 /* What an earlier no_sync kept is reduced with them. */
 TEST(test_kept_gradients) {
   start(NULL);
-  PLAY("sync none; pre_backward mixed; grads mixed");
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_SHARDED);
-  PLAY("grads root; finish");
-  CHECK_I64(m.units[2].grad_view, FSDP_VIEW_UNSHARDED);
-  PLAY("sync reduce; forward; pre_backward root; pre_backward mixed");
+  PLAY(
+      "sync none; pre_backward mixed; grads mixed; state mixed SHARDED; "
+      "grads root; finish; grad_view mixed unsharded; sync reduce; forward; "
+      "pre_backward root; pre_backward mixed");
   fsdp_unit_expect_grads(m.units[2].unit, 1);
-  PLAY("inputs mixed");
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_REDUCING);
+  PLAY("inputs mixed; state mixed REDUCING");
   finish();
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 TEST(test_prefetch_after_them) {
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_POST;
+  model_options options = {.backward_prefetch = PREFETCH_AFTER};
   start(&options);
   PLAY("pre_backward mixed");
   fsdp_unit_expect_grads(m.units[2].unit, 3 + 1);
   for (int64_t param = 4; param >= 0; param -= 2) give_grad(2, param);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  PLAY("inputs mixed");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
-  PLAY("pre_backward frozen");
+  PLAY(
+      "state frozen SHARDED; inputs mixed; state frozen PREFETCHED; "
+      "pre_backward frozen");
   fsdp_unit_expect_grads(m.units[1].unit, 1);
   PLAY("inputs frozen");
   finish();
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* A unit that failed says so. */
@@ -146,10 +132,10 @@ TEST(test_failed_unit) {
   for (int64_t param = 4; param > 0; param -= 2) give_grad(2, param);
   CHECK_I64(model_give_inputs(&m, 2, &error), FSDP_BACKEND);
   CHECK(strncmp(error.message, "injected at pack ", 17) == 0);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_FAILED);
+  PLAY("state mixed FAILED");
   fsdp_unit_expect_grads(m.units[2].unit, 1);
   CHECK_FAILS(model_give_inputs(&m, 2, &error), FSDP_BACKEND, error.message,
               "..unit 'mixed' failed earlier (");
   failures_check_recovers();
-  model_fini(&m);
+  PLAY("end");
 }

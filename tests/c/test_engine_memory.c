@@ -28,7 +28,7 @@ TEST(test_a_summon_takes_the_place_of_idle_blocks) {
   PLAY("clear");
   train(1);
   CHECK_TAPE_LACKS("alloc");
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Without idle blocks there is nothing to give, and the error stands. */
@@ -41,14 +41,13 @@ TEST(test_out_of_memory_is_reported) {
   recorder_limit_memory(m.device, 0);
   PLAY("reset");
   train(2);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A block in use is not given: its data is still read. Scratch and partial
  * gradients come in the middle of a backward. */
 TEST(test_blocks_in_use_stay) {
-  model_options options = model_default_options();
-  options.wants_scratch = true;
+  model_options options = {.wants_scratch = true};
   for (int is_partial = 0; is_partial < 2; is_partial++) {
     model_start_tree(&m, &options, 2);
     fsdp_engine_set_sync(m.engine,
@@ -59,7 +58,7 @@ TEST(test_blocks_in_use_stay) {
     PLAY("forward");
     /* Each call of the first backward, one after the other in fresh models. */
     const int64_t first = recorder_num_calls(m.device) - num_calls;
-    model_fini(&m);
+    PLAY("end");
     for (int64_t i = first;; i++) {
       fsdp_error error = {FSDP_OK, 0, NULL, ""};
       model_start_tree(&m, &options, 2);
@@ -76,8 +75,7 @@ TEST(test_blocks_in_use_stay) {
         num_recovered++;
         PLAY("check_grads");
       }
-      PLAY("reset");
-      model_fini(&m);
+      PLAY("reset; end");
       if (!has_failed) break;
     }
     CHECK(num_recovered > 0);

@@ -6,10 +6,8 @@
 #include "engine_failures.h"
 
 static model_options offload_options(int64_t world_size, int64_t rank) {
-  model_options options = model_default_options();
-  options.world_size = world_size;
-  options.rank = rank;
-  options.offloads = true;
+  model_options options = {
+      .world_size = world_size, .rank = rank, .offloads = true};
   return options;
 }
 
@@ -44,8 +42,7 @@ TEST(test_step) {
       "record e3 replicate; wait compute e3; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* A second backward brings the sharded gradient to the device first. */
@@ -66,8 +63,7 @@ TEST(test_second_backward) {
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; record e4 upload; wait download e4; "
       "record e5 download; synchronize e5; show_grads u sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* With a cast the shard comes beside the parameters (at 256), in its own dtype;
@@ -101,8 +97,7 @@ TEST(test_casts_and_replicas) {
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; record e4 upload; wait download e4; "
       "record e5 download; synchronize e5; show_grads u sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* One rank is not resident: the device has nothing until the copy. */
@@ -124,8 +119,7 @@ TEST(test_one_rank) {
       "record e3 replicate; wait compute e3; record e4 upload; "
       "wait download e4; record e5 download; synchronize e5; "
       "show_grads u sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
   options.param_dtype = RECORDER_BF16;
   start(&options);
   PLAY("eval");
@@ -136,8 +130,7 @@ TEST(test_one_rank) {
       "cast unshard 8 f32->bf16 b1 <- b1+256; record e6 unshard; "
       "wait compute e6; show u unsharded; show u sharded; record e7 compute; "
       "record e4 upload; wait download e4; record e5 download; synchronize e5");
-  PLAY("step; check_grads");
-  model_fini(&m);
+  PLAY("step; check_grads; end");
 }
 
 /* Accumulated outside of no_sync, inside it, and both. */
@@ -150,11 +143,12 @@ static void check_accumulates(const model_options *options) {
   for (int step = 0; step < 3; step++) {
     PLAY(
         "zero_grad; step; check_grads; sync none; step; sync reduce; step; "
-        "check_grads");
-    CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
-    PLAY("check_idle; optimizer"); /* writes on the host */
+        "check_grads; grad_view root sharded; check_idle; optimizer"); /* writes
+                                                                          on the
+                                                                          host
+                                                                        */
   }
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_accumulates) {
@@ -168,9 +162,9 @@ TEST(test_accumulates) {
     options.grad_dtype = RECORDER_F32;
     options.prescale = 0.5;
     check_accumulates(&options);
-    options.backward_prefetch = FSDP_PREFETCH_POST;
-    options.reshard_after_forward = false;
-    options.reshard_after_backward_without_sync = false;
+    options.backward_prefetch = PREFETCH_AFTER;
+    options.keeps_after_forward = true;
+    options.keeps_without_sync = true;
     check_accumulates(&options);
   }
   model_options options = offload_options(1, 0);
@@ -206,8 +200,7 @@ TEST(test_host_is_joined) {
   /* A backward that is given up, and a unit that goes in the middle of one. */
   PLAY(
       "sync reduce; forward; pre_backward root; reset; optimizer; forward; "
-      "pre_backward root; pre_backward b; grads b; destroy b; optimizer");
-  model_fini(&m);
+      "pre_backward root; pre_backward b; grads b; destroy b; optimizer; end");
 }
 
 /* The lane on which event `name` was recorded last before `end`. */
@@ -229,10 +222,7 @@ static void last_record(const char *tape, const char *end, const char *name,
 TEST(test_uploads_do_not_wait_for_downloads) {
   model_options options = offload_options(2, 0);
   model_start_tree(&m, &options, 3);
-  for (int i = 0; i < 3; i++) {
-    PLAY("step; optimizer");
-  }
-  PLAY("clear; step");
+  PLAY("step; optimizer; step; optimizer; step; optimizer; clear; step");
   const char *tape = recorder_tape(m.device);
   const char *first_download = strstr(tape, "copy_to_host download");
   CHECK(first_download != NULL);
@@ -249,7 +239,7 @@ TEST(test_uploads_do_not_wait_for_downloads) {
     CHECK_TEXT(lane, "compute");
   }
   CHECK(num_waits > 0);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* The host goes on after a forward that a backward follows, and may not write
@@ -276,8 +266,7 @@ TEST(test_forward_does_not_wait) {
   CHECK_I64(fsdp_engine_join_host(m.engine, NULL), FSDP_OK);
   PLAY("optimizer");
   CHECK_TEXT(recorder_race(m.device), "");
-  PLAY("reset");
-  model_fini(&m);
+  PLAY("reset; end");
 }
 
 /* In master dtype no shard has to be cast. */
@@ -290,8 +279,7 @@ TEST(test_full_precision) {
   CHECK_TAPE_HAS("copy_to_device upload 32 b1+32 <- u.shard0;");
   CHECK_TAPE_LACKS("cast");
   fsdp_unit_set_full_precision(m.units[0].unit, false);
-  PLAY("step; check_grads");
-  model_fini(&m);
+  PLAY("step; check_grads; end");
 }
 
 /* Everything on the device is blocks: bf16 parameters and the fp32 shard beside
@@ -303,15 +291,14 @@ TEST(test_memory) {
   model_init(&m, &options);
   model_plan_simple(&m, "u", 128);
   model_start(&m);
-  for (int i = 0; i < 2; i++) PLAY("step");
+  PLAY("step; step");
   CHECK_I64(model_stats(&m).arena.nbytes,
             (256 * 2 + 128 * 4) + (256 * 4 + 128 * 4));
-  PLAY("clear");
-  for (int i = 0; i < 2; i++) PLAY("step");
+  PLAY("clear; step; step");
   CHECK_TAPE_LACKS("alloc");
   CHECK_I64(recorder_live_nbytes(m.device), model_stats(&m).arena.nbytes);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, 128 * 4);
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_every_call_can_fail) {
@@ -320,7 +307,7 @@ TEST(test_every_call_can_fail) {
   failures_every_call_of_steps(&options, NULL, failures_train);
   options.num_replicas = 2;
   options.param_dtype = RECORDER_BF16;
-  options.backward_prefetch = FSDP_PREFETCH_POST;
+  options.backward_prefetch = PREFETCH_AFTER;
   failures_every_call_of_steps(&options, NULL, failures_train);
   options = offload_options(1, 0);
   failures_every_call(&options, NULL, failures_train, 0);

@@ -16,8 +16,7 @@ static void set_all_full(void) {
 }
 
 static model_options low_options(void) {
-  model_options options = model_default_options();
-  options.param_dtype = RECORDER_BF16;
+  model_options options = {.param_dtype = RECORDER_BF16};
   return options;
 }
 
@@ -48,7 +47,7 @@ TEST(test_low_precision_gradients) {
   }
   CHECK_I64(model_stats(&m).shard_nbytes, (8 + 16) * 4);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 16) * 2);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Wider than the parameters, reduced in fp32, with everything else that can
@@ -65,12 +64,10 @@ TEST(test_wide_gradients) {
     model_plan_simple(&m, "root", 8);
     model_plan_mixed(&m, "mixed");
     model_start(&m);
-    for (int i = 0; i < 3; i++) {
-      PLAY("step; check_grads");
-    }
+    PLAY("step; check_grads; step; check_grads; step; check_grads");
     CHECK_TAPE_HAS("8 f32->f64 x0.25 add;");
     CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 8 + 8) * 8);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -112,21 +109,19 @@ TEST(test_switch) {
   set_full(0, true);
   PLAY("eval"); /* the client is there already */
   CHECK_I64(model_stats(&m).arena.num_clients, 3);
-  PLAY("check_idle");
-  model_fini(&m);
+  PLAY("check_idle; end");
 }
 
 /* What was kept in the other dtype is gathered again. */
 TEST(test_switch_of_a_kept_unit) {
   model_options options = low_options();
-  options.reshard_after_forward = false;
+  options.keeps_after_forward = true;
   start_tree(&options, 1);
-  PLAY("forward");
-  CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED); /* kept, but hidden */
+  PLAY("forward; view a sharded"); /* kept, but hidden */
   set_full(1, true);
-  PLAY("clear; enter root; enter a");
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  PLAY("leave a; enter a"); /* kept: nothing to do */
+  PLAY("clear; enter root; enter a; view a full; leave a; enter a"); /* kept:
+                                                                        nothing
+                                                                        to do */
   set_full(1, false);
   PLAY("leave a; enter a"); /* kept, in the wrong one */
   PLAY("leave a; leave root");
@@ -136,16 +131,15 @@ TEST(test_switch_of_a_kept_unit) {
       "show a sharded");
   PLAY("backward; check_grads");
   /* Kept between micro-batches. */
-  options.reshard_after_backward_without_sync = false;
-  model_fini(&m);
+  options.keeps_without_sync = true;
+  PLAY("end");
   start_tree(&options, 1);
   PLAY("sync none; step");
   set_full(1, true);
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
   PLAY("step");
   CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers + 1);
-  PLAY("sync reduce; step; check_grads; check_sharded");
-  model_fini(&m);
+  PLAY("sync reduce; step; check_grads; check_sharded; end");
 }
 
 /* A prefetch in the wrong dtype is dropped, by the user as by the end. */
@@ -153,20 +147,16 @@ TEST(test_prefetch_in_the_wrong_precision) {
   model_options options = low_options();
   options.forward_prefetch = true;
   start_tree(&options, 2);
-  PLAY("eval; clear; enter root");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
+  PLAY("eval; clear; enter root; state a PREFETCHED");
   set_full(1, true);
-  PLAY("enter a");
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  PLAY("leave_eval a");
+  PLAY("enter a; view a full; leave_eval a");
   set_full(2, true); /* in flight, and never used */
   PLAY("leave_eval root");
   CHECK_SCHEDULE(
       "all_gather root; all_gather a; show root unsharded; all_gather a; "
       "all_gather b; show a full; show a sharded; show root sharded");
   PLAY("check_idle; eval; eval"); /* prefetched in the right one */
-  PLAY("check_idle");
-  model_fini(&m);
+  PLAY("check_idle; end");
 }
 
 /* One rank that casts copies instead. */
@@ -180,22 +170,20 @@ TEST(test_one_rank) {
   CHECK_TAPE_HAS("cast unshard 8 f32->f32;");
   CHECK_TAPE_HAS("show a full;");
   set_full(1, false);
-  PLAY("step; check_grads");
-  model_fini(&m);
+  PLAY("step; check_grads; end");
 }
 
 /* Without a cast there is no other precision: nothing happens. */
 TEST(test_units_without_a_cast) {
   for (int64_t world_size = 1; world_size < 3; world_size++) {
-    model_options options = model_default_options();
-    options.world_size = world_size;
+    model_options options = {.world_size = world_size};
     start_tree(&options, 0);
     set_full(0, true);
     CHECK(fsdp_unit_full_precision(m.units[0].unit));
     PLAY("eval");
     CHECK_TAPE_LACKS(" full;");
     CHECK_I64(model_stats(&m).arena.num_clients, world_size);
-    model_fini(&m);
+    PLAY("end");
   }
   /* A cast of nothing is one, but there is no block. */
   const fsdp_param_spec empty = {0, 0, RECORDER_F32, true};
@@ -206,7 +194,7 @@ TEST(test_units_without_a_cast) {
   set_full(0, true);
   PLAY("step");
   CHECK_SCHEDULE("");
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Segments of all kinds, in forward and backward, offloaded or not. */
@@ -225,7 +213,7 @@ TEST(test_steps) {
           "zero_grad; step; check_grads; check_sharded; optimizer; "
           "check_idle");
     }
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -244,8 +232,7 @@ TEST(test_move) {
   /* A reset gives back either block. */
   PLAY("forward");
   set_full(0, false);
-  PLAY("reset; check_idle; step");
-  model_fini(&m);
+  PLAY("reset; check_idle; step; end");
 }
 
 static fsdp_status switch_and_train(fsdp_error *error) {

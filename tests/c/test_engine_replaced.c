@@ -27,18 +27,16 @@ TEST(test_forward_and_backward) {
   PLAY("clear");
   step();
   CHECK_TAPE_LACKS("take_params root sharded; record e1 compute;");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* The copy of one unit's parameters is not ordered by the wait of another. */
 TEST(test_each_unit_waits) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+  model_options options = {.forward_prefetch = true};
   for (int with_casts = 0; with_casts < 2; with_casts++) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     for (int prefetch = 0; prefetch < 3; prefetch++) {
-      options.backward_prefetch = (fsdp_prefetch)prefetch;
+      options.backward_prefetch = (model_prefetch)prefetch;
       model_start_tree(&m, &options, 3);
       step();
       for (int where = 0; where < 2; where++) {
@@ -50,7 +48,7 @@ TEST(test_each_unit_waits) {
         replace(false);
         PLAY("check_grads");
       }
-      model_fini(&m); /* finds races */
+      PLAY("end"); /* finds races */
     }
   }
 }
@@ -86,14 +84,12 @@ TEST(test_without_the_wait) {
              "read by unshard, not after write of shard by compute (all_gather "
              "unshard g0 8 f32)");
   recorder_clear_race(m.device);
-  PLAY("leave a; leave root; backward");
-  model_fini(&m);
+  PLAY("leave a; leave root; backward; end");
 }
 
 /* The host copies what is in host memory; the upload needs no more. */
 TEST(test_in_host_memory) {
-  model_options options = model_default_options();
-  options.offloads = true;
+  model_options options = {.offloads = true};
   for (int with_casts = 0; with_casts < 2; with_casts++) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     model_start_tree(&m, &options, 2);
@@ -102,20 +98,19 @@ TEST(test_in_host_memory) {
     step();
     replace(false);
     step();
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* Nothing is gathered: the shard is what the module reads, on COMPUTE. */
 TEST(test_one_rank) {
-  model_options options = model_default_options();
-  options.world_size = 1;
+  model_options options = {.world_size = 1};
   for (int with_casts = 0; with_casts < 2; with_casts++) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     model_start_tree(&m, &options, 2);
     replace(true);
     for (int i = 0; i < 2; i++) step();
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -140,7 +135,7 @@ static void check_summon(const model_options *options,
       }
       PLAY("backward; check_grads");
       step();
-      model_fini(&m);
+      PLAY("end");
     }
   }
 }
@@ -148,8 +143,7 @@ static void check_summon(const model_options *options,
 TEST(test_summon) {
   for (int bits = 0; bits < 2 * 2 * 2; bits++) {
     const fsdp_summon_options how = {.on_host = (bits & 1) != 0};
-    model_options options = model_default_options();
-    options.world_size = (bits & 2) != 0 ? 1 : 2;
+    model_options options = {.world_size = (bits & 2) != 0 ? 1 : 2};
     if ((bits & 4) != 0) options.param_dtype = RECORDER_BF16;
     check_summon(&options, &how);
     options.offloads = true;
@@ -164,8 +158,7 @@ static void prepare(void) {
 }
 
 TEST(test_every_call_can_fail) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+  model_options options = {.forward_prefetch = true};
   failures_every_call_of_steps(&options, prepare, failures_train);
   options.param_dtype = RECORDER_BF16;
   options.offloads = true;

@@ -6,9 +6,7 @@
 #include "engine_failures.h"
 
 static model_options scratch_options(int64_t rank) {
-  model_options options = model_default_options();
-  options.rank = rank;
-  options.wants_scratch = true;
+  model_options options = {.rank = rank, .wants_scratch = true};
   return options;
 }
 
@@ -51,7 +49,7 @@ TEST(test_two_blocks_take_turns) {
   CHECK_I64(scratch_nbytes(), 2 * 2 * 16 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Of one unit the second step uses the second block. Each use waits for the
@@ -75,7 +73,7 @@ TEST(test_one_unit) {
   step();
   CHECK_TEXT(turns(), "b4 ");
   CHECK_I64(scratch_nbytes(), 2 * 32);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* However many equal layers: two blocks, each as large as one layer. */
@@ -92,7 +90,7 @@ TEST(test_does_not_grow_with_depth) {
       step();
       CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
     }
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -109,7 +107,7 @@ TEST(test_segments_of_one_unit) {
                "reduce_scatter reduce g0 8 f32 b2 scratch b3\n"
                "reduce_scatter reduce g0 8 bf16 b2+256 scratch b3+256\n") !=
         NULL);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* --- How large ----------------------------------------------------------- */
@@ -126,7 +124,7 @@ TEST(test_as_large_as_the_largest_need) {
   CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A larger unit joins: a block that is too small for it is replaced. */
@@ -160,7 +158,7 @@ TEST(test_grows) {
   /* They outlive the unit that needed them, and go with the engine. */
   PLAY("destroy a");
   CHECK_I64(scratch_nbytes(), 2 * 512);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Nothing of it where nothing is reduce-scattered. */
@@ -176,7 +174,7 @@ TEST(test_nobody_needs_it) {
     }
     for (int j = 0; j < 2; j++) step();
     CHECK_I64(scratch_nbytes(), 0);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -205,7 +203,7 @@ TEST(test_unfreezing_fails) {
     CHECK_I64(fsdp_unit_set_trainable(unit, 0, true, NULL), FSDP_OK);
     step();
     CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
-    model_fini(&m);
+    PLAY("end");
   }
   CHECK(num_refused > 0);
 }
@@ -233,7 +231,7 @@ TEST(test_every_call_can_fail_before_the_end) {
       recorder_fail_at(m.device, i);
       const fsdp_status status = failures_step(FSDP_SYNC_REDUCE, &error);
       recorder_fail_at(m.device, -1);
-      model_fini(&m); /* finds races, too */
+      PLAY("end"); /* finds races, too */
       if (check_num_failures > num_failures) {
         printf("  call %" PRId64 " after %d steps: %s\n", i, num_before,
                error.message);

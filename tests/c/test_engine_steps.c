@@ -20,15 +20,12 @@ TEST(test_full_shard) {
       "group_end reduce g0; accumulate reduce 4 f32->f32 x0.5; "
       "record e8 reduce; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; show_grads root sharded");
-  PLAY("check_grads; check_sharded");
-  model_fini(&m);
+  PLAY("check_grads; check_sharded; end");
 }
 
 /* One rank in the shard group: the shard is the parameter. */
 TEST(test_no_shard) {
-  model_options options = model_default_options();
-  options.world_size = 1;
-  options.num_replicas = 4;
+  model_options options = {.world_size = 1, .num_replicas = 4};
   model_init(&m, &options);
   model_plan_simple(&m, "root", 8);
   model_start(&m);
@@ -41,16 +38,12 @@ TEST(test_no_shard) {
       "group_end replicate g0; accumulate replicate 8 f32->f32 x0.25; "
       "record e7 replicate; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; show_grads root sharded");
-  PLAY("check_grads");
-  CHECK_I64(model_stats(&m).num_all_gathers, 0);
-  model_fini(&m);
+  PLAY("check_grads; num_all_gathers 0; end");
 }
 
 /* The all-reduce of the pieces follows the reduce-scatter on its own lane. */
 TEST(test_hybrid) {
-  model_options options = model_default_options();
-  options.rank = 1;
-  options.num_replicas = 4;
+  model_options options = {.rank = 1, .num_replicas = 4};
   model_start_tree(&m, &options, 0);
   PLAY("forward");
   recorder_show_memory(m.device, true);
@@ -68,19 +61,17 @@ TEST(test_hybrid) {
       "accumulate replicate 4 f32->f32 x0.125 ? <- b2+16; "
       "record e8 replicate; record e2 reduce; wait compute e2; "
       "record e3 replicate; wait compute e3; show_grads root sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* The cast writes into the rank's slot of the block, which is gathered in
  * place; gradients come in bf16 and are reduced in fp32, prescaled. */
 TEST(test_casts) {
-  model_options options = model_default_options();
-  options.rank = 1;
-  options.param_dtype = RECORDER_BF16;
-  options.reduce_dtype = RECORDER_F32;
-  options.prescale = 0.5;
-  options.wants_scratch = true;
+  model_options options = {.rank = 1,
+                           .param_dtype = RECORDER_BF16,
+                           .reduce_dtype = RECORDER_F32,
+                           .prescale = 0.5,
+                           .wants_scratch = true};
   model_init(&m, &options);
   model_plan_simple(&m, "u", 8);
   recorder_show_memory(m.device, true);
@@ -104,15 +95,12 @@ TEST(test_casts) {
       "accumulate reduce 8 f32->f32 x1 grad <- b2+32; record e8 reduce; "
       "record e2 reduce; wait compute e2; record e3 replicate; "
       "wait compute e3; show_grads u sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* One rank that casts has a block of its own, but nobody to gather from. */
 TEST(test_one_rank_with_casts) {
-  model_options options = model_default_options();
-  options.world_size = 1;
-  options.param_dtype = RECORDER_BF16;
+  model_options options = {.world_size = 1, .param_dtype = RECORDER_BF16};
   model_init(&m, &options);
   model_plan_simple(&m, "u", 8);
   model_start(&m);
@@ -127,8 +115,7 @@ TEST(test_one_rank_with_casts) {
       "accumulate reduce 8 bf16->f32 x1; record e8 reduce; record e2 reduce; "
       "wait compute e2; record e3 replicate; wait compute e3; "
       "show_grads u sharded");
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* Four segments: one grouped all-gather; the frozen two have no gradient. See
@@ -163,5 +150,5 @@ TEST(test_mixed_segments) {
   const fsdp_engine_stats stats = model_stats(&m);
   CHECK_I64(stats.shard_nbytes, 8 * 4 + 4 * 4 + 8 * 2 + 16);
   CHECK_I64(stats.grad_shard_nbytes, 8 * 4 + 8 * 2);
-  model_fini(&m);
+  PLAY("end");
 }

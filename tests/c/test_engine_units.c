@@ -32,7 +32,7 @@ TEST(test_unit_refuses_wrong_groups) {
   check_unit_refused(
       &options, FSDP_INVALID_ARGUMENT,
       "unit 'u': rank 0 is outside the replica group of 0 ranks");
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* bf16 elements that fit in int64 bytes do not fit as fp64 gradients. */
@@ -78,7 +78,7 @@ TEST(test_names_and_engine_of_a_unit) {
         fsdp_unit_name(m.units[0].unit));
   fsdp_unit_destroy(NULL);
   fsdp_engine_destroy(NULL);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Sums of bytes: 4 + 8 fp32 elements on each of two ranks. */
@@ -96,7 +96,7 @@ TEST(test_stats_are_sums) {
   CHECK_I64(stats.arena.num_clients, 4);
   CHECK_I64(stats.arena.nbytes, recorder_live_nbytes(m.device));
   CHECK_I64(stats.arena.held_nbytes, 0);
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_units_move_to_another_engine) {
@@ -106,9 +106,7 @@ TEST(test_units_move_to_another_engine) {
   PLAY("forward"); /* keeps the root unsharded: it is resharded by the move */
   CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
-  CHECK_I64(model_stats(&m).num_units, 2);
-  PLAY("check_idle");
+  PLAY("state root SHARDED; num_units 2; check_idle");
   /* The others still work on their own, also after the first one went. */
   PLAY("enter a");
   CHECK_FAILS(fsdp_engine_add_unit(other, m.units[2].unit, &error),
@@ -120,11 +118,10 @@ TEST(test_units_move_to_another_engine) {
   for (int64_t i = 1; i < 3; i++) {
     CHECK_I64(fsdp_engine_add_unit(other, m.units[i].unit, NULL), FSDP_OK);
   }
-  CHECK_I64(model_stats(&m).num_units, 0);
+  PLAY("num_units 0");
   fsdp_engine_destroy(m.engine);
   m.engine = other;
-  PLAY("step; check_grads; optimizer; step; check_grads");
-  model_fini(&m);
+  PLAY("step; check_grads; optimizer; step; check_grads; end");
 }
 
 TEST(test_units_cannot_be_added_inside_a_step) {
@@ -141,8 +138,7 @@ TEST(test_units_cannot_be_added_inside_a_step) {
   PLAY("leave_eval root");
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
   fsdp_engine_destroy(other);
-  PLAY("step");
-  model_fini(&m);
+  PLAY("step; end");
 }
 
 /* A unit that is destroyed leaves the engine able to go on, and nothing of
@@ -155,15 +151,14 @@ TEST(test_destroyed_units_leave_no_trace) {
                            text, sizeof text);
   CHECK(strstr(text, " b\n") == NULL);
   CHECK(strstr(text, " all_gather root\n") != NULL);
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_engine_may_go_before_its_units) {
   fsdp_error error;
   model_start_tree(&m, NULL, 2);
-  PLAY("enter root; enter a"); /* in the middle of a step; unit b is summoned
-                                  below */
-  PLAY("reset; summon b");
+  /* in the middle of a step; unit b is summoned below */
+  PLAY("enter root; enter a; reset; summon b");
   fsdp_engine_destroy(m.engine);
   m.engine = NULL;
   PLAY("check_sharded");
@@ -181,8 +176,7 @@ TEST(test_engine_may_go_before_its_units) {
               FSDP_INVALID_STATE, error.message,
               "the parameters of unit 'root' cannot be summoned "
               "before it was added to an engine");
-  PLAY("abandon root");
-  model_fini(&m);
+  PLAY("abandon root; end");
 }
 
 /* Unsharded gradients go with the engine whose block they are in: in another
@@ -197,29 +191,23 @@ TEST(test_unsharded_gradients_go_with_the_engine) {
   for (int64_t i = 0; i < 2; i++) {
     CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
   }
-  PLAY("zero_grad; step; check_grads");
-  model_fini(&m);
+  PLAY("zero_grad; step; check_grads; end");
 }
 
 /* A gather that is still in flight ends before its block is used again. */
 TEST(test_destroyed_while_in_flight) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+  model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 1);
-  PLAY("eval; enter root");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
-  PLAY("clear; destroy a");
+  PLAY("eval; enter root; state a PREFETCHED; clear; destroy a");
   CHECK_TAPE_HAS(" unshard;");
   CHECK_TAPE_LACKS(" compute;");
-  PLAY("leave_eval root");
-  model_fini(&m);
+  PLAY("leave_eval root; end");
 }
 
 /* --- Summon -------------------------------------------------------------- */
 
 TEST(test_summon_and_write_back) {
-  model_options options = model_default_options();
-  options.rank = 1;
+  model_options options = {.rank = 1};
   options.param_dtype =
       RECORDER_BF16; /* summoned in master dtype all the same */
   model_init(&m, &options);
@@ -228,7 +216,7 @@ TEST(test_summon_and_write_back) {
   fsdp_unit *unit = m.units[0].unit;
   CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
   CHECK(fsdp_unit_is_summoned(unit));
-  CHECK_I64(m.units[0].view, FSDP_VIEW_FULL);
+  PLAY("view u full");
   float *full = m.units[0].params[0];
   for (int64_t i = 0; i < 16; i++) {
     CHECK(full[i] == ((float *)m.units[0].shards[0])[i % 8]);
@@ -247,7 +235,7 @@ TEST(test_summon_and_write_back) {
       "record e1 compute; wait unshard e1; record e6 compute; "
       "free 64 after e6");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
-  model_fini(&m);
+  PLAY("end");
 }
 
 TEST(test_dismiss_without_writeback) {
@@ -259,19 +247,18 @@ TEST(test_dismiss_without_writeback) {
   CHECK_I64(fsdp_unit_dismiss(unit, false, NULL), FSDP_OK);
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
   CHECK_TAPE("show root sharded; record e6 compute; free 32 after e6");
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* One rank: a copy when the parameters are cast; the shard itself when not. */
 TEST(test_summon_on_one_rank) {
-  model_options options = model_default_options();
-  options.world_size = 1;
+  model_options options = {.world_size = 1};
   model_start_tree(&m, &options, 0);
   PLAY("summon root; dismiss root");
   CHECK_TAPE(
       "take_params root sharded; take_params root sharded"); /* the user may
                                                                 write to it */
-  model_fini(&m);
+  PLAY("end");
 
   options.param_dtype = RECORDER_BF16;
   model_init(&m, &options);
@@ -283,7 +270,7 @@ TEST(test_summon_on_one_rank) {
   CHECK(((float *)m.units[0].shards[0])[3] == 55);
   CHECK_TAPE_HAS("cast compute 8 f32->f32;");
   CHECK_TAPE_LACKS("all_gather");
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A summoned unit runs on the whole parameters; the others as always. */
@@ -291,15 +278,11 @@ TEST(test_forward_of_a_summoned_unit) {
   model_start_tree(&m, NULL, 1);
   PLAY("summon a; clear; eval");
   CHECK_SCHEDULE("all_gather root; show root unsharded; show root sharded");
-  PLAY("enter a; abandon a");
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  PLAY("reset"); /* summoned it stays */
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  PLAY("drop a; step; summon a");
+  PLAY("enter a; abandon a; view a full; reset"); /* summoned it stays */
+  PLAY("view a full; drop a; step; summon a");
   fsdp_unit_destroy(m.units[1].unit); /* dismisses it */
   m.units[1].unit = NULL;
-  CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED);
-  model_fini(&m);
+  PLAY("view a sharded; end");
 }
 
 static void check_summon_refused(int64_t unit, const char *message) {
@@ -321,10 +304,8 @@ TEST(test_summon_at_the_wrong_moment) {
   PLAY("enter a; leave a; leave root; pre_backward root");
   check_summon_refused(
       1, "the parameters of unit 'a' cannot be summoned inside backward");
-  PLAY("reset; forward"); /* the root is kept for its backward: a summon
-                             reshards it */
-  PLAY("summon root");
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
+  /* the root is kept for its backward: a summon reshards it */
+  PLAY("reset; forward; summon root; state root SHARDED");
   check_summon_refused(0,
                        "the parameters of unit 'root' cannot be summoned "
                        "twice: summon_full_params is open for it");
@@ -332,6 +313,5 @@ TEST(test_summon_at_the_wrong_moment) {
               FSDP_INVALID_STATE, error.message,
               "backward reached unit 'root' inside summon_full_params");
   PLAY("dismiss root; backward"); /* gathers the root again */
-  PLAY("check_grads");
-  model_fini(&m);
+  PLAY("check_grads; end");
 }

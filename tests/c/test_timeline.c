@@ -110,7 +110,7 @@ static void start(int64_t max_steps) {
 static void end(void) {
   CHECK_I64(fsdp_engine_set_timeline(m.engine, NULL, NULL), FSDP_OK);
   fsdp_timeline_destroy(ring);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* One line an entry: kind, unit, flags. Steps are left out. */
@@ -176,8 +176,7 @@ TEST(test_spans_have_times_and_sizes) {
 }
 
 TEST(test_an_unused_prefetch) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+  model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 2);
   PLAY("eval"); /* learns the order */
   start(2);
@@ -189,8 +188,7 @@ TEST(test_an_unused_prefetch) {
 }
 
 TEST(test_replicas) {
-  model_options options = model_default_options();
-  options.num_replicas = 2;
+  model_options options = {.num_replicas = 2};
   model_start_tree(&m, &options, 0);
   start(1);
   PLAY("step");
