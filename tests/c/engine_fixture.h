@@ -2,11 +2,9 @@
  * Engine fixture: a small model of units over the recorder, driven the way the
  * bridge drives the engine, with an oracle for its numbers.
  *
- *   model_init(&m, &options);
- *   model_plan(&m, "root", specs, num_specs);   parents first
- *   model_start(&m);                            makes engine and units
+ *   model_open(&options, "root 4; a 8");     units, and shards of so many
  *   PLAY("enter root; leave root; backward");
- *   model_fini(&m);                             checks that nothing is left
+ *   PLAY("end");                             checks that nothing is left
  *
  * Unit 0 is the root, the others are its children. All ranks hold the same
  * data (as the recorder assumes): an unsharded parameter is this rank's shard
@@ -127,6 +125,11 @@ void model_plan_simple(model *self, const char *name, int64_t shard_numel);
  */
 void model_plan_mixed(model *self, const char *name);
 
+/* Plans units, parents first, and starts. Of each: its name, then the elements
+ * of one fp32 parameter on each rank and "frozen" if it is, or "mixed" for the
+ * segments above: "root 4; a 12 frozen; b mixed". */
+void model_open(const model_options *options, const char *units);
+
 /* Makes the engine and the planned units. */
 FSDP_NODISCARD fsdp_status model_build(model *self, fsdp_error *error);
 /* The options of planned unit `index`; segments are written to `segments`. */
@@ -180,6 +183,10 @@ void model_step(model *self);
  *   pre_backward a  backward reaches a
  *   grads a         model_give_grads()
  *   inputs a        model_give_inputs()
+ *   expect a 2      that many gradients will come
+ *   grad a 1        hands over that of parameter 1; "unexpected a 1" one that
+ *                   was not announced
+ *   pending a 1     so many are still expected
  *   finish          the end of backward
  *   forward, eval   forward of the whole model; no backward follows eval
  *   backward, step  backward of the whole model; forward and backward

@@ -32,6 +32,8 @@ static bool check_fact(const char *word, const model_unit *unit,
     CHECK_TEXT(views[unit->view], expected);
   } else if (is(word, "grad_view")) {
     CHECK_TEXT(views[unit->grad_view], expected);
+  } else if (is(word, "pending")) {
+    CHECK_I64(fsdp_unit_pending_grads(unit->unit), strtoll(expected, NULL, 10));
   } else if (is(word, "has_grads")) {
     CHECK(unit->has_grads);
   } else if (is(word, "no_grads")) {
@@ -61,18 +63,24 @@ static bool check_count(const char *word, const char *expected) {
   return false;
 }
 
-static fsdp_status call_unit(const char *word, int64_t i, fsdp_error *error) {
+static fsdp_status call_unit(const char *word, int64_t i, int64_t number,
+                             fsdp_error *error) {
   fsdp_unit *unit = m.units[i].unit;
   if (is(word, "enter")) return model_enter(&m, i, error);
   if (is(word, "leave")) return model_leave(&m, i, true, error);
   if (is(word, "leave_eval")) return model_leave(&m, i, false, error);
   if (is(word, "pre_backward")) return model_pre_backward(&m, i, error);
   if (is(word, "grads")) return model_give_grads(&m, i, error);
+  if (is(word, "grad")) return model_give_grad(&m, i, number, true, error);
+  if (is(word, "unexpected"))
+    return model_give_grad(&m, i, number, false, error);
   if (is(word, "inputs")) return model_give_inputs(&m, i, error);
   if (is(word, "summon")) return fsdp_unit_summon(unit, NULL, error);
   if (is(word, "dismiss")) return fsdp_unit_dismiss(unit, true, error);
   if (is(word, "drop")) return fsdp_unit_dismiss(unit, false, error);
-  if (is(word, "abandon")) {
+  if (is(word, "expect")) {
+    fsdp_unit_expect_grads(unit, number);
+  } else if (is(word, "abandon")) {
     fsdp_unit_abandon_forward(unit, false);
   } else if (is(word, "destroy")) {
     fsdp_unit_destroy(unit);
@@ -121,10 +129,32 @@ static fsdp_status call(const char *word, const char *name,
   } else if (strncmp(word, "num_", 4) != 0 || !check_count(word, name)) {
     const int64_t i = unit_of(name);
     if (!check_fact(word, &m.units[i], expected)) {
-      return call_unit(word, i, error);
+      return call_unit(word, i, strtoll(expected, NULL, 10), error);
     }
   }
   return FSDP_OK;
+}
+
+void model_open(const model_options *options, const char *units) {
+  model_init(&m, options);
+  for (const char *at = units; *at != '\0';) {
+    static char names[MODEL_MAX_UNITS][32];
+    char *name = names[m.num_units % MODEL_MAX_UNITS];
+    char size[8] = "";
+    char kind[8] = "";
+    (void)sscanf(at, "%31[^; ] %7[^; ] %7[^;]", name, size, kind);
+    if (is(size, "mixed")) {
+      model_plan_mixed(&m, name);
+    } else {
+      const fsdp_param_spec spec = {
+          0, strtoll(size, NULL, 10) * m.options.world_size, RECORDER_F32,
+          !is(kind, "frozen")};
+      model_plan(&m, name, &spec, 1);
+    }
+    at += strcspn(at, ";");
+    at += strspn(at, "; ");
+  }
+  model_start(&m);
 }
 
 void model_play(const char *script, const char *file, int line) {

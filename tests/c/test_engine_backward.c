@@ -5,97 +5,48 @@
 
 /* --- Order of gathers ---------------------------------------------------- */
 
-/* The schedule of a backward of root and a, b, c. */
-static const char *backward_schedule(const model_options *options) {
-  model_start_tree(&m, options, 3);
-  PLAY("forward; clear; backward; check_grads; check_sharded");
-  return model_schedule(&m);
-}
-
-#define SHOW_ALL_GRADS        \
-  "show_grads root sharded\n" \
-  "show_grads a sharded\n"    \
-  "show_grads b sharded\n"    \
-  "show_grads c sharded\n"
-
-TEST(test_prefetch_before_the_gradients) {
-  CHECK_TEXT(backward_schedule(NULL),
-             "all_gather c\n" /* prefetched by the root, which was kept */
-             "show root unsharded\n"
-             "all_gather b\n"
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "all_gather a\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  PLAY("num_prefetches 3; end");
-}
-
-TEST(test_prefetch_after_the_gradients) {
-  model_options options = {.backward_prefetch = PREFETCH_AFTER};
-  CHECK_TEXT(backward_schedule(&options),
-             "show root unsharded\n"
-             "all_gather c\n" /* by its own pre-backward */
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "all_gather b\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "all_gather a\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  PLAY("num_prefetches 2; end");
-}
-
-TEST(test_no_prefetch) {
-  model_options options = {.backward_prefetch = NO_PREFETCH};
-  CHECK_TEXT(backward_schedule(&options),
-             "show root unsharded\n"
-             "all_gather c\n"
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "all_gather b\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "all_gather a\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  PLAY("num_prefetches 0; end");
-}
-
-TEST(test_shard_grad_op_gathers_once) {
-  model_options options = {.keeps_after_forward = true};
-  CHECK_TEXT(backward_schedule(&options),
-             "show root unsharded\n"
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  PLAY("num_all_gathers 4; end");
+/* In a backward of root and a, b, c. */
+TEST(test_prefetch) {
+  static const struct {
+    model_options options;
+    int64_t num_prefetches;
+    const char *schedule; /* until the gradients are shown */
+  } cases[] = {
+      {{.backward_prefetch = PREFETCH_BEFORE},
+       3, /* c by the root, which was kept */
+       "all_gather c; show root unsharded; all_gather b; show c unsharded; "
+       "show c sharded; reduce_scatter c; all_gather a; show b unsharded; "
+       "show b sharded; reduce_scatter b; show a unsharded; show a sharded; "},
+      {{.backward_prefetch = PREFETCH_AFTER},
+       2, /* c is gathered by its own pre-backward */
+       "show root unsharded; all_gather c; show c unsharded; show c sharded; "
+       "reduce_scatter c; all_gather b; show b unsharded; show b sharded; "
+       "reduce_scatter b; all_gather a; show a unsharded; show a sharded; "},
+      {{.backward_prefetch = NO_PREFETCH},
+       0,
+       "show root unsharded; all_gather c; show c unsharded; show c sharded; "
+       "reduce_scatter c; all_gather b; show b unsharded; show b sharded; "
+       "reduce_scatter b; all_gather a; show a unsharded; show a sharded; "},
+      {{.keeps_after_forward = true},
+       0,
+       "show root unsharded; show c unsharded; show c sharded; "
+       "reduce_scatter c; show b unsharded; show b sharded; "
+       "reduce_scatter b; show a unsharded; show a sharded; "},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char schedule[1024];
+    model_start_tree(&m, &cases[i].options, 3);
+    PLAY("forward; clear; backward; check_grads; check_sharded");
+    (void)snprintf(schedule, sizeof schedule, "%s%s", cases[i].schedule,
+                   "reduce_scatter a; show root sharded; reduce_scatter root; "
+                   "show_grads root sharded; show_grads a sharded; "
+                   "show_grads b sharded; show_grads c sharded");
+    CHECK_SCHEDULE(schedule);
+    CHECK_I64(model_stats(&m).num_prefetches, cases[i].num_prefetches);
+    CHECK_I64(model_stats(&m).num_all_gathers,
+              cases[i].options.keeps_after_forward ? 4 : 7);
+    PLAY("end");
+  }
 }
 
 /* a was reduced already when b comes: gathering it again would bring weights
@@ -113,13 +64,7 @@ TEST(test_reduced_unit_is_not_prefetched) {
 
 /* Nor is one whose reduction waits for its turn. */
 TEST(test_waiting_unit_is_not_prefetched) {
-  const fsdp_param_spec frozen = {0, 16, RECORDER_F32, false};
-  model_init(&m, NULL);
-  model_plan_simple(&m, "root", 4);
-  model_plan_simple(&m, "a", 12);
-  model_plan(&m, "frozen", &frozen, 1);
-  model_plan_simple(&m, "c", 16);
-  model_start(&m);
+  model_open(NULL, "root 4; a 12; frozen 8 frozen; c 16");
   PLAY("step"); /* reduces c, a, root */
   /* of the parameters themselves; its turn is after c */
   PLAY(
@@ -137,10 +82,9 @@ TEST(test_waiting_unit_is_not_prefetched) {
 TEST(test_unsharded_again_before_its_reduction) {
   model_start_tree(&m, NULL, 2);
   PLAY("step"); /* reduces b, a, root */
-  PLAY("zero_grad; forward; pre_backward a; grads a; state a SHARDED"); /* waits
-                                                                           for b
-                                                                         */
+  /* waits for b */
   PLAY(
+      "zero_grad; forward; pre_backward a; grads a; state a SHARDED; "
       "pre_backward a; pre_backward b; grads b; num_reduces 5; "
       "state a UNSHARDED; pre_backward root; grads root; finish; "
       "check_grads; check_sharded; check_idle; zero_grad; step; check_grads; "
@@ -213,16 +157,10 @@ TEST(test_unit_reduced_twice) {
 }
 
 TEST(test_frozen_unit) {
-  const fsdp_param_spec frozen = {0, 16, RECORDER_F32, false};
   model_options options = {.backward_prefetch = PREFETCH_AFTER};
-  model_init(&m, &options);
-  model_plan_simple(&m, "root", 4);
-  model_plan_simple(&m, "a", 12);
-  model_plan(&m, "frozen", &frozen, 1);
-  model_start(&m);
+  model_open(&options, "root 4; a 12; frozen 8 frozen");
   PLAY("forward");
-  CHECK_I64(fsdp_unit_inputs_ready(m.units[2].unit, NULL), FSDP_OK); /* not in
-                                                                a backward */
+  PLAY("inputs frozen"); /* not in a backward */
   PLAY("clear; backward");
   CHECK_SCHEDULE(
       "show root unsharded; all_gather frozen; show frozen unsharded; "

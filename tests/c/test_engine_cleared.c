@@ -141,10 +141,7 @@ static void check_patterns(const model_options *options) {
   for (int pattern = 0; pattern < num_patterns; pattern++) {
     const int64_t num_failures = check_num_failures;
     int rest = pattern;
-    model_init(&m, options);
-    model_plan_simple(&m, "root", 8);
-    model_plan_mixed(&m, "mixed");
-    model_start(&m);
+    model_open(options, "root 8; mixed mixed");
     for (int i = 0; i < 3; i++) {
       const fsdp_sync sync = kinds[rest % 3];
       rest /= 3;
@@ -204,9 +201,7 @@ TEST(test_not_freed_while_unsharded_ones_are_held) {
 TEST(test_zeros_for_a_segment_that_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
     model_options options = {.offloads = offloads != 0};
-    model_init(&m, &options);
-    model_plan_mixed(&m, "u");
-    model_start(&m);
+    model_open(&options, "u mixed");
     fsdp_unit *unit = m.units[0].unit;
     CHECK_I64(fsdp_unit_set_trainable(unit, 1, true, NULL), FSDP_OK);
     PLAY("step");
@@ -227,9 +222,7 @@ TEST(test_zeros_for_a_segment_that_is_unfrozen) {
 /* The same, but a summon asks for the gradients before any reduction. */
 TEST(test_zeros_for_a_summon) {
   const fsdp_summon_options with_grads = {.with_grads = true};
-  model_init(&m, NULL);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+  model_open(NULL, "u mixed");
   fsdp_unit *unit = m.units[0].unit;
   PLAY("step");
   CHECK_I64(fsdp_unit_set_trainable(unit, 1, true, NULL), FSDP_OK);

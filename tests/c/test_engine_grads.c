@@ -29,11 +29,7 @@ TEST(test_users_own_gradient_is_added_to) {
 /* Two micro-batches without sync, a third with it. */
 static void check_no_sync(const model_options *options) {
   const bool keeps = options->keeps_without_sync;
-  model_init(&m, options);
-  model_plan_simple(&m, "root", 8);
-  model_plan_mixed(&m, "mixed");
-  model_plan_simple(&m, "b", 16);
-  model_start(&m);
+  model_open(options, "root 8; mixed mixed; b 16");
   for (int step = 0; step < 3; step++) {
     PLAY("zero_grad; sync none");
     for (int i = 0; i < 2; i++) {
@@ -135,17 +131,14 @@ TEST(test_unused_parameters_are_zero) {
   model_start(&m);
   for (int i = 0; i < 2; i++) {
     fsdp_engine_set_sync(m.engine, i == 1 ? FSDP_SYNC_REDUCE : FSDP_SYNC_NONE);
-    PLAY("zero_grad; forward; pre_backward u");
-    fsdp_unit_expect_grads(m.units[0].unit, 3);
-    CHECK_I64(model_give_grad(&m, 0, 1, true, NULL), FSDP_OK);
-    CHECK_I64(fsdp_unit_pending_grads(m.units[0].unit), 2);
-    PLAY("clear; finish"); /* the other two do not come */
+    PLAY(
+        "zero_grad; forward; pre_backward u; expect u 3; grad u 1; "
+        "pending u 2; clear; finish"); /* the other two do not come */
     CHECK(strstr(recorder_tape(m.device),
                  i == 0
                      ? "pack compute f32 x1 zero8@0 zero9@15\n"
                      : "pack compute f32 x1 7@8 zero8@0 zero9@15\n") != NULL);
-    CHECK_I64(fsdp_unit_pending_grads(m.units[0].unit), 0);
-    PLAY("check_grads");
+    PLAY("pending u 0; check_grads");
   }
   PLAY("end");
 }
@@ -157,28 +150,24 @@ TEST(test_gradients_of_one_parameter_add_up) {
   model_init(&m, NULL);
   model_plan(&m, "u", specs, 2);
   model_start(&m);
-  PLAY("forward; pre_backward u");
-  fsdp_unit_expect_grads(m.units[0].unit, 3);
-  PLAY("clear");
+  PLAY("forward; pre_backward u; expect u 3; clear");
   for (int i = 0; i < 2; i++) {
-    CHECK_I64(model_give_grad(&m, 0, 0, true, NULL), FSDP_OK);
+    PLAY("grad u 0");
   }
-  CHECK_I64(model_give_grad(&m, 0, 1, true, NULL), FSDP_OK);
+  PLAY("grad u 1");
   CHECK_TAPE_HAS("pack compute f32 x1 8@0;");
   CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 8@0+ 8@8\n") !=
         NULL);
   PLAY("finish; check_grads");
   /* No forward, no pre_backward: a gradient of the parameters themselves. */
-  CHECK_I64(model_give_grad(&m, 0, 1, false, NULL), FSDP_OK);
+  PLAY("unexpected u 1");
   CHECK(fsdp_engine_in_backward(m.engine));
   PLAY("finish; check_grads");
   /* One that nobody announced does not stand in for one that is to come. */
-  PLAY("forward; pre_backward u");
-  fsdp_unit_expect_grads(m.units[0].unit, 1);
-  CHECK_I64(model_give_grad(&m, 0, 1, false, NULL), FSDP_OK);
-  PLAY("state u UNSHARDED");
-  CHECK_I64(model_give_grad(&m, 0, 0, true, NULL), FSDP_OK);
-  PLAY("state u REDUCING; finish; check_grads; end");
+  PLAY(
+      "forward; pre_backward u; expect u 1; unexpected u 1; "
+      "state u UNSHARDED; grad u 0; state u REDUCING; finish; check_grads; "
+      "end");
 }
 
 /* From 1 MiB on, gradients are packed and released as they come. */
@@ -189,15 +178,12 @@ TEST(test_large_gradients_are_packed_early) {
   model_init(&m, NULL);
   model_plan(&m, "u", specs, 3);
   model_start(&m);
-  PLAY("forward; pre_backward u");
-  fsdp_unit_expect_grads(m.units[0].unit, 3);
-  CHECK_I64(model_give_grad(&m, 0, 2, true, NULL), FSDP_OK);
+  PLAY("forward; pre_backward u; expect u 3; grad u 2");
   CHECK_I64(m.grads[0].num_releases, 0);
-  CHECK_I64(model_give_grad(&m, 0, 1, true, NULL), FSDP_OK);
+  PLAY("grad u 1");
   CHECK_I64(m.grads[0].num_releases, 1);
   CHECK_I64(m.grads[1].num_releases, 1);
-  CHECK_I64(model_give_grad(&m, 0, 0, true, NULL), FSDP_OK);
-  PLAY("finish; check_grads; end");
+  PLAY("grad u 0; finish; check_grads; end");
 }
 
 TEST(test_forward_inside_an_open_backward_is_refused) {
@@ -216,10 +202,9 @@ TEST(test_forward_inside_an_open_backward_is_refused) {
  * in units that the broken backward did not reach. */
 TEST(test_reset_in_the_middle) {
   model_start_tree(&m, NULL, 2);
-  PLAY("sync none; step; forward; pre_backward root; pre_backward b");
-  fsdp_unit_expect_grads(m.units[2].unit, 2);
-  CHECK_I64(model_give_grad(&m, 2, 0, true, NULL),
-            FSDP_OK); /* waits to be packed */
+  PLAY(
+      "sync none; step; forward; pre_backward root; pre_backward b; "
+      "expect b 2; grad b 0"); /* waits to be packed */
   PLAY("reset; check_sharded");
   CHECK_I64(m.grads[m.num_grads - 1].num_releases, 1);
   CHECK(!fsdp_engine_in_backward(m.engine));
@@ -231,12 +216,7 @@ TEST(test_reset_in_the_middle) {
 /* --- Steady state -------------------------------------------------------- */
 
 static void check_steady_state(const model_options *options) {
-  model_init(&m, options);
-  model_plan_simple(&m, "root", 8);
-  model_plan_mixed(&m, "mixed");
-  model_plan_simple(&m, "b", 16);
-  model_plan_simple(&m, "c", 16);
-  model_start(&m);
+  model_open(options, "root 8; mixed mixed; b 16; c 16");
   PLAY("step; step; clear");
   const fsdp_engine_stats before = model_stats(&m);
   const int64_t num_live = fsdp_alloc_live();
@@ -284,9 +264,7 @@ TEST(test_third_step_allocates_nothing) {
 TEST(test_memory_of_one_unit) {
   model_options options = {.param_dtype = RECORDER_BF16,
                            .reduce_dtype = RECORDER_F32};
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 64);
-  model_start(&m);
+  model_open(&options, "u 64");
   PLAY("step; step; step");
   CHECK_I64(model_stats(&m).arena.nbytes, 128 * 2 + 128 * 4);
   CHECK_I64(model_stats(&m).arena.peak_nbytes, 128 * 2 + 128 * 4);

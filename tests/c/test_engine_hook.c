@@ -30,9 +30,7 @@ TEST(test_step) {
 
 /* Once for each trainable segment. */
 TEST(test_mixed_segments) {
-  model_init(&m, NULL);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+  model_open(NULL, "u mixed");
   set_hooks();
   PLAY("step");
   const char *tape = recorder_tape(m.device);

@@ -6,17 +6,8 @@
 
 /* root, then "frozen" with nothing but frozen parameters, then "mixed". */
 static void start(const model_options *options) {
-  const fsdp_param_spec frozen = {0, 24, RECORDER_F32, false};
-  model_init(&m, options);
-  model_plan_simple(&m, "root", 4);
-  model_plan(&m, "frozen", &frozen, 1);
-  model_plan_mixed(&m, "mixed");
-  model_start(&m);
+  model_open(options, "root 4; frozen 12 frozen; mixed mixed");
   PLAY("forward; pre_backward root");
-}
-
-static void give_grad(int64_t unit, int64_t param) {
-  CHECK_I64(model_give_grad(&m, unit, param, true, NULL), FSDP_OK);
 }
 
 static void finish(void) {
@@ -25,9 +16,9 @@ static void finish(void) {
 
 TEST(test_frozen_unit_reshards) {
   start(NULL);
-  PLAY("pre_backward frozen");
-  fsdp_unit_expect_grads(m.units[1].unit, 1);
-  PLAY("state frozen UNSHARDED; clear; inputs frozen");
+  PLAY(
+      "pre_backward frozen; expect frozen 1; state frozen UNSHARDED; clear; "
+      "inputs frozen");
   CHECK_TAPE("show frozen sharded; record e12 compute");
   PLAY("state frozen SHARDED");
   finish();
@@ -39,15 +30,11 @@ TEST(test_frozen_unit_reshards) {
 TEST(test_mixed_unit_waits) {
   for (int is_first = 0; is_first < 2; is_first++) {
     start(NULL);
-    PLAY("pre_backward mixed");
-    fsdp_unit_expect_grads(m.units[2].unit, 3 + 1);
+    PLAY("pre_backward mixed; expect mixed 4");
     if (is_first) PLAY("inputs mixed");
-    give_grad(2, 4);
-    give_grad(2, 2);
-    PLAY("state mixed UNSHARDED");
+    PLAY("grad mixed 4; grad mixed 2; state mixed UNSHARDED");
     CHECK_I64(fsdp_unit_pending_grads(m.units[2].unit), 2 - is_first);
-    PLAY("clear");
-    give_grad(2, 0);
+    PLAY("clear; grad mixed 0");
     if (!is_first) {
       CHECK_TAPE("");
       PLAY("state mixed UNSHARDED; inputs mixed");
@@ -67,12 +54,11 @@ TEST(test_inputs_that_never_come) {
     CHECK_I64(model_pre_backward(&m, unit, NULL), FSDP_OK);
     fsdp_unit_expect_grads(m.units[unit].unit, unit == 2 ? 3 + 1 : 1);
   }
-  for (int64_t param = 4; param >= 0; param -= 2) give_grad(2, param);
-  PLAY("state mixed UNSHARDED; state frozen UNSHARDED");
+  PLAY(
+      "grad mixed 4; grad mixed 2; grad mixed 0; state mixed UNSHARDED; "
+      "state frozen UNSHARDED");
   finish();
-  PLAY("check_grads");
-  CHECK_I64(fsdp_unit_pending_grads(m.units[1].unit), 0);
-  CHECK_I64(fsdp_unit_pending_grads(m.units[2].unit), 0);
+  PLAY("check_grads; pending frozen 0; pending mixed 0");
   /* Too late: nothing is expected any more. */
   PLAY("clear; inputs frozen; inputs mixed");
   CHECK_TAPE("");
@@ -83,9 +69,7 @@ TEST(test_inputs_that_never_come) {
 /* Only the inputs' gradients come: there is nothing to reduce. */
 TEST(test_mixed_unit_without_gradients) {
   start(NULL);
-  PLAY("pre_backward mixed");
-  fsdp_unit_expect_grads(m.units[2].unit, 1);
-  PLAY("clear; inputs mixed");
+  PLAY("pre_backward mixed; expect mixed 1; clear; inputs mixed");
   CHECK_SCHEDULE("show mixed sharded");
   PLAY("state mixed SHARDED");
   finish();
@@ -98,9 +82,8 @@ TEST(test_kept_gradients) {
   PLAY(
       "sync none; pre_backward mixed; grads mixed; state mixed SHARDED; "
       "grads root; finish; grad_view mixed unsharded; sync reduce; forward; "
-      "pre_backward root; pre_backward mixed");
-  fsdp_unit_expect_grads(m.units[2].unit, 1);
-  PLAY("inputs mixed; state mixed REDUCING");
+      "pre_backward root; pre_backward mixed; expect mixed 1; inputs mixed; "
+      "state mixed REDUCING");
   finish();
   PLAY("check_grads; end");
 }
@@ -108,14 +91,11 @@ TEST(test_kept_gradients) {
 TEST(test_prefetch_after_them) {
   model_options options = {.backward_prefetch = PREFETCH_AFTER};
   start(&options);
-  PLAY("pre_backward mixed");
-  fsdp_unit_expect_grads(m.units[2].unit, 3 + 1);
-  for (int64_t param = 4; param >= 0; param -= 2) give_grad(2, param);
   PLAY(
-      "state frozen SHARDED; inputs mixed; state frozen PREFETCHED; "
-      "pre_backward frozen");
-  fsdp_unit_expect_grads(m.units[1].unit, 1);
-  PLAY("inputs frozen");
+      "pre_backward mixed; expect mixed 4; grad mixed 4; grad mixed 2; "
+      "grad mixed 0; state frozen SHARDED; inputs mixed; "
+      "state frozen PREFETCHED; pre_backward frozen; expect frozen 1; "
+      "inputs frozen");
   finish();
   PLAY("check_grads; end");
 }
@@ -124,16 +104,13 @@ TEST(test_prefetch_after_them) {
 TEST(test_failed_unit) {
   fsdp_error error;
   start(NULL);
-  PLAY("pre_backward mixed");
-  fsdp_unit_expect_grads(m.units[2].unit, 3 + 2);
-  give_grad(2, 0);
+  PLAY("pre_backward mixed; expect mixed 5; grad mixed 0");
   recorder_fail_at(m.device, 0);
   PLAY("inputs mixed"); /* not the last: calls nothing */
-  for (int64_t param = 4; param > 0; param -= 2) give_grad(2, param);
+  PLAY("grad mixed 4; grad mixed 2");
   CHECK_I64(model_give_inputs(&m, 2, &error), FSDP_BACKEND);
   CHECK(strncmp(error.message, "injected at pack ", 17) == 0);
-  PLAY("state mixed FAILED");
-  fsdp_unit_expect_grads(m.units[2].unit, 1);
+  PLAY("state mixed FAILED; expect mixed 1");
   CHECK_FAILS(model_give_inputs(&m, 2, &error), FSDP_BACKEND, error.message,
               "..unit 'mixed' failed earlier (");
   failures_check_recovers();

@@ -13,9 +13,7 @@ static model_options offload_options(int64_t world_size, int64_t rank) {
 
 /* One unit of eight elements a rank. */
 static void start(const model_options *options) {
-  model_init(&m, options);
-  model_plan_simple(&m, "u", 8);
-  model_start(&m);
+  model_open(options, "u 8");
   recorder_show_memory(m.device, true);
 }
 
@@ -135,18 +133,12 @@ TEST(test_one_rank) {
 
 /* Accumulated outside of no_sync, inside it, and both. */
 static void check_accumulates(const model_options *options) {
-  model_init(&m, options);
-  model_plan_simple(&m, "root", 8);
-  model_plan_mixed(&m, "mixed");
-  model_plan_simple(&m, "b", 16);
-  model_start(&m);
+  model_open(options, "root 8; mixed mixed; b 16");
   for (int step = 0; step < 3; step++) {
+    /* writes on the host */
     PLAY(
         "zero_grad; step; check_grads; sync none; step; sync reduce; step; "
-        "check_grads; grad_view root sharded; check_idle; optimizer"); /* writes
-                                                                          on the
-                                                                          host
-                                                                        */
+        "check_grads; grad_view root sharded; check_idle; optimizer");
   }
   PLAY("end");
 }
@@ -288,9 +280,7 @@ TEST(test_memory) {
   model_options options = offload_options(2, 0);
   options.param_dtype = RECORDER_BF16;
   options.reduce_dtype = RECORDER_F32;
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 128);
-  model_start(&m);
+  model_open(&options, "u 128");
   PLAY("step; step");
   CHECK_I64(model_stats(&m).arena.nbytes,
             (256 * 2 + 128 * 4) + (256 * 4 + 128 * 4));

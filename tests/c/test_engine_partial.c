@@ -76,11 +76,7 @@ TEST(test_window) {
 /* Windows of three micro-batches. Nothing is allocated from the third on. */
 static void check_windows(const model_options *options) {
   int64_t num_live = 0;
-  model_init(&m, options);
-  model_plan_simple(&m, "root", 8);
-  model_plan_mixed(&m, "mixed");
-  model_plan_simple(&m, "b", 16);
-  model_start(&m);
+  model_open(options, "root 8; mixed mixed; b 16");
   for (int window = 0; window < 4; window++) {
     PLAY("zero_grad; clear");
     if (window == 2) num_live = fsdp_alloc_live();

@@ -60,10 +60,7 @@ TEST(test_wide_gradients) {
     options.reduce_dtype = RECORDER_F32;
     options.grad_dtype = RECORDER_F64;
     options.offloads = offloads != 0;
-    model_init(&m, &options);
-    model_plan_simple(&m, "root", 8);
-    model_plan_mixed(&m, "mixed");
-    model_start(&m);
+    model_open(&options, "root 8; mixed mixed");
     PLAY("step; check_grads; step; check_grads; step; check_grads");
     CHECK_TAPE_HAS("8 f32->f64 x0.25 add;");
     CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 8 + 8) * 8);
@@ -119,9 +116,8 @@ TEST(test_switch_of_a_kept_unit) {
   start_tree(&options, 1);
   PLAY("forward; view a sharded"); /* kept, but hidden */
   set_full(1, true);
-  PLAY("clear; enter root; enter a; view a full; leave a; enter a"); /* kept:
-                                                                        nothing
-                                                                        to do */
+  /* kept: nothing to do */
+  PLAY("clear; enter root; enter a; view a full; leave a; enter a");
   set_full(1, false);
   PLAY("leave a; enter a"); /* kept, in the wrong one */
   PLAY("leave a; leave root");

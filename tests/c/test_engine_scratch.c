@@ -97,9 +97,7 @@ TEST(test_does_not_grow_with_depth) {
 /* Segments lie at multiples of 256 bytes, as in the gradient block. */
 TEST(test_segments_of_one_unit) {
   const model_options options = scratch_options(1);
-  model_init(&m, &options);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+  model_open(&options, "u mixed");
   recorder_show_memory(m.device, true);
   step();
   CHECK_I64(scratch_nbytes(), 256 + 16 * 2);
@@ -116,10 +114,7 @@ TEST(test_segments_of_one_unit) {
  * enough for it at once. */
 TEST(test_as_large_as_the_largest_need) {
   const model_options options = scratch_options(0);
-  model_init(&m, &options);
-  model_plan_simple(&m, "root", 64);
-  model_plan_simple(&m, "a", 4);
-  model_start(&m);
+  model_open(&options, "root 64; a 4");
   step();
   CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),

@@ -26,9 +26,7 @@ TEST(test_full_shard) {
 /* One rank in the shard group: the shard is the parameter. */
 TEST(test_no_shard) {
   model_options options = {.world_size = 1, .num_replicas = 4};
-  model_init(&m, &options);
-  model_plan_simple(&m, "root", 8);
-  model_start(&m);
+  model_open(&options, "root 8");
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params root sharded; "
@@ -101,9 +99,7 @@ TEST(test_casts) {
 /* One rank that casts has a block of its own, but nobody to gather from. */
 TEST(test_one_rank_with_casts) {
   model_options options = {.world_size = 1, .param_dtype = RECORDER_BF16};
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 8);
-  model_start(&m);
+  model_open(&options, "u 8");
   PLAY("step");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
@@ -121,9 +117,7 @@ TEST(test_one_rank_with_casts) {
 /* Four segments: one grouped all-gather; the frozen two have no gradient. See
  * model_plan_mixed(). */
 TEST(test_mixed_segments) {
-  model_init(&m, NULL);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+  model_open(NULL, "u mixed");
   PLAY("forward");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "

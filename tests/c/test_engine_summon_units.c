@@ -43,9 +43,7 @@ TEST(test_mixed_segments) {
     for (int64_t rank = 0; rank < 2; rank++) {
       const model_options options = two_ranks(rank);
       const fsdp_summon_options how = summon_options(bits);
-      model_init(&m, &options);
-      model_plan_mixed(&m, "u");
-      model_start(&m);
+      model_open(&options, "u mixed");
       PLAY("step; check_grads");
       CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
       model_check_params(&m, 0);

@@ -46,9 +46,7 @@ TEST(test_frozen_unit_is_unfrozen) {
 
 /* A second segment of a unit: its blocks grow, also the partial gradient's. */
 TEST(test_frozen_segment_is_unfrozen) {
-  model_init(&m, NULL);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+  model_open(NULL, "u mixed");
   step(FSDP_SYNC_SHARD);
   step(FSDP_SYNC_REDUCE);
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 256 + 8 * 2);
@@ -70,9 +68,7 @@ TEST(test_frozen_segment_is_unfrozen) {
 
 /* What is frozen is not reduced; its memory stays, and serves again. */
 TEST(test_segments_are_frozen) {
-  model_init(&m, NULL);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+  model_open(NULL, "u mixed");
   step(FSDP_SYNC_REDUCE);
   CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
   PLAY("zero_grad; clear");
@@ -101,9 +97,7 @@ TEST(test_held_gradients) {
   static const fsdp_sync kinds[] = {FSDP_SYNC_NONE, FSDP_SYNC_SHARD};
   for (int i = 0; i < 2; i++) {
     fsdp_error error;
-    model_init(&m, NULL);
-    model_plan_mixed(&m, "u");
-    model_start(&m);
+    model_open(NULL, "u mixed");
     step(kinds[i]);
     CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
     CHECK(fsdp_unit_is_trainable(m.units[0].unit, 0));

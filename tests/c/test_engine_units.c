@@ -210,9 +210,7 @@ TEST(test_summon_and_write_back) {
   model_options options = {.rank = 1};
   options.param_dtype =
       RECORDER_BF16; /* summoned in master dtype all the same */
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 8);
-  model_start(&m);
+  model_open(&options, "u 8");
   fsdp_unit *unit = m.units[0].unit;
   CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
   CHECK(fsdp_unit_is_summoned(unit));
@@ -261,9 +259,7 @@ TEST(test_summon_on_one_rank) {
   PLAY("end");
 
   options.param_dtype = RECORDER_BF16;
-  model_init(&m, &options);
-  model_plan_simple(&m, "root", 8);
-  model_start(&m);
+  model_open(&options, "root 8");
   PLAY("summon root");
   ((float *)m.units[0].params[0])[3] = 55;
   PLAY("dismiss root");
