@@ -14,11 +14,7 @@ from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
 )
 
 from fsdp_c import _native
@@ -395,59 +391,9 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
 
     # State dicts -----------------------------------------------------------
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set what ``state_dict()`` of all wrapped modules in ``module`` returns.
-
-        * FULL_STATE_DICT: whole parameters, under the keys of the unwrapped model.
-        * SHARDED_STATE_DICT: under the same keys, each rank's rows as a ShardedTensor,
-          or a DTensor with a device mesh; for torch.distributed.checkpoint.
-        * LOCAL_STATE_DICT: each unit's shards as they lie, under ``_flat_param``.
-
-        Args:
-            module: A wrapped module, or one that contains wrapped modules.
-            state_dict_type: One of these.
-            state_dict_config: Of the type's own class; the default one if None.
-            optim_state_dict_config: Likewise, for the optimizer's state.
-
-        Returns:
-            The settings before, of the outermost wrapped module.
-
-        Raises:
-            RuntimeError: A config is not of the type's own class.
-            TypeError: ``state_dict_type`` is not a StateDictType.
-            ValueError: Nothing in ``module`` is wrapped.
-        """
-        return kinds.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the settings of all wrapped modules in ``module``.
-
-        Raises:
-            AssertionError: They differ.
-            ValueError: Nothing in ``module`` is wrapped.
-        """
-        return kinds.get_state_dict_type(module)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Set the settings for a while; see :meth:`set_state_dict_type`."""
-        return kinds.state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+    set_state_dict_type = staticmethod(kinds.set_state_dict_type)
+    get_state_dict_type = staticmethod(kinds.get_state_dict_type)
+    state_dict_type = staticmethod(kinds.state_dict_type)
 
     def state_dict(  # type: ignore[override]
         self,

@@ -123,10 +123,14 @@ def _accelerator_of_group(process_group: ProcessGroup) -> torch.device | None:
     accelerator = current_accelerator()
     if accelerator is None or isinstance(process_group, ForeignGroup):
         return None
-    # As "cpu:gloo,cuda:nccl".
-    pairs = dist.get_backend_config(process_group).split(",")
-    backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
+    backends = backends_of(process_group)
     backend = backends.get(accelerator.type)
     if backend is None or backend == backends.get("cpu"):
         return None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """Return a group's backends by type of device."""
+    pairs = dist.get_backend_config(group).split(",")  # as "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":", 1) for pair in pairs if ":" in pair)

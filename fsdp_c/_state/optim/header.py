@@ -4,7 +4,7 @@ Loading begins with it: names, shapes and groups are checked, on all ranks alike
 before anything is moved or changed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,23 +33,19 @@ class Header:
     Attributes:
         states: By parameter name: a StateInfo, or a plain state.
         param_groups: As in the state dict; None if it has none.
-        whole_states: Names of plain states that are tensors, by parameter.
         others: State of no parameter.
     """
 
     states: dict[str, dict[str, Any]]
     param_groups: list[dict[str, Any]] | None
-    whole_states: dict[str, list[str]] = field(default_factory=dict)
     others: dict[Any, Any] = field(default_factory=dict)
 
 
-def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
-    """Return the header of ``state_dict``.
+def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
+    """Return the header of what :func:`fsdp_c._state.optim.save.save` returned.
 
-    Args:
-        state_dict: As :func:`fsdp_c._state.optim.save.save` returns it.
-        names: The parameters of the model; other entries that no group has belong
-            to no parameter.
+    Entries that are neither of the model's ``parts`` nor in a group belong to no
+    parameter.
 
     Raises:
         TypeError: It is no dictionary.
@@ -71,7 +67,7 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
             "StateDictType.LOCAL_STATE_DICT, on the rank that saved it"
         )
     groups = state_dict.get("param_groups")
-    known = set(names)
+    known = {name for part in parts.values() for name in part.names}
     in_groups = {name for group in groups or () for name in group["params"]}
     for key in (*state_dict["state"], *in_groups):
         if isinstance(key, int):
@@ -80,9 +76,9 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
                 "them names with rekey_optim_state_dict(..., "
                 "OptimStateKeyType.PARAM_NAME, ...)"
             )
-    whole = dict(state_dict.get(WHOLE_STATES, {}))
+    whole = state_dict.get(WHOLE_STATES, {})
     per_rank = state_dict.get(RANK_STATES, {})
-    header = Header({}, None if groups is None else list(groups), whole)
+    header = Header({}, None if groups is None else list(groups))
     for key, value in state_dict["state"].items():
         if key in known or key in in_groups:
             if not isinstance(value, Mapping):
@@ -111,19 +107,12 @@ def _info(value: Any, is_whole: bool) -> Any:
 
 @dataclass
 class WantedState:
-    """The state that one parameter is to have.
-
-    Attributes:
-        part: The parameter.
-        name: Its name in the state dict.
-        sharded: States with one value per element.
-        plain: The others, as packed.
-    """
+    """The state that one parameter is to have."""
 
     part: ParamPart
-    name: str
+    name: str  # in the state dict
     sharded: dict[str, StateInfo] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)  # as packed
 
 
 def check_header(
