@@ -17,11 +17,7 @@ def device_from_id(device_id: Any) -> torch.device | None:
     """Return the device that ``device_id`` names; None for None.
 
     ``cpu:N`` means ``cpu``. An int, or an accelerator without an index, names a
-    device of the current accelerator.
-
-    Raises:
-        TypeError: Not an int, str or torch.device.
-        ValueError: No such device.
+    device of the current accelerator. Raises TypeError or ValueError.
     """
     if device_id is None:
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
+from fsdp_c._units.flat_param_facts import FlatParamFacts, SegmentFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.uses import ParamUse, mark_sharded
 
@@ -32,36 +32,19 @@ class FlatParameter(FlatParamFacts, nn.Parameter):
         _numels: Their numels.
     """
 
-    _is_flat_param: bool
-    _fqns: tuple[str, ...]
-    _shapes: tuple[torch.Size, ...]
-    _numels: tuple[int, ...]
+    _is_flat_param = True
 
-    def __new__(
-        cls,
-        shard: torch.Tensor,
-        requires_grad: bool,
-        *_names_and_shapes: Any,
-    ) -> "FlatParameter":
+    def __new__(cls, shard: torch.Tensor, requires_grad: bool, *_: Any) -> Any:
         return super().__new__(cls, shard, requires_grad)
 
     def __init__(
-        self,
-        _shard: torch.Tensor,
-        _requires_grad: bool,
-        fqns: Sequence[str],
-        shapes: Sequence[torch.Size],
+        self, _shard: torch.Tensor, _requires_grad: bool, facts: SegmentFacts
     ) -> None:
-        self._is_flat_param = True
-        self._fqns = tuple(fqns)
-        self._shapes = tuple(shapes)
-        self._numels = tuple(shape.numel() for shape in shapes)
+        self._facts = facts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParameter":
-        result = FlatParameter(
-            self.detach().clone(), self.requires_grad, self._fqns, self._shapes
-        )
-        result._facts = self._facts
+        shard = self.detach().clone()
+        result = FlatParameter(shard, self.requires_grad, self._facts)
         memo[id(self)] = result
         return result
 
@@ -69,8 +52,6 @@ class FlatParameter(FlatParamFacts, nn.Parameter):
         """Take over the shard of ``other``, and what it holds."""
         self.data = other.data
         self.requires_grad_(other.requires_grad)
-        self._fqns, self._shapes = other._fqns, other._shapes
-        self._numels = other._numels
         self._facts = other._facts
 
 
@@ -95,13 +76,8 @@ class Originals:
     ) -> None:
         """Hide the parameters of ``uses``, unless ``use_orig_params``.
 
-        Args:
-            module: The wrapped module; flat parameters are registered on it.
-            unit: Its native unit.
-            uses: Where the parameters are, in the unit's order.
-            shapes: Their unsharded shapes, by use.
-            use_orig_params: As in the constructor of FSDP.
-            rank: This rank in the sharding group.
+        ``shapes`` are their unsharded shapes, by use, ``rank`` is this rank in the
+        sharding group.
         """
         self._rank = rank
         self._module = module
@@ -161,33 +137,23 @@ class Originals:
 
     def make_flat_params(self) -> list[FlatParameter]:
         """Return a new flat parameter over the shard of each segment."""
-        unit = self._unit
-        first_use: dict[int, int] = {}
-        for use, param in enumerate(unit.param_of_use):
-            first_use.setdefault(param, use)
-        slots = unit.slots
-        flat_params = []
-        shards = unit.shards
-        for segment, (_, requires_grad, *_) in enumerate(unit.segments):
-            params = [p for p, slot in enumerate(slots) if slot[0] == segment]
-            params.sort(key=lambda p: slots[p][1])
-            places = [first_use[p] for p in params]
-            flat_param = FlatParameter(
-                shards[segment],
-                requires_grad,
-                [self._uses[place].fqn for place in places],
-                [self._shapes[place] for place in places],
+        return [
+            FlatParameter(
+                shard,
+                segment[1],
+                find_facts(
+                    self._unit,
+                    index,
+                    self._uses,
+                    self._shapes,
+                    rank=self._rank,
+                    use_orig_params=not self._hides,
+                ),
             )
-            flat_param._facts = find_facts(
-                unit,
-                segment,
-                params,
-                self._uses,
-                rank=self._rank,
-                use_orig_params=not self._hides,
+            for index, (shard, segment) in enumerate(
+                zip(self._unit.shards, self._unit.segments, strict=True)
             )
-            flat_params.append(flat_param)
-        return flat_params
+        ]
 
     def flat_params(self) -> list[FlatParameter]:
         """Return the registered flat parameters, one per segment."""
@@ -259,15 +225,6 @@ class Originals:
         ):
             self._take_over(current)
 
-    def _replace(self, index: int, now: nn.Parameter, fqn: str) -> None:
-        try:
-            self._unit.replace_param(index, now)
-        except ValueError as error:
-            raise RuntimeError(
-                f"Cannot writeback to parameter {fqn!r} of unit {self._unit.name!r}, "
-                f"which was replaced: {error}"
-            ) from error
-
     def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:
         params = self._unit.param_of_use
         new: dict[int, nn.Parameter] = {}
@@ -287,7 +244,13 @@ class Originals:
         for index, now in new.items():
             use = self._uses[params.index(index)]
             if now is not use.param:
-                self._replace(index, now, use.fqn)
+                try:
+                    self._unit.replace_param(index, now)
+                except ValueError as error:
+                    raise RuntimeError(
+                        f"Cannot writeback to parameter {use.fqn!r} of unit "
+                        f"{self._unit.name!r}, which was replaced: {error}"
+                    ) from error
                 mark_sharded(now, self._unit.name)
         self._uses = tuple(
             use._replace(param=new[index])

@@ -62,7 +62,7 @@ def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
         ValueError: One cannot; the message names it.
     """
     for name, param in unsharded_params(module, ignored_params):
-        _check_kind(clean_name(name), param)
+        _check_param(clean_name(name), param)
 
 
 def collect_uses(
@@ -75,12 +75,7 @@ def collect_uses(
 
     These are all that no nested unit has taken, in the order of the module tree.
     A nested unit leaves out a parameter that is used outside it as well, see
-    :func:`fsdp_c._units.wrap.auto_wrap`.
-
-    Args:
-        module: The module to be wrapped.
-        ignored_params: Parameters to leave alone.
-        left_out: Parameters for a unit further up.
+    :func:`fsdp_c._units.wrap.auto_wrap`; ``left_out`` are those of this one.
 
     Raises:
         ValueError: A parameter outside the nested units is sharded by one.
@@ -129,7 +124,9 @@ def move_to_device(
             parameter cannot be flattened.
     """
     for use in uses:
-        _check(use)
+        if use.param.is_meta:
+            raise ValueError(_still_on_meta("parameter", use.fqn))
+        _check_param(use.fqn, use.param)
         use.param.grad = None
         if use.param.device != device:
             use.param.data = use.param.data.to(device)
@@ -144,13 +141,6 @@ def move_to_device(
                 buffer.data = buffer.data.to(device)
 
 
-def _check(use: ParamUse) -> None:
-    """Check that a parameter can be flattened, now that it has memory."""
-    if use.param.is_meta:
-        raise ValueError(_still_on_meta("parameter", use.fqn))
-    _check_kind(use.fqn, use.param)
-
-
 def _still_on_meta(kind: str, fqn: str) -> str:
     return (
         f"{kind} {fqn!r} is still on the meta device: param_init_fn must give every "
@@ -162,14 +152,7 @@ def _still_on_meta(kind: str, fqn: str) -> str:
 # Which parameters can be flattened: plain tensors with memory of their own --------
 
 
-def _check_kind(name: str, param: nn.Parameter) -> None:
-    """Check that parameter ``name`` is one that can be flattened.
-
-    Also where it has no memory yet.
-
-    Raises:
-        ValueError: It cannot; the message says why and what to do.
-    """
+def _check_param(name: str, param: nn.Parameter) -> None:
     problem = _problem(param)
     if problem is not None:
         raise ValueError(f"parameter {name!r} {problem}")
