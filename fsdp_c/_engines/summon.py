@@ -36,9 +36,6 @@ def summoned(module: ShardedModule, *, writeback: bool) -> Iterator[None]:
     All ranks of the unit's group must enter. With ``writeback``, what is written
     to this rank's part is kept, after an exception too. A unit that is summoned
     already stays so.
-
-    Raises:
-        RuntimeError: The unit is inside forward or backward.
     """
     with ExitStack() as stack:
         if not module._sharded.unit.is_summoned:

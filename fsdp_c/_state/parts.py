@@ -160,11 +160,6 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
     Units come one after the other, parents first, and their parameters in the
     unit's order; then the parameters that no unit shards. The order of the former
     is the same on all ranks.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: Nothing in it is wrapped, or a parameter in it is sharded by a
-            unit outside of it.
     """
     outermost = require_sharded(model)[0]
     parts: list[ParamPart] = []

@@ -84,11 +84,6 @@ def choose_device(
     Without ``device_id`` it is the parameters' own device. Parameters on the CPU
     (or on meta) go to the current accelerator, as in FSDP1, if the group has a
     backend of its own for that (NCCL); with gloo alone they stay on the CPU.
-
-    Raises:
-        ValueError: A parameter is on a device that is neither the chosen one nor
-            the CPU, or the parameters are on several and there is no
-            ``device_id``.
     """
     first: dict[torch.device, str] = {}
     for name, param in named_params:

@@ -1,6 +1,7 @@
 """Which process groups a unit communicates over."""
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -222,16 +223,11 @@ def _make(default_group: ProcessGroup, world_size: int, num_local: int) -> _Node
         for begin in range(0, world_size, num_local)
     ]
     peers = [list(range(local, world_size, num_local)) for local in range(num_local)]
-    rank, backend = default_group.rank(), dist.get_backend(default_group)
-    timeout = timeout_of(default_group)  # not torch's own default
-
-    def own_group(rank_lists: list[list[int]]) -> ProcessGroup:
-        # Every rank takes part in the making of every group.
-        groups = [
-            dist.new_group(ranks, backend=backend, timeout=timeout)
-            for ranks in rank_lists
-        ]
-        own: ProcessGroup = groups[[rank in ranks for ranks in rank_lists].index(True)]
-        return own
-
-    return own_group(nodes), own_group(peers)
+    make: Any = partial(
+        dist.new_subgroups_by_enumeration,
+        backend=dist.get_backend(default_group),
+        timeout=timeout_of(default_group),  # not torch's own default
+    )
+    own_node, _ = make(nodes)
+    own_peers, _ = make(peers)
+    return own_node, own_peers

@@ -31,10 +31,6 @@ def materialize(
     ``device`` and its ``reset_parameters()`` called. Shared parameters stay
     shared: the first use is kept.
 
-    Raises:
-        ValueError: A module has no ``reset_parameters()``, or a parameter that is
-            shared between units is on meta.
-
     Source:
         ``_materialize_with_param_init_fn``, ``_materialize_meta_module`` (torch
         2.13, ``fsdp/_init_utils.py``).

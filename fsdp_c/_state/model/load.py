@@ -51,12 +51,7 @@ def begin_load(
     """Load the parameters of ``module``'s unit; prepare torch's recursion into it.
 
     Called before the module's own loading; :func:`finish_load` ends it, after
-    that of all that is in it.
-
-    Raises:
-        RuntimeError: A value does not fit; nothing of the wrapped modules in
-            ``module`` was changed. Or inside forward or backward.
-        ValueError: ``assign=True``, which would replace the sharded parameters.
+    that of all that is in it. After an error no wrapped module was changed.
     """
     if local_metadata.get("assign_to_params_buffers", False):
         raise ValueError(

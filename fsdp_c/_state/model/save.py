@@ -60,7 +60,7 @@ def kind_of(module: ShardedModule) -> StateDictType:
         ``_pre_state_dict_hook``, ``_set_use_dtensor`` (torch 2.13,
         ``fsdp/_state_dict_utils.py``).
     """
-    kind = module._state_dict_type
+    kind: StateDictType = module._state_dict_type
     if kind is StateDictType.FULL_STATE_DICT:
         return kind
     if module._sharded.config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -94,9 +94,8 @@ def _form_of(module: ShardedModule, kind: StateDictType) -> Form:
 def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
     """Return the wrapped modules in ``module``; check that ``method`` can run on them.
 
-    Raises:
-        RuntimeError: One is inside a step, or a parameter is shared with a module
-            outside, whose unit shards it.
+    Not inside a step, and not if a parameter is shared with a module outside, whose
+    unit shards it.
     """
     ensure_engine(module)
     modules = list(sharded_modules(module))
@@ -135,9 +134,7 @@ def save(
 ) -> dict[str, Any]:
     """Return the state dict of ``module``, its keys beginning with ``prefix``.
 
-    All ranks must call it. Parameters are copies with memory of their own, buffers
-    and ignored parameters are the module's, as in ``nn.Module.state_dict()``; with
-    ``offload_to_cpu`` all of them are on the CPU. With ``rank0_only`` the other ranks
+    See ``FullyShardedDataParallel.state_dict``. With ``rank0_only`` the other ranks
     get nothing, and hold no copy meanwhile.
     """
     if destination is None:

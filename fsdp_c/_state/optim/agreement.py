@@ -96,10 +96,7 @@ def gather_reports(
     """Return, for each group, what its ranks report.
 
     All ranks of the groups must call it; the order of the groups is the same on all.
-
-    Raises:
-        Exception: ``error``, what went wrong on this rank before.
-        RuntimeError: It went wrong on another one.
+    Raises ``error``, what went wrong on this rank before, or that of another one.
     """
     gathered = []
     message = None if error is None else str(error)
@@ -138,12 +135,8 @@ def agree(
     """Return the states that the ranks have together; those with none are left out.
 
     All ranks of ``groups``, which shard, must call it. Parameters whose sharding group
-    is another one are left out, unless each rank has the whole.
-
-    Raises:
-        RuntimeError: ``error`` or one of another rank; or the ranks' optimizers step
-            different parameters, or lack state for what they hold.
-        ValueError: State is sharded on some ranks only.
+    is another one are left out, unless each rank has the whole. Raises ``error``, or
+    if the ranks' optimizers do not fit together.
     """
 
     def of_group(group: ProcessGroup | None) -> dict[str, ParamState]:

@@ -21,9 +21,6 @@ def groups_by_name(
     """Return the groups of an optimizer's state dict with names for keys; None if none.
 
     A flat parameter's key becomes the names of all parameters in it.
-
-    Raises:
-        ValueError: A group has a key that is none of the optimizer's.
     """
     if "param_groups" not in state_dict:
         return None
@@ -57,10 +54,6 @@ def groups_for_optimizer(
 
     The groups are in the optimizer's order where that is known, else in the given.
     ``target`` are the optimizer's own groups, for the names that it keeps in them.
-
-    Raises:
-        ValueError: A name is none of the optimizer's parameters; a parameter that a
-            unit shards is in no group, or with others in one that is not theirs.
     """
     group_of_key = _groups_of_keys(param_groups, keys, parts_of_param)
     wanted: list[tuple[list[Key], int]]

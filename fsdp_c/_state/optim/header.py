@@ -46,10 +46,6 @@ def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
 
     Entries that are neither of the model's ``parts`` nor in a group belong to no
     parameter.
-
-    Raises:
-        TypeError: It is no dictionary.
-        ValueError: It has no "state", is local, or keyed by ids.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(
@@ -118,11 +114,7 @@ class WantedState:
 def check_header(
     header: Header, parts: Mapping[str, ParamPart]
 ) -> dict[str, WantedState]:
-    """Return what each parameter is to have, by first name.
-
-    Raises:
-        ValueError: A parameter is not in the model, or a state does not fit it.
-    """
+    """Return what each parameter is to have, by first name, if that fits the model."""
     by_name = {name: part for part in parts.values() for name in part.names}
     for name in header.states:
         if name not in by_name:

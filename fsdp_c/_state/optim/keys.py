@@ -37,11 +37,7 @@ class ParamKeys:
 def keys_of_optimizer(
     model: nn.Module, optim: torch.optim.Optimizer, *, is_named: bool
 ) -> ParamKeys:
-    """Return the keys of ``optim``'s own state dict; ``is_named``: it uses names.
-
-    Raises:
-        ValueError: ``is_named``, and a parameter is not one of ``model``'s.
-    """
+    """Return the keys of ``optim``'s own state dict; ``is_named``: it uses names."""
     groups = [list(group["params"]) for group in optim.param_groups]
     if not is_named:
         return _by_position(groups)
@@ -63,10 +59,6 @@ def keys_of_input(model: nn.Module, optim_input: Any) -> ParamKeys:
     """Return the keys of an optimizer that was constructed with ``optim_input``.
 
     These are parameters, or dicts with "params"; ``model.parameters()`` if None.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: It is empty.
     """
     if optim_input is None:
         optim_input = list(model.parameters())
@@ -120,11 +112,7 @@ def uses_names(optim_state_dict: Mapping[str, Any]) -> bool:
 def check_params(
     keys: ParamKeys, parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]]
 ) -> None:
-    """Check that all parameters of an optimizer are the model's.
-
-    Raises:
-        ValueError: One is not.
-    """
+    """Check that all parameters of an optimizer are the model's."""
     for key, param in keys.param_of_key.items():
         if param in parts_of_param:
             continue

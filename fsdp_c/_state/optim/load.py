@@ -237,8 +237,7 @@ def _header_from_first(
 ) -> Header:
     """Return the header of the first rank's state dict, on all ranks.
 
-    Raises:
-        Exception: What went wrong in reading it, on all ranks alike.
+    What went wrong in reading it is raised on all ranks alike.
     """
     content: list[Any] = [None]
     if _is_first(modules[0]) if group is None else group.rank() == 0:

@@ -86,11 +86,8 @@ def load_local(
 ) -> dict[str, Any]:
     """Return what ``optim.load_state_dict`` takes, of a local state dict.
 
-    Nothing is communicated.
-
-    Raises:
-        ValueError: It is not local, or of other parameters, or of other parts of
-            them: another rank, number of ranks, or wrapping.
+    Nothing is communicated. It must be of the same parts: rank, number of ranks and
+    wrapping.
     """
     if not isinstance(state_dict, Mapping) or LOCAL_PARTS not in state_dict:
         raise ValueError(

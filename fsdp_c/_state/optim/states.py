@@ -150,19 +150,10 @@ def install(
 ) -> None:
     """Put states into ``optim``, exactly: no dtype is converted.
 
-    The optimizer takes over the tensors. A parameter that has no entry, or none with
-    ``has_state``, will have no state. Everything is checked first.
-
-    Args:
-        model: As for :func:`collect`.
-        optim: Steps parameters of ``model``.
-        states: By first name, as of :func:`collect` on this rank.
-        param_groups: Options by group, ``params`` being names; the optimizer's own
-            stay if None.
-        others: State that belongs to no parameter.
-
-    Raises:
-        ValueError: Names, numbers of elements or groups do not fit.
+    ``states`` are as of :func:`collect` on this rank, ``param_groups`` have names as
+    ``params``, ``others`` is state of no parameter. The optimizer takes over the
+    tensors. A parameter without an entry will have no state, its groups stay if none
+    are given. Everything is checked first.
     """
     current = optim.state_dict()
     keys = keys_of_optimizer(model, optim, is_named=uses_names(current))
@@ -221,12 +212,9 @@ def assemble(
 ) -> dict[Key, Any]:
     """Return the "state" of an optimizer's state dict on this rank.
 
-    A parameter of which this rank holds nothing has none, as if stepped here,
-    unless its state says otherwise.
-
-    Raises:
-        ValueError: The parameters of a flat parameter differ in their plain state,
-            or in the dtype of their sharded state.
+    A parameter of which this rank holds nothing has none, as if stepped here, unless
+    its state says otherwise. Raises ValueError if the parameters of a flat parameter
+    differ in their plain state, or in the dtype of their sharded state.
     """
     result: dict[Key, Any] = {}
     for key, param in keys.param_of_key.items():
