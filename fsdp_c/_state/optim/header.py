@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c._state.optim.agreement import PerRank, packed_value
+from fsdp_c._state.optim.agreement import PerRank, packed_value, unpacked_value
 from fsdp_c._state.optim.local import LOCAL_PARTS
 from fsdp_c._state.optim.save import RANK_STATES, WHOLE_STATES
+from fsdp_c._state.optim.states import ParamState
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import is_sharded, sharded_dtype, sharded_shape
 
@@ -101,19 +102,15 @@ def _info(value: Any, is_whole: bool) -> Any:
     return packed_value(value)
 
 
-@dataclass
-class WantedState:
-    """The state that one parameter is to have."""
+class Wanted(NamedTuple):
+    """The state that one parameter is to have; its tensors have no memory yet."""
 
-    part: ParamPart
-    name: str  # in the state dict
-    sharded: dict[str, StateInfo] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)  # as packed
+    name: str  # of the parameter in the state dict
+    state: ParamState
+    infos: dict[str, StateInfo]  # of the tensors
 
 
-def check_header(
-    header: Header, parts: Mapping[str, ParamPart]
-) -> dict[str, WantedState]:
+def check_header(header: Header, parts: Mapping[str, ParamPart]) -> dict[str, Wanted]:
     """Return what each parameter is to have, by first name, if that fits the model."""
     by_name = {name: part for part in parts.values() for name in part.names}
     for name in header.states:
@@ -124,24 +121,28 @@ def check_header(
                 "the parameter out of the state dict"
             )
     sharded_names, scalar_names = _kinds(header, by_name)
-    wanted: dict[str, WantedState] = {}
-    for name, state in header.states.items():
+    wanted: dict[str, Wanted] = {}
+    for name, values in header.states.items():
         part = by_name[name]
         if part.fqn in wanted:
             raise ValueError(
                 f"there is optimizer state for {wanted[part.fqn].name!r} and for "
                 f"{name!r}, which are one parameter: leave one of them out"
             )
-        each = wanted[part.fqn] = WantedState(part, name)
-        for key, value in state.items():
+        each = wanted[part.fqn] = Wanted(name, ParamState(part), {})
+        for key in sorted(values, key=str):
+            value = values[key]
             info = _as_sharded(part, key, value, sharded_names, scalar_names)
             if info is not None:
                 _check_shape(name, part, key, info, sharded_names)
             if info is None or info.shape != part.shape:
-                each.plain[key] = value
+                own = value.of(part, key) if isinstance(value, PerRank) else value
+                each.state.plain[key] = unpacked_value(own)
             else:
-                each.sharded[key] = info
-        each.sharded = dict(sorted(each.sharded.items()))
+                each.infos[key] = info
+                each.state.sharded[key] = torch.empty(
+                    part.part_numel, dtype=info.dtype, device="meta"
+                )
     # Not in the order of the dictionary, which is each rank's own.
     return {fqn: wanted[fqn] for fqn in parts if fqn in wanted}
 

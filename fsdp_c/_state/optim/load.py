@@ -11,32 +11,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, exchange
 from fsdp_c._state.forms import load_item
-from fsdp_c._state.optim.agreement import PerRank, gather_reports, unpacked_value
+from fsdp_c._state.optim.agreement import gather_reports
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.header import (
     Header,
     StateInfo,
-    WantedState,
+    Wanted,
     check_header,
     read_header,
 )
 from fsdp_c._state.optim.keys import check_params, keys_of_either
-from fsdp_c._state.optim.states import ParamState, assemble
+from fsdp_c._state.optim.states import assemble
 from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
 from fsdp_c._state.sharded_tensors import find_problem
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 
-# This rank's parts, by first name of the parameter and name of the state.
-_Values = dict[tuple[str, str], Tensor]
-_Wanted = Mapping[str, WantedState]
-_Checked = tuple[Header, dict[str, WantedState], list[dict[str, Any]] | None]
+_Wanted = Mapping[str, Wanted]
+_Checked = tuple[Header, _Wanted, list[dict[str, Any]] | None]
 
 
 def load(
@@ -87,21 +85,32 @@ def load(
                 header.param_groups, keys, of_param, target=target
             )
         for each in wanted.values():
-            if each.part.param not in keys.key_of_param:
+            if each.state.part.param not in keys.key_of_param:
                 raise ValueError(
                     f"there is optimizer state for parameter {each.name!r}, which the "
                     "optimizer does not step: load it into an optimizer over the same "
                     "parameters"
                 )
-        # The flat parameters' plain states must agree; no elements are needed.
-        assemble(keys, of_param, _states(wanted, None, optim))
+            part = each.state.part
+            # A rank that holds nothing of a parameter has a state if it had one before.
+            each.state.has_state = (
+                part.is_flat
+                or part.part_numel > 0
+                or part.shard_group is None
+                or (optim is not None and bool(optim.state.get(part.param)))
+            )
+        assembled(wanted)  # whether it can be; no elements are needed
         return header, wanted, groups
+
+    def assembled(wanted: _Wanted) -> dict[Any, Any]:
+        states = {fqn: each.state for fqn, each in wanted.items()}
+        return assemble(keys, of_param, states)
 
     if rank0_only:
         header, wanted, groups = check(
             _header_from_first(modules, state_dict, parts, group)
         )
-        values = _parts_from_first(wanted, state_dict)
+        _take_from_first(wanted, state_dict)
     else:
         checked: _Checked | None = None
         error: Exception | None = None
@@ -114,55 +123,29 @@ def load(
         assert checked is not None  # or it was an error
         assert state_dict is not None
         header, wanted, groups = checked
-        values = _parts_of_own(wanted, state_dict)
-    states = assemble(keys, of_param, _states(wanted, values, optim))
-    result: dict[str, Any] = {"state": {**states, **copy.deepcopy(header.others)}}
+        _take_own(wanted, state_dict)
+    others = copy.deepcopy(header.others)
+    result: dict[str, Any] = {"state": {**assembled(wanted), **others}}
     if groups is not None:
         result["param_groups"] = groups
     return result
 
 
-def _states(
-    wanted: _Wanted, values: _Values | None, optim: torch.optim.Optimizer | None
-) -> dict[str, ParamState]:
-    """Return the states of this rank; without memory if ``values`` is None."""
-    states: dict[str, ParamState] = {}
-    for fqn, each in wanted.items():
-        part = each.part
-        # A rank that holds nothing of a parameter has a state if it had one before.
-        has_state = part.is_flat or part.part_numel > 0 or part.shard_group is None
-        has_state |= optim is not None and bool(optim.state.get(part.param))
-        state = states[fqn] = ParamState(part, has_state=has_state)
-        for key, info in each.sharded.items():
-            if values is not None:
-                state.sharded[key] = values[fqn, key]
-            elif part.is_flat:
-                state.sharded[key] = torch.empty(
-                    part.part_numel, dtype=info.dtype, device="meta"
-                )
-        for key, value in each.plain.items():
-            own = value.of(part, key) if isinstance(value, PerRank) else value
-            state.plain[key] = unpacked_value(own)
-    return states
-
-
-def _sharded_states(wanted: _Wanted) -> Iterable[tuple[WantedState, str, StateInfo]]:
-    """Return the states that come as sharded tensors."""
+def _sharded_states(wanted: _Wanted) -> list[tuple[ParamPart, str, str, StateInfo]]:
+    """Return the states that come as sharded tensors: parameter, names, info."""
     return [
-        (each, key, info)
+        (each.state.part, each.name, key, info)
         for each in wanted.values()
-        for key, info in each.sharded.items()
+        for key, info in each.infos.items()
         if info.is_sharded
     ]
 
 
 def _check_sharded(wanted: _Wanted, state_dict: Any) -> None:
-    for each, key, _ in _sharded_states(wanted):
-        problem = find_problem(each.part.over, state_dict["state"][each.name][key])
+    for part, name, key, _ in _sharded_states(wanted):
+        problem = find_problem(part.over, state_dict["state"][name][key])
         if problem is not None:
-            raise ValueError(
-                f"optimizer state {key!r} of parameter {each.name!r} {problem}"
-            )
+            raise ValueError(f"optimizer state {key!r} of parameter {name!r} {problem}")
 
 
 def _compare(
@@ -173,7 +156,7 @@ def _compare(
 ) -> None:
     """Raise if one of the ranks has an error, or not the same sharded tensors."""
     sharded = [] if wanted is None else _sharded_states(wanted)
-    names = [(each.part.fqn, key, info) for each, key, info in sharded]
+    names = [(part.fqn, key, info) for part, _, key, info in sharded]
     digest = hashlib.sha256(repr(names).encode()).hexdigest()
     groups = [each._sharded.config.groups.process_group for each in modules]
     groups = list(dict.fromkeys(groups)) if is_sharded or sharded else []
@@ -192,30 +175,29 @@ def _compare(
 # This rank's parts -----------------------------------------------------------
 
 
-def _parts_of_own(wanted: _Wanted, state_dict: Mapping[str, Any]) -> _Values:
-    """Return this rank's parts of tensors that each rank has, whole or sharded."""
-    values: _Values = {}
+def _take_own(wanted: _Wanted, state_dict: Mapping[str, Any]) -> None:
+    """Take this rank's parts of tensors that each rank has, whole or sharded."""
     items = []
     for each in wanted.values():
-        part = each.part
-        for key, info in each.sharded.items():
+        part = each.state.part
+        for key, info in each.infos.items():
             value = state_dict["state"][each.name][key]
             if info.is_sharded:
                 items.append(load_item(part, key, value))
             else:
                 own = value.detach().reshape(-1)[part.begin : part.end]
-                values[part.fqn, key] = own.to(part.param.device, copy=True)
-    _receive(values, items)
-    return values
+                each.state.sharded[key] = own.to(part.param.device, copy=True)
+    _receive(wanted, items)
 
 
 def _receive(
-    values: _Values, items: Iterable[ExchangeItem], *, over_replicas: bool = False
+    wanted: _Wanted, items: Iterable[ExchangeItem], *, over_replicas: bool = False
 ) -> None:
-    """Exchange the items, whose keys are names of states, into ``values``."""
+    """Exchange the items, whose keys are names of states, into ``wanted``."""
     exchanged = exchange(items, "optimizer states", over_replicas=over_replicas)
     for item, value in exchanged:
-        values[item.part.fqn, item.key] = value.to(item.part.param.device)
+        own = value.to(item.part.param.device)
+        wanted[item.part.fqn].state.sharded[item.key] = own
 
 
 def _is_first(module: ShardedModule) -> bool:
@@ -278,31 +260,29 @@ def _read_whole(
     return header
 
 
-def _parts_from_first(wanted: _Wanted, state_dict: Any) -> _Values:
-    """Return this rank's parts of whole tensors that the first rank has.
+def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
+    """Take this rank's parts of whole tensors that the first rank has.
 
     Replicas get theirs from the first replica.
     """
-    values: _Values = {}
     items, replicated = [], []
     for each in wanted.values():
-        part, over = each.part, each.part.over
+        part, over = each.state.part, each.state.part.over
         held, needed = part.spread.whole(0, 1), part.spread.sharded(part.index)
-        for key, info in each.sharded.items() if _is_in_first_replica(over) else ():
+        for key, info in each.infos.items() if _is_in_first_replica(over) else ():
             whole = state_dict["state"][each.name][key] if _is_first(over) else None
             items.append(ExchangeItem(key, whole, info.dtype, part, held, needed))
-    _receive(values, items)
+    _receive(wanted, items)
     for each in wanted.values():
-        part = each.part
+        part = each.state.part
         replicas = part.over._sharded.config.groups.inter_node_group
         if replicas is not None and replicas.size() > 1:
             numels = [*[0] * part.index, part.part_numel]
             held = Placement.on_ranks(numels, 0, 1)
             needed = Placement.on_ranks(numels, 0, replicas.size())
-            for key, info in each.sharded.items():
-                own = values.get((part.fqn, key))
+            for key, own in each.state.sharded.items():
+                source = own if _is_in_first_replica(part.over) else None
                 replicated.append(
-                    ExchangeItem(key, own, info.dtype, part, held, needed)
+                    ExchangeItem(key, source, own.dtype, part, held, needed)
                 )
-    _receive(values, replicated, over_replicas=True)
-    return values
+    _receive(wanted, replicated, over_replicas=True)
