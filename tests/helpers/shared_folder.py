@@ -4,17 +4,18 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def shared_folder() -> Iterator[str]:
+def shared_folder() -> Iterator[Path]:
     """Yield its path on every rank; it is removed at the end. Collective."""
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     try:
-        yield names[0]
+        yield Path(names[0])
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
