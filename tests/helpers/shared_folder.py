@@ -16,7 +16,7 @@ def shared_folder() -> Iterator[Path]:
     dist.broadcast_object_list(names)
     try:
         yield Path(names[0])
+        dist.barrier()  # not after an exception: other ranks may not come
     finally:
-        dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(names[0])
+            shutil.rmtree(names[0], ignore_errors=True)
