@@ -28,9 +28,9 @@ from fsdp_c.integrations._patch import Function, Patch
 
 
 class CleanView:
-    """A wrapped model as seen by one call: without the names of wrappers.
+    """A view of a wrapped model with the names of the unwrapped one.
 
-    Everything but names is the model's own.
+    Everything else is the model's own.
 
     Args:
         model: The model, with wrapped modules in it.
@@ -48,7 +48,7 @@ class CleanView:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
-        """Answer as the model."""
+        """Return the model's attribute."""
         return getattr(self._model, name)
 
     def named_modules(self, **options: Any) -> Iterator[tuple[str, nn.Module]]:
