@@ -69,8 +69,7 @@ class Form:
         Nothing is communicated. Outside of all modules it stays whole.
         """
         whole = whole.detach()
-        device = whole.device if module is None else module.compute_device
-        device = CPU if self.offload_to_cpu else device
+        device = CPU if self.offload_to_cpu else whole.device
         if module is None or not self.shards or not has_rows(whole.shape):
             return whole.to(device, copy=True)
         begin, end = rows_of(whole.shape[0], module.world_size, module.rank)
