@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_c._torch_compat import overrides_dispatch
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.uses import ParamUse, is_flat_param, sharding_unit
+from fsdp_c._units.uses import ParamUse, is_flat_param, is_taken, sharding_unit
 
 
 def own_modules(
@@ -28,11 +28,7 @@ def unsharded_params(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters in ``module`` that no unit shards yet, by name."""
     for name, param in module.named_parameters():
-        if (
-            param not in ignored_params
-            and sharding_unit(param) is None
-            and not is_flat_param(param)
-        ):
+        if param not in ignored_params and not is_taken(param):
             yield name, param
 
 
