@@ -62,7 +62,7 @@ def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
         ValueError: One cannot; the message names it.
     """
     for name, param in unsharded_params(module, ignored_params):
-        _check_kind(clean_name(name), param)
+        check_kind(clean_name(name), param)
 
 
 def collect_uses(
@@ -148,7 +148,7 @@ def _check(use: ParamUse) -> None:
     """Check that a parameter can be flattened, now that it has memory."""
     if use.param.is_meta:
         raise ValueError(_still_on_meta("parameter", use.fqn))
-    _check_kind(use.fqn, use.param)
+    check_kind(use.fqn, use.param)
 
 
 def _still_on_meta(kind: str, fqn: str) -> str:
@@ -162,7 +162,7 @@ def _still_on_meta(kind: str, fqn: str) -> str:
 # Which parameters can be flattened: plain tensors with memory of their own --------
 
 
-def _check_kind(name: str, param: nn.Parameter) -> None:
+def check_kind(name: str, param: nn.Parameter) -> None:
     """Check that parameter ``name`` is one that can be flattened.
 
     Also where it has no memory yet.
