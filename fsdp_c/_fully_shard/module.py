@@ -48,7 +48,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: A step with another engine is not finished, a parameter has
                 no memory, or a collective failed.
         """
-        run: Any = super().__call__  # type: ignore[misc]
+        run: Any = super().__call__  # type: ignore[misc] # of the module's class
         return self._fsdp_c_group.run(cast("nn.Module", self), run, args, kwargs)
 
     # On demand -------------------------------------------------------------
@@ -237,7 +237,8 @@ class FSDPModule(TorchFSDPModule):
         """
         for group in self._groups(recurse=True):
             group.dissolve()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        # Past torch's class, which asks for its own state.
+        return super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise AssertionError(  # torch's first words

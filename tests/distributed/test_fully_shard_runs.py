@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -88,15 +89,14 @@ def test_checkpoint_wrappers(rank: int, world_size: int, how: str) -> None:
             for name, child in list(parent.named_children()):
                 if type(child) is not Block:
                     continue
-                if how == "wrapper inside":
-                    child = checkpoint_wrapper(child)
-                    fully_shard(child)
-                elif how == "around":
-                    child = checkpoint_wrapper(fully_shard(child))
-                else:
+                if how == "around":
+                    new = checkpoint_wrapper(fully_shard(child))
+                elif how == "composable":
                     composable_checkpoint(child)
-                    fully_shard(child)
-                parent.register_module(name, child)
+                    new = fully_shard(child)
+                else:
+                    new = fully_shard(checkpoint_wrapper(child))
+                parent.register_module(name, new)
         return fully_shard(model)
 
     both = Rows(MLP, shard, vectors)
@@ -376,9 +376,9 @@ def test_replaced_by_load_state_dict(rank: int, world_size: int) -> None:
     both.train(1)
     both.model.load_state_dict(copy.deepcopy(both.model.state_dict()), assign=True)
     both.forward()
+    module: Any = next(m for m in both.model.modules() if isinstance(m, nn.Linear))
+    module.weight = nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError, match="no longer the DTensor"):
-        module: Any = next(m for m in both.model.modules() if isinstance(m, nn.Linear))
-        module.weight = nn.Parameter(torch.zeros(3))
         both.forward()
 
 
@@ -561,6 +561,12 @@ def test_refusals(rank: int, world_size: int) -> None:
         sharded.set_all_reduce_hook(print)
     sharded(torch.randn(2, 4)).sum().backward()
     dist.barrier()
+
+
+def test_nothing_of_torchs_runtime_is_inherited() -> None:
+    """Every function of torch's class has one of ours before it."""
+    functions = {n for n, f in vars(TorchFSDPModule).items() if callable(f)}
+    assert functions - set(vars(FSDPModule)) == set()
 
 
 @distributed(world_size=2)
