@@ -15,7 +15,7 @@ from fsdp_c._fully_shard.group import Group, Place, group_of
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.params import check_kind
+from fsdp_c._units.params import check_param
 from fsdp_c._units.uses import mark_sharded, sharding_unit
 
 # By the module's own class.
@@ -233,7 +233,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             f"parameter {fqn!r} is a {type(param).__name__} with fsdp_pre_all_gather, "
             "which is not supported by fsdp_c: list it in ignored_params"
         )
-    check_kind(fqn, param)
+    check_param(fqn, param)
 
 
 def _class_over(cls: type[nn.Module]) -> type[FSDPModule]:
