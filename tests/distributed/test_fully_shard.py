@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import FSDPModule, fully_shard
+from helpers.clean_groups import groups_destroyed
 from helpers.distributed import distributed
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
@@ -45,31 +46,33 @@ def test_hybrid_mesh(
     rank: int, world_size: int, shape: tuple[int, int], no_sync: bool
 ) -> None:
     """(replicate, shard), with accumulation."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    both = Rows.of("uneven", mesh=mesh)
-    both.train(2)
-    both.zero_grad()
-    both.accumulate(2, no_sync=no_sync)
-    both.check()
-    both.step()
-    both.check()
-    param = next(iter(both.model.parameters()))
-    assert param.placements == (Replicate(), Shard(0))
+    with groups_destroyed():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        both = Rows.of("uneven", mesh=mesh)
+        both.train(2)
+        both.zero_grad()
+        both.accumulate(2, no_sync=no_sync)
+        both.check()
+        both.step()
+        both.check()
+        param = next(iter(both.model.parameters()))
+        assert param.placements == (Replicate(), Shard(0))
 
 
 @distributed(world_size=4)
 def test_all_reduce_once(rank: int, world_size: int) -> None:
     """set_requires_all_reduce(False) keeps partial sums; unused parameters too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    both = Rows.of("unused", mesh=mesh)
-    for _ in range(2):
-        both.zero_grad()
-        for index in range(3):
-            both.model.set_requires_all_reduce(index == 2)
-            both.forward_backward()
-        both.check()
-        both.step()
-        both.check()
+    with groups_destroyed():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        both = Rows.of("unused", mesh=mesh)
+        for _ in range(2):
+            both.zero_grad()
+            for index in range(3):
+                both.model.set_requires_all_reduce(index == 2)
+                both.forward_backward()
+            both.check()
+            both.step()
+            both.check()
 
 
 @pytest.mark.parametrize("no_sync", [True, False])

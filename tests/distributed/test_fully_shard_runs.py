@@ -31,6 +31,7 @@ from fsdp_c import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from helpers.clean_groups import groups_destroyed
 from helpers.distributed import distributed
 from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
@@ -529,6 +530,11 @@ def test_tied_inside_a_group(rank: int, world_size: int) -> None:
 @distributed(world_size=2)
 def test_refusals(rank: int, world_size: int) -> None:
     """What is not supported is named."""
+    with groups_destroyed():
+        _check_refusals()
+
+
+def _check_refusals() -> None:
     linear = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     tensor_parallel = nn.Linear(4, 4)

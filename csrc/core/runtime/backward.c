@@ -181,7 +181,8 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   /* A prefetch in flight is always dropped: it may hold old weights. */
-  if (fsdp_unit_state_is_in_flight(unit->state) && !unit->is_pinned) {
+  if (fsdp_unit_state_is_in_flight(unit->state)) {
+    if (unit->is_pinned) return FSDP_OK; /* and took no part */
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
