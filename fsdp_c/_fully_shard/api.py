@@ -14,6 +14,7 @@ from fsdp_c._fully_shard.arguments import Arguments, check_arguments
 from fsdp_c._fully_shard.group import Group, Place, group_of
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
+from fsdp_c._torch_compat import note_fully_sharded
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.params import check_param
 from fsdp_c._units.uses import mark_sharded, sharding_unit
@@ -83,6 +84,7 @@ def fully_shard(
     for each in modules:
         # Not by setattr(): the module may have one of its own.
         each.__dict__["_fsdp_c_group"] = group
+        note_fully_sharded(each)
         each.__class__ = _class_over(type(each))
     return module
 

@@ -77,12 +77,15 @@ class Group:
     def ensure_unit(self, name: str) -> _native.Unit:
         """Return the unit, made if there is none.
 
+        Args:
+            name: Of the module in the root; empty for the root itself.
+
         Raises:
             RuntimeError: A parameter has no memory yet, or is elsewhere.
         """
         if self.unit is None:
             self._take_registered()
-            self._check_memory()
+            self._check_memory(f"{name}." if name else "")
             precision = self.arguments.precision
             replicas = self.arguments.replica_group
             groups = [
@@ -91,7 +94,7 @@ class Group:
             ]
             self._plain = [plain_param(sharded) for sharded in self.sharded]
             self.unit = _native.Unit(
-                name,
+                name or type(self.modules[0]).__name__,
                 self._plain,
                 shard_group=groups[0],
                 replica_group=groups[1],
@@ -134,9 +137,11 @@ class Group:
             "replace it by one with the same placements, or copy values into it"
         )
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, prefix: str) -> None:
         on_meta = [
-            place.fqn for place in self._places if self.sharded[place.param].is_meta
+            prefix + place.fqn
+            for place in self._places
+            if self.sharded[place.param].is_meta
         ]
         if on_meta:  # torch's first words
             raise RuntimeError(
@@ -152,8 +157,8 @@ class Group:
             param = self.sharded[place.param]
             if local_of(param).device.type != device.type:
                 raise RuntimeError(
-                    f"parameter {place.fqn!r} is on {local_of(param).device}, its "
-                    f"group computes on {self.arguments.device}: move the module there"
+                    f"parameter {prefix + place.fqn!r} is on "
+                    f"{local_of(param).device}, its group computes on {self.arguments.device}: move the module there"
                 )
 
     def _bind(self, params: Sequence[int]) -> None:
@@ -300,12 +305,12 @@ def group_of(module: Any) -> Group | None:
 
 
 def groups_in(module: nn.Module) -> dict[Group, str]:
-    """Return the groups in ``module``, parents first, with a name for each."""
+    """Return the groups in ``module``, parents first, with the names of modules."""
     groups: dict[Group, str] = {}
     for name, submodule in module.named_modules():
         group = group_of(submodule)
         if group is not None:
-            groups.setdefault(group, name or type(submodule).__name__)
+            groups.setdefault(group, name)
     return groups
 
 
