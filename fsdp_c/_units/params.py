@@ -38,7 +38,7 @@ def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
     Before any of its modules is wrapped, and before they have memory.
     """
     for name, param in unsharded_params(module, ignored_params):
-        _check_param(clean_name(name), param)
+        check_param(clean_name(name), param)
 
 
 def collect_uses(
@@ -95,7 +95,7 @@ def move_to_device(
     for use in uses:
         if use.param.is_meta:
             raise ValueError(_still_on_meta("parameter", use.fqn))
-        _check_param(use.fqn, use.param)
+        check_param(use.fqn, use.param)
         use.param.grad = None
         if use.param.device != device:
             use.param.data = use.param.data.to(device)
@@ -121,7 +121,7 @@ def _still_on_meta(kind: str, fqn: str) -> str:
 # Which parameters can be flattened: plain tensors with memory of their own --------
 
 
-def _check_param(name: str, param: nn.Parameter) -> None:
+def check_param(name: str, param: nn.Parameter) -> None:
     problem = _problem(param)
     if problem is not None:
         raise ValueError(f"parameter {name!r} {problem}")

@@ -132,7 +132,7 @@ FAULTS = (
     _core(
         "units stay unsharded after backward",
         "reshard_after_backward",
-        _before("if (unit->engine->sync", "if (MUTANT) return FSDP_OK;"),
+        _before("if (unit->sync", "if (MUTANT) return FSDP_OK;"),
         "test_memory.py",
     ),
     _core(
@@ -151,8 +151,8 @@ FAULTS = (
         "backward reduces within no_sync",
         "complete_grads",
         (
-            "engine->sync != FSDP_SYNC_NONE",
-            "(engine->sync != FSDP_SYNC_NONE || MUTANT)",
+            "unit->sync != FSDP_SYNC_NONE",
+            "(unit->sync != FSDP_SYNC_NONE || MUTANT)",
         ),
         "test_gradient_accumulation.py",
     ),

@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/dtypes.h"
+#include "port/merging.h"
 #include "shm/shm_transport.h"
 #include "torch/guard.hpp"
 #include "torch/port/nccl_group.hpp"
@@ -363,7 +364,23 @@ Group group_from(PyObject *object, c10::Device device) {
   return group;
 }
 
-void connect(Group &group, c10::Device device) {
+namespace {
+
+// Over a transport of a host; see port/merging.h.
+void merge_small_calls(Group &group) {
+  const std::shared_ptr<fsdp_transport> inner = group.transport;
+  if (!inner || !inner->ops->is_host) return;
+  fsdp_transport *merging = nullptr;
+  FSDP_LOCAL_ERROR(error);
+  if (fsdp_merging_create(inner.get(), group.rank, group.world_size, &merging,
+                          &error) != FSDP_OK) {
+    throw_error(error);
+  }
+  group.transport = std::shared_ptr<fsdp_transport>(
+      merging, [inner](fsdp_transport *self) { self->ops->destroy(self); });
+}
+
+void connect_directly(Group &group, c10::Device device) {
   if (group.world_size == 1) return;
   if (!group.c10d) group.c10d = make_c10d_transport(group);
   group.transport = group.c10d;
@@ -409,6 +426,13 @@ void connect(Group &group, c10::Device device) {
     group.transport = found->transport;
   }
   group.why_c10d = refusal == nullptr ? found->why_not : refusal;
+}
+
+}  // namespace
+
+void connect(Group &group, c10::Device device) {
+  connect_directly(group, device);
+  merge_small_calls(group);
 }
 
 void look_up(Group &group, c10::DeviceType device_type) {
