@@ -3,10 +3,10 @@
 A unit's segments, one per (dtype, requires_grad), are cut into equal shards. With
 use_orig_params each parameter starts at a multiple of 16 bytes in the dtype that it is
 computed in (FSDP1's layout); on an accelerator each does always, and each shard too. A
-block holds the unsharded segments, each from a multiple of 256 bytes on. gloo's
-reduction needs as much again as the gradients it reduces: scratch, two blocks per
-engine that take turns, each as large as its largest unit needs. Ranks that share
-memory need none, nor do those of an accelerator.
+block holds the unsharded segments, each from a multiple of 256 bytes on. On an
+accelerator blocks stay for the whole run. On a host they come and go, and so does the
+scratch of gloo's reductions: as much as the gradients that are reduced, or, of two
+ranks, half of it. Ranks that share memory need none, nor do those of an accelerator.
 """
 
 from collections.abc import Iterable
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -33,7 +34,8 @@ from helpers.transports import c10d_only, num_scratches
 
 ALIGNMENT_NBYTES = 16
 SEGMENT_ALIGNMENT_NBYTES = 256
-ALIGNS_SHARDS = TEST_DEVICE != "cpu"
+ON_HOST = TEST_DEVICE == "cpu"
+ALIGNS_SHARDS = not ON_HOST
 KEYS = {
     "num_clients",
     "num_blocks",
@@ -47,6 +49,7 @@ KEYS = {
     "grad_shard_nbytes",
     "partial_grad_nbytes",
     "scratch_nbytes",
+    "ring_nbytes",
     "num_iterations",
     "num_all_gathers",
     "num_reduces",
@@ -111,6 +114,16 @@ def _block_nbytes(
     """
     ((_, shard),) = _shards(params, world_size, compute).items()
     return shard * world_size // 4 * itemsize
+
+
+def _arena_nbytes(stats: dict[str, int]) -> int:
+    """Return what the arena keeps; on a host, where it keeps nothing, the most."""
+    return stats["peak_nbytes" if ON_HOST else "arena_nbytes"]
+
+
+def _scratch_nbytes(grad_nbytes: int, world_size: int, group: Any = None) -> int:
+    """Return the scratch of a unit whose gradients have so many bytes."""
+    return num_scratches(group) * grad_nbytes // (2 if world_size == 2 else 1)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -185,7 +198,7 @@ def test_shards_of_several_units(rank: int, world_size: int) -> None:
 def test_no_allocation_after_the_second_step(
     rank: int, world_size: int, set_to_none: bool, strategy: str
 ) -> None:
-    """And nothing is held between steps."""
+    """And nothing is held between steps. A host allocates the same in each step."""
     model = _chain(5, sharding_strategy=ShardingStrategy[strategy])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     (x,) = vectors(generator(rank))
@@ -193,16 +206,21 @@ def test_no_allocation_after_the_second_step(
         _step(model, optimizer, x)
     before = _memory_stats(model)
     assert before["held_nbytes"] == 0
+    assert before["arena_nbytes"] == 0 or not ON_HOST
+    num_allocs = set()
     for step in range(4):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model(x)).backward()
         stats = _memory_stats(model)
         assert stats["held_nbytes"] == 0, step
         optimizer.step()
-        for key in ("num_allocs", "num_frees", "arena_nbytes", "num_blocks"):
+        for key in ("arena_nbytes", "peak_nbytes", "num_blocks"):
             assert stats[key] == before[key], (key, step)
+        num_allocs.add((stats["num_allocs"] - before["num_allocs"]) / (step + 1))
         assert stats["grad_shard_nbytes"] == before["grad_shard_nbytes"], step
         assert stats["num_iterations"] == before["num_iterations"] + step + 1
+    assert len(num_allocs) == 1
+    assert ON_HOST or num_allocs == {0}
 
 
 @pytest.mark.trap(8)
@@ -213,7 +231,11 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
 
     Two for parameters (the unit that computes and the next one) and two for
     gradients (those that come and those on the reduce lane). Nor does the scratch.
+    On a host those that come have no block, and the next one only a prefetch.
     """
+    num_blocks = 4
+    if ON_HOST:
+        num_blocks = 3 if prefetch == "BACKWARD_PRE" else 2
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
     for depth in (4, 9):
@@ -223,9 +245,9 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
             _step(model, optimizer, x)
         stats = _memory_stats(model)
         assert stats["num_clients"] == 2 * depth
-        assert stats["num_blocks"] == 4
-        assert stats["arena_nbytes"] == 4 * nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * nbytes
+        assert stats["num_blocks"] == (0 if ON_HOST else num_blocks)
+        assert _arena_nbytes(stats) == num_blocks * nbytes
+        assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
 @pytest.mark.trap(8)
@@ -263,14 +285,20 @@ def test_arena_of_frozen_layers(
         for _ in range(3):
             loss_of(model(x)).backward()
         stats = _memory_stats(model)
-        assert stats["arena_nbytes"] == 2 * _in_block(segments) + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
+        num_blocks = 1 if ON_HOST and prefetch != "BACKWARD_PRE" else 2
+        num_grads = 1 if ON_HOST else 2
+        expected = num_blocks * _in_block(segments) + num_grads * grad_nbytes
+        assert _arena_nbytes(stats) == expected
+        assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
 @pytest.mark.trap(8)
 @distributed(world_size=2)
 def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
-    """Parameters stay unsharded from forward to backward: one block per unit more."""
+    """Parameters stay unsharded from forward to backward: one block per unit more.
+
+    On a host gradients take the place of the parameters of their unit.
+    """
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
     depth = 6
@@ -279,9 +307,10 @@ def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
     for _ in range(3):
         _step(model, optimizer, x)
     stats = _memory_stats(model)
-    assert stats["num_blocks"] == depth + 2
-    assert stats["arena_nbytes"] == (depth + 2) * nbytes
-    assert stats["scratch_nbytes"] == num_scratches() * nbytes
+    num_blocks = depth if ON_HOST else depth + 2
+    assert stats["num_blocks"] == (0 if ON_HOST else num_blocks)
+    assert _arena_nbytes(stats) == num_blocks * nbytes
+    assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
 @distributed(world_size=(2, 3))
@@ -303,7 +332,7 @@ def test_what_is_kept_for_backward_is_hidden(rank: int, world_size: int) -> None
 @pytest.mark.cpu_only("the scratch is gloo's")
 @distributed(world_size=(2, 3))
 def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
-    """Two blocks, whatever the number of units, from the first step on."""
+    """As much as the largest unit needs, from the first step on."""
     (x,) = vectors(generator(rank))
     for hiddens in ([4, 30, 9], [30, 4, 30, 9, 4, 30]):
         needs_fsdp_c("has no memory_stats")
@@ -318,13 +347,14 @@ def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
             assert _memory_stats(model)["scratch_nbytes"] == 0
             for _ in range(3):
                 loss_of(model(x)).backward()
-                assert _memory_stats(model)["scratch_nbytes"] == 2 * largest
+                scratch = _scratch_nbytes(largest, world_size)
+                assert _memory_stats(model)["scratch_nbytes"] == scratch
 
 
 @pytest.mark.cpu_only("the scratch is gloo's")
 @distributed(world_size=(2, 3))
 def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> None:
-    """Its segments lie at 256-byte steps; the second block comes in the second step."""
+    """Its segments lie at 256-byte steps."""
     case = CASES["mixed_dtype"]
     module = case.build()
     shards = [
@@ -333,14 +363,15 @@ def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> No
         if trains
     ]
     assert len(shards) > 1
-    need = _in_block(nbytes * world_size for nbytes in shards)
+    num_shards = 1 if world_size == 2 else world_size
+    need = _in_block(nbytes * num_shards for nbytes in shards)
     needs_fsdp_c("has no memory_stats")
     model = fsdp(module, use_orig_params=True)
     inputs = case.inputs(generator(rank))
     with c10d_only():
-        for num_blocks in (1, 2, 2):
+        for _ in range(2):
             loss_of(model(*inputs)).backward()
-            assert _memory_stats(model)["scratch_nbytes"] == num_blocks * need
+            assert _memory_stats(model)["scratch_nbytes"] == need
 
 
 @distributed(world_size=(2, 3))
@@ -400,8 +431,9 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
             )
             for itemsize in (param_itemsize, grad_itemsize)
         )
-        assert stats["arena_nbytes"] == 2 * param_nbytes + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
+        num_grads = 1 if ON_HOST else 2
+        assert _arena_nbytes(stats) == 2 * param_nbytes + num_grads * grad_nbytes
+        assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
 @distributed(world_size=2)
@@ -470,7 +502,7 @@ def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
     loss_of(model(x)).backward()
     stats = _memory_stats(model)
     assert stats["held_nbytes"] == 0
-    assert stats["scratch_nbytes"] == num_scratches() * nbytes
+    assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
 @pytest.mark.trap(14)
@@ -493,8 +525,11 @@ def test_no_sync_with_replicas(rank: int, world_size: int) -> None:
                 loss_of(model(x)).backward()
                 model.zero_grad()
             stats = _memory_stats(model)
-            assert stats["arena_nbytes"] == (depth + 2) * nbytes
-            assert stats["scratch_nbytes"] == num_scratches(groups[0]) * nbytes
+            # On a host a reduced unit's block is back before the first prefetch.
+            num_blocks = depth + (1 if ON_HOST else 2)
+            assert _arena_nbytes(stats) == num_blocks * nbytes
+            scratch = _scratch_nbytes(nbytes, num_shards, groups[0])
+            assert stats["scratch_nbytes"] == scratch
             assert stats["partial_grad_nbytes"] == 0
             del model
 
@@ -524,11 +559,13 @@ def test_sharded_no_sync(rank: int, world_size: int, itemsize: int) -> None:
             assert stats["held_nbytes"] == stats["grad_shard_nbytes"] == 0
         loss_of(model(x)).backward()
         stats = _memory_stats(model)
-        assert stats["partial_grad_nbytes"] == depth * shard // 4 * itemsize
+        kept = 0 if ON_HOST else depth * shard // 4 * itemsize
+        assert stats["partial_grad_nbytes"] == kept
         assert stats["grad_shard_nbytes"] == depth * shard
         assert stats["held_nbytes"] == 0
-        assert stats["arena_nbytes"] == 2 * param_nbytes + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
+        num_grads = 1 if ON_HOST else 2
+        assert _arena_nbytes(stats) == 2 * param_nbytes + num_grads * grad_nbytes
+        assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
 @distributed(world_size=(2, 3))
@@ -641,3 +678,64 @@ def test_exception_gives_everything_back(rank: int, world_size: int) -> None:
     after = _memory_stats(model)
     assert after["held_nbytes"] == 0
     assert after["arena_nbytes"] == before["arena_nbytes"]
+
+
+@pytest.mark.cpu_only("an accelerator keeps its blocks")
+@distributed(world_size=(2, 3))
+def test_blocks_in_backward_of_a_host(rank: int, world_size: int) -> None:
+    """In each unit's backward, from the last one, where activations are largest.
+
+    The first two have their parameters, the second the block of the reduction in
+    flight, too; the others also the parameters of the next one. Sharded gradients are
+    there when their reduction has ended.
+    """
+    depth = 6
+    params = list(Block(6, 10).parameters())
+    nbytes = _block_nbytes(params, world_size)
+    shard = _shard_nbytes(params, world_size)
+    (x,) = vectors(generator(rank))
+    model = _chain(depth)
+    seen: list[tuple[int, int]] = []
+
+    def note(_: Tensor) -> None:
+        stats = _memory_stats(model)
+        seen.append((stats["arena_nbytes"], stats["grad_shard_nbytes"]))
+
+    for block in model.module.blocks:
+        block.module.fc1.register_forward_hook(
+            lambda *args: None if not args[-1].requires_grad else _watch(args[-1], note)
+        )
+    for _ in range(2):
+        model.zero_grad()
+        seen.clear()
+        loss_of(model(x)).backward()
+        num_blocks = [1, 2, 3, 3, 3, 3]
+        num_shards = [0, 0, 1, 2, 3, 4]
+        expected = zip(num_blocks, num_shards, strict=True)
+        assert seen == [(blocks * nbytes, num * shard) for blocks, num in expected]
+
+
+def _watch(tensor: Tensor, note: Any) -> None:
+    tensor.register_hook(note)
+
+
+@pytest.mark.cpu_only("rings are in shared memory")
+@distributed(world_size=2)
+def test_rings_follow_the_largest_unit(rank: int, world_size: int) -> None:
+    """Two of a call each, at least 64 KiB; larger units on a group meet anew."""
+    group = dist.new_group(backend="gloo")
+    (x,) = vectors(generator(rank))
+    rest = 2**19  # rings for messages, counters
+
+    def ring_nbytes(model: Any) -> int:
+        return _memory_stats(model)["ring_nbytes"]
+
+    small = _chain(3, process_group=group)
+    loss_of(small(x)).backward()
+    assert 2 * 2**16 <= ring_nbytes(small) <= 2 * 2**16 + rest
+    large = fsdp(nn.Linear(1024, 512, bias=False), process_group=group)
+    large(torch.ones(1, 1024)).sum().backward()
+    shard = 1024 * 512 * 4 // 2
+    assert 2 * shard <= ring_nbytes(large) <= 2 * shard + rest
+    loss_of(small(x)).backward()
+    assert ring_nbytes(small) < 2 * shard

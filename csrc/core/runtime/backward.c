@@ -4,6 +4,7 @@
 static void open_backward(fsdp_engine *engine) {
   if (engine->in_backward) return;
   engine->in_backward = true;
+  engine->num_entered = 0;
   fsdp_order_begin_backward(engine->order);
 }
 
@@ -34,6 +35,19 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
   }
 }
 
+/* Note [Prefetching where activations are largest]
+ * On a host a prefetched block is memory that activations could have. They are
+ * largest when backward begins, so the first two units of a backward prefetch
+ * when their gradients are complete and their activations gone. The root, where
+ * it comes first, prefetches as ever: the unit that runs next. All ranks do the
+ * same. */
+static bool prefetches_late(const fsdp_unit *unit) {
+  const fsdp_engine *engine = unit->engine;
+  const bool is_ahead = unit == engine->root && engine->num_entered == 0;
+  return fsdp_engine_priv_is_host(engine) && !is_ahead &&
+         engine->num_entered <= 2;
+}
+
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
@@ -48,11 +62,13 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   const bool is_first = !unit->step.entered_backward;
   FSDP_TRY(enter_backward(unit, &local));
+  if (is_first && unit != engine->root) engine->num_entered++;
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
 
   fsdp_order_pre_backward(engine->order, unit->index);
   FSDP_TRY(fsdp_unit_priv_unshard(unit, &local));
-  if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE) {
+  if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE &&
+      !prefetches_late(unit)) {
     FSDP_TRY(prefetch_backward(engine, &local));
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, &local));
@@ -84,8 +100,12 @@ static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
 
-  const bool reduces = engine->sync != FSDP_SYNC_NONE &&
-                       fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED);
+  const bool reduces =
+      engine->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
+  if (fsdp_engine_priv_is_host(engine)) { /* first the memory that is free */
+    FSDP_TRY(reshard_after_backward(unit, error));
+    if (reduces) FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, error));
+  }
   FSDP_TRY(reduces ? fsdp_unit_priv_fill_grads(unit, error)
                    : fsdp_unit_priv_pack_grads(unit, error));
   FSDP_TRY(reshard_after_backward(unit, error));
@@ -96,10 +116,12 @@ done:
 
 /* One of the expected gradients has come. */
 static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_prefetch prefetch = unit->options.backward_prefetch;
   fsdp_status status = FSDP_OK;
   if (--unit->step.expected_grads > 0) return FSDP_OK;
+  const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
-  if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
+  if (prefetch == FSDP_PREFETCH_POST || is_late) {
     FSDP_TRY(prefetch_backward(unit->engine, error));
   }
 done:
@@ -115,12 +137,16 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
 
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   FSDP_TRY(enter_backward(unit, &local));
+  if (unit->state == FSDP_UNIT_REDUCING) { /* one more, which has its own */
+    FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
+  }
   is_taken = true;
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->step.expected_grads > 0) {
     FSDP_TRY(count_grad(unit, &local));
   }
-  if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES) {
+  if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES &&
+      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
     FSDP_TRY(fsdp_unit_priv_pack_grads(unit, &local));
   }
 done:
@@ -158,9 +184,7 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
         fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
         engine->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
     if (unit->step.is_reduce_ready) continue;
-    if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) && !is_partial) {
-      continue;
-    }
+    if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial) continue;
     if (engine->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
       continue;
     }
@@ -169,7 +193,7 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
       FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
     }
-    if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) continue;
+    if (!fsdp_unit_priv_has_unreduced(unit)) continue;
     FSDP_TRY(complete_grads(unit, error));
   }
 done:
@@ -215,6 +239,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   FSDP_LOCAL_ERROR(local);
 
   if (!engine->in_backward) return FSDP_OK;
+  FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
   FSDP_TRY(complete_leftovers(engine, &local));
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));
