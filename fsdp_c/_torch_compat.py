@@ -36,31 +36,6 @@ from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
 from torch.nn import Module
 
-__all__ = [
-    "CHECKPOINT_PREFIX",
-    "CHECKPOINT_WRAPPED_MODULE",
-    "HYBRID_SHARD_ZERO2",
-    "ActivationWrapper",
-    "FlatParamShardMetadata",
-    "ParamInfo",
-    "Policy",
-    "Shard",
-    "ShardMetadata",
-    "ShardParamInfo",
-    "ShardedTensor",
-    "ShardedTensorMetadata",
-    "SharedParamInfo",
-    "TensorProperties",
-    "TorchFSDP",
-    "TrainingState",
-    "checkpoint_state_dict",
-    "in_backward_optimizers",
-    "overrides_dispatch",
-    "remove_in_backward_hooks",
-    "run_policy",
-    "timeout_of",
-]
-
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 
 

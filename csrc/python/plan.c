@@ -167,8 +167,10 @@ static int read_event(PyObject *item, fsdp_step_event *event) {
 static int read_input(PyObject *module, PyObject *units, PyObject *events,
                       plan_input *input) {
   const module_state *state = PyModule_GetState(module);
-  if ((input->unit_items = PySequence_Tuple(units)) == NULL) return -1;
-  if ((input->event_items = PySequence_Tuple(events)) == NULL) return -1;
+  input->unit_items = PySequence_Tuple(units);
+  if (input->unit_items == NULL) return -1;
+  input->event_items = PySequence_Tuple(events);
+  if (input->event_items == NULL) return -1;
   const Py_ssize_t num_events = PyTuple_GET_SIZE(input->event_items);
   input->num_units = PyTuple_GET_SIZE(input->unit_items);
   const size_t num_units = (size_t)input->num_units;

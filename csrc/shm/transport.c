@@ -190,7 +190,7 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
   if (shm != NULL) configure(shm, &geometry, options);
   FSDP_TRY(fsdp_shm_priv_meet(&meeting, shm, &outcome, error));
   *verdict = outcome;
-  if (outcome.is_possible) {
+  if (shm != NULL && outcome.is_possible) {
     (void)pthread_mutex_init(&shm->mutex, NULL);
     fsdp_shm_priv_list(shm);
     *transport = &shm->base;

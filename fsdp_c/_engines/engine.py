@@ -32,10 +32,8 @@ engine_listeners: list[Callable[[ShardedModule], object]] = []
 def ensure_engine(module: ShardedModule) -> _native.Engine:
     """Return the engine of ``module``; see Note [Roots].
 
-    Raises:
-        RuntimeError: A unit is in the middle of a step with another engine, or a
-            parameter was replaced after wrapping.
-        ValueError: The units are on several devices.
+    Raises RuntimeError inside a step with another engine, or if a parameter was
+    replaced after wrapping; ValueError if units are on several devices.
     """
     if module._running is None:
         modules = list(sharded_modules(module))
@@ -43,7 +41,7 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
             each._sharded.originals.check()
             adopt_in_backward_optimizers(each)
         engine = _native.Engine([each._sharded.unit for each in modules])
-        is_debugging = _is_debugging()
+        is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
         engine.check_order(is_debugging)
         if is_debugging:
             watch_order(module, modules)
@@ -56,11 +54,6 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
     return module._running.engine
 
 
-def _is_debugging() -> bool:
-    """Whether ``TORCH_DISTRIBUTED_DEBUG`` is INFO or DETAIL."""
-    return bool(c10d.get_debug_level() != c10d.DebugLevel.OFF)
-
-
 def release_engine(module: ShardedModule) -> None:
     """Let the engine of ``module`` go, for all its units; the next call makes one."""
     if module._running is None:
@@ -71,11 +64,8 @@ def release_engine(module: ShardedModule) -> None:
 
 def ensure_engines(module: nn.Module) -> list[_native.Engine]:
     """Return the engines of all wrapped modules in ``module``, parents first."""
-    engines: dict[int, _native.Engine] = {}
-    for each in sharded_modules(module):
-        engine = ensure_engine(each)
-        engines[id(engine)] = engine
-    return list(engines.values())
+    engines = [ensure_engine(each) for each in sharded_modules(module)]
+    return list({id(engine): engine for engine in engines}.values())
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:

@@ -1,6 +1,10 @@
 /*
- * Check: the whole C test framework. A test is a static function that states
- * facts with CHECK; a test binary lists its tests and calls check_run.
+ * Check: the whole C test framework. A test is a function that states facts
+ * with CHECK; the program of all tests finds it by itself.
+ *
+ *   TEST(test_that_one_is_odd) {
+ *     CHECK_I64(1 % 2, 1);
+ *   }
  */
 #ifndef FSDP_TESTS_CHECK_H
 #define FSDP_TESTS_CHECK_H
@@ -11,12 +15,7 @@
 #include <stdio.h>
 #include <string.h>
 
-typedef struct check_test {
-  const char *name;
-  void (*run)(void);
-} check_test;
-
-/* Of the running binary, whichever of its files the CHECK stands in. */
+/* Of the running program, whichever of its files the CHECK stands in. */
 extern int64_t check_num_failures;
 
 static inline bool check_that(bool fact, const char *text, const char *file,
@@ -41,6 +40,21 @@ static inline bool check_text(const char *actual, const char *expected,
   return false;
 }
 
+static inline bool check_fails(int64_t actual, int64_t status,
+                               const char *message, const char *expected,
+                               const char *text, const char *file, int line) {
+  const bool is_part = strncmp(expected, "..", 2) == 0;
+  if (!check_i64(actual, status, text, file, line)) return false;
+  if (is_part && strstr(message, expected + 2) != NULL) return true;
+  return check_text(message, expected, text, file, line);
+}
+
+/* In `lines` "; ", or ";" at the end, stands for the end of a line. */
+bool check_lines(const char *actual, const char *lines, const char *file,
+                 int line);
+bool check_has_lines(const char *actual, const char *lines, bool has_them,
+                     const char *file, int line);
+
 /* Each is true when the fact holds: `if (!CHECK(x)) return;` stops a test. */
 #define CHECK(fact) check_that((fact), #fact, __FILE__, __LINE__)
 #define CHECK_I64(actual, expected) \
@@ -48,22 +62,29 @@ static inline bool check_text(const char *actual, const char *expected,
 #define CHECK_TEXT(actual, expected) \
   check_text((actual), (expected), #actual, __FILE__, __LINE__)
 
-#define CHECK_TEST(function) {#function, function}
-#define CHECK_RUN(tests) check_run((tests), sizeof(tests) / sizeof((tests)[0]))
+/* A call that must fail with `status`; its error record's message is
+ * `expected`, or holds it where that begins with "..". */
+#define CHECK_FAILS(call, status, message, expected)                    \
+  check_fails((call), (status), (message), (expected), #call, __FILE__, \
+              __LINE__)
 
-/* Runs every test; the exit code for main. */
-static inline int check_run(const check_test *tests, size_t num_tests) {
-  size_t num_failed = 0;
-  for (size_t i = 0; i < num_tests; i++) {
-    const int64_t before = check_num_failures;
-    tests[i].run();
-    if (check_num_failures == before) continue;
-    num_failed++;
-    printf("FAILED %s\n", tests[i].name);
-  }
-  printf("%zu passed, %zu failed\n", num_tests - num_failed, num_failed);
-  return num_failed == 0 ? 0 : 1;
-}
+/* The lines of a tape: all of them; some that follow each other; none of that
+ * kind. The end of a line is written as ";": "alloc 64; free 64". */
+#define CHECK_LINES(actual, lines) \
+  check_lines((actual), (lines), __FILE__, __LINE__)
+#define CHECK_HAS(actual, lines) \
+  check_has_lines((actual), (lines), true, __FILE__, __LINE__)
+#define CHECK_LACKS(actual, lines) \
+  check_has_lines((actual), (lines), false, __FILE__, __LINE__)
+
+#define TEST(name)                                                 \
+  static void name(void);                                          \
+  __attribute__((constructor)) static void register_##name(void) { \
+    check_add(__FILE__, __LINE__, #name, name);                    \
+  }                                                                \
+  static void name(void)
+
+void check_add(const char *file, int line, const char *name, void (*run)(void));
 
 /* A seeded random number in [0, bound), bound >= 1 (xorshift64*). A test
  * prints its seed when it fails. `*seed` is never 0. */

@@ -9,34 +9,32 @@
 #include "engine_fixture.h"
 
 /* What is to meet the failures; it stops at the first one. */
-typedef fsdp_status (*failures_work)(model *m, fsdp_error *error);
+typedef fsdp_status (*failures_work)(fsdp_error *error);
 /* Called after the model has started. */
-typedef void (*failures_prepare)(model *m);
+typedef void (*failures_prepare)(void);
 
 /* Units root, mixed, frozen and c. */
-void failures_plan(model *m, const model_options *options);
+void failures_plan(const model_options *options);
 
 /* One micro-batch that does `sync` with its gradients. */
-FSDP_NODISCARD fsdp_status failures_step(model *m, fsdp_sync sync,
-                                         fsdp_error *error);
+FSDP_NODISCARD fsdp_status failures_step(fsdp_sync sync, fsdp_error *error);
 /* One without sync and one with it: a work. */
-FSDP_NODISCARD fsdp_status failures_train(model *m, fsdp_error *error);
+FSDP_NODISCARD fsdp_status failures_train(fsdp_error *error);
 
 /* What must hold after any failure inside a step. */
-void failures_check(model *m, fsdp_status status);
+void failures_check(fsdp_status status);
 /* Resets, and does two steps. */
-void failures_check_recovers(model *m);
+void failures_check_recovers(void);
 
 /* Work number `num_before` meets every failure once. prepare may be NULL. */
-void failures_every_call(model *m, const model_options *options,
-                         failures_prepare prepare, failures_work work,
-                         int num_before);
+void failures_every_call(const model_options *options, failures_prepare prepare,
+                         failures_work work, int num_before);
 /* The same for the first work, when nothing is known and blocks are allocated,
  * and for the third: prefetches, recorded orders, a plan. */
-void failures_every_call_of_steps(model *m, const model_options *options,
+void failures_every_call_of_steps(const model_options *options,
                                   failures_prepare prepare, failures_work work);
 /* Making the model and two works. */
-void failures_every_allocation(model *m, const model_options *options,
+void failures_every_allocation(const model_options *options,
                                failures_prepare prepare, failures_work work);
 
 #endif /* FSDP_TESTS_ENGINE_FAILURES_H */

@@ -162,18 +162,12 @@ static void grad_release(void *context, void *token) {
 
 /* --- Making and freeing -------------------------------------------------- */
 
-model_options model_default_options(void) {
-  return (model_options){.world_size = 2,
-                         .num_replicas = 1,
-                         .reshard_after_forward = true,
-                         .reshard_after_backward_without_sync = true,
-                         .backward_prefetch = FSDP_PREFETCH_PRE,
-                         .prescale = 1};
-}
-
 void model_init(model *self, const model_options *options) {
   memset(self, 0, sizeof *self);
-  self->options = options == NULL ? model_default_options() : *options;
+  if (options != NULL) self->options = *options;
+  if (self->options.world_size == 0) self->options.world_size = 2;
+  if (self->options.num_replicas == 0) self->options.num_replicas = 1;
+  if (self->options.prescale == 0) self->options.prescale = 1;
   self->device = recorder_create();
   self->ops = *recorder_ops(self->device);
   self->views = *recorder_views(self->device);
@@ -274,6 +268,8 @@ void model_plan_mixed(model *self, const char *name) {
 
 fsdp_unit_options model_unit_options(model *self, int64_t index,
                                      fsdp_segment_options *segments) {
+  static const fsdp_prefetch prefetches[] = {
+      FSDP_PREFETCH_PRE, FSDP_PREFETCH_POST, FSDP_PREFETCH_NONE};
   const model_options *options = &self->options;
   model_unit *unit = &self->units[index];
   for (int64_t i = 0; i < unit->num_segments; i++) {
@@ -299,10 +295,9 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .segments = segments,
       .shard_group = self->shard_group,
       .replica_group = self->replica_group,
-      .reshard_after_forward = options->reshard_after_forward,
-      .reshard_after_backward_without_sync =
-          options->reshard_after_backward_without_sync,
-      .backward_prefetch = options->backward_prefetch,
+      .reshard_after_forward = !options->keeps_after_forward,
+      .reshard_after_backward_without_sync = !options->keeps_without_sync,
+      .backward_prefetch = prefetches[options->backward_prefetch],
       .forward_prefetch = options->forward_prefetch,
       .prescale = options->prescale,
       .offloads = options->offloads};

@@ -2,12 +2,9 @@
  * Engine fixture: a small model of units over the recorder, driven the way the
  * bridge drives the engine, with an oracle for its numbers.
  *
- *   model m;
- *   model_init(&m, &options);
- *   model_plan(&m, "root", specs, num_specs);   parents first
- *   model_start(&m);                            makes engine and units
- *   ... model_enter, model_leave, model_step ...
- *   model_fini(&m);                             checks that nothing is left
+ *   model_open(&options, "root 4; a 8");     units, and shards of so many
+ *   PLAY("enter root; leave root; backward");
+ *   PLAY("end");                             checks that nothing is left
  *
  * Unit 0 is the root, the others are its children. All ranks hold the same
  * data (as the recorder assumes): an unsharded parameter is this rank's shard
@@ -32,20 +29,27 @@ enum {
   MODEL_SCHEDULE_NBYTES = 1 << 16
 };
 
-/* For all units of a model; model_default_options() is FULL_SHARD over two
- * ranks in fp32, backward prefetch PRE. */
+/* When backward prefetches, seen from the gradients of the unit before. */
+typedef enum model_prefetch {
+  PREFETCH_BEFORE = 0,
+  PREFETCH_AFTER,
+  NO_PREFETCH
+} model_prefetch;
+
+/* For all units of a model. All zero it is FULL_SHARD over two ranks in fp32.
+ */
 typedef struct model_options {
-  int64_t world_size;
+  int64_t world_size; /* 0: 2 */
   int64_t rank;
-  int64_t num_replicas;
-  fsdp_dtype param_dtype;  /* code 0: the master dtype */
-  fsdp_dtype reduce_dtype; /* code 0: param_dtype */
-  fsdp_dtype grad_dtype;   /* code 0: the master dtype */
-  bool reshard_after_forward;
-  bool reshard_after_backward_without_sync;
-  fsdp_prefetch backward_prefetch;
+  int64_t num_replicas;     /* 0: 1 */
+  fsdp_dtype param_dtype;   /* code 0: the master dtype */
+  fsdp_dtype reduce_dtype;  /* code 0: param_dtype */
+  fsdp_dtype grad_dtype;    /* code 0: the master dtype */
+  bool keeps_after_forward; /* as SHARD_GRAD_OP does */
+  bool keeps_without_sync;  /* after a backward in no_sync */
+  model_prefetch backward_prefetch;
   bool forward_prefetch;
-  double prescale;
+  double prescale; /* 0: 1 */
   bool wants_scratch;
   bool offloads;
 } model_options;
@@ -99,9 +103,10 @@ typedef struct model {
   char schedule[MODEL_SCHEDULE_NBYTES];
 } model;
 
-model_options model_default_options(void);
+/* The model of the running test, which makes and frees it. */
+extern model m;
 
-/* options NULL: the default ones. */
+/* options NULL: all zero. */
 void model_init(model *self, const model_options *options);
 
 /* Plans unit number num_units. The specs need no keys. */
@@ -119,6 +124,11 @@ void model_plan_simple(model *self, const char *name, int64_t shard_numel);
  *   3  uint8, frozen    5              -> 16
  */
 void model_plan_mixed(model *self, const char *name);
+
+/* Plans units, parents first, and starts. Of each: its name, then the elements
+ * of one fp32 parameter on each rank and "frozen" if it is, or "mixed" for the
+ * segments above: "root 4; a 12 frozen; b mixed". */
+void model_open(const model_options *options, const char *units);
 
 /* Makes the engine and the planned units. */
 FSDP_NODISCARD fsdp_status model_build(model *self, fsdp_error *error);
@@ -163,6 +173,44 @@ FSDP_NODISCARD fsdp_status model_forward(model *self, bool expects_backward,
 FSDP_NODISCARD fsdp_status model_backward(model *self, fsdp_error *error);
 /* Both, which must succeed. */
 void model_step(model *self);
+
+/* Makes the calls of a script in turn, each of which must succeed:
+ *
+ *   enter a         pre-forward of unit a
+ *   leave a         post-forward, and a backward will follow
+ *   leave_eval a    post-forward, and none will
+ *   abandon a       forward raised
+ *   pre_backward a  backward reaches a
+ *   grads a         model_give_grads()
+ *   inputs a        model_give_inputs()
+ *   expect a 2      that many gradients will come
+ *   grad a 1        hands over that of parameter 1; "unexpected a 1" one that
+ *                   was not announced
+ *   pending a 1     so many are still expected
+ *   finish          the end of backward
+ *   forward, eval   forward of the whole model; no backward follows eval
+ *   backward, step  backward of the whole model; forward and backward
+ *   summon a, dismiss a, drop a   drop: without a write-back
+ *   destroy a, reset, zero_grad, optimizer
+ *   sync none, sync shard, sync reduce
+ *   check_grads     model_check_grads()
+ *   check_sharded   all units are SHARDED
+ *   check_idle      nobody holds a block of the arena
+ *   clear           clears the tape
+ *   state a SHARDED, view a full, grad_view a partial
+ *                   what unit a must be and show
+ *   has_grads a, no_grads a
+ *   num_reduces 3   and the other counts of fsdp_engine_stats
+ *   end             model_fini()
+ */
+void model_play(const char *script, const char *file, int line);
+#define PLAY(script) model_play((script), __FILE__, __LINE__)
+
+/* The tape and model_schedule() of the model; see CHECK_LINES. */
+#define CHECK_TAPE(lines) CHECK_LINES(recorder_tape(m.device), lines)
+#define CHECK_TAPE_HAS(lines) CHECK_HAS(recorder_tape(m.device), lines)
+#define CHECK_TAPE_LACKS(lines) CHECK_LACKS(recorder_tape(m.device), lines)
+#define CHECK_SCHEDULE(lines) CHECK_LINES(model_schedule(&m), lines)
 
 /* What an optimizer does: the gradients are cleared; the shards change. */
 void model_zero_grad(model *self);

@@ -163,20 +163,13 @@ class Bench:
             flags = (*FLAGS, *header, f"-DIS_REMOVED={int(is_removed)}")
             flags = (*flags, f"-I{site.path.parent}")
             run("gcc", *flags, "-c", str(source), "-o", objects[site.path])
+        program = str(self.folder / "tests")
+        tests = [str(self.folder / f"{test}.o") for test in self.tests]
+        run("gcc", *tests, *objects.values(), "-lm", "-lpthread", "-o", program)
         for test in self.tests:
-            binary = self.folder / f"run_{test}"
-            run(
-                "gcc",
-                str(self.folder / f"{test}.o"),
-                *objects.values(),
-                "-lm",
-                "-lpthread",
-                "-o",
-                str(binary),
-            )
             try:
                 result = subprocess.run(
-                    [str(binary)],
+                    [program, test],
                     capture_output=True,
                     text=True,
                     check=False,

@@ -11,7 +11,7 @@
 
 /* --- One block ----------------------------------------------------------- */
 
-static void test_take_waits_for_the_free_event(void) {
+TEST(test_take_waits_for_the_free_event) {
   recorder *device = recorder_create();
   recorder_show_memory(device, true);
   const int64_t nbytes[] = {64, 32};
@@ -37,7 +37,7 @@ static void test_take_waits_for_the_free_event(void) {
   fsdp_arena_destroy(NULL);
 }
 
-static void test_wrong_moments(void) {
+TEST(test_wrong_moments) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 1);
@@ -62,7 +62,7 @@ static void test_wrong_moments(void) {
 
 /* --- Before a plan ------------------------------------------------------- */
 
-static void test_block_given_back_longest_ago_is_taken(void) {
+TEST(test_block_given_back_longest_ago_is_taken) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64, 64};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 4);
@@ -76,7 +76,7 @@ static void test_block_given_back_longest_ago_is_taken(void) {
   arena_fixture_destroy(arena, device);
 }
 
-static void test_too_small_blocks_are_freed_first(void) {
+TEST(test_too_small_blocks_are_freed_first) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {16, 16, 64, 32};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 4);
@@ -108,7 +108,7 @@ static void test_too_small_blocks_are_freed_first(void) {
 
 /* Layers that run one after the other: neighbours do not share, so two blocks
  * serve any number of layers. */
-static void test_chain_needs_two_blocks(void) {
+TEST(test_chain_needs_two_blocks) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64, 64, 64};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 5);
@@ -133,7 +133,7 @@ static void test_chain_needs_two_blocks(void) {
 }
 
 /* A root that stays, layers in forward with one prefetched, largest first. */
-static void test_plan_in_bytes(void) {
+TEST(test_plan_in_bytes) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {100, 30, 50, 40, 20};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 5);
@@ -155,7 +155,7 @@ static void test_plan_in_bytes(void) {
 
 /* A client that gave back behind a collective keeps its block to itself until
  * another one has done so. */
-static void test_reductions_do_not_share_with_their_followers(void) {
+TEST(test_reductions_do_not_share_with_their_followers) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
@@ -171,7 +171,7 @@ static void test_reductions_do_not_share_with_their_followers(void) {
   arena_fixture_destroy(arena, device);
 }
 
-static void test_client_that_never_took_is_not_planned(void) {
+TEST(test_client_that_never_took_is_not_planned) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 1 << 20, 64};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
@@ -188,7 +188,7 @@ static void test_client_that_never_took_is_not_planned(void) {
   arena_fixture_destroy(arena, device);
 }
 
-static void test_plan_is_idempotent_and_waits_for_holders(void) {
+TEST(test_plan_is_idempotent_and_waits_for_holders) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 128};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
@@ -212,7 +212,7 @@ static void test_plan_is_idempotent_and_waits_for_holders(void) {
   arena_fixture_destroy(arena, device);
 }
 
-static void test_changed_order_falls_back_and_is_learnt(void) {
+TEST(test_changed_order_falls_back_and_is_learnt) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
@@ -239,7 +239,7 @@ static void test_changed_order_falls_back_and_is_learnt(void) {
 
 /* A neighbour that is new in a later step makes a new plan; the end of a step,
  * where the lanes join, makes no neighbours. */
-static void test_new_neighbours_make_the_plan_dirty(void) {
+TEST(test_new_neighbours_make_the_plan_dirty) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 64, 64};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 3);
@@ -262,7 +262,7 @@ static void test_new_neighbours_make_the_plan_dirty(void) {
   arena_fixture_destroy(arena, device);
 }
 
-static void test_trim_frees_what_is_not_held(void) {
+TEST(test_trim_frees_what_is_not_held) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 32};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
@@ -299,7 +299,7 @@ static void take_a_chain(fsdp_arena *arena, int64_t num_clients) {
   arena_fixture_plan(arena);
 }
 
-static void test_a_plan_gives_memory_back_once(void) {
+TEST(test_a_plan_gives_memory_back_once) {
   static const char release[] = "release_memory\n";
   recorder *device = recorder_create();
   const int64_t nbytes[] = {16, 32, 64};
@@ -323,7 +323,7 @@ static void test_a_plan_gives_memory_back_once(void) {
 }
 
 /* No memory for the plan's blocks beside the old ones: those go first. */
-static void test_a_plan_in_little_memory(void) {
+TEST(test_a_plan_in_little_memory) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 32};
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
@@ -400,7 +400,7 @@ done:
   return status;
 }
 
-static void test_every_port_call_can_fail(void) {
+TEST(test_every_port_call_can_fail) {
   int64_t num_calls = 0;
   for (int64_t i = 0;; i++) {
     recorder *device = recorder_create();
@@ -433,7 +433,7 @@ static void test_every_port_call_can_fail(void) {
   }
 }
 
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   for (int64_t i = 0;; i++) {
     recorder *device = recorder_create();
     fsdp_arena *arena = NULL;
@@ -457,7 +457,7 @@ static void test_every_allocation_can_fail(void) {
 
 /* Growing the conflict matrix keeps what it holds, also while blocks are
  * held, and leaves it alone when memory is out. */
-static void test_clients_added_later_keep_conflicts(void) {
+TEST(test_clients_added_later_keep_conflicts) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {8, 8};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
@@ -518,7 +518,7 @@ static int64_t plan_of_many(int64_t num_clients, bool are_kept) {
 
 /* A plan costs the conflicts that there are, and a bit for each pair: no loop
  * over colours, clients and clients. */
-static void test_plans_of_many_clients(void) {
+TEST(test_plans_of_many_clients) {
   const int64_t few = plan_of_many(256, false);
   const int64_t more = plan_of_many(512, false);
   CHECK(few <= 256 * 2 * (256 / 64 + 4));
@@ -530,7 +530,7 @@ static void test_plans_of_many_clients(void) {
 
 /* A client that needs more from now on gets a block of its own size; the plan
  * is made again. */
-static void test_resized_client(void) {
+TEST(test_resized_client) {
   recorder *device = recorder_create();
   const int64_t nbytes[] = {64, 32};
   fsdp_arena *arena = arena_fixture_create(device, nbytes, 2);
@@ -557,29 +557,4 @@ static void test_resized_client(void) {
   arena_fixture_give(arena, 1);
   CHECK(strstr(recorder_tape(device), "alloc") == NULL);
   arena_fixture_destroy(arena, device);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_take_waits_for_the_free_event),
-      CHECK_TEST(test_wrong_moments),
-      CHECK_TEST(test_block_given_back_longest_ago_is_taken),
-      CHECK_TEST(test_too_small_blocks_are_freed_first),
-      CHECK_TEST(test_chain_needs_two_blocks),
-      CHECK_TEST(test_plan_in_bytes),
-      CHECK_TEST(test_client_that_never_took_is_not_planned),
-      CHECK_TEST(test_plan_is_idempotent_and_waits_for_holders),
-      CHECK_TEST(test_changed_order_falls_back_and_is_learnt),
-      CHECK_TEST(test_new_neighbours_make_the_plan_dirty),
-      CHECK_TEST(test_reductions_do_not_share_with_their_followers),
-      CHECK_TEST(test_trim_frees_what_is_not_held),
-      CHECK_TEST(test_a_plan_gives_memory_back_once),
-      CHECK_TEST(test_a_plan_in_little_memory),
-      CHECK_TEST(test_every_port_call_can_fail),
-      CHECK_TEST(test_every_allocation_can_fail),
-      CHECK_TEST(test_clients_added_later_keep_conflicts),
-      CHECK_TEST(test_plans_of_many_clients),
-      CHECK_TEST(test_resized_client),
-  };
-  return CHECK_RUN(tests);
 }

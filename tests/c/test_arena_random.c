@@ -156,7 +156,7 @@ static bool check_schedule(const schedule *run) {
   return ok;
 }
 
-static void test_random_schedules(void) {
+TEST(test_random_schedules) {
   static schedule run;
   uint64_t seed = 314159265;
   for (int round = 0; round < 300; round++) {
@@ -172,7 +172,7 @@ static void test_random_schedules(void) {
 
 /* The order changes from run to run, plans and trims come now and then: holders
  * never share, and a plan costs what the oracle says. */
-static void test_random_schedules_that_change(void) {
+TEST(test_random_schedules_that_change) {
   static schedule run;
   static oracle known;
   uint64_t seed = 271828;
@@ -201,12 +201,4 @@ static void test_random_schedules_that_change(void) {
       return;
     }
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_random_schedules),
-      CHECK_TEST(test_random_schedules_that_change),
-  };
-  return CHECK_RUN(tests);
 }

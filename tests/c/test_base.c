@@ -9,7 +9,7 @@
 #include "base/types.h"
 #include "check.h"
 
-static void test_error_says_what_and_where(void) {
+TEST(test_error_says_what_and_where) {
   fsdp_error error;
   memset(&error, 0xAB, sizeof error);
   const fsdp_status status =
@@ -21,18 +21,18 @@ static void test_error_says_what_and_where(void) {
   CHECK_TEXT(error.message, "parameter 1 has numel -1");
 }
 
-static void test_error_may_be_null(void) {
+TEST(test_error_may_be_null) {
   CHECK_I64(FSDP_FAIL(NULL, FSDP_BACKEND, "%d", 1), FSDP_BACKEND);
 }
 
-static void test_long_message_is_cut(void) {
+TEST(test_long_message_is_cut) {
   fsdp_error error;
   (void)FSDP_FAIL(&error, FSDP_INTERNAL, "%2000d", 7);
   CHECK_I64((int64_t)strlen(error.message), FSDP_ERROR_MESSAGE_NBYTES - 1);
 }
 
 /* A caller may put its own words around the message that it was given. */
-static void test_message_may_quote_itself(void) {
+TEST(test_message_may_quote_itself) {
   fsdp_error error;
   (void)FSDP_FAIL(&error, FSDP_BACKEND, "no device");
   (void)FSDP_FAIL(&error, error.status, "unit fc1: %s", error.message);
@@ -49,7 +49,7 @@ done:
   return status;
 }
 
-static void test_try_leaves_at_the_first_failure(void) {
+TEST(test_try_leaves_at_the_first_failure) {
   int num_calls = 0;
   CHECK_I64(try_twice(FSDP_OK, FSDP_OK, &num_calls), FSDP_OK);
   CHECK_I64(num_calls, 2);
@@ -58,7 +58,7 @@ static void test_try_leaves_at_the_first_failure(void) {
   CHECK_I64(num_calls, 1);
 }
 
-static void test_calloc_zeroes_and_counts(void) {
+TEST(test_calloc_zeroes_and_counts) {
   const int64_t before = fsdp_alloc_live();
   char *memory = fsdp_calloc(3, 5);
   if (!CHECK(memory != NULL)) return;
@@ -69,7 +69,7 @@ static void test_calloc_zeroes_and_counts(void) {
   CHECK_I64(fsdp_alloc_live(), before);
 }
 
-static void test_calloc_of_nothing_is_not_null(void) {
+TEST(test_calloc_of_nothing_is_not_null) {
   void *a = fsdp_calloc(0, 8);
   void *b = fsdp_calloc(8, 0);
   CHECK(a != NULL && b != NULL);
@@ -77,12 +77,12 @@ static void test_calloc_of_nothing_is_not_null(void) {
   fsdp_free(b);
 }
 
-static void test_calloc_checks_overflow(void) {
+TEST(test_calloc_checks_overflow) {
   CHECK(fsdp_calloc(SIZE_MAX, 2) == NULL);
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_chosen_allocation_fails_once(void) {
+TEST(test_chosen_allocation_fails_once) {
   fsdp_alloc_fail_at(1);
   void *a = fsdp_calloc(1, 1);
   void *b = fsdp_calloc(1, 1);
@@ -100,7 +100,7 @@ static void test_chosen_allocation_fails_once(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_grow_keeps_items_and_zeroes_new_ones(void) {
+TEST(test_grow_keeps_items_and_zeroes_new_ones) {
   void *items = NULL;
   size_t capacity = 0;
   CHECK(fsdp_grow(&items, &capacity, 0, sizeof(int64_t)));
@@ -119,7 +119,7 @@ static void test_grow_keeps_items_and_zeroes_new_ones(void) {
   fsdp_free(items);
 }
 
-static void test_grow_that_fails_changes_nothing(void) {
+TEST(test_grow_that_fails_changes_nothing) {
   void *items = NULL;
   size_t capacity = 0;
   CHECK(fsdp_grow(&items, &capacity, 1, 1));
@@ -135,7 +135,7 @@ static void test_grow_that_fails_changes_nothing(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_arithmetic_detects_overflow(void) {
+TEST(test_arithmetic_detects_overflow) {
   int64_t out = 42;
   CHECK(!fsdp_add_i64(INT64_MAX, 1, &out));
   CHECK(!fsdp_mul_i64(INT64_MAX / 2 + 1, 2, &out));
@@ -147,7 +147,7 @@ static void test_arithmetic_detects_overflow(void) {
   CHECK_I64(out, -12);
 }
 
-static void test_round_up_matches_counting(void) {
+TEST(test_round_up_matches_counting) {
   for (int64_t multiple = 1; multiple <= 9; multiple++) {
     for (int64_t value = 0; value <= 40; value++) {
       int64_t expected = value;
@@ -159,12 +159,12 @@ static void test_round_up_matches_counting(void) {
   }
 }
 
-static void test_dtype_equal_compares_codes(void) {
+TEST(test_dtype_equal_compares_codes) {
   CHECK(fsdp_dtype_equal((fsdp_dtype){1, 4}, (fsdp_dtype){1, 4}));
   CHECK(!fsdp_dtype_equal((fsdp_dtype){1, 4}, (fsdp_dtype){2, 4}));
 }
 
-static void test_op_log_prints_newest_oldest_first(void) {
+TEST(test_op_log_prints_newest_oldest_first) {
   fsdp_op_log log = {.num_recorded = 0};
   char text[64];
   CHECK(fsdp_op_log_last(&log) == NULL);
@@ -182,7 +182,7 @@ static void test_op_log_prints_newest_oldest_first(void) {
   CHECK_TEXT(text, "0 all_gather fc1\n1 reset -\n2 wait fc2\n");
 }
 
-static void test_op_log_cuts_and_terminates(void) {
+TEST(test_op_log_cuts_and_terminates) {
   fsdp_op_log log = {.num_recorded = 0};
   fsdp_op_log_add(&log, "abc", "u");
   fsdp_op_log_add(&log, "def", "v");
@@ -200,7 +200,7 @@ static void test_op_log_cuts_and_terminates(void) {
   CHECK(untouched == 'x');
 }
 
-static void test_op_log_overwrites_the_oldest(void) {
+TEST(test_op_log_overwrites_the_oldest) {
   static const char *const units[] = {"a", "b", "c"};
   static char text[FSDP_OP_LOG_CAPACITY * 16];
   fsdp_op_log log = {.num_recorded = 0};
@@ -218,27 +218,4 @@ static void test_op_log_overwrites_the_oldest(void) {
     line += length;
   }
   CHECK(*line == '\0');
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_error_says_what_and_where),
-      CHECK_TEST(test_error_may_be_null),
-      CHECK_TEST(test_long_message_is_cut),
-      CHECK_TEST(test_message_may_quote_itself),
-      CHECK_TEST(test_try_leaves_at_the_first_failure),
-      CHECK_TEST(test_calloc_zeroes_and_counts),
-      CHECK_TEST(test_calloc_of_nothing_is_not_null),
-      CHECK_TEST(test_calloc_checks_overflow),
-      CHECK_TEST(test_chosen_allocation_fails_once),
-      CHECK_TEST(test_grow_keeps_items_and_zeroes_new_ones),
-      CHECK_TEST(test_grow_that_fails_changes_nothing),
-      CHECK_TEST(test_arithmetic_detects_overflow),
-      CHECK_TEST(test_round_up_matches_counting),
-      CHECK_TEST(test_dtype_equal_compares_codes),
-      CHECK_TEST(test_op_log_prints_newest_oldest_first),
-      CHECK_TEST(test_op_log_cuts_and_terminates),
-      CHECK_TEST(test_op_log_overwrites_the_oldest),
-  };
-  return CHECK_RUN(tests);
 }

@@ -33,7 +33,7 @@ static uint32_t by_bits(uint32_t value, const unsigned char *bytes,
   return ~crc;
 }
 
-static void test_vectors(void) {
+TEST(test_vectors) {
   unsigned char bytes[32];
   for (int i = 0; i < NUM_FUNCTIONS; i++) {
     const crc32c_fn crc32c = functions[i];
@@ -51,7 +51,7 @@ static void test_vectors(void) {
   }
 }
 
-static void test_every_length_and_alignment(void) {
+TEST(test_every_length_and_alignment) {
   fill_memory(99);
   for (int i = 0; i < NUM_FUNCTIONS; i++) {
     for (size_t nbytes = 0; nbytes < 70; nbytes++) {
@@ -63,7 +63,7 @@ static void test_every_length_and_alignment(void) {
   }
 }
 
-static void test_long_data_and_what_it_is_cut_into(void) {
+TEST(test_long_data_and_what_it_is_cut_into) {
   uint64_t seed = 31337;
   fill_memory(7);
   const size_t edges[] = {3 * 1024 - 1,  3 * 1024,      3 * 1024 + 9,
@@ -80,13 +80,4 @@ static void test_long_data_and_what_it_is_cut_into(void) {
                 functions[1 - i](3, memory, NBYTES));
     }
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_vectors),
-      CHECK_TEST(test_every_length_and_alignment),
-      CHECK_TEST(test_long_data_and_what_it_is_cut_into),
-  };
-  return CHECK_RUN(tests);
 }

@@ -3,360 +3,173 @@
  */
 #include "engine_fixture.h"
 
-static model m; /* each test makes and frees it */
-
-static void forward(void) {
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-}
-
-static void backward(void) {
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-}
-
-static void enter(int64_t unit) {
-  CHECK_I64(model_enter(&m, unit, NULL), FSDP_OK);
-}
-
-static void leave(int64_t unit) {
-  CHECK_I64(model_leave(&m, unit, true, NULL), FSDP_OK);
-}
-
-static void pre_backward(int64_t unit) {
-  CHECK_I64(model_pre_backward(&m, unit, NULL), FSDP_OK);
-}
-
-static void give_grads(int64_t unit) {
-  CHECK_I64(model_give_grads(&m, unit, NULL), FSDP_OK);
-}
-
-static void finish(void) {
-  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
-  CHECK(!fsdp_engine_in_backward(m.engine));
-}
-
 /* --- Order of gathers ---------------------------------------------------- */
 
-/* The schedule of a backward of root and a, b, c. */
-static const char *backward_schedule(const model_options *options) {
-  model_start_tree(&m, options, 3);
-  forward();
-  recorder_clear(m.device);
-  backward();
-  model_check_grads(&m);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
-  return model_schedule(&m);
-}
-
-#define SHOW_ALL_GRADS        \
-  "show_grads root sharded\n" \
-  "show_grads a sharded\n"    \
-  "show_grads b sharded\n"    \
-  "show_grads c sharded\n"
-
-static void test_prefetch_before_the_gradients(void) {
-  CHECK_TEXT(backward_schedule(NULL),
-             "all_gather c\n" /* prefetched by the root, which was kept */
-             "show root unsharded\n"
-             "all_gather b\n"
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "all_gather a\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_prefetches, 3);
-  model_fini(&m);
-}
-
-static void test_prefetch_after_the_gradients(void) {
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_POST;
-  CHECK_TEXT(backward_schedule(&options),
-             "show root unsharded\n"
-             "all_gather c\n" /* by its own pre-backward */
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "all_gather b\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "all_gather a\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_prefetches, 2);
-  model_fini(&m);
-}
-
-static void test_no_prefetch(void) {
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_NONE;
-  CHECK_TEXT(backward_schedule(&options),
-             "show root unsharded\n"
-             "all_gather c\n"
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "all_gather b\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "all_gather a\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_prefetches, 0);
-  model_fini(&m);
-}
-
-static void test_shard_grad_op_gathers_once(void) {
-  model_options options = model_default_options();
-  options.reshard_after_forward = false;
-  CHECK_TEXT(backward_schedule(&options),
-             "show root unsharded\n"
-             "show c unsharded\n"
-             "show c sharded\n"
-             "reduce_scatter c\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n" SHOW_ALL_GRADS);
-  CHECK_I64(model_stats(&m).num_all_gathers, 4);
-  model_fini(&m);
+/* In a backward of root and a, b, c. */
+TEST(test_prefetch) {
+  static const struct {
+    model_options options;
+    int64_t num_prefetches;
+    const char *schedule; /* until the gradients are shown */
+  } cases[] = {
+      {{.backward_prefetch = PREFETCH_BEFORE},
+       3, /* c by the root, which was kept */
+       "all_gather c; show root unsharded; all_gather b; show c unsharded; "
+       "show c sharded; reduce_scatter c; all_gather a; show b unsharded; "
+       "show b sharded; reduce_scatter b; show a unsharded; show a sharded; "},
+      {{.backward_prefetch = PREFETCH_AFTER},
+       2, /* c is gathered by its own pre-backward */
+       "show root unsharded; all_gather c; show c unsharded; show c sharded; "
+       "reduce_scatter c; all_gather b; show b unsharded; show b sharded; "
+       "reduce_scatter b; all_gather a; show a unsharded; show a sharded; "},
+      {{.backward_prefetch = NO_PREFETCH},
+       0,
+       "show root unsharded; all_gather c; show c unsharded; show c sharded; "
+       "reduce_scatter c; all_gather b; show b unsharded; show b sharded; "
+       "reduce_scatter b; all_gather a; show a unsharded; show a sharded; "},
+      {{.keeps_after_forward = true},
+       0,
+       "show root unsharded; show c unsharded; show c sharded; "
+       "reduce_scatter c; show b unsharded; show b sharded; "
+       "reduce_scatter b; show a unsharded; show a sharded; "},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char schedule[1024];
+    model_start_tree(&m, &cases[i].options, 3);
+    PLAY("forward; clear; backward; check_grads; check_sharded");
+    (void)snprintf(schedule, sizeof schedule, "%s%s", cases[i].schedule,
+                   "reduce_scatter a; show root sharded; reduce_scatter root; "
+                   "show_grads root sharded; show_grads a sharded; "
+                   "show_grads b sharded; show_grads c sharded");
+    CHECK_SCHEDULE(schedule);
+    CHECK_I64(model_stats(&m).num_prefetches, cases[i].num_prefetches);
+    CHECK_I64(model_stats(&m).num_all_gathers,
+              cases[i].options.keeps_after_forward ? 4 : 7);
+    PLAY("end");
+  }
 }
 
 /* a was reduced already when b comes: gathering it again would bring weights
  * from before the optimizer's step into the next forward. */
-static void test_reduced_unit_is_not_prefetched(void) {
+TEST(test_reduced_unit_is_not_prefetched) {
   model_start_tree(&m, NULL, 2);
-  forward();
-  pre_backward(1);
-  give_grads(1);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_REDUCING);
-  recorder_clear(m.device);
-  pre_backward(2);
-  give_grads(2);
-  pre_backward(0);
-  CHECK_TEXT(model_schedule(&m),
-             "all_gather b\n"
-             "show b unsharded\n"
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "show root unsharded\n");
-  give_grads(0);
-  finish();
-  model_check_grads(&m);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
-  model_fini(&m);
+  PLAY(
+      "forward; pre_backward a; grads a; state a REDUCING; clear; "
+      "pre_backward b; grads b; pre_backward root");
+  CHECK_SCHEDULE(
+      "all_gather b; show b unsharded; show b sharded; reduce_scatter b; "
+      "show root unsharded");
+  PLAY("grads root; finish; check_grads; check_sharded; end");
 }
 
 /* Nor is one whose reduction waits for its turn. */
-static void test_waiting_unit_is_not_prefetched(void) {
-  const fsdp_param_spec frozen = {0, 16, RECORDER_F32, false};
-  model_init(&m, NULL);
-  model_plan_simple(&m, "root", 4);
-  model_plan_simple(&m, "a", 12);
-  model_plan(&m, "frozen", &frozen, 1);
-  model_plan_simple(&m, "c", 16);
-  model_start(&m);
-  model_step(&m); /* reduces c, a, root */
-  forward();
-  give_grads(1); /* of the parameters themselves; its turn is after c */
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  recorder_clear(m.device);
-  pre_backward(2);
-  give_grads(2);
-  CHECK_TEXT(model_schedule(&m),
-             "all_gather frozen\n"
-             "show frozen unsharded\n"
-             "show frozen sharded\n");
-  pre_backward(3);
-  give_grads(3);
-  pre_backward(0);
-  give_grads(0);
-  finish();
-  model_check_grads(&m);
-  model_fini(&m);
+TEST(test_waiting_unit_is_not_prefetched) {
+  model_open(NULL, "root 4; a 12; frozen 8 frozen; c 16");
+  PLAY("step"); /* reduces c, a, root */
+  /* of the parameters themselves; its turn is after c */
+  PLAY(
+      "forward; grads a; state a SHARDED; clear; pre_backward frozen; "
+      "grads frozen");
+  CHECK_SCHEDULE(
+      "all_gather frozen; show frozen unsharded; show frozen sharded");
+  PLAY(
+      "pre_backward c; grads c; pre_backward root; grads root; finish; "
+      "check_grads; end");
 }
 
 /* A nested backward comes back to a while a's reduction waits for its turn: a
  * keeps the block until the end of backward, and no longer. */
-static void test_unsharded_again_before_its_reduction(void) {
+TEST(test_unsharded_again_before_its_reduction) {
   model_start_tree(&m, NULL, 2);
-  model_step(&m); /* reduces b, a, root */
-  model_zero_grad(&m);
-  forward();
-  pre_backward(1);
-  give_grads(1);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED); /* waits for b */
-  pre_backward(1);
-  pre_backward(2);
-  give_grads(2);
-  CHECK_I64(model_stats(&m).num_reduces, 3 + 2);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
-  pre_backward(0);
-  give_grads(0);
-  finish();
-  model_check_grads(&m);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-  model_zero_grad(&m);
-  model_step(&m);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("step"); /* reduces b, a, root */
+  /* waits for b */
+  PLAY(
+      "zero_grad; forward; pre_backward a; grads a; state a SHARDED; "
+      "pre_backward a; pre_backward b; grads b; num_reduces 5; "
+      "state a UNSHARDED; pre_backward root; grads root; finish; "
+      "check_grads; check_sharded; check_idle; zero_grad; step; check_grads; "
+      "end");
 }
 
 /* b is prefetched for a backward that ends without it. */
-static void test_prefetch_in_flight_is_dropped_at_the_end(void) {
+TEST(test_prefetch_in_flight_is_dropped_at_the_end) {
   model_start_tree(&m, NULL, 2);
-  forward();
-  pre_backward(0);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_PREFETCHED);
-  give_grads(0);
-  recorder_clear(m.device);
-  finish();
-  CHECK_TEXT(model_schedule(&m), "show_grads root sharded\n");
-  CHECK(strstr(recorder_tape(m.device), " unshard\n") != NULL);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-  model_optimizer_step(&m);
-  model_zero_grad(&m);
-  model_step(&m); /* with the new values */
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY(
+      "forward; pre_backward root; state b PREFETCHED; grads root; clear; "
+      "finish");
+  CHECK_SCHEDULE("show_grads root sharded");
+  CHECK_TAPE_HAS(" unshard;");
+  /* with the new values */
+  PLAY(
+      "check_sharded; check_idle; optimizer; zero_grad; step; check_grads; "
+      "end");
 }
 
 /* Activation checkpointing: the recomputed unit stays until its backward. */
-static void test_recompute_gathers_once(void) {
+TEST(test_recompute_gathers_once) {
   model_start_tree(&m, NULL, 2);
-  forward();
-  pre_backward(0); /* b in flight */
-  recorder_clear(m.device);
+  PLAY("forward; pre_backward root"); /* b in flight */
+  PLAY("clear");
   CHECK_I64(fsdp_unit_pre_forward(m.units[2].unit, true, NULL), FSDP_OK);
   CHECK_I64(fsdp_unit_post_forward(m.units[2].unit, true, true, NULL), FSDP_OK);
-  pre_backward(2);
-  give_grads(2);
+  PLAY("pre_backward b; grads b");
   CHECK_I64(fsdp_unit_pre_forward(m.units[1].unit, true, NULL), FSDP_OK);
   fsdp_unit_abandon_forward(m.units[1].unit, true); /* stopped early */
-  pre_backward(1);
-  give_grads(1);
-  CHECK_TEXT(model_schedule(&m),
-             "show b unsharded\n"
-             "all_gather a\n" /* prefetched by b */
-             "show b sharded\n"
-             "reduce_scatter b\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n");
-  give_grads(0);
-  finish();
-  model_check_grads(&m);
-  CHECK_I64(model_stats(&m).num_iterations, 1);
-  CHECK_I64(model_stats(&m).num_all_gathers, 5);
-  model_fini(&m);
+  PLAY("pre_backward a; grads a");
+  CHECK_SCHEDULE(
+      "show b unsharded; all_gather a; "
+      /* prefetched by b */
+      "show b sharded; reduce_scatter b; show a unsharded; show a sharded; "
+      "reduce_scatter a");
+  PLAY(
+      "grads root; finish; check_grads; num_iterations 1; num_all_gathers 5; "
+      "end");
 }
 
 /* The second call's backward comes first; gradients come with the first. */
-static void test_unit_called_twice(void) {
+TEST(test_unit_called_twice) {
   model_start_tree(&m, NULL, 1);
-  enter(0);
-  for (int i = 0; i < 2; i++) {
-    enter(1);
-    leave(1);
-  }
-  leave(0);
-  recorder_clear(m.device);
-  pre_backward(0);
-  pre_backward(1);
-  pre_backward(1);
-  give_grads(1);
-  give_grads(0);
-  finish();
-  CHECK_TEXT(model_schedule(&m),
-             "all_gather a\n"
-             "show root unsharded\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n"
-             "show_grads root sharded\n"
-             "show_grads a sharded\n");
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY(
+      "enter root; enter a; leave a; enter a; leave a; leave root; clear; "
+      "pre_backward root; pre_backward a; pre_backward a; grads a; "
+      "grads root; finish");
+  CHECK_SCHEDULE(
+      "all_gather a; show root unsharded; show a unsharded; show a sharded; "
+      "reduce_scatter a; show root sharded; reduce_scatter root; "
+      "show_grads root sharded; show_grads a sharded");
+  PLAY("check_grads; end");
 }
 
 /* Gradients of each call come on their own: reduced twice, summed up. */
-static void test_unit_reduced_twice(void) {
+TEST(test_unit_reduced_twice) {
   model_start_tree(&m, NULL, 1);
   for (int step = 0; step < 2; step++) {
-    model_zero_grad(&m);
-    enter(0);
+    PLAY(
+        "zero_grad; enter root; enter a; leave a; enter a; leave a; "
+        "leave root; pre_backward root");
     for (int i = 0; i < 2; i++) {
-      enter(1);
-      leave(1);
+      PLAY("pre_backward a"); /* the second time from REDUCING */
+      PLAY("grads a");
     }
-    leave(0);
-    pre_backward(0);
-    for (int i = 0; i < 2; i++) {
-      pre_backward(1); /* the second time from REDUCING */
-      give_grads(1);
-    }
-    give_grads(0);
-    finish();
-    model_check_grads(&m);
-    model_check_states(&m, FSDP_UNIT_SHARDED);
+    PLAY("grads root; finish; check_grads; check_sharded");
   }
-  CHECK_I64(model_stats(&m).num_reduces, 2 * 3);
-  model_fini(&m);
+  PLAY("num_reduces 6; end");
 }
 
-static void test_frozen_unit(void) {
-  const fsdp_param_spec frozen = {0, 16, RECORDER_F32, false};
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_POST;
-  model_init(&m, &options);
-  model_plan_simple(&m, "root", 4);
-  model_plan_simple(&m, "a", 12);
-  model_plan(&m, "frozen", &frozen, 1);
-  model_start(&m);
-  forward();
-  CHECK_I64(fsdp_unit_inputs_ready(m.units[2].unit, NULL), FSDP_OK); /* not in
-                                                                a backward */
-  recorder_clear(m.device);
-  backward();
-  CHECK_TEXT(model_schedule(&m),
-             "show root unsharded\n"
-             "all_gather frozen\n"
-             "show frozen unsharded\n"
-             "show frozen sharded\n"
-             "all_gather a\n"
-             "show a unsharded\n"
-             "show a sharded\n"
-             "reduce_scatter a\n"
-             "show root sharded\n"
-             "reduce_scatter root\n"
-             "show_grads root sharded\n"
-             "show_grads a sharded\n");
-  model_check_grads(&m);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
+TEST(test_frozen_unit) {
+  model_options options = {.backward_prefetch = PREFETCH_AFTER};
+  model_open(&options, "root 4; a 12; frozen 8 frozen");
+  PLAY("forward");
+  PLAY("inputs frozen"); /* not in a backward */
+  PLAY("clear; backward");
+  CHECK_SCHEDULE(
+      "show root unsharded; all_gather frozen; show frozen unsharded; "
+      "show frozen sharded; all_gather a; show a unsharded; show a sharded; "
+      "reduce_scatter a; show root sharded; reduce_scatter root; "
+      "show_grads root sharded; show_grads a sharded");
+  PLAY("check_grads; check_sharded");
   CHECK_I64(model_stats(&m).arena.num_clients, 5); /* no gradient memory */
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* --- Order of reductions ------------------------------------------------- */
@@ -364,12 +177,12 @@ static void test_frozen_unit(void) {
 /* The gradients of `first`, `second`, `third`, then of the root. */
 static void backward_in_order(int64_t first, int64_t second, int64_t third) {
   const int64_t order[] = {first, second, third};
-  pre_backward(0);
+  PLAY("pre_backward root");
   for (int i = 0; i < 3; i++) {
-    pre_backward(order[i]);
-    give_grads(order[i]);
+    CHECK_I64(model_pre_backward(&m, order[i], NULL), FSDP_OK);
+    CHECK_I64(model_give_grads(&m, order[i], NULL), FSDP_OK);
   }
-  give_grads(0);
+  PLAY("grads root");
 }
 
 static const char *reductions(void) {
@@ -381,127 +194,74 @@ static const char *reductions(void) {
     strncat(text, line, strcspn(line, "\n"));
     strcat(text, " ");
   }
-  recorder_clear(m.device);
+  PLAY("clear");
   return text;
 }
 
-static void test_reductions_keep_their_order(void) {
+TEST(test_reductions_keep_their_order) {
   model_start_tree(&m, NULL, 3);
-  model_step(&m);
+  PLAY("step");
   CHECK_TEXT(reductions(), "c b a root ");
-  model_zero_grad(&m);
-  forward();
-  pre_backward(0);
-  pre_backward(1);
-  give_grads(1); /* a is ready first, but its turn is after c and b */
+  /* a is ready first, but its turn is after c and b */
+  PLAY("zero_grad; forward; pre_backward root; pre_backward a; grads a");
   CHECK_TEXT(reductions(), "");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  pre_backward(3);
-  give_grads(3);
+  PLAY("state a SHARDED; pre_backward c; grads c");
   CHECK_TEXT(reductions(), "c ");
-  pre_backward(2);
-  give_grads(2);
+  PLAY("pre_backward b; grads b");
   CHECK_TEXT(reductions(), "b a ");
-  give_grads(0);
+  PLAY("grads root");
   CHECK_TEXT(reductions(), "root ");
-  finish();
-  model_check_grads(&m);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
-  model_fini(&m);
+  PLAY("finish; check_grads; check_sharded; end");
 }
 
 /* Who ran no forward is not waited for; who got no gradients delays the
  * others until the end of the backward. */
-static void test_reductions_with_units_that_are_missing(void) {
+TEST(test_reductions_with_units_that_are_missing) {
   model_start_tree(&m, NULL, 3);
-  model_step(&m);
+  PLAY("step");
   (void)reductions();
-  model_zero_grad(&m);
-  enter(0); /* without c */
+  PLAY("zero_grad; enter root"); /* without c */
   for (int64_t i = 1; i < 3; i++) {
-    enter(i);
-    leave(i);
+    CHECK_I64(model_enter(&m, i, NULL), FSDP_OK);
+    CHECK_I64(model_leave(&m, i, true, NULL), FSDP_OK);
   }
-  leave(0);
-  pre_backward(0);
-  pre_backward(2);
-  give_grads(2);
+  PLAY("leave root; pre_backward root; pre_backward b; grads b");
   CHECK_TEXT(reductions(), "b ");
-  give_grads(0); /* a ran forward and never comes */
+  PLAY("grads root"); /* a ran forward and never comes */
   CHECK_TEXT(reductions(), "");
-  finish();
+  PLAY("finish");
   CHECK_TEXT(reductions(), "root ");
-  model_check_states(&m, FSDP_UNIT_SHARDED);
+  PLAY("check_sharded");
 
   /* a and c do not stand in the record any more: reduced when ready. */
-  model_zero_grad(&m);
-  forward();
+  PLAY("zero_grad; forward");
   backward_in_order(1, 3, 2);
   CHECK_TEXT(reductions(), "a c b root ");
-  finish();
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("finish; check_grads; end");
 }
 
 /* Without a record, after a unit went, nothing waits for its turn. */
-static void test_reductions_after_a_unit_went(void) {
+TEST(test_reductions_after_a_unit_went) {
   model_start_tree(&m, NULL, 3);
-  model_step(&m);
-  fsdp_unit_destroy(m.units[3].unit);
-  m.units[3].unit = NULL;
+  PLAY("step; destroy c");
   m.num_units--;
   (void)reductions();
-  model_zero_grad(&m);
-  forward();
-  pre_backward(0);
-  pre_backward(1);
-  give_grads(1);
+  PLAY("zero_grad; forward; pre_backward root; pre_backward a; grads a");
   CHECK_TEXT(reductions(), "a ");
-  pre_backward(2);
-  give_grads(2);
+  PLAY("pre_backward b; grads b");
   CHECK_TEXT(reductions(), "b ");
-  give_grads(0);
-  finish();
-  model_check_grads(&m);
+  PLAY("grads root; finish; check_grads");
   m.num_units++;
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A unit that goes in the middle of a backward: its end waits for the
  * reductions of the others. */
-static void test_unit_goes_inside_backward(void) {
+TEST(test_unit_goes_inside_backward) {
   model_start_tree(&m, NULL, 2);
-  forward();
-  pre_backward(0);
-  pre_backward(2);
-  give_grads(2);
-  fsdp_unit_destroy(m.units[1].unit);
-  m.units[1].unit = NULL;
-  recorder_clear(m.device);
-  finish();
-  CHECK(strstr(recorder_tape(m.device), "record e2 reduce\nwait compute e2\n"));
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_SHARDED);
-  model_fini(&m);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_prefetch_before_the_gradients),
-      CHECK_TEST(test_prefetch_after_the_gradients),
-      CHECK_TEST(test_no_prefetch),
-      CHECK_TEST(test_shard_grad_op_gathers_once),
-      CHECK_TEST(test_reduced_unit_is_not_prefetched),
-      CHECK_TEST(test_waiting_unit_is_not_prefetched),
-      CHECK_TEST(test_unsharded_again_before_its_reduction),
-      CHECK_TEST(test_prefetch_in_flight_is_dropped_at_the_end),
-      CHECK_TEST(test_recompute_gathers_once),
-      CHECK_TEST(test_unit_called_twice),
-      CHECK_TEST(test_unit_reduced_twice),
-      CHECK_TEST(test_frozen_unit),
-      CHECK_TEST(test_reductions_keep_their_order),
-      CHECK_TEST(test_reductions_with_units_that_are_missing),
-      CHECK_TEST(test_reductions_after_a_unit_went),
-      CHECK_TEST(test_unit_goes_inside_backward),
-  };
-  return CHECK_RUN(tests);
+  PLAY(
+      "forward; pre_backward root; pre_backward b; grads b; destroy a; "
+      "clear; finish");
+  CHECK_TAPE_HAS("record e2 reduce; wait compute e2;");
+  PLAY("state b SHARDED; end");
 }

@@ -7,8 +7,6 @@
 #include "elements.h"
 #include "engine_fixture.h"
 
-static model m; /* each test makes and frees it */
-
 static void *aside[MODEL_MAX_SEGMENTS];
 static int num_aside;
 static int num_reduced;
@@ -61,40 +59,33 @@ static void start(const model_options *options) {
   }
 }
 
-static void test_numbers(void) {
+TEST(test_numbers) {
   for (int kind = 0; kind < 4; kind++) {
-    model_options options = model_default_options();
-    options.num_replicas = 1 + (kind & 1);
-    options.offloads = kind >= 2;
+    model_options options = {.num_replicas = 1 + (kind & 1),
+                             .offloads = kind >= 2};
     start(&options);
-    model_step(&m);
+    PLAY("step");
     CHECK_I64(num_reduced, 3);
     CHECK_I64(num_aside, 0);
-    CHECK_I64(last_lane, options.offloads            ? FSDP_LANE_DOWNLOAD
-                         : options.num_replicas == 2 ? FSDP_LANE_REPLICATE
-                                                     : FSDP_LANE_REDUCE);
-    model_check_grads(&m);
-    model_step(&m); /* accumulates */
+    CHECK_I64(last_lane, options.offloads              ? FSDP_LANE_DOWNLOAD
+                         : m.options.num_replicas == 2 ? FSDP_LANE_REPLICATE
+                                                       : FSDP_LANE_REDUCE);
+    PLAY("check_grads; step"); /* accumulates */
     CHECK_I64(num_reduced, 6);
     CHECK_I64(num_aside, 3);
-    model_check_grads(&m);
+    PLAY("check_grads");
     /* Only a backward that reduces to the mean. */
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
-    model_step(&m);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_SHARD);
-    model_step(&m);
+    PLAY("sync none; step; sync shard; step");
     CHECK_I64(num_reduced, 6);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-    model_step(&m);
+    PLAY("sync reduce; step");
     CHECK_I64(num_reduced, 9);
-    model_check_grads(&m);
+    PLAY("check_grads");
     for (int64_t i = 0; i < 3; i++) {
       fsdp_unit_set_followed(m.units[i].unit, false);
     }
-    model_step(&m);
+    PLAY("step");
     CHECK_I64(num_reduced, 9);
-    model_check_grads(&m);
-    model_fini(&m);
+    PLAY("check_grads; end");
   }
 }
 
@@ -107,7 +98,7 @@ static fsdp_status drop_grads(void *context, void *owner, fsdp_lane lane,
   return status;
 }
 
-static void test_drop(void) {
+TEST(test_drop) {
   fsdp_engine_stats stats;
   num_aside = 0;
   model_init(&m, NULL);
@@ -118,25 +109,12 @@ static void test_drop(void) {
   fsdp_unit_set_followed(m.units[0].unit, true);
   drops = true;
   for (int step = 0; step < 2; step++) {
-    model_zero_grad(&m);
-    model_step(&m);
-    CHECK(!m.units[0].has_grads);
+    PLAY("zero_grad; step; no_grads root");
     CHECK_I64(m.units[0].num_frees, step + 1);
     fsdp_engine_get_stats(m.engine, &stats);
     CHECK_I64(stats.grad_shard_nbytes, 0);
   }
   CHECK_I64(num_aside, 0); /* nothing was left from the step before */
   drops = false;
-  model_zero_grad(&m);
-  model_step(&m);
-  model_check_grads(&m);
-  model_fini(&m);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_numbers),
-      CHECK_TEST(test_drop),
-  };
-  return CHECK_RUN(tests);
+  PLAY("zero_grad; step; check_grads; end");
 }

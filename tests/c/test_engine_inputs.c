@@ -4,195 +4,115 @@
  */
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 /* root, then "frozen" with nothing but frozen parameters, then "mixed". */
 static void start(const model_options *options) {
-  const fsdp_param_spec frozen = {0, 24, RECORDER_F32, false};
-  model_init(&m, options);
-  model_plan_simple(&m, "root", 4);
-  model_plan(&m, "frozen", &frozen, 1);
-  model_plan_mixed(&m, "mixed");
-  model_start(&m);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-}
-
-static void pre_backward(int64_t unit) {
-  CHECK_I64(model_pre_backward(&m, unit, NULL), FSDP_OK);
-}
-
-static void give_grad(int64_t unit, int64_t param) {
-  CHECK_I64(model_give_grad(&m, unit, param, true, NULL), FSDP_OK);
-}
-
-static void give_inputs(int64_t unit) {
-  CHECK_I64(model_give_inputs(&m, unit, NULL), FSDP_OK);
+  model_open(options, "root 4; frozen 12 frozen; mixed mixed");
+  PLAY("forward; pre_backward root");
 }
 
 static void finish(void) {
-  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  PLAY("grads root; finish; check_sharded; check_idle");
 }
 
-static void test_frozen_unit_reshards(void) {
+TEST(test_frozen_unit_reshards) {
   start(NULL);
-  pre_backward(1);
-  fsdp_unit_expect_grads(m.units[1].unit, 1);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
-  recorder_clear(m.device);
-  give_inputs(1);
-  CHECK_TEXT(recorder_tape(m.device),
-             "show frozen sharded\n"
-             "record e12 compute\n");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
+  PLAY(
+      "pre_backward frozen; expect frozen 1; state frozen UNSHARDED; clear; "
+      "inputs frozen");
+  CHECK_TAPE("show frozen sharded; record e12 compute");
+  PLAY("state frozen SHARDED");
   finish();
-  CHECK(!m.units[1].has_grads);
-  CHECK_I64(model_stats(&m).num_reduces, 1);
-  model_fini(&m);
+  PLAY("no_grads frozen; num_reduces 1; end");
 }
 
 /* The weights are used until the gradients of the inputs have come, in
  * whatever order. */
-static void test_mixed_unit_waits(void) {
+TEST(test_mixed_unit_waits) {
   for (int is_first = 0; is_first < 2; is_first++) {
     start(NULL);
-    pre_backward(2);
-    fsdp_unit_expect_grads(m.units[2].unit, 3 + 1);
-    if (is_first) give_inputs(2);
-    give_grad(2, 4);
-    give_grad(2, 2);
-    CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDED);
+    PLAY("pre_backward mixed; expect mixed 4");
+    if (is_first) PLAY("inputs mixed");
+    PLAY("grad mixed 4; grad mixed 2; state mixed UNSHARDED");
     CHECK_I64(fsdp_unit_pending_grads(m.units[2].unit), 2 - is_first);
-    recorder_clear(m.device);
-    give_grad(2, 0);
+    PLAY("clear; grad mixed 0");
     if (!is_first) {
-      CHECK_TEXT(recorder_tape(m.device), "");
-      CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDED);
-      give_inputs(2);
+      CHECK_TAPE("");
+      PLAY("state mixed UNSHARDED; inputs mixed");
     }
-    CHECK_I64(model_state(&m, 2), FSDP_UNIT_REDUCING);
-    CHECK_TEXT(model_schedule(&m),
-               "show mixed sharded\n"
-               "reduce_scatter mixed\n"
-               "reduce_scatter mixed\n");
+    PLAY("state mixed REDUCING");
+    CHECK_SCHEDULE(
+        "show mixed sharded; reduce_scatter mixed; reduce_scatter mixed");
     finish();
-    model_check_grads(&m);
-    model_fini(&m);
+    PLAY("check_grads; end");
   }
 }
 
 /* The inputs need no gradient: the end of backward does what is left. */
-static void test_inputs_that_never_come(void) {
+TEST(test_inputs_that_never_come) {
   start(NULL);
   for (int64_t unit = 2; unit >= 1; unit--) {
-    pre_backward(unit);
+    CHECK_I64(model_pre_backward(&m, unit, NULL), FSDP_OK);
     fsdp_unit_expect_grads(m.units[unit].unit, unit == 2 ? 3 + 1 : 1);
   }
-  for (int64_t param = 4; param >= 0; param -= 2) give_grad(2, param);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_UNSHARDED);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_UNSHARDED);
+  PLAY(
+      "grad mixed 4; grad mixed 2; grad mixed 0; state mixed UNSHARDED; "
+      "state frozen UNSHARDED");
   finish();
-  model_check_grads(&m);
-  CHECK_I64(fsdp_unit_pending_grads(m.units[1].unit), 0);
-  CHECK_I64(fsdp_unit_pending_grads(m.units[2].unit), 0);
+  PLAY("check_grads; pending frozen 0; pending mixed 0");
   /* Too late: nothing is expected any more. */
-  recorder_clear(m.device);
-  give_inputs(1);
-  give_inputs(2);
-  CHECK_TEXT(recorder_tape(m.device), "");
+  PLAY("clear; inputs frozen; inputs mixed");
+  CHECK_TAPE("");
   CHECK(!fsdp_engine_in_backward(m.engine));
-  model_zero_grad(&m);
-  model_step(&m);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("zero_grad; step; check_grads; end");
 }
 
 /* Only the inputs' gradients come: there is nothing to reduce. */
-static void test_mixed_unit_without_gradients(void) {
+TEST(test_mixed_unit_without_gradients) {
   start(NULL);
-  pre_backward(2);
-  fsdp_unit_expect_grads(m.units[2].unit, 1);
-  recorder_clear(m.device);
-  give_inputs(2);
-  CHECK_TEXT(model_schedule(&m), "show mixed sharded\n");
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_SHARDED);
+  PLAY("pre_backward mixed; expect mixed 1; clear; inputs mixed");
+  CHECK_SCHEDULE("show mixed sharded");
+  PLAY("state mixed SHARDED");
   finish();
-  CHECK(!m.units[2].has_grads);
-  model_fini(&m);
+  PLAY("no_grads mixed; end");
 }
 
 /* What an earlier no_sync kept is reduced with them. */
-static void test_kept_gradients(void) {
+TEST(test_kept_gradients) {
   start(NULL);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
-  pre_backward(2);
-  CHECK_I64(model_give_grads(&m, 2, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_SHARDED);
-  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
-  CHECK_I64(m.units[2].grad_view, FSDP_VIEW_UNSHARDED);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  pre_backward(0);
-  pre_backward(2);
-  fsdp_unit_expect_grads(m.units[2].unit, 1);
-  give_inputs(2);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_REDUCING);
+  PLAY(
+      "sync none; pre_backward mixed; grads mixed; state mixed SHARDED; "
+      "grads root; finish; grad_view mixed unsharded; sync reduce; forward; "
+      "pre_backward root; pre_backward mixed; expect mixed 1; inputs mixed; "
+      "state mixed REDUCING");
   finish();
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
-static void test_prefetch_after_them(void) {
-  model_options options = model_default_options();
-  options.backward_prefetch = FSDP_PREFETCH_POST;
+TEST(test_prefetch_after_them) {
+  model_options options = {.backward_prefetch = PREFETCH_AFTER};
   start(&options);
-  pre_backward(2);
-  fsdp_unit_expect_grads(m.units[2].unit, 3 + 1);
-  for (int64_t param = 4; param >= 0; param -= 2) give_grad(2, param);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED);
-  give_inputs(2);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
-  pre_backward(1);
-  fsdp_unit_expect_grads(m.units[1].unit, 1);
-  give_inputs(1);
+  PLAY(
+      "pre_backward mixed; expect mixed 4; grad mixed 4; grad mixed 2; "
+      "grad mixed 0; state frozen SHARDED; inputs mixed; "
+      "state frozen PREFETCHED; pre_backward frozen; expect frozen 1; "
+      "inputs frozen");
   finish();
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* A unit that failed says so. */
-static void test_failed_unit(void) {
+TEST(test_failed_unit) {
   fsdp_error error;
   start(NULL);
-  pre_backward(2);
-  fsdp_unit_expect_grads(m.units[2].unit, 3 + 2);
-  give_grad(2, 0);
+  PLAY("pre_backward mixed; expect mixed 5; grad mixed 0");
   recorder_fail_at(m.device, 0);
-  give_inputs(2); /* not the last: calls nothing */
-  for (int64_t param = 4; param > 0; param -= 2) give_grad(2, param);
+  PLAY("inputs mixed"); /* not the last: calls nothing */
+  PLAY("grad mixed 4; grad mixed 2");
   CHECK_I64(model_give_inputs(&m, 2, &error), FSDP_BACKEND);
   CHECK(strncmp(error.message, "injected at pack ", 17) == 0);
-  CHECK_I64(model_state(&m, 2), FSDP_UNIT_FAILED);
-  fsdp_unit_expect_grads(m.units[2].unit, 1);
-  CHECK_I64(model_give_inputs(&m, 2, &error), FSDP_BACKEND);
-  CHECK(strstr(error.message, "unit 'mixed' failed earlier (") != NULL);
-  failures_check_recovers(&m);
-  model_fini(&m);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_frozen_unit_reshards),
-      CHECK_TEST(test_mixed_unit_waits),
-      CHECK_TEST(test_inputs_that_never_come),
-      CHECK_TEST(test_mixed_unit_without_gradients),
-      CHECK_TEST(test_kept_gradients),
-      CHECK_TEST(test_prefetch_after_them),
-      CHECK_TEST(test_failed_unit),
-  };
-  return CHECK_RUN(tests);
+  PLAY("state mixed FAILED; expect mixed 1");
+  CHECK_FAILS(model_give_inputs(&m, 2, &error), FSDP_BACKEND, error.message,
+              "..unit 'mixed' failed earlier (");
+  failures_check_recovers();
+  PLAY("end");
 }

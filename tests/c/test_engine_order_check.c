@@ -3,8 +3,6 @@
  */
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 /* What another rank is about to do; "": the same as this one. */
 typedef struct other_ranks {
   const char *steps[4]; /* of each rank */
@@ -30,29 +28,26 @@ static void answer(void *context, int64_t rank, const void *mine,
   }
 }
 
-static void turn_on(model *self) {
-  fsdp_engine_set_order_check(self->engine, true);
+static void turn_on(void) {
+  fsdp_engine_set_order_check(m.engine, true);
 }
 
 /* Before each unshard and each reduction, 8 bytes. */
-static void test_same_order_passes(void) {
+TEST(test_same_order_passes) {
   other_ranks others = {.differs_at = -1};
   model_start_tree(&m, NULL, 1);
-  turn_on(&m);
+  turn_on();
   recorder_set_answer(m.device, answer, &others);
-  recorder_clear(m.device);
-  model_step(&m);
-  model_check_grads(&m);
+  PLAY("clear; step; check_grads");
   CHECK_I64(others.num_exchanges, 3 + 2); /* unshards, reductions */
-  CHECK(strstr(recorder_tape(m.device),
-               "take_params root sharded\nall_gather_bytes g0 8\n") != NULL);
-  CHECK(strstr(recorder_tape(m.device), "all_gather_bytes g0 160\n") == NULL);
-  model_step(&m);
+  CHECK_TAPE_HAS("take_params root sharded; all_gather_bytes g0 8;");
+  CHECK_TAPE_LACKS("all_gather_bytes g0 160;");
+  PLAY("step");
   CHECK_I64(others.num_exchanges, 2 * (3 + 2));
   fsdp_engine_set_order_check(m.engine, false);
-  model_step(&m);
+  PLAY("step");
   CHECK_I64(others.num_exchanges, 2 * (3 + 2));
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Keeps the fingerprints that this rank sends. */
@@ -76,24 +71,21 @@ static sent run_in_order(int64_t first, int64_t second) {
   const int64_t order[] = {first, second};
   sent kept = {.num = 0};
   model_start_tree(&m, NULL, 2);
-  turn_on(&m);
+  turn_on();
   recorder_set_answer(m.device, keep, &kept);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  PLAY("enter root");
   for (int i = 0; i < 2; i++) {
     CHECK_I64(model_enter(&m, order[i], NULL), FSDP_OK);
     CHECK_I64(model_leave(&m, order[i], false, NULL), FSDP_OK);
   }
-  CHECK_I64(model_leave(&m, 0, false, NULL), FSDP_OK);
-  fsdp_engine_reset(m.engine); /* starts anew */
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_leave(&m, 0, false, NULL), FSDP_OK);
-  model_fini(&m);
+  PLAY("leave_eval root; reset"); /* starts anew */
+  PLAY("enter root; leave_eval root; end");
   CHECK_I64(kept.num, 4);
   return kept;
 }
 
 /* Equal orders have equal fingerprints; others differ, and stay different. */
-static void test_fingerprints(void) {
+TEST(test_fingerprints) {
   const sent ab = run_in_order(1, 2);
   const sent again = run_in_order(1, 2);
   const sent ba = run_in_order(2, 1);
@@ -105,52 +97,51 @@ static void test_fingerprints(void) {
 }
 
 /* A rank that gathers another unit: both say so. */
-static void test_other_unit(void) {
+TEST(test_other_unit) {
   other_ranks others = {.differs_at = 1};
   fsdp_error error;
   others.steps[1] = "all_gather of unit 'b'";
   model_start_tree(&m, NULL, 2);
-  turn_on(&m);
+  turn_on();
   recorder_set_answer(m.device, answer, &others);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_enter(&m, 1, &error), FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "Forward order differs across ranks: the ranks run their units in "
-             "different orders, first in collective 1 (iteration 1): "
-             "rank 0: all_gather of unit 'a'; "
-             "rank 1: all_gather of unit 'b'. All ranks must run the same "
-             "units in the same order");
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_SHARDED); /* nothing was issued */
-  fsdp_unit_abandon_forward(m.units[0].unit, false);
+  PLAY("enter root");
+  CHECK_FAILS(
+      model_enter(&m, 1, &error), FSDP_INVALID_STATE, error.message,
+      "Forward order differs across ranks: the ranks run their units in "
+      "different orders, first in collective 1 (iteration 1): "
+      "rank 0: all_gather of unit 'a'; "
+      "rank 1: all_gather of unit 'b'. All ranks must run the same "
+      "units in the same order");
+  PLAY("state a SHARDED"); /* nothing was issued */
+  PLAY("abandon root");
   others.differs_at = -1;
-  failures_check_recovers(&m);
-  model_fini(&m);
+  failures_check_recovers();
+  PLAY("end");
 }
 
 /* Neighbours that agree are named together. */
-static void test_many_ranks(void) {
+TEST(test_many_ranks) {
   other_ranks others = {.differs_at = 0};
-  model_options options = model_default_options();
+  model_options options = {0};
   fsdp_error error;
   options.world_size = 4;
   others.steps[2] = "reduce_scatter of unit 'x'";
   others.steps[3] = "reduce_scatter of unit 'x'";
   model_start_tree(&m, &options, 1);
-  turn_on(&m);
+  turn_on();
   recorder_set_answer(m.device, answer, &others);
-  CHECK_I64(model_enter(&m, 0, &error), FSDP_INVALID_STATE);
-  CHECK(strstr(error.message,
-               "first in collective 0 (iteration 1): ranks 0-1: "
-               "all_gather of unit 'root'; ranks 2-3: reduce_scatter of unit "
-               "'x'. All") != NULL);
-  model_fini(&m);
+  CHECK_FAILS(model_enter(&m, 0, &error), FSDP_INVALID_STATE, error.message,
+              "..first in collective 0 (iteration 1): ranks 0-1: "
+              "all_gather of unit 'root'; ranks 2-3: reduce_scatter of unit "
+              "'x'. All");
+  PLAY("end");
 }
 
 /* A report that does not fit is cut, not the message's end. */
-static void test_long_names(void) {
+TEST(test_long_names) {
   char name[200];
   other_ranks others = {.differs_at = 0};
-  model_options options = model_default_options();
+  model_options options = {0};
   fsdp_error error;
   memset(name, 'n', sizeof name);
   name[sizeof name - 1] = '\0';
@@ -161,63 +152,46 @@ static void test_long_names(void) {
   model_init(&m, &options);
   model_plan_simple(&m, name, 4);
   model_start(&m);
-  turn_on(&m);
+  turn_on();
   recorder_set_answer(m.device, answer, &others);
-  CHECK_I64(model_enter(&m, 0, &error), FSDP_INVALID_STATE);
-  CHECK(strstr(error.message, "rank 1: nnn") != NULL);
-  model_fini(&m);
+  CHECK_FAILS(model_enter(&m, 0, &error), FSDP_INVALID_STATE, error.message,
+              "..rank 1: nnn");
+  PLAY("end");
 }
 
 /* A reduction that differs fails the unit. */
-static void test_other_reduction(void) {
+TEST(test_other_reduction) {
   other_ranks others = {.differs_at = 3};
   fsdp_error error;
   others.steps[1] = "reduce_scatter of unit 'root'";
   model_start_tree(&m, NULL, 1);
-  turn_on(&m);
+  turn_on();
   recorder_set_answer(m.device, answer, &others);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  CHECK_I64(model_backward(&m, &error), FSDP_INVALID_STATE);
-  CHECK(strstr(error.message,
-               "rank 0: reduce_scatter of unit 'a'; rank 1: reduce_scatter "
-               "of unit 'root'. All") != NULL);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_FAILED);
+  PLAY("forward");
+  CHECK_FAILS(model_backward(&m, &error), FSDP_INVALID_STATE, error.message,
+              "..rank 0: reduce_scatter of unit 'a'; rank 1: reduce_scatter "
+              "of unit 'root'. All");
+  PLAY("state a FAILED");
   others.differs_at = -1;
-  failures_check_recovers(&m);
-  model_fini(&m);
+  failures_check_recovers();
+  PLAY("end");
 }
 
 /* Alone, a rank has nobody to ask. */
-static void test_one_rank(void) {
-  model_options options = model_default_options();
-  options.world_size = 1;
+TEST(test_one_rank) {
+  model_options options = {.world_size = 1};
   model_start_tree(&m, &options, 1);
-  turn_on(&m);
-  model_step(&m);
-  CHECK(strstr(recorder_tape(m.device), "all_gather_bytes") == NULL);
-  model_fini(&m);
+  turn_on();
+  PLAY("step");
+  CHECK_TAPE_LACKS("all_gather_bytes");
+  PLAY("end");
 }
 
-static void test_every_call_can_fail(void) {
-  const model_options options = model_default_options();
-  failures_every_call_of_steps(&m, &options, turn_on, failures_train);
+TEST(test_every_call_can_fail) {
+  const model_options options = {0};
+  failures_every_call_of_steps(&options, turn_on, failures_train);
 }
 
-static void test_every_allocation_can_fail(void) {
-  failures_every_allocation(&m, NULL, turn_on, failures_train);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_same_order_passes),
-      CHECK_TEST(test_fingerprints),
-      CHECK_TEST(test_other_unit),
-      CHECK_TEST(test_many_ranks),
-      CHECK_TEST(test_long_names),
-      CHECK_TEST(test_other_reduction),
-      CHECK_TEST(test_one_rank),
-      CHECK_TEST(test_every_call_can_fail),
-      CHECK_TEST(test_every_allocation_can_fail),
-  };
-  return CHECK_RUN(tests);
+TEST(test_every_allocation_can_fail) {
+  failures_every_allocation(NULL, turn_on, failures_train);
 }

@@ -5,11 +5,9 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 static void step(fsdp_sync sync) {
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
-  CHECK_I64(failures_step(&m, sync, &error), FSDP_OK);
+  CHECK_I64(failures_step(sync, &error), FSDP_OK);
   CHECK_TEXT(error.message, "");
 }
 
@@ -24,109 +22,53 @@ static int64_t count_lines(const char *word) {
 }
 
 /* Rank 1 of two, four replicas: the first micro-batch, a second, the last. */
-static void test_window(void) {
-  model_options options = model_default_options();
-  options.rank = 1;
-  options.num_replicas = 4;
+TEST(test_window) {
+  model_options options = {.rank = 1, .num_replicas = 4};
   model_init(&m, &options);
   model_plan_simple(&m, "u", 4);
   recorder_show_memory(m.device, true);
   recorder_name_memory(m.device, m.units[0].grad_shards[0], 16, "grad");
   model_start(&m);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_SHARD);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  recorder_clear(m.device);
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_grads u\n"
-             "wait compute e6\n"
-             "show u unsharded\n"
-             "event e8\n"
-             "alloc 32 b2\n"
-             "pack compute f32 x1 8@0 b2\n"
-             "release t1\n"
-             "show u sharded\n"
-             "record e7 compute\n"
-             "record e1 compute\n"
-             "wait reduce e1\n"
-             "group_begin reduce g0\n"
-             "reduce_scatter reduce g0 4 f32 b2\n"
-             "group_end reduce g0\n"
-             "alloc 16 b3\n"
-             "accumulate reduce 4 f32->f32 x1 b3 <- b2+16\n"
-             "record e8 reduce\n"
-             "record e2 reduce\n"
-             "wait compute e2\n"
-             "record e3 replicate\n"
-             "wait compute e3\n"
-             "show_grads u partial\n");
-  model_check_grads(&m);
-  CHECK_I64(m.units[0].grad_view, FSDP_VIEW_PARTIAL);
+  PLAY("sync shard; forward; clear; backward");
+  CHECK_TAPE(
+      "take_grads u; wait compute e6; show u unsharded; event e8; "
+      "alloc 32 b2; pack compute f32 x1 8@0 b2; release t1; show u sharded; "
+      "record e7 compute; record e1 compute; wait reduce e1; "
+      "group_begin reduce g0; reduce_scatter reduce g0 4 f32 b2; "
+      "group_end reduce g0; alloc 16 b3; "
+      "accumulate reduce 4 f32->f32 x1 b3 <- b2+16; record e8 reduce; "
+      "record e2 reduce; wait compute e2; record e3 replicate; "
+      "wait compute e3; show_grads u partial");
+  PLAY("check_grads; grad_view u partial");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 16);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, 0);
 
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  recorder_clear(m.device);
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_grads u\n"
-             "wait compute e6\n"
-             "show u unsharded\n"
-             "wait compute e8\n"
-             "pack compute f32 x1 8@0 b2\n"
-             "release t2\n"
-             "show u sharded\n"
-             "record e7 compute\n"
-             "record e1 compute\n"
-             "wait reduce e1\n"
-             "group_begin reduce g0\n"
-             "reduce_scatter reduce g0 4 f32 b2\n"
-             "group_end reduce g0\n"
-             "accumulate reduce 4 f32->f32 x1 add b3 <- b2+16\n"
-             "record e8 reduce\n"
-             "record e2 reduce\n"
-             "wait compute e2\n"
-             "record e3 replicate\n"
-             "wait compute e3\n"
-             "show_grads u partial\n");
-  model_check_grads(&m);
+  PLAY("forward; clear; backward");
+  CHECK_TAPE(
+      "take_grads u; wait compute e6; show u unsharded; wait compute e8; "
+      "pack compute f32 x1 8@0 b2; release t2; show u sharded; "
+      "record e7 compute; record e1 compute; wait reduce e1; "
+      "group_begin reduce g0; reduce_scatter reduce g0 4 f32 b2; "
+      "group_end reduce g0; accumulate reduce 4 f32->f32 x1 add b3 <- b2+16; "
+      "record e8 reduce; record e2 reduce; wait compute e2; "
+      "record e3 replicate; wait compute e3; show_grads u partial");
+  PLAY("check_grads");
 
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  recorder_clear(m.device);
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_grads u\n"
-             "wait compute e6\n"
-             "show u unsharded\n"
-             "wait compute e8\n"
-             "pack compute f32 x1 8@0 b2\n"
-             "release t3\n"
-             "show u sharded\n"
-             "record e7 compute\n"
-             "grad_shard u 0\n"
-             "record e1 compute\n"
-             "wait reduce e1\n"
-             "group_begin reduce g0\n"
-             "reduce_scatter reduce g0 4 f32 b2\n"
-             "group_end reduce g0\n"
-             "accumulate reduce 4 f32->f32 x1 add b2+16 <- b3\n"
-             "record e2 reduce\n"
-             "wait replicate e2\n"
-             "group_begin replicate g1\n"
-             "all_reduce replicate g1 4 f32 b2+16\n"
-             "group_end replicate g1\n"
-             "accumulate replicate 4 f32->f32 x0.125 grad <- b2+16\n"
-             "record e8 replicate\n"
-             "record e2 reduce\n"
-             "wait compute e2\n"
-             "record e3 replicate\n"
-             "wait compute e3\n"
-             "show_grads u sharded\n");
-  model_check_grads(&m);
-  CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
+  PLAY("sync reduce; forward; clear; backward");
+  CHECK_TAPE(
+      "take_grads u; wait compute e6; show u unsharded; wait compute e8; "
+      "pack compute f32 x1 8@0 b2; release t3; show u sharded; "
+      "record e7 compute; grad_shard u 0; record e1 compute; wait reduce e1; "
+      "group_begin reduce g0; reduce_scatter reduce g0 4 f32 b2; "
+      "group_end reduce g0; accumulate reduce 4 f32->f32 x1 add b2+16 <- b3; "
+      "record e2 reduce; wait replicate e2; group_begin replicate g1; "
+      "all_reduce replicate g1 4 f32 b2+16; group_end replicate g1; "
+      "accumulate replicate 4 f32->f32 x0.125 grad <- b2+16; "
+      "record e8 replicate; record e2 reduce; wait compute e2; "
+      "record e3 replicate; wait compute e3; show_grads u sharded");
+  PLAY("check_grads; grad_view u sharded");
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 16); /* kept for the next */
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* --- Numbers ------------------------------------------------------------- */
@@ -134,43 +76,34 @@ static void test_window(void) {
 /* Windows of three micro-batches. Nothing is allocated from the third on. */
 static void check_windows(const model_options *options) {
   int64_t num_live = 0;
-  model_init(&m, options);
-  model_plan_simple(&m, "root", 8);
-  model_plan_mixed(&m, "mixed");
-  model_plan_simple(&m, "b", 16);
-  model_start(&m);
+  model_open(options, "root 8; mixed mixed; b 16");
   for (int window = 0; window < 4; window++) {
-    model_zero_grad(&m);
-    recorder_clear(m.device);
+    PLAY("zero_grad; clear");
     if (window == 2) num_live = fsdp_alloc_live();
     for (int i = 0; i < 2; i++) {
       step(FSDP_SYNC_SHARD);
-      model_check_states(&m, FSDP_UNIT_SHARDED);
-      CHECK_I64(m.units[2].grad_view, FSDP_VIEW_PARTIAL);
-      model_check_grads(&m);
+      PLAY("check_sharded; grad_view b partial; check_grads");
     }
     CHECK_I64(count_lines("all_reduce"), 0);
     step(FSDP_SYNC_REDUCE);
-    model_check_grads(&m);
-    CHECK_I64(m.units[2].grad_view, FSDP_VIEW_SHARDED);
-    CHECK_I64(count_lines("all_reduce"), options->num_replicas > 1 ? 4 : 0);
+    PLAY("check_grads; grad_view b sharded");
+    CHECK_I64(count_lines("all_reduce"), m.options.num_replicas > 1 ? 4 : 0);
     CHECK_I64(count_lines("reduce_scatter"),
-              options->world_size > 1 ? 3 * 4 : 0);
-    CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-    if (window >= 2) CHECK(strstr(recorder_tape(m.device), "alloc ") == NULL);
-    model_optimizer_step(&m);
+              m.options.world_size > 1 ? 3 * 4 : 0);
+    PLAY("check_idle");
+    if (window >= 2) CHECK_TAPE_LACKS("alloc ");
+    PLAY("optimizer");
   }
   CHECK_I64(fsdp_alloc_live(), num_live);
-  model_fini(&m);
+  PLAY("end");
 }
 
-static void test_windows(void) {
+TEST(test_windows) {
   for (int64_t world_size = 1; world_size < 3; world_size++) {
     for (int64_t replicas = 1; replicas < 3; replicas++) {
-      model_options options = model_default_options();
-      options.world_size = world_size;
-      options.rank = world_size - 1;
-      options.num_replicas = replicas;
+      model_options options = {.world_size = world_size,
+                               .rank = world_size - 1,
+                               .num_replicas = replicas};
       check_windows(&options);
       options.param_dtype = RECORDER_BF16;
       options.reduce_dtype = RECORDER_F32;
@@ -185,12 +118,11 @@ static void test_windows(void) {
 }
 
 /* Every order of two kinds of micro-batch before the reduction. */
-static void test_mixed_with_no_sync(void) {
+TEST(test_mixed_with_no_sync) {
   for (int kinds = 0; kinds < 16; kinds++) {
-    model_options options = model_default_options();
-    options.num_replicas = 2;
-    options.prescale = 0.5;
-    options.reshard_after_backward_without_sync = kinds % 3 != 0;
+    model_options options = {.num_replicas = 2,
+                             .prescale = 0.5,
+                             .keeps_without_sync = kinds % 3 == 0};
     model_start_tree(&m, &options, 2);
     for (int window = 0; window < 2; window++) {
       bool is_partial = false; /* all of it */
@@ -199,18 +131,17 @@ static void test_mixed_with_no_sync(void) {
         step(is_partial ? FSDP_SYNC_SHARD : FSDP_SYNC_NONE);
         CHECK_I64(m.units[1].grad_view,
                   is_partial ? FSDP_VIEW_PARTIAL : FSDP_VIEW_UNSHARDED);
-        if (is_partial) model_check_grads(&m);
+        if (is_partial) PLAY("check_grads");
       }
       step(FSDP_SYNC_REDUCE);
-      model_check_grads(&m);
-      CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+      PLAY("check_grads; check_idle");
       if (window == 0) continue;
       step(FSDP_SYNC_SHARD); /* beside a sharded gradient */
-      model_check_grads(&m);
+      PLAY("check_grads");
       step(FSDP_SYNC_REDUCE);
-      model_check_grads(&m);
+      PLAY("check_grads");
     }
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -219,89 +150,67 @@ static void test_mixed_with_no_sync(void) {
 /* A backward of the root and of unit a; b runs forward if `is_entered`. */
 static void step_without_b(fsdp_sync sync, bool is_entered) {
   fsdp_engine_set_sync(m.engine, sync);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  PLAY("enter root");
   for (int64_t i = 1; i < (is_entered ? 3 : 2); i++) {
     CHECK_I64(model_enter(&m, i, NULL), FSDP_OK);
     CHECK_I64(model_leave(&m, i, true, NULL), FSDP_OK);
   }
-  CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-  if (is_entered) CHECK_I64(model_pre_backward(&m, 2, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
-  CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
-  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
+  PLAY("leave root; pre_backward root");
+  if (is_entered) PLAY("pre_backward b");
+  PLAY("pre_backward a; grads a; grads root; finish; check_sharded");
 }
 
 /* What b kept is reduced at the end of the last backward all the same. */
-static void test_unit_without_gradients_in_the_last(void) {
+TEST(test_unit_without_gradients_in_the_last) {
   for (int is_entered = 0; is_entered < 2; is_entered++) {
     for (int64_t world_size = 1; world_size < 3; world_size++) {
-      model_options options = model_default_options();
-      options.world_size = world_size;
-      options.num_replicas = 2;
+      model_options options = {.world_size = world_size, .num_replicas = 2};
       model_start_tree(&m, &options, 2);
       step(FSDP_SYNC_SHARD);
       step_without_b(FSDP_SYNC_SHARD, is_entered != 0);
-      CHECK_I64(model_stats(&m).num_reduces, 3 + 2);
-      model_check_grads(&m);
+      PLAY("num_reduces 5; check_grads");
       step_without_b(FSDP_SYNC_REDUCE, is_entered != 0);
-      CHECK_I64(model_stats(&m).num_reduces, 3 + 2 + 3);
-      model_check_grads(&m);
-      CHECK_I64(m.units[2].grad_view, FSDP_VIEW_SHARDED);
-      model_zero_grad(&m);
+      PLAY("num_reduces 8; check_grads; grad_view b sharded; zero_grad");
       step_without_b(FSDP_SYNC_REDUCE, is_entered != 0); /* no more of b */
-      CHECK_I64(model_stats(&m).num_reduces, 3 + 2 + 3 + 2);
-      CHECK(!m.units[2].has_grads);
-      model_fini(&m);
+      PLAY("num_reduces 10; no_grads b; end");
     }
   }
 }
 
 /* Cleared in between, it does not come back. */
-static void test_cleared_in_between(void) {
+TEST(test_cleared_in_between) {
   model_start_tree(&m, NULL, 2);
   step(FSDP_SYNC_SHARD);
-  model_zero_grad(&m);
+  PLAY("zero_grad");
   step(FSDP_SYNC_SHARD); /* starts anew */
-  model_check_grads(&m);
-  model_zero_grad(&m);
+  PLAY("check_grads; zero_grad");
   step(FSDP_SYNC_REDUCE);
-  model_check_grads(&m);
-  model_zero_grad(&m);
+  PLAY("check_grads; zero_grad");
   step(FSDP_SYNC_SHARD);
-  model_zero_grad(&m);
+  PLAY("zero_grad");
   const int64_t num_reduces = model_stats(&m).num_reduces;
   step_without_b(FSDP_SYNC_REDUCE, false);
   CHECK_I64(model_stats(&m).num_reduces, num_reduces + 2);
-  CHECK(m.units[1].has_grads);
-  CHECK(!m.units[2].has_grads);
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-  model_fini(&m);
+  PLAY("has_grads a; no_grads b; check_idle; end");
 }
 
 /* A window that a failure cut: what took part in the broken backward is gone,
  * the others keep what they had. */
-static void test_reset_in_between(void) {
+TEST(test_reset_in_between) {
   model_start_tree(&m, NULL, 2);
   step(FSDP_SYNC_SHARD);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 2, NULL), FSDP_OK);
-  CHECK_I64(model_give_grads(&m, 2, NULL), FSDP_OK);
-  fsdp_engine_reset(m.engine);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
+  PLAY(
+      "forward; pre_backward root; pre_backward b; grads b; reset; "
+      "check_sharded");
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
   step(FSDP_SYNC_REDUCE);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* --- Moving and going ---------------------------------------------------- */
 
-static void test_partial_gradient_holds_the_unit(void) {
+TEST(test_partial_gradient_holds_the_unit) {
   fsdp_engine *other = NULL;
   model_start_tree(&m, NULL, 1);
   CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
@@ -313,68 +222,44 @@ static void test_partial_gradient_holds_the_unit(void) {
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 4 * 4); /* of the root */
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
   fsdp_engine_destroy(other);
-  model_zero_grad(&m);
+  PLAY("zero_grad");
   step(FSDP_SYNC_SHARD);
   step(FSDP_SYNC_REDUCE);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("check_grads; end");
 }
 
 /* A unit that goes while its partial gradient is still being written. */
-static void test_unit_goes_inside_backward(void) {
+TEST(test_unit_goes_inside_backward) {
   model_start_tree(&m, NULL, 1);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_SHARD);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
-  CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
-  recorder_clear(m.device);
-  fsdp_unit_destroy(m.units[1].unit);
-  m.units[1].unit = NULL;
-  CHECK(strstr(recorder_tape(m.device), "record e1 reduce\nwait compute e1\n"));
-  CHECK(strstr(recorder_tape(m.device), "free 32 after e"));
-  fsdp_engine_reset(m.engine);
-  model_fini(&m);
+  PLAY(
+      "sync shard; forward; pre_backward root; pre_backward a; grads a; "
+      "clear; destroy a");
+  CHECK_TAPE_HAS("record e1 reduce; wait compute e1;");
+  CHECK_TAPE_HAS("free 32 after e");
+  PLAY("reset; end");
 }
 
 /* --- Failures ------------------------------------------------------------ */
 
-static fsdp_status train(model *self, fsdp_error *error) {
+static fsdp_status train(fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(failures_step(self, FSDP_SYNC_SHARD, error));
-  FSDP_TRY(failures_step(self, FSDP_SYNC_SHARD, error));
-  FSDP_TRY(failures_step(self, FSDP_SYNC_REDUCE, error));
+  FSDP_TRY(failures_step(FSDP_SYNC_SHARD, error));
+  FSDP_TRY(failures_step(FSDP_SYNC_SHARD, error));
+  FSDP_TRY(failures_step(FSDP_SYNC_REDUCE, error));
 done:
   return status;
 }
 
-static void test_every_call_can_fail(void) {
-  model_options options = model_default_options();
-  options.num_replicas = 2;
-  failures_every_call_of_steps(&m, &options, NULL, train);
+TEST(test_every_call_can_fail) {
+  model_options options = {.num_replicas = 2};
+  failures_every_call_of_steps(&options, NULL, train);
   options.world_size = 1;
   options.param_dtype = RECORDER_BF16;
-  failures_every_call(&m, &options, NULL, train, 0);
+  failures_every_call(&options, NULL, train, 0);
   options.offloads = true;
-  failures_every_call(&m, &options, NULL, train, 0);
+  failures_every_call(&options, NULL, train, 0);
 }
 
-static void test_every_allocation_can_fail(void) {
-  failures_every_allocation(&m, NULL, NULL, train);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_window),
-      CHECK_TEST(test_windows),
-      CHECK_TEST(test_mixed_with_no_sync),
-      CHECK_TEST(test_unit_without_gradients_in_the_last),
-      CHECK_TEST(test_cleared_in_between),
-      CHECK_TEST(test_reset_in_between),
-      CHECK_TEST(test_partial_gradient_holds_the_unit),
-      CHECK_TEST(test_unit_goes_inside_backward),
-      CHECK_TEST(test_every_call_can_fail),
-      CHECK_TEST(test_every_allocation_can_fail),
-  };
-  return CHECK_RUN(tests);
+TEST(test_every_allocation_can_fail) {
+  failures_every_allocation(NULL, NULL, train);
 }

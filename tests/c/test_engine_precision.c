@@ -5,25 +5,18 @@
  */
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 static void set_full(int64_t unit, bool is_full) {
   fsdp_unit_set_full_precision(m.units[unit].unit, is_full);
 }
 
-static void set_all_full(model *self) {
-  for (int64_t i = 0; i < self->num_units; i++) {
-    fsdp_unit_set_full_precision(self->units[i].unit, true);
+static void set_all_full(void) {
+  for (int64_t i = 0; i < m.num_units; i++) {
+    fsdp_unit_set_full_precision(m.units[i].unit, true);
   }
 }
 
-static void forward(bool expects_backward) {
-  CHECK_I64(model_forward(&m, expects_backward, NULL), FSDP_OK);
-}
-
 static model_options low_options(void) {
-  model_options options = model_default_options();
-  options.param_dtype = RECORDER_BF16;
+  model_options options = {.param_dtype = RECORDER_BF16};
   return options;
 }
 
@@ -41,27 +34,25 @@ static void start_tree(const model_options *options, int64_t num_children) {
 /* --- Gradients ----------------------------------------------------------- */
 
 /* keep_low_precision_grads: bf16 all the way, beside an fp32 parameter. */
-static void test_low_precision_gradients(void) {
+TEST(test_low_precision_gradients) {
   model_options options = low_options();
   options.grad_dtype = RECORDER_BF16;
   start_tree(&options, 1);
   for (int i = 0; i < 2; i++) {
-    recorder_clear(m.device);
-    model_step(&m);
-    model_check_grads(&m);
+    PLAY("clear; step; check_grads");
     const char *tape = recorder_tape(m.device);
-    CHECK(strstr(tape, "f32 x") == NULL);
+    CHECK_LACKS(tape, "f32 x");
     CHECK(strstr(tape, i == 0 ? "accumulate reduce 8 bf16->bf16 x0.5\n"
                               : "accumulate reduce 8 bf16->bf16 x0.5 add\n"));
   }
   CHECK_I64(model_stats(&m).shard_nbytes, (8 + 16) * 4);
   CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 16) * 2);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Wider than the parameters, reduced in fp32, with everything else that can
  * stand between. */
-static void test_wide_gradients(void) {
+TEST(test_wide_gradients) {
   for (int offloads = 0; offloads < 2; offloads++) {
     model_options options = low_options();
     options.rank = 1;
@@ -69,30 +60,24 @@ static void test_wide_gradients(void) {
     options.reduce_dtype = RECORDER_F32;
     options.grad_dtype = RECORDER_F64;
     options.offloads = offloads != 0;
-    model_init(&m, &options);
-    model_plan_simple(&m, "root", 8);
-    model_plan_mixed(&m, "mixed");
-    model_start(&m);
-    for (int i = 0; i < 3; i++) {
-      model_step(&m);
-      model_check_grads(&m);
-    }
-    CHECK(strstr(recorder_tape(m.device), "8 f32->f64 x0.25 add\n") != NULL);
+    model_open(&options, "root 8; mixed mixed");
+    PLAY("step; check_grads; step; check_grads; step; check_grads");
+    CHECK_TAPE_HAS("8 f32->f64 x0.25 add;");
     CHECK_I64(model_stats(&m).grad_shard_nbytes, (8 + 8 + 8) * 8);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
-static void test_every_call_with_low_gradients_can_fail(void) {
+TEST(test_every_call_with_low_gradients_can_fail) {
   model_options options = low_options();
   options.grad_dtype = RECORDER_BF16;
-  failures_every_call(&m, &options, NULL, failures_train, 0);
+  failures_every_call(&options, NULL, failures_train, 0);
 }
 
 /* --- Full precision ------------------------------------------------------ */
 
 /* Gathers the shard as it is, into a block of another size; and back. */
-static void test_switch(void) {
+TEST(test_switch) {
   const model_options options = low_options();
   model_init(&m, &options);
   model_plan_simple(&m, "u", 8);
@@ -102,152 +87,99 @@ static void test_switch(void) {
   CHECK(!fsdp_unit_full_precision(m.units[0].unit));
   set_full(0, true);
   CHECK(fsdp_unit_full_precision(m.units[0].unit));
-  forward(false);
-  CHECK_TEXT(recorder_tape(m.device),
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "take_params u sharded\n"
-             "event e7\n"
-             "alloc 64 b1\n"
-             "group_begin unshard g0\n"
-             "all_gather unshard g0 8 f32 b1 <- shard\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "show u full\n"
-             "show u sharded\n"
-             "record e7 compute\n");
-  recorder_clear(m.device);
+  PLAY("eval");
+  CHECK_TAPE(
+      "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
+      "alloc 64 b1; group_begin unshard g0; "
+      "all_gather unshard g0 8 f32 b1 <- shard; group_end unshard g0; "
+      "record e6 unshard; wait compute e6; show u full; show u sharded; "
+      "record e7 compute");
+  PLAY("clear");
   set_full(0, false);
-  forward(false);
-  CHECK_TEXT(recorder_tape(m.device),
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "take_params u sharded\n"
-             "wait unshard e7\n"
-             "cast unshard 8 f32->bf16 b1 <- shard\n"
-             "group_begin unshard g0\n"
-             "all_gather unshard g0 8 bf16 b1 <- b1\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "show u unsharded\n"
-             "show u sharded\n"
-             "record e7 compute\n");
+  PLAY("eval");
+  CHECK_TAPE(
+      "record e1 compute; wait unshard e1; take_params u sharded; "
+      "wait unshard e7; cast unshard 8 f32->bf16 b1 <- shard; "
+      "group_begin unshard g0; all_gather unshard g0 8 bf16 b1 <- b1; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; "
+      "show u unsharded; show u sharded; record e7 compute");
   set_full(0, true);
-  forward(false); /* the client is there already */
+  PLAY("eval"); /* the client is there already */
   CHECK_I64(model_stats(&m).arena.num_clients, 3);
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-  model_fini(&m);
+  PLAY("check_idle; end");
 }
 
 /* What was kept in the other dtype is gathered again. */
-static void test_switch_of_a_kept_unit(void) {
+TEST(test_switch_of_a_kept_unit) {
   model_options options = low_options();
-  options.reshard_after_forward = false;
+  options.keeps_after_forward = true;
   start_tree(&options, 1);
-  forward(true);
-  CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED); /* kept, but hidden */
+  PLAY("forward; view a sharded"); /* kept, but hidden */
   set_full(1, true);
-  recorder_clear(m.device);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_enter(&m, 1, NULL), FSDP_OK);
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  CHECK_I64(model_leave(&m, 1, true, NULL), FSDP_OK);
-  CHECK_I64(model_enter(&m, 1, NULL), FSDP_OK); /* kept: nothing to do */
+  /* kept: nothing to do */
+  PLAY("clear; enter root; enter a; view a full; leave a; enter a");
   set_full(1, false);
-  CHECK_I64(model_leave(&m, 1, true, NULL), FSDP_OK);
-  CHECK_I64(model_enter(&m, 1, NULL), FSDP_OK); /* kept, in the wrong one */
-  CHECK_I64(model_leave(&m, 1, true, NULL), FSDP_OK);
-  CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
-  CHECK_TEXT(model_schedule(&m),
-             "all_gather root\n"
-             "show root unsharded\n"
-             "all_gather a\n"
-             "show a full\n"
-             "show a sharded\n"
-             "all_gather a\n"
-             "show a unsharded\n"
-             "show root sharded\n"
-             "show a sharded\n");
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-  model_check_grads(&m);
+  PLAY("leave a; enter a"); /* kept, in the wrong one */
+  PLAY("leave a; leave root");
+  CHECK_SCHEDULE(
+      "all_gather root; show root unsharded; all_gather a; show a full; "
+      "show a sharded; all_gather a; show a unsharded; show root sharded; "
+      "show a sharded");
+  PLAY("backward; check_grads");
   /* Kept between micro-batches. */
-  options.reshard_after_backward_without_sync = false;
-  model_fini(&m);
+  options.keeps_without_sync = true;
+  PLAY("end");
   start_tree(&options, 1);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
-  model_step(&m);
+  PLAY("sync none; step");
   set_full(1, true);
   const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
-  model_step(&m);
+  PLAY("step");
   CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers + 1);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-  model_step(&m);
-  model_check_grads(&m);
-  model_check_states(&m, FSDP_UNIT_SHARDED);
-  model_fini(&m);
+  PLAY("sync reduce; step; check_grads; check_sharded; end");
 }
 
 /* A prefetch in the wrong dtype is dropped, by the user as by the end. */
-static void test_prefetch_in_the_wrong_precision(void) {
+TEST(test_prefetch_in_the_wrong_precision) {
   model_options options = low_options();
   options.forward_prefetch = true;
   start_tree(&options, 2);
-  forward(false);
-  recorder_clear(m.device);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
+  PLAY("eval; clear; enter root; state a PREFETCHED");
   set_full(1, true);
-  CHECK_I64(model_enter(&m, 1, NULL), FSDP_OK);
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  CHECK_I64(model_leave(&m, 1, false, NULL), FSDP_OK);
+  PLAY("enter a; view a full; leave_eval a");
   set_full(2, true); /* in flight, and never used */
-  CHECK_I64(model_leave(&m, 0, false, NULL), FSDP_OK);
-  CHECK_TEXT(model_schedule(&m),
-             "all_gather root\n"
-             "all_gather a\n"
-             "show root unsharded\n"
-             "all_gather a\n"
-             "all_gather b\n"
-             "show a full\n"
-             "show a sharded\n"
-             "show root sharded\n");
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-  forward(false);
-  forward(false); /* prefetched in the right one */
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-  model_fini(&m);
+  PLAY("leave_eval root");
+  CHECK_SCHEDULE(
+      "all_gather root; all_gather a; show root unsharded; all_gather a; "
+      "all_gather b; show a full; show a sharded; show root sharded");
+  PLAY("check_idle; eval; eval"); /* prefetched in the right one */
+  PLAY("check_idle; end");
 }
 
 /* One rank that casts copies instead. */
-static void test_one_rank(void) {
+TEST(test_one_rank) {
   model_options options = low_options();
   options.world_size = 1;
   start_tree(&options, 1);
   set_full(0, true);
   set_full(1, true);
-  forward(false);
-  CHECK(strstr(recorder_tape(m.device), "cast unshard 8 f32->f32\n") != NULL);
-  CHECK(strstr(recorder_tape(m.device), "show a full\n") != NULL);
+  PLAY("eval");
+  CHECK_TAPE_HAS("cast unshard 8 f32->f32;");
+  CHECK_TAPE_HAS("show a full;");
   set_full(1, false);
-  model_step(&m);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("step; check_grads; end");
 }
 
 /* Without a cast there is no other precision: nothing happens. */
-static void test_units_without_a_cast(void) {
+TEST(test_units_without_a_cast) {
   for (int64_t world_size = 1; world_size < 3; world_size++) {
-    model_options options = model_default_options();
-    options.world_size = world_size;
+    model_options options = {.world_size = world_size};
     start_tree(&options, 0);
     set_full(0, true);
     CHECK(fsdp_unit_full_precision(m.units[0].unit));
-    forward(false);
-    CHECK(strstr(recorder_tape(m.device), " full\n") == NULL);
+    PLAY("eval");
+    CHECK_TAPE_LACKS(" full;");
     CHECK_I64(model_stats(&m).arena.num_clients, world_size);
-    model_fini(&m);
+    PLAY("end");
   }
   /* A cast of nothing is one, but there is no block. */
   const fsdp_param_spec empty = {0, 0, RECORDER_F32, true};
@@ -256,95 +188,70 @@ static void test_units_without_a_cast(void) {
   model_plan(&m, "u", &empty, 1);
   model_start(&m);
   set_full(0, true);
-  model_step(&m);
-  CHECK_TEXT(model_schedule(&m), "");
-  model_fini(&m);
+  PLAY("step");
+  CHECK_SCHEDULE("");
+  PLAY("end");
 }
 
 /* Segments of all kinds, in forward and backward, offloaded or not. */
-static void test_steps(void) {
+TEST(test_steps) {
   for (int kinds = 0; kinds < 8; kinds++) {
     model_options options = low_options();
     options.reduce_dtype = RECORDER_F32;
     options.world_size = (kinds & 1) != 0 ? 1 : 2;
     options.offloads = (kinds & 2) != 0;
     options.forward_prefetch = (kinds & 4) != 0;
-    failures_plan(&m, &options);
+    failures_plan(&options);
     model_start(&m);
     for (int i = 0; i < 6; i++) {
       for (int64_t j = 0; j < m.num_units; j++) set_full(j, i % 3 != 2);
-      model_zero_grad(&m);
-      model_step(&m);
-      model_check_grads(&m);
-      model_check_states(&m, FSDP_UNIT_SHARDED);
-      model_optimizer_step(&m);
-      CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+      PLAY(
+          "zero_grad; step; check_grads; check_sharded; optimizer; "
+          "check_idle");
     }
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* The new engine's arena does not know the unit yet. */
-static void test_move(void) {
+TEST(test_move) {
   const model_options options = low_options();
   fsdp_engine *other = NULL;
   start_tree(&options, 0);
   set_full(0, true);
-  forward(true);
+  PLAY("forward");
   CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
   fsdp_engine_destroy(m.engine);
   m.engine = other;
-  model_step(&m);
-  model_check_grads(&m);
+  PLAY("step; check_grads");
   /* A reset gives back either block. */
-  forward(true);
+  PLAY("forward");
   set_full(0, false);
-  fsdp_engine_reset(m.engine);
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
-  model_step(&m);
-  model_fini(&m);
+  PLAY("reset; check_idle; step; end");
 }
 
-static fsdp_status switch_and_train(model *self, fsdp_error *error) {
+static fsdp_status switch_and_train(fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  set_all_full(self);
-  FSDP_TRY(model_forward(self, false, error));
-  for (int64_t i = 0; i < self->num_units; i++) {
-    fsdp_unit_set_full_precision(self->units[i].unit, false);
+  set_all_full();
+  FSDP_TRY(model_forward(&m, false, error));
+  for (int64_t i = 0; i < m.num_units; i++) {
+    fsdp_unit_set_full_precision(m.units[i].unit, false);
   }
-  FSDP_TRY(failures_train(self, error));
+  FSDP_TRY(failures_train(error));
 done:
   return status;
 }
 
-static void test_every_call_can_fail(void) {
+TEST(test_every_call_can_fail) {
   model_options options = low_options();
   options.forward_prefetch = true;
-  failures_every_call_of_steps(&m, &options, NULL, switch_and_train);
+  failures_every_call_of_steps(&options, NULL, switch_and_train);
   options.offloads = true;
-  failures_every_call(&m, &options, set_all_full, failures_train, 0);
+  failures_every_call(&options, set_all_full, failures_train, 0);
 }
 
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   const model_options options = low_options();
-  failures_every_allocation(&m, &options, NULL, switch_and_train);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_low_precision_gradients),
-      CHECK_TEST(test_wide_gradients),
-      CHECK_TEST(test_every_call_with_low_gradients_can_fail),
-      CHECK_TEST(test_switch),
-      CHECK_TEST(test_switch_of_a_kept_unit),
-      CHECK_TEST(test_prefetch_in_the_wrong_precision),
-      CHECK_TEST(test_one_rank),
-      CHECK_TEST(test_units_without_a_cast),
-      CHECK_TEST(test_steps),
-      CHECK_TEST(test_move),
-      CHECK_TEST(test_every_call_can_fail),
-      CHECK_TEST(test_every_allocation_can_fail),
-  };
-  return CHECK_RUN(tests);
+  failures_every_allocation(&options, NULL, switch_and_train);
 }

@@ -4,66 +4,51 @@
  */
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 /* The user replaces parameters, of every unit, before each of the next calls
  * that look for it. */
 static void replace(bool is_on) {
   recorder_set_params_copied(m.device, is_on);
 }
 
-static bool has_line(const char *lines) {
-  return strstr(recorder_tape(m.device), lines) != NULL;
-}
-
 static void step(void) {
-  model_zero_grad(&m);
-  model_step(&m);
-  model_check_grads(&m);
+  PLAY("zero_grad; step; check_grads");
 }
 
 /* --- Waits --------------------------------------------------------------- */
 
-static void test_forward_and_backward(void) {
+TEST(test_forward_and_backward) {
   model_start_tree(&m, NULL, 1);
   replace(true);
-  model_step(&m);
-  CHECK(
-      has_line("take_params root sharded\n"
-               "record e1 compute\n"
-               "wait unshard e1\n"));
-  CHECK(
-      has_line("take_params a sharded\n"
-               "record e1 compute\n"
-               "wait unshard e1\n"));
+  PLAY("step");
+  CHECK_TAPE_HAS(
+      "take_params root sharded; record e1 compute; wait unshard e1;");
+  CHECK_TAPE_HAS("take_params a sharded; record e1 compute; wait unshard e1;");
   replace(false);
-  recorder_clear(m.device);
+  PLAY("clear");
   step();
-  CHECK(!has_line("take_params root sharded\nrecord e1 compute\n"));
-  model_check_grads(&m);
-  model_fini(&m);
+  CHECK_TAPE_LACKS("take_params root sharded; record e1 compute;");
+  PLAY("check_grads; end");
 }
 
 /* The copy of one unit's parameters is not ordered by the wait of another. */
-static void test_each_unit_waits(void) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+TEST(test_each_unit_waits) {
+  model_options options = {.forward_prefetch = true};
   for (int with_casts = 0; with_casts < 2; with_casts++) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     for (int prefetch = 0; prefetch < 3; prefetch++) {
-      options.backward_prefetch = (fsdp_prefetch)prefetch;
+      options.backward_prefetch = (model_prefetch)prefetch;
       model_start_tree(&m, &options, 3);
       step();
       for (int where = 0; where < 2; where++) {
-        model_zero_grad(&m);
+        PLAY("zero_grad");
         replace(where == 0);
-        CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+        PLAY("forward");
         replace(where == 1); /* between forward and backward */
-        CHECK_I64(model_backward(&m, NULL), FSDP_OK);
+        PLAY("backward");
         replace(false);
-        model_check_grads(&m);
+        PLAY("check_grads");
       }
-      model_fini(&m); /* finds races */
+      PLAY("end"); /* finds races */
     }
   }
 }
@@ -83,33 +68,28 @@ static fsdp_status take_params_silently(void *context, void *owner,
   return FSDP_OK;
 }
 
-static void test_without_the_wait(void) {
+TEST(test_without_the_wait) {
   model_init(&m, NULL);
   model_plan_simple(&m, "root", 4);
   model_plan_simple(&m, "a", 8);
   recorder_name_memory(m.device, m.units[1].shards[0], 32, "shard");
   m.views.take_params = take_params_silently;
   model_start(&m);
-  model_step(&m);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
+  PLAY("step; enter root");
   replace(true);
   CHECK_TEXT(recorder_race(m.device), "");
-  CHECK_I64(model_enter(&m, 1, NULL), FSDP_OK);
+  PLAY("enter a");
   replace(false);
   CHECK_TEXT(recorder_race(m.device),
              "read by unshard, not after write of shard by compute (all_gather "
              "unshard g0 8 f32)");
   recorder_clear_race(m.device);
-  CHECK_I64(model_leave(&m, 1, true, NULL), FSDP_OK);
-  CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-  model_fini(&m);
+  PLAY("leave a; leave root; backward; end");
 }
 
 /* The host copies what is in host memory; the upload needs no more. */
-static void test_in_host_memory(void) {
-  model_options options = model_default_options();
-  options.offloads = true;
+TEST(test_in_host_memory) {
+  model_options options = {.offloads = true};
   for (int with_casts = 0; with_casts < 2; with_casts++) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     model_start_tree(&m, &options, 2);
@@ -118,20 +98,19 @@ static void test_in_host_memory(void) {
     step();
     replace(false);
     step();
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* Nothing is gathered: the shard is what the module reads, on COMPUTE. */
-static void test_one_rank(void) {
-  model_options options = model_default_options();
-  options.world_size = 1;
+TEST(test_one_rank) {
+  model_options options = {.world_size = 1};
   for (int with_casts = 0; with_casts < 2; with_casts++) {
     if (with_casts) options.param_dtype = RECORDER_BF16;
     model_start_tree(&m, &options, 2);
     replace(true);
     for (int i = 0; i < 2; i++) step();
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
@@ -145,8 +124,7 @@ static void check_summon(const model_options *options,
     for (int writeback = 0; writeback < 2; writeback++) {
       model_start_tree(&m, options, 1);
       step();
-      model_zero_grad(&m);
-      CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+      PLAY("zero_grad; forward");
       for (int64_t i = 0; i < 2; i++) {
         replace(when == 0);
         CHECK_I64(fsdp_unit_summon(m.units[i].unit, how, NULL), FSDP_OK);
@@ -155,19 +133,17 @@ static void check_summon(const model_options *options,
                   FSDP_OK);
         replace(false);
       }
-      CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-      model_check_grads(&m);
+      PLAY("backward; check_grads");
       step();
-      model_fini(&m);
+      PLAY("end");
     }
   }
 }
 
-static void test_summon(void) {
+TEST(test_summon) {
   for (int bits = 0; bits < 2 * 2 * 2; bits++) {
     const fsdp_summon_options how = {.on_host = (bits & 1) != 0};
-    model_options options = model_default_options();
-    options.world_size = (bits & 2) != 0 ? 1 : 2;
+    model_options options = {.world_size = (bits & 2) != 0 ? 1 : 2};
     if ((bits & 4) != 0) options.param_dtype = RECORDER_BF16;
     check_summon(&options, &how);
     options.offloads = true;
@@ -177,28 +153,14 @@ static void test_summon(void) {
 
 /* --- Failures ------------------------------------------------------------ */
 
-static void prepare(model *self) {
-  recorder_set_params_copied(self->device, true);
+static void prepare(void) {
+  recorder_set_params_copied(m.device, true);
 }
 
-static void test_every_call_can_fail(void) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
-  failures_every_call_of_steps(&m, &options, prepare, failures_train);
+TEST(test_every_call_can_fail) {
+  model_options options = {.forward_prefetch = true};
+  failures_every_call_of_steps(&options, prepare, failures_train);
   options.param_dtype = RECORDER_BF16;
   options.offloads = true;
-  failures_every_call_of_steps(&m, &options, prepare, failures_train);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_forward_and_backward),
-      CHECK_TEST(test_each_unit_waits),
-      CHECK_TEST(test_without_the_wait),
-      CHECK_TEST(test_in_host_memory),
-      CHECK_TEST(test_one_rank),
-      CHECK_TEST(test_summon),
-      CHECK_TEST(test_every_call_can_fail),
-  };
-  return CHECK_RUN(tests);
+  failures_every_call_of_steps(&options, prepare, failures_train);
 }

@@ -5,12 +5,8 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 static model_options scratch_options(int64_t rank) {
-  model_options options = model_default_options();
-  options.rank = rank;
-  options.wants_scratch = true;
+  model_options options = {.rank = rank, .wants_scratch = true};
   return options;
 }
 
@@ -24,15 +20,12 @@ static const char *turns(void) {
     strncat(text, line, strcspn(line, "+\n"));
     strcat(text, " ");
   }
-  recorder_clear(m.device);
+  PLAY("clear");
   return text;
 }
 
 static void step(void) {
-  model_zero_grad(&m);
-  model_optimizer_step(&m);
-  model_step(&m);
-  model_check_grads(&m);
+  PLAY("zero_grad; optimizer; step; check_grads");
 }
 
 static int64_t scratch_nbytes(void) {
@@ -42,7 +35,7 @@ static int64_t scratch_nbytes(void) {
 /* --- Turns --------------------------------------------------------------- */
 
 /* c, b, a and the root are reduced, in this order; c has the largest need. */
-static void test_two_blocks_take_turns(void) {
+TEST(test_two_blocks_take_turns) {
   const model_options options = scratch_options(1);
   model_start_tree(&m, &options, 3);
   recorder_show_memory(m.device, true);
@@ -51,17 +44,17 @@ static void test_two_blocks_take_turns(void) {
   CHECK_TEXT(turns(), "b7 b8 b7 b8 ");
   CHECK_I64(scratch_nbytes(), 2 * 2 * 16 * 4);
   for (int i = 0; i < 3; i++) step();
-  CHECK(strstr(recorder_tape(m.device), "alloc 128") == NULL);
+  CHECK_TAPE_LACKS("alloc 128");
   CHECK_TEXT(turns(), "b7 b8 b7 b8 b7 b8 b7 b8 b7 b8 b7 b8 ");
   CHECK_I64(scratch_nbytes(), 2 * 2 * 16 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Of one unit the second step uses the second block. Each use waits for the
  * one before it, and says when it is over. */
-static void test_one_unit(void) {
+TEST(test_one_unit) {
   const model_options options = scratch_options(0);
   model_start_tree(&m, &options, 0);
   recorder_show_memory(m.device, true);
@@ -72,23 +65,19 @@ static void test_one_unit(void) {
   CHECK_TEXT(turns(), "b4 ");
   CHECK_I64(scratch_nbytes(), 2 * 32);
   step();
-  CHECK(strstr(recorder_tape(m.device),
-               "wait reduce e1\n"
-               "wait reduce e9\n"
-               "group_begin reduce g0\n"
-               "reduce_scatter reduce g0 4 f32 b2 scratch b3\n"
-               "group_end reduce g0\n"
-               "record e9 reduce\n"
-               "accumulate") != NULL);
+  CHECK_TAPE_HAS(
+      "wait reduce e1; wait reduce e9; group_begin reduce g0; "
+      "reduce_scatter reduce g0 4 f32 b2 scratch b3; group_end reduce g0; "
+      "record e9 reduce; accumulate");
   CHECK_TEXT(turns(), "b3 ");
   step();
   CHECK_TEXT(turns(), "b4 ");
   CHECK_I64(scratch_nbytes(), 2 * 32);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* However many equal layers: two blocks, each as large as one layer. */
-static void test_does_not_grow_with_depth(void) {
+TEST(test_does_not_grow_with_depth) {
   static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
   for (int64_t num_units = 2; num_units < 8; num_units++) {
     const model_options options = scratch_options(0);
@@ -101,16 +90,14 @@ static void test_does_not_grow_with_depth(void) {
       step();
       CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
     }
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* Segments lie at multiples of 256 bytes, as in the gradient block. */
-static void test_segments_of_one_unit(void) {
+TEST(test_segments_of_one_unit) {
   const model_options options = scratch_options(1);
-  model_init(&m, &options);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+  model_open(&options, "u mixed");
   recorder_show_memory(m.device, true);
   step();
   CHECK_I64(scratch_nbytes(), 256 + 16 * 2);
@@ -118,28 +105,25 @@ static void test_segments_of_one_unit(void) {
                "reduce_scatter reduce g0 8 f32 b2 scratch b3\n"
                "reduce_scatter reduce g0 8 bf16 b2+256 scratch b3+256\n") !=
         NULL);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* --- How large ----------------------------------------------------------- */
 
 /* The root is reduced last and needs the most: the others' blocks are large
  * enough for it at once. */
-static void test_as_large_as_the_largest_need(void) {
+TEST(test_as_large_as_the_largest_need) {
   const model_options options = scratch_options(0);
-  model_init(&m, &options);
-  model_plan_simple(&m, "root", 64);
-  model_plan_simple(&m, "a", 4);
-  model_start(&m);
+  model_open(&options, "root 64; a 4");
   step();
   CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A larger unit joins: a block that is too small for it is replaced. */
-static void test_grows(void) {
+TEST(test_grows) {
   const model_options options = scratch_options(1);
   fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
   model_init(&m, &options);
@@ -154,31 +138,26 @@ static void test_grows(void) {
   CHECK_I64(fsdp_unit_create(&joining, &m.units[1].unit, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
   recorder_show_memory(m.device, true);
-  recorder_clear(m.device);
+  PLAY("clear");
   step(); /* a, root */
-  CHECK(strstr(recorder_tape(m.device), "free 32 b3 after e9\nalloc 512 b7\n"));
+  CHECK_TAPE_HAS("free 32 b3 after e9; alloc 512 b7;");
   CHECK_TEXT(turns(), "b7 b4 ");
   CHECK_I64(scratch_nbytes(), 512 + 32);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK); /* the root alone */
-  CHECK_I64(model_leave(&m, 0, true, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
+  PLAY("sync reduce; enter root"); /* the root alone */
+  PLAY("leave root; pre_backward root; grads root; finish");
   step(); /* now a meets the other one */
   CHECK_TEXT(turns(), "b7 b9 b7 ");
   CHECK_I64(scratch_nbytes(), 2 * 512);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
   /* They outlive the unit that needed them, and go with the engine. */
-  fsdp_unit_destroy(m.units[1].unit);
-  m.units[1].unit = NULL;
+  PLAY("destroy a");
   CHECK_I64(scratch_nbytes(), 2 * 512);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Nothing of it where nothing is reduce-scattered. */
-static void test_nobody_needs_it(void) {
+TEST(test_nobody_needs_it) {
   for (int i = 0; i < 3; i++) {
     model_options options = scratch_options(0);
     if (i == 0) options.wants_scratch = false;
@@ -190,13 +169,13 @@ static void test_nobody_needs_it(void) {
     }
     for (int j = 0; j < 2; j++) step();
     CHECK_I64(scratch_nbytes(), 0);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* A unit that cannot be unfrozen needs no more than before. The arena's book of
  * clients grows with one of the numbers of units. */
-static void test_unfreezing_fails(void) {
+TEST(test_unfreezing_fails) {
   static const char *const names[] = {"root", "a", "b", "c", "d", "e", "f"};
   const fsdp_param_spec frozen = {0, 128, RECORDER_F32, false};
   const model_options options = scratch_options(0);
@@ -219,35 +198,35 @@ static void test_unfreezing_fails(void) {
     CHECK_I64(fsdp_unit_set_trainable(unit, 0, true, NULL), FSDP_OK);
     step();
     CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
-    model_fini(&m);
+    PLAY("end");
   }
   CHECK(num_refused > 0);
 }
 
 /* --- Failures ------------------------------------------------------------ */
 
-static void test_every_call_can_fail(void) {
+TEST(test_every_call_can_fail) {
   model_options options = scratch_options(0);
-  failures_every_call_of_steps(&m, &options, NULL, failures_train);
+  failures_every_call_of_steps(&options, NULL, failures_train);
   options.num_replicas = 2;
   options.offloads = true;
-  failures_every_call_of_steps(&m, &options, NULL, failures_train);
+  failures_every_call_of_steps(&options, NULL, failures_train);
 }
 
 /* Nobody resets: the engine goes, with a reduction that was not complete. */
-static void test_every_call_can_fail_before_the_end(void) {
+TEST(test_every_call_can_fail_before_the_end) {
   for (int num_before = 0; num_before < 2; num_before++) {
     for (int64_t i = 0;; i++) {
       const model_options options = scratch_options(1);
       const int64_t num_failures = check_num_failures;
       fsdp_error error = {FSDP_OK, 0, NULL, ""};
-      failures_plan(&m, &options);
+      failures_plan(&options);
       model_start(&m);
       for (int j = 0; j < num_before; j++) step();
       recorder_fail_at(m.device, i);
-      const fsdp_status status = failures_step(&m, FSDP_SYNC_REDUCE, &error);
+      const fsdp_status status = failures_step(FSDP_SYNC_REDUCE, &error);
       recorder_fail_at(m.device, -1);
-      model_fini(&m); /* finds races, too */
+      PLAY("end"); /* finds races, too */
       if (check_num_failures > num_failures) {
         printf("  call %" PRId64 " after %d steps: %s\n", i, num_before,
                error.message);
@@ -255,20 +234,4 @@ static void test_every_call_can_fail_before_the_end(void) {
       if (status == FSDP_OK) break;
     }
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_two_blocks_take_turns),
-      CHECK_TEST(test_one_unit),
-      CHECK_TEST(test_does_not_grow_with_depth),
-      CHECK_TEST(test_segments_of_one_unit),
-      CHECK_TEST(test_as_large_as_the_largest_need),
-      CHECK_TEST(test_grows),
-      CHECK_TEST(test_nobody_needs_it),
-      CHECK_TEST(test_unfreezing_fails),
-      CHECK_TEST(test_every_call_can_fail),
-      CHECK_TEST(test_every_call_can_fail_before_the_end),
-  };
-  return CHECK_RUN(tests);
 }

@@ -6,8 +6,6 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 enum { FIRST_ONLY = 1, ON_HOST = 2, WITH_GRADS = 4, NUM_COMBINATIONS = 8 };
 
 /* What a summoned unit is made of: one segment, `numel` elements a rank. */
@@ -20,8 +18,7 @@ static fsdp_summon_options summon_options(int bits) {
 }
 
 static model_options two_ranks(int64_t rank) {
-  model_options options = model_default_options();
-  options.rank = rank;
+  model_options options = {.rank = rank};
   return options;
 }
 
@@ -36,8 +33,7 @@ static void start(const model_options *options) {
                          "grad");
   }
   model_start(&m);
-  model_step(&m);
-  recorder_clear(m.device);
+  PLAY("step; clear");
 }
 
 static bool is_shown_here(int bits) {
@@ -77,174 +73,97 @@ static void write_whole(float *data, int bits, double first) {
 /* --- Tapes --------------------------------------------------------------- */
 
 /* Rank 0 writes back what it alone sees: over the replicas, then the shards. */
-static void test_first_rank(void) {
+TEST(test_first_rank) {
   model_options options = two_ranks(0);
   const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_params u sharded\n"
-             "alloc 64 b3\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "group_begin unshard g0\n"
-             "all_gather unshard g0 8 f32 b3 <- shard\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "show u full\n"
-             "take_params u full\n"
-             "show u sharded\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "group_begin unshard g1\n"
-             "broadcast unshard g1 16 f32 from 0 b3\n"
-             "group_end unshard g1\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "group_begin unshard g0\n"
-             "broadcast unshard g0 16 f32 from 0 b3\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "cast compute 8 f32->f32 shard <- b3\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "record e6 compute\n"
-             "free 64 b3 after e6\n");
-  model_fini(&m);
+  PLAY("dismiss u");
+  CHECK_TAPE(
+      "take_params u sharded; alloc 64 b3; record e1 compute; "
+      "wait unshard e1; group_begin unshard g0; "
+      "all_gather unshard g0 8 f32 b3 <- shard; group_end unshard g0; "
+      "record e6 unshard; wait compute e6; show u full; take_params u full; "
+      "show u sharded; record e1 compute; wait unshard e1; "
+      "group_begin unshard g1; broadcast unshard g1 16 f32 from 0 b3; "
+      "group_end unshard g1; record e6 unshard; wait compute e6; "
+      "group_begin unshard g0; broadcast unshard g0 16 f32 from 0 b3; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; "
+      "cast compute 8 f32->f32 shard <- b3; record e1 compute; "
+      "wait unshard e1; record e6 compute; free 64 b3 after e6");
+  PLAY("end");
 }
 
 /* Rank 1 helps to gather, gives the memory back, and gets what rank 0 wrote. */
-static void test_other_rank(void) {
+TEST(test_other_rank) {
   model_options options = two_ranks(1);
   const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_params u sharded\n"
-             "alloc 64 b3\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "group_begin unshard g0\n"
-             "all_gather unshard g0 8 f32 b3 <- shard\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "record e6 compute\n"
-             "free 64 b3 after e6\n");
-  recorder_clear(m.device);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "alloc 64 b4\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "group_begin unshard g0\n"
-             "broadcast unshard g0 16 f32 from 0 b4\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "cast compute 8 f32->f32 shard <- b4+32\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "record e6 compute\n"
-             "free 64 b4 after e6\n");
-  model_fini(&m);
+  CHECK_TAPE(
+      "take_params u sharded; alloc 64 b3; record e1 compute; "
+      "wait unshard e1; group_begin unshard g0; "
+      "all_gather unshard g0 8 f32 b3 <- shard; group_end unshard g0; "
+      "record e6 unshard; wait compute e6; record e6 compute; "
+      "free 64 b3 after e6");
+  PLAY("clear; dismiss u");
+  CHECK_TAPE(
+      "alloc 64 b4; record e1 compute; wait unshard e1; record e6 unshard; "
+      "wait compute e6; group_begin unshard g0; "
+      "broadcast unshard g0 16 f32 from 0 b4; group_end unshard g0; "
+      "record e6 unshard; wait compute e6; "
+      "cast compute 8 f32->f32 shard <- b4+32; record e1 compute; "
+      "wait unshard e1; record e6 compute; free 64 b4 after e6");
+  PLAY("end");
 }
 
 /* Shards and whole parameters in host memory, the device in between. */
-static void test_offloaded_on_host_with_gradients(void) {
+TEST(test_offloaded_on_host_with_gradients) {
   model_options options = two_ranks(1);
   const fsdp_summon_options on_host = summon_options(ON_HOST | WITH_GRADS);
   options.offloads = true;
   start(&options);
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &on_host, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_params u sharded\n"
-             "alloc 64 b3\n"
-             "copy_to_device compute 32 b3+32 <- u.shard0\n"
-             "record e6 compute\n"
-             "synchronize e6\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "group_begin unshard g0\n"
-             "all_gather unshard g0 8 f32 b3 <- b3+32\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "host_alloc 64 h1\n"
-             "copy_to_host compute 64 h1 <- b3\n"
-             "record e6 compute\n"
-             "synchronize e6\n"
-             "record e6 compute\n"
-             "free 64 b3 after e6\n"
-             "show u full_on_host\n"
-             "take_grads u\n"
-             "all_gather_bytes g0 1\n"
-             "alloc 64 b4\n"
-             "grad_shard u 0\n"
-             "copy_to_device compute 32 b4+32 <- u.grad0\n"
-             "record e6 compute\n"
-             "synchronize e6\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "group_begin unshard g0\n"
-             "all_gather unshard g0 8 f32 b4 <- b4+32\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "host_alloc 64 h2\n"
-             "copy_to_host compute 64 h2 <- b4\n"
-             "record e6 compute\n"
-             "synchronize e6\n"
-             "record e6 compute\n"
-             "free 64 b4 after e6\n"
-             "show_grads u full_on_host\n");
-  recorder_clear(m.device);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_params u full_on_host\n"
-             "show u sharded\n"
-             "record e6 compute\n"
-             "synchronize e6\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "take_full_grads u full_on_host\n"
-             "grad_shard u 0\n"
-             "record e6 compute\n"
-             "synchronize e6\n"
-             "show_grads u sharded\n"
-             "host_free h1\n"
-             "host_free h2\n");
-  model_fini(&m);
+  CHECK_TAPE(
+      "take_params u sharded; alloc 64 b3; "
+      "copy_to_device compute 32 b3+32 <- u.shard0; record e6 compute; "
+      "synchronize e6; record e1 compute; wait unshard e1; "
+      "group_begin unshard g0; all_gather unshard g0 8 f32 b3 <- b3+32; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; "
+      "host_alloc 64 h1; copy_to_host compute 64 h1 <- b3; record e6 compute; "
+      "synchronize e6; record e6 compute; free 64 b3 after e6; "
+      "show u full_on_host; take_grads u; all_gather_bytes g0 1; alloc 64 b4; "
+      "grad_shard u 0; copy_to_device compute 32 b4+32 <- u.grad0; "
+      "record e6 compute; synchronize e6; record e1 compute; wait unshard e1; "
+      "group_begin unshard g0; all_gather unshard g0 8 f32 b4 <- b4+32; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; "
+      "host_alloc 64 h2; copy_to_host compute 64 h2 <- b4; record e6 compute; "
+      "synchronize e6; record e6 compute; free 64 b4 after e6; "
+      "show_grads u full_on_host");
+  PLAY("clear; dismiss u");
+  CHECK_TAPE(
+      "take_params u full_on_host; show u sharded; record e6 compute; "
+      "synchronize e6; record e1 compute; wait unshard e1; "
+      "take_full_grads u full_on_host; grad_shard u 0; record e6 compute; "
+      "synchronize e6; show_grads u sharded; host_free h1; host_free h2");
+  PLAY("end");
 }
 
 /* One rank with replicas: the shard itself is what is broadcast. */
-static void test_resident_on_first_rank(void) {
-  model_options options = model_default_options();
+TEST(test_resident_on_first_rank) {
+  model_options options = {.world_size = 1, .num_replicas = 2};
   const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
-  options.world_size = 1;
-  options.num_replicas = 2;
   start(&options);
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_params u sharded\n"
-             "take_params u sharded\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "group_begin unshard g0\n"
-             "broadcast unshard g0 8 f32 from 0 shard\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n");
-  model_step(&m);
-  model_fini(&m);
+  PLAY("dismiss u");
+  CHECK_TAPE(
+      "take_params u sharded; take_params u sharded; record e1 compute; "
+      "wait unshard e1; group_begin unshard g0; "
+      "broadcast unshard g0 8 f32 from 0 shard; group_end unshard g0; "
+      "record e6 unshard; wait compute e6");
+  PLAY("step; end");
 }
 
 /* --- Numbers ------------------------------------------------------------- */
@@ -295,7 +214,7 @@ static void check_combination(const model_options *options, int bits,
   if (writes_grads) write_whole(unit->grads[0], bits, GRADS);
   if (!is_shown_here(bits)) { /* the other ranks' shards are their own */
     recorder_set_broadcast(m.device, PARAMS);
-    model_optimizer_step(&m);
+    PLAY("optimizer");
     memcpy(params_before, shard(), sizeof params_before);
   }
   CHECK_I64(fsdp_unit_dismiss(unit->unit, writeback, NULL), FSDP_OK);
@@ -306,7 +225,7 @@ static void check_combination(const model_options *options, int bits,
 
   const double first = (double)(m.options.rank * NUMEL);
   const bool is_kept =
-      writeback || (options->world_size == 1 && !options->offloads &&
+      writeback || (m.options.world_size == 1 && !options->offloads &&
                     (bits & (ON_HOST | FIRST_ONLY)) == 0);
   const bool gets_params = writes_params || !is_shown_here(bits);
   const bool gets_grads = writes_grads;
@@ -321,18 +240,17 @@ static void check_combination(const model_options *options, int bits,
     if (is_kept && gets_grads) unit->expected[0][(int64_t)first + i] = grad;
   }
   if (is_shown_here(bits) || !writeback) {
-    model_step(&m); /* added to what was written */
-    model_check_grads(&m);
+    PLAY("step"); /* added to what was written */
+    PLAY("check_grads");
   }
-  model_fini(&m);
+  PLAY("end");
 }
 
-static void test_combinations(void) {
+TEST(test_combinations) {
   for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
     for (int kinds = 0; kinds < 32; kinds++) {
-      model_options options = model_default_options();
-      options.world_size = (kinds & 1) != 0 ? 2 : 1;
-      options.rank = (kinds & 3) == 3 ? 1 : 0;
+      model_options options = {.world_size = (kinds & 1) != 0 ? 2 : 1,
+                               .rank = (kinds & 3) == 3 ? 1 : 0};
       if ((kinds & 3) == 2) continue; /* rank 1 of one */
       options.num_replicas = (kinds & 4) != 0 ? 2 : 1;
       options.offloads = (kinds & 8) != 0;
@@ -347,18 +265,18 @@ static void test_combinations(void) {
 }
 
 /* The other rank gets the first one's gradients. */
-static void test_gradients_of_the_first_rank(void) {
+TEST(test_gradients_of_the_first_rank) {
   const model_options options = two_ranks(1);
   const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
   start(&options);
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
   recorder_set_broadcast(m.device, 40);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  PLAY("dismiss u");
   const float *grads = grad_shard();
   for (int64_t i = 0; i < NUMEL; i++) {
     CHECK(grads[i] == (float)(40 + NUMEL + i));
   }
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* --- Gradients that are not there ---------------------------------------- */
@@ -380,72 +298,64 @@ static void answer_yes(void *context, int64_t rank, const void *mine,
 }
 
 /* No rank has any: nothing is gathered, nothing is shown. */
-static void test_no_gradients(void) {
+TEST(test_no_gradients) {
   const model_options options = two_ranks(0);
   const fsdp_summon_options how = summon_options(WITH_GRADS);
   start(&options);
-  model_zero_grad(&m);
+  PLAY("zero_grad");
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
-  CHECK(!m.units[0].has_grads);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK(!m.units[0].has_grads);
-  CHECK(strstr(recorder_tape(m.device), "all_gather_bytes g0 1\n") != NULL);
-  CHECK(strstr(recorder_tape(m.device), "take_full_grads") == NULL);
-  model_step(&m);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("no_grads u; dismiss u; no_grads u");
+  CHECK_TAPE_HAS("all_gather_bytes g0 1;");
+  CHECK_TAPE_LACKS("take_full_grads");
+  PLAY("step; check_grads; end");
 }
 
 /* Only another rank has some: this one's piece is zero. Without a write-back it
  * has none afterwards; with one, what the user made of it. */
-static void test_gradients_of_another_rank(void) {
+TEST(test_gradients_of_another_rank) {
   for (int offloads = 0; offloads < 2; offloads++) {
     model_options options = two_ranks(1);
     const fsdp_summon_options how = summon_options(WITH_GRADS);
     options.offloads = offloads != 0;
     start(&options);
-    model_zero_grad(&m);
+    PLAY("zero_grad");
     recorder_set_answer(m.device, answer_yes, NULL);
     CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
     CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 zero8@0") !=
           NULL);
     const float *whole = m.units[0].grads[0];
     for (int64_t i = 0; i < 2 * NUMEL; i++) CHECK(whole[i] == 0);
-    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, false, NULL), FSDP_OK);
+    PLAY("drop u");
     CHECK(m.units[0].grad_view != FSDP_VIEW_SHARDED); /* not shown again */
     CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
     write_whole(m.units[0].grads[0], 0, 16);
     recorder_set_grads_live(m.device, true);
-    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-    CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
+    PLAY("dismiss u; grad_view u sharded");
     CHECK(grad_shard()[0] == 16 + NUMEL);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* The user clears them while they are whole: gone on every rank. */
-static void test_cleared_gradients(void) {
+TEST(test_cleared_gradients) {
   for (int64_t rank = 0; rank < 2; rank++) {
     const model_options options = two_ranks(rank);
     const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
     start(&options);
     CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
-    recorder_clear(m.device);
+    PLAY("clear");
     if (rank == 0) {
-      model_zero_grad(&m);
+      PLAY("zero_grad");
     } else {
       recorder_set_answer(m.device, answer_no, NULL);
     }
-    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+    PLAY("dismiss u");
     /* Rank 1 still saw its sharded ones: they are taken away. */
     CHECK(strstr(recorder_tape(m.device),
                  rank == 0 ? "take_full_grads u full\nall_gather_bytes g0 1\n"
                            : "take_grads u\nall_gather_bytes g0 1\n") != NULL);
-    CHECK(strstr(recorder_tape(m.device), "show_grads") == NULL);
-    model_zero_grad(&m);
-    model_step(&m);
-    model_check_grads(&m);
-    model_fini(&m);
+    CHECK_TAPE_LACKS("show_grads");
+    PLAY("zero_grad; step; check_grads; end");
   }
 }
 
@@ -498,19 +408,18 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
   recorder_fail_at(m.device, -1);
   CHECK_I64(num_blocks_besides_the_arena(), num_blocks);
   CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
-  failures_check_recovers(&m);
-  model_fini(&m);
+  failures_check_recovers();
+  PLAY("end");
   return num_calls > index;
 }
 
-static void test_every_call_can_fail(void) {
+TEST(test_every_call_can_fail) {
   for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
     for (int kinds = 0; kinds < 6; kinds++) {
-      model_options options = model_default_options();
-      options.world_size = kinds == 3 || kinds == 5 ? 1 : 2;
-      options.rank = kinds == 1 ? 1 : 0;
-      options.num_replicas = kinds == 0 || kinds == 3 ? 2 : 1;
-      options.offloads = kinds == 2 || kinds == 5;
+      model_options options = {.world_size = kinds == 3 || kinds == 5 ? 1 : 2,
+                               .rank = kinds == 1 ? 1 : 0,
+                               .num_replicas = kinds == 0 || kinds == 3 ? 2 : 1,
+                               .offloads = kinds == 2 || kinds == 5};
       if (kinds == 4) options.param_dtype = RECORDER_BF16;
       for (int64_t i = 0; i < MAX_CALLS; i++) {
         const int64_t num_failures = check_num_failures;
@@ -527,7 +436,7 @@ static void test_every_call_can_fail(void) {
 }
 
 /* The ranks' agreement on gradients needs some memory. */
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   const model_options options = two_ranks(0);
   const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
   for (int64_t i = 0;; i++) {
@@ -538,10 +447,10 @@ static void test_every_allocation_can_fail(void) {
     if (is_summoned) status = fsdp_unit_dismiss(m.units[0].unit, true, NULL);
     fsdp_alloc_fail_at(-1);
     if (is_summoned && status != FSDP_OK) {
-      CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+      PLAY("dismiss u");
     }
-    failures_check_recovers(&m);
-    model_fini(&m);
+    failures_check_recovers();
+    PLAY("end");
     if (status != FSDP_OK) {
       CHECK_I64(status, FSDP_OUT_OF_MEMORY);
       continue;
@@ -549,21 +458,4 @@ static void test_every_allocation_can_fail(void) {
     CHECK_I64(i, 2);
     break;
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_first_rank),
-      CHECK_TEST(test_other_rank),
-      CHECK_TEST(test_offloaded_on_host_with_gradients),
-      CHECK_TEST(test_resident_on_first_rank),
-      CHECK_TEST(test_combinations),
-      CHECK_TEST(test_gradients_of_the_first_rank),
-      CHECK_TEST(test_no_gradients),
-      CHECK_TEST(test_gradients_of_another_rank),
-      CHECK_TEST(test_cleared_gradients),
-      CHECK_TEST(test_every_call_can_fail),
-      CHECK_TEST(test_every_allocation_can_fail),
-  };
-  return CHECK_RUN(tests);
 }

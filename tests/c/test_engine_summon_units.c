@@ -3,8 +3,6 @@
  */
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 enum { FIRST_ONLY = 1, ON_HOST = 2, WITH_GRADS = 4, NUM_COMBINATIONS = 8 };
 
 static fsdp_summon_options summon_options(int bits) {
@@ -14,8 +12,7 @@ static fsdp_summon_options summon_options(int bits) {
 }
 
 static model_options two_ranks(int64_t rank) {
-  model_options options = model_default_options();
-  options.rank = rank;
+  model_options options = {.rank = rank};
   return options;
 }
 
@@ -24,34 +21,30 @@ static bool is_shown_here(int bits, int64_t rank) {
 }
 
 /* Gradients that are not sharded yet stay as they are. */
-static void test_unreduced_gradients_stay(void) {
+TEST(test_unreduced_gradients_stay) {
   static const fsdp_sync kinds[] = {FSDP_SYNC_NONE, FSDP_SYNC_SHARD};
   const fsdp_summon_options how = summon_options(WITH_GRADS);
   for (int i = 0; i < 2; i++) {
     model_start_tree(&m, NULL, 0);
-    CHECK_I64(failures_step(&m, kinds[i], NULL), FSDP_OK);
+    CHECK_I64(failures_step(kinds[i], NULL), FSDP_OK);
     const fsdp_view view = m.units[0].grad_view;
     CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
     CHECK_I64(m.units[0].grad_view, view);
-    CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+    PLAY("dismiss root");
     CHECK_I64(m.units[0].grad_view, view);
-    model_check_grads(&m);
-    CHECK_I64(failures_step(&m, FSDP_SYNC_REDUCE, NULL), FSDP_OK);
-    model_check_grads(&m);
-    model_fini(&m);
+    PLAY("check_grads");
+    CHECK_I64(failures_step(FSDP_SYNC_REDUCE, NULL), FSDP_OK);
+    PLAY("check_grads; end");
   }
 }
 
-static void test_mixed_segments(void) {
+TEST(test_mixed_segments) {
   for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
     for (int64_t rank = 0; rank < 2; rank++) {
       const model_options options = two_ranks(rank);
       const fsdp_summon_options how = summon_options(bits);
-      model_init(&m, &options);
-      model_plan_mixed(&m, "u");
-      model_start(&m);
-      model_step(&m);
-      model_check_grads(&m);
+      model_open(&options, "u mixed");
+      PLAY("step; check_grads");
       CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
       model_check_params(&m, 0);
       if ((bits & WITH_GRADS) != 0 && is_shown_here(bits, rank)) {
@@ -62,15 +55,13 @@ static void test_mixed_segments(void) {
       CHECK_I64(
           fsdp_unit_dismiss(m.units[0].unit, is_shown_here(bits, rank), NULL),
           FSDP_OK);
-      model_step(&m);
-      model_check_grads(&m);
-      model_fini(&m);
+      PLAY("step; check_grads; end");
     }
   }
 }
 
 /* Nothing to show, anywhere. */
-static void test_units_without_elements(void) {
+TEST(test_units_without_elements) {
   const fsdp_param_spec empty = {0, 0, RECORDER_F32, true};
   for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
     for (int64_t num_params = 0; num_params < 2; num_params++) {
@@ -82,46 +73,42 @@ static void test_units_without_elements(void) {
       model_plan(&m, "u", &empty, num_params);
       model_start(&m);
       CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
-      CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-      CHECK(strstr(recorder_tape(m.device), "alloc") == NULL);
-      CHECK(strstr(recorder_tape(m.device), "broadcast") == NULL);
-      model_step(&m);
-      model_fini(&m);
+      PLAY("dismiss u");
+      CHECK_TAPE_LACKS("alloc");
+      CHECK_TAPE_LACKS("broadcast");
+      PLAY("step; end");
     }
   }
 }
 
 /* A unit, or its engine, that goes while it is summoned. */
-static void test_summoned_unit_goes(void) {
+TEST(test_summoned_unit_goes) {
   for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
     for (int is_engine = 0; is_engine < 2; is_engine++) {
       const model_options options = two_ranks(0);
       const fsdp_summon_options how = summon_options(bits);
       model_start_tree(&m, &options, 0);
-      model_step(&m);
+      PLAY("step");
       CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
       if (is_engine) {
         fsdp_engine_destroy(m.engine);
         m.engine = NULL;
       } else {
-        fsdp_unit_destroy(m.units[0].unit);
-        m.units[0].unit = NULL;
+        PLAY("destroy root");
       }
-      CHECK_I64(m.units[0].view, FSDP_VIEW_SHARDED);
-      CHECK_I64(m.units[0].grad_view, FSDP_VIEW_SHARDED);
-      model_fini(&m);
+      PLAY("view root sharded; grad_view root sharded; end");
     }
   }
 }
 
 /* A unit that goes must let go of what it shows, whatever the port says. */
-static void test_every_call_of_going_can_fail(void) {
+TEST(test_every_call_of_going_can_fail) {
   for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
     for (int64_t i = 0;; i++) {
       const model_options options = two_ranks(0);
       const fsdp_summon_options how = summon_options(bits);
       model_start_tree(&m, &options, 0);
-      model_step(&m);
+      PLAY("step");
       CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
       const int64_t num_before = recorder_num_calls(m.device);
       recorder_fail_at(m.device, i);
@@ -129,20 +116,8 @@ static void test_every_call_of_going_can_fail(void) {
       recorder_fail_at(m.device, -1);
       m.units[0].unit = NULL;
       const int64_t num_calls = recorder_num_calls(m.device) - num_before;
-      CHECK_I64(m.units[0].view, FSDP_VIEW_SHARDED);
-      model_fini(&m);
+      PLAY("view root sharded; end");
       if (num_calls <= i) break;
     }
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_unreduced_gradients_stay),
-      CHECK_TEST(test_mixed_segments),
-      CHECK_TEST(test_units_without_elements),
-      CHECK_TEST(test_summoned_unit_goes),
-      CHECK_TEST(test_every_call_of_going_can_fail),
-  };
-  return CHECK_RUN(tests);
 }

@@ -5,8 +5,6 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-static model m; /* each test makes and frees it */
-
 static fsdp_status set_trainable(int64_t unit, int64_t segment,
                                  bool is_trainable, fsdp_error *error) {
   return fsdp_unit_set_trainable(m.units[unit].unit, segment, is_trainable,
@@ -15,21 +13,19 @@ static fsdp_status set_trainable(int64_t unit, int64_t segment,
 
 static void step(fsdp_sync sync) {
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
-  CHECK_I64(failures_step(&m, sync, &error), FSDP_OK);
+  CHECK_I64(failures_step(sync, &error), FSDP_OK);
   CHECK_TEXT(error.message, "");
-  model_check_grads(&m);
+  PLAY("check_grads");
 }
 
 /* A whole unit: it had no gradient memory at all. */
-static void test_frozen_unit_is_unfrozen(void) {
+TEST(test_frozen_unit_is_unfrozen) {
   for (int offloads = 0; offloads < 2; offloads++) {
-    model_options options = model_default_options();
-    options.offloads = offloads != 0;
-    options.wants_scratch = true;
-    failures_plan(&m, &options);
+    model_options options = {.offloads = offloads != 0, .wants_scratch = true};
+    failures_plan(&options);
     model_start(&m);
     step(FSDP_SYNC_REDUCE);
-    CHECK_I64(model_stats(&m).num_reduces, 3);
+    PLAY("num_reduces 3");
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 3);
     CHECK(!fsdp_unit_is_trainable(m.units[2].unit, 0));
     CHECK_I64(set_trainable(2, 0, true, NULL), FSDP_OK);
@@ -37,24 +33,20 @@ static void test_frozen_unit_is_unfrozen(void) {
     CHECK(fsdp_unit_is_trainable(m.units[2].unit, 0));
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 4);
     for (int i = 0; i < 2; i++) {
-      model_zero_grad(&m);
+      PLAY("zero_grad");
       step(FSDP_SYNC_NONE);
       step(FSDP_SYNC_REDUCE);
     }
-    CHECK_I64(model_stats(&m).num_reduces, 3 + 2 * 4);
-    CHECK(m.units[2].has_grads);
-    model_zero_grad(&m);
+    PLAY("num_reduces 11; has_grads frozen; zero_grad");
     step(FSDP_SYNC_SHARD);
     step(FSDP_SYNC_REDUCE);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* A second segment of a unit: its blocks grow, also the partial gradient's. */
-static void test_frozen_segment_is_unfrozen(void) {
-  model_init(&m, NULL);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+TEST(test_frozen_segment_is_unfrozen) {
+  model_open(NULL, "u mixed");
   step(FSDP_SYNC_SHARD);
   step(FSDP_SYNC_REDUCE);
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 256 + 8 * 2);
@@ -69,73 +61,66 @@ static void test_frozen_segment_is_unfrozen(void) {
   const fsdp_summon_options with_grads = {.with_grads = true};
   CHECK_I64(fsdp_unit_summon(m.units[0].unit, &with_grads, NULL), FSDP_OK);
   CHECK(m.units[0].grads[1] != NULL && m.units[0].grads[3] == NULL);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  PLAY("dismiss u");
   step(FSDP_SYNC_REDUCE);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* What is frozen is not reduced; its memory stays, and serves again. */
-static void test_segments_are_frozen(void) {
-  model_init(&m, NULL);
-  model_plan_mixed(&m, "u");
-  model_start(&m);
+TEST(test_segments_are_frozen) {
+  model_open(NULL, "u mixed");
   step(FSDP_SYNC_REDUCE);
   CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
-  model_zero_grad(&m);
-  recorder_clear(m.device);
+  PLAY("zero_grad; clear");
   step(FSDP_SYNC_REDUCE);
   CHECK(strstr(recorder_tape(m.device), "reduce_scatter reduce g0 8 f32") ==
         NULL);
   CHECK(strstr(recorder_tape(m.device), "reduce_scatter reduce g0 8 bf16") !=
         NULL);
   CHECK_I64(set_trainable(0, 2, false, NULL), FSDP_OK); /* nothing is left */
-  model_zero_grad(&m);
-  recorder_clear(m.device);
+  PLAY("zero_grad; clear");
   step(FSDP_SYNC_REDUCE);
-  CHECK(strstr(recorder_tape(m.device), "reduce") == NULL);
-  CHECK(!m.units[0].has_grads);
+  CHECK_TAPE_LACKS("reduce");
+  PLAY("no_grads u");
   for (int64_t i = 0; i < 3; i += 2) {
     CHECK_I64(set_trainable(0, i, true, NULL), FSDP_OK);
   }
-  model_zero_grad(&m);
+  PLAY("zero_grad");
   const int64_t num_clients = model_stats(&m).arena.num_clients;
   step(FSDP_SYNC_REDUCE);
   CHECK_I64(model_stats(&m).arena.num_clients, num_clients);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Not while gradients are held: to freeze waits, to unfreeze is refused. */
-static void test_held_gradients(void) {
+TEST(test_held_gradients) {
   static const fsdp_sync kinds[] = {FSDP_SYNC_NONE, FSDP_SYNC_SHARD};
   for (int i = 0; i < 2; i++) {
     fsdp_error error;
-    model_init(&m, NULL);
-    model_plan_mixed(&m, "u");
-    model_start(&m);
+    model_open(NULL, "u mixed");
     step(kinds[i]);
     CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
     CHECK(fsdp_unit_is_trainable(m.units[0].unit, 0));
-    CHECK_I64(set_trainable(0, 1, true, &error), FSDP_INVALID_STATE);
-    CHECK_TEXT(error.message,
-               "parameters of unit 'u' were unfrozen in the middle of a "
-               "gradient accumulation (backward or no_sync): set "
-               "requires_grad between optimizer steps");
+    CHECK_FAILS(set_trainable(0, 1, true, &error), FSDP_INVALID_STATE,
+                error.message,
+                "parameters of unit 'u' were unfrozen in the middle of a "
+                "gradient accumulation (backward or no_sync): set "
+                "requires_grad between optimizer steps");
     step(FSDP_SYNC_REDUCE);
     CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
     CHECK(!fsdp_unit_is_trainable(m.units[0].unit, 0));
-    CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-    CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
+    PLAY("forward; pre_backward u");
     CHECK_I64(set_trainable(0, 0, true, NULL), FSDP_INVALID_STATE);
-    fsdp_engine_reset(m.engine);
+    PLAY("reset");
     CHECK_I64(set_trainable(0, 0, true, NULL), FSDP_OK);
-    model_zero_grad(&m);
+    PLAY("zero_grad");
     step(FSDP_SYNC_REDUCE);
-    model_fini(&m);
+    PLAY("end");
   }
 }
 
 /* Before it joins an engine, and between two. */
-static void test_without_an_engine(void) {
+TEST(test_without_an_engine) {
   model_start_tree(&m, NULL, 1);
   fsdp_engine_destroy(m.engine);
   CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
@@ -145,9 +130,9 @@ static void test_without_an_engine(void) {
   }
   step(FSDP_SYNC_REDUCE);
   CHECK(!m.units[0].has_grads && m.units[1].has_grads);
-  model_fini(&m);
+  PLAY("end");
 
-  failures_plan(&m, NULL);
+  failures_plan(NULL);
   model_start(&m);
   fsdp_engine_destroy(m.engine);
   CHECK_I64(set_trainable(2, 0, true, NULL), FSDP_OK);
@@ -156,11 +141,11 @@ static void test_without_an_engine(void) {
     CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
   }
   step(FSDP_SYNC_REDUCE);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* A unit whose gradients do not fit stays as it was. */
-static void test_what_does_not_fit(void) {
+TEST(test_what_does_not_fit) {
   const fsdp_param_spec spec = {1, INT64_MAX / 8, RECORDER_U8, false};
   fsdp_param_table *table = NULL;
   fsdp_flat_layout *layout = NULL;
@@ -180,10 +165,10 @@ static void test_what_does_not_fit(void) {
                                      .replica_group = {.world_size = 1},
                                      .prescale = 1};
   CHECK_I64(fsdp_unit_create(&options, &unit, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_set_trainable(unit, 0, true, &error), FSDP_OVERFLOW);
-  CHECK_TEXT(error.message,
-             "unit 'huge': segment 0 of 1152921504606846976 elements does not "
-             "fit in int64 bytes");
+  CHECK_FAILS(fsdp_unit_set_trainable(unit, 0, true, &error), FSDP_OVERFLOW,
+              error.message,
+              "unit 'huge': segment 0 of 1152921504606846976 elements does not "
+              "fit in int64 bytes");
   CHECK(!fsdp_unit_is_trainable(unit, 0));
   fsdp_unit_destroy(unit);
   fsdp_flat_layout_destroy(layout);
@@ -191,35 +176,21 @@ static void test_what_does_not_fit(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static fsdp_status unfreeze_and_train(model *self, fsdp_error *error) {
+static fsdp_status unfreeze_and_train(fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(failures_train(self, error));
-  FSDP_TRY(fsdp_unit_set_trainable(self->units[1].unit, 1, true, error));
-  FSDP_TRY(fsdp_unit_set_trainable(self->units[2].unit, 0, true, error));
-  FSDP_TRY(failures_train(self, error));
+  FSDP_TRY(failures_train(error));
+  FSDP_TRY(fsdp_unit_set_trainable(m.units[1].unit, 1, true, error));
+  FSDP_TRY(fsdp_unit_set_trainable(m.units[2].unit, 0, true, error));
+  FSDP_TRY(failures_train(error));
 done:
   return status;
 }
 
-static void test_every_call_can_fail(void) {
-  const model_options options = model_default_options();
-  failures_every_call(&m, &options, NULL, unfreeze_and_train, 0);
+TEST(test_every_call_can_fail) {
+  const model_options options = {0};
+  failures_every_call(&options, NULL, unfreeze_and_train, 0);
 }
 
-static void test_every_allocation_can_fail(void) {
-  failures_every_allocation(&m, NULL, NULL, unfreeze_and_train);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_frozen_unit_is_unfrozen),
-      CHECK_TEST(test_frozen_segment_is_unfrozen),
-      CHECK_TEST(test_segments_are_frozen),
-      CHECK_TEST(test_held_gradients),
-      CHECK_TEST(test_without_an_engine),
-      CHECK_TEST(test_what_does_not_fit),
-      CHECK_TEST(test_every_call_can_fail),
-      CHECK_TEST(test_every_allocation_can_fail),
-  };
-  return CHECK_RUN(tests);
+TEST(test_every_allocation_can_fail) {
+  failures_every_allocation(NULL, NULL, unfreeze_and_train);
 }

@@ -5,20 +5,6 @@
 #include "base/alloc.h"
 #include "engine_fixture.h"
 
-static model m; /* each test makes and frees it */
-
-static void forward(bool expects_backward) {
-  CHECK_I64(model_forward(&m, expects_backward, NULL), FSDP_OK);
-}
-
-static void enter(int64_t unit) {
-  CHECK_I64(model_enter(&m, unit, NULL), FSDP_OK);
-}
-
-static void leave(int64_t unit, bool expects_backward) {
-  CHECK_I64(model_leave(&m, unit, expects_backward, NULL), FSDP_OK);
-}
-
 /* --- Making and moving --------------------------------------------------- */
 
 static void check_unit_refused(const fsdp_unit_options *options,
@@ -30,7 +16,7 @@ static void check_unit_refused(const fsdp_unit_options *options,
   CHECK(unit == NULL);
 }
 
-static void test_unit_refuses_wrong_groups(void) {
+TEST(test_unit_refuses_wrong_groups) {
   fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
   model_init(&m, NULL);
   model_plan_simple(&m, "u", 4);
@@ -46,11 +32,11 @@ static void test_unit_refuses_wrong_groups(void) {
   check_unit_refused(
       &options, FSDP_INVALID_ARGUMENT,
       "unit 'u': rank 0 is outside the replica group of 0 ranks");
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* bf16 elements that fit in int64 bytes do not fit as fp64 gradients. */
-static void test_unit_refuses_what_does_not_fit(void) {
+TEST(test_unit_refuses_what_does_not_fit) {
   const fsdp_param_spec spec = {1, INT64_MAX / 8, RECORDER_U8, true};
   fsdp_param_table *table = NULL;
   fsdp_flat_layout *layout = NULL;
@@ -74,7 +60,7 @@ static void test_unit_refuses_what_does_not_fit(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_names_and_engine_of_a_unit(void) {
+TEST(test_names_and_engine_of_a_unit) {
   model_start_tree(&m, NULL, 1);
   fsdp_unit *unit = m.units[1].unit;
   CHECK_TEXT(fsdp_unit_name(unit), "a");
@@ -84,21 +70,21 @@ static void test_names_and_engine_of_a_unit(void) {
   CHECK_I64(fsdp_unit_pending_grads(unit), 3);
   CHECK(fsdp_engine_get_sync(m.engine) == FSDP_SYNC_REDUCE);
   CHECK(!fsdp_engine_in_forward(m.engine));
-  enter(0);
+  PLAY("enter root");
   CHECK(fsdp_engine_in_forward(m.engine));
-  leave(0, false);
+  PLAY("leave_eval root");
   CHECK(!fsdp_engine_in_forward(m.engine));
   CHECK(fsdp_op_log_last(fsdp_engine_log(m.engine))->unit ==
         fsdp_unit_name(m.units[0].unit));
   fsdp_unit_destroy(NULL);
   fsdp_engine_destroy(NULL);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* Sums of bytes: 4 + 8 fp32 elements on each of two ranks. */
-static void test_stats_are_sums(void) {
+TEST(test_stats_are_sums) {
   model_start_tree(&m, NULL, 1);
-  model_step(&m);
+  PLAY("step");
   const fsdp_engine_stats stats = model_stats(&m);
   CHECK_I64(stats.num_units, 2);
   CHECK_I64(stats.shard_nbytes, (4 + 8) * 4);
@@ -110,112 +96,94 @@ static void test_stats_are_sums(void) {
   CHECK_I64(stats.arena.num_clients, 4);
   CHECK_I64(stats.arena.nbytes, recorder_live_nbytes(m.device));
   CHECK_I64(stats.arena.held_nbytes, 0);
-  model_fini(&m);
+  PLAY("end");
 }
 
-static void test_units_move_to_another_engine(void) {
+TEST(test_units_move_to_another_engine) {
   fsdp_engine *other = NULL;
   fsdp_error error;
   model_start_tree(&m, NULL, 2);
-  forward(true); /* keeps the root unsharded: it is resharded by the move */
+  PLAY("forward"); /* keeps the root unsharded: it is resharded by the move */
   CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
-  CHECK_I64(model_stats(&m).num_units, 2);
-  CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  PLAY("state root SHARDED; num_units 2; check_idle");
   /* The others still work on their own, also after the first one went. */
-  enter(1);
-  CHECK_I64(fsdp_engine_add_unit(other, m.units[2].unit, &error),
-            FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "unit 'b' cannot join another FSDP root now: its own is in the "
-             "middle of a step (forward, backward, no_sync or "
-             "summon_full_params)");
-  leave(1, false);
+  PLAY("enter a");
+  CHECK_FAILS(fsdp_engine_add_unit(other, m.units[2].unit, &error),
+              FSDP_INVALID_STATE, error.message,
+              "unit 'b' cannot join another FSDP root now: its own is in the "
+              "middle of a step (forward, backward, no_sync or "
+              "summon_full_params)");
+  PLAY("leave_eval a");
   for (int64_t i = 1; i < 3; i++) {
     CHECK_I64(fsdp_engine_add_unit(other, m.units[i].unit, NULL), FSDP_OK);
   }
-  CHECK_I64(model_stats(&m).num_units, 0);
+  PLAY("num_units 0");
   fsdp_engine_destroy(m.engine);
   m.engine = other;
-  model_step(&m);
-  model_check_grads(&m);
-  model_optimizer_step(&m);
-  model_step(&m);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("step; check_grads; optimizer; step; check_grads; end");
 }
 
-static void test_units_cannot_be_added_inside_a_step(void) {
+TEST(test_units_cannot_be_added_inside_a_step) {
   fsdp_engine *other = NULL;
   fsdp_error error;
   model_start_tree(&m, NULL, 1);
   CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL), FSDP_OK);
-  enter(0);
-  CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, &error),
-            FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message, "unit 'a' cannot be added in the middle of a step");
+  PLAY("enter root");
+  CHECK_FAILS(fsdp_engine_add_unit(m.engine, m.units[1].unit, &error),
+              FSDP_INVALID_STATE, error.message,
+              "unit 'a' cannot be added in the middle of a step");
   CHECK(model_engine_of(m.units[1].unit) == other);
-  leave(0, false);
+  PLAY("leave_eval root");
   CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
   fsdp_engine_destroy(other);
-  model_step(&m);
-  model_fini(&m);
+  PLAY("step; end");
 }
 
 /* A unit that is destroyed leaves the engine able to go on, and nothing of
  * its name in the log. */
-static void test_destroyed_units_leave_no_trace(void) {
+TEST(test_destroyed_units_leave_no_trace) {
   char text[4096];
   model_start_tree(&m, NULL, 3);
-  model_step(&m);
-  fsdp_unit_destroy(m.units[2].unit);
-  m.units[2].unit = NULL;
+  PLAY("step; destroy b");
   (void)fsdp_op_log_format(fsdp_engine_log(m.engine), FSDP_OP_LOG_CAPACITY,
                            text, sizeof text);
   CHECK(strstr(text, " b\n") == NULL);
   CHECK(strstr(text, " all_gather root\n") != NULL);
-  model_fini(&m);
+  PLAY("end");
 }
 
-static void test_engine_may_go_before_its_units(void) {
+TEST(test_engine_may_go_before_its_units) {
   fsdp_error error;
   model_start_tree(&m, NULL, 2);
-  enter(0);
-  enter(1); /* in the middle of a step; unit b is summoned below */
-  fsdp_engine_reset(m.engine);
-  CHECK_I64(fsdp_unit_summon(m.units[2].unit, NULL, NULL), FSDP_OK);
+  /* in the middle of a step; unit b is summoned below */
+  PLAY("enter root; enter a; reset; summon b");
   fsdp_engine_destroy(m.engine);
   m.engine = NULL;
-  model_check_states(&m, FSDP_UNIT_SHARDED);
+  PLAY("check_sharded");
   CHECK_I64(recorder_live_blocks(m.device), 0);
   CHECK(!fsdp_unit_is_summoned(m.units[2].unit));
   CHECK(model_engine_of(m.units[0].unit) == NULL);
-  CHECK_I64(fsdp_unit_pre_forward(m.units[0].unit, false, &error),
-            FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "unit 'root' ran forward before it was added to an engine");
-  CHECK_I64(fsdp_unit_pre_backward(m.units[0].unit, &error),
-            FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "backward reached unit 'root' after its engine was destroyed");
+  CHECK_FAILS(fsdp_unit_pre_forward(m.units[0].unit, false, &error),
+              FSDP_INVALID_STATE, error.message,
+              "unit 'root' ran forward before it was added to an engine");
+  CHECK_FAILS(fsdp_unit_pre_backward(m.units[0].unit, &error),
+              FSDP_INVALID_STATE, error.message,
+              "backward reached unit 'root' after its engine was destroyed");
   CHECK_I64(fsdp_unit_inputs_ready(m.units[0].unit, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, &error),
-            FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "the parameters of unit 'root' cannot be summoned "
-             "before it was added to an engine");
-  fsdp_unit_abandon_forward(m.units[0].unit, false);
-  model_fini(&m);
+  CHECK_FAILS(fsdp_unit_summon(m.units[0].unit, NULL, &error),
+              FSDP_INVALID_STATE, error.message,
+              "the parameters of unit 'root' cannot be summoned "
+              "before it was added to an engine");
+  PLAY("abandon root; end");
 }
 
 /* Unsharded gradients go with the engine whose block they are in: in another
  * one no parameter counts as filled. */
-static void test_unsharded_gradients_go_with_the_engine(void) {
+TEST(test_unsharded_gradients_go_with_the_engine) {
   model_start_tree(&m, NULL, 1);
-  fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
-  model_step(&m);
+  PLAY("sync none; step");
   CHECK(fsdp_unit_holds_grads(m.units[1].unit));
   fsdp_engine_destroy(m.engine);
   CHECK(!fsdp_unit_holds_grads(m.units[1].unit));
@@ -223,43 +191,30 @@ static void test_unsharded_gradients_go_with_the_engine(void) {
   for (int64_t i = 0; i < 2; i++) {
     CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
   }
-  model_zero_grad(&m);
-  model_step(&m);
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("zero_grad; step; check_grads; end");
 }
 
 /* A gather that is still in flight ends before its block is used again. */
-static void test_destroyed_while_in_flight(void) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+TEST(test_destroyed_while_in_flight) {
+  model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 1);
-  forward(false);
-  enter(0);
-  CHECK_I64(model_state(&m, 1), FSDP_UNIT_PREFETCHED);
-  recorder_clear(m.device);
-  fsdp_unit_destroy(m.units[1].unit);
-  m.units[1].unit = NULL;
-  CHECK(strstr(recorder_tape(m.device), " unshard\n") != NULL);
-  CHECK(strstr(recorder_tape(m.device), " compute\n") == NULL);
-  leave(0, false);
-  model_fini(&m);
+  PLAY("eval; enter root; state a PREFETCHED; clear; destroy a");
+  CHECK_TAPE_HAS(" unshard;");
+  CHECK_TAPE_LACKS(" compute;");
+  PLAY("leave_eval root; end");
 }
 
 /* --- Summon -------------------------------------------------------------- */
 
-static void test_summon_and_write_back(void) {
-  model_options options = model_default_options();
-  options.rank = 1;
+TEST(test_summon_and_write_back) {
+  model_options options = {.rank = 1};
   options.param_dtype =
       RECORDER_BF16; /* summoned in master dtype all the same */
-  model_init(&m, &options);
-  model_plan_simple(&m, "u", 8);
-  model_start(&m);
+  model_open(&options, "u 8");
   fsdp_unit *unit = m.units[0].unit;
   CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
   CHECK(fsdp_unit_is_summoned(unit));
-  CHECK_I64(m.units[0].view, FSDP_VIEW_FULL);
+  PLAY("view u full");
   float *full = m.units[0].params[0];
   for (int64_t i = 0; i < 16; i++) {
     CHECK(full[i] == ((float *)m.units[0].shards[0])[i % 8]);
@@ -270,90 +225,60 @@ static void test_summon_and_write_back(void) {
   for (int64_t i = 0; i < 8; i++) { /* the half of rank 1 */
     CHECK(((float *)m.units[0].shards[0])[i] == (float)(100 + 8 + i));
   }
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_params u sharded\n"
-             "alloc 64\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "group_begin unshard g0\n"
-             "all_gather unshard g0 8 f32\n"
-             "group_end unshard g0\n"
-             "record e6 unshard\n"
-             "wait compute e6\n"
-             "show u full\n"
-             "take_params u full\n"
-             "show u sharded\n"
-             "cast compute 8 f32->f32\n"
-             "record e1 compute\n"
-             "wait unshard e1\n"
-             "record e6 compute\n"
-             "free 64 after e6\n");
+  CHECK_TAPE(
+      "take_params u sharded; alloc 64; record e1 compute; wait unshard e1; "
+      "group_begin unshard g0; all_gather unshard g0 8 f32; "
+      "group_end unshard g0; record e6 unshard; wait compute e6; show u full; "
+      "take_params u full; show u sharded; cast compute 8 f32->f32; "
+      "record e1 compute; wait unshard e1; record e6 compute; "
+      "free 64 after e6");
   CHECK_I64(model_stats(&m).arena.num_allocs, 0);
-  model_fini(&m);
+  PLAY("end");
 }
 
-static void test_dismiss_without_writeback(void) {
+TEST(test_dismiss_without_writeback) {
   model_start_tree(&m, NULL, 0);
   fsdp_unit *unit = m.units[0].unit;
   CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
   ((float *)m.units[0].params[0])[0] = 77;
-  recorder_clear(m.device);
+  PLAY("clear");
   CHECK_I64(fsdp_unit_dismiss(unit, false, NULL), FSDP_OK);
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
-  CHECK_TEXT(recorder_tape(m.device),
-             "show root sharded\n"
-             "record e6 compute\n"
-             "free 32 after e6\n");
-  model_fini(&m);
+  CHECK_TAPE("show root sharded; record e6 compute; free 32 after e6");
+  PLAY("end");
 }
 
 /* One rank: a copy when the parameters are cast; the shard itself when not. */
-static void test_summon_on_one_rank(void) {
-  model_options options = model_default_options();
-  options.world_size = 1;
+TEST(test_summon_on_one_rank) {
+  model_options options = {.world_size = 1};
   model_start_tree(&m, &options, 0);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK_TEXT(recorder_tape(m.device),
-             "take_params root sharded\n"
-             "take_params root sharded\n"); /* the user may write to it */
-  model_fini(&m);
+  PLAY("summon root; dismiss root");
+  CHECK_TAPE(
+      "take_params root sharded; take_params root sharded"); /* the user may
+                                                                write to it */
+  PLAY("end");
 
   options.param_dtype = RECORDER_BF16;
-  model_init(&m, &options);
-  model_plan_simple(&m, "root", 8);
-  model_start(&m);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, NULL), FSDP_OK);
+  model_open(&options, "root 8");
+  PLAY("summon root");
   ((float *)m.units[0].params[0])[3] = 55;
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
+  PLAY("dismiss root");
   CHECK(((float *)m.units[0].shards[0])[3] == 55);
-  CHECK(strstr(recorder_tape(m.device), "cast compute 8 f32->f32\n") != NULL);
-  CHECK(strstr(recorder_tape(m.device), "all_gather") == NULL);
-  model_fini(&m);
+  CHECK_TAPE_HAS("cast compute 8 f32->f32;");
+  CHECK_TAPE_LACKS("all_gather");
+  PLAY("end");
 }
 
 /* A summoned unit runs on the whole parameters; the others as always. */
-static void test_forward_of_a_summoned_unit(void) {
+TEST(test_forward_of_a_summoned_unit) {
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL, NULL), FSDP_OK);
-  recorder_clear(m.device);
-  forward(false);
-  CHECK_TEXT(model_schedule(&m),
-             "all_gather root\n"
-             "show root unsharded\n"
-             "show root sharded\n");
-  enter(1);
-  fsdp_unit_abandon_forward(m.units[1].unit, false);
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  fsdp_engine_reset(m.engine); /* summoned it stays */
-  CHECK_I64(m.units[1].view, FSDP_VIEW_FULL);
-  CHECK_I64(fsdp_unit_dismiss(m.units[1].unit, false, NULL), FSDP_OK);
-  model_step(&m);
-  CHECK_I64(fsdp_unit_summon(m.units[1].unit, NULL, NULL), FSDP_OK);
+  PLAY("summon a; clear; eval");
+  CHECK_SCHEDULE("all_gather root; show root unsharded; show root sharded");
+  PLAY("enter a; abandon a; view a full; reset"); /* summoned it stays */
+  PLAY("view a full; drop a; step; summon a");
   fsdp_unit_destroy(m.units[1].unit); /* dismisses it */
   m.units[1].unit = NULL;
-  CHECK_I64(m.units[1].view, FSDP_VIEW_SHARDED);
-  model_fini(&m);
+  PLAY("view a sharded; end");
 }
 
 static void check_summon_refused(int64_t unit, const char *message) {
@@ -363,55 +288,26 @@ static void check_summon_refused(int64_t unit, const char *message) {
   CHECK_TEXT(error.message, message);
 }
 
-static void test_summon_at_the_wrong_moment(void) {
+TEST(test_summon_at_the_wrong_moment) {
   fsdp_error error;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, &error),
-            FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message, "the parameters of unit 'root' are not summoned");
-  enter(0);
+  CHECK_FAILS(fsdp_unit_dismiss(m.units[0].unit, true, &error),
+              FSDP_INVALID_STATE, error.message,
+              "the parameters of unit 'root' are not summoned");
+  PLAY("enter root");
   check_summon_refused(
       1, "the parameters of unit 'a' cannot be summoned inside forward");
-  enter(1);
-  leave(1, true);
-  leave(0, true);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
+  PLAY("enter a; leave a; leave root; pre_backward root");
   check_summon_refused(
       1, "the parameters of unit 'a' cannot be summoned inside backward");
-  fsdp_engine_reset(m.engine);
-  forward(true); /* the root is kept for its backward: a summon reshards it */
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, NULL, NULL), FSDP_OK);
-  CHECK_I64(model_state(&m, 0), FSDP_UNIT_SHARDED);
+  /* the root is kept for its backward: a summon reshards it */
+  PLAY("reset; forward; summon root; state root SHARDED");
   check_summon_refused(0,
                        "the parameters of unit 'root' cannot be summoned "
                        "twice: summon_full_params is open for it");
-  CHECK_I64(fsdp_unit_pre_backward(m.units[0].unit, &error),
-            FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "backward reached unit 'root' inside summon_full_params");
-  CHECK_I64(fsdp_unit_dismiss(m.units[0].unit, true, NULL), FSDP_OK);
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK); /* gathers the root again */
-  model_check_grads(&m);
-  model_fini(&m);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_unit_refuses_wrong_groups),
-      CHECK_TEST(test_unit_refuses_what_does_not_fit),
-      CHECK_TEST(test_names_and_engine_of_a_unit),
-      CHECK_TEST(test_stats_are_sums),
-      CHECK_TEST(test_units_move_to_another_engine),
-      CHECK_TEST(test_units_cannot_be_added_inside_a_step),
-      CHECK_TEST(test_destroyed_units_leave_no_trace),
-      CHECK_TEST(test_engine_may_go_before_its_units),
-      CHECK_TEST(test_unsharded_gradients_go_with_the_engine),
-      CHECK_TEST(test_destroyed_while_in_flight),
-      CHECK_TEST(test_summon_and_write_back),
-      CHECK_TEST(test_dismiss_without_writeback),
-      CHECK_TEST(test_summon_on_one_rank),
-      CHECK_TEST(test_forward_of_a_summoned_unit),
-      CHECK_TEST(test_summon_at_the_wrong_moment),
-  };
-  return CHECK_RUN(tests);
+  CHECK_FAILS(fsdp_unit_pre_backward(m.units[0].unit, &error),
+              FSDP_INVALID_STATE, error.message,
+              "backward reached unit 'root' inside summon_full_params");
+  PLAY("dismiss root; backward"); /* gathers the root again */
+  PLAY("check_grads; end");
 }

@@ -97,7 +97,7 @@ static const char *text_of(fsdp_exchange *exchange) {
   return text;
 }
 
-static void test_header_picture(void) {
+TEST(test_header_picture) {
   const fsdp_range held[] = {{0, 3}, {3, 5}};
   const fsdp_range needed[] = {{0, 5}, {3, 5}};
   items_list list = {.world_size = 2};
@@ -121,7 +121,7 @@ static void test_header_picture(void) {
 
 /* Two small pieces and a large one; both peers get what rank 0 has, rank 2
  * without item 2. */
-static void test_packing(void) {
+TEST(test_packing) {
   const fsdp_range held[] = {{0, 2}, {0, 0}, {0, 0}};
   const fsdp_range all[] = {{0, 0}, {0, 2}, {0, 2}};
   const fsdp_range first[] = {{0, 0}, {0, 2}, {1, 1}};
@@ -150,7 +150,7 @@ static void test_packing(void) {
 }
 
 /* What all ranks hold is passed to nobody. */
-static void test_held_by_all(void) {
+TEST(test_held_by_all) {
   const fsdp_range all[] = {{0, 4}, {0, 4}};
   const fsdp_range parts[] = {{0, 2}, {2, 4}};
   items_list list = {.world_size = 2};
@@ -162,7 +162,7 @@ static void test_held_by_all(void) {
 }
 
 /* Items are parameters of two placements that they share. */
-static void test_params_of_a_layout(void) {
+TEST(test_params_of_a_layout) {
   fsdp_flat_layout *layout = placement_picture();
   const int64_t numels[] = {5, 7, 3};
   fsdp_placement *flat = place_flat(layout, 0, 0, 2);
@@ -198,7 +198,7 @@ static void check_refused(fsdp_exchange_spec spec, fsdp_status expected,
   CHECK_I64(fsdp_alloc_live(), live);
 }
 
-static void test_refused(void) {
+TEST(test_refused) {
   const fsdp_range good[] = {{0, 3}, {3, 5}};
   const fsdp_range huge[] = {{0, 3}, {3, INT64_MAX / 4}};
   const fsdp_piece twice[] = {{.in_param = {0, 1}, .buffer = 1},
@@ -227,7 +227,7 @@ static void test_refused(void) {
   release_items(&list);
 }
 
-static void test_too_many_bytes(void) {
+TEST(test_too_many_bytes) {
   const fsdp_range held[] = {{0, INT64_MAX}, {0, 0}};
   const fsdp_range less[] = {{0, INT64_MAX - 1}, {0, 0}};
   const fsdp_range needed[] = {{0, 0}, {0, INT64_MAX}};
@@ -243,7 +243,7 @@ static void test_too_many_bytes(void) {
   release_items(&list);
 }
 
-static void test_out_of_memory(void) {
+TEST(test_out_of_memory) {
   const fsdp_range held[] = {{0, 3}, {3, 5}};
   const fsdp_range needed[] = {{0, 5}, {0, 5}};
   items_list list = {.world_size = 2};
@@ -408,7 +408,7 @@ static void check_results(const world *self) {
   }
 }
 
-static void test_random_exchanges(void) {
+TEST(test_random_exchanges) {
   const int64_t before = check_num_failures;
   for (uint64_t first = 1; first <= 3000; first++) {
     uint64_t seed = first * 77777;
@@ -428,14 +428,4 @@ static void test_random_exchanges(void) {
     return;
   }
   CHECK_I64(fsdp_alloc_live(), 0);
-}
-
-int main(void) {
-  const check_test tests[] = {
-      CHECK_TEST(test_header_picture), CHECK_TEST(test_packing),
-      CHECK_TEST(test_held_by_all),    CHECK_TEST(test_params_of_a_layout),
-      CHECK_TEST(test_refused),        CHECK_TEST(test_too_many_bytes),
-      CHECK_TEST(test_out_of_memory),  CHECK_TEST(test_random_exchanges),
-  };
-  return CHECK_RUN(tests);
 }

@@ -140,7 +140,7 @@ static bool bordered_free(bordered *self) {
 
 /* ---- Loops, on each kind of processor ------------------------------------ */
 
-static void test_every_half_is_decoded(void) {
+TEST(test_every_half_is_decoded) {
   static uint16_t halves[1 << 16];
   static float values[1 << 16];
   for (int i = 0; i < 1 << 16; i++) halves[i] = (uint16_t)i;
@@ -158,7 +158,7 @@ static void test_every_half_is_decoded(void) {
 }
 
 /* Every half, the middles between neighbours, and the floats next to both. */
-static void test_rounding_to_halves(void) {
+TEST(test_rounding_to_halves) {
   enum { NUM = 6 * (1 << 16) };
   static float values[NUM];
   static uint16_t halves[NUM];
@@ -239,7 +239,7 @@ static void check_loop(const fsdp_host_lanes *lanes, operation what, int to,
   CHECK(bordered_free(&source));
 }
 
-static void test_loops(void) {
+TEST(test_loops) {
   uint64_t seed = 20;
   const fsdp_host_lanes *lanes;
   for (int k = 0; (lanes = fsdp_host_priv_lanes_at(k)) != NULL; k++) {
@@ -263,7 +263,7 @@ static void test_loops(void) {
 }
 
 /* What all kinds of processors must agree on, to the last bit. */
-static void test_norm_loops_agree(void) {
+TEST(test_norm_loops_agree) {
   static float values[MAX_NUMEL];
   const fsdp_host_lanes *any = fsdp_host_priv_lanes_at(0);
   const fsdp_host_lanes *lanes;
@@ -316,7 +316,7 @@ static void check_accumulate(int to, int from, int64_t numel, double scale,
   CHECK(bordered_free(&source));
 }
 
-static void test_accumulate(void) {
+TEST(test_accumulate) {
   static const double scales[] = {1, 0.5, 1.0 / 3};
   uint64_t seed = 22;
   for (int to = 0; to < NUM_FLOATS; to++) {
@@ -334,7 +334,7 @@ static void test_accumulate(void) {
   }
 }
 
-static void test_cast(void) {
+TEST(test_cast) {
   const float values[3] = {1.0F, -0.5F, 3.0F};
   uint16_t halves[3] = {0};
   int32_t integers[3] = {7, 8, 9};
@@ -353,7 +353,7 @@ static void test_cast(void) {
   CHECK_I64(integers[1], 8);
 }
 
-static void test_pack(void) {
+TEST(test_pack) {
   const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
   const float a[2] = {2, 4};
   const uint16_t b[2] = {0x3F80, 0x4000}; /* bf16: 1, 2 */
@@ -370,7 +370,7 @@ static void test_pack(void) {
   for (int i = 0; i < 9; i++) CHECK(destination[i] == expected[i]);
 }
 
-static void test_unknown_dtypes_write_nothing(void) {
+TEST(test_unknown_dtypes_write_nothing) {
   const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
   float target[2] = {5, 5};
   const float a[1] = {1};
@@ -398,7 +398,7 @@ static void test_unknown_dtypes_write_nothing(void) {
   CHECK(target[0] == 5);
 }
 
-static void test_wrong_arguments(void) {
+TEST(test_wrong_arguments) {
   const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
   float a[1] = {1};
   fsdp_error error;
@@ -418,7 +418,7 @@ static void test_wrong_arguments(void) {
   CHECK(a[0] == 1);
 }
 
-static void test_scale(void) {
+TEST(test_scale) {
   uint16_t halves[20];
   for (int i = 0; i < 20; i++) halves[i] = f16_of_f32((float)i);
   CHECK_I64(fsdp_host_scale(halves, dtypes[FSDP_HOST_F16], 19, 0.25, NULL),
@@ -470,7 +470,7 @@ static void check_sum(int dtype, int64_t num_pieces, int64_t numel,
   CHECK(bordered_free(&apart));
 }
 
-static void test_sum(void) {
+TEST(test_sum) {
   uint64_t seed = 23;
   for (int dtype = 0; dtype < NUM_FLOATS; dtype++) {
     for (int64_t num_pieces = 1; num_pieces <= 5; num_pieces++) {
@@ -483,7 +483,7 @@ static void test_sum(void) {
   }
 }
 
-static void test_sum_of_integers(void) {
+TEST(test_sum_of_integers) {
   const int32_t a[2] = {INT32_MAX, 1};
   const int32_t b[2] = {1, 2};
   const int32_t c[2] = {1, 3};
@@ -517,7 +517,7 @@ static void test_sum_of_integers(void) {
   CHECK_I64(large_sum[0], -2);
 }
 
-static void test_sum_refuses(void) {
+TEST(test_sum_refuses) {
   const fsdp_dtype f32 = dtypes[FSDP_HOST_F32];
   const fsdp_dtype boolean = {FSDP_DTYPE_BOOL, 1};
   int32_t sum[1] = {4};
@@ -548,7 +548,7 @@ static double norm_of(const fsdp_host_span *spans, int64_t num, double power) {
   return norm;
 }
 
-static void test_norm(void) {
+TEST(test_norm) {
   static const double powers[] = {1, 2, 3, 0.5, INFINITY};
   enum { NUM_POWERS = sizeof powers / sizeof powers[0] };
   uint64_t seed = 24;
@@ -584,7 +584,7 @@ static void test_norm(void) {
   }
 }
 
-static void test_norm_of_extremes(void) {
+TEST(test_norm_of_extremes) {
   float values[40] = {0};
   double wide[3] = {1, 2, 3};
   fsdp_host_span spans[2] = {{values, dtypes[FSDP_HOST_F32], 40},
@@ -610,7 +610,7 @@ static void test_norm_of_extremes(void) {
   CHECK(isnan(norm_of(spans, 2, 3)));
 }
 
-static void test_norm_refuses(void) {
+TEST(test_norm_refuses) {
   const float values[1] = {1};
   fsdp_host_span span = {values, int_dtype, 1};
   double norm = 7;
@@ -623,26 +623,4 @@ static void test_norm_refuses(void) {
   CHECK_I64(fsdp_host_norm(&span, 1, 0, &norm, &error), FSDP_INVALID_ARGUMENT);
   CHECK_TEXT(error.message, "norm: the power is 0, it must be > 0 or infinity");
   CHECK(norm == 7);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_every_half_is_decoded),
-      CHECK_TEST(test_rounding_to_halves),
-      CHECK_TEST(test_loops),
-      CHECK_TEST(test_norm_loops_agree),
-      CHECK_TEST(test_accumulate),
-      CHECK_TEST(test_cast),
-      CHECK_TEST(test_pack),
-      CHECK_TEST(test_unknown_dtypes_write_nothing),
-      CHECK_TEST(test_wrong_arguments),
-      CHECK_TEST(test_scale),
-      CHECK_TEST(test_sum),
-      CHECK_TEST(test_sum_of_integers),
-      CHECK_TEST(test_sum_refuses),
-      CHECK_TEST(test_norm),
-      CHECK_TEST(test_norm_of_extremes),
-      CHECK_TEST(test_norm_refuses),
-  };
-  return CHECK_RUN(tests);
 }

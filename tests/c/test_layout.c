@@ -25,7 +25,7 @@ static fsdp_alignment aligned(int32_t itemsize) {
 
 /* --- Parameter table ----------------------------------------------------- */
 
-static void test_shared_parameters_count_once(void) {
+TEST(test_shared_parameters_count_once) {
   const fsdp_param_spec uses[] = {
       {17, 12, f32, true}, {23, 3, f32, true}, {17, 12, f32, true}};
   fsdp_param_table *table = create_table(uses, 3);
@@ -40,7 +40,7 @@ static void test_shared_parameters_count_once(void) {
   fsdp_param_table_destroy(NULL);
 }
 
-static void test_table_of_nothing(void) {
+TEST(test_table_of_nothing) {
   fsdp_param_table *table = create_table(NULL, 0);
   CHECK_I64(fsdp_param_table_num_params(table), 0);
   fsdp_flat_layout *layout = NULL;
@@ -62,7 +62,7 @@ static void check_table_refused(const fsdp_param_spec *uses, int64_t num_uses,
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_table_refuses_wrong_arguments(void) {
+TEST(test_table_refuses_wrong_arguments) {
   const fsdp_param_spec negative[] = {{1, 4, f32, true}, {2, -1, f32, true}};
   const fsdp_param_spec no_size[] = {{1, 4, {1, 0}, true}};
   check_table_refused(NULL, -1, "num_uses is -1, need >= 0");
@@ -70,7 +70,7 @@ static void test_table_refuses_wrong_arguments(void) {
   check_table_refused(no_size, 1, "parameter use 0 has itemsize 0, need >= 1");
 }
 
-static void test_table_refuses_uses_that_disagree(void) {
+TEST(test_table_refuses_uses_that_disagree) {
   const fsdp_param_spec same = {9, 4, f32, true};
   fsdp_param_spec others[] = {same, same, same, same};
   others[0].numel = 5;
@@ -86,7 +86,7 @@ static void test_table_refuses_uses_that_disagree(void) {
 }
 
 /* Keys that are few, many, dense or spread like addresses. */
-static void test_table_matches_quadratic_search(void) {
+TEST(test_table_matches_quadratic_search) {
   enum { MAX_USES = 300 };
   static fsdp_param_spec uses[MAX_USES];
   uint64_t seed = 20240601;
@@ -120,7 +120,7 @@ static void test_table_matches_quadratic_search(void) {
 /* --- Flat layout --------------------------------------------------------- */
 
 /* The picture in the header. */
-static void test_header_picture(void) {
+TEST(test_header_picture) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}, {2, 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
@@ -149,7 +149,7 @@ static void test_header_picture(void) {
   fsdp_param_table_destroy(table);
 }
 
-static void test_segments_in_order_of_appearance(void) {
+TEST(test_segments_in_order_of_appearance) {
   const fsdp_param_spec uses[] = {{1, 2, bf16, true},
                                   {2, 2, f32, false},
                                   {3, 2, bf16, false},
@@ -175,7 +175,7 @@ static void test_segments_in_order_of_appearance(void) {
   fsdp_param_table_destroy(table);
 }
 
-static void test_layout_refuses_wrong_arguments(void) {
+TEST(test_layout_refuses_wrong_arguments) {
   fsdp_param_table *table = create_table(NULL, 0);
   fsdp_flat_layout *layout = NULL;
   fsdp_error error;
@@ -190,7 +190,7 @@ static void test_layout_refuses_wrong_arguments(void) {
 }
 
 /* Each row overflows at one place: gap, sum, shard, padding, bytes. */
-static void test_layout_detects_overflow(void) {
+TEST(test_layout_detects_overflow) {
   static const struct {
     int64_t first;
     int64_t second;
@@ -217,7 +217,7 @@ static void test_layout_detects_overflow(void) {
 }
 
 /* The largest segment that fits: 2^61 - 4 elements of 4 bytes. */
-static void test_largest_segment_fits(void) {
+TEST(test_largest_segment_fits) {
   const fsdp_param_spec uses[] = {{1, INT64_MAX / 4 - 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 1);
   fsdp_flat_layout *layout = NULL;
@@ -332,7 +332,7 @@ static bool check_segment(const fsdp_flat_layout *layout,
   return ok;
 }
 
-static void test_layout_matches_written_out_flat_array(void) {
+TEST(test_layout_matches_written_out_flat_array) {
   uint64_t seed = 987654321;
   for (int round = 0; round < 3000; round++) {
     const uint64_t seed_of_round = seed;
@@ -368,7 +368,7 @@ static void test_layout_matches_written_out_flat_array(void) {
 
 /* --- Allocation failures ------------------------------------------------- */
 
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}, {2, 3, bf16, true}};
   for (int64_t i = 0;; i++) {
     fsdp_param_table *table = NULL;
@@ -393,22 +393,4 @@ static void test_every_allocation_can_fail(void) {
     CHECK_I64(status, FSDP_OUT_OF_MEMORY);
     CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_shared_parameters_count_once),
-      CHECK_TEST(test_table_of_nothing),
-      CHECK_TEST(test_table_refuses_wrong_arguments),
-      CHECK_TEST(test_table_refuses_uses_that_disagree),
-      CHECK_TEST(test_table_matches_quadratic_search),
-      CHECK_TEST(test_header_picture),
-      CHECK_TEST(test_segments_in_order_of_appearance),
-      CHECK_TEST(test_layout_refuses_wrong_arguments),
-      CHECK_TEST(test_layout_detects_overflow),
-      CHECK_TEST(test_largest_segment_fits),
-      CHECK_TEST(test_layout_matches_written_out_flat_array),
-      CHECK_TEST(test_every_allocation_can_fail),
-  };
-  return CHECK_RUN(tests);
 }

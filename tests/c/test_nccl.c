@@ -12,7 +12,7 @@ static void leave(fsdp_transport *transport) {
   CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
 }
 
-static void test_two_communicators(void) {
+TEST(test_two_communicators) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
   CHECK_TEXT(nccl_fake_store_text("p/id/gather"), "id0");
@@ -35,7 +35,7 @@ static void test_two_communicators(void) {
 }
 
 /* One launch per unit in forward, two in backward. */
-static void test_tape_of_a_unit(void) {
+TEST(test_tape_of_a_unit) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 1, 4);
   fsdp_error error = {0};
@@ -65,7 +65,7 @@ static void test_tape_of_a_unit(void) {
   leave(transport);
 }
 
-static void test_single_collectives_need_no_group(void) {
+TEST(test_single_collectives_need_no_group) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
   const fsdp_transport_ops *ops = transport->ops;
@@ -96,7 +96,7 @@ static void test_single_collectives_need_no_group(void) {
   leave(transport);
 }
 
-static void test_nothing_to_move(void) {
+TEST(test_nothing_to_move) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   const fsdp_transport_ops *ops = transport->ops;
@@ -117,7 +117,7 @@ static void test_nothing_to_move(void) {
   leave(transport);
 }
 
-static void test_scaled_sums(void) {
+TEST(test_scaled_sums) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 4);
   const fsdp_transport_ops *ops = transport->ops;
@@ -158,7 +158,7 @@ static void test_scaled_sums(void) {
 }
 
 /* NCCL's names of the dtypes that it sums. */
-static void test_dtypes_of_sums(void) {
+TEST(test_dtypes_of_sums) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 1, NULL);
@@ -184,7 +184,7 @@ static void test_dtypes_of_sums(void) {
   leave(transport);
 }
 
-static void test_scales_that_are_exact(void) {
+TEST(test_scales_that_are_exact) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 3);
   const fsdp_dtype f16 = {FSDP_DTYPE_FLOAT16, 2};
@@ -225,7 +225,7 @@ static void test_scales_that_are_exact(void) {
 }
 
 /* A library without pre-multiplied sums: averages only. */
-static void test_old_library(void) {
+TEST(test_old_library) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
@@ -254,7 +254,7 @@ static void test_old_library(void) {
   leave(transport);
 }
 
-static void test_wrong_arguments(void) {
+TEST(test_wrong_arguments) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   const fsdp_transport_ops *ops = transport->ops;
@@ -295,7 +295,7 @@ static void test_wrong_arguments(void) {
 }
 
 /* Whoever gives up inside a group leaves nothing behind. */
-static void test_abandoned_group(void) {
+TEST(test_abandoned_group) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   const fsdp_transport_ops *ops = transport->ops;
@@ -312,7 +312,7 @@ static void test_abandoned_group(void) {
   leave(transport);
 }
 
-static void test_in_progress(void) {
+TEST(test_in_progress) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_error error = {0};
   nccl_fake_reset();
@@ -324,7 +324,7 @@ static void test_in_progress(void) {
   CHECK_I64(nccl_fake_num_aborts(), 0);
 }
 
-static void test_in_progress_for_too_long(void) {
+TEST(test_in_progress_for_too_long) {
   fsdp_nccl_options options = nccl_fixture_options();
   options.timeout_ms = 100;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
@@ -339,7 +339,7 @@ static void test_in_progress_for_too_long(void) {
   leave(transport);
 }
 
-static void test_registration(void) {
+TEST(test_registration) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   char *memory = nccl_fixture_memory;
@@ -388,7 +388,7 @@ static void check_tape_and_aborts(const char *text) {
 }
 
 /* Never hangs, whatever is in flight. */
-static void test_leaving(void) {
+TEST(test_leaving) {
   fsdp_nccl_options options = nccl_fixture_options();
   options.leave_ms = 20;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
@@ -423,7 +423,7 @@ static void test_leaving(void) {
   CHECK_TEXT(nccl_fake_tape(), "finalize 0\nfinalize 1\ndestroy 1\nabort 0\n");
 }
 
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   const fsdp_nccl_options options = nccl_fixture_options();
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
@@ -463,7 +463,7 @@ static void test_every_allocation_can_fail(void) {
   }
 }
 
-static void test_options_are_checked(void) {
+TEST(test_options_are_checked) {
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
   fsdp_nccl_options options = nccl_fixture_options();
@@ -495,26 +495,4 @@ static void test_options_are_checked(void) {
   CHECK(transport == NULL);
   CHECK_TEXT(nccl_fake_tape(), "");
   CHECK_I64(fsdp_alloc_live(), 0);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_two_communicators),
-      CHECK_TEST(test_tape_of_a_unit),
-      CHECK_TEST(test_single_collectives_need_no_group),
-      CHECK_TEST(test_nothing_to_move),
-      CHECK_TEST(test_scaled_sums),
-      CHECK_TEST(test_dtypes_of_sums),
-      CHECK_TEST(test_scales_that_are_exact),
-      CHECK_TEST(test_old_library),
-      CHECK_TEST(test_wrong_arguments),
-      CHECK_TEST(test_abandoned_group),
-      CHECK_TEST(test_in_progress),
-      CHECK_TEST(test_in_progress_for_too_long),
-      CHECK_TEST(test_registration),
-      CHECK_TEST(test_leaving),
-      CHECK_TEST(test_every_allocation_can_fail),
-      CHECK_TEST(test_options_are_checked),
-  };
-  return CHECK_RUN(tests);
 }

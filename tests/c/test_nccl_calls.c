@@ -40,96 +40,6 @@ static fsdp_transport *create(const fsdp_nccl_options *options, int version) {
   return transport;
 }
 
-/* Past the first call the host asks nothing, sleeps never and NCCL starts no
- * thread: the communicators are blocking ones. */
-static void test_steady_state(void) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-  CHECK(strstr(nccl_fake_tape(), "NON-BLOCKING") == NULL);
-  CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
-  const int64_t num_polls = nccl_fake_num_polls();
-  const int64_t num_requests = nccl_fake_num_store_calls();
-  const int64_t num_sleeps = atomic_load(&g_num_sleeps);
-  for (int i = 0; i < 100; i++) {
-    CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
-  }
-  CHECK_I64(nccl_fake_num_polls(), num_polls);
-  CHECK_I64(nccl_fake_num_store_calls(), num_requests);
-  CHECK_I64(atomic_load(&g_num_sleeps), num_sleeps);
-  CHECK_I64(nccl_fake_num_threads(), 0);
-  leave(transport);
-}
-
-static void test_made_when_needed(void) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  char *memory = nccl_fixture_memory;
-  nccl_fake_reset();
-  nccl_fake_set_base(memory);
-  fsdp_transport *transport = create(&options, 22703);
-  CHECK_TEXT(nccl_fake_tape(), "");
-  CHECK_I64(nccl_fake_num_store_calls(), 0);
-  /* Memory that is registered before its communicators are there. */
-  CHECK(fsdp_nccl_register(transport, memory, 64, NULL) == FSDP_OK);
-  CHECK(fsdp_nccl_register(transport, memory + 64, 32, NULL) == FSDP_OK);
-  fsdp_nccl_deregister(transport, memory + 64);
-  CHECK_TEXT(nccl_fake_tape(), "");
-  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
-  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
-  CHECK_TEXT(nccl_fake_tape(),
-             "init 0 id0 rank 0/2\n"
-             "register 0 +0 64\n"
-             "all_gather 0 u8 16 +0 +0 s1\n"
-             "all_gather 0 u8 16 +0 +0 s1\n");
-  nccl_fake_clear_tape();
-  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 2, NULL);
-  CHECK(transport->ops->all_reduce(transport, &call, memory, 1, NCCL_F32, 1,
-                                   NULL, NULL) == FSDP_OK);
-  CHECK_TEXT(nccl_fake_tape(),
-             "init 1 id1 rank 0/2\n"
-             "register 1 +0 64\n"
-             "all_reduce 1 f32 1 +0 +0 op0 s2\n");
-  leave(transport);
-}
-
-/* A group that was never used has nothing to leave. */
-static void test_never_used(void) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  nccl_fake_reset();
-  leave(create(&options, 22703));
-  CHECK_TEXT(nccl_fake_tape(), "");
-}
-
-static void test_tuning(void) {
-  fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-  fsdp_nccl_config config = nccl_fake_config();
-  CHECK_I64(config.cga_cluster_size, FSDP_NCCL_CONFIG_UNDEFINED);
-  CHECK_I64(config.min_ctas, FSDP_NCCL_CONFIG_UNDEFINED);
-  CHECK_I64(config.max_ctas, FSDP_NCCL_CONFIG_UNDEFINED);
-  CHECK_I64(config.split_share, FSDP_NCCL_CONFIG_UNDEFINED);
-  CHECK_TEXT(config.net_name, "");
-  leave(transport);
-
-  char net_name[] = "Socket";
-  options.tuning = (fsdp_nccl_tuning){.cga_cluster_size = 2,
-                                      .min_ctas = 4,
-                                      .max_ctas = 16,
-                                      .split_share = 1,
-                                      .net_name = net_name};
-  nccl_fake_reset();
-  transport = create(&options, 22703);
-  net_name[0] = 'X'; /* it is the caller's */
-  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
-  config = nccl_fake_config();
-  CHECK_I64(config.blocking, 1);
-  CHECK_I64(config.cga_cluster_size, 2);
-  CHECK_I64(config.min_ctas, 4);
-  CHECK_I64(config.max_ctas, 16);
-  CHECK_I64(config.split_share, 1);
-  CHECK_TEXT(config.net_name, "Socket");
-  leave(transport);
-}
-
 /* The variable after the first call, in a process of its own. */
 static void check_order(int version, const char *before, const char *after) {
   const fsdp_nccl_options options = nccl_fixture_options();
@@ -161,11 +71,102 @@ static void check_order(int version, const char *before, const char *after) {
   CHECK_I64(exit_status, 0);
 }
 
-static void test_launch_order(void) {
+/* Runs first: a process sets the variable once. */
+TEST(test_launch_order) {
   check_order(22703, NULL, "1");
   check_order(22600, NULL, "1");
   check_order(22703, "0", "0"); /* the user's */
   check_order(22505, NULL, NULL);
+}
+
+/* Past the first call the host asks nothing, sleeps never and NCCL starts no
+ * thread: the communicators are blocking ones. */
+TEST(test_steady_state) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  CHECK(strstr(nccl_fake_tape(), "NON-BLOCKING") == NULL);
+  CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
+  const int64_t num_polls = nccl_fake_num_polls();
+  const int64_t num_requests = nccl_fake_num_store_calls();
+  const int64_t num_sleeps = atomic_load(&g_num_sleeps);
+  for (int i = 0; i < 100; i++) {
+    CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
+  }
+  CHECK_I64(nccl_fake_num_polls(), num_polls);
+  CHECK_I64(nccl_fake_num_store_calls(), num_requests);
+  CHECK_I64(atomic_load(&g_num_sleeps), num_sleeps);
+  CHECK_I64(nccl_fake_num_threads(), 0);
+  leave(transport);
+}
+
+TEST(test_made_when_needed) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  char *memory = nccl_fixture_memory;
+  nccl_fake_reset();
+  nccl_fake_set_base(memory);
+  fsdp_transport *transport = create(&options, 22703);
+  CHECK_TEXT(nccl_fake_tape(), "");
+  CHECK_I64(nccl_fake_num_store_calls(), 0);
+  /* Memory that is registered before its communicators are there. */
+  CHECK(fsdp_nccl_register(transport, memory, 64, NULL) == FSDP_OK);
+  CHECK(fsdp_nccl_register(transport, memory + 64, 32, NULL) == FSDP_OK);
+  fsdp_nccl_deregister(transport, memory + 64);
+  CHECK_TEXT(nccl_fake_tape(), "");
+  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
+  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
+  CHECK_TEXT(nccl_fake_tape(),
+             "init 0 id0 rank 0/2\n"
+             "register 0 +0 64\n"
+             "all_gather 0 u8 16 +0 +0 s1\n"
+             "all_gather 0 u8 16 +0 +0 s1\n");
+  nccl_fake_clear_tape();
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 2, NULL);
+  CHECK(transport->ops->all_reduce(transport, &call, memory, 1, NCCL_F32, 1,
+                                   NULL, NULL) == FSDP_OK);
+  CHECK_TEXT(nccl_fake_tape(),
+             "init 1 id1 rank 0/2\n"
+             "register 1 +0 64\n"
+             "all_reduce 1 f32 1 +0 +0 op0 s2\n");
+  leave(transport);
+}
+
+/* A group that was never used has nothing to leave. */
+TEST(test_never_used) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  nccl_fake_reset();
+  leave(create(&options, 22703));
+  CHECK_TEXT(nccl_fake_tape(), "");
+}
+
+TEST(test_tuning) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_nccl_config config = nccl_fake_config();
+  CHECK_I64(config.cga_cluster_size, FSDP_NCCL_CONFIG_UNDEFINED);
+  CHECK_I64(config.min_ctas, FSDP_NCCL_CONFIG_UNDEFINED);
+  CHECK_I64(config.max_ctas, FSDP_NCCL_CONFIG_UNDEFINED);
+  CHECK_I64(config.split_share, FSDP_NCCL_CONFIG_UNDEFINED);
+  CHECK_TEXT(config.net_name, "");
+  leave(transport);
+
+  char net_name[] = "Socket";
+  options.tuning = (fsdp_nccl_tuning){.cga_cluster_size = 2,
+                                      .min_ctas = 4,
+                                      .max_ctas = 16,
+                                      .split_share = 1,
+                                      .net_name = net_name};
+  nccl_fake_reset();
+  transport = create(&options, 22703);
+  net_name[0] = 'X'; /* it is the caller's */
+  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
+  config = nccl_fake_config();
+  CHECK_I64(config.blocking, 1);
+  CHECK_I64(config.cga_cluster_size, 2);
+  CHECK_I64(config.min_ctas, 4);
+  CHECK_I64(config.max_ctas, 16);
+  CHECK_I64(config.split_share, 1);
+  CHECK_TEXT(config.net_name, "Socket");
+  leave(transport);
 }
 
 typedef struct meeting_case {
@@ -210,7 +211,7 @@ static void run_meeting(const meeting_case *c) {
   CHECK_I64(most, 1);
 }
 
-static void test_meeting(void) {
+TEST(test_meeting) {
   const int64_t world_sizes[] = {2, 64, 4096};
   for (size_t i = 0; i < sizeof world_sizes / sizeof world_sizes[0]; i++) {
     const int64_t n = world_sizes[i];
@@ -221,7 +222,7 @@ static void test_meeting(void) {
   }
 }
 
-static void test_meeting_that_fails(void) {
+TEST(test_meeting_that_fails) {
   const fsdp_store store = nccl_fake_store();
   fsdp_error error = {0};
   bool is_possible = false;
@@ -255,14 +256,4 @@ static void test_meeting_that_fails(void) {
     CHECK(status == FSDP_BACKEND);
     CHECK(strstr(error.message, "injected at store") != NULL);
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_launch_order), /* forks before there are threads */
-      CHECK_TEST(test_steady_state), CHECK_TEST(test_made_when_needed),
-      CHECK_TEST(test_never_used),   CHECK_TEST(test_tuning),
-      CHECK_TEST(test_meeting),      CHECK_TEST(test_meeting_that_fails),
-  };
-  return CHECK_RUN(tests);
 }

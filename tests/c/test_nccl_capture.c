@@ -46,7 +46,7 @@ static void *relax_and_tell(void *argument) {
 }
 
 /* Of the thread alone. */
-static void test_relaxed_thread(void) {
+TEST(test_relaxed_thread) {
   pthread_t thread;
   int mode = -1;
   CHECK(!fsdp_nccl_relax_capture()); /* no CUDA is loaded */
@@ -89,7 +89,7 @@ static void wait_for_questions(int64_t num) {
   CHECK(atomic_load(&g_num_asked) >= before + num);
 }
 
-static void test_watchdog_beside_a_capture(void) {
+TEST(test_watchdog_beside_a_capture) {
   fsdp_nccl_options options = nccl_fixture_options();
   g_fake = nccl_fake_events();
   fsdp_nccl_events events = g_fake;
@@ -108,7 +108,7 @@ static void test_watchdog_beside_a_capture(void) {
 }
 
 /* Whatever a question about a capture ends with, training goes on. */
-static void test_errors_about_captures(void) {
+TEST(test_errors_about_captures) {
   fsdp_nccl_options options = nccl_fixture_options();
   fsdp_error error = {0};
   options.poll_ms = 1;
@@ -148,13 +148,4 @@ static void test_errors_about_captures(void) {
         error.status == FSDP_BACKEND);
   CHECK(nccl_fixture_wait_for_failure(transport, &error) == FSDP_BACKEND);
   leave(transport);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_relaxed_thread),
-      CHECK_TEST(test_watchdog_beside_a_capture),
-      CHECK_TEST(test_errors_about_captures),
-  };
-  return CHECK_RUN(tests);
 }

@@ -34,7 +34,7 @@ static void wait_for_aborts(int64_t num) {
 }
 
 /* Each abort waits for the other one's kernel to end. */
-static void test_aborts_that_wait_for_each_other(void) {
+TEST(test_aborts_that_wait_for_each_other) {
   const fsdp_nccl_options options = quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
@@ -51,7 +51,7 @@ static void test_aborts_that_wait_for_each_other(void) {
 
 /* Of several groups, as shards and replicas are: the watchdog does not wait in
  * the one for the other. */
-static void test_two_groups_that_hang(void) {
+TEST(test_two_groups_that_hang) {
   const fsdp_nccl_options options = quick_options();
   fsdp_nccl_options other_options = quick_options();
   other_options.timeout_ms = 400;
@@ -74,7 +74,7 @@ static void test_two_groups_that_hang(void) {
 
 /* A store that does not answer keeps nobody from ending: aborts come first, and
  * other groups are watched as ever. */
-static void test_store_that_hangs(void) {
+TEST(test_store_that_hangs) {
   const fsdp_nccl_options options = quick_options();
   fsdp_nccl_options other_options = quick_options();
   other_options.timeout_ms = 1500; /* after it looked at others */
@@ -96,7 +96,7 @@ static void test_store_that_hangs(void) {
 }
 
 /* Nor does one that hangs while a communicator is made. */
-static void test_store_that_hangs_at_the_start(void) {
+TEST(test_store_that_hangs_at_the_start) {
   fsdp_nccl_options options = quick_options();
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
@@ -123,7 +123,7 @@ static void test_store_that_hangs_at_the_start(void) {
 }
 
 /* The transport may go while its threads are stuck in the store. */
-static void test_destroyed_while_the_store_hangs(void) {
+TEST(test_destroyed_while_the_store_hangs) {
   fsdp_nccl_options options = quick_options();
   options.grace_ms = 0;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
@@ -139,7 +139,7 @@ static void test_destroyed_while_the_store_hangs(void) {
 }
 
 /* As many questions about 4096 ranks as about 65, and all in the grace. */
-static void test_last_words_of_many_ranks(void) {
+TEST(test_last_words_of_many_ranks) {
   const int64_t world_sizes[] = {65, 4096};
   for (int i = 0; i < 2; i++) {
     const fsdp_nccl_options options = quick_options();
@@ -173,7 +173,7 @@ static void *gather_and_be_stuck(void *argument) {
 
 /* A thread that NCCL does not let go, with nothing else in flight: the host
  * waits for a peer's connection. */
-static void test_launch_that_hangs(void) {
+TEST(test_launch_that_hangs) {
   const fsdp_nccl_options options = quick_options();
   stuck_call call = {0};
   pthread_t thread;
@@ -271,22 +271,8 @@ static bool leave_all_in_flight(void) {
   return true;
 }
 
-static void test_end_of_the_process(void) {
+TEST(test_end_of_the_process) {
   run_in_child(leave_all_with_leaks);
   run_in_child(leave_all_that_hang);
   run_in_child(leave_all_in_flight);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_end_of_the_process), /* forks before there are threads */
-      CHECK_TEST(test_aborts_that_wait_for_each_other),
-      CHECK_TEST(test_two_groups_that_hang),
-      CHECK_TEST(test_store_that_hangs),
-      CHECK_TEST(test_store_that_hangs_at_the_start),
-      CHECK_TEST(test_destroyed_while_the_store_hangs),
-      CHECK_TEST(test_last_words_of_many_ranks),
-      CHECK_TEST(test_launch_that_hangs),
-  };
-  return CHECK_RUN(tests);
 }

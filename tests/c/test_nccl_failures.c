@@ -51,7 +51,7 @@ static void check_left_nothing(void) {
   CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
 }
 
-static void test_every_nccl_call_can_fail(void) {
+TEST(test_every_nccl_call_can_fail) {
   const fsdp_nccl_options options = nccl_fixture_options();
   for (int polls = 0; polls < 2; polls++) {
     int64_t i = 0;
@@ -85,7 +85,7 @@ static void test_every_nccl_call_can_fail(void) {
   }
 }
 
-static void test_what_an_error_says(void) {
+TEST(test_what_an_error_says) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
   fsdp_error error = {0};
@@ -116,7 +116,7 @@ static void fail_fully(fsdp_transport *transport, fsdp_error *error) {
 }
 
 /* The ranks say where they were. */
-static void test_last_words(void) {
+TEST(test_last_words) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *ranks[4];
   fsdp_error error = {0};
@@ -147,7 +147,7 @@ static void test_last_words(void) {
   check_left_nothing();
 }
 
-static void test_every_store_call_can_fail(void) {
+TEST(test_every_store_call_can_fail) {
   const fsdp_nccl_options options = nccl_fixture_options();
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
@@ -189,7 +189,7 @@ static void test_every_store_call_can_fail(void) {
   }
 }
 
-static void test_ids_that_do_not_come(void) {
+TEST(test_ids_that_do_not_come) {
   fsdp_nccl_options options = nccl_fixture_options();
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
@@ -215,7 +215,7 @@ static void test_ids_that_do_not_come(void) {
   check_left_nothing();
 }
 
-static void test_every_event_call_can_fail(void) {
+TEST(test_every_event_call_can_fail) {
   const fsdp_nccl_options options = nccl_fixture_options();
   for (int64_t i = 0;; i++) {
     fsdp_transport *transport = NULL;
@@ -240,7 +240,7 @@ static void test_every_event_call_can_fail(void) {
 }
 
 /* An error that NCCL reports between calls: seen by the next call. */
-static void test_errors_that_come_later(void) {
+TEST(test_errors_that_come_later) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
@@ -260,7 +260,7 @@ static void test_errors_that_come_later(void) {
 
 /* A rank that failed ends the others' wait for it; what was being made when
  * they gave up is aborted when NCCL comes out with it. */
-static void test_another_rank_fails_to_join(void) {
+TEST(test_another_rank_fails_to_join) {
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
   fsdp_nccl_options options = nccl_fixture_options();
@@ -290,7 +290,7 @@ static void release(void *owner) {
 }
 
 /* The same when nobody ever comes; what the stuck thread uses is kept. */
-static void test_nobody_joins(void) {
+TEST(test_nobody_joins) {
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
   fsdp_nccl_options options = nccl_fixture_options();
@@ -320,19 +320,4 @@ static void test_nobody_joins(void) {
   CHECK(atomic_load(&is_released));
   CHECK_I64(nccl_fake_num_aborts(), 1);
   check_left_nothing();
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_every_nccl_call_can_fail),
-      CHECK_TEST(test_what_an_error_says),
-      CHECK_TEST(test_last_words),
-      CHECK_TEST(test_every_store_call_can_fail),
-      CHECK_TEST(test_ids_that_do_not_come),
-      CHECK_TEST(test_every_event_call_can_fail),
-      CHECK_TEST(test_errors_that_come_later),
-      CHECK_TEST(test_another_rank_fails_to_join),
-      CHECK_TEST(test_nobody_joins),
-  };
-  return CHECK_RUN(tests);
 }

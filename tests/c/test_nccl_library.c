@@ -12,19 +12,12 @@
 #include "check.h"
 #include "nccl/nccl_library.h"
 
-static char g_folder[400];
-
-static void find_folder(void) {
-  const ssize_t length =
-      readlink("/proc/self/exe", g_folder, sizeof g_folder - 1);
-  if (!CHECK(length > 0)) exit(1);
-  g_folder[length] = 0;
-  *strrchr(g_folder, '/') = 0;
-}
-
 static const char *file(const char *name) {
   static char path[FSDP_NCCL_PATH_NBYTES];
-  (void)snprintf(path, sizeof path, "%s/%s", g_folder, name);
+  const ssize_t length = readlink("/proc/self/exe", path, 400);
+  if (!CHECK(length > 0)) exit(1);
+  path[length] = 0;
+  (void)snprintf(strrchr(path, '/'), 100, "/%s", name);
   return path;
 }
 
@@ -39,40 +32,9 @@ static const char *refusal(const char *path) {
   return error.message;
 }
 
-static void test_libraries_that_are_refused(void) {
-  CHECK(strstr(refusal("/nowhere/libnccl.so.2"),
-               "NCCL cannot be used: /nowhere/libnccl.so.2 (forced): ") !=
-        NULL);
-  CHECK(strstr(refusal("/nowhere/libnccl.so.2"), "No such file") != NULL);
-  CHECK(strstr(refusal("/etc/passwd"), "(forced): ") != NULL);
-  CHECK(strstr(refusal("libm.so.6"), "has no function ncclGetVersion") != NULL);
-  CHECK(strstr(refusal(file("libwrong_old.so")),
-               "is NCCL 2.12.3, older than 2.18, the first whose") != NULL);
-  CHECK(strstr(refusal(file("libwrong_failing.so")),
-               "ncclGetVersion fails with result 3") != NULL);
-  /* A symbol of that name which must not be called. */
-  CHECK(strstr(refusal(file("libwrong_data.so")),
-               "has no function ncclCommAbort") != NULL);
-}
-
-static void test_a_usable_library(void) {
-  const fsdp_nccl_search search = {.forced_path = file("libwrong_none.so")};
-  fsdp_nccl_library library;
-  fsdp_error error;
-  char version[32];
-  CHECK(fsdp_nccl_library_open(&search, &library, &error) == FSDP_OK);
-  CHECK(library.api.all_gather != NULL && library.api.comm_register != NULL);
-  CHECK(library.api.comm_revoke == NULL &&
-        library.api.red_op_create_pre_mul_sum == NULL);
-  CHECK_TEXT(library.path, search.forced_path);
-  CHECK_I64(library.origin, FSDP_NCCL_FORCED);
-  fsdp_nccl_version_format(library.version, version, sizeof version);
-  CHECK_TEXT(version, "2.32.3");
-}
-
 /* NCCL inside another library, or under another name. In a process of its own:
  * what was found once stays loaded. */
-static void test_symbols_that_are_loaded(void) {
+TEST(test_symbols_that_are_loaded) {
   const fsdp_nccl_search search = {.wheel_path = "/nowhere"};
   fsdp_nccl_library library = {.version = -7};
   const pid_t child = fork();
@@ -90,7 +52,7 @@ static void test_symbols_that_are_loaded(void) {
 }
 
 /* Runs before any libnccl.so.2 is loaded, then loads one. */
-static void test_order_of_places(void) {
+TEST(test_order_of_places) {
   char folder[] = "/tmp/fsdp_c_nccl_XXXXXX";
   char link[FSDP_NCCL_PATH_NBYTES];
   fsdp_nccl_library library = {.version = -7};
@@ -121,7 +83,38 @@ static void test_order_of_places(void) {
   CHECK(unlink(link) == 0 && rmdir(folder) == 0);
 }
 
-static void test_names(void) {
+TEST(test_libraries_that_are_refused) {
+  CHECK(strstr(refusal("/nowhere/libnccl.so.2"),
+               "NCCL cannot be used: /nowhere/libnccl.so.2 (forced): ") !=
+        NULL);
+  CHECK(strstr(refusal("/nowhere/libnccl.so.2"), "No such file") != NULL);
+  CHECK(strstr(refusal("/etc/passwd"), "(forced): ") != NULL);
+  CHECK(strstr(refusal("libm.so.6"), "has no function ncclGetVersion") != NULL);
+  CHECK(strstr(refusal(file("libwrong_old.so")),
+               "is NCCL 2.12.3, older than 2.18, the first whose") != NULL);
+  CHECK(strstr(refusal(file("libwrong_failing.so")),
+               "ncclGetVersion fails with result 3") != NULL);
+  /* A symbol of that name which must not be called. */
+  CHECK(strstr(refusal(file("libwrong_data.so")),
+               "has no function ncclCommAbort") != NULL);
+}
+
+TEST(test_a_usable_library) {
+  const fsdp_nccl_search search = {.forced_path = file("libwrong_none.so")};
+  fsdp_nccl_library library;
+  fsdp_error error;
+  char version[32];
+  CHECK(fsdp_nccl_library_open(&search, &library, &error) == FSDP_OK);
+  CHECK(library.api.all_gather != NULL && library.api.comm_register != NULL);
+  CHECK(library.api.comm_revoke == NULL &&
+        library.api.red_op_create_pre_mul_sum == NULL);
+  CHECK_TEXT(library.path, search.forced_path);
+  CHECK_I64(library.origin, FSDP_NCCL_FORCED);
+  fsdp_nccl_version_format(library.version, version, sizeof version);
+  CHECK_TEXT(version, "2.32.3");
+}
+
+TEST(test_names) {
   char version[32];
   fsdp_nccl_version_format(22703, version, sizeof version);
   CHECK_TEXT(version, "2.27.3");
@@ -129,16 +122,4 @@ static void test_names(void) {
   CHECK_TEXT(version, "2.8.4");
   CHECK_TEXT(fsdp_nccl_origin_name(FSDP_NCCL_LOADED), "already loaded");
   CHECK_TEXT(fsdp_nccl_origin_name(FSDP_NCCL_NUM_ORIGINS), "unknown");
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_symbols_that_are_loaded),
-      CHECK_TEST(test_order_of_places),
-      CHECK_TEST(test_libraries_that_are_refused),
-      CHECK_TEST(test_a_usable_library),
-      CHECK_TEST(test_names),
-  };
-  find_folder();
-  return CHECK_RUN(tests);
 }

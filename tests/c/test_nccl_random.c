@@ -297,7 +297,7 @@ static int64_t number_from(const char *name, int64_t otherwise) {
   return text == NULL ? otherwise : strtoll(text, NULL, 10);
 }
 
-static void test_random_failures(void) {
+TEST(test_random_failures) {
   const int64_t first = number_from("FSDP_C_RANDOM_FIRST", 0);
   const int64_t end = first + number_from("FSDP_C_RANDOM_CASES", NUM_CASES);
   running all[NUM_AT_ONCE] = {0};
@@ -315,11 +315,4 @@ static void test_random_failures(void) {
     sleep_ms(2);
   }
   CHECK_I64(next, end);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_random_failures),
-  };
-  return CHECK_RUN(tests);
 }

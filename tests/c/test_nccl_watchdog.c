@@ -24,7 +24,7 @@ static void leave(fsdp_transport *transport) {
   CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
 }
 
-static void test_one_thread_for_all(void) {
+TEST(test_one_thread_for_all) {
   const fsdp_nccl_options options = quick_options();
   CHECK(!fsdp_nccl_priv_has_watchdog());
   for (int i = 0; i < 20; i++) { /* stops and starts */
@@ -39,7 +39,7 @@ static void test_one_thread_for_all(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_hang(void) {
+TEST(test_hang) {
   fsdp_nccl_options options = quick_options();
   options.timeout_ms = 100;
   options.grace_ms = 60000; /* until rank 0 has answered */
@@ -74,7 +74,7 @@ static void test_hang(void) {
 }
 
 /* Seen while the host makes no call at all: the tape tells, not `check`. */
-static void test_error_while_the_host_waits(void) {
+TEST(test_error_while_the_host_waits) {
   const fsdp_nccl_options options = quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
@@ -90,7 +90,7 @@ static void test_error_while_the_host_waits(void) {
   leave(transport);
 }
 
-static void test_event_that_cannot_be_asked(void) {
+TEST(test_event_that_cannot_be_asked) {
   const fsdp_nccl_options options = quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
@@ -103,7 +103,7 @@ static void test_event_that_cannot_be_asked(void) {
 }
 
 /* More launches than places: the newest place stands for the rest. */
-static void test_more_operations_than_places(void) {
+TEST(test_more_operations_than_places) {
   fsdp_nccl_options options = quick_options();
   options.timeout_ms = 0;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
@@ -166,7 +166,7 @@ static void be_stuck(bool has_revoke, const char *tape) {
   leave(call.transport);
 }
 
-static void test_host_inside_nccl(void) {
+TEST(test_host_inside_nccl) {
   be_stuck(true,
            "all_gather 0 u8 16 +0 +0 s1\n"
            "revoke 0\nabort 0\n");
@@ -176,7 +176,7 @@ static void test_host_inside_nccl(void) {
 }
 
 /* Long before this rank's own limit. */
-static void test_another_rank_failed(void) {
+TEST(test_another_rank_failed) {
   fsdp_nccl_options options = quick_options();
   options.timeout_ms = 600000;
   fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
@@ -196,7 +196,7 @@ static void test_another_rank_failed(void) {
   leave(second);
 }
 
-static void test_fork(void) {
+TEST(test_fork) {
   const fsdp_nccl_options options = quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   fsdp_error error = {0};
@@ -279,22 +279,7 @@ static void run_threads(bool fails) {
   CHECK_I64(nccl_fake_num_aborts(), fails ? 2 : 0);
 }
 
-static void test_threads(void) {
+TEST(test_threads) {
   run_threads(false);
   for (int i = 0; i < 5; i++) run_threads(true);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_one_thread_for_all),
-      CHECK_TEST(test_hang),
-      CHECK_TEST(test_error_while_the_host_waits),
-      CHECK_TEST(test_event_that_cannot_be_asked),
-      CHECK_TEST(test_more_operations_than_places),
-      CHECK_TEST(test_host_inside_nccl),
-      CHECK_TEST(test_another_rank_failed),
-      CHECK_TEST(test_fork),
-      CHECK_TEST(test_threads),
-  };
-  return CHECK_RUN(tests);
 }

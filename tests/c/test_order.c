@@ -31,7 +31,7 @@ static void run_forward(fsdp_order *order) {
   leave(order, ROOT);
 }
 
-static void test_first_iteration_prefetches_nothing(void) {
+TEST(test_first_iteration_prefetches_nothing) {
   fsdp_order *order = create_order();
   fsdp_order_begin(order);
   CHECK_I64(fsdp_order_next_forward(order, 1), -1);
@@ -43,7 +43,7 @@ static void test_first_iteration_prefetches_nothing(void) {
   fsdp_order_destroy(NULL);
 }
 
-static void test_next_forward_follows_the_previous_iteration(void) {
+TEST(test_next_forward_follows_the_previous_iteration) {
   fsdp_order *order = create_order();
   fsdp_order_begin(order);
   run_forward(order);
@@ -65,7 +65,7 @@ static void test_next_forward_follows_the_previous_iteration(void) {
   fsdp_order_destroy(order);
 }
 
-static void test_leaving_the_record_stops_prefetch_until_relearned(void) {
+TEST(test_leaving_the_record_stops_prefetch_until_relearned) {
   fsdp_order *order = create_order();
   fsdp_order_begin(order);
   run_forward(order);
@@ -83,7 +83,7 @@ static void test_leaving_the_record_stops_prefetch_until_relearned(void) {
   fsdp_order_destroy(order);
 }
 
-static void test_backward_walks_post_forward_backwards(void) {
+TEST(test_backward_walks_post_forward_backwards) {
   fsdp_order *order = create_order();
   fsdp_order_begin(order);
   run_forward(order);
@@ -109,7 +109,7 @@ static void test_backward_walks_post_forward_backwards(void) {
 }
 
 /* A unit that ran twice (a b a) is met twice on the way back. */
-static void test_backward_of_a_unit_that_ran_twice(void) {
+TEST(test_backward_of_a_unit_that_ran_twice) {
   fsdp_order *order = create_order();
   fsdp_order_begin(order);
   const int64_t units[] = {A, B, A};
@@ -127,7 +127,7 @@ static void test_backward_of_a_unit_that_ran_twice(void) {
   fsdp_order_destroy(order);
 }
 
-static void test_fingerprint(void) {
+TEST(test_fingerprint) {
   const uint64_t none = FSDP_ORDER_FINGERPRINT;
   /* Of the published test vectors of FNV-1a. */
   CHECK(fsdp_order_fold(none, "") == UINT64_C(0xcbf29ce484222325));
@@ -138,7 +138,7 @@ static void test_fingerprint(void) {
   CHECK(fsdp_order_fold(none, "ab") != fsdp_order_fold(none, "ba"));
 }
 
-static void test_records_stop_allocating(void) {
+TEST(test_records_stop_allocating) {
   fsdp_order *order = create_order();
   for (int iteration = 0; iteration < 5; iteration++) {
     /* Two records take turns as pre-forward: both are full-grown after two
@@ -155,7 +155,7 @@ static void test_records_stop_allocating(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   for (int64_t i = 0;; i++) {
     fsdp_order *order = NULL;
     fsdp_error error = {FSDP_OK, 0, NULL, ""};
@@ -180,18 +180,4 @@ static void test_every_allocation_can_fail(void) {
     fsdp_order_destroy(order);
     CHECK_I64(fsdp_alloc_live(), 0);
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_first_iteration_prefetches_nothing),
-      CHECK_TEST(test_next_forward_follows_the_previous_iteration),
-      CHECK_TEST(test_leaving_the_record_stops_prefetch_until_relearned),
-      CHECK_TEST(test_backward_walks_post_forward_backwards),
-      CHECK_TEST(test_backward_of_a_unit_that_ran_twice),
-      CHECK_TEST(test_fingerprint),
-      CHECK_TEST(test_records_stop_allocating),
-      CHECK_TEST(test_every_allocation_can_fail),
-  };
-  return CHECK_RUN(tests);
 }

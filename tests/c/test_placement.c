@@ -43,7 +43,7 @@ static fsdp_placement *place_rows(const fsdp_param_rows *params,
 
 /* --- Placements ---------------------------------------------------------- */
 
-static void test_pieces_are_sorted_and_empty_ones_left_out(void) {
+TEST(test_pieces_are_sorted_and_empty_ones_left_out) {
   const fsdp_piece pieces[] = {{1, {2, 4}, 0, 9}, {0, {5, 8}, 1, 1},
                                {0, {0, 5}, 2, 0}, {0, {5, 6}, 0, 7},
                                {1, {2, 2}, 5, 5}, {1, {2, 3}, 4, 4}};
@@ -55,7 +55,7 @@ static void test_pieces_are_sorted_and_empty_ones_left_out(void) {
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_shards_of_a_segment(void) {
+TEST(test_shards_of_a_segment) {
   fsdp_flat_layout *layout = placement_picture();
   check_pieces(place_flat(layout, 0, 0, 2),
                "0 [0, 4) 0 0\n0 [4, 5) 1 0\n2 [0, 3) 1 1\n");
@@ -74,7 +74,7 @@ static void test_shards_of_a_segment(void) {
 }
 
 /* A shard with padding, one with padding only, and params without elements. */
-static void test_shards_with_padding(void) {
+TEST(test_shards_with_padding) {
   const fsdp_param_spec uses[] = {{1, 0, f32, true},
                                   {2, 5, f32, true},
                                   {3, 0, f32, true},
@@ -92,7 +92,7 @@ static void test_shards_with_padding(void) {
   fsdp_flat_layout_destroy(layout);
 }
 
-static void test_layout_keeps_its_alignment(void) {
+TEST(test_layout_keeps_its_alignment) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}};
   fsdp_flat_layout *layout =
       placement_layout(uses, 1, 2, (fsdp_alignment){2, true, false});
@@ -102,7 +102,7 @@ static void test_layout_keeps_its_alignment(void) {
   fsdp_flat_layout_destroy(layout);
 }
 
-static void test_whole_params_on_ranks(void) {
+TEST(test_whole_params_on_ranks) {
   const int64_t numels[] = {5, 0, 3};
   fsdp_placement *placement = NULL;
   CHECK_I64(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){1, 3},
@@ -120,7 +120,7 @@ static void test_whole_params_on_ranks(void) {
 }
 
 /* 5 rows in chunks of 2, a scalar, nothing in two ways, 2 rows of 3. */
-static void test_rows(void) {
+TEST(test_rows) {
   const fsdp_param_rows params[] = {{5, 2}, {1, 1}, {0, 4}, {4, 0}, {2, 3}};
   check_pieces(place_rows(params, 5, 4, 0, 4),
                "0 [0, 4) 0 0\n0 [4, 8) 1 0\n0 [8, 10) 2 0\n"
@@ -130,7 +130,7 @@ static void test_rows(void) {
   check_pieces(place_rows(params, 1, 1, 0, 1), "0 [0, 10) 0 0\n");
 }
 
-static void test_largest_rows_fit(void) {
+TEST(test_largest_rows_fit) {
   const fsdp_param_rows params[] = {{INT64_MAX, 1}};
   check_pieces(place_rows(params, 1, 2, 1, 2),
                "0 [4611686018427387904, 9223372036854775807) 1 0\n");
@@ -161,7 +161,7 @@ static void check_piece_refused(fsdp_piece piece, fsdp_status expected,
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_wrong_pieces_are_refused(void) {
+TEST(test_wrong_pieces_are_refused) {
   check_piece_refused((fsdp_piece){-1, {0, 1}, 0, 0}, FSDP_INVALID_ARGUMENT,
                       "piece 1 has param -1, buffer 0 and offset 0, need >= 0");
   check_piece_refused((fsdp_piece){0, {0, 1}, -2, 0}, FSDP_INVALID_ARGUMENT,
@@ -186,7 +186,7 @@ static void check_range_refused(const fsdp_flat_layout *layout, int64_t segment,
   check_refused(status, placement, &error, FSDP_INVALID_ARGUMENT, message);
 }
 
-static void test_wrong_parts_of_a_layout_are_refused(void) {
+TEST(test_wrong_parts_of_a_layout_are_refused) {
   fsdp_flat_layout *layout = placement_picture();
   const int64_t live = fsdp_alloc_live();
   fsdp_placement *placement = NULL;
@@ -236,7 +236,7 @@ static void check_rows_refused(const fsdp_param_rows *params,
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
-static void test_wrong_tensors_are_refused(void) {
+TEST(test_wrong_tensors_are_refused) {
   const int64_t numels[] = {3, -1};
   fsdp_placement *placement = NULL;
   fsdp_error error;
@@ -272,7 +272,7 @@ static void test_wrong_tensors_are_refused(void) {
 /* --- The oracle ---------------------------------------------------------- */
 
 /* Every placement of a random layout says what the layout's intersect says. */
-static void test_shards_match_intersect(void) {
+TEST(test_shards_match_intersect) {
   uint64_t seed = 424242;
   for (int round = 0; round < 2000; round++) {
     const uint64_t seed_of_round = seed;
@@ -387,28 +387,10 @@ static void check_every_allocation(create_fn create, int64_t num_allocations) {
   fsdp_flat_layout_destroy(layout);
 }
 
-static void test_every_allocation_of_a_placement_can_fail(void) {
+TEST(test_every_allocation_of_a_placement_can_fail) {
   check_every_allocation(create_unsorted, 3);
   check_every_allocation(create_flat, 2);
   check_every_allocation(create_flat_range, 3);
   check_every_allocation(create_on_ranks, 2);
   check_every_allocation(create_rows, 3);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_pieces_are_sorted_and_empty_ones_left_out),
-      CHECK_TEST(test_shards_of_a_segment),
-      CHECK_TEST(test_shards_with_padding),
-      CHECK_TEST(test_layout_keeps_its_alignment),
-      CHECK_TEST(test_whole_params_on_ranks),
-      CHECK_TEST(test_rows),
-      CHECK_TEST(test_largest_rows_fit),
-      CHECK_TEST(test_wrong_pieces_are_refused),
-      CHECK_TEST(test_wrong_parts_of_a_layout_are_refused),
-      CHECK_TEST(test_wrong_tensors_are_refused),
-      CHECK_TEST(test_shards_match_intersect),
-      CHECK_TEST(test_every_allocation_of_a_placement_can_fail),
-  };
-  return CHECK_RUN(tests);
 }

@@ -133,7 +133,7 @@ static void check_close(double actual, double expected) {
   }
 }
 
-static void test_memory_and_bytes(void) {
+TEST(test_memory_and_bytes) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const fsdp_step_plan_report *report = run(&self);
@@ -165,7 +165,7 @@ static void test_memory_and_bytes(void) {
   fini(&self);
 }
 
-static void test_busiest_moment(void) {
+TEST(test_busiest_moment) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const fsdp_step_plan_report *report = run(&self);
@@ -185,7 +185,7 @@ static void test_busiest_moment(void) {
   fini(&self);
 }
 
-static void test_activations(void) {
+TEST(test_activations) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const int64_t large = (int64_t)1 << 30;
@@ -198,7 +198,7 @@ static void test_activations(void) {
 }
 
 /* c is recomputed: its activations are there in its backward only. */
-static void test_recomputation(void) {
+TEST(test_recomputation) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const int64_t large = (int64_t)1 << 30;
@@ -218,7 +218,7 @@ static void test_recomputation(void) {
   fini(&self);
 }
 
-static void test_time_without_communication(void) {
+TEST(test_time_without_communication) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const fsdp_step_plan_report *report = run(&self);
@@ -229,7 +229,7 @@ static void test_time_without_communication(void) {
 }
 
 /* Every launch takes 0.25 s a hop, and 4 ranks have 2 hops. */
-static void test_exposed_communication(void) {
+TEST(test_exposed_communication) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   self.options.shard_link.latency_seconds = 0.25;
@@ -249,7 +249,7 @@ static void test_exposed_communication(void) {
   fini(&self);
 }
 
-static void test_bandwidth(void) {
+TEST(test_bandwidth) {
   fixture self;
   init_options(&self);
   add_unit(&self, "root", false, WORLD_SIZE);
@@ -263,7 +263,7 @@ static void test_bandwidth(void) {
   fini(&self);
 }
 
-static void test_replicas(void) {
+TEST(test_replicas) {
   fixture self;
   init_tree(&self, 2);
   for (int i = 0; i < MAX_UNITS; i++) self.units[i].num_replicas = 8;
@@ -282,7 +282,7 @@ static void test_replicas(void) {
 }
 
 /* One rank a shard group, in fp32: parameters need no block at all. */
-static void test_one_rank(void) {
+TEST(test_one_rank) {
   fixture self;
   init_tree(&self, 1);
   for (int i = 0; i < MAX_UNITS; i++) {
@@ -299,7 +299,7 @@ static void test_one_rank(void) {
 
 /* With a frozen segment: no gradient memory, one more gather call; the unit
  * that backward leaves by its inputs is reduced there, not at the end. */
-static void test_frozen(void) {
+TEST(test_frozen) {
   fixture self;
   init_options(&self);
   add_unit(&self, "root", false, WORLD_SIZE);
@@ -321,7 +321,7 @@ static void test_frozen(void) {
 
 /* Nothing that requires grad before a: it keeps nothing for backward, and has
  * none. */
-static void test_frozen_beginning(void) {
+TEST(test_frozen_beginning) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const fsdp_step_event *events = self.events;
@@ -343,7 +343,7 @@ static void test_frozen_beginning(void) {
   fini(&self);
 }
 
-static void test_accumulation(void) {
+TEST(test_accumulation) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const int64_t whole = 2 * NUMEL * 2;
@@ -365,7 +365,7 @@ static void test_accumulation(void) {
   fini(&self);
 }
 
-static void test_scratch(void) {
+TEST(test_scratch) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   self.options.wants_scratch = true;
@@ -374,7 +374,7 @@ static void test_scratch(void) {
 }
 
 /* Offloaded: sharded gradients are on the host; the cast needs a stage. */
-static void test_offload(void) {
+TEST(test_offload) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   for (int i = 0; i < MAX_UNITS; i++) self.units[i].offloads = true;
@@ -386,7 +386,7 @@ static void test_offload(void) {
   fini(&self);
 }
 
-static void test_hundred_thousand_ranks(void) {
+TEST(test_hundred_thousand_ranks) {
   fixture self;
   init_tree(&self, 100000);
   self.options.shard_link.latency_seconds = 1;
@@ -400,7 +400,7 @@ static void test_hundred_thousand_ranks(void) {
   fini(&self);
 }
 
-static void test_wrong_arguments(void) {
+TEST(test_wrong_arguments) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const fsdp_step_plan_options good = self.options;
@@ -425,7 +425,7 @@ static void test_wrong_arguments(void) {
   fini(&self);
 }
 
-static void test_wrong_events(void) {
+TEST(test_wrong_events) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const fsdp_step_event use = self.events[1];
@@ -455,7 +455,7 @@ static void test_wrong_events(void) {
   fini(&self);
 }
 
-static void test_overflow(void) {
+TEST(test_overflow) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   for (int64_t i = 0; i < self.options.num_events; i++) {
@@ -469,7 +469,7 @@ static void test_overflow(void) {
   fini(&self);
 }
 
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   fixture self;
   init_tree(&self, WORLD_SIZE);
   const int64_t live = fsdp_alloc_live();
@@ -493,7 +493,7 @@ static void test_every_allocation_can_fail(void) {
 }
 
 /* FSDP1's shapes on the CPU; everything aligned elsewhere. */
-static void test_alignment(void) {
+TEST(test_alignment) {
   const fsdp_alignment flat = fsdp_alignment_choose(0, false, true);
   CHECK_I64(flat.itemsize, FSDP_ALIGNMENT_NBYTES);
   CHECK(!flat.params && !flat.shards);
@@ -505,7 +505,7 @@ static void test_alignment(void) {
 }
 
 /* What belongs to summons and hooks, not to a step, is refused. */
-static void test_calls_outside_a_step(void) {
+TEST(test_calls_outside_a_step) {
   const fsdp_link link = {.bytes_per_second = 1};
   fsdp_counting_device device;
   fsdp_counting_transport transport;
@@ -529,31 +529,4 @@ static void test_calls_outside_a_step(void) {
   CHECK_I64(ops.block_alloc(&device, INT64_MAX, &block, NULL), FSDP_OVERFLOW);
   CHECK(block == NULL);
   CHECK_I64(device.peak_nbytes, 0);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_memory_and_bytes),
-      CHECK_TEST(test_busiest_moment),
-      CHECK_TEST(test_activations),
-      CHECK_TEST(test_recomputation),
-      CHECK_TEST(test_time_without_communication),
-      CHECK_TEST(test_exposed_communication),
-      CHECK_TEST(test_bandwidth),
-      CHECK_TEST(test_replicas),
-      CHECK_TEST(test_one_rank),
-      CHECK_TEST(test_frozen),
-      CHECK_TEST(test_frozen_beginning),
-      CHECK_TEST(test_accumulation),
-      CHECK_TEST(test_scratch),
-      CHECK_TEST(test_offload),
-      CHECK_TEST(test_hundred_thousand_ranks),
-      CHECK_TEST(test_wrong_arguments),
-      CHECK_TEST(test_wrong_events),
-      CHECK_TEST(test_overflow),
-      CHECK_TEST(test_every_allocation_can_fail),
-      CHECK_TEST(test_alignment),
-      CHECK_TEST(test_calls_outside_a_step),
-  };
-  return CHECK_RUN(tests);
 }

@@ -13,7 +13,7 @@ static const fsdp_call *call_on(const fsdp_device_ops *ops, fsdp_lane lane) {
   return &call;
 }
 
-static void test_lines_and_names(void) {
+TEST(test_lines_and_names) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
   const fsdp_view_ops *views = recorder_views(device);
@@ -132,7 +132,7 @@ static void test_lines_and_names(void) {
   recorder_destroy(device);
 }
 
-static void test_data_operations(void) {
+TEST(test_data_operations) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
   void *const it = ops->context;
@@ -181,7 +181,7 @@ static void double_rank(void *context, int64_t rank, const void *mine,
   memset(theirs, (int)(2 * rank), (size_t)nbytes);
 }
 
-static void test_host_memory(void) {
+TEST(test_host_memory) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
   const fsdp_view_ops *views = recorder_views(device);
@@ -290,7 +290,7 @@ static const char *race_of(const char *name, bool is_write, bool waits,
   return text;
 }
 
-static void test_races(void) {
+TEST(test_races) {
   CHECK_TEXT(race_of("x", false, true, false), "");
   CHECK_TEXT(race_of("x", true, true, true), "");
   CHECK_TEXT(race_of("x", false, false, false),
@@ -301,7 +301,7 @@ static void test_races(void) {
 }
 
 /* Reads do not race; the host and its lanes do; so does what is freed. */
-static void test_races_of_readers_and_the_host(void) {
+TEST(test_races_of_readers_and_the_host) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
   fsdp_event *event = NULL;
@@ -335,7 +335,7 @@ static void test_races_of_readers_and_the_host(void) {
   recorder_destroy(device);
 }
 
-static void test_chosen_call_fails_once(void) {
+TEST(test_chosen_call_fails_once) {
   recorder *device = recorder_create();
   const fsdp_device_ops *ops = recorder_ops(device);
   fsdp_event *event = NULL;
@@ -357,16 +357,4 @@ static void test_chosen_call_fails_once(void) {
   recorder_clear(device);
   CHECK_TEXT(recorder_tape(device), "");
   recorder_destroy(device); /* frees what is alive */
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_lines_and_names),
-      CHECK_TEST(test_data_operations),
-      CHECK_TEST(test_host_memory),
-      CHECK_TEST(test_races),
-      CHECK_TEST(test_races_of_readers_and_the_host),
-      CHECK_TEST(test_chosen_call_fails_once),
-  };
-  return CHECK_RUN(tests);
 }

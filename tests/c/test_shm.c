@@ -46,7 +46,7 @@ static void every_case(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_every_kind_dtype_and_size(void) {
+TEST(test_every_kind_dtype_and_size) {
   int64_t ring_nbytes = 4096;
   for (int64_t world_size = 1; world_size <= 5; world_size++) {
     shm_run(world_size, every_case, &ring_nbytes);
@@ -81,7 +81,7 @@ static void call_for_nothing(const shm_rank *self) {
   ops->destroy(transport);
 }
 
-static void test_nothing_has_no_memory(void) {
+TEST(test_nothing_has_no_memory) {
   for (int64_t world_size = 1; world_size <= 4; world_size++) {
     shm_run(world_size, call_for_nothing, NULL);
   }
@@ -161,7 +161,7 @@ static void run_at_random(const shm_rank *self) {
   }
 }
 
-static void test_random_calls_in_flight(void) {
+TEST(test_random_calls_in_flight) {
   for (uint64_t seed = 1; seed <= 8; seed++) {
     const int64_t before = check_num_failures;
     uint64_t copy = seed;
@@ -210,12 +210,12 @@ static void run_two_lanes(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_two_threads_of_each_rank(void) {
+TEST(test_two_threads_of_each_rank) {
   shm_run(2, run_two_lanes, NULL);
   shm_run(3, run_two_lanes, NULL);
 }
 
-static void test_ranks_that_are_threads(void) {
+TEST(test_ranks_that_are_threads) {
   shm_run_threads(3, run_two_lanes, NULL);
   CHECK_I64(shm_num_segments(), 0);
 }
@@ -238,7 +238,7 @@ static void meet_at_barriers(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_barriers(void) {
+TEST(test_barriers) {
   shm_run(3, meet_at_barriers, shm_shared(sizeof(int32_t)));
 }
 
@@ -268,21 +268,8 @@ static void give_up_on_one(const shm_rank *self) {
   ops->destroy(transport);
 }
 
-static void test_giving_up_ends_the_others_waits(void) {
+TEST(test_giving_up_ends_the_others_waits) {
   for (int64_t world_size = 2; world_size <= 3; world_size++) {
     shm_run(world_size, give_up_on_one, NULL);
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_every_kind_dtype_and_size),
-      CHECK_TEST(test_nothing_has_no_memory),
-      CHECK_TEST(test_random_calls_in_flight),
-      CHECK_TEST(test_two_threads_of_each_rank),
-      CHECK_TEST(test_ranks_that_are_threads),
-      CHECK_TEST(test_barriers),
-      CHECK_TEST(test_giving_up_ends_the_others_waits),
-  };
-  return CHECK_RUN(tests);
 }

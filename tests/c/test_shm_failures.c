@@ -111,7 +111,7 @@ static void kill_one(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_a_killed_rank_is_named(void) {
+TEST(test_a_killed_rank_is_named) {
   for (what kind = GATHER; kind <= BROADCAST; kind++) {
     for (int64_t world_size = 2; world_size <= 4; world_size++) {
       shm_run_without(world_size, VICTIM, kill_one, &kind);
@@ -154,7 +154,7 @@ static void stop_one(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_a_stopped_rank_is_named_after_the_time_limit(void) {
+TEST(test_a_stopped_rank_is_named_after_the_time_limit) {
   for (int64_t world_size = 2; world_size <= 3; world_size++) {
     shm_run(world_size, stop_one, shm_shared(sizeof(int32_t)));
   }
@@ -180,7 +180,7 @@ static void come_late(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_a_rank_that_does_not_come_is_named(void) {
+TEST(test_a_rank_that_does_not_come_is_named) {
   shm_run(2, come_late, shm_shared(2 * sizeof(int32_t)));
   shm_run(4, come_late, shm_shared(2 * sizeof(int32_t)));
 }
@@ -206,7 +206,7 @@ static void leave(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_a_rank_that_leaves_is_named(void) {
+TEST(test_a_rank_that_leaves_is_named) {
   shm_run(2, leave, shm_shared(sizeof(int32_t)));
   shm_run(3, leave, shm_shared(sizeof(int32_t)));
 }
@@ -228,7 +228,7 @@ static void leave_after(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_what_was_written_before_leaving_counts(void) {
+TEST(test_what_was_written_before_leaving_counts) {
   shm_run(2, leave_after, NULL);
 }
 
@@ -275,7 +275,7 @@ static void differ(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_different_calls_are_told(void) {
+TEST(test_different_calls_are_told) {
   const difference differences[] = {
       {"of 501 elements", 501, g_float, 1, "unit 'e'", false},
       {"dtype 3", 500, {FSDP_DTYPE_INT32, 4}, 1, "unit 'e'", false},
@@ -307,7 +307,7 @@ static void differ_in_root(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_different_roots_are_told(void) {
+TEST(test_different_roots_are_told) {
   shm_run(2, differ_in_root, NULL);
 }
 
@@ -329,7 +329,7 @@ static void diverge(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_ranks_in_different_channels_end_too(void) {
+TEST(test_ranks_in_different_channels_end_too) {
   shm_run(2, diverge, shm_shared(sizeof(int32_t)));
 }
 
@@ -361,7 +361,7 @@ static void call_with_failing_allocations(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_every_allocation_of_a_call_can_fail(void) {
+TEST(test_every_allocation_of_a_call_can_fail) {
   shm_run(2, call_with_failing_allocations, NULL);
 }
 
@@ -414,7 +414,7 @@ static void pass_bad_arguments(const shm_rank *self) {
   ops->destroy(NULL);
 }
 
-static void test_bad_arguments_change_nothing(void) {
+TEST(test_bad_arguments_change_nothing) {
   shm_run(2, pass_bad_arguments, NULL);
 }
 
@@ -456,23 +456,6 @@ static void fork_one(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-static void test_a_forked_child_has_no_part_in_it(void) {
+TEST(test_a_forked_child_has_no_part_in_it) {
   shm_run(2, fork_one, NULL);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_a_killed_rank_is_named),
-      CHECK_TEST(test_a_stopped_rank_is_named_after_the_time_limit),
-      CHECK_TEST(test_a_rank_that_does_not_come_is_named),
-      CHECK_TEST(test_a_rank_that_leaves_is_named),
-      CHECK_TEST(test_what_was_written_before_leaving_counts),
-      CHECK_TEST(test_different_calls_are_told),
-      CHECK_TEST(test_different_roots_are_told),
-      CHECK_TEST(test_ranks_in_different_channels_end_too),
-      CHECK_TEST(test_every_allocation_of_a_call_can_fail),
-      CHECK_TEST(test_bad_arguments_change_nothing),
-      CHECK_TEST(test_a_forked_child_has_no_part_in_it),
-  };
-  return CHECK_RUN(tests);
 }

@@ -52,7 +52,7 @@ static void meet_with_little_memory(const shm_rank *self) {
   note(self, &verdict);
 }
 
-static void test_without_memory_there_is_none_for_anybody(void) {
+TEST(test_without_memory_there_is_none_for_anybody) {
   meeting *all = shm_shared(sizeof *all);
   shm_run(3, meet_with_little_memory, all);
   check_reasons(all, 3, "rank 1: ");
@@ -71,7 +71,7 @@ static void meet_without_address_space(const shm_rank *self) {
   note(self, &verdict);
 }
 
-static void test_too_much_memory_is_no_signal(void) {
+TEST(test_too_much_memory_is_no_signal) {
   meeting *all = shm_shared(sizeof *all);
   shm_run(2, meet_without_address_space, all);
   check_reasons(all, 2, "more than half of the");
@@ -86,7 +86,7 @@ static void meet_with_other_options(const shm_rank *self) {
   note(self, &verdict);
 }
 
-static void test_ranks_with_other_options_do_not_meet(void) {
+TEST(test_ranks_with_other_options_do_not_meet) {
   meeting *all = shm_shared(sizeof *all);
   shm_run(3, meet_with_other_options, all);
   check_reasons(all, 3, "other options");
@@ -101,7 +101,7 @@ static void meet_alone(const shm_rank *self) {
   CHECK_I64(try_create(self, &options, &verdict, &error), FSDP_BACKEND);
 }
 
-static void test_a_rank_that_does_not_come_is_an_error(void) {
+TEST(test_a_rank_that_does_not_come_is_an_error) {
   shm_run(2, meet_alone, NULL);
 }
 
@@ -135,7 +135,7 @@ static fsdp_status slow_get(void *context, const char *key, int64_t timeout_ms,
 }
 
 /* One limit for all waits: what one takes is gone for the next. */
-static void test_a_meeting_has_one_time_limit(void) {
+TEST(test_a_meeting_has_one_time_limit) {
   slow_store slow = {0};
   const fsdp_store store = {.context = &slow, .set = slow_set, .get = slow_get};
   fsdp_shm_options options = shm_options("slow");
@@ -176,11 +176,11 @@ static void meet_with_failing_allocations(const shm_rank *self) {
   }
 }
 
-static void test_every_allocation_of_a_meeting_can_fail(void) {
+TEST(test_every_allocation_of_a_meeting_can_fail) {
   shm_run(2, meet_with_failing_allocations, NULL);
 }
 
-static void test_bad_options_are_refused(void) {
+TEST(test_bad_options_are_refused) {
   const shm_rank self = {.rank = 0, .world_size = 2, .store = shm_store()};
   fsdp_shm_verdict verdict;
   fsdp_error error;
@@ -202,17 +202,4 @@ static void test_bad_options_are_refused(void) {
   const shm_rank nobody = {.rank = 2, .world_size = 2, .store = self.store};
   CHECK_I64(try_create(&nobody, &options, &verdict, &error),
             FSDP_INVALID_ARGUMENT);
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_without_memory_there_is_none_for_anybody),
-      CHECK_TEST(test_too_much_memory_is_no_signal),
-      CHECK_TEST(test_ranks_with_other_options_do_not_meet),
-      CHECK_TEST(test_a_rank_that_does_not_come_is_an_error),
-      CHECK_TEST(test_a_meeting_has_one_time_limit),
-      CHECK_TEST(test_every_allocation_of_a_meeting_can_fail),
-      CHECK_TEST(test_bad_options_are_refused),
-  };
-  return CHECK_RUN(tests);
 }

@@ -21,7 +21,7 @@ static fsdp_shm_process get_process(void) {
   return process;
 }
 
-static void test_processes_of_one_host_are_near(void) {
+TEST(test_processes_of_one_host_are_near) {
   const fsdp_shm_process self = get_process();
   fsdp_shm_process other = self;
   const char *why = NULL;
@@ -43,7 +43,7 @@ static void check_state(const fsdp_shm_process *process, const char *name) {
   CHECK_TEXT(fsdp_shm_priv_process_state_name(state), name);
 }
 
-static void test_states_of_a_process(void) {
+TEST(test_states_of_a_process) {
   fsdp_shm_process process = get_process();
   check_state(&process, "running");
   process.start_time++; /* the pid is another's by now */
@@ -70,7 +70,7 @@ static void test_states_of_a_process(void) {
   check_state(child, "dead");
 }
 
-static void test_a_segment_is_opened_by_who_knows_it(void) {
+TEST(test_a_segment_is_opened_by_who_knows_it) {
   fsdp_shm_geometry geometry;
   fsdp_shm_segment own = {0};
   fsdp_shm_segment other = {0};
@@ -109,7 +109,7 @@ static void test_a_segment_is_opened_by_who_knows_it(void) {
   CHECK_I64(shm_num_segments(), 0);
 }
 
-static void test_memory_has_a_limit(void) {
+TEST(test_memory_has_a_limit) {
   const int64_t nbytes = fsdp_shm_priv_available_nbytes();
   CHECK(nbytes > 0 && nbytes < INT64_MAX);
 }
@@ -130,7 +130,7 @@ static void check_every_half(int32_t code, uint16_t infinity) {
   CHECK_I64(num_wrong, 0);
 }
 
-static void test_sums_of_16_bits(void) {
+TEST(test_sums_of_16_bits) {
   check_every_half(FSDP_DTYPE_FLOAT16, 0x7C00);
   check_every_half(FSDP_DTYPE_BFLOAT16, 0x7F80);
   /* Sums beyond the largest number are infinite; ties go to even. */
@@ -146,15 +146,4 @@ static void test_sums_of_16_bits(void) {
     fsdp_shm_priv_sum(&sum, dtype, pieces, 2, 1, 1);
     CHECK_I64(sum, halves[i][2]);
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_processes_of_one_host_are_near),
-      CHECK_TEST(test_states_of_a_process),
-      CHECK_TEST(test_a_segment_is_opened_by_who_knows_it),
-      CHECK_TEST(test_memory_has_a_limit),
-      CHECK_TEST(test_sums_of_16_bits),
-  };
-  return CHECK_RUN(tests);
 }

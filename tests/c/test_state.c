@@ -17,7 +17,7 @@ static const char *const table[FSDP_NUM_UNIT_EVENTS] = {
     [FSDP_EVENT_RESET] = "SSSSSSSS",
 };
 
-static void test_every_transition(void) {
+TEST(test_every_transition) {
   for (int event = 0; event < FSDP_NUM_UNIT_EVENTS; event++) {
     for (int from = 0; from < FSDP_NUM_UNIT_STATES; from++) {
       fsdp_unit_state state = (fsdp_unit_state)from;
@@ -45,7 +45,7 @@ static void test_every_transition(void) {
   }
 }
 
-static void test_predicates(void) {
+TEST(test_predicates) {
   for (int i = 0; i < FSDP_NUM_UNIT_STATES; i++) {
     const fsdp_unit_state state = (fsdp_unit_state)i;
     CHECK(fsdp_unit_state_is_in_flight(state) ==
@@ -55,7 +55,7 @@ static void test_predicates(void) {
   }
 }
 
-static void test_names(void) {
+TEST(test_names) {
   static const char *const states[] = {"SHARDED",   "PREFETCHED", "UNSHARDING",
                                        "UNSHARDED", "HIDDEN",     "KEPT",
                                        "REDUCING",  "FAILED",     "UNKNOWN"};
@@ -68,13 +68,4 @@ static void test_names(void) {
   for (int i = 0; i <= FSDP_NUM_UNIT_EVENTS; i++) {
     CHECK_TEXT(fsdp_unit_event_name((fsdp_unit_event)i), events[i]);
   }
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_every_transition),
-      CHECK_TEST(test_predicates),
-      CHECK_TEST(test_names),
-  };
-  return CHECK_RUN(tests);
 }

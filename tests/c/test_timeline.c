@@ -21,7 +21,7 @@ static fsdp_timeline *make(int64_t capacity, int64_t max_steps) {
 
 /* --- The ring ------------------------------------------------------------ */
 
-static void test_the_oldest_are_overwritten(void) {
+TEST(test_the_oldest_are_overwritten) {
   fsdp_timeline *timeline = make(3, 1);
   CHECK_I64(fsdp_timeline_num_entries(timeline), 0);
   for (int64_t i = 0; i < 5; i++) {
@@ -36,7 +36,7 @@ static void test_the_oldest_are_overwritten(void) {
   fsdp_timeline_destroy(timeline);
 }
 
-static void test_full_after_its_steps(void) {
+TEST(test_full_after_its_steps) {
   fsdp_timeline *timeline = make(8, 2);
   CHECK(fsdp_timeline_begin_step(timeline));
   CHECK(fsdp_timeline_begin_step(timeline));
@@ -56,20 +56,18 @@ static void test_full_after_its_steps(void) {
   fsdp_timeline_destroy(timeline);
 }
 
-static void test_bad_sizes(void) {
+TEST(test_bad_sizes) {
   fsdp_timeline *timeline = NULL;
   fsdp_error error = {0};
-  CHECK_I64(fsdp_timeline_create(0, 1, tick, &timeline, &error),
-            FSDP_INVALID_ARGUMENT);
-  CHECK(strstr(error.message, "0 entries") != NULL);
-  CHECK_I64(fsdp_timeline_create(1, 0, tick, &timeline, &error),
-            FSDP_INVALID_ARGUMENT);
-  CHECK(strstr(error.message, "0 steps") != NULL);
+  CHECK_FAILS(fsdp_timeline_create(0, 1, tick, &timeline, &error),
+              FSDP_INVALID_ARGUMENT, error.message, "..0 entries");
+  CHECK_FAILS(fsdp_timeline_create(1, 0, tick, &timeline, &error),
+              FSDP_INVALID_ARGUMENT, error.message, "..0 steps");
   CHECK(timeline == NULL);
   fsdp_timeline_destroy(NULL);
 }
 
-static void test_every_allocation_can_fail(void) {
+TEST(test_every_allocation_can_fail) {
   for (int64_t i = 0;; i++) {
     fsdp_timeline *timeline = NULL;
     fsdp_error error = {0};
@@ -88,7 +86,7 @@ static void test_every_allocation_can_fail(void) {
   }
 }
 
-static void test_every_kind_has_a_name(void) {
+TEST(test_every_kind_has_a_name) {
   for (int i = 0; i < FSDP_NUM_TIMELINE_KINDS; i++) {
     CHECK(fsdp_timeline_kind_name(i) != NULL);
     for (int j = 0; j < i; j++) {
@@ -102,8 +100,7 @@ static void test_every_kind_has_a_name(void) {
 
 /* --- What an engine writes ----------------------------------------------- */
 
-static model m;             /* each test makes and frees it */
-static fsdp_timeline *ring; /* likewise */
+static fsdp_timeline *ring; /* each test makes and frees it */
 
 static void start(int64_t max_steps) {
   ring = make(256, max_steps);
@@ -113,7 +110,7 @@ static void start(int64_t max_steps) {
 static void end(void) {
   CHECK_I64(fsdp_engine_set_timeline(m.engine, NULL, NULL), FSDP_OK);
   fsdp_timeline_destroy(ring);
-  model_fini(&m);
+  PLAY("end");
 }
 
 /* One line an entry: kind, unit, flags. Steps are left out. */
@@ -136,48 +133,28 @@ static const char *text_of(const fsdp_timeline *timeline) {
 }
 
 /* Inner spans stand before the ones around them: they end first. */
-static void test_a_step(void) {
+TEST(test_a_step) {
   model_start_tree(&m, NULL, 2);
   start(1);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  CHECK_I64(model_backward(&m, NULL), FSDP_OK);
-  CHECK_TEXT(text_of(ring),
-             "all_gather root\n"
-             "unshard root\n"
-             "wait_unshard root\n"
-             "all_gather a\n"
-             "unshard a\n"
-             "wait_unshard a\n"
-             "reshard a\n"
-             "all_gather b\n"
-             "unshard b\n"
-             "wait_unshard b\n"
-             "reshard b\n"
-             "all_gather b\n" /* root's backward begins: b is next */
-             "unshard b ahead\n"
-             "wait_unshard root kept\n"
-             "all_gather a\n"
-             "unshard a ahead\n"
-             "wait_unshard b ahead\n"
-             "reshard b\n"
-             "reduce_scatter b\n"
-             "reduce b\n"
-             "wait_unshard a ahead\n"
-             "reshard a\n"
-             "reduce_scatter a\n"
-             "reduce a\n"
-             "reshard root\n"
-             "reduce_scatter root\n"
-             "reduce root\n"
-             "wait_reduces -\n");
+  PLAY("forward; backward");
+  CHECK_LINES(
+      text_of(ring),
+      "all_gather root; unshard root; wait_unshard root; all_gather a; "
+      "unshard a; wait_unshard a; reshard a; all_gather b; unshard b; "
+      "wait_unshard b; reshard b; all_gather b; "
+      /* root's backward begins: b is next */
+      "unshard b ahead; wait_unshard root kept; all_gather a; "
+      "unshard a ahead; wait_unshard b ahead; reshard b; reduce_scatter b; "
+      "reduce b; wait_unshard a ahead; reshard a; reduce_scatter a; reduce a; "
+      "reshard root; reduce_scatter root; reduce root; wait_reduces -");
   CHECK_I64(fsdp_timeline_num_steps(ring), 1);
   end();
 }
 
-static void test_spans_have_times_and_sizes(void) {
+TEST(test_spans_have_times_and_sizes) {
   model_start_tree(&m, NULL, 1);
   start(1);
-  CHECK_I64(model_forward(&m, false, NULL), FSDP_OK);
+  PLAY("eval");
   int64_t last_ns = 0;
   for (int64_t i = 0; i < fsdp_timeline_num_entries(ring); i++) {
     const fsdp_timeline_entry *entry = fsdp_timeline_get(ring, i);
@@ -198,80 +175,67 @@ static void test_spans_have_times_and_sizes(void) {
   end();
 }
 
-static void test_an_unused_prefetch(void) {
-  model_options options = model_default_options();
-  options.forward_prefetch = true;
+TEST(test_an_unused_prefetch) {
+  model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 2);
-  CHECK_I64(model_forward(&m, false, NULL), FSDP_OK); /* learns the order */
+  PLAY("eval"); /* learns the order */
   start(2);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_leave(&m, 0, false, NULL), FSDP_OK); /* a does not run */
-  CHECK_TEXT(text_of(ring),
-             "all_gather root\n"
-             "unshard root\n"
-             "all_gather a\n"
-             "unshard a ahead\n"
-             "wait_unshard root\n"
-             "reshard root\n"
-             "reshard a unused\n");
+  PLAY("enter root; leave_eval root"); /* a does not run */
+  CHECK_LINES(text_of(ring),
+              "all_gather root; unshard root; all_gather a; unshard a ahead; "
+              "wait_unshard root; reshard root; reshard a unused");
   end();
 }
 
-static void test_replicas(void) {
-  model_options options = model_default_options();
-  options.num_replicas = 2;
+TEST(test_replicas) {
+  model_options options = {.num_replicas = 2};
   model_start_tree(&m, &options, 0);
   start(1);
-  model_step(&m);
+  PLAY("step");
   CHECK(strstr(text_of(ring),
                "reduce_scatter root\nall_reduce root\nreduce root\n") != NULL);
   end();
 }
 
-static void test_a_hook(void) {
+TEST(test_a_hook) {
   model_start_tree(&m, NULL, 0);
   fsdp_unit_set_reduce_hook(m.units[0].unit, true);
   start(1);
-  model_step(&m);
+  PLAY("step");
   CHECK(strstr(text_of(ring), "reduce_hook root\nreduce root\n") != NULL);
   end();
 }
 
-static void test_nothing_after_the_last_step(void) {
+TEST(test_nothing_after_the_last_step) {
   model_start_tree(&m, NULL, 1);
   start(1);
-  model_step(&m);
+  PLAY("step");
   CHECK(fsdp_engine_timeline(m.engine) == ring);
   const int64_t num_entries = fsdp_timeline_num_entries(ring);
-  model_zero_grad(&m);
-  model_step(&m);
+  PLAY("zero_grad; step");
   CHECK(fsdp_engine_timeline(m.engine) == NULL);
   CHECK_I64(fsdp_timeline_num_entries(ring), num_entries);
   CHECK(fsdp_timeline_full_ns(ring) > 0);
   end();
 }
 
-static void test_not_in_the_middle_of_a_step(void) {
+TEST(test_not_in_the_middle_of_a_step) {
   fsdp_error error = {0};
   model_start_tree(&m, NULL, 1);
   ring = make(8, 1);
-  CHECK_I64(model_enter(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_set_timeline(m.engine, ring, &error),
-            FSDP_INVALID_STATE);
-  CHECK(strstr(error.message, "before forward") != NULL);
+  PLAY("enter root");
+  CHECK_FAILS(fsdp_engine_set_timeline(m.engine, ring, &error),
+              FSDP_INVALID_STATE, error.message, "..before forward");
   CHECK(fsdp_engine_timeline(m.engine) == NULL);
-  CHECK_I64(model_leave(&m, 0, false, NULL), FSDP_OK);
+  PLAY("leave_eval root");
   end();
 }
 
 /* Indices would mean other units. */
-static void test_a_unit_that_leaves_ends_it(void) {
+TEST(test_a_unit_that_leaves_ends_it) {
   model_start_tree(&m, NULL, 1);
   start(4);
-  model_step(&m);
-  model_zero_grad(&m);
-  fsdp_unit_destroy(m.units[1].unit);
-  m.units[1].unit = NULL;
+  PLAY("step; zero_grad; destroy a");
   CHECK(fsdp_engine_timeline(m.engine) == NULL);
   end();
 }
@@ -287,7 +251,7 @@ static int32_t mark(void *context, fsdp_lane lane) {
   return num_marks++;
 }
 
-static void test_marks_are_on_the_lane_that_works(void) {
+TEST(test_marks_are_on_the_lane_that_works) {
   model_init(&m, NULL);
   m.ops.mark = mark;
   num_marks = 0;
@@ -296,7 +260,7 @@ static void test_marks_are_on_the_lane_that_works(void) {
   model_start(&m);
   CHECK_I64(num_marks, 0); /* nothing is recorded */
   start(1);
-  model_step(&m);
+  PLAY("step");
   CHECK_TEXT(marked_lanes,
              "UU"   /* all_gather */
              "CC"   /* COMPUTE waits for it */
@@ -313,24 +277,4 @@ static void test_marks_are_on_the_lane_that_works(void) {
     CHECK((entry->mark_end > entry->mark_begin) == has_marks);
   }
   end();
-}
-
-int main(void) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_the_oldest_are_overwritten),
-      CHECK_TEST(test_full_after_its_steps),
-      CHECK_TEST(test_bad_sizes),
-      CHECK_TEST(test_every_allocation_can_fail),
-      CHECK_TEST(test_every_kind_has_a_name),
-      CHECK_TEST(test_a_step),
-      CHECK_TEST(test_spans_have_times_and_sizes),
-      CHECK_TEST(test_an_unused_prefetch),
-      CHECK_TEST(test_replicas),
-      CHECK_TEST(test_a_hook),
-      CHECK_TEST(test_nothing_after_the_last_step),
-      CHECK_TEST(test_not_in_the_middle_of_a_step),
-      CHECK_TEST(test_a_unit_that_leaves_ends_it),
-      CHECK_TEST(test_marks_are_on_the_lane_that_works),
-  };
-  return CHECK_RUN(tests);
 }

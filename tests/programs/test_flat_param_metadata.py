@@ -215,7 +215,7 @@ def test_sharded_grad(rank: int, world_size: int, use_orig_params: bool) -> None
     shards = [torch.empty_like(shard) for _ in range(world_size)]
     dist.all_gather(shards, shard)
     whole = torch.cat(shards)
-    for offset, numel in handle.flat_param._facts.slots:
+    for _, offset, numel in model._sharded.unit.slots:
         assert torch.equal(whole[offset : offset + numel], torch.full((numel,), 2.0))
     model.zero_grad()
     fsdp_c.optimizer_in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1))

@@ -4,7 +4,7 @@
  * transport when it runs. Runs where there is no GPU: connecting then fails,
  * with an error and nothing else.
  *
- * Usage: check_nccl <file of libnccl>
+ * NCCL_LIBRARY is the file of libnccl.
  */
 #include <nccl.h>
 
@@ -140,14 +140,13 @@ SAME_NUMBER(0, NCCL_REVOKE_DEFAULT);
  * ---------------------------------------------------------------*/
 
 /* Older headers have no name for it. */
-static void test_magic_of_the_configuration(void) {
+TEST(test_magic_of_the_configuration) {
   const ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   CHECK(config.magic == FSDP_NCCL_CONFIG_MAGIC);
   CHECK(config.size == sizeof config &&
         config.size >= sizeof(fsdp_nccl_config));
 }
 
-static const char *g_path;
 static fsdp_nccl_library g_library;
 
 /* Taken by the linker, so a name that the library lacks ends the build. */
@@ -155,8 +154,8 @@ static fsdp_nccl_library g_library;
   CHECK(g_library.api.member != NULL && \
         (void (*)(void))g_library.api.member == (void (*)(void)) & name)
 
-static void test_the_loader_finds_what_the_linker_finds(void) {
-  const fsdp_nccl_search search = {.forced_path = g_path};
+TEST(test_the_loader_finds_what_the_linker_finds) {
+  const fsdp_nccl_search search = {.forced_path = NCCL_LIBRARY};
   fsdp_error error = {0};
   const fsdp_status status =
       fsdp_nccl_library_open(&search, &g_library, &error);
@@ -192,7 +191,7 @@ static void test_the_loader_finds_what_the_linker_finds(void) {
 }
 
 /* This program has the library loaded, as one with torch in it has. */
-static void test_the_loaded_copy_is_taken(void) {
+TEST(test_the_loaded_copy_is_taken) {
   const fsdp_nccl_search search = {.wheel_path = "/nowhere"};
   fsdp_nccl_library library = {.version = 0};
   fsdp_error error;
@@ -203,7 +202,7 @@ static void test_the_loaded_copy_is_taken(void) {
 
 /* The real library behind the transport: its first call makes a communicator,
  * which fails without a GPU. Moves nothing: the buffer is the host's. */
-static void test_connecting(void) {
+TEST(test_connecting) {
   const fsdp_store store = nccl_fake_store();
   fsdp_nccl_options options;
   fsdp_transport *transport = NULL;
@@ -229,17 +228,4 @@ static void test_connecting(void) {
     printf("cannot connect here: %s\n", error.message);
   }
   transport->ops->destroy(transport);
-}
-
-int main(int argc, char **argv) {
-  static const check_test tests[] = {
-      CHECK_TEST(test_magic_of_the_configuration),
-      CHECK_TEST(test_the_loader_finds_what_the_linker_finds),
-      CHECK_TEST(test_the_loaded_copy_is_taken),
-      CHECK_TEST(test_connecting),
-  };
-  if (argc != 2) return 2;
-  g_path = argv[1];
-  printf("NCCL %d.%d.%d\n", NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH);
-  return CHECK_RUN(tests);
 }

@@ -1,0 +1,177 @@
+/*
+ * Engine fixture: scripts of calls; see PLAY in engine_fixture.h.
+ */
+#include <stdlib.h>
+
+#include "engine_fixture.h"
+
+model m;
+
+/* The unit of that name; aborts if there is none. */
+static int64_t unit_of(const char *name) {
+  for (int64_t i = 0; i < m.num_units; i++) {
+    if (strcmp(m.units[i].name, name) == 0) return i;
+  }
+  fprintf(stderr, "PLAY: no unit is called '%s'\n", name);
+  abort();
+}
+
+static bool is(const char *word, const char *other) {
+  return strcmp(word, other) == 0;
+}
+
+/* A fact about a unit; false: `word` is none. */
+static bool check_fact(const char *word, const model_unit *unit,
+                       const char *expected) {
+  static const char *const views[] = {"sharded", "unsharded", "full",
+                                      "full_on_host", "partial"};
+  if (is(word, "state")) {
+    const fsdp_unit_state state = fsdp_unit_get_state(unit->unit);
+    CHECK_TEXT(fsdp_unit_state_name(state), expected);
+  } else if (is(word, "view")) {
+    CHECK_TEXT(views[unit->view], expected);
+  } else if (is(word, "grad_view")) {
+    CHECK_TEXT(views[unit->grad_view], expected);
+  } else if (is(word, "pending")) {
+    CHECK_I64(fsdp_unit_pending_grads(unit->unit), strtoll(expected, NULL, 10));
+  } else if (is(word, "has_grads")) {
+    CHECK(unit->has_grads);
+  } else if (is(word, "no_grads")) {
+    CHECK(!unit->has_grads);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+/* A count of the engine; false: `word` is none. */
+static bool check_count(const char *word, const char *expected) {
+  const fsdp_engine_stats stats = model_stats(&m);
+  const struct {
+    const char *word;
+    int64_t count;
+  } counts[] = {{"num_units", stats.num_units},
+                {"num_iterations", stats.num_iterations},
+                {"num_all_gathers", stats.num_all_gathers},
+                {"num_reduces", stats.num_reduces},
+                {"num_prefetches", stats.num_prefetches}};
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+    if (!is(word, counts[i].word)) continue;
+    CHECK_I64(counts[i].count, strtoll(expected, NULL, 10));
+    return true;
+  }
+  return false;
+}
+
+static fsdp_status call_unit(const char *word, int64_t i, int64_t number,
+                             fsdp_error *error) {
+  fsdp_unit *unit = m.units[i].unit;
+  if (is(word, "enter")) return model_enter(&m, i, error);
+  if (is(word, "leave")) return model_leave(&m, i, true, error);
+  if (is(word, "leave_eval")) return model_leave(&m, i, false, error);
+  if (is(word, "pre_backward")) return model_pre_backward(&m, i, error);
+  if (is(word, "grads")) return model_give_grads(&m, i, error);
+  if (is(word, "grad")) return model_give_grad(&m, i, number, true, error);
+  if (is(word, "unexpected"))
+    return model_give_grad(&m, i, number, false, error);
+  if (is(word, "inputs")) return model_give_inputs(&m, i, error);
+  if (is(word, "summon")) return fsdp_unit_summon(unit, NULL, error);
+  if (is(word, "dismiss")) return fsdp_unit_dismiss(unit, true, error);
+  if (is(word, "drop")) return fsdp_unit_dismiss(unit, false, error);
+  if (is(word, "expect")) {
+    fsdp_unit_expect_grads(unit, number);
+  } else if (is(word, "abandon")) {
+    fsdp_unit_abandon_forward(unit, false);
+  } else if (is(word, "destroy")) {
+    fsdp_unit_destroy(unit);
+    m.units[i].unit = NULL;
+  } else {
+    fprintf(stderr, "PLAY: no call is called '%s'\n", word);
+    abort();
+  }
+  return FSDP_OK;
+}
+
+static fsdp_sync sync_of(const char *name) {
+  return is(name, "none")    ? FSDP_SYNC_NONE
+         : is(name, "shard") ? FSDP_SYNC_SHARD
+                             : FSDP_SYNC_REDUCE;
+}
+
+static fsdp_status call(const char *word, const char *name,
+                        const char *expected, fsdp_error *error) {
+  if (is(word, "forward")) return model_forward(&m, true, error);
+  if (is(word, "eval")) return model_forward(&m, false, error);
+  if (is(word, "backward")) return model_backward(&m, error);
+  if (is(word, "step")) {
+    const fsdp_status status = model_forward(&m, true, error);
+    return status == FSDP_OK ? model_backward(&m, error) : status;
+  }
+  if (is(word, "finish")) return model_finish(&m, error);
+  if (is(word, "reset")) {
+    fsdp_engine_reset(m.engine);
+  } else if (is(word, "sync")) {
+    fsdp_engine_set_sync(m.engine, sync_of(name));
+  } else if (is(word, "zero_grad")) {
+    model_zero_grad(&m);
+  } else if (is(word, "optimizer")) {
+    model_optimizer_step(&m);
+  } else if (is(word, "check_grads")) {
+    model_check_grads(&m);
+  } else if (is(word, "check_sharded")) {
+    model_check_states(&m, FSDP_UNIT_SHARDED);
+  } else if (is(word, "check_idle")) {
+    CHECK_I64(model_stats(&m).arena.held_nbytes, 0);
+  } else if (is(word, "clear")) {
+    recorder_clear(m.device);
+  } else if (is(word, "end")) {
+    model_fini(&m);
+  } else if (strncmp(word, "num_", 4) != 0 || !check_count(word, name)) {
+    const int64_t i = unit_of(name);
+    if (!check_fact(word, &m.units[i], expected)) {
+      return call_unit(word, i, strtoll(expected, NULL, 10), error);
+    }
+  }
+  return FSDP_OK;
+}
+
+void model_open(const model_options *options, const char *units) {
+  model_init(&m, options);
+  for (const char *at = units; *at != '\0';) {
+    static char names[MODEL_MAX_UNITS][32];
+    char *name = names[m.num_units % MODEL_MAX_UNITS];
+    char size[8] = "";
+    char kind[8] = "";
+    (void)sscanf(at, "%31[^; ] %7[^; ] %7[^;]", name, size, kind);
+    if (is(size, "mixed")) {
+      model_plan_mixed(&m, name);
+    } else {
+      const fsdp_param_spec spec = {
+          0, strtoll(size, NULL, 10) * m.options.world_size, RECORDER_F32,
+          !is(kind, "frozen")};
+      model_plan(&m, name, &spec, 1);
+    }
+    at += strcspn(at, ";");
+    at += strspn(at, "; ");
+  }
+  model_start(&m);
+}
+
+void model_play(const char *script, const char *file, int line) {
+  for (const char *at = script; *at != '\0';) {
+    const size_t length = strcspn(at, ";");
+    const int64_t num_failures = check_num_failures;
+    char word[32] = "";
+    char name[224] = "";
+    char expected[32] = "";
+    fsdp_error error = {FSDP_OK, 0, NULL, ""};
+    (void)sscanf(at, "%31[^; ] %223[^; ] %31[^;]", word, name, expected);
+    check_that(call(word, name, expected, &error) == FSDP_OK, word, file, line);
+    if (is(word, "finish")) CHECK(!fsdp_engine_in_backward(m.engine));
+    if (check_num_failures > num_failures) {
+      printf("%s:%d: '%.*s' %s\n", file, line, (int)length, at, error.message);
+    }
+    at += length;
+    at += strspn(at, "; ");
+  }
+}
