@@ -371,7 +371,7 @@ FAULTS = (
         "sharded gradients are not freed",
         "grads_free",
         _skip("segment.grad_shard = at::Tensor();"),
-        "test_memory.py",
+        "test_memory_of_a_step.py",
     ),
     _torch(
         "gradients hidden during forward do not come back",

@@ -35,17 +35,31 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
   }
 }
 
-/* Note [Prefetching where activations are largest]
+/* Note [Where activations are largest]
  * On a host a prefetched block is memory that activations could have. They are
- * largest when backward begins, so the first two units of a backward prefetch
- * when their gradients are complete and their activations gone. The root, where
- * it comes first, prefetches as ever: the unit that runs next. All ranks do the
- * same. */
+ * largest when backward begins, so the first units of a backward prefetch when
+ * their gradients are complete and their activations gone. The root, where it
+ * comes first, prefetches as ever: the unit that runs next. The first unit's
+ * reduction is waited for at once if it has scratch, which would stand beside
+ * the activations of the next unit. All ranks do the same. */
+enum { NUM_LATE_UNITS = 3 };
+
 static bool prefetches_late(const fsdp_unit *unit) {
   const fsdp_engine *engine = unit->engine;
   const bool is_ahead = unit == engine->root && engine->num_entered == 0;
   return fsdp_engine_priv_is_host(engine) && !is_ahead &&
-         engine->num_entered <= 2;
+         engine->num_entered <= NUM_LATE_UNITS;
+}
+
+/* After the unit's reduction was issued. */
+static fsdp_status settle_first(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_transport *transport = unit->options.shard_group.transport;
+  if (engine->num_entered != 1 || transport == NULL ||
+      !transport->ops->wants_scratch) {
+    return FSDP_OK;
+  }
+  return fsdp_engine_priv_settle_reduces(engine, error);
 }
 
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
@@ -121,6 +135,7 @@ static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
   if (--unit->step.expected_grads > 0) return FSDP_OK;
   const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
+  FSDP_TRY(settle_first(unit, error));
   if (prefetch == FSDP_PREFETCH_POST || is_late) {
     FSDP_TRY(prefetch_backward(unit->engine, error));
   }
