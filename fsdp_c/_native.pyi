@@ -279,6 +279,7 @@ def plan_step(
     num_batches: int = 1,
     accumulation: int = ...,
     wants_scratch: bool = False,
+    is_host: bool = False,
 ) -> dict[str, Any]:
     """What a rank needs for a training step; see fsdp_c.plan."""
 

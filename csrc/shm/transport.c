@@ -432,6 +432,10 @@ static void give_up(fsdp_transport *transport, const char *cause) {
   (void)pthread_mutex_unlock(&shm->mutex);
 }
 
+static int64_t reserved_nbytes(const fsdp_transport *transport) {
+  return ((const fsdp_shm *)transport)->geometry.nbytes;
+}
+
 static const fsdp_transport_ops g_ops = {
     .name = "shm",
     .is_host = true,
@@ -444,5 +448,6 @@ static const fsdp_transport_ops g_ops = {
     .all_reduce = all_reduce,
     .wait = wait_for,
     .check = check,
+    .reserved_nbytes = reserved_nbytes,
     .give_up = give_up,
 };

@@ -79,6 +79,8 @@ struct Engine {
 // engine_groups.cpp: all groups of the engine that have several ranks, each
 // once.
 std::vector<Group *> groups_of(const Engine &engine);
+// The most that a rank hands to the others in one of the unit's collectives.
+int64_t call_nbytes_of(const Unit &unit);
 
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
 

@@ -75,11 +75,14 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
 
     * num_clients, num_blocks, arena_nbytes, held_nbytes, peak_nbytes, num_allocs,
       num_frees: the arena of unsharded parameters and gradients; ``held`` are the
-      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far.
+      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far. On the CPU
+      blocks come and go; between steps there are none.
     * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
       sharded gradients of this rank, those that are allocated now.
     * partial_grad_nbytes, scratch_nbytes: sums of ``no_sync(sharded=True)``, and what
-      reductions over gloo need beside the arena.
+      reductions over gloo need beside the arena (on the CPU only while they run: the
+      most so far).
+    * ring_nbytes: shared memory that this rank reserves for its groups.
     * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
 
     Several engines (wrapped modules without a common wrapped ancestor) add up.

@@ -227,6 +227,7 @@ static fsdp_status run_init(plan_run *run,
   FSDP_TRY(check_options(options, error));
   fsdp_counting_device_init(&run->device, options->shard_link,
                             options->replica_link, options->wants_scratch);
+  run->device.is_host = options->is_host;
   run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
   run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));
   if (run->units == NULL || run->has_grad == NULL) {

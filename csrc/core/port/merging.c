@@ -312,6 +312,16 @@ static void give_up(fsdp_transport *transport, const char *cause) {
   inner->ops->give_up(inner, cause);
 }
 
+static int64_t reserved_nbytes(const fsdp_transport *transport) {
+  const merging *self = (const merging *)transport;
+  int64_t nbytes = 0;
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    nbytes += (int64_t)self->channels[i].memory_nbytes;
+  }
+  if (self->inner->ops->reserved_nbytes == NULL) return nbytes;
+  return nbytes + self->inner->ops->reserved_nbytes(self->inner);
+}
+
 fsdp_status fsdp_merging_create(fsdp_transport *inner, int64_t rank,
                                 int64_t world_size, fsdp_transport **transport,
                                 fsdp_error *error) {
@@ -331,6 +341,7 @@ fsdp_status fsdp_merging_create(fsdp_transport *inner, int64_t rank,
   self->ops.wait = wait_for;
   self->ops.is_done = inner->ops->is_done == NULL ? NULL : is_done;
   self->ops.check = check;
+  self->ops.reserved_nbytes = reserved_nbytes;
   self->ops.give_up = inner->ops->give_up == NULL ? NULL : give_up;
   self->base.ops = &self->ops;
   self->inner = inner;

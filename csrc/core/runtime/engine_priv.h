@@ -28,7 +28,9 @@
 enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
 
 /* Gradients wait to be packed together until they are this large: few launches
- * for small parameters, early release for large ones. */
+ * for small parameters, early release for large ones. On a host, where blocks
+ * come and go, they wait until the unit's are complete, unless its block is
+ * there. */
 enum { FSDP_PACK_THRESHOLD_NBYTES = 1 << 20 };
 
 /* Which gradients of a unit hold a value: a set. A reduction adds what the
@@ -178,6 +180,8 @@ struct fsdp_engine {
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
+  int64_t num_entered; /* backward.c: units in this backward, but the root */
+  bool is_reducing;    /* reduce.c: on a host: a reduction is in flight */
 
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
@@ -196,6 +200,7 @@ struct fsdp_engine {
 
   fsdp_scratch scratches[FSDP_NUM_SCRATCHES]; /* scratch.c: they take turns */
   int64_t scratch_turn;                       /* scratch.c */
+  int64_t peak_scratch_nbytes;                /* scratch.c */
 
   int64_t num_iterations;     /* forward.c */
   int64_t num_all_gathers;    /* unshard.c, summoned.c */
@@ -212,6 +217,11 @@ struct fsdp_engine {
 static inline void *fsdp_priv_slot(void *segment, int64_t rank,
                                    int64_t shard_numel, fsdp_dtype dtype) {
   return (char *)segment + rank * shard_numel * dtype.itemsize;
+}
+
+/* Whether blocks come and go: Note [Memory on a host] in arena.h. */
+static inline bool fsdp_engine_priv_is_host(const fsdp_engine *engine) {
+  return engine->ops.defer != NULL;
 }
 
 /* place.c */
@@ -400,6 +410,11 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_user_grads(fsdp_unit *unit,
 /* Lets the user see the gradients. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_grads(fsdp_unit *unit,
                                                      fsdp_error *error);
+/* Whether it holds unsharded gradients, packed or not. */
+static inline bool fsdp_unit_priv_has_unreduced(const fsdp_unit *unit) {
+  return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) ||
+         unit->num_pending > 0;
+}
 /* pack.c */
 /* Takes a block for unsharded gradients, all unfilled, unless one is held. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_open_grads(fsdp_unit *unit,
@@ -428,6 +443,9 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine,
 /* It is free after the work now on REDUCE. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_give_scratch(fsdp_engine *engine,
                                                          fsdp_error *error);
+/* On a host: frees it, since the reduction has ended. */
+void fsdp_engine_priv_end_scratch(fsdp_engine *engine);
+/* On a host: the most that was held at once. */
 int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine);
 void fsdp_engine_priv_free_scratch(fsdp_engine *engine);
 
@@ -442,6 +460,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit,
  * that waited for it, when its turn in the recorded order has come. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
+/* On a host: waits for the reduction in flight, if there is one, so that its
+ * gradient block is free before the next one is taken. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_settle_reduces(fsdp_engine *engine,
+                                                           fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);
