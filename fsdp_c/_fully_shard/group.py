@@ -158,7 +158,8 @@ class Group:
             if local_of(param).device.type != device.type:
                 raise RuntimeError(
                     f"parameter {prefix + place.fqn!r} is on "
-                    f"{local_of(param).device}, its group computes on {self.arguments.device}: move the module there"
+                    f"{local_of(param).device}, its group computes on "
+                    f"{arguments.device}: move the module there"
                 )
 
     def _bind(self, params: Sequence[int]) -> None:
