@@ -559,7 +559,7 @@ def _check_refusals() -> None:
             fully_shard(module, **options)
     assert type(linear) is nn.Linear
     sharded: Any = fully_shard(linear, offload_policy=CPUOffloadPolicy())
-    with pytest.raises(ValueError, match="before"):
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
         fully_shard(sharded)
     with pytest.raises(AssertionError, match="deepcopy"):
         copy.deepcopy(sharded)
