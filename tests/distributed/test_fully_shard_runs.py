@@ -31,7 +31,7 @@ from fsdp_c import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from helpers.clean_groups import groups_destroyed
+from helpers.groups import groups_destroyed
 from helpers.distributed import distributed
 from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
