@@ -110,10 +110,10 @@ TEST(test_recompute_gathers_once) {
   model_start_tree(&m, NULL, 2);
   PLAY("forward; pre_backward root"); /* b in flight */
   PLAY("clear");
-  CHECK_I64(fsdp_unit_pre_forward(m.units[2].unit, true, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_post_forward(m.units[2].unit, true, true, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_pre_forward(m.units[2].unit, true, NULL));
+  CHECK_OK(fsdp_unit_post_forward(m.units[2].unit, true, true, NULL));
   PLAY("pre_backward b; grads b");
-  CHECK_I64(fsdp_unit_pre_forward(m.units[1].unit, true, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_pre_forward(m.units[1].unit, true, NULL));
   fsdp_unit_abandon_forward(m.units[1].unit, true); /* stopped early */
   PLAY("pre_backward a; grads a");
   CHECK_SCHEDULE(
@@ -179,8 +179,8 @@ static void backward_in_order(int64_t first, int64_t second, int64_t third) {
   const int64_t order[] = {first, second, third};
   PLAY("pre_backward root");
   for (int i = 0; i < 3; i++) {
-    CHECK_I64(model_pre_backward(&m, order[i], NULL), FSDP_OK);
-    CHECK_I64(model_give_grads(&m, order[i], NULL), FSDP_OK);
+    CHECK_OK(model_pre_backward(&m, order[i], NULL));
+    CHECK_OK(model_give_grads(&m, order[i], NULL));
   }
   PLAY("grads root");
 }
@@ -222,8 +222,8 @@ TEST(test_reductions_with_units_that_are_missing) {
   (void)reductions();
   PLAY("zero_grad; enter root"); /* without c */
   for (int64_t i = 1; i < 3; i++) {
-    CHECK_I64(model_enter(&m, i, NULL), FSDP_OK);
-    CHECK_I64(model_leave(&m, i, true, NULL), FSDP_OK);
+    CHECK_OK(model_enter(&m, i, NULL));
+    CHECK_OK(model_leave(&m, i, true, NULL));
   }
   PLAY("leave root; pre_backward root; pre_backward b; grads b");
   CHECK_TEXT(reductions(), "b ");

@@ -189,7 +189,7 @@ TEST(test_large_gradients_are_packed_early) {
 TEST(test_forward_inside_an_open_backward_is_refused) {
   fsdp_error error;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_engine_finish_backward(m.engine, NULL), FSDP_OK); /* nothing */
+  CHECK_OK(fsdp_engine_finish_backward(m.engine, NULL)); /* nothing */
   PLAY("forward; pre_backward root");
   CHECK_FAILS(fsdp_unit_pre_forward(m.units[0].unit, false, &error),
               FSDP_INVALID_STATE, error.message,

@@ -255,7 +255,7 @@ TEST(test_forward_does_not_wait) {
   /* Unless it asks: for a load, or memory that the user put in a shard's place.
    */
   PLAY("forward");
-  CHECK_I64(fsdp_engine_join_host(m.engine, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_join_host(m.engine, NULL));
   PLAY("optimizer");
   CHECK_TEXT(recorder_race(m.device), "");
   PLAY("reset; end");

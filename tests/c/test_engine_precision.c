@@ -220,8 +220,8 @@ TEST(test_move) {
   start_tree(&options, 0);
   set_full(0, true);
   PLAY("forward");
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &other, NULL));
+  CHECK_OK(fsdp_engine_add_unit(other, m.units[0].unit, NULL));
   fsdp_engine_destroy(m.engine);
   m.engine = other;
   PLAY("step; check_grads");

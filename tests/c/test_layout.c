@@ -14,7 +14,7 @@ static const fsdp_dtype u8 = {3, 1};
 static fsdp_param_table *create_table(const fsdp_param_spec *uses,
                                       int64_t num_uses) {
   fsdp_param_table *table = NULL;
-  CHECK_I64(fsdp_param_table_create(uses, num_uses, &table, NULL), FSDP_OK);
+  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
   return table;
 }
 
@@ -44,8 +44,7 @@ TEST(test_table_of_nothing) {
   fsdp_param_table *table = create_table(NULL, 0);
   CHECK_I64(fsdp_param_table_num_params(table), 0);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 0);
   fsdp_flat_layout_destroy(layout);
   fsdp_param_table_destroy(table);
@@ -124,8 +123,7 @@ TEST(test_header_picture) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}, {2, 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_world_size(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_params(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 1);
@@ -157,8 +155,7 @@ TEST(test_segments_in_order_of_appearance) {
                                   {5, 2, f32, false}};
   fsdp_param_table *table = create_table(uses, 5);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
   const int64_t segments[] = {0, 1, 2, 0, 1};
   /* bf16 is aligned to 8 elements, f32 to 4. */
@@ -179,10 +176,9 @@ TEST(test_layout_refuses_wrong_arguments) {
   fsdp_param_table *table = create_table(NULL, 0);
   fsdp_flat_layout *layout = NULL;
   fsdp_error error;
-  CHECK_I64(fsdp_flat_layout_create(table, 0, aligned(4), &layout, &error),
-            FSDP_INVALID_ARGUMENT);
-  CHECK_TEXT(error.message,
-             "need world_size >= 1 and itemsize >= 1, got 0 and 4");
+  CHECK_FAILS(fsdp_flat_layout_create(table, 0, aligned(4), &layout, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "need world_size >= 1 and itemsize >= 1, got 0 and 4");
   CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(0), &layout, &error),
             FSDP_INVALID_ARGUMENT);
   CHECK(layout == NULL);
@@ -221,8 +217,7 @@ TEST(test_largest_segment_fits) {
   const fsdp_param_spec uses[] = {{1, INT64_MAX / 4 - 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 1);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padding_numel, 0);
   fsdp_flat_layout_destroy(layout);
   fsdp_param_table_destroy(table);
@@ -351,9 +346,8 @@ TEST(test_layout_matches_written_out_flat_array) {
     }
     fsdp_param_table *table = create_table(uses, num_params);
     fsdp_flat_layout *layout = NULL;
-    bool ok = CHECK_I64(
-        fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL),
-        FSDP_OK);
+    bool ok = CHECK_OK(
+        fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL));
     for (int64_t i = 0; i < fsdp_flat_layout_num_segments(layout); i++) {
       ok &= check_segment(layout, table, i, alignment);
     }

@@ -9,16 +9,16 @@ enum { ROOT, A, B, C };
 
 static fsdp_order *create_order(void) {
   fsdp_order *order = NULL;
-  CHECK_I64(fsdp_order_create(&order, NULL), FSDP_OK);
+  CHECK_OK(fsdp_order_create(&order, NULL));
   return order;
 }
 
 static void enter(fsdp_order *order, int64_t unit) {
-  CHECK_I64(fsdp_order_pre_forward(order, unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_order_pre_forward(order, unit, NULL));
 }
 
 static void leave(fsdp_order *order, int64_t unit) {
-  CHECK_I64(fsdp_order_post_forward(order, unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_order_post_forward(order, unit, NULL));
 }
 
 /* root(a b c), as in the header. */

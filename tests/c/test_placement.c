@@ -34,10 +34,9 @@ static fsdp_placement *place_rows(const fsdp_param_rows *params,
                                   int64_t num_params, int64_t num_ranks,
                                   int64_t begin, int64_t end) {
   fsdp_placement *placement = NULL;
-  CHECK_I64(
-      fsdp_placement_create_rows(params, num_params, num_ranks,
-                                 (fsdp_range){begin, end}, &placement, NULL),
-      FSDP_OK);
+  CHECK_OK(fsdp_placement_create_rows(params, num_params, num_ranks,
+                                      (fsdp_range){begin, end}, &placement,
+                                      NULL));
   return placement;
 }
 
@@ -65,9 +64,8 @@ TEST(test_shards_of_a_segment) {
 
   const fsdp_param_range ranges[] = {{2, {1, 2}}, {0, {3, 5}}, {0, {0, 0}}};
   fsdp_placement *range = NULL;
-  CHECK_I64(
-      fsdp_placement_create_flat_range(layout, 0, ranges, 3, &range, NULL),
-      FSDP_OK);
+  CHECK_OK(
+      fsdp_placement_create_flat_range(layout, 0, ranges, 3, &range, NULL));
   check_pieces(range, "0 [3, 4) 0 3\n0 [4, 5) 1 0\n2 [1, 2) 1 2\n");
   fsdp_flat_layout_destroy(layout);
   CHECK_I64(fsdp_alloc_live(), 0);
@@ -105,9 +103,8 @@ TEST(test_layout_keeps_its_alignment) {
 TEST(test_whole_params_on_ranks) {
   const int64_t numels[] = {5, 0, 3};
   fsdp_placement *placement = NULL;
-  CHECK_I64(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){1, 3},
-                                           &placement, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){1, 3},
+                                          &placement, NULL));
   int64_t num_pieces = -1;
   CHECK(fsdp_placement_pieces_of(placement, 1, &num_pieces) == NULL);
   CHECK_I64(num_pieces, 0);

@@ -14,8 +14,7 @@ static int64_t tick(void) {
 static fsdp_timeline *make(int64_t capacity, int64_t max_steps) {
   fsdp_timeline *timeline = NULL;
   now_ns = 0;
-  CHECK_I64(fsdp_timeline_create(capacity, max_steps, tick, &timeline, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_timeline_create(capacity, max_steps, tick, &timeline, NULL));
   return timeline;
 }
 
@@ -104,11 +103,11 @@ static fsdp_timeline *ring; /* each test makes and frees it */
 
 static void start(int64_t max_steps) {
   ring = make(256, max_steps);
-  CHECK_I64(fsdp_engine_set_timeline(m.engine, ring, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_set_timeline(m.engine, ring, NULL));
 }
 
 static void end(void) {
-  CHECK_I64(fsdp_engine_set_timeline(m.engine, NULL, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_set_timeline(m.engine, NULL, NULL));
   fsdp_timeline_destroy(ring);
   PLAY("end");
 }

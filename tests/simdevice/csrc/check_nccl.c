@@ -184,11 +184,10 @@ static void gather_round(rank_state *self, int round) {
   CHECK(ops->group_end(self->transport, &call, &error) == FSDP_OK);
 }
 
-/* The mean, by reduce_scatter or by all_reduce, on `reduce`. */
+/* The sum, by reduce_scatter or by all_reduce, on `reduce`. */
 static void reduce_round(rank_state *self, int round) {
   const fsdp_transport_ops *ops = self->transport->ops;
   const fsdp_call call = {FSDP_CHANNEL_REDUCE, self->reduce, "reduce", NULL};
-  const double scale = round % 3 == 0 ? 0.25 : 1.0 / (double)self->world_size;
   fsdp_error error = {0};
   for (int64_t each = 0; each < self->world_size; each++) {
     push_fill(self->compute, self->reduced + each * NUMEL, self->rank,
@@ -197,16 +196,15 @@ static void reduce_round(rank_state *self, int round) {
   sim_stream_wait(self->reduce, self->compute, sim_stream_last(self->compute));
   if (round % 2 == 0) {
     CHECK(ops->reduce_scatter(self->transport, &call, self->reduced, NUMEL,
-                              FLOAT, scale, NULL, &error) == FSDP_OK);
+                              FLOAT, NULL, &error) == FSDP_OK);
   } else {
     CHECK(ops->all_reduce(self->transport, &call, self->reduced,
-                          self->world_size * NUMEL, FLOAT, scale, NULL,
+                          self->world_size * NUMEL, FLOAT, NULL,
                           &error) == FSDP_OK);
   }
 }
 
 static void check_round(rank_state *self, int round) {
-  const double scale = round % 3 == 0 ? 0.25 : 1.0 / (double)self->world_size;
   fsdp_error error = {0};
   sim_stream_synchronize(self->gather, sim_stream_last(self->gather));
   sim_stream_synchronize(self->reduce, sim_stream_last(self->reduce));
@@ -222,7 +220,7 @@ static void check_round(rank_state *self, int round) {
       sum += (double)value_of(each, round + (int)self->rank, j);
     }
     const double got = (double)self->reduced[self->rank * NUMEL + j];
-    const double difference = got - sum * scale;
+    const double difference = got - sum;
     CHECK(difference < 1e-3 && difference > -1e-3);
   }
 }
