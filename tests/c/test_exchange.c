@@ -4,6 +4,7 @@
  */
 #include "base/alloc.h"
 #include "check.h"
+#include "every_allocation.h"
 #include "placement_fixture.h"
 #include "state/exchange.h"
 
@@ -242,27 +243,22 @@ TEST(test_too_many_bytes) {
   release_items(&list);
 }
 
+static fsdp_status create(void *spec, fsdp_error *error) {
+  fsdp_exchange *exchange = NULL;
+  const fsdp_status status = fsdp_exchange_create(spec, &exchange, error);
+  CHECK((exchange != NULL) == (status == FSDP_OK));
+  fsdp_exchange_destroy(exchange);
+  return status;
+}
+
 TEST(test_out_of_memory) {
   const fsdp_range held[] = {{0, 3}, {3, 5}};
   const fsdp_range needed[] = {{0, 5}, {0, 5}};
   items_list list = {.world_size = 2};
   add_item(&list, 4, held, needed);
   add_item(&list, 9, held, needed);
-  const fsdp_exchange_spec spec = {list.items, 2, 0, 2, 16};
-  const int64_t live = fsdp_alloc_live();
-  fsdp_status status = FSDP_OUT_OF_MEMORY;
-  int64_t index = 0;
-  for (; status == FSDP_OUT_OF_MEMORY; index++) {
-    fsdp_exchange *exchange = NULL;
-    fsdp_alloc_fail_at(index);
-    status = fsdp_exchange_create(&spec, &exchange, NULL);
-    fsdp_alloc_fail_at(-1);
-    CHECK((exchange != NULL) == (status == FSDP_OK));
-    fsdp_exchange_destroy(exchange);
-    CHECK_I64(fsdp_alloc_live(), live);
-  }
-  CHECK_OK(status);
-  CHECK_I64(index, 14);
+  fsdp_exchange_spec spec = {list.items, 2, 0, 2, 16};
+  CHECK_I64(every_allocation(create, &spec), 13);
   release_items(&list);
 }
 
