@@ -73,7 +73,7 @@ formats: $(TOOLS)
 
 types: $(BUILT)
 	mypy
-	python -m mypy.stubtest fsdp_c._native
+	python -m mypy.stubtest --mypy-config-file .ci/stubtest.ini fsdp_c._native
 
 rules: $(BUILT)
 	python -m pytest -q tests/lint
@@ -81,9 +81,9 @@ rules: $(BUILT)
 tidy: $(TOOLS) ## clang-tidy over the C rooms (csrc/.clang-tidy)
 	python -m pip install -q clang-tidy==22.1.8
 	printf '%s\n' $(wildcard csrc/*/*.c csrc/core/*/*.c) | \
-	  xargs -P $(shell nproc) -n 4 clang-tidy --quiet --warnings-as-errors='*' \
-	    --extra-arg-before=-std=c11 -- -D_GNU_SOURCE -Icsrc/core -Icsrc \
-	    -I$$(python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+	  xargs -P $(shell nproc) -I {} clang-tidy --quiet --warnings-as-errors='*' \
+	    --extra-arg-before=-std=c11 {} -- -D_GNU_SOURCE -Icsrc/core -Icsrc \
+	    -isystem $$(python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
 	    -DFSDP_C_VERSION='""' -DFSDP_C_TORCH_VERSION='""' -DFSDP_C_CUDA=0
 
 format: $(TOOLS) ## rewrite all files in the common format

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 FSDP_C_IMPORT_ERROR = ""
 try:
@@ -50,6 +53,8 @@ NUM_BYTES = 256
 class Block(nn.Module):
     """A transformer block of exactly 16 parameters: 8 weights and 8 biases."""
 
+    recomputes = False  # activation checkpointing of all but the input
+
     def __init__(self, width: int, num_heads: int) -> None:
         """Create the four projections of attention, the MLP and two norms."""
         super().__init__()
@@ -65,6 +70,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` of shape [B, T, width] to the same shape."""
+        if not self.recomputes:
+            return self._compute(x)
+        out: Tensor = checkpoint(self._compute, x, use_reentrant=False)
+        return out
+
+    def _compute(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         normed = self.norm_attention(x)
         q, k, v = (
@@ -104,7 +115,10 @@ def why_unavailable(implementation: str) -> str | None:
 
 
 def parallelise(
-    model: nn.Module, implementation: str, mesh: DeviceMesh | None = None
+    model: nn.Module,
+    implementation: str,
+    mesh: DeviceMesh | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Return ``model``, sharded with one unit per ``Block``.
 
@@ -112,6 +126,8 @@ def parallelise(
         model: On the CPU; it is used up.
         implementation: A key of ``LABELS``.
         mesh: (replicate, shard): HYBRID_SHARD; None: the default process group.
+        param_dtype: Of forward and backward; gradients are reduced in fp32. None:
+            that of the parameters.
 
     Raises:
         ValueError: ``implementation`` is none of ``LABELS``.
@@ -121,6 +137,9 @@ def parallelise(
     strategy = ShardingStrategy.FULL_SHARD
     if mesh is not None:
         strategy = ShardingStrategy.HYBRID_SHARD
+    precision = None
+    if param_dtype is not None:
+        precision = MixedPrecision(param_dtype, reduce_dtype=torch.float32)
     if implementation == BARE:
         return model
     if implementation in FSDP_C:
@@ -133,6 +152,7 @@ def parallelise(
             sharding_strategy=strategy,
             device_mesh=mesh,
             device_id=device,
+            mixed_precision=precision,
         )
         return native
     if implementation in (FSDP1_ORIG, FSDP1_FLAT):
@@ -143,14 +163,18 @@ def parallelise(
             sharding_strategy=strategy,
             device_mesh=mesh,
             device_id=device,
+            mixed_precision=precision,
         )
     if implementation == FSDP2:
         if mesh is None:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy2 = MixedPrecisionPolicy()
+        if param_dtype is not None:
+            policy2 = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
         for module in model.modules():
             if isinstance(module, Block):
-                fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+                fully_shard(module, mesh=mesh, mp_policy=policy2)
+        fully_shard(model, mesh=mesh, mp_policy=policy2)
         return model
     if implementation == DDP:
         return nn.parallel.DistributedDataParallel(model)

@@ -1,10 +1,11 @@
-"""Peak bytes of tensor memory per rank: measured exactly, and computed.
+"""Peak bytes of tensor memory per rank, measured exactly.
 
     python benchmarks/memory.py
 
-Full fine-tuning, LoRA inside the units, and gradient accumulation with HYBRID_SHARD,
-of one transformer with AdamW over gloo (fsdp_c with FSDP_C_SHM=0). memory_trace.py
-counts, memory_arithmetic.py computes the expected bytes.
+Full fine-tuning, also with the optimizer in backward, LoRA inside the units,
+accumulation, activation checkpointing and bf16, of one transformer with AdamW on 2 and
+4 ranks: fsdp_c over gloo (FSDP_C_SHM=0) and over shared memory, whose rings count, and
+torch's FSDP1 and FSDP2 over gloo. memory_trace.py counts.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import argparse
 import math
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import memory_worker
-import torch
 from common import (
     Json,
     command_line,
@@ -29,39 +30,81 @@ from common import (
     write_json,
 )
 from implementations import FSDP1_ORIG, FSDP2, FSDP_C_ORIG, LABELS, why_unavailable
-from memory_arithmetic import COMPUTE, Memory
 from memory_trace import build_counter
-from memory_worker import FULL, HSDP, LORA, NUM_RANKS, NUM_SHARD_RANKS, SHARDED
-from memory_worker import UNSHARDED as UNSHARDED_SUM
+from memory_worker import (
+    ACCUMULATE,
+    BF16,
+    FULL,
+    HSDP,
+    IN_BACKWARD,
+    LORA,
+    RECOMPUTE,
+    SHARDED,
+    UNSHARDED,
+)
 from tqdm import tqdm
 
 LOSS_TOLERANCE = 1e-3  # all implementations must have trained the same model
 MIB = 2**20
 
 TITLES = {
-    FULL: "Full fine-tuning, {num_ranks} ranks",
-    LORA: (
-        "LoRA of rank {lora_rank}, adapters and frozen weights in one unit, "
-        "{num_ranks} ranks"
-    ),
-    HSDP: (
-        "Accumulation over {micro_batches} micro-batches, HYBRID_SHARD on 2 x 2 ranks"
-    ),
+    FULL: "Full fine-tuning",
+    LORA: "LoRA of rank {lora_rank}, adapters and frozen weights in one unit",
+    ACCUMULATE: "Accumulation over {micro_batches} micro-batches",
+    HSDP: "Accumulation over {micro_batches} micro-batches, HYBRID_SHARD on 2 x 2",
+    RECOMPUTE: "Activation checkpointing of every block",
+    BF16: "bf16 mixed precision, reduction in fp32",
 }
-IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP1_ORIG, FSDP2]
-# Scenario, implementation, how gradients are accumulated, the row's name.
-ACCUMULATIONS = [
-    (FSDP_C_ORIG, UNSHARDED_SUM, "fsdp_c, no_sync()"),
-    (FSDP_C_ORIG, SHARDED, "fsdp_c, no_sync(sharded=True)"),
-    (FSDP1_ORIG, UNSHARDED_SUM, "torch FSDP1, no_sync()"),
-    (FSDP2, UNSHARDED_SUM, "torch FSDP2, set_requires_gradient_sync(False)"),
-    (FSDP2, SHARDED, "torch FSDP2, set_requires_all_reduce(False)"),
-]
-JOBS: list[tuple[str, str, str | None, str]] = [
-    *((FULL, name, None, LABELS[name]) for name in IMPLEMENTATIONS),
-    *((LORA, name, None, LABELS[name]) for name in IMPLEMENTATIONS),
-    *((HSDP, *accumulation) for accumulation in ACCUMULATIONS),
-]
+GLOO = "gloo"
+SHM = "shm"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row: what is trained how, on how many ranks."""
+
+    scenario: str
+    num_ranks: int
+    implementation: str
+    transport: str
+    accumulation: str
+    label: str
+
+
+def _jobs() -> list[Job]:
+    """Return all rows. Those of torch come after those of fsdp_c."""
+    jobs = []
+
+    def add(scenario: str, num_ranks: int, way: str, native: str, *torchs: Any) -> None:
+        for transport, where in ((GLOO, "gloo"), (SHM, "shared memory")):
+            label = f"fsdp_c{native}, {where}"
+            row = (scenario, num_ranks, FSDP_C_ORIG, transport, way, label)
+            jobs.append(Job(*row))
+        for name, suffix in torchs:
+            label = LABELS[name].partition(",")[0] + suffix
+            jobs.append(Job(scenario, num_ranks, name, GLOO, way, label))
+
+    both = ((FSDP1_ORIG, ""), (FSDP2, ""))
+    unsharded = (
+        (FSDP1_ORIG, ", no_sync()"),
+        (FSDP2, ", set_requires_gradient_sync(False)"),
+    )
+    for num_ranks in (2, 4):
+        add(FULL, num_ranks, UNSHARDED, "", *both)
+        add(FULL, num_ranks, IN_BACKWARD, ", optimizer_in_backward")
+    add(LORA, 2, UNSHARDED, "", *both)
+    add(LORA, 4, UNSHARDED, "", *both)
+    for scenario, num_ranks in ((ACCUMULATE, 2), (ACCUMULATE, 4), (HSDP, 4)):
+        add(scenario, num_ranks, UNSHARDED, ", no_sync()", *unsharded)
+        # Without replicas FSDP2 has no sharded sum: it reduces each micro-batch.
+        sharded = (FSDP2, ", set_requires_all_reduce(False)")
+        others = (sharded,) if scenario == HSDP else ()
+        add(scenario, num_ranks, SHARDED, ", no_sync(sharded=True)", *others)
+    for scenario in (RECOMPUTE, BF16):
+        add(scenario, 2, UNSHARDED, "", *both)
+        add(scenario, 4, UNSHARDED, "", *both)
+    return jobs
+
 
 DEFAULTS = {
     "layers": 8,
@@ -72,23 +115,6 @@ DEFAULTS = {
     "time": 64,
     "micro_batches": 2,
 }
-
-
-def _compute(
-    scenario: str, implementation: str, accumulation: str | None, settings: Json
-) -> dict[str, Memory]:
-    """Return the computed memory with gloo and without its buffers."""
-    names = ("layers", "dim", "heads", "lora_rank")
-    with torch.device("meta"):
-        model = memory_worker.create_model(
-            scenario, **{name: settings[name] for name in names}
-        )
-    return {
-        key: COMPUTE[implementation](
-            model, NUM_SHARD_RANKS, gloo=key == "gloo", accumulation=accumulation
-        )
-        for key in ("gloo", "plain")
-    }
 
 
 def _measured(result: Json) -> Json:
@@ -110,6 +136,7 @@ def _measured(result: Json) -> Json:
     small = highest(memory_worker.ONE_BYTE)
     kinds = small["by_kind"]
     total = highest(memory_worker.BATCH)["peak"]
+    rings = result.get("memory_stats", {}).get("ring_nbytes", 0)
     return {
         "parameters": kinds["parameters"],
         "gradients": kinds.get("gradients", 0),
@@ -117,7 +144,8 @@ def _measured(result: Json) -> Json:
         "unsharded": kinds["rest"],
         "without_activations": small["peak"],
         "activations": total - small["peak"],
-        "total": total,
+        "rings": rings,
+        "total": total + rings,
         "between_steps": result["phases"][f"{memory_worker.ONE_BYTE}: begin"][
             "at_begin"
         ],
@@ -125,32 +153,20 @@ def _measured(result: Json) -> Json:
 
 
 def _run_job(
-    job: tuple[str, str, str | None, str], settings: Json, environ: dict[str, str]
+    job: Job, settings: Json, environ: dict[str, str]
 ) -> tuple[Json, str | None]:
     """Return the row of one job, and why it could not be measured, if so."""
-    scenario, name, accumulation, label = job
-    computed = _compute(scenario, name, accumulation, settings)
-    row: Json = {
-        "scenario": scenario,
-        "implementation": name,
-        "label": label,
-        "computed": {
-            key: {**vars(value), "total": value.total}
-            for key, value in computed.items()
-        },
-    }
-    reason = why_unavailable(name)
-    wants_sharded_sum = name == FSDP_C_ORIG and accumulation == SHARDED
-    if wants_sharded_sum and not memory_worker.has_sharded_no_sync():
-        reason = reason or "this fsdp_c has no no_sync(sharded=True)"
+    row: Json = asdict(job)
+    reason = why_unavailable(job.implementation)
     if reason is not None:
         return row, reason
-    arguments = [__file__, "--worker", name, "--scenario", scenario]
-    arguments += ["--accumulation", accumulation or UNSHARDED_SUM]
+    arguments = [__file__, "--worker", job.implementation, "--scenario", job.scenario]
+    arguments += ["--accumulation", job.accumulation, "--transport", job.transport]
+    arguments += ["--ranks", str(job.num_ranks)]
     for option, value in settings.items():
         arguments += [f"--{option.replace('_', '-')}", str(value)]
     try:
-        result = run_workers(arguments, num_ranks=NUM_RANKS[scenario], environ=environ)
+        result = run_workers(arguments, num_ranks=job.num_ranks, environ=environ)
     except RuntimeError as error:
         last_line = str(error).strip().splitlines()[-1]
         return row, last_line.partition("]: ")[2] or last_line
@@ -159,18 +175,30 @@ def _run_job(
     return row, None
 
 
-def measure(scenarios: list[str], **settings: int) -> Json:
+def _group(row: Json) -> str:
+    """Return the table of a row: all in it trained the same model."""
+    return f"{row['scenario']}-{row['num_ranks']}"
+
+
+def measure(
+    scenarios: list[str], num_ranks: list[int] | None = None, **settings: int
+) -> Json:
     """Run all implementations and return the results.
 
     Args:
-        scenarios: Which of FULL, LORA, HSDP.
+        scenarios: Which of ``TITLES``.
+        num_ranks: Only rows of so many ranks; None: all.
         settings: Those of ``DEFAULTS`` that differ.
 
     Raises:
         RuntimeError: The implementations' losses differ: one trained wrongly.
     """
     all_settings: Json = {**DEFAULTS, **settings}
-    jobs = [job for job in JOBS if job[0] in scenarios]
+    jobs = [
+        job
+        for job in _jobs()
+        if job.scenario in scenarios and job.num_ranks in (num_ranks or [2, 4])
+    ]
     rows: list[Json] = []
     notices: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fsdp_c-benchmark-") as folder:
@@ -179,18 +207,18 @@ def measure(scenarios: list[str], **settings: int) -> Json:
             row, reason = _run_job(job, all_settings, environ)
             rows.append(row)
             if reason is not None:
-                notices.append(f"{job[3]} ({job[0]}) was not measured: {reason}")
-    for scenario in scenarios:
+                notices.append(f"{job.label} ({_group(row)}): {reason}")
+    for group in dict.fromkeys(_group(row) for row in rows):
         losses = {
             row["label"]: row["loss"]
             for row in rows
-            if row["scenario"] == scenario and "loss" in row
+            if _group(row) == group and "loss" in row
         }
         if not losses:
             continue
         spread = max(losses.values()) - min(losses.values())
         if not spread <= LOSS_TOLERANCE or not math.isfinite(spread):
-            raise RuntimeError(f"{scenario}: losses differ: {losses}")
+            raise RuntimeError(f"{group}: losses differ: {losses}")
     return {
         "benchmark": "memory",
         "command": command_line(),
@@ -210,50 +238,47 @@ def describe(data: Json) -> str:
     )
 
 
-def title(data: Json, scenario: str) -> str:
-    """Return the heading of one scenario's table."""
-    return TITLES[scenario].format(num_ranks=NUM_RANKS[scenario], **data["settings"])
+def title(data: Json, group: str) -> str:
+    """Return the heading of one table."""
+    scenario, _, num_ranks = group.partition("-")
+    return f"{TITLES[scenario].format(**data['settings'])}, {num_ranks} ranks"
 
 
-def scenarios_of(data: Json) -> list[str]:
-    """Return the scenarios that were run."""
-    return list(dict.fromkeys(row["scenario"] for row in data["results"]))
+def groups_of(data: Json) -> list[str]:
+    """Return the tables that were run, by scenario and ranks."""
+    return list(dict.fromkeys(_group(row) for row in data["results"]))
 
 
-def render(data: Json, scenario: str, *, markdown: bool) -> str:
-    """Return the results of one scenario as a table, in MiB."""
+def render(data: Json, group: str, *, markdown: bool) -> str:
+    """Return the results of one table, in MiB.
 
-    def mib(values: dict[str, Any] | None, key: str) -> str:
-        return "-" if values is None else f"{values[key] / MIB:.1f}"
-
-    measured = (
-        "parameters",
-        "gradients",
-        "optimizer",
-        "unsharded",
-        "without_activations",
-    )
-    rows = []
-    for row in data["results"]:
-        if row["scenario"] != scenario:
-            continue
-        found = row.get("measured")
-        cells = [row["label"], *(mib(found, key) for key in measured)]
-        cells += [mib(row["computed"][key], "total") for key in ("gloo", "plain")]
-        rows.append([*cells, mib(found, "activations"), mib(found, "total")])
-    headers = [
-        "MiB per rank",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "unsharded",
-        "sum",
-        "computed",
-        "without gloo",
-        "activations",
-        "peak",
+    The last column is the peak over the smallest of torch's in the table.
+    """
+    rows = [row for row in data["results"] if _group(row) == group]
+    torchs = [
+        row["measured"]["total"]
+        for row in rows
+        if row["implementation"] != FSDP_C_ORIG and "measured" in row
     ]
-    return format_table(headers, rows, markdown=markdown)
+    columns = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "unsharded",
+        "activations",
+        "rings",
+        "total",
+    )
+    cells = []
+    for row in rows:
+        found = row.get("measured")
+        line = [row["label"]]
+        line += ["-" if not found else f"{found[key] / MIB:.1f}" for key in columns]
+        is_ours = row["implementation"] == FSDP_C_ORIG and found and torchs
+        line.append(f"{found['total'] / min(torchs):.3f}" if is_ours else "-")
+        cells.append(line)
+    headers = ["MiB per rank", *columns[:-1], "peak", "to torch's smallest"]
+    return format_table(headers, cells, markdown=markdown)
 
 
 def main() -> int:
@@ -263,6 +288,7 @@ def main() -> int:
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=positive_int, default=default)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), help="scenarios")
+    parser.add_argument("--only-ranks", nargs="+", type=int, choices=(2, 4))
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument(
         "--markdown", action="store_true", help="print the tables as markdown"
@@ -271,21 +297,21 @@ def main() -> int:
     parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--scenario", help=argparse.SUPPRESS)
     parser.add_argument("--accumulation", help=argparse.SUPPRESS)
+    parser.add_argument("--transport", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.layers < 3:
-        parser.error("--layers must be at least 3: the arithmetic wants a middle")
     if args.dim % args.heads != 0:
         parser.error(f"--dim {args.dim} is no multiple of --heads {args.heads}")
     if args.worker is not None:
         memory_worker.run(args)
         return 0
     settings = {name: getattr(args, name) for name in DEFAULTS}
-    data = measure(args.only or list(TITLES), **settings)
+    data = measure(args.only or list(TITLES), args.only_ranks, **settings)
     print(environment_line(data["environment"]))
     print(describe(data))
-    for scenario in scenarios_of(data):
-        print(f"\n{title(data, scenario)}")
-        print(render(data, scenario, markdown=args.markdown))
+    for group in groups_of(data):
+        print(f"\n{title(data, group)}")
+        print(render(data, group, markdown=args.markdown))
     for notice in data["notices"]:
         print(notice, file=sys.stderr)
     if args.json is not None:

@@ -19,6 +19,7 @@ from implementations import (
     FSDP_C_ORIG,
     GPT,
     NUM_BYTES,
+    Block,
     parallelise,
 )
 from memory_trace import MemoryTrace, Peak, storages
@@ -27,9 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 FULL = "full"
 LORA = "lora"
+ACCUMULATE = "accumulate"
 HSDP = "hsdp"
-NUM_RANKS = {FULL: 2, LORA: 2, HSDP: 4}
-NUM_SHARD_RANKS = 2  # in every scenario: HSDP has a mesh of 2 x 2
+RECOMPUTE = "recompute"
+BF16 = "bf16"
+ACCUMULATES = (ACCUMULATE, HSDP)
+NUM_REPLICAS = 2  # of HSDP
+IN_BACKWARD = "in backward"  # how gradients are kept: one unit's, the optimizer steps
 
 # How gradients are kept while they are accumulated: unsharded on every rank, or
 # reduced within the shard group only.
@@ -65,6 +70,9 @@ def create_model(
     """Return the same initial model on every rank and for every implementation."""
     torch.manual_seed(0)
     model = GPT(dim, layers, heads)
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.recomputes = scenario == RECOMPUTE
     if scenario != LORA:
         return model
     model.requires_grad_(False)
@@ -129,7 +137,7 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
     """Train with one byte per rank, then with a batch; return what cannot be traced."""
     mesh = None
     if args.scenario == HSDP:
-        shape = (NUM_RANKS[HSDP] // NUM_SHARD_RANKS, NUM_SHARD_RANKS)
+        shape = (NUM_REPLICAS, dist.get_world_size() // NUM_REPLICAS)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     whole = create_model(
         args.scenario,
@@ -138,11 +146,22 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
         heads=args.heads,
         lora_rank=args.lora_rank,
     )
-    model = parallelise(whole, args.worker, mesh)
+    param_dtype = torch.bfloat16 if args.scenario == BF16 else None
+    model = parallelise(whole, args.worker, mesh, param_dtype)
     params = [param for param in model.parameters() if param.requires_grad]
     trace.tag("parameters", model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
-    num_micro_batches = args.micro_batches if args.scenario == HSDP else 1
+
+    def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+    steps_in_backward = args.accumulation == IN_BACKWARD
+    if steps_in_backward:
+        import fsdp_c
+
+        optimizer = fsdp_c.optimizer_in_backward(model, build)
+    else:
+        optimizer = build(params)
+    num_micro_batches = args.micro_batches if args.scenario in ACCUMULATES else 1
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     last_loss = 0.0
 
@@ -162,8 +181,9 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
             del loss
         trace.tag("gradients", _gradients(params))
         trace.begin(f"{name}: optimizer")
-        optimizer.step()
-        optimizer.zero_grad()
+        if not steps_in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
         trace.tag("optimizer state", _states(optimizer))
 
     for name, batch, time in ((ONE_BYTE, 1, 1), (BATCH, args.batch, args.time)):
@@ -192,11 +212,9 @@ def run(args: argparse.Namespace) -> None:
     """Join the other ranks, train, and report (rank 0)."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    os.environ["FSDP_C_SHM"] = "0"  # as the others: their memory is to be compared
+    os.environ["FSDP_C_SHM"] = "1" if args.transport == "shm" else "0"
     rendezvous = (args.worker_folder / "store").as_uri()
-    dist.init_process_group(
-        "gloo", rendezvous, rank=rank, world_size=NUM_RANKS[args.scenario]
-    )
+    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=args.ranks)
     trace = MemoryTrace()
     result = train(args, trace)
     if rank == 0:

@@ -63,8 +63,10 @@ them. They leave out the kernel and stalls of the processor.
 Forward, backward and {optimizer} step with a gloo group, one thread per rank, {batch}
 x {time} bytes per rank. fsdp_c's collectives go through shared memory; with
 `FSDP_C_SHM=0` they go through gloo, as the others' do. DDP keeps the whole model and
-optimizer state on every rank. Equal last losses show that all have trained the same
-model.
+optimizer state on every rank. The bare model is the limit: as many processes, the
+whole model and optimizer state on every rank, no communication. The slowest round is
+the largest of the medians. Equal last losses show that all that communicate have
+trained the same model.
 
 {train_step}
 
@@ -90,21 +92,18 @@ Made by
 
 on {machine}.
 
-Peak of live tensor memory on rank 0 over gloo (`FSDP_C_SHM=0`), in MiB, after two
-steps of warm-up: all allocations of torch's CPU allocator, on all threads. Over
-shared memory fsdp_c has no scratch, but 16 MiB of rings per rank and group outside
-that allocator. The model has {model}.
+Peak of live tensor memory on rank 0, in MiB, after two steps of warm-up: all
+allocations of torch's CPU allocator, on all threads, and the shared memory that fsdp_c
+reserves. torch's rows are over gloo, whose own buffers do not count. The model has
+{model}.
 
-- **sum**: the peak of a step of one byte, which has next to no activations. Its parts
-  are **parameters** (shards), **gradients** (shards), **optimizer** (state) and
-  **unsharded**: unsharded parameters and gradients, buffers of collectives, the
-  sharded sum of an accumulation. For fsdp_c that is the arena, scratch, that sum, and
-  gradients that wait to be packed.
-- **computed**: the sum computed from the layout (`benchmarks/memory_arithmetic.py`).
-  **without gloo** leaves out what only gloo needs: fsdp_c's two blocks of scratch,
-  each as large as the largest unit's gradients, and gloo's own buffers.
-- **peak**: a step with a batch. **activations**: peak minus sum. fsdp_c keeps its
-  blocks for the whole run, so they add to the peak of activations.
+- **parameters** (shards), **gradients** (shards), **optimizer** (state) and
+  **unsharded** are the peak of a step of one byte, which has next to no activations.
+  **unsharded** are unsharded parameters and gradients, buffers of collectives, and the
+  sharded sum of an accumulation.
+- **peak**: a step with a batch, and **rings**: shared memory. **activations**: what the
+  batch adds to the peak of one byte; less where blocks are gone when activations are
+  largest.
 
 torch's figures vary between runs by up to a shard of a block, probably because gloo
 frees its buffers on threads of its own.
@@ -181,9 +180,9 @@ def read_or_run_all(
 def memory_section(peaks: Json) -> str:
     """Return the part of the page on memory."""
     tables = "\n\n".join(
-        f"### {memory.title(peaks, scenario)}\n\n"
-        + memory.render(peaks, scenario, markdown=True)
-        for scenario in memory.scenarios_of(peaks)
+        f"### {memory.title(peaks, group)}\n\n"
+        + memory.render(peaks, group, markdown=True)
+        for group in memory.groups_of(peaks)
     )
     return MEMORY_TEXT.format(
         command=peaks["command"],

@@ -167,8 +167,10 @@ static int read_event(PyObject *item, fsdp_step_event *event) {
 static int read_input(PyObject *module, PyObject *units, PyObject *events,
                       plan_input *input) {
   const module_state *state = PyModule_GetState(module);
-  if ((input->unit_items = PySequence_Tuple(units)) == NULL) return -1;
-  if ((input->event_items = PySequence_Tuple(events)) == NULL) return -1;
+  input->unit_items = PySequence_Tuple(units);
+  if (input->unit_items == NULL) return -1;
+  input->event_items = PySequence_Tuple(events);
+  if (input->event_items == NULL) return -1;
   const Py_ssize_t num_events = PyTuple_GET_SIZE(input->event_items);
   input->num_units = PyTuple_GET_SIZE(input->unit_items);
   const size_t num_units = (size_t)input->num_units;
@@ -289,19 +291,21 @@ static PyObject *report_dict(const fsdp_step_plan_report *report,
 PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
                                 PyObject *kwargs) {
   static const char *const keywords[] = {
-      "units",       "events",       "shard_link",    "replica_link",
-      "num_batches", "accumulation", "wants_scratch", NULL};
+      "units",         "events",      "shard_link",
+      "replica_link",  "num_batches", "accumulation",
+      "wants_scratch", "is_host",     NULL};
   PyObject *units, *events; /* borrowed */
   fsdp_step_plan_options options = {.num_batches = 1};
   long long num_batches = 1;
   int accumulation = FSDP_SYNC_REDUCE, wants_scratch = 0;
+  int is_host = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OO(dd)(dd)|$Lip:plan_step", FSDP_KEYWORDS(keywords),
+          args, kwargs, "OO(dd)(dd)|$Lipp:plan_step", FSDP_KEYWORDS(keywords),
           &units, &events, &options.shard_link.bytes_per_second,
           &options.shard_link.latency_seconds,
           &options.replica_link.bytes_per_second,
           &options.replica_link.latency_seconds, &num_batches, &accumulation,
-          &wants_scratch)) {
+          &wants_scratch, &is_host)) {
     return NULL;
   }
   if (accumulation < FSDP_SYNC_NONE || accumulation > FSDP_SYNC_SHARD) {
@@ -329,6 +333,7 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   options.num_batches = num_batches;
   options.accumulation = (fsdp_sync)accumulation;
   options.wants_scratch = wants_scratch != 0;
+  options.is_host = is_host != 0;
   if (fsdp_step_plan_run(&options, &report, unit_seconds, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     goto done;

@@ -42,7 +42,7 @@ void fsdp_shm_priv_unlist(fsdp_shm *shm) {
   (void)pthread_mutex_lock(&g_mutex);
   fsdp_shm **link = &g_first;
   while (*link != NULL && *link != shm) link = &(*link)->next;
-  if (*link == shm) *link = shm->next;
+  if (*link != NULL) *link = shm->next;
   (void)pthread_mutex_unlock(&g_mutex);
 }
 

@@ -190,7 +190,7 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
   if (shm != NULL) configure(shm, &geometry, options);
   FSDP_TRY(fsdp_shm_priv_meet(&meeting, shm, &outcome, error));
   *verdict = outcome;
-  if (outcome.is_possible) {
+  if (shm != NULL && outcome.is_possible) {
     (void)pthread_mutex_init(&shm->mutex, NULL);
     fsdp_shm_priv_list(shm);
     *transport = &shm->base;
@@ -428,6 +428,10 @@ static void give_up(fsdp_transport *transport, const char *cause) {
   (void)pthread_mutex_unlock(&shm->mutex);
 }
 
+static int64_t reserved_nbytes(const fsdp_transport *transport) {
+  return ((const fsdp_shm *)transport)->geometry.nbytes;
+}
+
 static const fsdp_transport_ops g_ops = {
     .name = "shm",
     .is_host = true,
@@ -441,5 +445,6 @@ static const fsdp_transport_ops g_ops = {
     .all_reduce = all_reduce,
     .wait = wait_for,
     .check = check,
+    .reserved_nbytes = reserved_nbytes,
     .give_up = give_up,
 };

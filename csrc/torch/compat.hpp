@@ -69,14 +69,14 @@ WorkPtr reduce_scatter_base_coalesced(ProcessGroup &group,
 // Every rank sends and receives equal pieces.
 template <typename ProcessGroup>
 WorkPtr all_to_all_base(ProcessGroup &group, at::Tensor &output,
-                        at::Tensor &input) {
-  std::vector<int64_t> even;
+                        at::Tensor &input, std::vector<int64_t> split) {
+  std::vector<int64_t> sent = split;
   if constexpr (requires {
-                  group.all_to_all_single(output, input, even, even);
+                  group.all_to_all_single(output, input, split, sent);
                 }) {
-    return group.all_to_all_single(output, input, even, even);
+    return group.all_to_all_single(output, input, split, sent);
   } else {
-    return group.alltoall_base(output, input, even, even);
+    return group.alltoall_base(output, input, split, sent);
   }
 }
 

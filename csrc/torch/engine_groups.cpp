@@ -39,6 +39,21 @@ std::vector<Group *> groups_of(const Engine &engine) {
   return groups;
 }
 
+int64_t call_nbytes_of(const Unit &unit) {
+  const int64_t num_others = unit.shard_group.world_size - 1;
+  int64_t gathered = 0;
+  int64_t reduced = 0;
+  for (const Segment &segment : unit.segments) {
+    const auto nbytes = [&](at::ScalarType dtype) {
+      return segment.layout->shard_numel *
+             static_cast<int64_t>(c10::elementSize(dtype));
+    };
+    gathered += nbytes(segment.compute);
+    if (segment.layout->requires_grad) reduced += nbytes(segment.reduce);
+  }
+  return std::max(gathered, reduced * std::max<int64_t>(num_others, 1));
+}
+
 void Engine::publish_abort_reason(const std::string &reason) noexcept {
   try {
     for (const Group *group : groups_of(*this)) {
@@ -54,3 +69,15 @@ void Engine::publish_abort_reason(const std::string &reason) noexcept {
 }
 
 }  // namespace fsdp_torch
+
+extern "C" int64_t fsdp_torch_engine_ring_nbytes(fsdp_torch_engine *engine) {
+  int64_t nbytes = 0;
+  for (const fsdp_torch::Group *group : fsdp_torch::groups_of(*engine->self)) {
+    const fsdp_transport *transport = group->transport.get();
+    if (transport == nullptr || transport->ops->reserved_nbytes == nullptr) {
+      continue;
+    }
+    nbytes += transport->ops->reserved_nbytes(transport);
+  }
+  return nbytes;
+}

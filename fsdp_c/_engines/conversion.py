@@ -10,7 +10,7 @@ from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engine, release_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.uses import is_flat_param, sharding_unit
+from fsdp_c._units.uses import is_taken
 
 
 def convert(
@@ -18,15 +18,10 @@ def convert(
 ) -> None:
     """Apply ``fn`` to the parameters and buffers in ``module``.
 
-    A unit whose dtype or device ``fn`` keeps is left as it is, without
-    communication. The others are gathered one at a time, converted, and sharded
-    anew; all ranks must call it, and have memory for one unit in both forms.
-    Parameters, flat parameters too, stay the same objects, so that an optimizer
+    A unit whose dtype or device ``fn`` keeps is left as it is, without communication.
+    The others are gathered one at a time, converted, and sharded anew; all ranks must
+    call it. Parameters, flat ones too, stay the same objects, so that an optimizer
     keeps them; its state is the user's to convert.
-
-    Raises:
-        RuntimeError: A unit to be converted has gradients, or is inside a step.
-        ValueError: ``fn`` puts the parameters of one unit on several devices.
     """
     modules = list(sharded_modules(module)) if recurse else [module]
     changed = [each for each in modules if _is_changed(each, fn)]
@@ -54,8 +49,8 @@ def _is_changed(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> bool:
     ``fn`` sees empty tensors in their place: what it does to memory in place, such
     as share_memory_(), must not reach shards, which the engine knows by address.
     """
-    probes = [torch.empty_like(shard[:0]) for shard in module._sharded.unit.shards]
-    return any(fn(probe) is not probe for probe in probes)
+    shards = module._sharded.unit.shards
+    return any(fn(probe) is not probe for probe in [s.new_empty(0) for s in shards])
 
 
 def _check(module: ShardedModule) -> None:
@@ -108,11 +103,7 @@ def _convert_unsharded(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Non
         if buffer is not None:
             module._buffers[name] = fn(buffer)
     for param in module._parameters.values():
-        if (
-            param is not None
-            and sharding_unit(param) is None
-            and not is_flat_param(param)
-        ):
+        if param is not None and not is_taken(param):
             with torch.no_grad():
                 param.data = fn(param.data)
                 if param.grad is not None:

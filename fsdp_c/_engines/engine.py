@@ -32,10 +32,8 @@ engine_listeners: list[Callable[[ShardedModule], object]] = []
 def ensure_engine(module: ShardedModule) -> _native.Engine:
     """Return the engine of ``module``; see Note [Roots].
 
-    Raises:
-        RuntimeError: A unit is in the middle of a step with another engine, or a
-            parameter was replaced after wrapping.
-        ValueError: The units are on several devices.
+    Raises RuntimeError inside a step with another engine, or if a parameter was
+    replaced after wrapping; ValueError if units are on several devices.
     """
     if module._running is None:
         modules = list(sharded_modules(module))
@@ -43,7 +41,7 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
             each._sharded.originals.check()
             adopt_in_backward_optimizers(each)
         engine = _native.Engine([each._sharded.unit for each in modules])
-        is_debugging = _is_debugging()
+        is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
         engine.check_order(is_debugging)
         if is_debugging:
             watch_order(module, modules)
@@ -56,11 +54,6 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
     return module._running.engine
 
 
-def _is_debugging() -> bool:
-    """Whether ``TORCH_DISTRIBUTED_DEBUG`` is INFO or DETAIL."""
-    return bool(c10d.get_debug_level() != c10d.DebugLevel.OFF)
-
-
 def release_engine(module: ShardedModule) -> None:
     """Let the engine of ``module`` go, for all its units; the next call makes one."""
     if module._running is None:
@@ -71,11 +64,8 @@ def release_engine(module: ShardedModule) -> None:
 
 def ensure_engines(module: nn.Module) -> list[_native.Engine]:
     """Return the engines of all wrapped modules in ``module``, parents first."""
-    engines: dict[int, _native.Engine] = {}
-    for each in sharded_modules(module):
-        engine = ensure_engine(each)
-        engines[id(engine)] = engine
-    return list(engines.values())
+    engines = [ensure_engine(each) for each in sharded_modules(module)]
+    return list({id(engine): engine for engine in engines}.values())
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:
@@ -85,11 +75,14 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
 
     * num_clients, num_blocks, arena_nbytes, held_nbytes, peak_nbytes, num_allocs,
       num_frees: the arena of unsharded parameters and gradients; ``held`` are the
-      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far.
+      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far. On the CPU
+      blocks come and go; between steps there are none.
     * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
       sharded gradients of this rank, those that are allocated now.
     * partial_grad_nbytes, scratch_nbytes: sums of ``no_sync(sharded=True)``, and what
-      reductions over gloo need beside the arena.
+      reductions over gloo need beside the arena (on the CPU only while they run: the
+      most so far).
+    * ring_nbytes: shared memory that this rank reserves for its groups.
     * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
 
     Several engines (wrapped modules without a common wrapped ancestor) add up.

@@ -20,15 +20,13 @@ _views: weakref.WeakKeyDictionary[ShardedModule, "list[weakref.ref[FlatParameter
 
 def flat_views(module: ShardedModule) -> list[FlatParameter]:
     """Return one view of each segment."""
-    new = module._sharded.originals.make_flat_params()
-    old: list[FlatParameter | None] = [each() for each in _views.get(module, [])]
-    if len(old) != len(new):
-        old = [None] * len(new)
-    views = []
-    for view, made in zip(old, new, strict=True):
-        if view is not None:
-            view.become(made)
-        views.append(made if view is None else view)
+    views = module._sharded.originals.make_flat_params()
+    old = [each() for each in _views.get(module, [])]
+    if len(old) == len(views):
+        for index, view in enumerate(old):
+            if view is not None:
+                view.become(views[index])
+                views[index] = view
     _views[module] = [weakref.ref(view) for view in views]
     _show(module, views)
     return views

@@ -1,7 +1,6 @@
 """Optimizers that step in backward, a unit at a time."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -61,7 +60,7 @@ def optimizer_in_backward(
         )
     for module in modules:
         step = _UnitStep(optimizer, module._sharded.name, _params_of(module))
-        if step.is_needed:
+        if step.find_parts():
             module.follow_reductions(step)
     return optimizer
 
@@ -121,30 +120,27 @@ class _UnitStep:
         self._optimizer = optimizer
         self._name = name
         self._ids = frozenset(map(id, params))
-        self._numels: tuple[int, ...] = ()
+        self._numels: list[int] = []
         self._parts: list[list[nn.Parameter]] = []
-        self._find_parts()
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the optimizer has any of the parameters."""
-        return any(self._parts)
+    def find_parts(self) -> bool:
+        """Find the unit's parameters in each group, anew after add_param_group().
 
-    def _find_parts(self) -> None:
-        """Find the unit's parameters in each group, anew after add_param_group()."""
+        Return whether there are any.
+        """
         groups = self._optimizer.param_groups
-        numels = tuple(len(group["params"]) for group in groups)
-        if numels == self._numels:
-            return
-        self._numels = numels
-        self._parts = [
-            [param for param in group["params"] if id(param) in self._ids]
-            for group in groups
-        ]
+        numels = [len(group["params"]) for group in groups]
+        if numels != self._numels:
+            self._numels = numels
+            self._parts = [
+                [param for param in group["params"] if id(param) in self._ids]
+                for group in groups
+            ]
+        return any(self._parts)
 
     def __call__(self) -> None:
         """Step the unit's parameters and clear their gradients."""
-        self._find_parts()
+        self.find_parts()
         optimizer = self._optimizer
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -159,17 +155,15 @@ class _UnitStep:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
         for group, old in zip(groups, before, strict=True):
-            self._check_group(group, old)
+            for key, value in group.items():
+                is_same = value is old.get(key) or value == old.get(key)
+                if key != "params" and not is_same:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} changes {key!r} of its "
+                        f"param_groups when it steps, here once for unit "
+                        f"{self._name!r}: optimizer_in_backward() is for optimizers "
+                        "that treat parameters one by one; step this one after backward"
+                    )
         for part in self._parts:
             for param in part:
                 param.grad = None
-
-    def _check_group(self, group: dict[str, Any], old: dict[str, Any]) -> None:
-        for key, value in group.items():
-            if key != "params" and value is not old.get(key) and value != old.get(key):
-                raise RuntimeError(
-                    f"{type(self._optimizer).__name__} changes {key!r} of its "
-                    f"param_groups when it steps, here once for unit {self._name!r}: "
-                    "optimizer_in_backward() is for optimizers that treat parameters "
-                    "one by one; step this one after backward"
-                )

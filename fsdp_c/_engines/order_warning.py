@@ -71,14 +71,11 @@ class _Watch:
         self._position += 1
         if expected != [name]:
             self._has_warned = True
-            self._warn(module, name, expected)
-
-    def _warn(self, module: ShardedModule, name: str, expected: list[str]) -> None:
-        before = f"unit {expected[0]!r} ran" if expected else "no other ran"
-        warnings.warn(
-            "Forward order differs from that of the first iteration on rank "
-            f"{module.rank}: unit {name!r} runs where {before}. Prefetches follow the "
-            "new order from the next iteration on. If ranks run different orders, all "
-            "ranks raise an error at the first collective that differs",
-            stacklevel=2,
-        )
+            before = f"unit {expected[0]!r} ran" if expected else "no other ran"
+            warnings.warn(
+                "Forward order differs from that of the first iteration on rank "
+                f"{module.rank}: unit {name!r} runs where {before}. Prefetches follow "
+                "the new order from the next iteration on. If ranks run different "
+                "orders, all ranks raise an error at the first collective that differs",
+                stacklevel=1,
+            )

@@ -18,42 +18,31 @@ class SummonError(AssertionError, RuntimeError):
     """
 
 
+def _summon(
+    stack: ExitStack, module: ShardedModule, writeback: bool, **options: bool
+) -> None:
+    """Show the whole parameters of one unit until ``stack`` is left."""
+    unit = module._sharded.unit
+    unit.summon(**options)
+    stack.callback(follow_summon, module)
+    stack.callback(unit.dismiss, writeback)
+    follow_summon(module)
+
+
 @contextmanager
-def summoned(
-    module: ShardedModule, *, writeback: bool, clean_names: bool = False
-) -> Iterator[None]:
+def summoned(module: ShardedModule, *, writeback: bool) -> Iterator[None]:
     """Show the whole parameters of one unit, and register the original ones.
 
     All ranks of the unit's group must enter. With ``writeback``, what is written
     to this rank's part is kept, after an exception too. A unit that is summoned
     already stays so.
-
-    Raises:
-        RuntimeError: The unit is inside forward or backward.
     """
     with ExitStack() as stack:
         if not module._sharded.unit.is_summoned:
             module._sharded.originals.check()
-            module._sharded.unit.summon()
-            stack.callback(follow_summon, module)
-            stack.callback(module._sharded.unit.dismiss, writeback)
-            follow_summon(module)
+            _summon(stack, module, writeback)
         stack.enter_context(module._sharded.originals.shown())
-        if clean_names:
-            stack.enter_context(_clean_names(module))
         yield
-
-
-@contextmanager
-def _clean_names(module: ShardedModule) -> Iterator[None]:
-    if module.find_session(SummonSession) is not None:
-        yield
-        return
-    module.begin_session(SummonSession())
-    try:
-        yield
-    finally:
-        module.end_session(SummonSession)
 
 
 def _check_moment(module: ShardedModule) -> None:
@@ -83,16 +72,36 @@ def _check_moment(module: ShardedModule) -> None:
 @contextmanager
 def summon_full_params(
     module: nn.Module,
-    *,
-    recurse: bool,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show the whole parameters of all units in ``module``.
+    """Show the whole parameters of all units in ``module``, between steps.
 
-    See ``FullyShardedDataParallel.summon_full_params``.
+    Inside, names of parameters and buffers are those of the unwrapped module,
+    and the original parameters are registered. All ranks must enter and leave.
+
+    Args:
+        module: A wrapped module, or one that contains wrapped modules.
+        recurse: Also the units inside ``module``'s own.
+        writeback: Keep what is written; each rank keeps the part that it holds,
+            so write the same on all ranks. With NO_SHARD it is kept either way
+            (but for offloaded parameters, offload_to_cpu and rank0_only), as in
+            FSDP1: what is shown is the parameters' own storage.
+        rank0_only: Only rank 0 of each sharding group shows them; the other ranks
+            take part but see their shards. With ``writeback`` all ranks get
+            what rank 0 has written (of HYBRID_SHARD and NO_SHARD: the first
+            replica's), which FSDP1 refuses.
+        offload_to_cpu: Show them in host memory; the device holds one unit at a
+            time.
+        with_grads: Show whole gradients in ``param.grad`` as well, also with
+            ``use_orig_params=False``; with ``writeback`` they are kept.
+            Gradients that no_sync() left unreduced stay as they are.
+
+    Raises:
+        RuntimeError: Inside forward or backward, or summoned already.
     """
     ensure_engines(module)
     modules = [each for each in sharded_modules(module) if recurse or each is module]
@@ -102,15 +111,17 @@ def summon_full_params(
         each._sharded.originals.check()
     with ExitStack() as stack:
         for each in modules:
-            each._sharded.unit.summon(
+            _summon(
+                stack,
+                each,
+                writeback,
                 on_first_rank_only=rank0_only,
                 on_host=offload_to_cpu,
                 with_grads=with_grads,
             )
-            stack.callback(follow_summon, each)
-            stack.callback(each._sharded.unit.dismiss, writeback)
-            follow_summon(each)
             if not rank0_only or each.is_first_in_shard_group:
                 stack.enter_context(each._sharded.originals.shown())
-            stack.enter_context(_clean_names(each))
+            if each.find_session(SummonSession) is None:
+                each.begin_session(SummonSession())
+                stack.callback(each.end_session, SummonSession)
         yield

@@ -31,7 +31,7 @@ class FlatParamHandle:
     def __init__(self, module: ShardedModule, flat_param: FlatParameter) -> None:
         self._module = module
         self.flat_param = flat_param
-        self.rank, self.world_size = module.shard_rank, flat_param._facts.world_size
+        self.rank, self.world_size = module.shard_rank, flat_param._world_size
 
     @property
     def uses_sharded_strategy(self) -> bool:
@@ -64,8 +64,7 @@ class FlatParamHandle:
         if all(part is None for part in parts):
             return None
         whole = torch.zeros_like(self.flat_param)
-        facts = self.flat_param._facts
-        for part, (_, _, begin, end) in zip(parts, facts.own, strict=True):
+        for part, (_, _, begin, end) in zip(parts, self.flat_param._own, strict=True):
             if part is not None:
                 whole[begin:end] = part.flatten()
         return whole

@@ -18,9 +18,6 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
 
     The copy has a unit of its own over a copy of this rank's shards; process groups
     and the configuration are shared. Nothing is communicated.
-
-    Raises:
-        RuntimeError: Inside forward, backward or ``summon_full_params``.
     """
     state = module.training_state
     if state is not TrainingState.IDLE:

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,23 +13,16 @@ from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
 )
 
-from fsdp_c import _native
-from fsdp_c._engines.clip import clip_grad_norm
 from fsdp_c._engines.conversion import convert
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.forward_methods import bind_forward_method
 from fsdp_c._engines.summon import summon_full_params, summoned
 from fsdp_c._module import torch_dispatch
-from fsdp_c._module.attributes import Attributes
-from fsdp_c._module.comm_hooks import register_comm_hook
 from fsdp_c._module.copy import copy_sharded
+from fsdp_c._module.gradients import GradientMethods
 from fsdp_c._module.torch_class import TorchClass
 from fsdp_c._state import kinds
 from fsdp_c._state.model import load, save
@@ -38,7 +30,7 @@ from fsdp_c._state.optim.methods import OptimStateMethods
 from fsdp_c._torch_compat import Policy, TrainingState
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.build import build_unit
-from fsdp_c._units.config import make_config
+from fsdp_c._units.config import DEFAULTS, make_config
 from fsdp_c._units.device import choose_device
 from fsdp_c._units.foreign_groups import as_given
 from fsdp_c._units.ignored import find_ignored
@@ -51,7 +43,7 @@ from fsdp_c._units.sessions import LoadSession, SummonSession
 from fsdp_c._units.wrap import auto_wrap
 
 
-class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
+class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
     """Shards a module's parameters, gradients and optimizer state over ranks.
 
     The interface is that of ``torch.distributed.fsdp.FullyShardedDataParallel``
@@ -119,23 +111,8 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        arguments = {
-            "process_group": process_group,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "auto_wrap_policy": auto_wrap_policy,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "ignored_modules": ignored_modules,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "ignored_states": ignored_states,
-            "device_mesh": device_mesh,
-        }
+        given = locals()
+        arguments = {name: given[name] for name in DEFAULTS}
         torch_dispatch.begin(type(self), module)
         self._construct(module, arguments, name="", left_out=frozenset())
 
@@ -165,15 +142,8 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
         device = choose_device(
             config.device_id, unsharded_params(module, ignored.params), group
         )
-        if config.auto_wrap_policy is not None:
-            for_children = {
-                **arguments,
-                "auto_wrap_policy": None,
-                "device_id": device,
-                "ignored_modules": None,
-                "ignored_states": list(ignored.params),
-            }
-            auto_wrap(module, config, for_children, ignored, self._make)
+        for_children = {**arguments, "device_id": device}
+        auto_wrap(module, config, for_children, ignored, self._make)
 
         sharded = build_unit(
             module,
@@ -230,82 +200,6 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
             wrapped = partial(sharded.originals.call_announced, wrapped)
         return sharded.unit.forward(wrapped, args, kwargs)
 
-    @contextmanager
-    def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
-        """Let backward accumulate gradients without reducing them to the mean.
-
-        The first backward after the context does that. For the root only.
-
-        Args:
-            sharded: False: keep whole gradients, without communication (FSDP1's
-                meaning; memory of the whole model's gradients). True: sum them over
-                the sharding group in every backward and keep only this rank's part,
-                in reduce dtype; replicas (HYBRID_SHARD) communicate once, in the
-                first backward after the context.
-
-        Raises:
-            RuntimeError: Called on a nested wrapped module, or inside a step.
-        """
-        self._ensure_root("no_sync")
-        self._assert_idle("no_sync")
-        engine = ensure_engine(self)
-        before = engine.sync
-        engine.sync = _native.SYNC_SHARD if sharded else _native.SYNC_NONE
-        try:
-            yield
-        finally:
-            engine.sync = before
-
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce the gradients, in place of the unit's own reduction.
-
-        For every unit and backward it is called with a segment's unsharded gradient
-        in reduce dtype (1-D, padding included, of this rank's batch): with NO_SHARD
-        as ``hook(state, grad)``, which leaves the result in ``grad``; else as
-        ``hook(state, grad, output)``, which leaves this rank's piece in ``output``
-        (1-D, ``grad.numel() / world_size`` elements). It does its own scaling. The
-        hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` fit.
-
-        Args:
-            state: Passed on to the hook.
-            hook: Runs on autograd's thread.
-
-        Raises:
-            AssertionError: Called on a nested wrapped module, with a hybrid strategy,
-                or a hook is registered already.
-            ValueError: ``hook`` is not callable.
-        """
-        register_comm_hook(self, state, hook)
-
-    def clip_grad_norm_(
-        self, max_norm: float | int, norm_type: float | int = 2.0
-    ) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``.
-
-        The norm is that of the unsharded model's gradients as one vector, computed
-        in fp32. Gradients of ignored parameters are counted on each rank for
-        itself. All ranks must call it, on the root, between backward and the
-        optimizer's step.
-
-        Args:
-            max_norm: Highest norm that stays as it is.
-            norm_type: The p of the norm, > 0; ``inf`` for the largest element.
-
-        Returns:
-            The norm before scaling, 0-dim.
-
-        Raises:
-            RuntimeError: Called on a nested wrapped module, or inside a step.
-            TypeError: One of them is not a number.
-            ValueError: ``norm_type`` is not > 0, or ``max_norm`` is NaN.
-
-        Source:
-            ``FullyShardedDataParallel.clip_grad_norm_`` (torch 2.13).
-        """
-        self._ensure_root("clip_grad_norm_")
-        self._assert_idle("clip_grad_norm_")
-        return clip_grad_norm(self, max_norm, norm_type)
-
     def train(self, mode: bool = True) -> "FullyShardedDataParallel":
         """Set the mode.
 
@@ -322,48 +216,7 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
 
     # Whole parameters ------------------------------------------------------
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Show the whole parameters of all units in ``module``, between steps.
-
-        Inside, names of parameters and buffers are those of the unwrapped module,
-        and the original parameters are registered. All ranks must enter and leave.
-
-        Args:
-            module: A wrapped module, or one that contains wrapped modules.
-            recurse: Also the units inside ``module``'s own.
-            writeback: Keep what is written; each rank keeps the part that it holds,
-                so write the same on all ranks. With NO_SHARD it is kept either way
-                (but for offloaded parameters, offload_to_cpu and rank0_only), as in
-                FSDP1: what is shown is the parameters' own storage.
-            rank0_only: Only rank 0 of each sharding group shows them; the other ranks
-                take part but see their shards. With ``writeback`` all ranks get
-                what rank 0 has written (of HYBRID_SHARD and NO_SHARD: the first
-                replica's), which FSDP1 refuses.
-            offload_to_cpu: Show them in host memory; the device holds one unit at a
-                time.
-            with_grads: Show whole gradients in ``param.grad`` as well, also with
-                ``use_orig_params=False``; with ``writeback`` they are kept.
-                Gradients that no_sync() left unreduced stay as they are.
-
-        Raises:
-            RuntimeError: Inside forward or backward, or summoned already.
-        """
-        return summon_full_params(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
+    summon_full_params = staticmethod(summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Apply ``fn`` to all modules, with the whole parameters of their unit.
@@ -395,59 +248,9 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
 
     # State dicts -----------------------------------------------------------
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set what ``state_dict()`` of all wrapped modules in ``module`` returns.
-
-        * FULL_STATE_DICT: whole parameters, under the keys of the unwrapped model.
-        * SHARDED_STATE_DICT: under the same keys, each rank's rows as a ShardedTensor,
-          or a DTensor with a device mesh; for torch.distributed.checkpoint.
-        * LOCAL_STATE_DICT: each unit's shards as they lie, under ``_flat_param``.
-
-        Args:
-            module: A wrapped module, or one that contains wrapped modules.
-            state_dict_type: One of these.
-            state_dict_config: Of the type's own class; the default one if None.
-            optim_state_dict_config: Likewise, for the optimizer's state.
-
-        Returns:
-            The settings before, of the outermost wrapped module.
-
-        Raises:
-            RuntimeError: A config is not of the type's own class.
-            TypeError: ``state_dict_type`` is not a StateDictType.
-            ValueError: Nothing in ``module`` is wrapped.
-        """
-        return kinds.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the settings of all wrapped modules in ``module``.
-
-        Raises:
-            AssertionError: They differ.
-            ValueError: Nothing in ``module`` is wrapped.
-        """
-        return kinds.get_state_dict_type(module)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Set the settings for a while; see :meth:`set_state_dict_type`."""
-        return kinds.state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+    set_state_dict_type = staticmethod(kinds.set_state_dict_type)
+    get_state_dict_type = staticmethod(kinds.get_state_dict_type)
+    state_dict_type = staticmethod(kinds.state_dict_type)
 
     def state_dict(  # type: ignore[override]
         self,
@@ -511,28 +314,12 @@ class FullyShardedDataParallel(OptimStateMethods, Attributes, TorchClass):
             for module in sharded_modules(self):
                 module.end_session(LoadSession)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
+        state_dict, prefix, local_metadata, _, missing_keys, _, error_msgs = args
         load.begin_load(
             self, state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(*args)
 
     # Looking at it ---------------------------------------------------------
 

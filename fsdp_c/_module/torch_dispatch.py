@@ -14,6 +14,7 @@ The methods are replaced when fsdp_c wraps its first module, not at import.
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -37,31 +38,23 @@ _applied: set[str] = set()
 
 
 def begin(ours: type[ShardedModule], module: object) -> None:
-    """Replace torch's methods, before fsdp_c wraps ``module``.
-
-    Args:
-        ours: FullyShardedDataParallel of fsdp_c.
-        module: The module to wrap.
+    """Replace torch's methods by dispatchers to ``ours``, before it wraps ``module``.
 
     Raises:
         ValueError: Modules of torch's own FSDP1 are in ``module``.
     """
     if isinstance(module, nn.Module) and torch_modules(module):
         raise ValueError(mixed(type(module).__name__, "fsdp_c"))
-    if not _applied:
-        _apply(ours)
-
-
-def _apply(ours: type[ShardedModule]) -> None:
-    """Put the dispatchers on torch's class."""
+    if _applied:
+        return
     for name, value in list(vars(TorchFSDP).items()):
         is_static = isinstance(value, staticmethod)
         function = value.__func__ if is_static else value
-        if not (name in _OF_INSTANCES or (is_static and _argument(function))):
-            continue
-        dispatched = _dispatching(name, function, getattr(ours, name))
-        setattr(TorchFSDP, name, staticmethod(dispatched) if is_static else dispatched)
-        _applied.add(name)
+        if name in _OF_INSTANCES or is_static:
+            new = _dispatching(name, function, ours)
+            if new is not None:
+                setattr(TorchFSDP, name, staticmethod(new) if is_static else new)
+                _applied.add(name)
     _refuse_to_wrap_ours()
     _name_flat_params()
 
@@ -76,11 +69,7 @@ def torch_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def is_ours(module: object, method: str) -> bool:
-    """Return whether modules of fsdp_c are in ``module``.
-
-    Args:
-        module: Anything.
-        method: What was called with it, for the message.
+    """Return whether modules of fsdp_c are in ``module``, with which ``method`` runs.
 
     Raises:
         ValueError: Modules of torch's own FSDP1 are in there as well.
@@ -104,26 +93,26 @@ def mixed(unit: str, what: str) -> str:
     )
 
 
-def _argument(function: Callable[..., Any]) -> tuple[int, str] | None:
-    """Return position and name of the argument that is the model."""
-    for index, name in enumerate(inspect.signature(function).parameters):
-        if name in _MODEL_ARGUMENTS:
-            return index, name
-    return None
-
-
 def _dispatching(
-    name: str, original: Callable[..., Any], ours: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return ``original``, or for models of fsdp_c ``ours``."""
-    argument = _argument(original)
-    assert argument is not None
-    index, keyword = argument
+    name: str, original: Callable[..., Any], ours: type[ShardedModule]
+) -> Callable[..., Any] | None:
+    """Return ``original``, or for models of fsdp_c the method of ``ours``.
+
+    None if it takes no model.
+    """
+    names = list(inspect.signature(original).parameters)
+    index, keyword = next(
+        ((i, each) for i, each in enumerate(names) if each in _MODEL_ARGUMENTS),
+        (None, ""),
+    )
+    if index is None:
+        return None
+    own = getattr(ours, name)
 
     @functools.wraps(original)
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         module = args[index] if len(args) > index else kwargs.get(keyword)
-        function = ours if is_ours(module, name) else original
+        function = own if is_ours(module, name) else original
         return function(*args, **kwargs)
 
     return dispatched
@@ -158,22 +147,16 @@ def _name_flat_params() -> None:
     @functools.wraps(original)
     def get_fqns(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
         path, _, last = name.rpartition(".")
-        flat_param = _flat_param(model, name) if last.startswith(FLAT_PARAM) else None
-        if flat_param is None or not path:
+        found: object = None
+        if path and last.startswith(FLAT_PARAM):
+            with suppress(AttributeError):
+                found = model.get_parameter(name)
+        if not isinstance(found, FlatParameter):
             names: set[str] = original(model, name, *args, **kwargs)
             return names
         # Its own rules for the prefix; every module has this attribute.
         (stand_in,) = original(model, f"{path}.training", *args, **kwargs)
         prefix = stand_in.removesuffix("training")
-        return {f"{prefix}{fqn}" for fqn in flat_param._fqns}
+        return {f"{prefix}{fqn}" for fqn in found._fqns}
 
     checkpoint._get_fqns = get_fqns
-
-
-def _flat_param(model: nn.Module, name: str) -> FlatParameter | None:
-    """Return our flat parameter of that name in ``model``, if there is one."""
-    try:
-        found = model.get_parameter(name)
-    except AttributeError:
-        return None
-    return found if isinstance(found, FlatParameter) else None

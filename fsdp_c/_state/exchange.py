@@ -4,10 +4,9 @@ Note [One exchange]
 Every conversion is an exchange: of items that the ranks hold in one way to the way in
 which they need them. Both ways are placements over the ranks of a group (see
 :class:`fsdp_c._state.parts.Spread`), which all ranks know by arithmetic, so sizes are
-not sent. Whole tensors on rank 0 alone are the case that only rank 0 needs anything.
-Between two ranks small pieces go packed, whatever their dtypes, as one message. Pieces
-of DIRECT_NBYTES and more go straight from their memory into their place, without
-memory or a copy beside. No rank receives what it does not need.
+not sent. Between two ranks small pieces go packed, whatever their dtypes, as one
+message. Pieces of DIRECT_NBYTES and more go straight from their memory into their
+place, without memory or a copy beside. No rank receives what it does not need.
 csrc/core/state/exchange.h plans it.
 
 Note [Batches of units]
@@ -33,94 +32,82 @@ from fsdp_c._native import (
     pass_messages,
     prepare_exchange,
 )
+from fsdp_c._state.parts import ParamPart
+from fsdp_c._units.device import CPU, backends_of
 from fsdp_c._units.failures import naming_ranks
 
 # Pieces of at least this size are not packed.
 DIRECT_NBYTES = 1024 * 1024
 
-_CPU = torch.device("cpu")
-
 
 class ExchangeItem(NamedTuple):
-    """The elements of a parameter, or of one of its states.
+    """A parameter, or one of its states: from where the ranks hold it to where needed.
 
-    Attributes:
-        key: The caller's; comes back with the result.
-        source: What this rank holds of it, on any device; None for nothing.
-        dtype: Of the elements.
-        param: The parameter's number in the placements.
-        held: Where it lies; a rank that holds all that it needs copies it, otherwise
-            each element must be on one rank.
-        needed: Where it shall lie.
+    ``source`` is what this rank holds of it, on any device; None for nothing. A rank
+    that holds all that it needs copies it, otherwise each element must be on one rank.
     """
 
-    key: Any
+    key: Any  # the caller's
     source: Tensor | None
     dtype: torch.dtype
-    param: int
+    part: ParamPart
     held: Placement
     needed: Placement
 
     def native(self) -> tuple[int, int, Placement, Placement]:
         """Return it as :mod:`fsdp_c._native` takes it."""
-        return self.dtype.itemsize, self.param, self.held, self.needed
+        return self.dtype.itemsize, self.part.index, self.held, self.needed
 
 
-class UnitItems(NamedTuple):
-    """What is exchanged of one unit; the same on all ranks but for the sources.
-
-    Attributes:
-        name: Of the unit, for messages.
-        group: The ranks.
-        device: Of the unit.
-        items: What its states or parameters are.
-    """
+class _Unit(NamedTuple):
+    """What is exchanged of one unit."""
 
     name: str
     group: ProcessGroup
     device: torch.device
-    items: Sequence[ExchangeItem]
+    items: list[ExchangeItem]
 
     def size(self) -> tuple[int, int]:
         """Return its bytes, and how many of them are extra memory at most."""
         items = [each.native() for each in self.items]
         nbytes, packed_nbytes = exchange_size(items, direct_nbytes=DIRECT_NBYTES)
-        return nbytes, packed_nbytes if self.device == _CPU else nbytes
+        return nbytes, packed_nbytes if self.device == CPU else nbytes
 
 
-def exchange(units: Iterable[UnitItems], what: str) -> Iterator[tuple[Any, Tensor]]:
-    """Yield, for each item, its key and what this rank needs of it.
+def exchange(
+    items: Iterable[ExchangeItem], what: str, *, over_replicas: bool = False
+) -> Iterator[tuple[ExchangeItem, Tensor]]:
+    """Yield each item and what this rank needs of it, 1-D, with memory of its own.
 
-    All ranks of the groups must call it with the same units, and take all results.
-    See Note [Batches of units].
-
-    Args:
-        units: Those without items take no part.
-        what: What is exchanged, for messages: ``"optimizer states"``.
-
-    Returns:
-        1-D tensors with memory of their own, on :func:`exchange_device`.
-
-    Raises:
-        RuntimeError: A rank failed or did not come; the message names the units.
+    All ranks must call it with the same items (but for the sources), and take all
+    results, which may be on the CPU. Groups are those that shard, or those that
+    replicate. Errors name ``what`` and the units. See Note [Batches of units].
     """
-    for batch in _batches([unit for unit in units if unit.items]):
+    units: dict[Any, _Unit] = {}
+    for item in items:
+        module = item.part.over
+        if module not in units:
+            group: Any = module.process_group
+            if over_replicas:
+                group = module._sharded.config.groups.inter_node_group
+            device = module.compute_device
+            units[module] = _Unit(module._sharded.name, group, device, [])
+        units[module].items.append(item)
+    for batch in _batches(list(units.values())):
         first, last = batch[0], batch[-1]
         names = repr(first.name)
         if last is not first:
             names = f"{names} to {last.name!r}"
-        items = [item for unit in batch for item in unit.items]
-        results = _exchange(
-            items, first.group, first.device, f"exchange of {what} of unit {names}"
-        )
-        yield from zip((item.key for item in items), results, strict=True)
+        its_items = [item for unit in batch for item in unit.items]
+        label = f"exchange of {what} of unit {names}"
+        yield from zip(its_items, _exchange(its_items, first, label), strict=True)
 
 
-def _batches(units: Sequence[UnitItems]) -> Iterator[list[UnitItems]]:
+def _batches(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
     """Yield the units in lists of which each is for one exchange."""
     sizes = [unit.size() for unit in units]
     most = max((nbytes for nbytes, _ in sizes), default=0)
-    batch: list[UnitItems] = []
+    batch: list[_Unit] = []
     extra = 0
     for unit, (_, more) in zip(units, sizes, strict=True):
         if batch and (batch[-1][1:3] != unit[1:3] or extra + more > most):
@@ -132,16 +119,18 @@ def _batches(units: Sequence[UnitItems]) -> Iterator[list[UnitItems]]:
         yield batch
 
 
-def _exchange(
-    items: Sequence[ExchangeItem],
-    group: ProcessGroup,
-    unit_device: torch.device,
-    label: str,
-) -> list[Tensor]:
-    device = exchange_device(unit_device, group)
+def _exchange(items: Sequence[ExchangeItem], unit: _Unit, label: str) -> list[Tensor]:
+    group, device = unit.group, _exchange_device(unit)
     rank = group.rank()
-    results = _empty(
-        [each.needed.numel(each.param, rank) for each in items], items, device
+    numels = [each.needed.numel(each.part.index, rank) for each in items]
+    dtypes = [item.dtype for item in items]
+    results = (
+        empty_tensors(numels, dtypes)
+        if device == CPU
+        else [
+            torch.empty(numel, dtype=dtype, device=device)
+            for numel, dtype in zip(numels, dtypes, strict=True)
+        ]
     )
     outgoing, incoming, copies, unpacking = prepare_exchange(
         rank,
@@ -157,11 +146,16 @@ def _exchange(
     works: list[dist.Work] = []
     with naming_ranks(group, label):
         # The messages travel while this rank copies what it holds itself.
-        is_passed = device == _CPU and pass_messages(
+        is_passed = device == CPU and pass_messages(
             group, label, outgoing, incoming, copies
         )
-        if not is_passed:
-            works = _start(outgoing, incoming, group)
+        operations = [
+            dist.P2POp(call, memory, group=group, group_peer=peer)
+            for call, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
+            for peer, memory in ([] if is_passed else messages)
+        ]
+        if operations:
+            works = dist.batch_isend_irecv(operations)
     if not is_passed:
         copy_tensors(copies)
         with naming_ranks(group, label):
@@ -171,40 +165,10 @@ def _exchange(
     return results
 
 
-def _empty(
-    numels: Sequence[int], items: Sequence[ExchangeItem], device: torch.device
-) -> list[Tensor]:
-    dtypes = [item.dtype for item in items]
-    if device == _CPU:
-        return empty_tensors(numels, dtypes)
-    return [
-        torch.empty(numel, dtype=dtype, device=device)
-        for numel, dtype in zip(numels, dtypes, strict=True)
-    ]
-
-
-def _start(
-    outgoing: Sequence[tuple[int, Tensor]],
-    incoming: Sequence[tuple[int, Tensor]],
-    group: ProcessGroup,
-) -> list[dist.Work]:
-    """Start to pass messages; return what is to be waited for."""
-    operations = [
-        dist.P2POp(call, memory, group=group, group_peer=peer)
-        for call, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
-        for peer, memory in messages
-    ]
-    return dist.batch_isend_irecv(operations) if operations else []
-
-
-def exchange_device(device: torch.device, group: ProcessGroup) -> torch.device:
-    """Return where ``group`` can pass messages for a unit on ``device``.
-
-    gloo and MPI pass messages between host memory only.
-    """
-    if device.type != "cpu":
-        pairs = dist.get_backend_config(group).split(",")
-        backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
-        if backends.get(device.type) not in (None, "gloo", "mpi"):
-            return device
-    return _CPU
+def _exchange_device(unit: _Unit) -> torch.device:
+    """Return where messages are passed: with gloo and MPI in host memory only."""
+    if unit.device.type != "cpu":
+        backend = backends_of(unit.group).get(unit.device.type)
+        if backend not in (None, "gloo", "mpi"):
+            return unit.device
+    return CPU

@@ -1,4 +1,7 @@
-"""Which kind of state dict the wrapped modules of a tree give and take."""
+"""Which kind of state dict the wrapped modules of a tree give and take.
+
+The functions whose names FSDP1 has are methods of FullyShardedDataParallel.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c._units.base import require_sharded
+from fsdp_c._units.base import ShardedModule, require_sharded
 
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
@@ -31,17 +34,12 @@ _CONFIGS: dict[
 }
 
 
-def make_settings(
+def _settings(
     kind: StateDictType,
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """Return the settings of ``kind``; a config that is None is the default one.
-
-    Raises:
-        TypeError: ``kind`` is no StateDictType.
-        RuntimeError: A config is not of the class that belongs to ``kind``.
-    """
+    """Return the settings of ``kind``; a config that is None is the default one."""
     if not isinstance(kind, StateDictType):
         raise TypeError(
             f"state_dict_type must be a StateDictType, got {kind!r}: use "
@@ -65,25 +63,31 @@ def make_settings(
 def set_state_dict_type(
     module: nn.Module,
     state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the type for all wrapped modules in ``module``.
+    """Set what ``state_dict()`` of all wrapped modules in ``module`` returns.
+
+    * FULL_STATE_DICT: whole parameters, under the keys of the unwrapped model.
+    * SHARDED_STATE_DICT: under the same keys, each rank's rows as a ShardedTensor,
+      or a DTensor with a device mesh; for torch.distributed.checkpoint.
+    * LOCAL_STATE_DICT: each unit's shards as they lie, under ``_flat_param``.
+
+    Args:
+        module: A wrapped module, or one that contains wrapped modules.
+        state_dict_type: One of these.
+        state_dict_config: Of the type's own class; the default one if None.
+        optim_state_dict_config: Likewise, for the optimizer's state.
 
     Returns:
-        The settings before, of the outermost one.
+        The settings before, of the outermost wrapped module.
 
     Raises:
         RuntimeError: A config is not of the type's own class.
-        TypeError: ``state_dict_type`` is no StateDictType.
+        TypeError: ``state_dict_type`` is not a StateDictType.
         ValueError: Nothing in ``module`` is wrapped.
-
-    Source:
-        The classes of errors: ``set_state_dict_type`` (torch 2.13).
     """
-    settings = make_settings(
-        state_dict_type, state_dict_config, optim_state_dict_config
-    )
+    settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
     modules = require_sharded(module)
     before = modules[0]._state_dict_settings
     for each in modules:
@@ -92,7 +96,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the type and configs of all wrapped modules in ``module``.
+    """Return the settings of all wrapped modules in ``module``.
 
     Raises:
         AssertionError: They differ.
@@ -115,17 +119,27 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 @contextmanager
 def state_dict_type(
     module: nn.Module,
-    kind: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Set the type for a while; each wrapped module gets its own settings back."""
-    settings = make_settings(kind, state_dict_config, optim_state_dict_config)
+    """Set the settings for a while; see :meth:`set_state_dict_type`."""
     before = [(each, each._state_dict_settings) for each in require_sharded(module)]
-    for each, _ in before:
-        each.change_state_dict_settings(settings)
+    set_state_dict_type(
+        module, state_dict_type, state_dict_config, optim_state_dict_config
+    )
     try:
         yield
     finally:
         for each, own in before:
             each.change_state_dict_settings(own)
+
+
+def refuse_local_with_mesh(module: ShardedModule, kind: StateDictType) -> None:
+    """Raise, in FSDP1's words, if LOCAL_STATE_DICT is set with a device mesh."""
+    if kind is StateDictType.LOCAL_STATE_DICT and module._device_mesh is not None:
+        raise RuntimeError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
+            "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get "
+            "DTensor state_dict."
+        )

@@ -1,6 +1,6 @@
 """Parts: what this rank holds of every parameter of a model, and what all ranks do."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,53 +12,53 @@ from fsdp_c import _native
 from fsdp_c._native import Placement
 from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.uses import is_flat_param, sharding_unit
+from fsdp_c._units.uses import is_flat_param, is_taken, sharding_unit
 
 
 class Spread:
-    """Ways in which parameters lie over the ranks of a group, as partments.
+    """How the parameters of one unit, or one alone, can lie over the ranks of a group.
 
-    Args:
-        shapes: Of the parameters, in their order; those of one unit, or one alone.
-        layout: How the unit is sharded; None where each rank has the whole.
+    ``layout`` is None where each rank has the whole. Placements are made once.
     """
 
     def __init__(
-        self, shapes: Sequence[torch.Size], layout: _native.Layout | None
+        self,
+        shapes: Sequence[torch.Size],
+        layout: _native.Layout | None,
+        world_size: int,
     ) -> None:
         self._shapes = shapes
         self._layout = layout
         self._segments = [] if layout is None else [slot[0] for slot in layout.slots]
-        self._made: dict[tuple[str, int, int], Placement] = {}
+        self._world_size = world_size
+        self._made: dict[object, Placement] = {}
 
-    def parts(self, param: int, world_size: int) -> Placement:
-        """Return where ``param`` lies as sharded."""
+    def sharded(self, param: int) -> Placement:
+        """Return where ``param`` lies as its unit shards it."""
         if self._layout is None:
-            return self.whole(0, world_size)
-        key = "parts", self._segments[param], 0
-        if key not in self._made:
-            self._made[key] = Placement.flat(self._layout, key[1])
-        return self._made[key]
+            return self.whole(0, self._world_size)
+        segment = self._segments[param]
+        if segment not in self._made:
+            self._made[segment] = Placement.flat(self._layout, segment)
+        return self._made[segment]
 
     def whole(self, begin: int, end: int) -> Placement:
-        """Return the partment in which each of the ranks ``[begin, end)`` has all."""
-        key = "whole", begin, end
-        if key not in self._made:
+        """Return the placement in which each of the ranks ``[begin, end)`` has all."""
+        if (begin, end) not in self._made:
             numels = [shape.numel() for shape in self._shapes]
-            self._made[key] = Placement.on_ranks(numels, begin, end)
-        return self._made[key]
+            self._made[begin, end] = Placement.on_ranks(numels, begin, end)
+        return self._made[begin, end]
 
-    def rows(self, param: int, world_size: int) -> Placement:
+    def rows(self, param: int) -> Placement:
         """Return where ``param`` lies in rows; all of it on each rank if it has none.
 
         See :mod:`fsdp_c._state.sharded_tensors`.
         """
         if not self._shapes[param]:
-            return self.whole(0, world_size)
-        key = "rows", world_size, 0
-        if key not in self._made:
-            self._made[key] = Placement.rows(self._shapes, world_size)
-        return self._made[key]
+            return self.whole(0, self._world_size)
+        if "rows" not in self._made:
+            self._made["rows"] = Placement.rows(self._shapes, self._world_size)
+        return self._made["rows"]
 
 
 @dataclass(frozen=True, eq=False)  # one object for each parameter
@@ -74,6 +74,7 @@ class ParamPart:
         end: It ends before this one; ``begin == end`` if the rank holds nothing.
         offset: The part's first element in ``param``, flattened.
         module: The module whose unit shards it; None outside of all units.
+        over: The module over whose process group it is exchanged.
         index: The parameter's index in that unit; 0 outside.
         spread: How the unit's parameters lie over ranks, by index.
     """
@@ -86,6 +87,7 @@ class ParamPart:
     end: int
     offset: int
     module: ShardedModule | None
+    over: ShardedModule
     index: int
     spread: Spread
 
@@ -107,11 +109,9 @@ class ParamPart:
     @property
     def shard_group(self) -> ProcessGroup | None:
         """The group over which it is sharded; None if each rank has the whole."""
-        return (
-            None
-            if self.module is None
-            else self.module._sharded.config.groups.shard_group
-        )
+        if self.module is None:
+            return None
+        return self.module._sharded.config.groups.shard_group
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -123,10 +123,9 @@ class ParamPart:
     @cached_property
     def owners(self) -> list[int]:
         """Ranks of ``shard_group`` that hold elements of it."""
-        group = self.shard_group
-        assert group is not None  # it is sharded
-        partment = self.spread.parts(self.index, group.size())
-        return [r for r in range(group.size()) if partment.numel(self.index, r) > 0]
+        placement = self.spread.sharded(self.index)
+        ranks = range(self.over.world_size)
+        return [rank for rank in ranks if placement.numel(self.index, rank) > 0]
 
     def values(self) -> Tensor:
         """Return this rank's part, 1-D, without gradient; a view where it can be."""
@@ -148,8 +147,7 @@ class ParamPart:
     def part_in(self, values: Tensor) -> Tensor:
         """Return this rank's part of ``values``, 1-D, a view if it can be.
 
-        Args:
-            values: One value per element of ``param``, in its shape.
+        ``values`` has one element for each of ``param``, in its shape.
         """
         if values.dim() == 1 and values.numel() == self.part_numel:
             return values
@@ -162,86 +160,30 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
     Units come one after the other, parents first, and their parameters in the
     unit's order; then the parameters that no unit shards. The order of the former
     is the same on all ranks.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: Nothing in it is wrapped, or a parameter in it is sharded by a
-            unit outside of it.
     """
-    require_sharded(model)
-    parts: dict[str, ParamPart] = {}
+    outermost = require_sharded(model)[0]
+    parts: list[ParamPart] = []
     known: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             module._sharded.originals.check()
-            for part in unit_parts(module, clean_name(f"{name}.") if name else ""):
-                parts[part.fqn] = part
-                known.add(part.param)
+            its_parts = unit_parts(module, clean_name(f"{name}.") if name else "")
+            parts += its_parts
+            known.update(part.param for part in its_parts)
             known.update(use.param for use in module._sharded.originals.uses)
-    for part in _outside_parts(model, known):
-        parts[part.fqn] = part
-    return parts
-
-
-def unit_parts(
-    module: ShardedModule, prefix: str = "", *, as_shown: bool = False
-) -> Iterator[ParamPart]:
-    """Yield the parts of one unit, in its order.
-
-    Args:
-        module: A wrapped module.
-        prefix: Of the names.
-        as_shown: While the unit is summoned, ``param`` is what the user sees: the
-            original parameter, of which the whole is here.
-    """
-    originals = module._sharded.originals
-    unit = module._sharded.unit
-    group = module._sharded.config.groups.shard_group
-    rank = module.shard_rank
-    uses: dict[int, list[int]] = {}
-    for use, param in enumerate(unit.param_of_use):
-        uses.setdefault(param, []).append(use)
-    flat_params = originals.flat_params()
-    if as_shown and unit.is_summoned:
-        flat_params = []
-    slots = unit.slots
-    spread = Spread(
-        [originals.shapes[its_uses[0]] for _, its_uses in sorted(uses.items())],
-        None if group is None else unit.layout,
-    )
-    for index, its_uses in sorted(uses.items()):
-        names = tuple(prefix + originals.uses[use].fqn for use in its_uses)
-        begin, end, offset, _ = unit.intersect(index, rank)
-        yield ParamPart(
-            fqn=names[0],
-            names=names,
-            shape=originals.shapes[its_uses[0]],
-            param=flat_params[slots[index][0]]
-            if flat_params
-            else originals.uses[its_uses[0]].param,
-            begin=begin,
-            end=end,
-            offset=offset if flat_params else 0,
-            module=module,
-            index=index,
-            spread=spread,
-        )
-
-
-def _outside_parts(model: nn.Module, known: set[nn.Parameter]) -> Iterator[ParamPart]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in known:
             continue
-        if is_flat_param(param) or sharding_unit(param) is not None:
+        if is_taken(param):
             raise ValueError(
                 f"parameter {clean_name(name)!r} is sharded by unit "
                 f"{sharding_unit(param)!r}, which is not in this "
                 f"{type(model).__name__}: pass the model that contains it"
             )
         names.setdefault(param, []).append(clean_name(name))
-    for param, its_names in names.items():
-        yield ParamPart(
+    parts += [
+        ParamPart(
             fqn=its_names[0],
             names=tuple(its_names),
             shape=param.shape,
@@ -250,9 +192,58 @@ def _outside_parts(model: nn.Module, known: set[nn.Parameter]) -> Iterator[Param
             end=param.numel(),
             offset=0,
             module=None,
+            over=outermost,
             index=0,
-            spread=Spread([param.shape], None),
+            spread=Spread([param.shape], None, outermost.world_size),
         )
+        for param, its_names in names.items()
+    ]
+    return {part.fqn: part for part in parts}
+
+
+def unit_parts(
+    module: ShardedModule, prefix: str = "", *, as_shown: bool = False
+) -> list[ParamPart]:
+    """Return the parts of one unit in its order; their names begin with ``prefix``.
+
+    ``as_shown``: while the unit is summoned, ``param`` is what the user sees, the
+    original parameter, of which the whole is here.
+    """
+    originals = module._sharded.originals
+    unit = module._sharded.unit
+    uses: dict[int, list[int]] = {}
+    for use, param in enumerate(unit.param_of_use):
+        uses.setdefault(param, []).append(use)
+    flat_params = originals.flat_params()
+    if as_shown and unit.is_summoned:
+        flat_params = []
+    slots = unit.slots
+    is_sharded = module._sharded.config.groups.shard_group is not None
+    shapes = [originals.shapes[its_uses[0]] for _, its_uses in sorted(uses.items())]
+    spread = Spread(shapes, unit.layout if is_sharded else None, module.world_size)
+    parts = []
+    for index, its_uses in sorted(uses.items()):
+        names = tuple(prefix + originals.uses[use].fqn for use in its_uses)
+        begin, end, offset, _ = unit.intersect(index, module.shard_rank)
+        stepped: nn.Parameter = originals.uses[its_uses[0]].param
+        if flat_params:
+            stepped = flat_params[slots[index][0]]
+        parts.append(
+            ParamPart(
+                fqn=names[0],
+                names=names,
+                shape=shapes[index],
+                param=stepped,
+                begin=begin,
+                end=end,
+                offset=offset if flat_params else 0,
+                module=module,
+                over=module,
+                index=index,
+                spread=spread,
+            )
+        )
+    return parts
 
 
 def parts_of_params(
@@ -267,13 +258,9 @@ def parts_of_params(
         found.setdefault(part.param, []).append(part)
     for its_parts in found.values():
         if len(its_parts) > 1:
-            its_parts.sort(key=_element_order)
+            slots = its_parts[0].over._sharded.unit.slots
+            its_parts.sort(key=lambda part: slots[part.index][1])
     return found
-
-
-def _element_order(part: ParamPart) -> int:
-    assert part.module is not None  # only flat parameters have several
-    return part.module._sharded.unit.slots[part.index][1]
 
 
 def named_uses(module: ShardedModule) -> list[tuple[str, int]]:

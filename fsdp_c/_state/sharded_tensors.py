@@ -59,88 +59,29 @@ def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
 
 
-# To a sharded tensor ----------------------------------------------------------
-
-
-def shard_tensor(
-    module: ShardedModule,
-    full: Tensor,
-    *,
-    offload_to_cpu: bool,
-    use_dtensor: bool | None = None,
-) -> ShardedTensor | DTensor | Tensor:
-    """Return ``full`` as a sharded tensor over the sharding group of ``module``.
-
-    Its local part is a copy with memory of its own. Nothing is communicated; all
-    ranks must pass the same ``full``.
-
-    Args:
-        module: A wrapped module.
-        full: The whole tensor, on any device.
-        offload_to_cpu: Put the local part into host memory.
-        use_dtensor: A DTensor (True) or a ShardedTensor; if None, a DTensor where
-            the module was given a device mesh.
-
-    Returns:
-        A copy of ``full`` where it has no rows to share out.
-    """
-    if not has_rows(full.shape):
-        device = torch.device("cpu") if offload_to_cpu else full.device
-        return full.detach().to(device, copy=True)
-    begin, end = rows_of(full.shape[0], module.world_size, module.rank)
-    rows = full.detach()[begin:end]
-    chunk = torch.empty(
-        rows.shape, dtype=rows.dtype, device="cpu" if offload_to_cpu else rows.device
-    )
-    chunk.copy_(rows)
-    return wrap_chunk(module, chunk, full.shape, use_dtensor=use_dtensor)
-
-
-def in_form(
-    module: ShardedModule,
-    value: Tensor,
-    shape: torch.Size,
-    *,
-    device: torch.device,
-    shards: bool,
-    use_dtensor: bool | None,
-) -> ShardedTensor | DTensor | Tensor:
-    """Return what this rank needs of a tensor as a state dict holds it.
-
-    Args:
-        module: A wrapped module.
-        value: This rank's rows if ``shards``, else the whole tensor; 1-D.
-        shape: Of the whole tensor.
-        device: Where the result is.
-        shards: Return a sharded tensor, if there are rows to share out.
-        use_dtensor: As for :func:`shard_tensor`.
-    """
-    value = value.to(device)
-    if not shards or not has_rows(shape):
-        return value.view(shape)
-    chunk = value.view(-1, *shape[1:])
-    return wrap_chunk(module, chunk, shape, use_dtensor=use_dtensor)
-
-
 def wrap_chunk(
     module: ShardedModule,
     chunk: Tensor,
     shape: torch.Size,
     *,
-    use_dtensor: bool | None = None,
+    use_dtensor: bool | None,
 ) -> ShardedTensor | DTensor:
     """Return the sharded tensor of ``shape`` of which this rank holds ``chunk``.
 
-    Args:
-        module: A wrapped module.
-        chunk: This rank's rows, see :func:`rows_of`; contiguous. Its memory is used.
-        shape: Of the whole tensor.
-        use_dtensor: As for :func:`shard_tensor`.
+    Its memory is used. ``use_dtensor=None``: where the module has a device mesh.
     """
     if use_dtensor is None:
         use_dtensor = module._device_mesh is not None
     if not use_dtensor:
-        return _as_sharded_tensor(module, chunk, shape)
+        rows = [
+            rows_of(shape[0], module.world_size, rank)
+            for rank in range(module.world_size)
+        ]
+        rest = list(shape[1:])
+        parts = [
+            ([begin, *[0] * len(rest)], [end - begin, *rest]) for begin, end in rows
+        ]
+        return sharded_tensor_of(module, chunk, shape, parts)
     mesh = module.dtensor_mesh
     placements = [Replicate()] * (mesh.ndim - 1) + [RowShard(0)]
     is_offloaded = chunk.device.type != mesh.device_type
@@ -152,60 +93,48 @@ def wrap_chunk(
         placements,
         run_check=False,
         shape=shape,
-        stride=_contiguous_stride(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
     if is_offloaded:
         result._local_tensor = chunk
     return result
 
 
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    strides, numel = [], 1
-    for size in reversed(shape):
-        strides.append(numel)
-        numel *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def sharded_tensor_of(
     module: ShardedModule,
-    local: Tensor | None,
+    local: Tensor,
     shape: torch.Size,
     parts: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
 ) -> ShardedTensor:
     """Return a ShardedTensor over the sharding group, without communication.
 
     Args:
         module: A wrapped module.
-        local: This rank's part, None where it holds none.
+        local: This rank's part, which may have no elements.
         shape: Of the whole tensor.
         parts: Offsets and sizes of the ranks' parts, by rank. A rank whose part has
             no elements does not stand in the metadata.
-        dtype: Of the elements.
-        device: Where the parts are.
     """
-    group = module.process_group
-    metadata = [
-        ShardMetadata(list(offsets), list(sizes), _placement(group, rank, device))
-        for rank, (offsets, sizes) in enumerate(parts)
-        if torch.Size(sizes).numel() > 0
-    ]
-    mine = dist.get_rank()
-    shards = [
-        Shard(local, each)
-        for each in metadata
-        if local is not None and _rank_of(each) == mine
-    ]
+    group, mine = module.process_group, dist.get_rank()
+    metadata, shards = [], []
+    for rank, (offsets, sizes) in enumerate(parts):
+        if torch.Size(sizes).numel() > 0:
+            global_rank = dist.get_global_rank(group, rank)
+            device = local.device.type
+            if device != "cpu":
+                num_devices = torch.get_device_module(local.device).device_count()
+                device = f"{device}:{global_rank % num_devices}"
+            place = f"rank:{global_rank}/{device}"
+            metadata.append(ShardMetadata(list(offsets), list(sizes), place))
+            if global_rank == mine:
+                shards.append(Shard(local, metadata[-1]))
     result: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
         shards,
         sharded_tensor_metadata=ShardedTensorMetadata(
             shards_metadata=metadata,
             size=shape,
             tensor_properties=TensorProperties(
-                dtype=dtype,
+                dtype=local.dtype,
                 layout=torch.strided,
                 requires_grad=False,
                 memory_format=torch.contiguous_format,
@@ -217,35 +146,6 @@ def sharded_tensor_of(
     return result
 
 
-def _rank_of(metadata: ShardMetadata) -> int:
-    placement: Any = metadata.placement
-    rank: int = placement.rank()
-    return rank
-
-
-def _placement(group: dist.ProcessGroup, rank: int, device: torch.device) -> str:
-    global_rank = dist.get_global_rank(group, rank)
-    if device.type == "cpu":
-        return f"rank:{global_rank}/cpu"
-    num_devices = torch.get_device_module(device).device_count()
-    return f"rank:{global_rank}/{device.type}:{global_rank % num_devices}"
-
-
-def _as_sharded_tensor(
-    module: ShardedModule, chunk: Tensor, shape: torch.Size
-) -> ShardedTensor:
-    parts = []
-    for rank in range(module.world_size):
-        begin, end = rows_of(shape[0], module.world_size, rank)
-        parts.append(([begin, *[0] * (len(shape) - 1)], [end - begin, *shape[1:]]))
-    return sharded_tensor_of(
-        module, chunk, shape, parts, dtype=chunk.dtype, device=chunk.device
-    )
-
-
-# From a sharded tensor ---------------------------------------------------------
-
-
 def local_part(value: ShardedTensor | DTensor) -> Tensor | None:
     """Return this rank's part of ``value``, None where it holds none."""
     if isinstance(value, DTensor):
@@ -255,7 +155,7 @@ def local_part(value: ShardedTensor | DTensor) -> Tensor | None:
     return shards[0].tensor.detach() if shards else None
 
 
-def find_problem(module: ShardedModule, value: ShardedTensor | DTensor) -> str | None:
+def find_problem(module: ShardedModule, value: Any) -> str | None:
     """Return why ``value`` is not in the chunks of ``module``'s group, or None."""
     shape = sharded_shape(value)
     remedy = (

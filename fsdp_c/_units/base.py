@@ -6,7 +6,8 @@ module, and the sessions (a load, a save, a summon) that the module is in.
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -17,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    OptimStateDictConfig,
-    StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
@@ -132,17 +131,14 @@ class ShardedModule(nn.Module):
         The old one goes before ``make_unit()`` runs: when it goes it shows parameters
         their shards.
         """
-        old = self._sharded
-        config, originals = old.config, old.originals
-        ignored, buffers = old.ignored, old.buffers
+        sharded = replace(self._sharded, unit=None)  # type: ignore[arg-type]
         for kind in list(self._sessions):
             self.end_session(kind)
-        originals.unbind()
-        del old, self._sharded
+        sharded.originals.unbind()
+        del self._sharded
         unit = make_unit()
-        sharded = ShardedUnit(unit, config, originals, ignored, buffers)
-        self.adopt_unit(self.wrapped, sharded)
-        originals.rebind(unit)
+        self.adopt_unit(self.wrapped, replace(sharded, unit=unit))
+        sharded.originals.rebind(unit)
 
     def join_engine(self, running: Running | None) -> None:
         """Run in another engine, or in none until the next call."""
@@ -247,33 +243,19 @@ class ShardedModule(nn.Module):
         """FSDP1's name; None until the first call."""
         return None if self._running is None else self._running.root() is self
 
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._state_dict_settings.state_dict_type
-
-    @property
-    def _state_dict_config(self) -> StateDictConfig:
-        return self._state_dict_settings.state_dict_config
-
-    @property
-    def _optim_state_dict_config(self) -> OptimStateDictConfig:
-        return self._state_dict_settings.optim_state_dict_config
-
-    @property
-    def _ignored_params(self) -> frozenset[nn.Parameter]:
-        return self._sharded.ignored.params
-
-    @property
-    def _ignored_modules(self) -> frozenset[nn.Module]:
-        return self._sharded.ignored.modules
+    _state_dict_type = property(attrgetter("_state_dict_settings.state_dict_type"))
+    _state_dict_config = property(attrgetter("_state_dict_settings.state_dict_config"))
+    _optim_state_dict_config = property(
+        attrgetter("_state_dict_settings.optim_state_dict_config")
+    )
+    _ignored_params = property(attrgetter("_sharded.ignored.params"))
+    _ignored_modules = property(attrgetter("_sharded.ignored.modules"))
 
 
 def require_sharded(model: nn.Module) -> list[ShardedModule]:
     """Return the wrapped modules in ``model``, itself included, parents first.
 
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: Nothing in ``model`` is wrapped.
+    Raises TypeError or ValueError if there are none.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")

@@ -25,15 +25,9 @@ def build_unit(
     name: str,
     left_out: frozenset[nn.Parameter],
 ) -> ShardedUnit:
-    """Shard the parameters of ``module`` that no unit in it has.
+    """Shard the parameters of ``module`` that no unit in it has, on ``device``.
 
-    Args:
-        module: The module to wrap.
-        config: The constructor's arguments.
-        ignored: What the module leaves alone.
-        device: The device to compute on.
-        name: The unit's.
-        left_out: Parameters that belong to a unit outside.
+    ``left_out`` are parameters that belong to a unit outside.
     """
     materialize(
         module,

@@ -78,12 +78,7 @@ class Config:
     def make_unit(
         self, name: str, params: list[nn.Parameter], device: torch.device
     ) -> _native.Unit:
-        """Return the native unit that shards ``params`` on ``device``.
-
-        Raises:
-            ValueError: A parameter cannot be sharded; the message says which.
-            torch.OutOfMemoryError: The shards do not fit.
-        """
+        """Return the native unit that shards ``params`` on ``device``."""
         precision = self.mixed_precision
         reshards = self.sharding_strategy in RESHARDING
         return _native.Unit(
@@ -103,6 +98,7 @@ class Config:
             cast_root_forward_inputs=precision.cast_root_forward_inputs,
             keep_low_precision_grads=precision.keep_low_precision_grads,
             offloads=self.cpu_offload.offload_params,
+            shard_dims=None,
         )
 
 
@@ -110,13 +106,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     """Check the constructor's ``arguments`` (keys of DEFAULTS) and return them.
 
     ``sharding_strategy`` becomes NO_SHARD where the group has one rank, with a
-    warning, as in FSDP1. ``limit_all_gathers`` has no effect: the arena bounds the
-    unsharded memory without blocking the host either way.
-
-    Raises:
-        TypeError: An argument is of a wrong type.
-        ValueError: An argument has a wrong value, or is not available in this
-            version.
+    warning, as in FSDP1.
     """
     unknown = sorted(set(arguments) - set(DEFAULTS))
     if unknown:
@@ -125,7 +115,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
             f"policy, perhaps): the arguments are {', '.join(DEFAULTS)}"
         )
     given = {**DEFAULTS, **arguments}
-    strategy = _check_strategy(given["sharding_strategy"])
+    strategy = _check_class(given, "sharding_strategy") or ShardingStrategy.FULL_SHARD
     groups = choose_groups(given["process_group"], given["device_mesh"], strategy)
     if groups.process_group.size() == 1 and groups.inter_node_group is None:
         if strategy is not ShardingStrategy.NO_SHARD:
@@ -139,48 +129,54 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     return Config(
         groups=groups,
         sharding_strategy=strategy,
-        cpu_offload=_check_offload(given["cpu_offload"]),
+        cpu_offload=_check_class(given, "cpu_offload") or CPUOffload(),
         auto_wrap_policy=_check_policy(given["auto_wrap_policy"]),
-        backward_prefetch=_check_prefetch(given["backward_prefetch"]),
-        mixed_precision=_check_mixed_precision(given["mixed_precision"]),
+        backward_prefetch=_check_class(given, "backward_prefetch"),
+        mixed_precision=_check_mixed_precision(
+            _check_class(given, "mixed_precision") or MixedPrecision()
+        ),
         ignored_modules=modules,
         ignored_params=params,
         param_init_fn=_check_init_fn(given["param_init_fn"]),
         device_id=device_from_id(given["device_id"]),
-        sync_module_states=_check_bool(given, "sync_module_states"),
-        forward_prefetch=_check_bool(given, "forward_prefetch"),
-        limit_all_gathers=_check_bool(given, "limit_all_gathers"),
-        use_orig_params=_check_bool(given, "use_orig_params"),
+        sync_module_states=_check_class(given, "sync_module_states"),
+        forward_prefetch=_check_class(given, "forward_prefetch"),
+        limit_all_gathers=_check_class(given, "limit_all_gathers"),
+        use_orig_params=_check_class(given, "use_orig_params"),
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
     )
 
 
-def _check_bool(given: Mapping[str, Any], argument: str) -> bool:
+# Argument: its class, and what to pass.
+_CLASSES: Mapping[str, tuple[type, str]] = {
+    "sharding_strategy": (
+        ShardingStrategy,
+        "ShardingStrategy.<name> with one of "
+        + ", ".join(strategy.name for strategy in ShardingStrategy),
+    ),
+    "cpu_offload": (CPUOffload, "CPUOffload(offload_params=False), or None"),
+    "backward_prefetch": (
+        BackwardPrefetch,
+        "BackwardPrefetch.BACKWARD_PRE, .BACKWARD_POST, or None",
+    ),
+    "mixed_precision": (
+        MixedPrecision,
+        "MixedPrecision(param_dtype=torch.bfloat16), for example",
+    ),
+    "sync_module_states": (bool, "True or False"),
+    "forward_prefetch": (bool, "True or False"),
+    "limit_all_gathers": (bool, "True or False"),
+    "use_orig_params": (bool, "True or False"),
+}
+
+
+def _check_class(given: Mapping[str, Any], argument: str) -> Any:
+    """Return the argument, which is of its class, or None unless it is a bool."""
     value = given[argument]
-    if not isinstance(value, bool):
-        raise TypeError(f"{argument} must be True or False, got {value!r}")
-    return value
-
-
-def _check_strategy(value: Any) -> ShardingStrategy:
-    if value is None:
-        return ShardingStrategy.FULL_SHARD
-    if not isinstance(value, ShardingStrategy):
-        names = ", ".join(strategy.name for strategy in ShardingStrategy)
+    cls, remedy = _CLASSES[argument]
+    if not isinstance(value, cls) and (value is not None or cls is bool):
         raise TypeError(
-            f"sharding_strategy must be a ShardingStrategy, got {value!r}: use "
-            f"ShardingStrategy.<name> with one of {names}"
-        )
-    return value
-
-
-def _check_offload(value: Any) -> CPUOffload:
-    if value is None:
-        return CPUOffload()
-    if not isinstance(value, CPUOffload):
-        raise TypeError(
-            f"cpu_offload must be a CPUOffload, got {value!r}: pass "
-            "CPUOffload(offload_params=False), or None"
+            f"{argument} must be a {cls.__name__}, got {value!r}: pass {remedy}"
         )
     return value
 
@@ -196,23 +192,7 @@ def _check_policy(value: Any) -> Policy | Callable[..., bool] | None:
     return cast("Callable[..., bool]", value)
 
 
-def _check_prefetch(value: Any) -> BackwardPrefetch | None:
-    if value is not None and not isinstance(value, BackwardPrefetch):
-        raise TypeError(
-            f"backward_prefetch must be a BackwardPrefetch or None, got {value!r}: "
-            "use BackwardPrefetch.BACKWARD_PRE or .BACKWARD_POST"
-        )
-    return value
-
-
-def _check_mixed_precision(value: Any) -> MixedPrecision:
-    if value is None:
-        return MixedPrecision()
-    if not isinstance(value, MixedPrecision):
-        raise TypeError(
-            f"mixed_precision must be a MixedPrecision, got {value!r}: pass "
-            "MixedPrecision(param_dtype=torch.bfloat16), for example"
-        )
+def _check_mixed_precision(value: MixedPrecision) -> MixedPrecision:
     for field in ("param_dtype", "reduce_dtype"):
         dtype = getattr(value, field)
         if dtype is not None and dtype not in COMPUTE_DTYPES:
@@ -220,18 +200,14 @@ def _check_mixed_precision(value: Any) -> MixedPrecision:
             raise ValueError(
                 f"mixed_precision.{field} must be None or one of {names}, got {dtype!r}"
             )
-    _check_buffer_dtype(value.buffer_dtype)
-    return value
-
-
-def _check_buffer_dtype(dtype: Any) -> None:
-    if dtype is None:
-        return
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    dtype = value.buffer_dtype
+    is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if dtype is not None and not is_floating:
         raise ValueError(
             "mixed_precision.buffer_dtype must be None or a floating dtype such as "
             f"torch.bfloat16, got {dtype!r}: other buffers are left alone"
         )
+    return value
 
 
 def _check_init_fn(value: Any) -> Callable[[nn.Module], Any] | None:
@@ -241,14 +217,6 @@ def _check_init_fn(value: Any) -> Callable[[nn.Module], Any] | None:
             "must be a function of a module, or None"
         )
     return cast("Callable[[nn.Module], Any] | None", value)
-
-
-def _as_tuple(argument: str, value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, nn.Module) or not isinstance(value, Iterable):
-        raise TypeError(f"{argument} must be a list, got {type(value).__name__}")
-    return tuple(value)
 
 
 def _check_ignored(
@@ -265,22 +233,24 @@ def _check_ignored(
             "Cannot pass both ignored_modules and ignored_states at the same time: "
             "pass only ignored_states"
         )
-    modules = _as_tuple("ignored_modules", ignored_modules)
-    states = _as_tuple("ignored_states", ignored_states)
-    if not all(isinstance(module, nn.Module) for module in modules):
+    argument = "ignored_modules" if ignored_states is None else "ignored_states"
+    given = ignored_modules if ignored_states is None else ignored_states
+    if given is None:
+        return (), ()
+    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+        raise TypeError(f"{argument} must be a list, got {type(given).__name__}")
+    values: tuple[Any, ...] = tuple(given)
+    if all(isinstance(value, nn.Module) for value in values):
+        return values, ()
+    types = sorted({type(value) for value in values}, key=repr)
+    if ignored_states is None:
         raise ValueError(
             "ignored_modules expects nn.Module list elements but got types "
-            f"{_types_of(modules)}: pass parameters as ignored_states"
+            f"{types}: pass parameters as ignored_states"
         )
-    if all(isinstance(state, nn.Module) for state in states):
-        return modules or states, ()
-    if all(isinstance(state, nn.Parameter) for state in states):
-        return (), states
+    if all(isinstance(value, nn.Parameter) for value in values):
+        return (), values
     raise ValueError(
         "ignored_states expects all nn.Parameter or all nn.Module list elements but "
-        f"got types {_types_of(states)}: name the parameters of the modules instead"
+        f"got types {types}: name the parameters of the modules instead"
     )
-
-
-def _types_of(values: Iterable[Any]) -> list[type]:
-    return sorted({type(value) for value in values}, key=repr)

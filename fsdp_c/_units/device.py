@@ -17,11 +17,7 @@ def device_from_id(device_id: Any) -> torch.device | None:
     """Return the device that ``device_id`` names; None for None.
 
     ``cpu:N`` means ``cpu``. An int, or an accelerator without an index, names a
-    device of the current accelerator.
-
-    Raises:
-        TypeError: Not an int, str or torch.device.
-        ValueError: No such device.
+    device of the current accelerator. Raises TypeError or ValueError.
     """
     if device_id is None:
         return None
@@ -88,11 +84,6 @@ def choose_device(
     Without ``device_id`` it is the parameters' own device. Parameters on the CPU
     (or on meta) go to the current accelerator, as in FSDP1, if the group has a
     backend of its own for that (NCCL); with gloo alone they stay on the CPU.
-
-    Raises:
-        ValueError: A parameter is on a device that is neither the chosen one nor
-            the CPU, or the parameters are on several and there is no
-            ``device_id``.
     """
     first: dict[torch.device, str] = {}
     for name, param in named_params:
@@ -123,10 +114,14 @@ def _accelerator_of_group(process_group: ProcessGroup) -> torch.device | None:
     accelerator = current_accelerator()
     if accelerator is None or isinstance(process_group, ForeignGroup):
         return None
-    # As "cpu:gloo,cuda:nccl".
-    pairs = dist.get_backend_config(process_group).split(",")
-    backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
+    backends = backends_of(process_group)
     backend = backends.get(accelerator.type)
     if backend is None or backend == backends.get("cpu"):
         return None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """Return a group's backends by type of device."""
+    pairs = dist.get_backend_config(group).split(",")  # as "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":", 1) for pair in pairs if ":" in pair)

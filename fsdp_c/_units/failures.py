@@ -14,14 +14,8 @@ def naming_ranks(group: ProcessGroup | None, operation: str) -> Iterator[None]:
     """Add to an error of a collective what the ranks of its group were doing.
 
     For the collective alone: what else raises a RuntimeError would be reported as the
-    failure of a rank. ``None`` is the default group, as in torch.distributed.
-
-    Args:
-        group: The group of the collective. It cannot be used after a failure.
-        operation: What the collective is for, as a user would say it.
-
-    Raises:
-        RuntimeError: Of the same class as the collective's.
+    failure of a rank. ``None`` is the default group, as in torch.distributed. A group
+    cannot be used after a failure; ``operation`` is what the collective is for.
     """
     try:
         yield

@@ -8,8 +8,8 @@ instead.
 
 import weakref
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple, cast
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,187 +33,159 @@ class _Place(NamedTuple):
     param: int  # in the flat parameter
     is_first: bool
 
+    def info(self) -> ParamInfo:
+        module = self.module()
+        if module is None:
+            raise ReferenceError(
+                f"the module of parameter {self.name!r} does not exist any more"
+            )
+        return ParamInfo(self.name, module, self.module_name)
+
 
 class SegmentFacts(NamedTuple):
-    """The layout of one segment, and which part of it this rank holds."""
+    """What FlatParamFacts shows, each under its name with an underscore before it."""
 
-    rank: int
-    shard_numel: int
-    slots: tuple[tuple[int, int], ...]  # of each parameter: offset and numel
-    own: tuple[tuple[int, int, int, int], ...]  # as Unit.intersect()
     places: tuple[_Place, ...]
-    pads_to_world_size: bool  # FSDP1 counts that padding with use_orig_params only
+    own: tuple[tuple[int, int, int, int], ...]  # as Unit.intersect()
     world_size: int
+    num_params: int
+    fqns: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    numels: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    contiguities: tuple[bool, ...]
+    numels_with_padding: tuple[int, ...]
+    is_padding_mask: tuple[bool, ...]
+    unpadded_unsharded_size: torch.Size
+    padded_unsharded_size: torch.Size
+    sharded_size: torch.Size
+    shard_numel_padded: int
+    shard_param_infos: tuple[ShardParamInfo, ...]
 
 
 def find_facts(
     unit: _native.Unit,
     segment: int,
-    params: Sequence[int],
     uses: Sequence[ParamUse],
+    shapes: Sequence[torch.Size],
     *,
     rank: int,
     use_orig_params: bool,
 ) -> SegmentFacts:
-    """Return the facts of a segment.
+    """Return what the flat parameter of a segment shows.
 
-    Args:
-        unit: The unit.
-        segment: Its segment.
-        params: The segment's parameters, in the order of their elements.
-        uses: The unit's uses.
-        rank: This rank in the sharding group.
-        use_orig_params: As in the constructor of FSDP.
+    ``uses`` and ``shapes`` are the unit's; ``rank`` is this one in the sharding group.
     """
+    slots = unit.slots
+    params = [p for p, slot in enumerate(slots) if slot[0] == segment]
+    params.sort(key=lambda p: slots[p][1])
     positions = {param: index for index, param in enumerate(params)}
-    slots, seen, places = unit.slots, set(), []
-    for use, param in zip(uses, unit.param_of_use, strict=True):
+    firsts: dict[int, int] = {}
+    places = []
+    for number, (use, param) in enumerate(zip(uses, unit.param_of_use, strict=True)):
         if param in positions:
+            is_first = firsts.setdefault(param, number) == number
             prefix = use.fqn.rpartition(".")[0]
-            index = positions[param]
             module = weakref.ref(use.module)
-            places.append(_Place(use.name, module, prefix, index, index not in seen))
-            seen.add(index)
+            places.append(_Place(use.name, module, prefix, positions[param], is_first))
+    its_shapes = tuple(shapes[firsts[param]] for param in params)
     shard_numel, padded_numel = unit.segments[segment][4:6]
+    world_size = padded_numel // shard_numel if shard_numel else 1
+    numels: list[int] = []
+    mask: list[bool] = []
+    end = 0
+    for param in params:
+        _, offset, numel = slots[param]
+        if offset > end:
+            numels.append(offset - end)
+            mask.append(True)
+        numels.append(numel)
+        mask.append(False)
+        end = offset + numel
+    if use_orig_params and end % world_size:  # FSDP1 counts that padding with it only
+        numels.append(-end % world_size)
+        mask.append(True)
+    own = tuple(unit.intersect(param, rank) for param in params)
+    missing = (rank + 1) * shard_numel - sum(numels)
     return SegmentFacts(
-        rank,
-        shard_numel,
-        tuple(slots[param][1:] for param in params),
-        tuple(unit.intersect(param, rank) for param in params),
-        tuple(places),
-        use_orig_params,
-        padded_numel // shard_numel if shard_numel else 1,
+        places=tuple(places),
+        own=own,
+        world_size=world_size,
+        num_params=len(params),
+        fqns=tuple(uses[firsts[param]].fqn for param in params),
+        shapes=its_shapes,
+        numels=tuple(shape.numel() for shape in its_shapes),
+        # A flat parameter holds its parameters contiguously.
+        strides=tuple(torch.empty(s, device="meta").stride() for s in its_shapes),
+        contiguities=(True,) * len(params),
+        numels_with_padding=tuple(numels),
+        is_padding_mask=tuple(mask),
+        unpadded_unsharded_size=torch.Size([sum(numels)]),
+        padded_unsharded_size=torch.Size([padded_numel]),
+        sharded_size=torch.Size([shard_numel]),
+        shard_numel_padded=min(max(missing, 0), shard_numel),
+        shard_param_infos=tuple(
+            ShardParamInfo(True, first, last - first, begin, end - 1)
+            if end > begin
+            else ShardParamInfo(False, None, None, None, None)
+            for begin, end, first, last in own
+        ),
     )
 
 
-def _module_of(place: _Place) -> nn.Module:
-    module = place.module()
-    if module is None:
-        raise ReferenceError(
-            f"the module of parameter {place.name!r} does not exist any more"
-        )
-    return module
-
-
 class FlatParamFacts:
-    """The attributes; see torch's FlatParameter for their meaning."""
+    """The attributes, to read; see torch's FlatParameter for their meaning."""
 
     # Lightning asks an optimizer's parameters for it.
     _fsdp_flattened = True
 
     _facts: SegmentFacts
-    _shapes: tuple[torch.Size, ...]
-    _numels: tuple[int, ...]
     _fqns: tuple[str, ...]
-
-    @property
-    def _num_params(self) -> int:
-        return len(self._facts.slots)
+    _own: tuple[tuple[int, int, int, int], ...]
+    _padded_unsharded_size: torch.Size
+    _sharded_size: torch.Size
+    _world_size: int
 
     @property
     def _param_infos(self) -> tuple[ParamInfo, ...]:
         firsts = [place for place in self._facts.places if place.is_first]
         firsts.sort(key=lambda place: place.param)
-        return tuple(
-            ParamInfo(place.name, _module_of(place), place.module_name)
-            for place in firsts
-        )
+        return tuple(place.info() for place in firsts)
 
     @property
     def _shared_param_infos(self) -> tuple[SharedParamInfo, ...]:
         infos = self._param_infos
         return tuple(
-            SharedParamInfo(
-                place.name, _module_of(place), place.module_name, *infos[place.param]
-            )
+            SharedParamInfo(*place.info(), *infos[place.param])
             for place in self._facts.places
             if not place.is_first
         )
 
     @property
     def _modules(self) -> set[nn.Module]:
-        return {_module_of(place) for place in self._facts.places}
-
-    @property
-    def _strides(self) -> tuple[tuple[int, ...], ...]:
-        """Those of the views: a flat parameter holds its parameters contiguously."""
-        return tuple(
-            tuple(accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1]
-            if shape
-            else ()
-            for shape in self._shapes
-        )
-
-    @property
-    def _contiguities(self) -> tuple[bool, ...]:
-        return (True,) * self._num_params
-
-    @property
-    def _numels_with_padding(self) -> tuple[int, ...]:
-        numels, end = [], 0
-        for offset, numel in self._facts.slots:
-            if offset > end:
-                numels.append(offset - end)
-            numels.append(numel)
-            end = offset + numel
-        if self._facts.pads_to_world_size and end % self._facts.world_size:
-            numels.append(-end % self._facts.world_size)
-        return tuple(numels)
-
-    @property
-    def _is_padding_mask(self) -> tuple[bool, ...]:
-        mask, end = [], 0
-        for offset, numel in self._facts.slots:
-            mask += [True] * (offset > end) + [False]
-            end = offset + numel
-        return (*mask, *[True] * (len(self._numels_with_padding) - len(mask)))
-
-    @property
-    def _unpadded_unsharded_size(self) -> torch.Size:
-        return torch.Size([sum(self._numels_with_padding)])
-
-    @property
-    def _padded_unsharded_size(self) -> torch.Size:
-        return torch.Size([self._facts.shard_numel * self._facts.world_size])
-
-    @property
-    def _sharded_size(self) -> torch.Size:
-        return torch.Size([self._facts.shard_numel])
-
-    @property
-    def _shard_numel_padded(self) -> int:
-        end = (self._facts.rank + 1) * self._facts.shard_numel
-        missing = end - self._unpadded_unsharded_size[0]
-        return min(max(missing, 0), self._facts.shard_numel)
+        return {place.info().module for place in self._facts.places}
 
     @property
     def _local_shard(self) -> Tensor:
         return cast("Tensor", self).data
 
-    @property
-    def _shard_param_infos(self) -> tuple[ShardParamInfo, ...]:
-        return tuple(
-            ShardParamInfo(True, first, last - first, begin, end - 1)
-            if end > begin
-            else ShardParamInfo(False, None, None, None, None)
-            for begin, end, first, last in self._facts.own
-        )
-
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return names, shapes and offsets of the parameters in this rank's shard."""
-        kept = [
-            (index, info)
-            for index, info in enumerate(self._shard_param_infos)
-            if info.in_shard
-        ]
+        facts = self._facts
+        kept = [i for i, (begin, end, _, _) in enumerate(facts.own) if end > begin]
+
+        def of_kept(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[index] for index in kept)
+
         return FlatParamShardMetadata(
-            tuple(self._fqns[index] for index, _ in kept),
-            tuple(self._shapes[index] for index, _ in kept),
-            tuple(self._strides[index] for index, _ in kept),
-            tuple(self._contiguities[index] for index, _ in kept),
-            tuple(self._numels[index] for index, _ in kept),
-            tuple(
-                (cast("int", info.intra_param_start_idx), cast("int", info[-1]))
-                for _, info in kept
-            ),
+            of_kept(facts.fqns),
+            of_kept(facts.shapes),
+            of_kept(facts.strides),
+            of_kept(facts.contiguities),
+            of_kept(facts.numels),
+            of_kept([info[3:] for info in facts.shard_param_infos]),
         )
+
+
+for _name in SegmentFacts._fields:
+    setattr(FlatParamFacts, f"_{_name}", property(attrgetter(f"_facts.{_name}")))

@@ -1,6 +1,7 @@
 """Which process groups a unit communicates over."""
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -58,34 +59,31 @@ def choose_groups(
         raise ValueError(
             "process_group and device_mesh were both given: pass only one of them"
         )
+    sharding: ProcessGroup | None
+    replicating: ProcessGroup | None
     if strategy in HYBRID:
         sharding, replicating = _hybrid_groups(process_group, device_mesh, strategy)
-        return Groups(
-            sharding,
-            replicating,
-            sharding if sharding.size() > 1 else None,
-            replicating if replicating.size() > 1 else None,
-        )
-    group = _single_group(process_group, device_mesh, strategy)
-    if group.size() == 1:
-        return Groups(group, None, None, None)
-    if strategy is ShardingStrategy.NO_SHARD:
-        return Groups(group, None, None, group)
-    return Groups(group, None, group, None)
+        process_group, inter_node_group = sharding, replicating
+    else:
+        process_group = _single_group(process_group, device_mesh, strategy)
+        inter_node_group = None
+        is_replicated = strategy is ShardingStrategy.NO_SHARD
+        sharding = None if is_replicated else process_group
+        replicating = process_group if is_replicated else None
+    return Groups(
+        process_group,
+        inter_node_group,
+        None if sharding is None or sharding.size() == 1 else sharding,
+        None if replicating is None or replicating.size() == 1 else replicating,
+    )
 
 
 def _single_group(
     process_group: Any, device_mesh: Any, strategy: ShardingStrategy
 ) -> ProcessGroup:
     if device_mesh is not None:
-        mesh = _check_mesh(device_mesh)
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"device_mesh has {mesh.ndim} dimensions and sharding_strategy is "
-                f"{strategy.name}: pass a 1-D mesh such as mesh['shard'], or use "
-                "HYBRID_SHARD with a 2-D mesh (replicate, shard)"
-            )
-        return mesh.get_group(0)
+        needed = "a 1-D mesh such as mesh['shard'], or use HYBRID_SHARD with a 2-D mesh"
+        return _check_mesh(device_mesh, 1, strategy, needed).get_group(0)
     if process_group is None:
         return _default_group()
     if isinstance(process_group, tuple):
@@ -101,12 +99,7 @@ def _hybrid_groups(
     process_group: Any, device_mesh: Any, strategy: ShardingStrategy
 ) -> tuple[ProcessGroup, ProcessGroup]:
     if device_mesh is not None:
-        mesh = _check_mesh(device_mesh)
-        if mesh.ndim != 2:
-            raise ValueError(
-                f"device_mesh has {mesh.ndim} dimensions and {strategy.name} needs a "
-                "2-D mesh (replicate, shard)"
-            )
+        mesh = _check_mesh(device_mesh, 2, strategy, "a 2-D mesh")
         return mesh.get_group(1), mesh.get_group(0)
     if process_group is None:
         return node_groups(_default_group())
@@ -125,21 +118,27 @@ def _hybrid_groups(
 
 
 def _default_group() -> ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
+    default = dist.group.WORLD if dist.is_available() else None
+    if default is None:
         raise ValueError(
             "process_group is None and there is no default process group: call "
             "torch.distributed.init_process_group() first, or pass a group"
         )
-    default = dist.group.WORLD
-    assert default is not None  # initialised
     return default
 
 
-def _check_mesh(device_mesh: Any) -> DeviceMesh:
+def _check_mesh(
+    device_mesh: Any, ndim: int, strategy: ShardingStrategy, needed: str
+) -> DeviceMesh:
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(
             f"device_mesh must be a DeviceMesh, got {device_mesh!r}: make one with "
             "torch.distributed.init_device_mesh()"
+        )
+    if device_mesh.ndim != ndim:
+        raise ValueError(
+            f"device_mesh has {device_mesh.ndim} dimensions and sharding_strategy is "
+            f"{strategy.name}: pass {needed} (replicate, shard)"
         )
     return device_mesh
 
@@ -162,20 +161,15 @@ def _check_group(argument: str, group: Any) -> ProcessGroup:
 
 # HYBRID_SHARD without groups: shard inside a node, replicate across nodes --------
 
-
-class NodeGroups(NamedTuple):
-    """This rank's groups: the ranks of its node, and its peers on all nodes."""
-
-    shard_group: ProcessGroup
-    replica_group: ProcessGroup
-
+# This rank's groups: the ranks of its node, and its peers on all nodes.
+_NodeGroups = tuple[ProcessGroup, ProcessGroup]
 
 # By default group (gone once that is destroyed) and ranks per node.
-_made: WeakKeyDictionary[ProcessGroup, dict[int, NodeGroups]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[ProcessGroup, dict[int, _NodeGroups]] = WeakKeyDictionary()
 
 
-def node_groups(default_group: ProcessGroup) -> NodeGroups:
-    """Return the node-wise groups of this rank.
+def node_groups(default_group: ProcessGroup) -> _NodeGroups:
+    """Return the groups of this rank's node, and of its peers on all nodes.
 
     They are made once per process and default group, with its time limit, and then
     shared by all units, until the user destroys them: the first call is collective,
@@ -200,21 +194,12 @@ def node_groups(default_group: ProcessGroup) -> NodeGroups:
             "device_mesh (replicate, shard)"
         )
     by_size = _made.setdefault(default_group, {})
-    if not _is_alive(by_size.get(num_local)):
+    try:
+        for group in by_size[num_local]:
+            dist.get_process_group_ranks(group)
+    except KeyError:  # none yet, or the user destroyed one
         by_size[num_local] = _make(default_group, world_size, num_local)
     return by_size[num_local]
-
-
-def _is_alive(groups: NodeGroups | None) -> bool:
-    """Return whether there are such groups, neither destroyed by the user."""
-    if groups is None:
-        return False
-    try:
-        for group in groups:
-            dist.get_process_group_ranks(group)
-    except KeyError:  # not known to torch any more
-        return False
-    return True
 
 
 def _ranks_per_node(world_size: int) -> tuple[int, str]:
@@ -232,22 +217,17 @@ def _ranks_per_node(world_size: int) -> tuple[int, str]:
     return world_size, "all, without accelerators or LOCAL_WORLD_SIZE"
 
 
-def _make(default_group: ProcessGroup, world_size: int, num_local: int) -> NodeGroups:
+def _make(default_group: ProcessGroup, world_size: int, num_local: int) -> _NodeGroups:
     nodes = [
         list(range(begin, begin + num_local))
         for begin in range(0, world_size, num_local)
     ]
     peers = [list(range(local, world_size, num_local)) for local in range(num_local)]
-    rank, backend = default_group.rank(), dist.get_backend(default_group)
-    timeout = timeout_of(default_group)  # not torch's own default
-
-    def own_group(rank_lists: list[list[int]]) -> ProcessGroup:
-        # Every rank takes part in the making of every group.
-        groups = [
-            dist.new_group(ranks, backend=backend, timeout=timeout)
-            for ranks in rank_lists
-        ]
-        own: ProcessGroup = groups[[rank in ranks for ranks in rank_lists].index(True)]
-        return own
-
-    return NodeGroups(own_group(nodes), own_group(peers))
+    make: Any = partial(
+        dist.new_subgroups_by_enumeration,
+        backend=dist.get_backend(default_group),
+        timeout=timeout_of(default_group),  # not torch's own default
+    )
+    own_node, _ = make(nodes)
+    own_peers, _ = make(peers)
+    return own_node, own_peers

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_c._units.params import own_modules
-from fsdp_c._units.uses import is_flat_param, sharding_unit
+from fsdp_c._units.uses import is_taken
 
 
 def _is_on_meta(module: nn.Module) -> bool:
@@ -29,17 +29,13 @@ def materialize(
     ``param_init_fn``, if given, is called for every module, as FSDP1 does. Without
     it, each module that has meta parameters or buffers of its own is emptied on
     ``device`` and its ``reset_parameters()`` called. Shared parameters stay
-    shared: the first use is kept. Nothing happens when nothing is on meta.
-
-    Raises:
-        ValueError: A module has no ``reset_parameters()``, or a parameter that is
-            shared between units is on meta.
+    shared: the first use is kept.
 
     Source:
         ``_materialize_with_param_init_fn``, ``_materialize_meta_module`` (torch
         2.13, ``fsdp/_init_utils.py``).
     """
-    modules = [(name, m) for name, m in own_modules(module, ignored_modules)]
+    modules = list(own_modules(module, ignored_modules))
     if not any(_is_on_meta(current) for _, current in modules):
         return
     if any(param.is_meta for param in left_out):
@@ -77,7 +73,7 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
             "give it one, or pass param_init_fn"
         )
     for param in module.parameters(recurse=False):
-        if sharding_unit(param) is not None or is_flat_param(param):
+        if is_taken(param):
             raise ValueError(
                 f"module {name!r} holds a parameter of another unit next to meta "
                 "ones: initialise it before wrapping"

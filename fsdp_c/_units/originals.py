@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
+from fsdp_c._units.flat_param_facts import FlatParamFacts, SegmentFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.uses import ParamUse, mark_sharded
-
-_SETATTR = nn.Module.__setattr__
 
 # "1": a module's own __setattr__ is never called. FSDP1's name.
 UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
@@ -32,36 +30,19 @@ class FlatParameter(FlatParamFacts, nn.Parameter):
         _numels: Their numels.
     """
 
-    _is_flat_param: bool
-    _fqns: tuple[str, ...]
-    _shapes: tuple[torch.Size, ...]
-    _numels: tuple[int, ...]
+    _is_flat_param = True
 
-    def __new__(
-        cls,
-        shard: torch.Tensor,
-        requires_grad: bool,
-        *_names_and_shapes: Any,
-    ) -> "FlatParameter":
+    def __new__(cls, shard: torch.Tensor, requires_grad: bool, *_: Any) -> Any:
         return super().__new__(cls, shard, requires_grad)
 
     def __init__(
-        self,
-        _shard: torch.Tensor,
-        _requires_grad: bool,
-        fqns: Sequence[str],
-        shapes: Sequence[torch.Size],
+        self, _shard: torch.Tensor, _requires_grad: bool, facts: SegmentFacts
     ) -> None:
-        self._is_flat_param = True
-        self._fqns = tuple(fqns)
-        self._shapes = tuple(shapes)
-        self._numels = tuple(shape.numel() for shape in shapes)
+        self._facts = facts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParameter":
-        result = FlatParameter(
-            self.detach().clone(), self.requires_grad, self._fqns, self._shapes
-        )
-        result._facts = self._facts
+        shard = self.detach().clone()
+        result = FlatParameter(shard, self.requires_grad, self._facts)
         memo[id(self)] = result
         return result
 
@@ -69,8 +50,6 @@ class FlatParameter(FlatParamFacts, nn.Parameter):
         """Take over the shard of ``other``, and what it holds."""
         self.data = other.data
         self.requires_grad_(other.requires_grad)
-        self._fqns, self._shapes = other._fqns, other._shapes
-        self._numels = other._numels
         self._facts = other._facts
 
 
@@ -81,6 +60,14 @@ class Originals:
     changes that. Otherwise they are *hidden*: moved from ``module._parameters``
     to ``module.__dict__``, the same objects, so that ``module.weight`` still
     finds them; and a flat parameter per segment is registered instead.
+
+    Args:
+        module: The wrapped module; flat parameters are registered on it.
+        unit: Its native unit.
+        uses: Where the parameters are, in the unit's order.
+        shapes: Their unsharded shapes, by use.
+        use_orig_params: As in the constructor of FSDP.
+        rank: This rank in the sharding group.
     """
 
     def __init__(
@@ -93,34 +80,26 @@ class Originals:
         use_orig_params: bool,
         rank: int,
     ) -> None:
-        """Hide the parameters of ``uses``, unless ``use_orig_params``.
-
-        Args:
-            module: The wrapped module; flat parameters are registered on it.
-            unit: Its native unit.
-            uses: Where the parameters are, in the unit's order.
-            shapes: Their unsharded shapes, by use.
-            use_orig_params: As in the constructor of FSDP.
-            rank: This rank in the sharding group.
-        """
         self._rank = rank
         self._module = module
         self._unit = unit
-        self._uses = tuple(uses)
-        self._shapes = tuple(shapes)
+        self.uses = tuple(uses)
+        self.shapes = tuple(shapes)
         self._hides = not use_orig_params
         self._num_shows = 0
         self._order = {use.module: tuple(use.module._parameters) for use in uses}
         self._flat_params: dict[str, FlatParameter] = {}
         is_unsafe = os.environ.get(UNSAFE_SETATTR) == "1"
+        # Modules with a __setattr__ of their own.
         self._listeners = frozenset(
             use.module
             for use in uses
-            if not is_unsafe and type(use.module).__setattr__ is not _SETATTR
+            if not is_unsafe
+            and type(use.module).__setattr__ is not nn.Module.__setattr__
         )
         if self._hides:
             self._bind(self.make_flat_params())
-            self._hide()
+        self._arrange()
         self._watch()
 
     def unbind(self) -> None:
@@ -137,16 +116,15 @@ class Originals:
         if not self._hides:
             return
         new = self.make_flat_params()
-        old = list(self._flat_params.values())
+        old = self.flat_params()
         if len(old) == len(new):
             for flat_param, like in zip(old, new, strict=True):
                 flat_param.become(like)
-            self._bind(old)
-            return
+            new = old
         for name in self._flat_params:
             self._module._parameters.pop(name, None)
         self._bind(new)
-        self._module._parameters.update(self._flat_params)
+        self._arrange()
 
     def _bind(self, flat_params: Sequence[FlatParameter]) -> None:
         self._flat_params = {
@@ -154,49 +132,31 @@ class Originals:
         }
         self._unit.bind_flat_params(list(flat_params))
 
-    @property
-    def uses(self) -> tuple[ParamUse, ...]:
-        """Where the parameters are, in the unit's order."""
-        return self._uses
-
     def make_flat_params(self) -> list[FlatParameter]:
         """Return a new flat parameter over the shard of each segment."""
-        unit = self._unit
-        first_use: dict[int, int] = {}
-        for use, param in enumerate(unit.param_of_use):
-            first_use.setdefault(param, use)
-        slots = unit.slots
-        flat_params = []
-        shards = unit.shards
-        for segment, (_, requires_grad, *_) in enumerate(unit.segments):
-            params = [p for p, slot in enumerate(slots) if slot[0] == segment]
-            params.sort(key=lambda p: slots[p][1])
-            places = [first_use[p] for p in params]
-            flat_param = FlatParameter(
-                shards[segment],
-                requires_grad,
-                [self._uses[place].fqn for place in places],
-                [self._shapes[place] for place in places],
+        return [
+            FlatParameter(
+                shard,
+                segment[1],
+                find_facts(
+                    self._unit,
+                    index,
+                    self.uses,
+                    self.shapes,
+                    rank=self._rank,
+                    use_orig_params=not self._hides,
+                ),
             )
-            flat_param._facts = find_facts(
-                unit,
-                segment,
-                params,
-                self._uses,
-                rank=self._rank,
-                use_orig_params=not self._hides,
+            for index, (shard, segment) in enumerate(
+                zip(self._unit.shards, self._unit.segments, strict=True)
             )
-            flat_params.append(flat_param)
-        return flat_params
+        ]
 
     def flat_params(self) -> list[FlatParameter]:
         """Return the registered flat parameters, one per segment."""
         return list(self._flat_params.values())
 
-    @property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        """Unsharded shapes, by use."""
-        return self._shapes
+    # Replaced parameters ----------------------------------------------------
 
     @property
     def has_listeners(self) -> bool:
@@ -212,11 +172,11 @@ class Originals:
         modules that override ``__setattr__`` see them. Here they are set to the
         objects that they are already.
         """
-        for use in self._uses:
+        for use in self.uses:
             if use.module in self._listeners:
                 setattr(use.module, use.name, use.param)
         if self._hides and self._num_shows == 0:
-            self._hide()
+            self._arrange()
         return module(*args, **kwargs)
 
     def _watch(self) -> None:
@@ -224,7 +184,7 @@ class Originals:
 
         Hidden parameters are not among those that a user would replace.
         """
-        if self._hides or not self._uses:
+        if self._hides or not self.uses:
             return
         owner = weakref.ref(self)  # the unit must not keep this object
 
@@ -234,7 +194,7 @@ class Originals:
                 originals.check()
 
         self._unit.watch(
-            [(use.module._parameters, use.name, use.param) for use in self._uses],
+            [(use.module._parameters, use.name, use.param) for use in self.uses],
             check,
         )
 
@@ -242,36 +202,22 @@ class Originals:
         """Take over parameters that the user replaced by other objects.
 
         Their values go into the shard, they become views of it. A replaced flat
-        parameter, or one that is gone, is an error.
-
-        Raises:
-            RuntimeError: One was removed after wrapping, replaced in one of several
-                places that share it, or by one with another number of elements or
-                dtype.
+        parameter, one that is gone, or of another dtype or size is an error.
         """
         is_hidden = self._hides and self._num_shows == 0
         current = [
             (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)
-            for use in self._uses
+            for use in self.uses
         ]
         if any(
-            now is not use.param for now, use in zip(current, self._uses, strict=True)
+            now is not use.param for now, use in zip(current, self.uses, strict=True)
         ):
             self._take_over(current)
-
-    def _replace(self, index: int, now: nn.Parameter, fqn: str) -> None:
-        try:
-            self._unit.replace_param(index, now)
-        except ValueError as error:
-            raise RuntimeError(
-                f"Cannot writeback to parameter {fqn!r} of unit {self._unit.name!r}, "
-                f"which was replaced: {error}"
-            ) from error
 
     def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:
         params = self._unit.param_of_use
         new: dict[int, nn.Parameter] = {}
-        for index, now, use in zip(params, current, self._uses, strict=True):
+        for index, now, use in zip(params, current, self.uses, strict=True):
             if (
                 self._hides
                 or not isinstance(now, nn.Parameter)
@@ -285,28 +231,36 @@ class Originals:
                     "FullyShardedDataParallel.summon_full_params()"
                 )
         for index, now in new.items():
-            use = self._uses[params.index(index)]
+            use = self.uses[params.index(index)]
             if now is not use.param:
-                self._replace(index, now, use.fqn)
+                try:
+                    self._unit.replace_param(index, now)
+                except ValueError as error:
+                    raise RuntimeError(
+                        f"Cannot writeback to parameter {use.fqn!r} of unit "
+                        f"{self._unit.name!r}, which was replaced: {error}"
+                    ) from error
                 mark_sharded(now, self._unit.name)
-        self._uses = tuple(
+        self.uses = tuple(
             use._replace(param=new[index])
-            for index, use in zip(params, self._uses, strict=True)
+            for index, use in zip(params, self.uses, strict=True)
         )
         self._watch()
+
+    # What is registered -----------------------------------------------------
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Register the original parameters, in their old order, for a while."""
         self._num_shows += 1
-        if self._hides and self._num_shows == 1:
-            self._show()
+        if self._num_shows == 1:
+            self._arrange()
         try:
             yield
         finally:
             self._num_shows -= 1
-            if self._hides and self._num_shows == 0:
-                self._hide()
+            if self._num_shows == 0:
+                self._arrange()
 
     @contextmanager
     def absent(self) -> Iterator[None]:
@@ -314,47 +268,33 @@ class Originals:
 
         ``module.weight`` still finds them.
         """
-        before = {
-            module: dict(module._parameters)
-            for module in (self._module, *(use.module for use in self._uses))
-        }
-        attributes = [
-            (use.module.__dict__, use.name, use.param)
-            for use in self._uses
-            if use.module._parameters.get(use.name) is use.param
-        ]
-        for use in self._uses:
-            use.module._parameters.pop(use.name, None)
-        for name in self._flat_params:
-            self._module._parameters.pop(name, None)
-        for names, name, param in attributes:
-            names[name] = param
+        if not self._hides:  # the user may have changed it
+            self._order = {module: tuple(module._parameters) for module in self._order}
+        self._arrange(is_absent=True)
         try:
             yield
         finally:
-            for names, name, _ in attributes:
-                names.pop(name, None)
-            for module, params in before.items():
-                module._parameters.clear()
-                module._parameters.update(params)
+            self._arrange()
 
-    def _hide(self) -> None:
-        for module, name, _, param in self._uses:
-            if module._parameters.get(name) is param:
-                del module._parameters[name]
-                module.__dict__[name] = param
-        self._module._parameters.update(self._flat_params)
-
-    def _show(self) -> None:
+    def _arrange(self, *, is_absent: bool = False) -> None:
+        """Register what is to be seen now: originals, flat parameters, or neither."""
+        shows = (not self._hides or self._num_shows > 0) and not is_absent
         for name in self._flat_params:
             self._module._parameters.pop(name, None)
-        for module, name, _, param in self._uses:
-            if module.__dict__.get(name) is param:
-                del module.__dict__[name]
-                module._parameters[name] = param
-        for module, order in self._order.items():
-            params = module._parameters
-            for name in [name for name in order if name in params]:
+        changed = set()
+        for module, name, _, param in self.uses:
+            registered, hidden = module._parameters, module.__dict__
+            if shows and hidden.get(name) is param:
+                del hidden[name]
+                registered[name] = param
+                changed.add(module)
+            elif not shows and registered.get(name) is param:
+                del registered[name]
+                hidden[name] = param
+        for module in changed:
+            params, order = module._parameters, self._order[module]
+            known = [name for name in order if name in params]
+            for name in (*known, *(name for name in params if name not in order)):
                 params[name] = params.pop(name)  # to the end
-            for name in [name for name in params if name not in order]:
-                params[name] = params.pop(name)
+        if not shows and not is_absent:
+            self._module._parameters.update(self._flat_params)

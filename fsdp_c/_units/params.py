@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_c._torch_compat import overrides_dispatch
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.uses import ParamUse, is_flat_param, sharding_unit
+from fsdp_c._units.uses import ParamUse, is_flat_param, is_taken, sharding_unit
 
 
 def own_modules(
@@ -20,24 +20,7 @@ def own_modules(
 
     Neither ignored modules nor wrapped ones, nor what is in them.
     """
-    seen: set[nn.Module] = set()
-    stack = [("", module)]
-    while stack:
-        prefix, current = stack.pop()
-        if (
-            current in seen
-            or current in ignored_modules
-            or isinstance(current, ShardedModule)
-        ):
-            continue
-        seen.add(current)
-        yield prefix, current
-        children = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in current._modules.items()
-            if child is not None
-        ]
-        stack.extend(reversed(children))
+    yield from module.named_modules({*ignored_modules, *sharded_modules(module)})
 
 
 def unsharded_params(
@@ -45,11 +28,7 @@ def unsharded_params(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters in ``module`` that no unit shards yet, by name."""
     for name, param in module.named_parameters():
-        if (
-            param not in ignored_params
-            and sharding_unit(param) is None
-            and not is_flat_param(param)
-        ):
+        if param not in ignored_params and not is_taken(param):
             yield name, param
 
 
@@ -57,12 +36,9 @@ def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
     """Check that all parameters in ``module`` can be flattened.
 
     Before any of its modules is wrapped, and before they have memory.
-
-    Raises:
-        ValueError: One cannot; the message names it.
     """
     for name, param in unsharded_params(module, ignored_params):
-        _check_kind(clean_name(name), param)
+        check_param(clean_name(name), param)
 
 
 def collect_uses(
@@ -75,15 +51,7 @@ def collect_uses(
 
     These are all that no nested unit has taken, in the order of the module tree.
     A nested unit leaves out a parameter that is used outside it as well, see
-    :func:`fsdp_c._units.wrap.auto_wrap`.
-
-    Args:
-        module: The module to be wrapped.
-        ignored_params: Parameters to leave alone.
-        left_out: Parameters for a unit further up.
-
-    Raises:
-        ValueError: A parameter outside the nested units is sharded by one.
+    :func:`fsdp_c._units.wrap.auto_wrap`; ``left_out`` are those of this one.
     """
     nested: set[nn.Module] = set()
     for sharded in sharded_modules(module):
@@ -123,13 +91,11 @@ def move_to_device(
 
     Objects and shared parameters stay as they are. Gradients are dropped: a
     sharded parameter could not carry them.
-
-    Raises:
-        ValueError: A parameter or buffer is still on the meta device, or a
-            parameter cannot be flattened.
     """
     for use in uses:
-        _check(use)
+        if use.param.is_meta:
+            raise ValueError(_still_on_meta("parameter", use.fqn))
+        check_param(use.fqn, use.param)
         use.param.grad = None
         if use.param.device != device:
             use.param.data = use.param.data.to(device)
@@ -144,13 +110,6 @@ def move_to_device(
                 buffer.data = buffer.data.to(device)
 
 
-def _check(use: ParamUse) -> None:
-    """Check that a parameter can be flattened, now that it has memory."""
-    if use.param.is_meta:
-        raise ValueError(_still_on_meta("parameter", use.fqn))
-    _check_kind(use.fqn, use.param)
-
-
 def _still_on_meta(kind: str, fqn: str) -> str:
     return (
         f"{kind} {fqn!r} is still on the meta device: param_init_fn must give every "
@@ -162,14 +121,7 @@ def _still_on_meta(kind: str, fqn: str) -> str:
 # Which parameters can be flattened: plain tensors with memory of their own --------
 
 
-def _check_kind(name: str, param: nn.Parameter) -> None:
-    """Check that parameter ``name`` is one that can be flattened.
-
-    Also where it has no memory yet.
-
-    Raises:
-        ValueError: It cannot; the message says why and what to do.
-    """
+def check_param(name: str, param: nn.Parameter) -> None:
     problem = _problem(param)
     if problem is not None:
         raise ValueError(f"parameter {name!r} {problem}")

@@ -14,6 +14,8 @@ from fsdp_c._units.full_precision import keep_full_precision
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import unsharded_params
 
+_Chosen = dict[nn.Module, dict[str, Any]]
+
 
 class MakeSharded(Protocol):
     """Wraps one module: the constructor of FSDP, with what only we pass."""
@@ -48,7 +50,7 @@ def auto_wrap(
     Args:
         root: The module that is being wrapped.
         config: Its checked arguments.
-        arguments: The constructor's arguments for the children.
+        arguments: The constructor's arguments; the children get most of them.
         ignored: What to leave alone.
         make: Wraps one module.
 
@@ -61,27 +63,23 @@ def auto_wrap(
         ``_auto_wrap`` (torch 2.13, ``fsdp/_wrap_utils.py``), ``_recursive_wrap``,
         ``_post_order_apply`` (``fsdp/wrap.py``).
     """
-    if config.auto_wrap_policy is not None:
-        _check_unwrapped(root)
-    wrapper = _Wrapper(root, config, arguments, ignored, make)
     policy = config.auto_wrap_policy
-    if isinstance(policy, Policy):
-        wrapper.wrap_chosen(policy)
-    elif policy is not None:
-        wrapper.wrap_recursively(policy)
-    wrapper.warn_of_shared_params()
-    wrapper.warn_of_full_precision()
-
-
-def _check_unwrapped(root: nn.Module) -> None:
-    """Refuse a policy for a module tree that holds wrapped modules, as FSDP1 does."""
+    if policy is None:
+        return
     for name, module in root.named_modules():
         if isinstance(module, ShardedModule):
-            raise ValueError(
+            raise ValueError(  # as FSDP1 does
                 "FSDP auto wrapping requires modules to not already have FSDP applied "
                 f"but found {name} in\n{root}\n: wrap it either with auto_wrap_policy "
                 "or by hand"
             )
+    for_children = {
+        **arguments,
+        "auto_wrap_policy": None,
+        "ignored_modules": None,
+        "ignored_states": list(ignored.params),
+    }
+    _Wrapper(root, config, for_children, ignored, make).run(policy)
 
 
 class _Wrapper:
@@ -106,93 +104,89 @@ class _Wrapper:
                 config.mixed_precision._module_classes_to_ignore
             )
         self._casts = config.mixed_precision.param_dtype is not None
-        # What a visited module became: a wrapped one, or itself.
-        self._visited: dict[nn.Module, nn.Module] = {}
         self._partly = _partly_shared_params(root, ignored)
         self._hoisted: set[nn.Parameter] = set()
         self._kept: dict[str, str] = {}  # class by path of full-precision units
 
-    # Policies as objects ---------------------------------------------------
-
-    def wrap_chosen(self, policy: Policy) -> None:
-        """Wrap what ``policy`` lists."""
-        chosen = run_policy(
-            policy, self._root, set(self._ignored.modules), dict(self._arguments)
-        )
+    def run(self, policy: Policy | Callable[..., bool]) -> None:
+        """Choose modules, wrap them, and warn of what may surprise."""
+        chosen: _Chosen = {}
+        if isinstance(policy, Policy):
+            modules = set(self._ignored.modules)
+            chosen = run_policy(policy, self._root, modules, dict(self._arguments))
+        else:
+            self._choose(self._root, policy, chosen, set(), set())
         for module in self._root.modules():
             if self._is_full_precision(module):
                 kwargs = chosen.get(module, self._arguments)
                 chosen[module] = {**kwargs, "mixed_precision": None}
-        self._wrap_children(self._root, "", chosen)
+        self._wrap_children(self._root, "", chosen, {})
+        self._warn_of_shared_params()
+        self._warn_of_full_precision()
+
+    def _choose(
+        self,
+        module: nn.Module,
+        policy: Callable[..., bool],
+        chosen: _Chosen,
+        visited: set[nn.Module],
+        taken: set[nn.Parameter],
+    ) -> int:
+        """Ask a policy function about ``module`` and what is in it, children first.
+
+        Return how many elements the chosen modules hold; ``taken`` are theirs.
+        """
+        visited.add(module)
+        own = [
+            param
+            for _, param in unsharded_params(module, self._ignored.params)
+            if param not in taken
+        ]
+        numel = sum(param.numel() for param in own)
+        is_full_precision = self._is_full_precision(module)
+        if not is_full_precision and not policy(
+            module=module, recurse=True, nonwrapped_numel=numel
+        ):
+            return 0
+        chosen_numel = 0
+        for _, child in self._children(module):
+            if child not in visited:
+                chosen_numel += self._choose(child, policy, chosen, visited, taken)
+        if module is self._root or not (
+            is_full_precision
+            or policy(
+                module=module, recurse=False, nonwrapped_numel=numel - chosen_numel
+            )
+        ):
+            return chosen_numel
+        chosen[module] = self._arguments
+        taken.update(param for param in own if param not in self._left_out(module))
+        return numel
 
     def _wrap_children(
         self,
         parent: nn.Module,
         prefix: str,
-        chosen: Mapping[nn.Module, dict[str, Any]],
+        chosen: _Chosen,
+        visited: dict[nn.Module, nn.Module],
     ) -> None:
+        """Wrap what is chosen in ``parent``; ``visited`` is what modules became."""
         for name, child in self._children(parent):
-            if child not in self._visited:
+            if child not in visited:
                 path = f"{prefix}{name}"
-                self._visited[child] = child
-                self._wrap_children(child, f"{path}.", chosen)
+                visited[child] = child
+                self._wrap_children(child, f"{path}.", chosen, visited)
                 if child in chosen:
-                    self._visited[child] = self._wrap(child, path, chosen[child])
-            self._replace(parent, name, self._visited[child])
-
-    # Policies as functions -------------------------------------------------
-
-    def wrap_recursively(self, policy: Callable[..., bool]) -> None:
-        """Wrap what ``policy(module=, recurse=, nonwrapped_numel=)`` accepts."""
-        self._visit(self._root, "", policy)
-
-    def _visit(
-        self, module: nn.Module, path: str, policy: Callable[..., bool]
-    ) -> tuple[nn.Module, int]:
-        """Return what ``module`` becomes, and how many elements were wrapped."""
-        numel = sum(
-            param.numel() for _, param in unsharded_params(module, self._ignored.params)
-        )
-        is_full_precision = self._is_full_precision(module)
-        if not is_full_precision and not policy(
-            module=module, recurse=True, nonwrapped_numel=numel
-        ):
-            self._wrap_full_precision(module, path)
-            return module, 0
-
-        wrapped_numel = 0
-        prefix = f"{path}." if path else ""
-        for name, child in self._children(module):
-            if child not in self._visited:
-                self._visited[child] = child
-                self._visited[child], num = self._visit(child, prefix + name, policy)
-                wrapped_numel += num
-            self._replace(module, name, self._visited[child])
-        if module is self._root:
-            return module, wrapped_numel
-        if is_full_precision:
-            arguments = {**self._arguments, "mixed_precision": None}
-            return self._wrap(module, path, arguments), numel
-        remainder = numel - wrapped_numel
-        if policy(module=module, recurse=False, nonwrapped_numel=remainder):
-            return self._wrap(module, path, self._arguments), numel
-        return module, wrapped_numel
-
-    def _wrap_full_precision(self, module: nn.Module, path: str) -> None:
-        """Wrap the full-precision modules where the policy does not recurse."""
-        if not self._full_precision:
-            return
-        prefix = f"{path}." if path else ""
-        for name, child in self._children(module):
-            if child not in self._visited:
-                self._visited[child] = child
-                self._wrap_full_precision(child, prefix + name)
-                if self._is_full_precision(child):
-                    arguments = {**self._arguments, "mixed_precision": None}
-                    self._visited[child] = self._wrap(child, prefix + name, arguments)
-            self._replace(module, name, self._visited[child])
-
-    # Both ------------------------------------------------------------------
+                    visited[child] = self._wrap(child, path, chosen[child])
+            new = visited[child]
+            if new is not child:
+                setattr(parent, name, new)
+            if parent._modules.get(name) is not new:
+                raise RuntimeError(
+                    f"child {name!r} of {type(parent).__name__} cannot be replaced by "
+                    "its wrapped form: its __setattr__ does something else; exclude it "
+                    "from auto_wrap_policy"
+                )
 
     def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, child in list(module._modules.items()):
@@ -211,10 +205,14 @@ class _Wrapper:
             and module not in self._ignored.modules
         )
 
+    def _left_out(self, module: nn.Module) -> frozenset[nn.Parameter]:
+        """Return the parameters of ``module`` that belong to a unit around it."""
+        return self._partly.get(module, frozenset())
+
     def _wrap(
         self, module: nn.Module, path: str, arguments: Mapping[str, Any]
     ) -> nn.Module:
-        left_out = self._partly.get(module, frozenset())
+        left_out = self._left_out(module)
         self._hoisted |= left_out
         if self._is_full_precision(module):
             self._kept[path] = type(module).__name__
@@ -227,18 +225,7 @@ class _Wrapper:
             arguments = {**arguments, "ignored_states": own}
         return self._make(module, arguments, name=path, left_out=left_out)
 
-    def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
-        if parent._modules.get(name) is child:
-            return
-        setattr(parent, name, child)
-        if parent._modules.get(name) is not child:
-            raise RuntimeError(
-                f"child {name!r} of {type(parent).__name__} cannot be replaced by its "
-                "wrapped form: its __setattr__ does something else; exclude it from "
-                "auto_wrap_policy"
-            )
-
-    def warn_of_shared_params(self) -> None:
+    def _warn_of_shared_params(self) -> None:
         """Say once which parameters stay in an ancestor."""
         if not self._hoisted:
             return
@@ -250,10 +237,10 @@ class _Wrapper:
         warnings.warn(
             f"shared between units: {', '.join(names)}. Each is kept in the lowest "
             "unit that contains all its uses, and is whole while that unit runs",
-            stacklevel=5,
+            stacklevel=6,
         )
 
-    def warn_of_full_precision(self) -> None:
+    def _warn_of_full_precision(self) -> None:
         """Say once which modules became units that mixed precision leaves alone.
 
         Source:
@@ -269,7 +256,7 @@ class _Wrapper:
             "These modules will be wrapped as separate FSDP instances with mixed "
             f"precision disabled: {', '.join(first)}{more}; their classes are in "
             "MixedPrecision._module_classes_to_ignore",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -295,9 +282,8 @@ def _partly_shared_params(
         )
     partly: dict[nn.Module, set[nn.Parameter]] = {}
     for param, places in chains.items():
-        if len(places) > 1:
-            counts = Counter(module for chain in places for module in chain)
-            for module, count in counts.items():
-                if count < len(places):
-                    partly.setdefault(module, set()).add(param)
+        counts = Counter(module for chain in places for module in chain)
+        for module, count in counts.items():
+            if count < len(places):
+                partly.setdefault(module, set()).add(param)
     return {module: frozenset(params) for module, params in partly.items()}

@@ -217,7 +217,7 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
             _SECTION,
             name,
             "shared memory, where it works between all ranks of the group: 17 MiB a "
-            "rank and group, if that is at most half of the memory available",
+            "rank and group at most, if that is half of the memory available or less",
         )
     yield Row(_SECTION, "gloo, several hosts", _GLOO)
 

@@ -135,7 +135,9 @@ class RankPlan:
         shard_nbytes: Parameters: this rank's shards.
         grad_shard_nbytes: Their gradients, when backward is over.
         optimizer_nbytes: The optimizer's state.
-        arena_nbytes: Blocks for unsharded parameters and gradients.
+        arena_nbytes: Blocks for unsharded parameters and gradients: on a host, where
+            they come and go, the most of a step.
+        peak_block_nbytes: They, scratch and partial sums at the busiest moment.
         scratch_nbytes: What reductions through gloo need beside them.
         partial_grad_nbytes: Sums that accumulation keeps sharded.
         buffer_nbytes: The model's buffers, which are not sharded.
@@ -160,6 +162,7 @@ class RankPlan:
     grad_shard_nbytes: int
     optimizer_nbytes: int
     arena_nbytes: int
+    peak_block_nbytes: int
     scratch_nbytes: int
     partial_grad_nbytes: int
     buffer_nbytes: int
@@ -231,6 +234,7 @@ def plan_rank(
             num_batches=settings.num_batches,
             accumulation=settings.accumulation,
             wants_scratch=settings.wants_scratch,
+            is_host=settings.on_cpu,
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error
@@ -257,7 +261,11 @@ def plan_rank(
         shard_nbytes=report["shard_nbytes"],
         grad_shard_nbytes=report["grad_shard_nbytes"],
         optimizer_nbytes=sum(optimizer),
-        arena_nbytes=report["arena_nbytes"],
+        # On a host blocks come and go: the most that was there.
+        arena_nbytes=report[
+            "first_steps_peak_nbytes" if settings.on_cpu else "arena_nbytes"
+        ],
+        peak_block_nbytes=peak["blocks"],
         scratch_nbytes=report["scratch_nbytes"],
         partial_grad_nbytes=report["partial_grad_nbytes"],
         buffer_nbytes=buffer_nbytes,

@@ -35,14 +35,15 @@ def parts_at_peak(plan: RankPlan) -> dict[str, int]:
     """Return peak device memory by purpose.
 
     ``gradients`` are the sharded ones that are there then, and autograd's that wait;
-    ``other`` are scratch memory, partial sums and buffers.
+    ``other`` are scratch memory, partial sums and buffers. On a host, where blocks
+    come and go, ``blocks`` are those of the busiest moment.
     """
     activations = plan.activation_nbytes or 0
     offloads = plan.host_nbytes > 0
     parameters = 0 if offloads else plan.shard_nbytes
     optimizer = 0 if offloads else plan.optimizer_nbytes
-    other = plan.scratch_nbytes + plan.partial_grad_nbytes + plan.buffer_nbytes
-    blocks = plan.arena_nbytes
+    blocks = min(plan.arena_nbytes, plan.peak_block_nbytes)
+    other = plan.peak_block_nbytes - blocks + plan.buffer_nbytes
     rest = plan.peak_nbytes - parameters - optimizer - other - blocks - activations
     values = (parameters, rest, optimizer, blocks, activations, other)
     return dict(zip(_PARTS, values, strict=True))

@@ -73,14 +73,7 @@ class _PlannedModule(ShardedModule):
         nn.Module.__init__(self)
         config = make_config(arguments)
         ignored = find_ignored(module, config)
-        if config.auto_wrap_policy is not None:
-            for_children = {
-                **arguments,
-                "auto_wrap_policy": None,
-                "ignored_modules": None,
-                "ignored_states": list(ignored.params),
-            }
-            auto_wrap(module, config, for_children, ignored, self._make)
+        auto_wrap(module, config, arguments, ignored, self._make)
         uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
         self._sharded = ShardedUnit(_NONE, config, _NONE, ignored, None)
         self.params: dict[nn.Parameter, str] = {}  # in the order of first uses

@@ -83,10 +83,11 @@ static fsdp_status reduce_scatter(fsdp_transport *transport,
       scratch);
   if (status != FSDP_OK) return status;
   const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
+  const int64_t scratch_nbytes =
+      fsdp_scratch_numel(group->world_size, shard_numel) * dtype.itemsize;
   recorder_priv_touch(self, lane, buffer, group->world_size * (int64_t)nbytes,
                       true);
-  recorder_priv_touch(self, lane, scratch, group->world_size * (int64_t)nbytes,
-                      true);
+  recorder_priv_touch(self, lane, scratch, scratch_nbytes, true);
   for (int64_t rank = 0; rank < group->world_size; rank++) {
     char *slot = (char *)buffer + (size_t)rank * nbytes;
     if (rank == group->rank) {
@@ -97,7 +98,7 @@ static fsdp_status reduce_scatter(fsdp_transport *transport,
     }
   }
   if (scratch != NULL) {
-    memset(scratch, 0xCD, nbytes * (size_t)group->world_size);
+    memset(scratch, 0xCD, (size_t)scratch_nbytes);
   }
   return FSDP_OK;
 }

@@ -42,11 +42,11 @@ TEST(test_two_blocks_take_turns) {
   CHECK_I64(scratch_nbytes(), 0);
   step();
   CHECK_TEXT(turns(), "b7 b8 b7 b8 ");
-  CHECK_I64(scratch_nbytes(), 2 * 2 * 16 * 4);
+  CHECK_I64(scratch_nbytes(), 2 * 16 * 4);
   for (int i = 0; i < 3; i++) step();
-  CHECK_TAPE_LACKS("alloc 128");
+  CHECK_TAPE_LACKS("alloc 64");
   CHECK_TEXT(turns(), "b7 b8 b7 b8 b7 b8 b7 b8 b7 b8 b7 b8 ");
-  CHECK_I64(scratch_nbytes(), 2 * 2 * 16 * 4);
+  CHECK_I64(scratch_nbytes(), 2 * 16 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
   PLAY("end");
@@ -60,10 +60,10 @@ TEST(test_one_unit) {
   recorder_show_memory(m.device, true);
   step();
   CHECK_TEXT(turns(), "b3 ");
-  CHECK_I64(scratch_nbytes(), 32);
+  CHECK_I64(scratch_nbytes(), 16);
   step();
   CHECK_TEXT(turns(), "b4 ");
-  CHECK_I64(scratch_nbytes(), 2 * 32);
+  CHECK_I64(scratch_nbytes(), 2 * 16);
   step();
   CHECK_TAPE_HAS(
       "wait reduce e1; wait reduce e9; group_begin reduce g0; "
@@ -72,7 +72,7 @@ TEST(test_one_unit) {
   CHECK_TEXT(turns(), "b3 ");
   step();
   CHECK_TEXT(turns(), "b4 ");
-  CHECK_I64(scratch_nbytes(), 2 * 32);
+  CHECK_I64(scratch_nbytes(), 2 * 16);
   PLAY("end");
 }
 
@@ -88,7 +88,7 @@ TEST(test_does_not_grow_with_depth) {
     model_start(&m);
     for (int i = 0; i < 3; i++) {
       step();
-      CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
+      CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
     }
     PLAY("end");
   }
@@ -100,7 +100,7 @@ TEST(test_segments_of_one_unit) {
   model_open(&options, "u mixed");
   recorder_show_memory(m.device, true);
   step();
-  CHECK_I64(scratch_nbytes(), 256 + 16 * 2);
+  CHECK_I64(scratch_nbytes(), 256 + 8 * 2);
   CHECK(strstr(recorder_tape(m.device),
                "reduce_scatter reduce g0 8 f32 b2 scratch b3\n"
                "reduce_scatter reduce g0 8 bf16 b2+256 scratch b3+256\n") !=
@@ -116,7 +116,7 @@ TEST(test_as_large_as_the_largest_need) {
   const model_options options = scratch_options(0);
   model_open(&options, "root 64; a 4");
   step();
-  CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
+  CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
   PLAY("end");
@@ -132,7 +132,7 @@ TEST(test_grows) {
   m.num_units = 1;
   model_start(&m);
   for (int i = 0; i < 2; i++) step();
-  CHECK_I64(scratch_nbytes(), 2 * 32);
+  CHECK_I64(scratch_nbytes(), 2 * 16);
   m.num_units = 2;
   const fsdp_unit_options joining = model_unit_options(&m, 1, segments);
   CHECK_OK(fsdp_unit_create(&joining, &m.units[1].unit, NULL));
@@ -140,19 +140,19 @@ TEST(test_grows) {
   recorder_show_memory(m.device, true);
   PLAY("clear");
   step(); /* a, root */
-  CHECK_TAPE_HAS("free 32 b3 after e9; alloc 512 b7;");
+  CHECK_TAPE_HAS("free 16 b3 after e9; alloc 256 b7;");
   CHECK_TEXT(turns(), "b7 b4 ");
-  CHECK_I64(scratch_nbytes(), 512 + 32);
+  CHECK_I64(scratch_nbytes(), 256 + 16);
   PLAY("sync reduce; enter root"); /* the root alone */
   PLAY("leave root; pre_backward root; grads root; finish");
   step(); /* now a meets the other one */
   CHECK_TEXT(turns(), "b7 b9 b7 ");
-  CHECK_I64(scratch_nbytes(), 2 * 512);
+  CHECK_I64(scratch_nbytes(), 2 * 256);
   CHECK_I64(recorder_live_nbytes(m.device),
             model_stats(&m).arena.nbytes + scratch_nbytes());
   /* They outlive the unit that needed them, and go with the engine. */
   PLAY("destroy a");
-  CHECK_I64(scratch_nbytes(), 2 * 512);
+  CHECK_I64(scratch_nbytes(), 2 * 256);
   PLAY("end");
 }
 
@@ -197,7 +197,7 @@ TEST(test_unfreezing_fails) {
     }
     CHECK_OK(fsdp_unit_set_trainable(unit, 0, true, NULL));
     step();
-    CHECK_I64(scratch_nbytes(), 2 * 128 * 4);
+    CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
     PLAY("end");
   }
   CHECK(num_refused > 0);

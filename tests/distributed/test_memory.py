@@ -3,10 +3,10 @@
 A unit's segments, one per (dtype, requires_grad), are cut into equal shards. With
 use_orig_params each parameter starts at a multiple of 16 bytes in the dtype that it is
 computed in (FSDP1's layout); on an accelerator each does always, and each shard too. A
-block holds the unsharded segments, each from a multiple of 256 bytes on. gloo's
-reduction needs as much again as the gradients it reduces: scratch, two blocks per
-engine that take turns, each as large as its largest unit needs. Ranks that share
-memory need none, nor do those of an accelerator.
+block holds the unsharded segments, each from a multiple of 256 bytes on. On an
+accelerator blocks stay for the whole run. On a host they come and go, and so does the
+scratch of gloo's reductions: as much as the gradients that are reduced, or, of two
+ranks, half of it. Ranks that share memory need none, nor do those of an accelerator.
 """
 
 from collections.abc import Iterable
@@ -15,25 +15,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import (
-    IS_TORCH,
-    BackwardPrefetch,
-    MixedPrecision,
-    ShardingStrategy,
-    fsdp,
-    needs_fsdp_c,
-)
+from helpers.impl import BackwardPrefetch, MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import CASES, Block, loss_of, vectors
 from helpers.seeds import generator
 from helpers.transports import c10d_only, num_scratches
 
 ALIGNMENT_NBYTES = 16
 SEGMENT_ALIGNMENT_NBYTES = 256
-ALIGNS_SHARDS = TEST_DEVICE != "cpu"
+ON_HOST = TEST_DEVICE == "cpu"
+ALIGNS_SHARDS = not ON_HOST
 KEYS = {
     "num_clients",
     "num_blocks",
@@ -47,6 +40,7 @@ KEYS = {
     "grad_shard_nbytes",
     "partial_grad_nbytes",
     "scratch_nbytes",
+    "ring_nbytes",
     "num_iterations",
     "num_all_gathers",
     "num_reduces",
@@ -55,13 +49,9 @@ KEYS = {
 
 
 def _memory_stats(model: Any) -> dict[str, int]:
-    needs_fsdp_c("has no memory_stats")
-    if IS_TORCH:
-        return {}
     import fsdp_c
 
-    stats: dict[str, int] = fsdp_c.memory_stats(model)
-    return stats
+    return fsdp_c.memory_stats(model)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -113,6 +103,16 @@ def _block_nbytes(
     return shard * world_size // 4 * itemsize
 
 
+def _arena_nbytes(stats: dict[str, int]) -> int:
+    """Return what the arena keeps; on a host, where it keeps nothing, the most."""
+    return stats["peak_nbytes" if ON_HOST else "arena_nbytes"]
+
+
+def _scratch_nbytes(grad_nbytes: int, world_size: int, group: Any = None) -> int:
+    """Return the scratch of a unit whose gradients have so many bytes."""
+    return num_scratches(group) * grad_nbytes // (2 if world_size == 2 else 1)
+
+
 def _step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
     loss_of(model(x)).backward()
@@ -133,13 +133,7 @@ class _Chain(nn.Module):
 
 
 def _chain(num_blocks: int, **kwargs: Any) -> Any:
-    needs_fsdp_c("has no memory_stats")
-    return fsdp(
-        _Chain(num_blocks),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=True,
-        **kwargs,
-    )
+    return fsdp(_Chain(num_blocks), units={Block}, use_orig_params=True, **kwargs)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -152,7 +146,6 @@ def test_shards(rank: int, world_size: int, model: str, use_orig_params: bool) -
     case = CASES[model]
     module = case.build()
     shards = _shards(module.parameters(), world_size, use_orig_params=use_orig_params)
-    needs_fsdp_c("has no memory_stats")
     sharded = fsdp(module, use_orig_params=use_orig_params)
     stats = _memory_stats(sharded)
     assert set(stats) >= KEYS
@@ -164,16 +157,13 @@ def test_shards(rank: int, world_size: int, model: str, use_orig_params: bool) -
 
 
 @distributed(world_size=(2, 3))
-def test_shards_of_several_units(rank: int, world_size: int) -> None:
+def test_shards_of_several_units(world_size: int) -> None:
     """Units do not share padding."""
-    needs_fsdp_c("has no memory_stats")
     model = CASES["mlp"].build()
     block = list(Block().parameters())
     root = [p for n, p in model.named_parameters() if "blocks" not in n]
     expected = 3 * _shard_nbytes(block, world_size) + _shard_nbytes(root, world_size)
-    sharded = fsdp(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
+    sharded = fsdp(model, units={Block}, use_orig_params=True)
     stats = _memory_stats(sharded)
     assert stats["num_units"] == 4
     assert stats["shard_nbytes"] == expected
@@ -183,9 +173,9 @@ def test_shards_of_several_units(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)
 def test_no_allocation_after_the_second_step(
-    rank: int, world_size: int, set_to_none: bool, strategy: str
+    rank: int, set_to_none: bool, strategy: str
 ) -> None:
-    """And nothing is held between steps."""
+    """And nothing is held between steps. A host allocates the same in each step."""
     model = _chain(5, sharding_strategy=ShardingStrategy[strategy])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     (x,) = vectors(generator(rank))
@@ -193,16 +183,21 @@ def test_no_allocation_after_the_second_step(
         _step(model, optimizer, x)
     before = _memory_stats(model)
     assert before["held_nbytes"] == 0
+    assert before["arena_nbytes"] == 0 or not ON_HOST
+    num_allocs = set()
     for step in range(4):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model(x)).backward()
         stats = _memory_stats(model)
         assert stats["held_nbytes"] == 0, step
         optimizer.step()
-        for key in ("num_allocs", "num_frees", "arena_nbytes", "num_blocks"):
+        for key in ("arena_nbytes", "peak_nbytes", "num_blocks"):
             assert stats[key] == before[key], (key, step)
+        num_allocs.add((stats["num_allocs"] - before["num_allocs"]) / (step + 1))
         assert stats["grad_shard_nbytes"] == before["grad_shard_nbytes"], step
         assert stats["num_iterations"] == before["num_iterations"] + step + 1
+    assert len(num_allocs) == 1
+    assert ON_HOST or num_allocs == {0}
 
 
 @pytest.mark.trap(8)
@@ -213,30 +208,27 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
 
     Two for parameters (the unit that computes and the next one) and two for
     gradients (those that come and those on the reduce lane). Nor does the scratch.
+    On a host those that come have no block, and the next one only a prefetch.
     """
+    num_blocks = 4
+    if ON_HOST:
+        num_blocks = 3 if prefetch == "BACKWARD_PRE" else 2
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
-    for depth in (4, 9):
+    for depth in (5, 9):
         model = _chain(depth, backward_prefetch=prefetch and BackwardPrefetch[prefetch])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(3):
             _step(model, optimizer, x)
         stats = _memory_stats(model)
         assert stats["num_clients"] == 2 * depth
-        assert stats["num_blocks"] == 4
-        assert stats["arena_nbytes"] == 4 * nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * nbytes
+        assert stats["num_blocks"] == (0 if ON_HOST else num_blocks)
+        assert _arena_nbytes(stats) == num_blocks * nbytes
+        assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
 @pytest.mark.trap(8)
-@pytest.mark.parametrize(
-    "prefetch",
-    [
-        "BACKWARD_PRE",
-        "BACKWARD_POST",
-        None,
-    ],
-)
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @distributed(world_size=2)
 def test_arena_of_frozen_layers(
     rank: int, world_size: int, prefetch: str | None
@@ -249,28 +241,33 @@ def test_arena_of_frozen_layers(
     ]
     grad_nbytes = _block_nbytes(block.fc2.parameters(), world_size)
     (x,) = vectors(generator(rank))
-    for depth in (4, 9):
+    for depth in (5, 9):
         module = _Chain(depth)
         for each in module.blocks:
             each.fc1.requires_grad_(False)
-        needs_fsdp_c("has no memory_stats")
         model = fsdp(
             module,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            units={Block},
             use_orig_params=True,
             backward_prefetch=prefetch and BackwardPrefetch[prefetch],
         )
         for _ in range(3):
             loss_of(model(x)).backward()
         stats = _memory_stats(model)
-        assert stats["arena_nbytes"] == 2 * _in_block(segments) + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
+        num_blocks = 1 if ON_HOST and prefetch != "BACKWARD_PRE" else 2
+        num_grads = 1 if ON_HOST else 2
+        expected = num_blocks * _in_block(segments) + num_grads * grad_nbytes
+        assert _arena_nbytes(stats) == expected
+        assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
 @pytest.mark.trap(8)
 @distributed(world_size=2)
 def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
-    """Parameters stay unsharded from forward to backward: one block per unit more."""
+    """Parameters stay unsharded from forward to backward: one block per unit more.
+
+    On a host gradients take the place of the parameters of their unit.
+    """
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
     depth = 6
@@ -279,9 +276,10 @@ def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
     for _ in range(3):
         _step(model, optimizer, x)
     stats = _memory_stats(model)
-    assert stats["num_blocks"] == depth + 2
-    assert stats["arena_nbytes"] == (depth + 2) * nbytes
-    assert stats["scratch_nbytes"] == num_scratches() * nbytes
+    num_blocks = depth if ON_HOST else depth + 2
+    assert stats["num_blocks"] == (0 if ON_HOST else num_blocks)
+    assert _arena_nbytes(stats) == num_blocks * nbytes
+    assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
 @distributed(world_size=(2, 3))
@@ -303,28 +301,24 @@ def test_what_is_kept_for_backward_is_hidden(rank: int, world_size: int) -> None
 @pytest.mark.cpu_only("the scratch is gloo's")
 @distributed(world_size=(2, 3))
 def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
-    """Two blocks, whatever the number of units, from the first step on."""
+    """As much as the largest unit needs, from the first step on."""
     (x,) = vectors(generator(rank))
     for hiddens in ([4, 30, 9], [30, 4, 30, 9, 4, 30]):
-        needs_fsdp_c("has no memory_stats")
         blocks = [Block(6, hidden) for hidden in hiddens]
         largest = _block_nbytes(Block(6, 30).parameters(), world_size)
-        model = fsdp(
-            nn.Sequential(*blocks),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=True,
-        )
+        model = fsdp(nn.Sequential(*blocks), units={Block}, use_orig_params=True)
         with c10d_only():
             assert _memory_stats(model)["scratch_nbytes"] == 0
             for _ in range(3):
                 loss_of(model(x)).backward()
-                assert _memory_stats(model)["scratch_nbytes"] == 2 * largest
+                scratch = _scratch_nbytes(largest, world_size)
+                assert _memory_stats(model)["scratch_nbytes"] == scratch
 
 
 @pytest.mark.cpu_only("the scratch is gloo's")
 @distributed(world_size=(2, 3))
 def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> None:
-    """Its segments lie at 256-byte steps; the second block comes in the second step."""
+    """Its segments lie at 256-byte steps."""
     case = CASES["mixed_dtype"]
     module = case.build()
     shards = [
@@ -333,18 +327,18 @@ def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> No
         if trains
     ]
     assert len(shards) > 1
-    need = _in_block(nbytes * world_size for nbytes in shards)
-    needs_fsdp_c("has no memory_stats")
+    num_shards = 1 if world_size == 2 else world_size
+    need = _in_block(nbytes * num_shards for nbytes in shards)
     model = fsdp(module, use_orig_params=True)
     inputs = case.inputs(generator(rank))
     with c10d_only():
-        for num_blocks in (1, 2, 2):
+        for _ in range(2):
             loss_of(model(*inputs)).backward()
-            assert _memory_stats(model)["scratch_nbytes"] == num_blocks * need
+            assert _memory_stats(model)["scratch_nbytes"] == need
 
 
 @distributed(world_size=(2, 3))
-def test_no_scratch_in_shared_memory(rank: int, world_size: int) -> None:
+def test_no_scratch_in_shared_memory(rank: int) -> None:
     """The sum is made where the pieces come in."""
     (x,) = vectors(generator(rank))
     model = _chain(4)
@@ -355,7 +349,7 @@ def test_no_scratch_in_shared_memory(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_no_scratch_without_shards(rank: int, world_size: int) -> None:
+def test_no_scratch_without_shards(rank: int) -> None:
     """NO_SHARD reduces in place."""
     (x,) = vectors(generator(rank))
     model = _chain(4, sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -379,10 +373,9 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
         (4, 2, MixedPrecision(reduce_dtype=bf16)),
     ):
         torch.manual_seed(0)
-        needs_fsdp_c("has no memory_stats")
         model = fsdp(
-            nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))),
+            units={nn.Linear},
             mixed_precision=precision,
             use_orig_params=True,
         )
@@ -390,22 +383,20 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
         for _ in range(3):
             _step(model, optimizer, x.repeat(1, 3)[:, :16])
         stats = _memory_stats(model)
-        assert stats["shard_nbytes"] == 4 * (16 * 16 + 16) * 4 // 2
+        assert stats["shard_nbytes"] == 5 * (16 * 16 + 16) * 4 // 2
         param_nbytes, grad_nbytes = (
             _block_nbytes(
-                nn.Linear(16, 16).parameters(),
-                world_size,
-                itemsize,
-                param_itemsize,
+                nn.Linear(16, 16).parameters(), world_size, itemsize, param_itemsize
             )
             for itemsize in (param_itemsize, grad_itemsize)
         )
-        assert stats["arena_nbytes"] == 2 * param_nbytes + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
+        num_grads = 1 if ON_HOST else 2
+        assert _arena_nbytes(stats) == 2 * param_nbytes + num_grads * grad_nbytes
+        assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
 @distributed(world_size=2)
-def test_number_of_collectives(rank: int, world_size: int) -> None:
+def test_number_of_collectives(rank: int) -> None:
     """FULL_SHARD: two gathers and one reduction per unit and step.
 
     The unit that runs last could skip its second gather; at most one is saved.
@@ -430,30 +421,6 @@ def test_number_of_collectives(rank: int, world_size: int) -> None:
             assert depth - 2 <= num_prefetches <= depth - 1
 
 
-@pytest.mark.trap(7)
-@distributed(world_size=2)
-def test_checkpointing_gathers_once_in_backward(rank: int, world_size: int) -> None:
-    """Recomputation and backward share one gather (DESIGN.md, section 7)."""
-    (x,) = vectors(generator(rank))
-
-    class Net(_Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            return x
-
-    needs_fsdp_c("has no memory_stats")
-    model = fsdp(
-        Net(4), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    _step(model, optimizer, x)
-    before = _memory_stats(model)
-    _step(model, optimizer, x)
-    after = _memory_stats(model)
-    assert after["num_all_gathers"] - before["num_all_gathers"] <= 2 * 4
-
-
 @pytest.mark.trap(10)
 @distributed(world_size=2)
 def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
@@ -470,12 +437,12 @@ def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
     loss_of(model(x)).backward()
     stats = _memory_stats(model)
     assert stats["held_nbytes"] == 0
-    assert stats["scratch_nbytes"] == num_scratches() * nbytes
+    assert stats["scratch_nbytes"] == _scratch_nbytes(nbytes, world_size)
 
 
 @pytest.mark.trap(14)
 @distributed(world_size=4)
-def test_no_sync_with_replicas(rank: int, world_size: int) -> None:
+def test_no_sync_with_replicas(rank: int) -> None:
     """It keeps a block of gradients per unit; the scratch is what it is without."""
     num_shards = 2
     nbytes = _block_nbytes(Block(6, 10).parameters(), num_shards)
@@ -493,8 +460,11 @@ def test_no_sync_with_replicas(rank: int, world_size: int) -> None:
                 loss_of(model(x)).backward()
                 model.zero_grad()
             stats = _memory_stats(model)
-            assert stats["arena_nbytes"] == (depth + 2) * nbytes
-            assert stats["scratch_nbytes"] == num_scratches(groups[0]) * nbytes
+            # On a host a reduced unit's block is back before the first prefetch.
+            num_blocks = depth + (1 if ON_HOST else 2)
+            assert _arena_nbytes(stats) == num_blocks * nbytes
+            scratch = _scratch_nbytes(nbytes, num_shards, groups[0])
+            assert stats["scratch_nbytes"] == scratch
             assert stats["partial_grad_nbytes"] == 0
             del model
 
@@ -524,11 +494,13 @@ def test_sharded_no_sync(rank: int, world_size: int, itemsize: int) -> None:
             assert stats["held_nbytes"] == stats["grad_shard_nbytes"] == 0
         loss_of(model(x)).backward()
         stats = _memory_stats(model)
-        assert stats["partial_grad_nbytes"] == depth * shard // 4 * itemsize
+        kept = 0 if ON_HOST else depth * shard // 4 * itemsize
+        assert stats["partial_grad_nbytes"] == kept
         assert stats["grad_shard_nbytes"] == depth * shard
         assert stats["held_nbytes"] == 0
-        assert stats["arena_nbytes"] == 2 * param_nbytes + 2 * grad_nbytes
-        assert stats["scratch_nbytes"] == num_scratches() * grad_nbytes
+        num_grads = 1 if ON_HOST else 2
+        assert _arena_nbytes(stats) == 2 * param_nbytes + num_grads * grad_nbytes
+        assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
 @distributed(world_size=(2, 3))
@@ -541,7 +513,6 @@ def test_partial_sums_of_several_dtypes(rank: int, world_size: int) -> None:
         for (_, trains), nbytes in _shards(module.parameters(), world_size).items()
         if trains
     ]
-    needs_fsdp_c("has no memory_stats")
     model = fsdp(module, use_orig_params=True)
     with model.no_sync(sharded=True):
         loss_of(model(*case.inputs(generator(rank)))).backward()
@@ -588,46 +559,8 @@ def test_cleared_gradients_are_freed(rank: int, world_size: int, strategy: str) 
     assert grad_nbytes() == shard
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("when", ["before forward", "before backward"])
-@distributed(world_size=(2, 3))
-def test_a_gradient_that_was_kept_stays(
-    rank: int, world_size: int, when: str, use_orig_params: bool
-) -> None:
-    """Cleared on the parameter, it has its values after the next steps."""
-    if use_orig_params and when == "before backward":
-        needs_fsdp_c("zeroes the gradient that was cleared")
-    model = fsdp(
-        _Chain(3),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rng = generator(rank)
-    (x,) = vectors(rng)
-    loss_of(model(x)).backward()
-    for _ in range(3):
-        kept = [p.grad for p in model.parameters() if p.grad is not None]
-        values = [grad.clone() for grad in kept]
-        assert kept
-        optimizer.step()
-        (x,) = vectors(rng)
-        if when == "before forward":
-            optimizer.zero_grad()
-        loss = loss_of(model(x))
-        if when == "before backward":
-            optimizer.zero_grad()
-        loss.backward()
-        after = [p.grad for p in model.parameters() if p.grad is not None]
-        for old, value, new in zip(kept, values, after, strict=True):
-            assert torch.equal(old, value)
-            assert new is not old
-            assert new.data_ptr() != old.data_ptr()
-            assert not torch.equal(new, old)
-
-
 @distributed(world_size=2)
-def test_exception_gives_everything_back(rank: int, world_size: int) -> None:
+def test_exception_gives_everything_back(rank: int) -> None:
     """After an exception in forward the next step holds nothing more."""
     (x,) = vectors(generator(rank))
     model = _chain(4)

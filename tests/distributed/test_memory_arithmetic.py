@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import IS_TORCH, fsdp, needs_fsdp_c
+from helpers.impl import fsdp
 from helpers.transports import c10d_only, num_scratches
 
 pytestmark = pytest.mark.cpu_only("benchmarks/memory.py is about CPU ranks' padding")
@@ -35,24 +34,16 @@ def _import_benchmarks() -> tuple[Any, Any]:
 def _grad_nbytes(model: Any) -> int:
     import fsdp_c
 
-    nbytes: int = fsdp_c.memory_stats(model)["grad_shard_nbytes"]
-    return nbytes
+    return fsdp_c.memory_stats(model)["grad_shard_nbytes"]
 
 
 def _train(
     implementations: Any, module: Any, accumulation: str | None
 ) -> tuple[Any, dict[str, int]]:
     """Train ``module``; return the model and what its engine holds at the end."""
-    needs_fsdp_c("has no memory_stats")
-    if IS_TORCH:
-        return None, {}
     import fsdp_c
 
-    model = fsdp(
-        module,
-        auto_wrap_policy=ModuleWrapPolicy({implementations.Block}),
-        use_orig_params=True,
-    )
+    model = fsdp(module, units={implementations.Block}, use_orig_params=True)
     tokens = torch.arange(8).view(1, 8)
     options = {"sharded": True} if accumulation == "sharded" else {}
     for _ in range(3):
@@ -68,10 +59,9 @@ def _train(
 @pytest.mark.parametrize("accumulation", [None, "unsharded", "sharded"])
 @distributed(world_size=(2, 3))
 def test_arithmetic(
-    rank: int, world_size: int, accumulation: str | None, shares_memory: bool
+    world_size: int, accumulation: str | None, shares_memory: bool
 ) -> None:
     """Of a GPT, without and with no_sync, over both transports."""
-    needs_fsdp_c("has no memory_stats")
     implementations, arithmetic = _import_benchmarks()
     torch.manual_seed(0)
     module = implementations.GPT(20, 4, 2)
@@ -89,9 +79,8 @@ def test_arithmetic(
 
 
 @distributed(world_size=2)
-def test_gradients_at_the_busiest_moment(rank: int, world_size: int) -> None:
+def test_gradients_at_the_busiest_moment(world_size: int) -> None:
     """All units but the root are reduced when the root's last gradient comes."""
-    needs_fsdp_c("has no memory_stats")
     implementations, arithmetic = _import_benchmarks()
     torch.manual_seed(0)
     module = implementations.GPT(20, 4, 2)

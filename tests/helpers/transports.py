@@ -41,12 +41,12 @@ def transport_of(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def num_scratches(group: dist.ProcessGroup | None = None) -> int:
-    """Return how many scratch blocks reductions have: gloo's need two, others none.
+    """Return how many scratch blocks reductions have: gloo's need one, others none.
 
     Ask after the first step: a group has a transport from its first use on.
     """
     if TEST_DEVICE != "cpu":
         return 0
     if os.environ.get(SWITCHES[0]) == "0":
-        return 2
-    return 0 if transport_of(group or dist.group.WORLD)[0] == OWN else 2
+        return 1
+    return 0 if transport_of(group or dist.group.WORLD)[0] == OWN else 1

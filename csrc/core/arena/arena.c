@@ -202,18 +202,26 @@ static void remove_free_blocks(fsdp_arena *arena) {
   }
 }
 
-/* The free block that fits and was given back longest ago, or NONE. */
+/* See Note [Memory on a host] in arena.h. */
+static bool is_on_host(const fsdp_arena *arena) {
+  return arena->ops->defer != NULL;
+}
+
+/* The free block that fits and was given back longest ago, or NONE; on a host
+ * that of the exact size that was given back last. */
 static int64_t find_free_block(const fsdp_arena *arena, int64_t nbytes) {
+  const bool wants_last = is_on_host(arena);
   int64_t best = NONE;
   for (size_t i = 0; i < arena->num_slots; i++) {
     const block *candidate = &arena->blocks[i];
     if (candidate->data == NULL || candidate->holder != NONE ||
-        candidate->nbytes < nbytes) {
+        candidate->nbytes < nbytes ||
+        (wants_last && candidate->nbytes > nbytes)) {
       continue;
     }
-    if (best == NONE || candidate->given_at < arena->blocks[best].given_at) {
-      best = (int64_t)i;
-    }
+    const bool is_later =
+        best != NONE && candidate->given_at > arena->blocks[best].given_at;
+    if (best == NONE || is_later == wants_last) best = (int64_t)i;
   }
   return best;
 }
@@ -226,7 +234,7 @@ static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
     *slot = found;
     return FSDP_OK;
   }
-  remove_free_blocks(arena); /* all of them are too small */
+  remove_free_blocks(arena); /* none of them fits */
   return add_block(arena, nbytes, slot, error);
 }
 
@@ -325,7 +333,7 @@ fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client, fsdp_lane lane,
     FSDP_TRY(ops->event_wait(ops->context, lane, taken->free_event, error));
   }
 
-  learn_conflicts(arena, client);
+  if (!is_on_host(arena)) learn_conflicts(arena, client);
   if (lane != FSDP_LANE_COMPUTE) arena->last_taker = client;
   if (!is_planned) arena->is_dirty = true;
   taker->ever_took = true;
@@ -511,6 +519,10 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
   arena->last_taker = NONE;
   arena->last_compute_giver = NONE;
   arena->last_async_giver = NONE;
+  if (is_on_host(arena)) {
+    remove_free_blocks(arena);
+    return FSDP_OK;
+  }
   if (!arena->is_dirty || arena->num_held > 0) return FSDP_OK;
   arena->num_plan_steps = 0;
 

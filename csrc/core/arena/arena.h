@@ -26,6 +26,16 @@
  * finds its planned block held, because the order changed, it takes a block by
  * the first rule and the next plan starts anew.
  *
+ * Note [Memory on a host]
+ * A host has no streams: a block that is given back is free at once, and other
+ * code can use its memory. There (the port has `defer`) blocks are not kept for
+ * the run. A client takes the free block of its exact size that was given back
+ * last, which is still in the caches. If there is none, all free blocks are
+ * freed, so that none of another size waits while one is allocated. At the end
+ * of backward the plan frees all that nobody holds. The engine takes and gives
+ * back as late and as early as it can: a gradient block when a unit's gradients
+ * are complete, back when its reduction has ended.
+ *
  * Note [Memory that blocks leave]
  * Blocks lie in memory that the device's allocator keeps apart from the user's
  * tensors (Note [Streams of blocks] in provider.cpp). Memory that a plan no
@@ -105,7 +115,7 @@ void *fsdp_arena_data(const fsdp_arena *arena, int64_t client);
  * and frees unused ones. Call it between steps, when the lanes have joined.
  * Does nothing if the plan still holds or a block is held. If the device has no
  * memory for new blocks, the old ones are freed first. After a failure the
- * arena has no plan.
+ * arena has no plan. On a host it frees the free blocks.
  */
 FSDP_NODISCARD fsdp_status fsdp_arena_plan(fsdp_arena *arena,
                                            fsdp_error *error);

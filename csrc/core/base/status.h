@@ -54,14 +54,17 @@ static inline void fsdp_error_clear(fsdp_error *error) {
   fsdp_error name;             \
   fsdp_error_clear(&name)
 
-/* Fills `error` (may be NULL) and returns `status`, so that a caller can write
- * `return FSDP_FAIL(...)`. A message that is too long is cut. */
+/* Fills `error` (may be NULL) and returns `status`. A message that is too long
+ * is cut. */
 fsdp_status fsdp_error_set(fsdp_error *error, fsdp_status status,
                            const char *file, int line, const char *format, ...)
     FSDP_PRINTF(5, 6);
 
-#define FSDP_FAIL(error, status, ...) \
-  fsdp_error_set((error), (status), __FILE__, __LINE__, __VA_ARGS__)
+/* So that a caller can write `return FSDP_FAIL(...)`. The value is the constant
+ * itself, which lets compilers and analysers follow the failure. */
+#define FSDP_FAIL(error, status, ...)                                        \
+  ((void)fsdp_error_set((error), (status), __FILE__, __LINE__, __VA_ARGS__), \
+   (status))
 
 /* Runs `call`; on failure stores its code in the local `status` and leaves
  * through the function's one exit label `done`. */

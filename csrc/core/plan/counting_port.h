@@ -72,6 +72,7 @@ typedef struct fsdp_counted_unit {
 
 typedef struct fsdp_counting_device {
   /* Settings. */
+  bool is_host; /* blocks come and go; set it before `ops` */
   fsdp_link shard_link;
   fsdp_link replica_link;
   bool params_changed; /* the optimizer stepped since mark_params */
@@ -93,6 +94,10 @@ typedef struct fsdp_counting_device {
   bool is_open;              /* there were calls since group_begin: */
   fsdp_collective open_kind; /* of this kind */
   double open_bytes;         /* and so many bytes on the wire */
+  bool is_reducing;          /* a reduction was launched since the last defer */
+  fsdp_status (*deferred_step)(void *argument, fsdp_error *error); /* or NULL */
+  void *deferred_argument;
+  fsdp_lane deferred_lane;
 } fsdp_counting_device;
 
 /* The transport of a group, on the one link or the other. */

@@ -227,6 +227,7 @@ static fsdp_status run_init(plan_run *run,
   FSDP_TRY(check_options(options, error));
   fsdp_counting_device_init(&run->device, options->shard_link,
                             options->replica_link, options->wants_scratch);
+  run->device.is_host = options->is_host;
   run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
   run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));
   if (run->units == NULL || run->has_grad == NULL) {
@@ -268,7 +269,8 @@ static fsdp_status run_forward(plan_run *run, fsdp_error *error) {
     const fsdp_step_event *event = &options->events[i];
     planned_unit *planned =
         event->kind == FSDP_STEP_WORK ? NULL : &run->units[event->unit];
-    run->device.charged_unit = planned == NULL ? NULL : &planned->counted;
+    run->device.charged_unit =
+        event->kind == FSDP_STEP_WORK ? NULL : &planned->counted;
     if (event->kind == FSDP_STEP_ENTER) {
       FSDP_TRY(fsdp_unit_pre_forward(planned->unit, false, error));
     }
@@ -324,7 +326,8 @@ static fsdp_status backward_event(plan_run *run, int64_t index,
       event->kind == FSDP_STEP_WORK ? NULL : &run->units[event->unit];
   fsdp_status status = FSDP_OK;
 
-  device->charged_unit = planned == NULL ? NULL : &planned->counted;
+  device->charged_unit =
+      event->kind == FSDP_STEP_WORK ? NULL : &planned->counted;
   if (event->kind == FSDP_STEP_LEAVE) {
     if (run->has_grad[index]) {
       FSDP_TRY(fsdp_unit_pre_backward(planned->unit, error));

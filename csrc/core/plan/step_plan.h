@@ -70,6 +70,7 @@ typedef struct fsdp_step_plan_options {
   fsdp_link shard_link;
   fsdp_link replica_link;
   bool wants_scratch;     /* reductions do, as through gloo */
+  bool is_host;           /* the device is one: blocks come and go */
   int64_t num_batches;    /* of a step; >= 1 */
   fsdp_sync accumulation; /* of all batches but the last */
 } fsdp_step_plan_options;

@@ -48,8 +48,15 @@ typedef struct fsdp_call {
   fsdp_channel channel;
   void *stream;      /* the device's; NULL on a host transport */
   const char *label; /* unit and operation, for errors; copied; may be NULL */
-  void *scratch;     /* of reduce_scatter, as large as its buffer; NULL: none */
+  void *scratch;     /* of reduce_scatter: fsdp_scratch_numel(); NULL: none */
 } fsdp_call;
+
+/* Elements of a reduce_scatter's scratch: a shard of each rank, or, of two
+ * ranks, of the other one. */
+static inline int64_t fsdp_scratch_numel(int64_t world_size,
+                                         int64_t shard_numel) {
+  return world_size == 2 ? shard_numel : world_size * shard_numel;
+}
 
 typedef struct fsdp_transport fsdp_transport;
 
@@ -110,6 +117,10 @@ typedef struct fsdp_transport_ops {
    * there was none. Cheap, does not wait. After a failure every call returns
    * it again. */
   fsdp_status (*check)(fsdp_transport *transport, fsdp_error *error);
+
+  /* Bytes of memory that it has reserved for itself. NULL: none that it knows
+   * of. Cannot fail. */
+  int64_t (*reserved_nbytes)(const fsdp_transport *transport);
 
   /* Fails the transport on all ranks because of something outside of it; they
    * are told `cause`. Nothing changes after an earlier failure. Does not wait.

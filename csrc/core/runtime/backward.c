@@ -4,6 +4,7 @@
 static void open_backward(fsdp_engine *engine) {
   if (engine->in_backward) return;
   engine->in_backward = true;
+  engine->num_entered = 0;
   fsdp_order_begin_backward(engine->order);
 }
 
@@ -34,6 +35,33 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
   }
 }
 
+/* Note [Where activations are largest]
+ * On a host a prefetched block is memory that activations could have. They are
+ * largest when backward begins, so the first units of a backward prefetch when
+ * their gradients are complete and their activations gone. The root, where it
+ * comes first, prefetches as ever: the unit that runs next. The first unit's
+ * reduction is waited for at once if it has scratch, which would stand beside
+ * the activations of the next unit. All ranks do the same. */
+enum { NUM_LATE_UNITS = 3 };
+
+static bool prefetches_late(const fsdp_unit *unit) {
+  const fsdp_engine *engine = unit->engine;
+  const bool is_ahead = unit == engine->root && engine->num_entered == 0;
+  return fsdp_engine_priv_is_host(engine) && !is_ahead &&
+         engine->num_entered <= NUM_LATE_UNITS;
+}
+
+/* After the unit's reduction was issued. */
+static fsdp_status settle_first(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_transport *transport = unit->options.shard_group.transport;
+  if (engine->num_entered != 1 || transport == NULL ||
+      !transport->ops->wants_scratch) {
+    return FSDP_OK;
+  }
+  return fsdp_engine_priv_settle_reduces(engine, error);
+}
+
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
@@ -48,11 +76,13 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   const bool is_first = !unit->step.entered_backward;
   FSDP_TRY(enter_backward(unit, &local));
+  if (is_first && unit != engine->root) engine->num_entered++;
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
 
   fsdp_order_pre_backward(engine->order, unit->index);
   FSDP_TRY(fsdp_unit_priv_unshard(unit, &local));
-  if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE) {
+  if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE &&
+      !prefetches_late(unit)) {
     FSDP_TRY(prefetch_backward(engine, &local));
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, &local));
@@ -72,7 +102,8 @@ void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads) {
 
 /* Reshards, unless the unit keeps its block between micro-batches. */
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
-  if (unit->engine->sync == FSDP_SYNC_NONE &&
+  if (unit->is_pinned && !unit->step.entered_backward) return FSDP_OK;
+  if (unit->sync == FSDP_SYNC_NONE &&
       !unit->options.reshard_after_backward_without_sync) {
     return FSDP_OK;
   }
@@ -81,11 +112,14 @@ static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
 
 /* All gradients of the unit have come, or no more will. */
 static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
 
-  const bool reduces = engine->sync != FSDP_SYNC_NONE &&
-                       fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED);
+  const bool reduces =
+      unit->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
+  if (fsdp_engine_priv_is_host(unit->engine)) { /* first the free memory */
+    FSDP_TRY(reshard_after_backward(unit, error));
+    if (reduces) FSDP_TRY(fsdp_engine_priv_settle_reduces(unit->engine, error));
+  }
   FSDP_TRY(reduces ? fsdp_unit_priv_fill_grads(unit, error)
                    : fsdp_unit_priv_pack_grads(unit, error));
   FSDP_TRY(reshard_after_backward(unit, error));
@@ -96,10 +130,13 @@ done:
 
 /* One of the expected gradients has come. */
 static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_prefetch prefetch = unit->options.backward_prefetch;
   fsdp_status status = FSDP_OK;
   if (--unit->step.expected_grads > 0) return FSDP_OK;
+  const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
-  if (unit->options.backward_prefetch == FSDP_PREFETCH_POST) {
+  FSDP_TRY(settle_first(unit, error));
+  if (prefetch == FSDP_PREFETCH_POST || is_late) {
     FSDP_TRY(prefetch_backward(unit->engine, error));
   }
 done:
@@ -115,12 +152,16 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
 
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   FSDP_TRY(enter_backward(unit, &local));
+  if (unit->state == FSDP_UNIT_REDUCING) { /* one more, which has its own */
+    FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
+  }
   is_taken = true;
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->step.expected_grads > 0) {
     FSDP_TRY(count_grad(unit, &local));
   }
-  if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES) {
+  if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES &&
+      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
     FSDP_TRY(fsdp_unit_priv_pack_grads(unit, &local));
   }
 done:
@@ -156,12 +197,10 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     }
     const bool is_partial =
         fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
-        engine->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
+        unit->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
     if (unit->step.is_reduce_ready) continue;
-    if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) && !is_partial) {
-      continue;
-    }
-    if (engine->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
+    if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial) continue;
+    if (unit->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
       continue;
     }
     /* Kept by an earlier no_sync; the user may have cleared them since. */
@@ -169,7 +208,7 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
       FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
     }
-    if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) continue;
+    if (!fsdp_unit_priv_has_unreduced(unit)) continue;
     FSDP_TRY(complete_grads(unit, error));
   }
 done:
@@ -182,10 +221,11 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
 
   /* A prefetch in flight is always dropped: it may hold old weights. */
   if (fsdp_unit_state_is_in_flight(unit->state)) {
+    if (unit->is_pinned) return FSDP_OK; /* and took no part */
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
-  FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+  if (!unit->is_pinned) FSDP_TRY(fsdp_unit_priv_hide(unit, error));
   if (unit->step.entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
       FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));
@@ -215,6 +255,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   FSDP_LOCAL_ERROR(local);
 
   if (!engine->in_backward) return FSDP_OK;
+  FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
   FSDP_TRY(complete_leftovers(engine, &local));
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));

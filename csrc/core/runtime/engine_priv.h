@@ -10,7 +10,7 @@
  *
  *   engine.c
  *   forward.c  backward.c  summon.c
- *   reduce.c  summoned.c  place.c
+ *   reduce.c  summoned.c  place.c  on_demand.c
  *   reduce_unit.c
  *   unshard.c  pack.c  scratch.c
  *   gradients.c  check_order.c  launch.c
@@ -28,7 +28,9 @@
 enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
 
 /* Gradients wait to be packed together until they are this large: few launches
- * for small parameters, early release for large ones. */
+ * for small parameters, early release for large ones. On a host, where blocks
+ * come and go, they wait until the unit's are complete, unless its block is
+ * there. */
 enum { FSDP_PACK_THRESHOLD_NBYTES = 1 << 20 };
 
 /* Which gradients of a unit hold a value: a set. A reduction adds what the
@@ -137,6 +139,9 @@ struct fsdp_unit {
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool has_reduce_hook;    /* engine.c */
+  fsdp_sync sync;          /* engine.c: what its backward does */
+  double divisor;          /* engine.c: of gradients; 0: the number of ranks */
+  bool is_pinned;          /* on_demand.c: unsharded at the user's request */
   bool is_followed;        /* engine.c: the port acts after each reduction */
 
   /* summon.c */
@@ -175,6 +180,8 @@ struct fsdp_engine {
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
+  int64_t num_entered; /* backward.c: units in this backward, but the root */
+  bool is_reducing;    /* reduce.c: on a host: a reduction is in flight */
 
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
@@ -193,6 +200,7 @@ struct fsdp_engine {
 
   fsdp_scratch scratches[FSDP_NUM_SCRATCHES]; /* scratch.c: they take turns */
   int64_t scratch_turn;                       /* scratch.c */
+  int64_t peak_scratch_nbytes;                /* scratch.c */
 
   int64_t num_iterations;     /* forward.c */
   int64_t num_all_gathers;    /* unshard.c, summoned.c */
@@ -209,6 +217,11 @@ struct fsdp_engine {
 static inline void *fsdp_priv_slot(void *segment, int64_t rank,
                                    int64_t shard_numel, fsdp_dtype dtype) {
   return (char *)segment + rank * shard_numel * dtype.itemsize;
+}
+
+/* Whether blocks come and go: Note [Memory on a host] in arena.h. */
+static inline bool fsdp_engine_priv_is_host(const fsdp_engine *engine) {
+  return engine->ops.defer != NULL;
 }
 
 /* place.c */
@@ -325,6 +338,12 @@ static inline bool fsdp_unit_priv_wants_full(const fsdp_unit *unit) {
   return unit->wants_full && unit->has_cast;
 }
 
+/* on_demand.c */
+/* Whether the unit keeps the block that the user asked for; not if the user
+ * changed the parameters since. */
+bool fsdp_unit_priv_is_pinned(fsdp_unit *unit);
+void fsdp_unit_priv_unpin(fsdp_unit *unit);
+
 /* summoned.c: parameters (`is_grad` false) or gradients of a unit, whole. */
 /* Gathers the shards into a new block on the device; lane COMPUTE. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_gather_whole(fsdp_unit *unit,
@@ -391,6 +410,11 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_user_grads(fsdp_unit *unit,
 /* Lets the user see the gradients. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_grads(fsdp_unit *unit,
                                                      fsdp_error *error);
+/* Whether it holds unsharded gradients, packed or not. */
+static inline bool fsdp_unit_priv_has_unreduced(const fsdp_unit *unit) {
+  return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED) ||
+         unit->num_pending > 0;
+}
 /* pack.c */
 /* Takes a block for unsharded gradients, all unfilled, unless one is held. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_open_grads(fsdp_unit *unit,
@@ -419,6 +443,9 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine,
 /* It is free after the work now on REDUCE. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_give_scratch(fsdp_engine *engine,
                                                          fsdp_error *error);
+/* On a host: frees it, since the reduction has ended. */
+void fsdp_engine_priv_end_scratch(fsdp_engine *engine);
+/* On a host: the most that was held at once. */
 int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine);
 void fsdp_engine_priv_free_scratch(fsdp_engine *engine);
 
@@ -433,6 +460,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit,
  * that waited for it, when its turn in the recorded order has come. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
+/* On a host: waits for the reduction in flight, if there is one, so that its
+ * gradient block is free before the next one is taken. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_settle_reduces(fsdp_engine *engine,
+                                                           fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);

@@ -31,7 +31,9 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
   fsdp_status status = FSDP_OK;
 
   if (unit->grad_nbytes == 0) goto done; /* of parameters without elements */
-  FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
+  if (!fsdp_engine_priv_is_host(unit->engine)) {
+    FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
+  }
   /* A second gradient of one parameter (a nested backward): add it after the
    * first. Also keeps num_pending within the array. */
   if (is_pending(unit, grad->param)) {
@@ -123,6 +125,7 @@ void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
 static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
+  FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (!unit->segments[i].is_trainable) continue;
     FSDP_TRY(pack_segment(unit, i, fills, error));

@@ -54,8 +54,10 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
                       &segment->grad_offset)) {
     return false;
   }
-  if (!place_in_block(layout->padded_numel, reduce_itemsize,
-                      &self->scratch_nbytes, &segment->scratch_offset)) {
+  if (!place_in_block(fsdp_scratch_numel(self->options.shard_group.world_size,
+                                         layout->shard_numel),
+                      reduce_itemsize, &self->scratch_nbytes,
+                      &segment->scratch_offset)) {
     return false;
   }
   if (self->options.offloads &&

@@ -11,6 +11,24 @@
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
 
+/* Makes COMPUTE wait for the lanes of reductions. */
+static fsdp_status wait_for_reduces(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_REDUCE, engine->reduce_done, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
+                                      FSDP_LANE_REPLICATE,
+                                      engine->replicate_done, error));
+  engine->is_reducing = false;
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_priv_settle_reduces(fsdp_engine *engine,
+                                            fsdp_error *error) {
+  return engine->is_reducing ? wait_for_reduces(engine, error) : FSDP_OK;
+}
+
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
@@ -28,6 +46,8 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
                        unit->name);
     goto done;
   }
+  FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
+  engine->is_reducing = fsdp_engine_priv_is_host(engine);
   FSDP_TRY(fsdp_unit_priv_enqueue_reduce(unit, &local));
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
@@ -110,11 +130,7 @@ fsdp_status fsdp_engine_priv_finish_reduces(fsdp_engine *engine,
   }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_WAIT_REDUCES);
-  FSDP_TRY(fsdp_engine_priv_wait_lane(
-      engine, FSDP_LANE_COMPUTE, FSDP_LANE_REDUCE, engine->reduce_done, error));
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                      FSDP_LANE_REPLICATE,
-                                      engine->replicate_done, error));
+  FSDP_TRY(wait_for_reduces(engine, error));
   fsdp_engine_priv_end(engine, NULL, span, 0, 0);
   record_order(engine);
 done:
@@ -123,6 +139,7 @@ done:
 
 void fsdp_engine_priv_reset_reduces(fsdp_engine *engine) {
   engine->num_issued_reduces = 0;
+  engine->is_reducing = false;
   record_order(engine);
 }
 

@@ -202,8 +202,9 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
   const fsdp_device_ops *ops = &engine->ops;
   const double num_ranks = (double)unit->options.shard_group.world_size *
                            (double)unit->options.replica_group.world_size;
+  const double divisor = unit->divisor > 0 ? unit->divisor : num_ranks;
   const double scale =
-      unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * num_ranks);
+      unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * divisor);
   fsdp_status status = FSDP_OK;
 
   if (unit->options.offloads &&
@@ -274,14 +275,54 @@ done:
   return status;
 }
 
+/* After the collectives, whose result is on `lane`. */
+static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
+                              fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  fsdp_lane last_use = lane;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
+  FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
+  if (unit->is_followed) {
+    FSDP_TRY(views->grads_reduced(views->context, unit->options.owner, last_use,
+                                  error));
+  }
+done:
+  return status;
+}
+
+/* On a host: the collectives have ended. Only now does the sharded, or partial,
+ * gradient need memory; that of the others goes. */
+static fsdp_status settle(void *argument, fsdp_error *error) {
+  fsdp_unit *unit = argument;
+  fsdp_status status = FSDP_OK;
+  FSDP_LOCAL_ERROR(local);
+
+  fsdp_engine_priv_end_scratch(unit->engine);
+  if (unit->sync == FSDP_SYNC_SHARD) {
+    FSDP_TRY(end_partial(unit, FSDP_LANE_COMPUTE, &local));
+    return FSDP_OK;
+  }
+  FSDP_TRY(use_partial(unit, FSDP_LANE_COMPUTE, &local)); /* unless it did */
+  fsdp_unit_priv_free_partial(unit);
+  set_grads_aside(unit);
+  FSDP_TRY(make_grad_shards(unit, &local));
+  FSDP_TRY(end_reduce(unit, FSDP_LANE_COMPUTE, &local));
+done:
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
+  return status;
+}
+
 fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_view_ops *views = &engine->views;
+  const fsdp_device_ops *ops = &engine->ops;
+  const bool is_host = fsdp_engine_priv_is_host(engine);
   const bool has_hook = unit->has_reduce_hook;
   const bool has_shards = unit->options.shard_group.world_size > 1;
   const bool has_replicas =
       unit->options.replica_group.world_size > 1 && !has_hook;
-  const bool is_partial = engine->sync == FSDP_SYNC_SHARD;
+  const bool is_partial = unit->sync == FSDP_SYNC_SHARD;
   /* Without anything to reduce one lane is as good as another. */
   fsdp_lane lane = has_shards || has_hook || !has_replicas
                        ? FSDP_LANE_REDUCE
@@ -289,14 +330,13 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   /* An all_reduce may follow at once: the sum must be there when it starts. */
   const fsdp_lane partial_lane =
       has_shards || has_hook ? FSDP_LANE_REDUCE : FSDP_LANE_COMPUTE;
-  fsdp_lane last_use = lane;
   fsdp_status status = FSDP_OK;
 
   FSDP_TRY(fsdp_unit_priv_check_order(unit, "reduce_scatter", error));
   if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
     return end_partial(unit, partial_lane, error);
   }
-  if (!is_partial) {
+  if (!is_partial && !is_host) {
     set_grads_aside(unit);
     FSDP_TRY(make_grad_shards(unit, error));
   }
@@ -310,14 +350,17 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   } else if (has_shards) {
     FSDP_TRY(reduce_scatter_segments(unit, error));
   }
-  if (is_partial) return end_partial(unit, partial_lane, error);
-  FSDP_TRY(use_partial(unit, partial_lane, error)); /* unless it did */
-  if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
-  FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
-  FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
-  if (unit->is_followed) {
-    FSDP_TRY(views->grads_reduced(views->context, unit->options.owner, last_use,
-                                  error));
+  if (is_partial && !is_host) return end_partial(unit, partial_lane, error);
+  if (!is_partial) {
+    if (has_replicas || !is_host) { /* else when it has ended */
+      FSDP_TRY(use_partial(unit, partial_lane, error)); /* unless it did */
+    }
+    if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
+  }
+  if (is_host) {
+    FSDP_TRY(ops->defer(ops->context, lane, settle, unit, error));
+  } else {
+    FSDP_TRY(end_reduce(unit, lane, error));
   }
 done:
   return status;

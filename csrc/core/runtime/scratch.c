@@ -1,7 +1,8 @@
 /*
  * Scratch: the second buffer of a reduction, for transports that want one. Two
  * blocks take turns, so that a reduction does not wait for the one before it.
- * Each is as large as the largest unit needs.
+ * Each is as large as the largest unit needs. On a host one reduction is in
+ * flight at a time, and its scratch ends with it.
  */
 #include "runtime/engine_priv.h"
 
@@ -30,19 +31,22 @@ fsdp_status fsdp_engine_priv_take_scratch(fsdp_engine *engine, int64_t nbytes,
                                           void **data, fsdp_error *error) {
   const fsdp_device_ops *ops = &engine->ops;
   fsdp_scratch *scratch = &engine->scratches[engine->scratch_turn];
+  const bool is_host = fsdp_engine_priv_is_host(engine);
   fsdp_status status = FSDP_OK;
 
+  if (is_host) free_one(engine, scratch); /* left by a failure */
   if (scratch->block_nbytes >= nbytes) {
     FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_REDUCE,
                              scratch->free_event, error));
   } else {
-    const int64_t need = largest_need(engine, nbytes);
+    const int64_t need = is_host ? nbytes : largest_need(engine, nbytes);
     if (scratch->free_event == NULL) {
       FSDP_TRY(ops->event_create(ops->context, &scratch->free_event, error));
     }
     free_one(engine, scratch);
     FSDP_TRY(fsdp_engine_priv_alloc(engine, need, &scratch->block, error));
     scratch->block_nbytes = need;
+    if (need > engine->peak_scratch_nbytes) engine->peak_scratch_nbytes = need;
   }
   *data = scratch->block;
 done:
@@ -54,13 +58,20 @@ fsdp_status fsdp_engine_priv_give_scratch(fsdp_engine *engine,
   const fsdp_device_ops *ops = &engine->ops;
   fsdp_scratch *scratch = &engine->scratches[engine->scratch_turn];
 
-  engine->scratch_turn = (engine->scratch_turn + 1) % FSDP_NUM_SCRATCHES;
+  if (!fsdp_engine_priv_is_host(engine)) {
+    engine->scratch_turn = (engine->scratch_turn + 1) % FSDP_NUM_SCRATCHES;
+  }
   return ops->event_record(ops->context, scratch->free_event, FSDP_LANE_REDUCE,
                            error);
 }
 
+void fsdp_engine_priv_end_scratch(fsdp_engine *engine) {
+  free_one(engine, &engine->scratches[engine->scratch_turn]);
+}
+
 int64_t fsdp_engine_priv_scratch_nbytes(const fsdp_engine *engine) {
   int64_t nbytes = 0;
+  if (fsdp_engine_priv_is_host(engine)) return engine->peak_scratch_nbytes;
   for (int i = 0; i < FSDP_NUM_SCRATCHES; i++) {
     nbytes += engine->scratches[i].block_nbytes;
   }

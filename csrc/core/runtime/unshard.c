@@ -1,8 +1,10 @@
 /* Unshard and reshard: an all-gather fills a block; reshard gives it back. */
-#include "base/alloc.h"
+#include <assert.h>
+
 #include "runtime/engine_priv.h"
 
 static void *at_nbytes(void *base, int64_t nbytes) {
+  assert(base != NULL);
   return (char *)base + nbytes;
 }
 
@@ -22,14 +24,15 @@ static int64_t param_client(const fsdp_unit *unit) {
   return unit->is_full ? unit->full_client : unit->param_client;
 }
 
-/* Points param_data at the segments of `block`. */
+/* Points param_data at the segments of `block`; NULL: all are resident. */
 static void place_segments(fsdp_unit *unit, void *block) {
   for (int64_t i = 0; i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const int64_t offset =
         unit->is_full ? segment->full_offset : segment->param_offset;
-    unit->param_data[i] = segment->is_resident ? segment->options.shard
-                                               : at_nbytes(block, offset);
+    unit->param_data[i] = segment->is_resident || block == NULL
+                              ? segment->options.shard
+                              : at_nbytes(block, offset);
   }
 }
 

@@ -147,16 +147,25 @@ WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
 // Each rank sends its part for every other rank and adds up what it got: half
 // the time of gloo's own reduce-scatter, and the sum's order is that of the
 // ranks.
+// Two ranks send each other one part, and scratch holds the other's.
+Pending reduce_by_exchange(const C10dGroup &group, const at::Tensor &whole,
+                           at::Tensor received, at::Tensor own) {
+  const int64_t numel = own.numel();
+  at::Tensor sent = whole.narrow(0, (1 - group.rank) * numel, numel);
+  const WorkPtr work =
+      all_to_all_base(*group.process_group, received, sent,
+                      group.rank == 0 ? std::vector<int64_t>{0, numel}
+                                      : std::vector<int64_t>{numel, 0});
+  const auto sum = [received, own]() mutable { own.add_(received); };
+  return {{work}, sum};
+}
+
 Pending reduce_by_all_to_all(const C10dGroup &group, at::Tensor sent,
                              at::Tensor received, at::Tensor own) {
-  const WorkPtr work = all_to_all_base(*group.process_group, received, sent);
+  const WorkPtr work =
+      all_to_all_base(*group.process_group, received, sent, {});
   const auto sum = [received, own, world_size = group.world_size]() mutable {
-    const at::Tensor pieces = received.view({world_size, -1});
-    if (world_size == 2) {
-      at::add_out(own, pieces[0], pieces[1]);
-    } else {
-      at::sum_out(own, pieces, /*dim=*/{0});
-    }
+    at::sum_out(own, received.view({world_size, -1}), /*dim=*/{0});
   };
   return {{work}, sum};
 }
@@ -216,8 +225,12 @@ fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
     at::Tensor own =
         whole.narrow(0, self.group.rank * shard_numel, shard_numel);
     if (call->scratch != nullptr) {
-      return reduce_by_all_to_all(self.group, whole,
-                                  view(self, call->scratch, numel, dtype), own);
+      const at::Tensor scratch =
+          view(self, call->scratch,
+               fsdp_scratch_numel(self.group.world_size, shard_numel), dtype);
+      return self.group.world_size == 2
+                 ? reduce_by_exchange(self.group, whole, scratch, own)
+                 : reduce_by_all_to_all(self.group, whole, scratch, own);
     }
     return {{scatter_sum(self.group, own, whole)}, nullptr};
   });

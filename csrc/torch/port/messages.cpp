@@ -126,7 +126,7 @@ extern "C" fsdp_status fsdp_torch_pass_messages(
       copies.push_back(fsdp_torch::read_copy(given->copies[i]));
     }
     const pybind11::gil_scoped_release no_gil;
-    fsdp_torch::connect(found, c10::kCPU);
+    fsdp_torch::connect(found, c10::kCPU, 0);
     fsdp_transport *transport = found.transport.get();
     *are_passed =
         transport != nullptr && std::strcmp(transport->ops->name, "shm") == 0;

@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/dtypes.h"
+#include "port/merging.h"
 #include "shm/shm_transport.h"
 #include "torch/guard.hpp"
 #include "torch/port/nccl_group.hpp"
@@ -191,6 +192,7 @@ struct Connection {
   std::shared_ptr<fsdp_transport> transport;
   std::string why_not;
   const char *refusal = nullptr;  // of this rank, when the ranks met
+  int64_t ring_nbytes = 0;        // of shared memory, per channel
 };
 
 fsdp_store core_store(const Connection &connection) {
@@ -202,6 +204,27 @@ fsdp_store core_store(const Connection &connection) {
   return store;
 }
 
+// Note [Size of rings]
+// A ring holds one call of the largest unit, so that starting a call need not
+// wait for its readers, but no more than 8 MiB: with more, a call goes in
+// turns. Where an engine with larger units comes later, its ranks meet anew.
+constexpr int64_t kMinRingNbytes = 64 << 10;
+constexpr int64_t kMaxRingNbytes = 8 << 20;
+constexpr int64_t kMaxSlotNbytes = 256 << 10;
+constexpr int64_t kMessageNbytes = 128 << 10;
+constexpr int64_t kSlotsOfRing = 8;
+
+int64_t ring_nbytes_for(int64_t call_nbytes) {
+  return std::clamp(call_nbytes, kMinRingNbytes, kMaxRingNbytes);
+}
+
+int64_t slot_nbytes_for(int64_t ring_nbytes, int64_t world_size) {
+  const int64_t line = 64 * world_size;  // a line of each rank
+  const int64_t wanted =
+      std::min((ring_nbytes + kSlotsOfRing - 1) / kSlotsOfRing, kMaxSlotNbytes);
+  return (wanted + line - 1) / line * line;
+}
+
 void connect_shm(Connection &connection, c10d::ProcessGroup &group,
                  c10::Device device, const char *refusal) {
   const fsdp_store store = core_store(connection);
@@ -209,6 +232,12 @@ void connect_shm(Connection &connection, c10d::ProcessGroup &group,
   options.nbytes = sizeof(options);
   options.key_prefix = "shm/";
   options.refusal = refusal;
+  options.slot_nbytes =
+      slot_nbytes_for(connection.ring_nbytes, group.getSize());
+  // Whole slots.
+  options.ring_nbytes = (connection.ring_nbytes + options.slot_nbytes - 1) /
+                        options.slot_nbytes * options.slot_nbytes;
+  options.message_nbytes = kMessageNbytes;
   options.timeout_ms = timeout_ms_of(group, device);
   options.meeting_timeout_ms = options.timeout_ms;
   fsdp_transport *transport = nullptr;
@@ -363,7 +392,7 @@ Group group_from(PyObject *object, c10::Device device) {
   return group;
 }
 
-void connect(Group &group, c10::Device device) {
+void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   if (group.world_size == 1) return;
   if (!group.c10d) group.c10d = make_c10d_transport(group);
   group.transport = group.c10d;
@@ -378,9 +407,13 @@ void connect(Group &group, c10::Device device) {
   const std::lock_guard<std::mutex> lock(all.mutex);
   Connection *found = all.find(*group.process_group, device.type());
   const char *refusal = refusal_of(kind);
-  // Switched on again since, on all ranks or none.
-  const bool is_anew =
-      found != nullptr && found->refusal != nullptr && refusal == nullptr;
+  const int64_t ring_nbytes = ring_nbytes_for(call_nbytes);
+  // Switched on again since, on all ranks or none; or too small.
+  const bool is_too_small = found != nullptr && kind == Kind::kShm &&
+                            found->transport &&
+                            found->ring_nbytes < ring_nbytes;
+  const bool is_anew = found != nullptr && refusal == nullptr &&
+                       (found->refusal != nullptr || is_too_small);
   if (found == nullptr || is_anew) {
     Connection made{
         c10::weak_intrusive_ptr<c10d::ProcessGroup>(group.process_group),
@@ -388,7 +421,8 @@ void connect(Group &group, c10::Device device) {
         nullptr,
         nullptr,
         "",
-        refusal};
+        refusal,
+        ring_nbytes};
     try {
       choose(made, kind, *group.process_group, device, tuning);
     } catch (const c10::Error &e) {
@@ -409,6 +443,23 @@ void connect(Group &group, c10::Device device) {
     group.transport = found->transport;
   }
   group.why_c10d = refusal == nullptr ? found->why_not : refusal;
+}
+
+void merge_small_calls(Group &group, Mergings &made) {
+  const std::shared_ptr<fsdp_transport> inner = group.transport;
+  if (!inner || !inner->ops->is_host) return;
+  std::shared_ptr<fsdp_transport> &merging = made[inner.get()];
+  if (!merging) {
+    fsdp_transport *created = nullptr;
+    FSDP_LOCAL_ERROR(error);
+    if (fsdp_merging_create(inner.get(), group.rank, group.world_size, &created,
+                            &error) != FSDP_OK) {
+      throw_error(error);
+    }
+    merging.reset(created,
+                  [inner](fsdp_transport *self) { self->ops->destroy(self); });
+  }
+  group.transport = merging;
 }
 
 void look_up(Group &group, c10::DeviceType device_type) {

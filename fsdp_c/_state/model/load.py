@@ -12,28 +12,25 @@ module does more (hooks around loading, ``_load_from_state_dict()`` or
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.api import StateDictType
 from torch.overrides import is_tensor_like
 
-from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
-from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
+from fsdp_c._state.exchange import exchange
+from fsdp_c._state.forms import load_item
 from fsdp_c._state.model.local import find_local_problems, load_local, local_names
 from fsdp_c._state.model.plain import loads_plainly
-from fsdp_c._state.model.save import check_idle, check_owners, kind_of
+from fsdp_c._state.model.save import check_tree, kind_of
 from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import (
     find_problem,
     has_rows,
     is_sharded,
-    local_part,
-    sharded_dtype,
     sharded_shape,
 )
 from fsdp_c._units.base import ShardedModule, sharded_modules
@@ -54,12 +51,7 @@ def begin_load(
     """Load the parameters of ``module``'s unit; prepare torch's recursion into it.
 
     Called before the module's own loading; :func:`finish_load` ends it, after
-    that of all that is in it.
-
-    Raises:
-        RuntimeError: A value does not fit; nothing of the wrapped modules in
-            ``module`` was changed. Or inside forward or backward.
-        ValueError: ``assign=True``, which would replace the sharded parameters.
+    that of all that is in it. After an error no wrapped module was changed.
     """
     if local_metadata.get("assign_to_params_buffers", False):
         raise ValueError(
@@ -87,7 +79,6 @@ def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
     session = module.find_session(LoadSession)
     if session is None or session.error_msgs is None:
         return
-    error_msgs = session.error_msgs
     if session.modules[0] is not module:
         module.end_session(LoadSession)
         return
@@ -95,7 +86,7 @@ def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
     for names in (
         incompatible_keys.missing_keys,
         incompatible_keys.unexpected_keys,
-        error_msgs,
+        session.error_msgs,
     ):
         names[:] = [clean_name(name) for name in names]
 
@@ -113,13 +104,9 @@ def _begin_tree(
     module: ShardedModule, state_dict: dict[str, Any], prefix: str
 ) -> LoadSession:
     """Check, for all units in ``module``, that what ``state_dict`` has fits."""
-    ensure_engine(module)
-    check_owners(module)
-    modules = list(sharded_modules(module))
-    for each in modules:
+    for each in sharded_modules(module):
         each.end_session(LoadSession)  # one that an exception has left
-        check_idle(each, "load_state_dict")
-        each._sharded.originals.check()
+    modules = check_tree(module, "load_state_dict")
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
     is_plain = all(loads_plainly(each) for each in modules)
@@ -131,8 +118,7 @@ def _begin_tree(
     }
     for each in modules:
         _drop_own_shards(each, state_dict, prefixes[each])
-    if is_plain:  # or a hook might change the state dict before a unit sees it
-        for each in modules:
+        if is_plain:  # or a hook might change the state dict before a unit sees it
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
     _raise_problems(module, problems, on_any_rank=communicates)
@@ -151,9 +137,7 @@ def _raise_problems(
     if on_any_rank and module.world_size > 1:
         flag = torch.tensor([is_bad], dtype=torch.uint8, device=module.compute_device)
         with naming_ranks(module.process_group, "check of a state dict on all ranks"):
-            torch.distributed.all_reduce(
-                flag, torch.distributed.ReduceOp.MAX, group=module.process_group
-            )
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=module.process_group)
         is_bad = bool(flag.item())
     if problems:
         lines = "".join(f"\n\t{clean_name(problem)}." for problem in problems)
@@ -178,19 +162,19 @@ def _find_problems(
         for name, use in named_uses(module)
         if f"{prefix}{name}" in state_dict
     ]
-    local = _entries(module, state_dict, prefix)
+    names = [name for name in local_names(module) if f"{prefix}{name}" in state_dict]
     if kind is StateDictType.LOCAL_STATE_DICT:
-        if given and not local:
+        if given and not names:
             return [
                 f"{given[0][0]!r} is not in a LOCAL state dict, which has "
                 f"{prefix + local_names(module)[0]!r} for unit "
                 f"{module._sharded.name!r}: "
                 "load it with state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT"
             ]
-        return find_local_problems(module, local, prefix)
-    if local and not given:
+        return find_local_problems(module, state_dict, prefix)
+    if names and not given:
         return [
-            f"{prefix + next(iter(local))!r} is of a LOCAL state dict, and the type "
+            f"{prefix + names[0]!r} is of a LOCAL state dict, and the type "
             f"is {kind.name}: load it with state_dict_type LOCAL_STATE_DICT"
         ]
     problems = []
@@ -210,9 +194,10 @@ def _find_mismatch(
             '"{key}": expected torch.Tensor or Tensor-like object from checkpoint but '
             f"received {type(value)}"
         )
+    size = sharded_shape(value) if is_sharded(value) else value.shape
     wants_sharded = kind is StateDictType.SHARDED_STATE_DICT and has_rows(shape)
     if wants_sharded != is_sharded(value):
-        actual = f"a {type(value).__name__} of shape {tuple(_size_of(value))}"
+        actual = f"a {type(value).__name__} of shape {tuple(size)}"
         if wants_sharded:
             return (
                 f"{{key}} is {actual}, and SHARDED_STATE_DICT needs a ShardedTensor or "
@@ -224,88 +209,14 @@ def _find_mismatch(
             "needed: load sharded tensors with state_dict_type SHARDED_STATE_DICT and "
             "a strategy that shards"
         )
-    size = _size_of(value)
     # As nn.Module: a 0-dim parameter may have been saved as one of one element.
     if size != shape and not (shape == () and size == (1,)):
         return (
             "size mismatch for {key}: copying a param with shape "
             f"{size} from checkpoint, the shape in current model is {shape}"
         )
-    if is_sharded(value):
-        problem = find_problem(module, value)
-        return None if problem is None else f"{{key}} {problem}"
-    return None
-
-
-def _size_of(value: Tensor) -> torch.Size:
-    return sharded_shape(value) if is_sharded(value) else value.shape
-
-
-def _entries(
-    module: ShardedModule, state_dict: dict[str, Any], prefix: str
-) -> dict[str, Any]:
-    """Return the entries of a LOCAL state dict for one unit, by name."""
-    return {
-        name: state_dict[f"{prefix}{name}"]
-        for name in local_names(module)
-        if f"{prefix}{name}" in state_dict
-    }
-
-
-# Load -------------------------------------------------------------------------
-
-
-def _load_unit(
-    module: ShardedModule,
-    state_dict: dict[str, Any],
-    prefix: str,
-    missing_keys: list[str],
-    session: LoadSession,
-) -> None:
-    """Take the values of one unit's parameters out of ``state_dict`` and load them."""
-    kind = kind_of(module)
-    is_plain = loads_plainly(module)
-    if not session.is_checked:
-        problems = _find_problems(module, kind, state_dict, prefix)
-        if kind is StateDictType.FULL_STATE_DICT and not is_plain:
-            problems = [each for each in problems if "size mismatch" not in each]
-        _raise_problems(module, problems, on_any_rank=True)
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        entries = _entries(module, state_dict, prefix)
-        for name in local_names(module):
-            if state_dict.pop(f"{prefix}{name}", None) is None:
-                missing_keys.append(f"{prefix}{name}")
-        load_local(module, entries)
-        _count_as_written(module)
-        session.stack.enter_context(module._sharded.originals.absent())
-        return
-    values: dict[str, Any] = {}
-    uses: dict[str, int] = {}
-    for name, use in named_uses(module):
-        key = f"{prefix}{name}"
-        if key in state_dict:
-            values[key] = state_dict.pop(key)
-            uses[key] = use
-        elif is_plain:
-            missing_keys.append(key)
-    if is_plain:
-        _write(module, values, uses)
-        _count_as_written(module)
-        session.stack.enter_context(module._sharded.originals.absent())
-    else:
-        state_dict.update(_whole(module, values, uses))
-        session.stack.enter_context(summoned(module, writeback=True))
-
-
-def _count_as_written(module: ShardedModule) -> None:
-    """Have all ranks see that the unit's parameters changed.
-
-    A rank that holds nothing of a parameter copied nothing. Yet the ranks must agree on
-    whether a block that was kept between micro-batches is stale, since they gather it
-    again together.
-    """
-    for use in module._sharded.originals.uses:
-        torch.autograd.graph.increment_version(use.param)
+    problem = find_problem(module, value) if is_sharded(value) else None
+    return None if problem is None else f"{{key}} {problem}"
 
 
 def _drop_own_shards(
@@ -327,47 +238,61 @@ def _drop_own_shards(
             del state_dict[f"{prefix}{name}"]
 
 
+# Load -------------------------------------------------------------------------
+
+
+def _load_unit(
+    module: ShardedModule,
+    state_dict: dict[str, Any],
+    prefix: str,
+    missing_keys: list[str],
+    session: LoadSession,
+) -> None:
+    """Take the values of one unit's parameters out of ``state_dict`` and load them."""
+    kind = kind_of(module)
+    is_local = kind is StateDictType.LOCAL_STATE_DICT
+    is_plain = is_local or loads_plainly(module)
+    if not session.is_checked:
+        problems = _find_problems(module, kind, state_dict, prefix)
+        if kind is StateDictType.FULL_STATE_DICT and not is_plain:
+            problems = [each for each in problems if "size mismatch" not in each]
+        _raise_problems(module, problems, on_any_rank=True)
+    values: dict[str, Any] = {}
+    names = dict(named_uses(module))
+    for name in local_names(module) if is_local else names:
+        key = f"{prefix}{name}"
+        if key in state_dict:
+            values[name] = state_dict.pop(key)
+        elif is_plain:
+            missing_keys.append(key)
+    if is_local:
+        load_local(module, values)
+    elif is_plain:
+        _write(module, values, names)
+    else:
+        whole = _whole(module, values, names)
+        state_dict.update((f"{prefix}{name}", value) for name, value in whole.items())
+        session.stack.enter_context(summoned(module, writeback=True))
+        return
+    # A rank that holds nothing of a parameter copied nothing. Yet the ranks must agree
+    # on whether a block that was kept between micro-batches is stale, since they gather
+    # it again together.
+    for use in module._sharded.originals.uses:
+        torch.autograd.graph.increment_version(use.param)
+    session.stack.enter_context(module._sharded.originals.absent())
+
+
 def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:
-    """Copy values, by key, into the parameters of one unit."""
+    """Copy values, by name, into the parameters of one unit."""
     if module._sharded.unit.is_summoned:
         values = _whole(module, values, uses)
-    parts = list(unit_parts(module, as_shown=True))
+    parts = unit_parts(module, as_shown=True)
     params = module._sharded.unit.param_of_use
-    for key, value in values.items():
+    for name, value in values.items():
         if not is_sharded(value):
-            parts[params[uses[key]]].write(_as_tensor(value))
-    for key, value in _exchanged(module, values, uses, are_whole=False):
-        with torch.no_grad():
-            parts[params[uses[key]]].values().copy_(value)
-
-
-def _exchanged(
-    module: ShardedModule,
-    values: dict[str, Any],
-    uses: dict[str, int],
-    *,
-    are_whole: bool,
-) -> list[tuple[str, Tensor]]:
-    """Return the sharded ones of ``values``, whole or this rank's parts, 1-D."""
-    parts = list(unit_parts(module, as_shown=True))
-    num_ranks = module.world_size
-    items = []
-    for key, value in values.items():
-        if not is_sharded(value):
-            continue
-        part = parts[module._sharded.unit.param_of_use[uses[key]]]
-        spread, index = part.spread, part.index
-        held = spread.rows(index, num_ranks)
-        needed = spread.parts(index, num_ranks)
-        if are_whole:
-            needed = spread.whole(0, num_ranks)
-        source, dtype = local_part(value), sharded_dtype(value)
-        items.append(ExchangeItem(key, source, dtype, index, held, needed))
-    unit = UnitItems(
-        module._sharded.name, module.process_group, module.compute_device, items
-    )
-    with _told(module):
-        return list(exchange([unit], "parameters"))
+            parts[params[uses[name]]].write(_as_tensor(value))
+    for name, value in _exchanged(module, values, uses, are_whole=False).items():
+        parts[params[uses[name]]].values().copy_(value)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -384,20 +309,31 @@ def _whole(
     module: ShardedModule, values: dict[str, Any], uses: dict[str, int]
 ) -> dict[str, Any]:
     """Return ``values`` with whole tensors for sharded ones."""
-    found = dict(_exchanged(module, values, uses, are_whole=True))
-    return {
-        key: found[key].to(module.compute_device).view(sharded_shape(value))
-        if key in found
-        else value
-        for key, value in values.items()
+    found = _exchanged(module, values, uses, are_whole=True)
+    whole = {
+        name: value.to(module.compute_device).view(sharded_shape(values[name]))
+        for name, value in found.items()
     }
+    return {**values, **whole}
 
 
-@contextmanager
-def _told(module: ShardedModule) -> Iterator[None]:
-    """Say for which unit a collective was that fails."""
+def _exchanged(
+    module: ShardedModule,
+    values: dict[str, Any],
+    uses: dict[str, int],
+    *,
+    are_whole: bool,
+) -> dict[str, Tensor]:
+    """Return the sharded ones of ``values``, whole or this rank's parts, 1-D."""
+    parts = unit_parts(module, as_shown=True)
+    params = module._sharded.unit.param_of_use
+    items = [
+        load_item(parts[params[uses[name]]], name, value, is_whole=are_whole)
+        for name, value in values.items()
+        if is_sharded(value)
+    ]
     try:
-        yield
+        return {item.key: value for item, value in exchange(items, "parameters")}
     except RuntimeError as error:
         raise RuntimeError(
             f"load_state_dict() could not exchange the values of unit "

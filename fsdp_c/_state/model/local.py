@@ -6,11 +6,11 @@ where the unit is sharded in the same way: same parameters, number of ranks and
 use_orig_params.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fsdp_c._state.parts import ParamPart, unit_parts
 from fsdp_c._state.sharded_tensors import local_part, sharded_shape, sharded_tensor_of
@@ -24,26 +24,23 @@ class _Segment(NamedTuple):
 
     name: str
     numel: int  # up to the end of its last parameter
-    shard_numel: int
+    ranges: list[tuple[int, int]]  # elements [begin, end) of each rank
     dtype: torch.dtype
     parts: list[tuple[ParamPart, int]]  # each with its place in this rank's shard
-
-    def range_of(self, rank: int) -> tuple[int, int]:
-        """Return the elements ``[begin, end)`` that ``rank`` holds."""
-        begin = min(rank * self.shard_numel, self.numel)
-        return begin, min(begin + self.shard_numel, self.numel)
 
 
 def _segments_of(module: ShardedModule) -> Iterator[_Segment]:
     unit = module._sharded.unit
     slots = unit.slots
-    parts = list(unit_parts(module, as_shown=True))
+    parts = unit_parts(module, as_shown=True)
     for index, (dtype, _, _, _, shard_numel, _) in enumerate(unit.segments):
         own = [part for part in parts if slots[part.index][0] == index]
+        numel = max(slots[part.index][1] + part.numel for part in own)
+        ends = [min(rank * shard_numel, numel) for rank in range(module.world_size + 1)]
         yield _Segment(
             flat_param_name(index),
-            max(slots[part.index][1] + part.numel for part in own),
-            shard_numel,
+            numel,
+            list(pairwise(ends)),
             dtype,
             [(part, unit.intersect(part.index, module.rank)[2]) for part in own],
         )
@@ -62,44 +59,35 @@ def local_state(
     """Return the entries of a unit, by name; their local parts own their memory."""
     state = {}
     for segment in _segments_of(module):
-        begin, end = segment.range_of(module.rank)
-        device = module._sharded.unit.shards[0].device
-        if offload_to_cpu:
-            device = torch.device("cpu")
+        begin, end = segment.ranges[module.rank]
+        device = "cpu" if offload_to_cpu else module._sharded.unit.shards[0].device
         local = torch.zeros(end - begin, dtype=segment.dtype, device=device)
         for part, offset in segment.parts:
             local[offset : offset + part.part_numel].copy_(part.values())
-        ranges = [segment.range_of(rank) for rank in range(module.world_size)]
         state[segment.name] = sharded_tensor_of(
             module,
             local,
             torch.Size([segment.numel]),
-            [([first], [last - first]) for first, last in ranges],
-            dtype=segment.dtype,
-            device=device,
+            [([first], [last - first]) for first, last in segment.ranges],
         )
     return state
 
 
 def find_local_problems(
-    module: ShardedModule, values: dict[str, object], prefix: str
+    module: ShardedModule, state_dict: Mapping[str, object], prefix: str
 ) -> list[str]:
-    """Return why ``values``, by name of the entry, do not fit the unit's shards.
-
-    Args:
-        module: A wrapped module.
-        values: Those of its entries that the state dict has.
-        prefix: Of the keys, for the messages.
-    """
+    """Return why the unit's entries in ``state_dict`` do not fit its shards."""
     problems = []
     remedy = (
         "a LOCAL state dict fits only the same wrapping, number of ranks and "
         "use_orig_params; use SHARDED_STATE_DICT or FULL_STATE_DICT across those"
     )
+    unit = f"in unit {module._sharded.name!r}"
     for segment in _segments_of(module):
-        if segment.name not in values:
+        key = f"{prefix}{segment.name}"
+        if key not in state_dict:
             continue
-        key, value = f"{prefix}{segment.name}", values[segment.name]
+        value = state_dict[key]
         if not isinstance(value, ShardedTensor):
             problems.append(
                 f"{key!r} is a {type(value).__name__}, and LOCAL_STATE_DICT needs a "
@@ -109,30 +97,27 @@ def find_local_problems(
         if sharded_shape(value) != (segment.numel,):
             problems.append(
                 f"size mismatch for {key}: shape {tuple(sharded_shape(value))} in the "
-                f"state dict, ({segment.numel},) in unit {module._sharded.name!r}: "
-                f"{remedy}"
+                f"state dict, ({segment.numel},) {unit}: {remedy}"
             )
             continue
-        begin, end = segment.range_of(module.rank)
+        begin, end = segment.ranges[module.rank]
         part = local_part(value)
         numel = 0 if part is None else part.numel()
         offset = value.local_shards()[0].metadata.shard_offsets[0] if numel else begin
         if (offset, numel) != (begin, end - begin):
             problems.append(
                 f"size mismatch for {key}: elements [{offset}, {offset + numel}) on "
-                f"rank {module.rank} in the state dict, [{begin}, {end}) in unit "
-                f"{module._sharded.name!r}: {remedy}"
+                f"rank {module.rank} in the state dict, [{begin}, {end}) {unit}: "
+                f"{remedy}"
             )
     return problems
 
 
-def load_local(module: ShardedModule, values: dict[str, ShardedTensor]) -> None:
+def load_local(module: ShardedModule, values: Mapping[str, ShardedTensor]) -> None:
     """Copy checked entries, by name, into this rank's shards."""
-    with torch.no_grad():
-        for segment in _segments_of(module):
-            value = values.get(segment.name)
-            local: Tensor | None = None if value is None else local_part(value)
-            if local is None:
-                continue
-            for part, offset in segment.parts:
-                part.values().copy_(local[offset : offset + part.part_numel])
+    for segment in _segments_of(module):
+        value = values.get(segment.name)
+        local = None if value is None else local_part(value)
+        for part, offset in segment.parts if local is not None else ():
+            assert local is not None
+            part.values().copy_(local[offset : offset + part.part_numel])

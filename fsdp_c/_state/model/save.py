@@ -4,7 +4,7 @@ The keys are those of the unwrapped module: a wrapped module passes its own pref
 on to the module inside it.
 
 Note [One unit at a time]
-Parameters are exchanged to where they are needed (see fsdp_c._state.exchange): whole on
+Parameters are exchanged to where they are needed (see fsdp_c._state.forms): whole on
 all ranks or on rank 0, or in rows. Each rank so takes little memory beside its result.
 That is possible where saving a module means handing out its parameters. A unit of which
 a module does more (hooks around saving, ``_save_to_state_dict()`` or
@@ -19,8 +19,7 @@ those of the unwrapped module.
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import (
-    FullStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -36,20 +34,19 @@ from torch.distributed.fsdp.api import (
 
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
-from fsdp_c._state.exchange import ExchangeItem, UnitItems, exchange
+from fsdp_c._state.forms import Form, save_tensors
+from fsdp_c._state.kinds import refuse_local_with_mesh
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import saves_plainly
-from fsdp_c._state.parts import named_uses, unit_parts
-from fsdp_c._state.sharded_tensors import (
-    in_form,
-    is_sharded,
-    shard_tensor,
-)
+from fsdp_c._state.parts import ParamPart, named_uses, unit_parts
+from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX
 from fsdp_c._units.sessions import SaveSession
 from fsdp_c._units.uses import is_flat_param, sharding_unit
+
+_Kinds = dict[ShardedModule, StateDictType]
 
 
 def kind_of(module: ShardedModule) -> StateDictType:
@@ -63,7 +60,7 @@ def kind_of(module: ShardedModule) -> StateDictType:
         ``_pre_state_dict_hook``, ``_set_use_dtensor`` (torch 2.13,
         ``fsdp/_state_dict_utils.py``).
     """
-    kind = module._state_dict_type
+    kind: StateDictType = module._state_dict_type
     if kind is StateDictType.FULL_STATE_DICT:
         return kind
     if module._sharded.config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -73,39 +70,34 @@ def kind_of(module: ShardedModule) -> StateDictType:
             stacklevel=5,
         )
         return StateDictType.FULL_STATE_DICT
-    if kind is StateDictType.LOCAL_STATE_DICT and module._device_mesh is not None:
-        raise RuntimeError(
-            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
-            "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get "
-            "DTensor state_dict."
-        )
-    if module._device_mesh is not None:
-        config = module._state_dict_config
-        assert isinstance(config, ShardedStateDictConfig)  # LOCAL was refused
+    refuse_local_with_mesh(module, kind)
+    config = module._state_dict_config
+    if module._device_mesh is not None and isinstance(config, ShardedStateDictConfig):
         config._use_dtensor = True  # where FSDP1 shows it, too
     return kind
 
 
-def check_idle(module: ShardedModule, method: str) -> None:
-    """Check that ``module`` is between steps.
+def _form_of(module: ShardedModule, kind: StateDictType) -> Form:
+    """Return how the parameters of ``module``'s own unit stand in its state dict."""
+    config = module._state_dict_config
+    first = None
+    if getattr(config, "rank0_only", False):
+        first = dist.get_global_rank(module.process_group, 0)
+    return Form(
+        kind is StateDictType.SHARDED_STATE_DICT,
+        first,
+        config.offload_to_cpu,
+        getattr(config, "_use_dtensor", None),
+    )
 
-    Raises:
-        RuntimeError: It is not.
+
+def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
+    """Return the wrapped modules in ``module``; check that ``method`` can run on them.
+
+    Not inside a step, and not if a parameter is shared with a module outside, whose
+    unit shards it.
     """
-    if module.is_in_step:
-        raise RuntimeError(
-            f"{method}() was called inside forward or backward of unit "
-            f"{module._sharded.name!r}: call it between steps; after an exception in "
-            "the middle of one, call fsdp_c.reset(model) first"
-        )
-
-
-def check_owners(module: ShardedModule) -> None:
-    """Check that each sharded parameter in ``module`` has its unit in there too.
-
-    Raises:
-        RuntimeError: One is shared with a module outside, whose unit shards it.
-    """
+    ensure_engine(module)
     modules = list(sharded_modules(module))
     owned = {use.param for each in modules for use in each._sharded.originals.uses}
     for name, param in module.wrapped.named_parameters():
@@ -116,18 +108,18 @@ def check_owners(module: ShardedModule) -> None:
                 f"modules outside it, and sharded by unit {unit_name!r}: save or load "
                 "the state dict of a module that contains both"
             )
+    for each in modules:
+        if each.is_in_step:
+            raise RuntimeError(
+                f"{method}() was called inside forward or backward of unit "
+                f"{each._sharded.name!r}: call it between steps; after an exception in "
+                "the middle of one, call fsdp_c.reset(model) first"
+            )
+        each._sharded.originals.check()
+    return modules
 
 
-def _prefixes(module: ShardedModule, prefix: str) -> dict[ShardedModule, str]:
-    """Return the prefix that torch's recursion gives to each nested unit."""
-    return {
-        each: f"{prefix}{name.replace(WRAPPED_PREFIX, '')}."
-        for name, each in module.wrapped.named_modules()
-        if isinstance(each, ShardedModule)
-    }
-
-
-def new_state() -> "OrderedDict[str, Any]":
+def _new_state() -> "OrderedDict[str, Any]":
     """Return an empty state dict with metadata."""
     state: OrderedDict[str, Any] = OrderedDict()
     cast("Any", state)._metadata = OrderedDict()
@@ -142,49 +134,44 @@ def save(
 ) -> dict[str, Any]:
     """Return the state dict of ``module``, its keys beginning with ``prefix``.
 
-    All ranks must call it. Parameters are copies with memory of their own, buffers
-    and ignored parameters are the module's, as in ``nn.Module.state_dict()``; with
-    ``offload_to_cpu`` all of them are on the CPU. With ``rank0_only`` the other ranks
+    See ``FullyShardedDataParallel.state_dict``. With ``rank0_only`` the other ranks
     get nothing, and hold no copy meanwhile.
     """
     if destination is None:
-        destination = new_state()
+        destination = _new_state()
     kept = module.find_session(SaveSession)
     if kept is not None:
         _hand_out(kept, destination, prefix)
         return destination
-    ensure_engine(module)
-    check_owners(module)
-    modules = list(sharded_modules(module))
+    modules = check_tree(module, "state_dict")
     kinds = {each: kind_of(each) for each in modules}
-    prefixes = _prefixes(module, prefix)
-    summons = _find_summons(modules, kinds)
+    prefixes = {
+        each: f"{prefix}{name.replace(WRAPPED_PREFIX, '')}."
+        for name, each in module.wrapped.named_modules()
+        if isinstance(each, ShardedModule)
+    }
     with torch.no_grad(), ExitStack() as stack:
+        summons = _find_summons(modules, kinds)
         for each in modules:
-            check_idle(each, "state_dict")
-            each._sharded.originals.check()
-            stack.enter_context(
-                each._sharded.originals.absent()
-                if kinds[each] is StateDictType.LOCAL_STATE_DICT
-                else each._sharded.originals.shown()
-            )
+            originals = each._sharded.originals
+            is_local = kinds[each] is StateDictType.LOCAL_STATE_DICT
+            stack.enter_context(originals.absent() if is_local else originals.shown())
         values = _exchanged([each for each in modules if each not in summons], kinds)
-        for each in reversed(modules[1:]):  # parents come first in it
-            own = prefixes[each]
+
+        def save_unit(
+            each: ShardedModule, target: dict[str, Any], own: str
+        ) -> dict[str, Any]:
             kind = kinds[each]
-            state = _save_unit(
-                each, kind, new_state(), own, keep_vars, values.get(each)
-            )
-            each.begin_session(SaveSession(state, own))
+            return _save_unit(each, kind, target, own, keep_vars, values.get(each))
+
+        for each in reversed(modules[1:]):  # parents come first in it
+            state = save_unit(each, _new_state(), prefixes[each])
+            each.begin_session(SaveSession(state, prefixes[each]))
             stack.callback(each.end_session, SaveSession)
-        return _save_unit(
-            module, kinds[module], destination, prefix, keep_vars, values.get(module)
-        )
+        return save_unit(module, destination, prefix)
 
 
-def _find_summons(
-    modules: list[ShardedModule], kinds: dict[ShardedModule, StateDictType]
-) -> set[ShardedModule]:
+def _find_summons(modules: list[ShardedModule], kinds: _Kinds) -> set[ShardedModule]:
     """Return the modules whose unit is summoned; the same on all ranks.
 
     A hook may be registered on some ranks only, so the ranks ask each other. One that
@@ -215,6 +202,31 @@ def _find_summons(
     return summons
 
 
+def _exchanged(
+    modules: list[ShardedModule], kinds: _Kinds
+) -> dict[ShardedModule, dict[int, Any]]:
+    """Return the values of units' parameters in the state dict, by parameter."""
+    modules = [m for m in modules if kinds[m] is not StateDictType.LOCAL_STATE_DICT]
+    values: dict[ShardedModule, dict[int, Any]] = {module: {} for module in modules}
+    tensors = [
+        (form, (part, "", own, own.dtype))
+        for module in modules
+        for form in [_form_of(module, kinds[module])]
+        for part in unit_parts(module)
+        for own in [_own_values(part)]
+    ]
+    for part, _, value in save_tensors(tensors, "parameters"):
+        values[part.over][part.index] = value
+    return values
+
+
+def _own_values(part: ParamPart) -> Tensor:
+    """Return this rank's part; where it is the whole, on the unit's device."""
+    values = part.values()
+    is_whole = part.shard_group is None
+    return values.to(part.over.compute_device) if is_whole else values
+
+
 def _hand_out(kept: SaveSession, destination: dict[str, Any], prefix: str) -> None:
     """Add what was kept of a nested unit to ``destination``."""
     for key, value in kept.state.items():
@@ -232,43 +244,35 @@ def _save_unit(
     destination: dict[str, Any],
     prefix: str,
     keep_vars: bool,
-    values: list[Any] | None,
+    values: dict[int, Any] | None,
 ) -> dict[str, Any]:
     """Save one unit and what is in it; nested units hand out what was kept.
 
     ``values`` are those of its parameters if they were exchanged.
     """
-    config = module._state_dict_config
-    is_wanted = _is_wanted(module)
-    target = destination if is_wanted else new_state()
+    form = _form_of(module, kind)
+    target = destination if form.is_wanted else _new_state()
     for pre_hook in module._state_dict_pre_hooks.values():
         pre_hook(module, prefix, keep_vars)
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        own = local_state(module, offload_to_cpu=config.offload_to_cpu)
+    is_local = kind is StateDictType.LOCAL_STATE_DICT
+    if is_local:
+        own = local_state(module, offload_to_cpu=form.offload_to_cpu)
         target.update((f"{prefix}{name}", value) for name, value in own.items())
+    is_summoned = not is_local and values is None
+    with summoned(module, writeback=False) if is_summoned else nullcontext():
         module.wrapped.state_dict(
             destination=target, prefix=prefix, keep_vars=keep_vars
         )
-    elif values is not None:
-        module.wrapped.state_dict(
-            destination=target, prefix=prefix, keep_vars=keep_vars
-        )
-        params = module._sharded.unit.param_of_use
-        for name, use in named_uses(module):
-            if is_wanted and f"{prefix}{name}" in target:
-                value = values[params[use]]
-                if not is_sharded(value):
-                    value.requires_grad_(target[f"{prefix}{name}"].requires_grad)
-                target[f"{prefix}{name}"] = value
-    else:
-        with summoned(module, writeback=False):
-            module.wrapped.state_dict(
-                destination=target, prefix=prefix, keep_vars=keep_vars
-            )
-            if is_wanted:
-                _replace_params(module, target, prefix, _copier(module, kind))
-    if is_wanted:
-        _convert_rest(module, target, prefix, offload_to_cpu=config.offload_to_cpu)
+        if is_summoned and form.is_wanted:
+            _replace_params(module, target, prefix, form)
+    params = module._sharded.unit.param_of_use
+    for name, use in named_uses(module) if values is not None else ():
+        key = f"{prefix}{name}"
+        if form.is_wanted and key in target:
+            assert values is not None
+            target[key] = _like(target[key], values[params[use]])
+    if form.is_wanted:
+        _convert_rest(module, target, prefix, offload_to_cpu=form.offload_to_cpu)
     local_metadata = {"version": module._version}
     for hook in module._state_dict_hooks.values():
         result = hook(module, destination, prefix, local_metadata)
@@ -277,81 +281,9 @@ def _save_unit(
     return destination
 
 
-def _rank0_only(module: ShardedModule) -> bool:
-    config = module._state_dict_config
-    return isinstance(config, FullStateDictConfig) and config.rank0_only
-
-
-def _is_wanted(module: ShardedModule) -> bool:
-    """Return whether this rank gets values of the unit."""
-    return module.rank == 0 or not _rank0_only(module)
-
-
-def _exchanged(
-    modules: list[ShardedModule], kinds: dict[ShardedModule, StateDictType]
-) -> dict[ShardedModule, list[Any]]:
-    """Return the values of units' parameters in the state dict, by parameter."""
-    modules = [m for m in modules if kinds[m] is not StateDictType.LOCAL_STATE_DICT]
-    values: dict[ShardedModule, list[Any]] = {module: [] for module in modules}
-    units = [_items_of(module, kinds[module]) for module in modules]
-    for (module, part), value in exchange(units, "parameters"):
-        config = module._state_dict_config
-        device = torch.device("cpu") if config.offload_to_cpu else module.compute_device
-        values[module].append(
-            in_form(
-                module,
-                value,
-                part.shape,
-                device=device,
-                shards=kinds[module] is StateDictType.SHARDED_STATE_DICT,
-                use_dtensor=getattr(config, "_use_dtensor", None),
-            )
-            if _is_wanted(module)
-            else None
-        )
-    return values
-
-
-def _items_of(module: ShardedModule, kind: StateDictType) -> UnitItems:
-    """Return what is exchanged of a unit: its parts, to where they are needed."""
-    num_ranks = module.world_size
-    items = []
-    for part in unit_parts(module):
-        if kind is StateDictType.SHARDED_STATE_DICT:
-            needed = part.spread.rows(part.index, num_ranks)
-        else:
-            needed = part.spread.whole(0, 1 if _rank0_only(module) else num_ranks)
-        held = part.spread.parts(part.index, num_ranks)
-        own = part.values()
-        items.append(
-            ExchangeItem((module, part), own, own.dtype, part.index, held, needed)
-        )
-    group, device = module.process_group, module.compute_device
-    return UnitItems(module._sharded.name, group, device, items)
-
-
-def _copier(module: ShardedModule, kind: StateDictType) -> Callable[[Tensor], Any]:
-    """Return what makes of a whole parameter its value in the state dict."""
-    config = module._state_dict_config
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        assert isinstance(config, ShardedStateDictConfig)
-
-        def shard(value: Tensor) -> Tensor:
-            return shard_tensor(
-                module,
-                value,
-                offload_to_cpu=config.offload_to_cpu,
-                use_dtensor=config._use_dtensor,
-            )
-
-        return shard
-
-    def copy(value: Tensor) -> Tensor:
-        device = torch.device("cpu") if config.offload_to_cpu else value.device
-        result = value.detach().to(device, copy=True)
-        return result.requires_grad_(value.requires_grad)
-
-    return copy
+def _like(param: Tensor, value: Any) -> Any:
+    """Return ``value``, of which a whole one requires a gradient if ``param`` does."""
+    return value if is_sharded(value) else value.requires_grad_(param.requires_grad)
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -359,10 +291,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _replace_params(
-    module: ShardedModule,
-    target: dict[str, Any],
-    prefix: str,
-    copy: Callable[[Tensor], Any],
+    module: ShardedModule, target: dict[str, Any], prefix: str, form: Form
 ) -> None:
     """Copy what lies in the memory of the summoned unit, whatever its key is.
 
@@ -377,7 +306,7 @@ def _replace_params(
     def copy_once(value: Tensor) -> Any:
         place = (value.data_ptr(), value.dtype, value.shape, value.stride())
         if place not in copies:
-            copies[place] = copy(value)
+            copies[place] = _like(value, form.of_whole(module, value))
         return copies[place]
 
     for key, value in target.items():
@@ -388,21 +317,17 @@ def _replace_params(
             and _storage_of(value) in storages
         ):
             target[key] = copy_once(value)
-    nested = _nested_modules(module)
+    nested = {
+        inner
+        for each in sharded_modules(module)
+        if each is not module
+        for inner in each.modules()
+    }
     if any(use.module in nested for use in uses):
         for name, index in named_uses(module):
             key = f"{prefix}{name}"
             if uses[index].module in nested and key in target:
                 target[key] = copy_once(uses[index].param.detach())
-
-
-def _nested_modules(module: ShardedModule) -> set[nn.Module]:
-    """Return the modules inside the units nested in ``module``."""
-    nested: set[nn.Module] = set()
-    for each in sharded_modules(module):
-        if each is not module:
-            nested.update(each.modules())
-    return nested
 
 
 def _convert_rest(

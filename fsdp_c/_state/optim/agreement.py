@@ -7,8 +7,8 @@ states they have, and take what is not sharded from a rank that has it.
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,40 +27,31 @@ class Scalar(NamedTuple):
     dtype: torch.dtype
     value: Any
 
-    def tensor(self) -> Tensor:
-        """Return it on the CPU."""
-        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
-
 
 class PerRank(NamedTuple):
     """A plain state that is another one on each rank.
 
-    Attributes:
-        values: By rank of the sharding group, as of :func:`packed_value`; None where
-            the rank has none.
+    ``values`` are those of the ranks of the sharding group, as of
+    :func:`packed_value`; None where a rank has none.
     """
 
     values: tuple[Any, ...]
-
-    @property
-    def first(self) -> Any:
-        """The one of the first rank that has one."""
-        return next((value for value in self.values if value is not None), None)
 
     def of(self, part: ParamPart, key: str) -> Any:
         """Return this rank's own; the first one, of another number of ranks."""
         group = part.shard_group
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        first = next((value for value in self.values if value is not None), None)
         if len(self.values) == size:
             own = self.values[rank]
-            return self.first if own is None else own
+            return first if own is None else own
         warnings.warn(
             f"optimizer state {key!r} of parameter {part.fqn!r} was another on each "
             f"of {len(self.values)} ranks, and is loaded on {size}: all get the first "
             "rank's",
             stacklevel=6,
         )
-        return self.first
+        return first
 
 
 def packed_value(value: Any) -> Any:
@@ -74,7 +65,9 @@ def packed_value(value: Any) -> Any:
 
 def unpacked_value(value: Any) -> Any:
     """Return a plain state as the optimizer has it, with memory of its own."""
-    return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
+    if isinstance(value, Scalar):
+        return torch.tensor(value.value, dtype=value.dtype, device="cpu")
+    return copy.deepcopy(value)
 
 
 @dataclass
@@ -94,63 +87,71 @@ class AgreedState:
     per_rank: dict[str, PerRank] = field(default_factory=dict)
 
 
+def gather_reports(
+    groups: Iterable[ProcessGroup],
+    report: Callable[[ProcessGroup], Any],
+    error: Exception | None,
+    what: str,
+) -> list[list[Any]]:
+    """Return, for each group, what its ranks report.
+
+    All ranks of the groups must call it; the order of the groups is the same on all.
+    Raises ``error``, what went wrong on this rank before, or that of another one.
+    """
+    gathered = []
+    message = None if error is None else str(error)
+    for group in groups:
+        mine = message, report(group)
+        reports: list[Any] = [mine] * group.size()
+        if group.size() > 1:
+            with naming_ranks(group, what):
+                dist.all_gather_object(reports, mine, group=group)
+        gathered.append(reports)
+    if error is not None:
+        raise error
+    for reports in gathered:
+        for rank, (other, _) in enumerate(reports):
+            if other is not None:
+                raise RuntimeError(f"rank {rank} of the group: {other}")
+    return [[each for _, each in reports] for reports in gathered]
+
+
 # What one rank has of a parameter: whether it is sharded, and a dtype or a plain state.
 _Kind = dict[str, tuple[bool, Any]]
 
 
-class _Report(NamedTuple):
-    """One rank's states.
-
-    Most parameters have the same: ``kinds`` lists what differs, ``states`` has the
-    index of each parameter's.
-    """
-
-    error: str | None
-    kinds: list[_Kind]
-    states: dict[str, int]
+# One rank's, by parameter.
+_Report = Mapping[str, _Kind]
 
 
 def agree(
     states: Mapping[str, ParamState],
-    groups: Iterable[ProcessGroup],
+    groups: Sequence[ProcessGroup],
     error: Exception | None,
 ) -> dict[str, AgreedState]:
     """Return the states that the ranks have together; those with none are left out.
 
-    All ranks of ``groups`` must call it. Parameters whose sharding group is not in
-    ``groups`` are left out, unless each rank has the whole.
-
-    Args:
-        states: This rank's.
-        groups: The sharding groups, in the same order on all ranks.
-        error: What went wrong on this rank before, if anything.
-
-    Raises:
-        RuntimeError: It went wrong on another rank; or the ranks' optimizers step
-            different parameters, or lack state for what they hold.
-        ValueError: State is sharded on some ranks only.
+    All ranks of ``groups``, which shard, must call it. Parameters whose sharding group
+    is another one are left out, unless each rank has the whole. Raises ``error``, or
+    if the ranks' optimizers do not fit together.
     """
-    gathered: list[tuple[_Report, list[Any]]] = []
-    for group in groups:
-        its_states = {
-            name: state
-            for name, state in states.items()
-            if state.part.shard_group is group
-        }
-        mine = _report(its_states, error)
-        reports: list[Any] = [None] * group.size()
-        with naming_ranks(group, "comparison of optimizer states"):
-            dist.all_gather_object(reports, mine, group=group)
-        gathered.append((mine, reports))
-    if error is not None:
-        raise error
+
+    def of_group(group: ProcessGroup | None) -> dict[str, ParamState]:
+        return {n: s for n, s in states.items() if s.part.shard_group is group}
+
+    gathered = gather_reports(
+        groups,
+        lambda group: _report(of_group(group)),
+        error,
+        "comparison of optimizer states",
+    )
     agreed: dict[str, AgreedState] = {}
-    for mine, reports in gathered:
-        _check_reports(reports)
-        parts = [states[name].part for name in mine.states]
+    for group, reports in zip(groups, gathered, strict=True):
+        _check_parameters(reports)
+        parts = [state.part for state in of_group(group).values()]
         agreed.update((each.part.fqn, each) for each in _agreed_states(parts, reports))
-    for name, state in states.items():
-        if state.part.shard_group is None and state.has_state:
+    for name, state in of_group(None).items():
+        if state.has_state:
             agreed[name] = AgreedState(
                 state.part,
                 {key: value.dtype for key, value in state.sharded.items()},
@@ -159,52 +160,29 @@ def agree(
     return {name: agreed[name] for name in states if name in agreed}
 
 
-def _report(states: Mapping[str, ParamState], error: Exception | None) -> _Report:
-    report = _Report(None if error is None else str(error), [], {})
-    known: dict[tuple[Any, ...], int] = {}
+def _report(states: Mapping[str, ParamState]) -> _Report:
+    """Return this rank's states; equal ones are one object, which is pickled once."""
+    report: dict[str, _Kind] = {}
+    known: dict[tuple[Any, ...], _Kind] = {}
     for name, state in states.items():
-        kind = _kind(state)
-        key = _key(kind)
-        new = len(report.kinds)
-        index = new if key is None else known.setdefault(key, new)
-        if index == new:
-            report.kinds.append(kind)
-        report.states[name] = index
+        kind: _Kind = {}
+        if state.has_state:
+            kind.update((n, (True, value.dtype)) for n, value in state.sharded.items())
+            kind.update(
+                (n, (False, packed_value(value))) for n, value in state.plain.items()
+            )
+        if all(is_sharded or isinstance(v, Scalar) for is_sharded, v in kind.values()):
+            # Equal keys are equal kinds, bit for bit: NaN is equal to NaN.
+            key = tuple((n, is_sharded, repr(v)) for n, (is_sharded, v) in kind.items())
+            kind = known.setdefault(key, kind)
+        report[name] = kind
     return report
 
 
-def _kind(state: ParamState) -> _Kind:
-    if not state.has_state:
-        return {}
-    return {
-        **{name: (True, value.dtype) for name, value in state.sharded.items()},
-        **{name: (False, packed_value(value)) for name, value in state.plain.items()},
-    }
-
-
-def _key(kind: _Kind) -> tuple[Any, ...] | None:
-    """Return what two kinds have in common only if they are the same, bit for bit.
-
-    None where that takes more than a look.
-    """
-    key: list[Any] = []
-    for name, (is_sharded, value) in kind.items():
-        if isinstance(value, Scalar):
-            key += name, value.dtype, repr(value.value)
-        elif is_sharded:
-            key += name, value
-        else:
-            return None
-    return tuple(key)
-
-
-def _check_reports(reports: Sequence[_Report]) -> None:
+def _check_parameters(reports: Sequence[_Report]) -> None:
+    stepped = {name for report in reports for name in report}
     for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise RuntimeError(f"rank {rank} of the sharding group: {report.error}")
-    stepped = {name for report in reports for name in report.states}
-    for rank, report in enumerate(reports):
-        lacking = sorted(stepped - report.states.keys())
+        lacking = sorted(stepped - report.keys())
         if lacking:
             raise RuntimeError(
                 _missing(f"the optimizer of rank {rank} does not step {lacking[0]!r}")
@@ -226,81 +204,66 @@ def _agreed_states(
     """Yield the states of the parameters that have any on some rank."""
     found: dict[tuple[Any, ...], AgreedState | None] = {}
     for part in parts:
-        indices = tuple(report.states[part.fqn] for report in reports)
-        owners = part.owners
-        key = (indices, *owners)
+        kinds = [report[part.fqn] for report in reports]
+        key = (*map(id, kinds), *part.owners)
         if key not in found:
-            kinds = [
-                report.kinds[index]
-                for report, index in zip(reports, indices, strict=True)
-            ]
-            found[key] = _merge(part, owners, kinds)
+            found[key] = _merge(part, kinds) if any(kinds) else None
         state = found[key]
         if state is not None:
-            yield AgreedState(part, state.sharded, state.plain, state.per_rank)
+            yield replace(state, part=part)
 
 
-def _merge(
-    part: ParamPart, owners: Sequence[int], reports: Sequence[_Kind]
-) -> AgreedState | None:
-    """Return the state of one parameter, of which the ranks have ``reports``.
-
-    Args:
-        part: The parameter.
-        owners: The ranks that hold a part of it.
-        reports: Of all ranks.
-    """
-    if not any(reports):
-        return None
+def _merge(part: ParamPart, kinds: Sequence[_Kind]) -> AgreedState:
+    """Return the state of one parameter, of which the ranks have ``kinds``."""
     result = AgreedState(part)
-    for name in dict.fromkeys(name for report in reports for name in report):
-        have = [rank for rank in owners if name in reports[rank]]
-        have = have or [rank for rank, report in enumerate(reports) if name in report]
-        have = [rank for rank in have if reports[rank][name] != (False, None)]
-        values = [reports[rank][name] for rank in have]
-        if not values:
-            result.plain[name] = None
-            continue
-        if all(is_sharded for is_sharded, _ in values):
-            dtypes = {dtype for _, dtype in values}
-            if len(dtypes) > 1:
-                raise ValueError(
-                    f"optimizer state {name!r} of parameter {part.fqn!r} has the "
-                    f"dtypes {sorted(map(str, dtypes))} on different ranks: give all "
-                    "ranks the same"
+    owners = part.owners
+    for name in dict.fromkeys(name for kind in kinds for name in kind):
+        have = [rank for rank in owners if name in kinds[rank]]
+        have = have or [rank for rank, kind in enumerate(kinds) if name in kind]
+        values = {r: kinds[r][name] for r in have if kinds[r][name] != (False, None)}
+        sharded = [rank for rank, (is_sharded, _) in values.items() if is_sharded]
+        first = next(iter(values.values()), (False, None))
+        if not sharded:
+            result.plain[name] = first[1]
+            # The state of a flat parameter is that of all in it, on every rank.
+            seen = [kind[name] for kind in kinds if name in kind]
+            seen = seen if part.is_flat else list(values.values())
+            if values and not all(same_value(value, first[1]) for _, value in seen):
+                if name == "step":
+                    raise ValueError(_other_steps(part, kinds))
+                result.per_rank[name] = PerRank(
+                    tuple(kind.get(name, (False, None))[1] for kind in kinds)
                 )
-            lacking = [rank for rank in owners if rank not in have]
-            if lacking:
-                raise RuntimeError(
-                    _missing(
-                        f"the optimizer of rank {lacking[0]} has no {name!r} for its "
-                        f"part of {part.fqn!r}"
-                    )
-                )
-            result.sharded[name] = dtypes.pop()
             continue
-        _check_kind(part, name, have, values)
-        first = values[0][1]
-        result.plain[name] = first
-        # The state of a flat parameter is that of all in it, on every rank.
-        seen = [report[name] for report in reports if name in report]
-        seen = seen if part.is_flat else values
-        if not all(same_value(value, first) for _, value in seen):
-            if name == "step":
-                raise ValueError(_other_steps(part, reports))
-            result.per_rank[name] = PerRank(
-                tuple(report.get(name, (False, None))[1] for report in reports)
+        what = f"optimizer state {name!r} of parameter {part.fqn!r}"
+        if len(sharded) < len(values):
+            other = next(rank for rank in values if rank not in sharded)
+            raise ValueError(
+                f"{what} has one value per element on rank {sharded[0]}, and not on "
+                f"rank {other}: {describe(unpacked_value(values[other][1]))}. Save it "
+                "with StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"
             )
+        dtypes = {dtype for _, dtype in values.values()}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{what} has the dtypes {sorted(map(str, dtypes))} on different ranks: "
+                "give all ranks the same"
+            )
+        lacking = [rank for rank in owners if rank not in values]
+        if lacking:
+            raise RuntimeError(
+                _missing(
+                    f"the optimizer of rank {lacking[0]} has no {name!r} for its "
+                    f"part of {part.fqn!r}"
+                )
+            )
+        result.sharded[name] = dtypes.pop()
     return result
 
 
-def _other_steps(part: ParamPart, reports: Sequence[_Kind]) -> str:
-    """Say that ranks were not stepped together."""
-    steps = {
-        rank: report["step"][1]
-        for rank, report in enumerate(reports)
-        if "step" in report
-    }
+def _other_steps(part: ParamPart, kinds: Sequence[_Kind]) -> str:
+    """Return the message about ranks that were not stepped together."""
+    steps = {rank: kind["step"][1] for rank, kind in enumerate(kinds) if "step" in kind}
     first, *others = steps
     other = next(r for r in others if not same_value(steps[r], steps[first]))
     return (
@@ -309,21 +272,4 @@ def _other_steps(part: ParamPart, reports: Sequence[_Kind]) -> str:
         f"{first}, {describe(unpacked_value(steps[other]))} on rank {other}: step all "
         "ranks together, or save it with StateDictType.LOCAL_STATE_DICT, which keeps "
         "each rank's own"
-    )
-
-
-def _check_kind(
-    part: ParamPart, name: str, ranks: Sequence[int], values: Sequence[tuple[bool, Any]]
-) -> None:
-    """Refuse a state that has one value per element on some of the ranks only."""
-    sharded = [rank for rank, value in zip(ranks, values, strict=True) if value[0]]
-    if not sharded:
-        return
-    other = next(rank for rank in ranks if rank not in sharded)
-    value = dict(zip(ranks, values, strict=True))[other][1]
-    raise ValueError(
-        f"optimizer state {name!r} of parameter {part.fqn!r} has one value per "
-        f"element on rank {sharded[0]}, and not on rank {other}: "
-        f"{describe(unpacked_value(value))}. Save it with "
-        "StateDictType.LOCAL_STATE_DICT, which keeps each rank's own"
     )

@@ -18,13 +18,9 @@ _NAMES = "param_names"
 def groups_by_name(
     state_dict: Mapping[str, Any], keys: ParamKeys, parts_of_param: PartsOfParam
 ) -> list[dict[str, Any]] | None:
-    """Return the groups of an optimizer's state dict with names for keys.
+    """Return the groups of an optimizer's state dict with names for keys; None if none.
 
-    A flat parameter's key becomes the names of all parameters in it. None if the
-    state dict has no groups.
-
-    Raises:
-        ValueError: A group has a key that is none of the optimizer's.
+    A flat parameter's key becomes the names of all parameters in it.
     """
     if "param_groups" not in state_dict:
         return None
@@ -57,17 +53,40 @@ def groups_for_optimizer(
     """Return groups with names as those of an optimizer, with its keys.
 
     The groups are in the optimizer's order where that is known, else in the given.
-
-    Args:
-        param_groups: With names.
-        keys: The optimizer's keys.
-        parts_of_param: Of its model.
-        target: The optimizer's own groups, for the names that it keeps in them.
-
-    Raises:
-        ValueError: A name is none of the optimizer's parameters; a parameter that a
-            unit shards is in no group, or with others in one that is not theirs.
+    ``target`` are the optimizer's own groups, for the names that it keeps in them.
     """
+    group_of_key = _groups_of_keys(param_groups, keys, parts_of_param)
+    wanted: list[tuple[list[Key], int]]
+    if keys.groups is None:
+        wanted = [
+            ([k for k in keys.param_of_key if group_of_key.get(k) == number], number)
+            for number in range(len(param_groups))
+        ]
+    else:
+        wanted = [
+            _match(number, group, keys, group_of_key, parts_of_param)
+            for number, group in enumerate(keys.groups)
+        ]
+    results = []
+    for number, (group, source) in enumerate(wanted):
+        given = param_groups[source] if source < len(param_groups) else {}
+        result: dict[str, Any] = copy.deepcopy(
+            {k: v for k, v in given.items() if k not in ("params", _NAMES)}
+        )
+        if target is not None and _NAMES in target[number]:
+            result[_NAMES] = list(target[number][_NAMES])
+        is_named = any(isinstance(key, str) for key in group)
+        result["params"] = sorted(group, key=str) if is_named else group
+        results.append(result)
+    return results
+
+
+def _groups_of_keys(
+    param_groups: Sequence[Mapping[str, Any]],
+    keys: ParamKeys,
+    parts_of_param: PartsOfParam,
+) -> dict[Key, int]:
+    """Return the number of the given group that has each of the optimizer's keys."""
     key_of_name = {
         name: key
         for key, param in keys.param_of_key.items()
@@ -88,20 +107,7 @@ def groups_for_optimizer(
                     f"in group {group_of_key[key]}: one flat parameter is in one "
                     "group; use use_orig_params=True"
                 )
-    if keys.groups is None:
-        wanted = [
-            ([k for k in keys.param_of_key if group_of_key.get(k) == number], number)
-            for number in range(len(param_groups))
-        ]
-    else:
-        wanted = [
-            _match(number, group, keys, group_of_key, parts_of_param)
-            for number, group in enumerate(keys.groups)
-        ]
-    return [
-        _with_options(group, source, param_groups, target, number)
-        for number, (group, source) in enumerate(wanted)
-    ]
+    return group_of_key
 
 
 def _match(
@@ -133,25 +139,6 @@ def _match(
             "optimizer the same groups"
         )
     return found, next(iter(sources), number)
-
-
-def _with_options(
-    group: list[Key],
-    source: int,
-    param_groups: Sequence[Mapping[str, Any]],
-    target: Sequence[Mapping[str, Any]] | None,
-    number: int,
-) -> dict[str, Any]:
-    given: Mapping[str, Any] = {}
-    if source < len(param_groups):
-        given = param_groups[source]
-    options = {k: v for k, v in given.items() if k not in ("params", _NAMES)}
-    result: dict[str, Any] = copy.deepcopy(options)
-    if target is not None and _NAMES in target[number]:
-        result[_NAMES] = list(target[number][_NAMES])
-    is_named = any(isinstance(key, str) for key in group)
-    result["params"] = sorted(group, key=str) if is_named else group
-    return result
 
 
 def _unknown(name: Any, parts_of_param: PartsOfParam) -> str:

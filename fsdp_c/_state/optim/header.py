@@ -4,16 +4,17 @@ Loading begins with it: names, shapes and groups are checked, on all ranks alike
 before anything is moved or changed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsdp_c._state.optim.agreement import PerRank, packed_value
+from fsdp_c._state.optim.agreement import PerRank, packed_value, unpacked_value
 from fsdp_c._state.optim.local import LOCAL_PARTS
 from fsdp_c._state.optim.save import RANK_STATES, WHOLE_STATES
+from fsdp_c._state.optim.states import ParamState
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import is_sharded, sharded_dtype, sharded_shape
 
@@ -33,27 +34,19 @@ class Header:
     Attributes:
         states: By parameter name: a StateInfo, or a plain state.
         param_groups: As in the state dict; None if it has none.
-        whole_states: Names of plain states that are tensors, by parameter.
         others: State of no parameter.
     """
 
     states: dict[str, dict[str, Any]]
     param_groups: list[dict[str, Any]] | None
-    whole_states: dict[str, list[str]] = field(default_factory=dict)
     others: dict[Any, Any] = field(default_factory=dict)
 
 
-def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
-    """Return the header of ``state_dict``.
+def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
+    """Return the header of what :func:`fsdp_c._state.optim.save.save` returned.
 
-    Args:
-        state_dict: As :func:`fsdp_c._state.optim.save.save` returns it.
-        names: The parameters of the model; other entries that no group has belong
-            to no parameter.
-
-    Raises:
-        TypeError: It is no dictionary.
-        ValueError: It has no "state", is local, or keyed by ids.
+    Entries that are neither of the model's ``parts`` nor in a group belong to no
+    parameter.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(
@@ -71,7 +64,7 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
             "StateDictType.LOCAL_STATE_DICT, on the rank that saved it"
         )
     groups = state_dict.get("param_groups")
-    known = set(names)
+    known = {name for part in parts.values() for name in part.names}
     in_groups = {name for group in groups or () for name in group["params"]}
     for key in (*state_dict["state"], *in_groups):
         if isinstance(key, int):
@@ -80,9 +73,9 @@ def read_header(state_dict: Mapping[str, Any], names: Iterable[str]) -> Header:
                 "them names with rekey_optim_state_dict(..., "
                 "OptimStateKeyType.PARAM_NAME, ...)"
             )
-    whole = dict(state_dict.get(WHOLE_STATES, {}))
+    whole = state_dict.get(WHOLE_STATES, {})
     per_rank = state_dict.get(RANK_STATES, {})
-    header = Header({}, None if groups is None else list(groups), whole)
+    header = Header({}, None if groups is None else list(groups))
     for key, value in state_dict["state"].items():
         if key in known or key in in_groups:
             if not isinstance(value, Mapping):
@@ -109,31 +102,16 @@ def _info(value: Any, is_whole: bool) -> Any:
     return packed_value(value)
 
 
-@dataclass
-class WantedState:
-    """The state that one parameter is to have.
+class Wanted(NamedTuple):
+    """The state that one parameter is to have; its tensors have no memory yet."""
 
-    Attributes:
-        part: The parameter.
-        name: Its name in the state dict.
-        sharded: States with one value per element.
-        plain: The others, as packed.
-    """
-
-    part: ParamPart
-    name: str
-    sharded: dict[str, StateInfo] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
+    name: str  # of the parameter in the state dict
+    state: ParamState
+    infos: dict[str, StateInfo]  # of the tensors
 
 
-def check_header(
-    header: Header, parts: Mapping[str, ParamPart]
-) -> dict[str, WantedState]:
-    """Return what each parameter is to have, by first name.
-
-    Raises:
-        ValueError: A parameter is not in the model, or a state does not fit it.
-    """
+def check_header(header: Header, parts: Mapping[str, ParamPart]) -> dict[str, Wanted]:
+    """Return what each parameter is to have, by first name, if that fits the model."""
     by_name = {name: part for part in parts.values() for name in part.names}
     for name in header.states:
         if name not in by_name:
@@ -143,24 +121,28 @@ def check_header(
                 "the parameter out of the state dict"
             )
     sharded_names, scalar_names = _kinds(header, by_name)
-    wanted: dict[str, WantedState] = {}
-    for name, state in header.states.items():
+    wanted: dict[str, Wanted] = {}
+    for name, values in header.states.items():
         part = by_name[name]
         if part.fqn in wanted:
             raise ValueError(
                 f"there is optimizer state for {wanted[part.fqn].name!r} and for "
                 f"{name!r}, which are one parameter: leave one of them out"
             )
-        each = wanted[part.fqn] = WantedState(part, name)
-        for key, value in state.items():
+        each = wanted[part.fqn] = Wanted(name, ParamState(part), {})
+        for key in sorted(values, key=str):
+            value = values[key]
             info = _as_sharded(part, key, value, sharded_names, scalar_names)
             if info is not None:
                 _check_shape(name, part, key, info, sharded_names)
             if info is None or info.shape != part.shape:
-                each.plain[key] = value
+                own = value.of(part, key) if isinstance(value, PerRank) else value
+                each.state.plain[key] = unpacked_value(own)
             else:
-                each.sharded[key] = info
-        each.sharded = dict(sorted(each.sharded.items()))
+                each.infos[key] = info
+                each.state.sharded[key] = torch.empty(
+                    part.part_numel, dtype=info.dtype, device="meta"
+                )
     # Not in the order of the dictionary, which is each rank's own.
     return {fqn: wanted[fqn] for fqn in parts if fqn in wanted}
 

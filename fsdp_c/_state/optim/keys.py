@@ -4,8 +4,11 @@ By position in the parameter groups (torch.optim), or by name (NamedOptimizer an
 KeyedOptimizer, which use the names of ``model.named_parameters()``).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,119 +21,99 @@ Key = int | str
 
 @dataclass(frozen=True)
 class ParamKeys:
-    """The parameters of an optimizer and their keys.
+    """The parameters of an optimizer and their keys, in its order.
 
-    Attributes:
-        param_of_key: In the optimizer's order.
-        key_of_param: The reverse.
-        groups: Keys of each parameter group; None if the optimizer's groups are
-            not known.
+    ``groups`` has the keys of each parameter group; None if the groups are not known.
     """
 
     param_of_key: dict[Key, nn.Parameter]
-    key_of_param: dict[nn.Parameter, Key]
     groups: list[list[Key]] | None
+
+    @cached_property
+    def key_of_param(self) -> dict[nn.Parameter, Key]:
+        """The reverse."""
+        return {param: key for key, param in self.param_of_key.items()}
 
 
 def keys_of_optimizer(
     model: nn.Module, optim: torch.optim.Optimizer, *, is_named: bool
 ) -> ParamKeys:
-    """Return the keys of ``optim``'s own state dict.
-
-    Args:
-        model: The model whose parameters it steps.
-        optim: The optimizer.
-        is_named: Whether it uses names.
-
-    Raises:
-        ValueError: ``is_named``, and a parameter is not one of ``model``'s.
-    """
+    """Return the keys of ``optim``'s own state dict; ``is_named``: it uses names."""
     groups = [list(group["params"]) for group in optim.param_groups]
     if not is_named:
         return _by_position(groups)
     names = {param: name for name, param in model.named_parameters()}
-    return _checked(
-        [[_name_of(param, names) for param in group] for group in groups], groups
+    for param in (param for group in groups for param in group):
+        if param not in names:
+            raise ValueError(
+                f"the optimizer steps a parameter of shape {tuple(param.shape)} that "
+                "is not in the model: make the optimizer of the wrapped model's "
+                "parameters"
+            )
+    return ParamKeys(
+        {names[param]: param for group in groups for param in group},
+        [[names[param] for param in group] for group in groups],
     )
 
 
-def keys_of_input(
-    model: nn.Module, optim_input: Sequence[Any] | Iterable[Any] | None
-) -> ParamKeys:
+def keys_of_input(model: nn.Module, optim_input: Any) -> ParamKeys:
     """Return the keys of an optimizer that was constructed with ``optim_input``.
 
-    Args:
-        model: The model.
-        optim_input: Parameters, or dicts with "params"; ``model.parameters()`` if
-            None.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: It is empty.
+    These are parameters, or dicts with "params"; ``model.parameters()`` if None.
     """
     if optim_input is None:
-        return _by_position([list(model.parameters())], knows_groups=False)
-    if not isinstance(optim_input, Iterable) or isinstance(optim_input, Mapping | str):
-        raise TypeError(_bad_input(optim_input))
-    items = list(optim_input)
-    if not items:
-        raise ValueError(
-            "optim_input is empty: pass what the optimizer was constructed with, or "
-            "better the optimizer as optim"
-        )
-    if all(isinstance(item, torch.Tensor) for item in items):
-        return _by_position([items], knows_groups=False)
-    if not all(isinstance(item, dict) and "params" in item for item in items):
-        raise TypeError(_bad_input(optim_input))
-    return _by_position([_as_list(item["params"]) for item in items])
-
-
-def _as_list(params: Any) -> list[nn.Parameter]:
-    return [params] if isinstance(params, nn.Parameter) else list(params)
-
-
-def _bad_input(optim_input: Any) -> str:
-    return (
+        optim_input = list(model.parameters())
+    if isinstance(optim_input, Iterable) and not isinstance(optim_input, Mapping | str):
+        items = list(optim_input)
+        if not items:
+            raise ValueError(
+                "optim_input is empty: pass what the optimizer was constructed with, "
+                "or better the optimizer as optim"
+            )
+        if all(isinstance(item, torch.Tensor) for item in items):
+            return ParamKeys(_by_position([items]).param_of_key, None)
+        if all(isinstance(item, dict) and "params" in item for item in items):
+            groups = [item["params"] for item in items]
+            return _by_position(
+                [[g] if isinstance(g, nn.Parameter) else list(g) for g in groups]
+            )
+    raise TypeError(
         "optim_input must be an iterable of parameters, or of dicts with 'params', "
         f"got {type(optim_input).__name__}"
     )
 
 
-def _by_position(
-    groups: Sequence[Sequence[nn.Parameter]], *, knows_groups: bool = True
-) -> ParamKeys:
-    ids: list[list[Key]] = []
-    num_params = 0
-    for group in groups:
-        ids.append(list(range(num_params, num_params + len(group))))
-        num_params += len(group)
-    keys = _checked(ids, groups)
-    return (
-        keys if knows_groups else ParamKeys(keys.param_of_key, keys.key_of_param, None)
-    )
-
-
-def _checked(
-    keys: list[list[Key]], groups: Sequence[Sequence[nn.Parameter]]
-) -> ParamKeys:
-    param_of_key = {
-        key: param
-        for its_keys, group in zip(keys, groups, strict=True)
-        for key, param in zip(its_keys, group, strict=True)
-    }
-    return ParamKeys(
-        param_of_key, {param: key for key, param in param_of_key.items()}, keys
-    )
-
-
-def _name_of(param: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
-    name = names.get(param)
-    if name is None:
-        raise ValueError(
-            f"the optimizer steps a parameter of shape {tuple(param.shape)} that is "
-            "not in the model: make the optimizer of the wrapped model's parameters"
+def warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
+    """Warn if a method was given ``optim_input``."""
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: pass the optimizer as `optim` "
+            "and leave it out",
+            FutureWarning,
+            stacklevel=stacklevel,
         )
-    return name
+
+
+def keys_of_either(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    optim_input: Any,
+    *,
+    is_named: bool = False,
+) -> ParamKeys:
+    """Return the keys of ``optim``, or by ``optim_input`` if that is given."""
+    if optim is None or optim_input is not None:
+        return keys_of_input(model, optim_input)
+    return keys_of_optimizer(model, optim, is_named=is_named)
+
+
+def _by_position(groups: Sequence[Sequence[nn.Parameter]]) -> ParamKeys:
+    params: list[nn.Parameter] = []
+    keys: list[list[Key]] = []
+    for group in groups:
+        keys.append(list(range(len(params), len(params) + len(group))))
+        params += group
+    return ParamKeys(dict(enumerate(params)), keys)
 
 
 def uses_names(optim_state_dict: Mapping[str, Any]) -> bool:
@@ -141,34 +124,46 @@ def uses_names(optim_state_dict: Mapping[str, Any]) -> bool:
 def check_params(
     keys: ParamKeys, parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]]
 ) -> None:
-    """Check that all parameters of an optimizer are the model's.
+    """Check that all parameters of an optimizer are the model's."""
+    for key, param in keys.param_of_key.items():
+        if param in parts_of_param:
+            continue
+        hidden = {
+            use.param: use.fqn
+            for its_parts in parts_of_param.values()
+            for use in its_parts[0].over._sharded.originals.uses
+            if its_parts[0].is_flat
+        }
+        what = (
+            f"the original parameter {hidden[param]!r}, which a flat parameter stands "
+            "for since wrapping"
+            if param in hidden
+            else f"parameter {key!r} of shape {tuple(param.shape)}, which is not in "
+            "the model"
+        )
+        raise ValueError(
+            f"the optimizer steps {what}: make the optimizer after wrapping, of the "
+            "wrapped model's parameters"
+        )
 
-    Raises:
-        ValueError: One is not.
-    """
-    strangers = [
-        (key, param)
-        for key, param in keys.param_of_key.items()
-        if param not in parts_of_param
-    ]
-    if not strangers:
-        return
-    hidden = {
-        use.param: use.fqn
-        for its_parts in parts_of_param.values()
-        for part in its_parts
-        if part.module is not None and part.is_flat
-        for use in part.module._sharded.originals.uses
+
+def renamed(
+    state_dict: Mapping[str, Any],
+    state_key: Callable[[Key], Key],
+    group_key: Callable[[Key], Key],
+    copied: Callable[[Any], Any] = lambda state: state,
+) -> dict[str, Any]:
+    """Return state, its values ``copied``, and groups, if any, with other keys."""
+    states = state_dict["state"].items()
+    result: dict[str, Any] = {
+        "state": {state_key(key): copied(state) for key, state in states}
     }
-    key, param = strangers[0]
-    what = (
-        f"the original parameter {hidden[param]!r}, which a flat parameter stands for "
-        "since wrapping"
-        if param in hidden
-        else f"parameter {key!r} of shape {tuple(param.shape)}, which is not in the "
-        "model"
-    )
-    raise ValueError(
-        f"the optimizer steps {what}: make the optimizer after wrapping, of the "
-        "wrapped model's parameters"
-    )
+    if "param_groups" in state_dict:
+        result["param_groups"] = [
+            {
+                **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
+                "params": [group_key(key) for key in group["params"]],
+            }
+            for group in state_dict["param_groups"]
+        ]
+    return result

@@ -1,13 +1,12 @@
 """Optimizer state dicts into the form that a sharded model's optimizer loads.
 
 Checks come first, on what the dictionary holds and not on its elements; then the states
-come, see Note [One exchange].
+come, see Note [One exchange]. Each rank gets its parts and nothing else.
 """
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,251 +14,260 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fsdp_c._state.optim.agreement import PerRank, unpacked_value
+from fsdp_c._native import Placement
+from fsdp_c._state.exchange import ExchangeItem, exchange
+from fsdp_c._state.forms import load_item
+from fsdp_c._state.optim.agreement import gather_reports
 from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.header import (
     Header,
     StateInfo,
-    WantedState,
+    Wanted,
     check_header,
     read_header,
 )
-from fsdp_c._state.optim.keys import (
-    ParamKeys,
-    check_params,
-    keys_of_input,
-    keys_of_optimizer,
-)
-from fsdp_c._state.optim.receive import (
-    Values,
-    header_from_first,
-    parts_from_first,
-    parts_of_own,
-)
-from fsdp_c._state.optim.states import ParamState, assemble
+from fsdp_c._state.optim.keys import check_params, keys_of_either
+from fsdp_c._state.optim.states import assemble
 from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
 from fsdp_c._state.sharded_tensors import find_problem
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How to load.
-
-    Attributes:
-        is_sharded: The tensors are sharded ones, each rank has its own dictionary.
-        rank0_only: Only rank 0 has the dictionary.
-        is_named: The optimizer's own state dict has names for keys.
-        group: Whose rank 0 is meant; None: the first of the model's ranks.
-    """
-
-    is_sharded: bool = False
-    rank0_only: bool = False
-    is_named: bool = False
-    group: ProcessGroup | None = None
+_Wanted = Mapping[str, Wanted]
+_Checked = tuple[Header, _Wanted, list[dict[str, Any]] | None]
 
 
 def load(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     state_dict: Mapping[str, Any] | None,
-    options: LoadOptions,
     *,
+    is_sharded: bool = False,
+    rank0_only: bool = False,
+    is_named: bool = False,
+    group: ProcessGroup | None = None,
     optim_input: Any = None,
 ) -> dict[str, Any]:
-    """Return what ``optim.load_state_dict`` takes on this rank.
+    """Return what ``optim.load_state_dict`` takes on this rank; nothing is changed.
 
-    Whole tensors that every rank has need no communication. Otherwise all ranks of
-    ``model`` must call it. The result owns its memory; nothing is changed.
-
-    Args:
-        model: As for :func:`fsdp_c._state.optim.states.collect`.
-        optim: The optimizer that will load it; None if ``optim_input`` says.
-        state_dict: Full or sharded; ignored where ``rank0_only`` leaves this rank
-            out.
-        options: How to load.
-        optim_input: What the optimizer was constructed with, instead of ``optim``;
-            ``model.parameters()`` if both are None.
-
-    Raises:
-        RuntimeError: It failed on another rank.
-        TypeError: ``state_dict`` is no dictionary.
-        ValueError: Names, shapes or groups do not fit the model or the optimizer.
+    See ``FSDP.optim_state_dict_to_load``. Sharded tensors may come with any
+    ``state_dict``; with ``is_sharded`` all ranks expect them. ``optim`` is None if
+    ``optim_input`` says with what the optimizer was constructed; if that is None too,
+    with ``model.parameters()``.
     """
     parts = find_parts(model)
     of_param = parts_of_params(parts)
-    if optim is None or optim_input is not None:
-        keys = keys_of_input(model, optim_input)
-    else:
-        keys = keys_of_optimizer(model, optim, is_named=options.is_named)
+    keys = keys_of_either(model, optim, optim_input, is_named=is_named)
     modules = list(sharded_modules(model))
-    loader = _Loader(optim, modules, keys, of_param)
-    if options.rank0_only:
-        header = header_from_first(modules, state_dict, parts, options.group)
-        wanted, groups = loader.check(header, parts)
-        values = parts_from_first(modules, wanted, state_dict)
-    else:
-        header, wanted, groups = _checked_alike(
-            modules,
-            options,
-            lambda: _read_and_check(loader, state_dict, parts),
-        )
-        assert state_dict is not None  # it was checked
-        values = parts_of_own(modules, wanted, state_dict)
-    result: dict[str, Any] = {"state": loader.assemble(wanted, values)}
-    for key, value in header.others.items():
-        result["state"][key] = copy.deepcopy(value)
-    if groups is not None:
-        result["param_groups"] = groups
-    return result
 
-
-class _Loader:
-    """The optimizer to load into."""
-
-    def __init__(
-        self,
-        optim: torch.optim.Optimizer | None,
-        modules: list[ShardedModule],
-        keys: ParamKeys,
-        of_param: Mapping[nn.Parameter, list[ParamPart]],
-    ) -> None:
-        self.optim = optim
-        self.modules = modules
-        self.keys = keys
-        self.of_param = of_param
-
-    def check(
-        self, header: Header, parts: Mapping[str, ParamPart]
-    ) -> tuple[dict[str, WantedState], list[dict[str, Any]] | None]:
-        """Return what each parameter is to have, and the groups."""
-        check_params(self.keys, self.of_param)
+    def check(header: Header) -> _Checked:
+        check_params(keys, of_param)
         wanted = check_header(header, parts)
         groups = None
         if header.param_groups is not None:
+            target = None if optim is None else optim.param_groups
             groups = groups_for_optimizer(
-                header.param_groups,
-                self.keys,
-                self.of_param,
-                target=None if self.optim is None else self.optim.param_groups,
+                header.param_groups, keys, of_param, target=target
             )
         for each in wanted.values():
-            if each.part.param not in self.keys.key_of_param:
+            if each.state.part.param not in keys.key_of_param:
                 raise ValueError(
                     f"there is optimizer state for parameter {each.name!r}, which the "
                     "optimizer does not step: load it into an optimizer over the same "
                     "parameters"
                 )
-        # The flat parameters' plain states must agree; no elements are needed.
-        self.assemble(wanted, None)
-        return wanted, groups
+            part = each.state.part
+            # A rank that holds nothing of a parameter has a state if it had one before.
+            each.state.has_state = (
+                part.is_flat
+                or part.part_numel > 0
+                or part.shard_group is None
+                or (optim is not None and bool(optim.state.get(part.param)))
+            )
+        assembled(wanted)  # whether it can be; no elements are needed
+        return header, wanted, groups
 
-    def assemble(
-        self,
-        wanted: Mapping[str, WantedState],
-        values: Values | None,
-    ) -> dict[Any, Any]:
-        """Return the "state" of this rank; a rehearsal if ``values`` is None."""
-        states: dict[str, ParamState] = {}
-        for fqn, each in wanted.items():
-            part = each.part
-            state = ParamState(part, has_state=self._is_stepped_here(part))
-            for key, info in each.sharded.items():
-                if values is not None:
-                    state.sharded[key] = values[fqn, key]
-                elif part.is_flat:
-                    state.sharded[key] = torch.empty(
-                        part.part_numel, dtype=info.dtype, device="meta"
-                    )
-            state.plain = {
-                key: unpacked_value(
-                    value.of(part, key) if isinstance(value, PerRank) else value
-                )
-                for key, value in each.plain.items()
-            }
-            states[fqn] = state
-        return assemble(self.keys, self.of_param, states)
+    def assembled(wanted: _Wanted) -> dict[Any, Any]:
+        states = {fqn: each.state for fqn, each in wanted.items()}
+        return assemble(keys, of_param, states)
 
-    def _is_stepped_here(self, part: ParamPart) -> bool:
-        """Whether this rank's optimizer has state for a parameter that has some."""
-        if part.is_flat or part.part_numel > 0 or part.shard_group is None:
-            return True
-        return self.optim is not None and bool(self.optim.state.get(part.param))
-
-
-def _read_and_check(
-    loader: _Loader, state_dict: Any, parts: Mapping[str, ParamPart]
-) -> tuple[Header, dict[str, WantedState], list[dict[str, Any]] | None]:
-    header = read_header(state_dict, [n for p in parts.values() for n in p.names])
-    wanted, groups = loader.check(header, parts)
-    for part, name, key, _ in _sharded_states(wanted):
-        value = state_dict["state"][name][key]
-        problem = find_problem(part.module or loader.modules[0], value)
-        if problem is not None:
-            raise ValueError(f"optimizer state {key!r} of parameter {name!r} {problem}")
-    return header, wanted, groups
+    if rank0_only:
+        header, wanted, groups = check(
+            _header_from_first(modules, state_dict, parts, group)
+        )
+        _take_from_first(wanted, state_dict)
+    else:
+        checked: _Checked | None = None
+        error: Exception | None = None
+        try:
+            checked = check(read_header(state_dict, parts))
+            _check_sharded(checked[1], state_dict)
+        except Exception as caught:  # the other ranks wait for it
+            error = caught
+        _compare(modules, None if checked is None else checked[1], error, is_sharded)
+        assert checked is not None  # or it was an error
+        assert state_dict is not None
+        header, wanted, groups = checked
+        _take_own(wanted, state_dict)
+    others = copy.deepcopy(header.others)
+    result: dict[str, Any] = {"state": {**assembled(wanted), **others}}
+    if groups is not None:
+        result["param_groups"] = groups
+    return result
 
 
-def _sharded_states(
-    wanted: Mapping[str, WantedState],
-) -> list[tuple[ParamPart, str, str, StateInfo]]:
+def _sharded_states(wanted: _Wanted) -> list[tuple[ParamPart, str, str, StateInfo]]:
     """Return the states that come as sharded tensors: parameter, names, info."""
     return [
-        (each.part, each.name, key, info)
+        (each.state.part, each.name, key, info)
         for each in wanted.values()
-        for key, info in each.sharded.items()
+        for key, info in each.infos.items()
         if info.is_sharded
     ]
 
 
-def _process_groups(modules: list[ShardedModule]) -> list[ProcessGroup]:
-    return list(
-        dict.fromkeys(each._sharded.config.groups.process_group for each in modules)
+def _check_sharded(wanted: _Wanted, state_dict: Any) -> None:
+    for part, name, key, _ in _sharded_states(wanted):
+        problem = find_problem(part.over, state_dict["state"][name][key])
+        if problem is not None:
+            raise ValueError(f"optimizer state {key!r} of parameter {name!r} {problem}")
+
+
+def _compare(
+    modules: list[ShardedModule],
+    wanted: _Wanted | None,
+    error: Exception | None,
+    is_sharded: bool,
+) -> None:
+    """Raise if one of the ranks has an error, or not the same sharded tensors."""
+    sharded = [] if wanted is None else _sharded_states(wanted)
+    names = [(part.fqn, key, info) for part, _, key, info in sharded]
+    digest = hashlib.sha256(repr(names).encode()).hexdigest()
+    groups = [each._sharded.config.groups.process_group for each in modules]
+    groups = list(dict.fromkeys(groups)) if is_sharded or sharded else []
+    what = "comparison of optimizer states to load"
+    gathered = gather_reports(groups, lambda _: digest, error, what)
+    for group, reports in zip(groups, gathered, strict=True):
+        for rank, other in enumerate(reports):
+            if other != digest:
+                raise RuntimeError(
+                    f"rank {rank} and rank {group.rank()} have sharded optimizer state "
+                    "dicts of different parameters or states: pass what one call "
+                    "returned on all ranks"
+                )
+
+
+# This rank's parts -----------------------------------------------------------
+
+
+def _take_own(wanted: _Wanted, state_dict: Mapping[str, Any]) -> None:
+    """Take this rank's parts of tensors that each rank has, whole or sharded."""
+    items = []
+    for each in wanted.values():
+        part = each.state.part
+        for key, info in each.infos.items():
+            value = state_dict["state"][each.name][key]
+            if info.is_sharded:
+                items.append(load_item(part, key, value))
+            else:
+                own = value.detach().reshape(-1)[part.begin : part.end]
+                each.state.sharded[key] = own.to(part.param.device, copy=True)
+    _receive(wanted, items)
+
+
+def _receive(
+    wanted: _Wanted, items: Iterable[ExchangeItem], *, over_replicas: bool = False
+) -> None:
+    """Exchange the items, whose keys are names of states, into ``wanted``."""
+    exchanged = exchange(items, "optimizer states", over_replicas=over_replicas)
+    for item, value in exchanged:
+        own = value.to(item.part.param.device)
+        wanted[item.part.fqn].state.sharded[item.key] = own
+
+
+def _is_first(module: ShardedModule) -> bool:
+    return module._sharded.config.groups.process_group.rank() == 0 and (
+        _is_in_first_replica(module)
     )
 
 
-def _checked_alike(
+def _is_in_first_replica(module: ShardedModule) -> bool:
+    replicas = module._sharded.config.groups.inter_node_group
+    return replicas is None or replicas.rank() == 0
+
+
+def _header_from_first(
     modules: list[ShardedModule],
-    options: LoadOptions,
-    check: Callable[[], tuple[Header, dict[str, WantedState], Any]],
-) -> tuple[Header, dict[str, WantedState], Any]:
-    """Return what ``check`` does; with sharded tensors, if it does on all ranks."""
-    error: Exception | None = None
-    result: Any = None
-    try:
-        result = check()
-    except Exception as caught:  # the other ranks wait for it
-        error = caught
-    sharded = [] if result is None else _sharded_states(result[1])
-    if options.is_sharded or sharded:
-        names = [(part.fqn, key, info) for part, _, key, info in sharded]
-        digest = hashlib.sha256(repr(names).encode()).hexdigest()
-        mine = (None if error is None else str(error), digest)
-        gathered = []
-        for group in _process_groups(modules):
-            reports: list[Any] = [mine] * group.size()
-            if group.size() > 1:
-                with naming_ranks(group, "comparison of optimizer states to load"):
-                    dist.all_gather_object(reports, mine, group=group)
-            gathered.append((group, reports))
-        if error is None:
-            for group, reports in gathered:
-                _check_reports(group, reports)
-    if error is not None:
-        raise error
-    checked: tuple[Header, dict[str, WantedState], Any] = result
-    return checked
+    state_dict: Any,
+    parts: Mapping[str, ParamPart],
+    group: ProcessGroup | None,
+) -> Header:
+    """Return the header of the first rank's state dict, on all ranks.
+
+    What went wrong in reading it is raised on all ranks alike.
+    """
+    content: list[Any] = [None]
+    if _is_first(modules[0]) if group is None else group.rank() == 0:
+        try:
+            content = [_read_whole(modules, state_dict or {}, parts)]
+        except Exception as error:  # the other ranks wait for it
+            content = [error]
+    groups = modules[0]._sharded.config.groups
+    path = [groups.process_group] if group is None else [group]
+    if group is None and groups.inter_node_group and groups.process_group.rank() == 0:
+        path.insert(0, groups.inter_node_group)  # to rank 0 of each replica
+    for each in path:
+        if each.size() > 1:
+            with naming_ranks(each, "broadcast of the optimizer state's header"):
+                dist.broadcast_object_list(content, group=each, group_src=0)
+    if isinstance(content[0], Exception):
+        raise content[0]
+    received: Header = content[0]
+    return received
 
 
-def _check_reports(group: ProcessGroup, reports: list[tuple[str | None, str]]) -> None:
-    _, mine = reports[group.rank()]
-    for rank, (message, digest) in enumerate(reports):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} of the group: {message}")
-        if digest != mine:
-            raise RuntimeError(
-                f"rank {rank} and rank {group.rank()} have sharded optimizer state "
-                "dicts of different parameters or states: pass what one call returned "
-                "on all ranks"
-            )
+def _read_whole(
+    modules: list[ShardedModule], state_dict: Any, parts: Mapping[str, ParamPart]
+) -> Header:
+    if not all(_is_first(each) for each in modules):
+        raise ValueError(
+            "rank 0 of `group` must be rank 0 of the process groups of all units: "
+            "leave `group` out"
+        )
+    header = read_header(state_dict, parts)
+    for name, state in header.states.items():
+        for key, value in state.items():
+            if isinstance(value, StateInfo) and value.is_sharded:
+                raise ValueError(
+                    f"optimizer state {key!r} of parameter {name!r} is sharded: only "
+                    "whole tensors can be loaded from rank 0"
+                )
+    return header
+
+
+def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
+    """Take this rank's parts of whole tensors that the first rank has.
+
+    Replicas get theirs from the first replica.
+    """
+    items, replicated = [], []
+    for each in wanted.values():
+        part, over = each.state.part, each.state.part.over
+        held, needed = part.spread.whole(0, 1), part.spread.sharded(part.index)
+        for key, info in each.infos.items() if _is_in_first_replica(over) else ():
+            whole = state_dict["state"][each.name][key] if _is_first(over) else None
+            items.append(ExchangeItem(key, whole, info.dtype, part, held, needed))
+    _receive(wanted, items)
+    for each in wanted.values():
+        part = each.state.part
+        replicas = part.over._sharded.config.groups.inter_node_group
+        if replicas is not None and replicas.size() > 1:
+            numels = [*[0] * part.index, part.part_numel]
+            held = Placement.on_ranks(numels, 0, 1)
+            needed = Placement.on_ranks(numels, 0, replicas.size())
+            for key, own in each.state.sharded.items():
+                source = own if _is_in_first_replica(part.over) else None
+                replicated.append(
+                    ExchangeItem(key, source, own.dtype, part, held, needed)
+                )
+    _receive(wanted, replicated, over_replicas=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.optim.keys import keys_of_optimizer, uses_names
-from fsdp_c._state.optim.states import OptimStates, collect
+from fsdp_c._state.optim.keys import Key, keys_of_optimizer, renamed, uses_names
+from fsdp_c._state.optim.states import collect
 from fsdp_c._units.names import clean_name
 
 # A top-level entry: the elements that the rank holds, by parameter.
@@ -30,51 +30,50 @@ def save_local(
 
     With use_orig_params=False those are names of flat parameters. Nothing is
     communicated. The tensors own their memory.
-
-    Raises:
-        ValueError: See :func:`~fsdp_c._state.optim.states.collect`.
     """
     if state_dict is None:
         state_dict = optim.state_dict()
-    keys = keys_of_optimizer(model, optim, is_named=uses_names(state_dict))
-    local = collect(model, optim, state_dict=state_dict, keys=keys)
-    names = _names(model)
-    name_of_key = {key: names[param] for key, param in keys.param_of_key.items()}
-
-    def own(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
-        device = torch.device("cpu") if offload_to_cpu else value.device
-        return value.detach().to(device, copy=True)
-
-    result: dict[str, Any] = {
-        "state": {
-            name_of_key.get(key, key): {n: own(v) for n, v in state.items()}
-            for key, state in state_dict["state"].items()
-        }
+    parts = _parts(model, optim, state_dict)
+    names = _names(model, optim, is_named=uses_names(state_dict))
+    device = "cpu" if offload_to_cpu else None
+    return {
+        **renamed(
+            state_dict,
+            lambda key: names.get(key, key),
+            names.__getitem__,
+            lambda state: _copied(state, device),
+        ),
+        LOCAL_PARTS: parts,
     }
-    if "param_groups" in state_dict:
-        result["param_groups"] = [
-            {
-                **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
-                "params": [name_of_key[key] for key in group["params"]],
-            }
-            for group in state_dict["param_groups"]
-        ]
-    result[LOCAL_PARTS] = _parts(local)
-    return result
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the names of the parameters that an optimizer steps, without wrappers."""
-    return {param: clean_name(name) for name, param in model.named_parameters()}
+def _copied(state: Mapping[str, Any], device: str | None) -> dict[str, Any]:
+    return {
+        name: value.detach().to(device or value.device, copy=True)
+        if isinstance(value, Tensor)
+        else copy.deepcopy(value)
+        for name, value in state.items()
+    }
 
 
-def _parts(local: OptimStates) -> dict[str, list[int]]:
+def _names(
+    model: nn.Module, optim: torch.optim.Optimizer, *, is_named: bool
+) -> dict[Key, Key]:
+    """Return the names of what the optimizer steps, without wrappers, by its keys."""
+    names = {param: clean_name(name) for name, param in model.named_parameters()}
+    keys = keys_of_optimizer(model, optim, is_named=is_named)
+    return {key: names[param] for key, param in keys.param_of_key.items()}
+
+
+def _parts(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None = None,
+) -> dict[str, list[int]]:
     """Return ``[begin, end, numel]`` of this rank's part of each parameter."""
     return {
         name: [state.part.begin, state.part.end, state.part.numel]
-        for name, state in local.states.items()
+        for name, state in collect(model, optim, state_dict=state_dict).states.items()
     }
 
 
@@ -87,21 +86,15 @@ def load_local(
 ) -> dict[str, Any]:
     """Return what ``optim.load_state_dict`` takes, of a local state dict.
 
-    Nothing is communicated.
-
-    Raises:
-        TypeError: ``state_dict`` is no dictionary.
-        ValueError: It is not local, or of other parameters, or of other parts of
-            them: another rank, number of ranks, or wrapping.
+    Nothing is communicated. It must be of the same parts: rank, number of ranks and
+    wrapping.
     """
     if not isinstance(state_dict, Mapping) or LOCAL_PARTS not in state_dict:
         raise ValueError(
             "this is no local optimizer state dict: set the StateDictType that it was "
             "saved with"
         )
-    keys = keys_of_optimizer(model, optim, is_named=is_named)
-    names = _names(model)
-    parts = _parts(collect(model, optim))
+    parts = _parts(model, optim)
     given = state_dict[LOCAL_PARTS]
     for name in sorted(parts.keys() | given.keys()):
         if list(given.get(name, ())) != parts.get(name):
@@ -111,33 +104,24 @@ def load_local(
                 "load it with the same number of ranks and wrapping, on the rank that "
                 "saved it; full and sharded state dicts fit any"
             )
-    key_of_name = {names[param]: key for key, param in keys.param_of_key.items()}
-    result: dict[str, Any] = {
-        "state": {
-            key_of_name.get(name, name): {
-                k: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v)
-                for k, v in state.items()
-            }
-            for name, state in state_dict["state"].items()
-        }
-    }
-    if "param_groups" in state_dict:
-        for group in state_dict["param_groups"]:
-            for name in group["params"]:
-                if name not in key_of_name:
-                    raise ValueError(
-                        f"parameter {name!r} of the local optimizer state dict is not "
-                        "one that the optimizer steps under this name: set the same "
-                        "use_orig_params"
-                    )
-        result["param_groups"] = [
-            {
-                **copy.deepcopy(group),
-                "params": [key_of_name[n] for n in group["params"]],
-            }
-            for group in state_dict["param_groups"]
-        ]
-    return result
+    names = _names(model, optim, is_named=is_named)
+    keys = {name: key for key, name in names.items()}
+
+    def key_of(name: Key) -> Key:
+        if name not in keys:
+            raise ValueError(
+                f"parameter {name!r} of the local optimizer state dict is not "
+                "one that the optimizer steps under this name: set the same "
+                "use_orig_params"
+            )
+        return keys[name]
+
+    return renamed(
+        state_dict,
+        lambda name: keys.get(name, name),
+        key_of,
+        lambda state: _copied(state, None),
+    )
 
 
 def _part(part: list[int] | None) -> str:

@@ -8,45 +8,34 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import (
-    FullOptimStateDictConfig,
+    OptimStateDictConfig,
     ShardedOptimStateDictConfig,
-    StateDictSettings,
     StateDictType,
 )
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-from fsdp_c._state.kinds import get_state_dict_type
-from fsdp_c._state.optim.keys import keys_of_input
-from fsdp_c._state.optim.load import LoadOptions, load
+from fsdp_c._state.kinds import get_state_dict_type, refuse_local_with_mesh
+from fsdp_c._state.optim.keys import keys_of_input, warn_of_input
+from fsdp_c._state.optim.load import load
 from fsdp_c._state.optim.local import load_local, save_local
-from fsdp_c._state.optim.rekey import rekey
-from fsdp_c._state.optim.save import SaveOptions, save
+from fsdp_c._state.optim.rekey import rekey_optim_state_dict
+from fsdp_c._state.optim.save import save
 from fsdp_c._units.base import sharded_modules
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
-def _warn_of_input(optim_input: OptimInput) -> None:
-    if optim_input is not None:
-        warnings.warn(
-            "The `optim_input` argument is deprecated: pass the optimizer as `optim` "
-            "and leave it out",
-            FutureWarning,
-            stacklevel=3,
-        )
-
-
-def _warn_of_name(name: str, new: str) -> None:
+def _warn_of_name(name: str, new: str, optim_input: OptimInput = None) -> None:
     warnings.warn(
         f"FullyShardedDataParallel.{name} is deprecated, as in torch: use "
         f"FullyShardedDataParallel.{new} with set_state_dict_type",
         FutureWarning,
         stacklevel=3,
     )
+    warn_of_input(optim_input, stacklevel=4)
 
 
-def _settings(model: nn.Module) -> StateDictSettings:
-    """Return the state dict settings; a device mesh makes sharded ones DTensors.
+def _settings(model: nn.Module) -> tuple[StateDictType, OptimStateDictConfig]:
+    """Return the kind and config; a device mesh makes sharded tensors DTensors.
 
     Raises:
         RuntimeError: LOCAL_STATE_DICT with a device mesh.
@@ -56,18 +45,12 @@ def _settings(model: nn.Module) -> StateDictSettings:
     """
     settings = get_state_dict_type(model)
     for module in sharded_modules(model):
-        if module._device_mesh is None:
-            continue
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            raise RuntimeError(
-                "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible "
-                "with LOCAL_STATE_DICT. Please set state_dict_type to "
-                "SHARDED_STATE_DICT to get DTensor state_dict."
-            )
+        refuse_local_with_mesh(module, settings.state_dict_type)
         config = module._optim_state_dict_config
-        if isinstance(config, ShardedOptimStateDictConfig):
+        has_mesh = module._device_mesh is not None
+        if has_mesh and isinstance(config, ShardedOptimStateDictConfig):
             config._use_dtensor = True  # where FSDP1 shows it, too
-    return settings
+    return settings.state_dict_type, settings.optim_state_dict_config
 
 
 class OptimStateMethods:
@@ -114,27 +97,24 @@ class OptimStateMethods:
         Source:
             ``FullyShardedDataParallel.optim_state_dict`` (torch 2.13).
         """
-        settings = _settings(model)
-        config = settings.optim_state_dict_config
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        kind, config = _settings(model)
+        if kind is StateDictType.LOCAL_STATE_DICT:
             return save_local(
                 model,
                 optim,
                 offload_to_cpu=config.offload_to_cpu,
                 state_dict=optim_state_dict,
             )
-        use_dtensor = None
-        if isinstance(config, ShardedOptimStateDictConfig) and config._use_dtensor:
-            use_dtensor = True
-        options = SaveOptions(
-            shards=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
-            rank0_only=isinstance(config, FullOptimStateDictConfig)
-            and config.rank0_only,
+        return save(
+            model,
+            optim,
+            shards=kind is StateDictType.SHARDED_STATE_DICT,
+            rank0_only=getattr(config, "rank0_only", False),
             offload_to_cpu=config.offload_to_cpu,
-            use_dtensor=use_dtensor,
+            use_dtensor=getattr(config, "_use_dtensor", False) or None,
             group=group,
+            state_dict=optim_state_dict,
         )
-        return save(model, optim, options, state_dict=optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -170,57 +150,26 @@ class OptimStateMethods:
         Source:
             ``FullyShardedDataParallel.optim_state_dict_to_load`` (torch 2.13).
         """
-        settings = _settings(model)
-        config = settings.optim_state_dict_config
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        kind, config = _settings(model)
+        if kind is StateDictType.LOCAL_STATE_DICT:
             result = load_local(
                 model, optim, optim_state_dict, is_named=is_named_optimizer
             )
         else:
-            options = LoadOptions(
-                is_sharded=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
-                rank0_only=isinstance(config, FullOptimStateDictConfig)
-                and config.rank0_only,
+            result = load(
+                model,
+                optim,
+                optim_state_dict,
+                is_sharded=kind is StateDictType.SHARDED_STATE_DICT,
+                rank0_only=getattr(config, "rank0_only", False),
                 is_named=is_named_optimizer,
                 group=group,
             )
-            result = load(model, optim, optim_state_dict, options)
         if load_directly:
             optim.load_state_dict(result)
         return result
 
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return a state dict with names for ids, or ids for names.
-
-        So a full state dict goes into an unsharded model's optimizer (PARAM_ID), and
-        that one's state dict into a sharded model's (PARAM_NAME).
-
-        Args:
-            optim_state_dict: To be renamed; returned as it is if it has such keys.
-            optim_state_key_type: PARAM_NAME or PARAM_ID.
-            model: The model that defines the names, usually not wrapped.
-            optim_input: What its optimizer was constructed with. Deprecated.
-            optim: Its optimizer; ``model.parameters()`` in order if both are None.
-
-        Raises:
-            AssertionError: ``optim_state_key_type`` is neither.
-            ValueError: Keys are mixed, or not parameters of the optimizer.
-        """
-        _warn_of_input(optim_input)
-        return rekey(
-            optim_state_dict,
-            optim_state_key_type,
-            model,
-            optim_input=optim_input,
-            optim=optim,
-        )
+    rekey_optim_state_dict = staticmethod(rekey_optim_state_dict)
 
     # Older names ------------------------------------------------------------
 
@@ -236,12 +185,9 @@ class OptimStateMethods:
 
         ``optim_input`` is what ``optim`` was constructed with, and deprecated.
         """
-        _warn_of_name("full_optim_state_dict", "optim_state_dict")
-        _warn_of_input(optim_input)
+        _warn_of_name("full_optim_state_dict", "optim_state_dict", optim_input)
         keys = None if optim_input is None else keys_of_input(model, optim_input)
-        return save(
-            model, optim, SaveOptions(rank0_only=rank0_only, group=group), keys=keys
-        )
+        return save(model, optim, rank0_only=rank0_only, group=group, keys=keys)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -251,7 +197,7 @@ class OptimStateMethods:
     ) -> dict[str, Any]:
         """Return :meth:`optim_state_dict` as SHARDED, in host memory."""
         _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
-        return save(model, optim, SaveOptions(shards=True, group=group))
+        return save(model, optim, shards=True, group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -265,11 +211,9 @@ class OptimStateMethods:
         See :meth:`optim_state_dict_to_load`. The optimizer is ``optim``, or was
         constructed with ``optim_input``, or with ``model.parameters()``.
         """
-        _warn_of_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        _warn_of_input(optim_input)
-        return load(
-            model, optim, full_optim_state_dict, LoadOptions(), optim_input=optim_input
-        )
+        old, new = "shard_full_optim_state_dict", "optim_state_dict_to_load"
+        _warn_of_name(old, new, optim_input)
+        return load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -283,13 +227,14 @@ class OptimStateMethods:
 
         Otherwise as :meth:`shard_full_optim_state_dict`; collective.
         """
-        _warn_of_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        _warn_of_input(optim_input)
+        old, new = "scatter_full_optim_state_dict", "optim_state_dict_to_load"
+        _warn_of_name(old, new, optim_input)
         return load(
             model,
             optim,
             full_optim_state_dict,
-            LoadOptions(rank0_only=True, group=group),
+            rank0_only=True,
+            group=group,
             optim_input=optim_input,
         )
 
@@ -301,6 +246,4 @@ class OptimStateMethods:
     ) -> dict[str, Any]:
         """Return what ``optim`` loads, of a sharded state dict; collective."""
         _warn_of_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return load(
-            model, optim, sharded_optim_state_dict, LoadOptions(is_sharded=True)
-        )
+        return load(model, optim, sharded_optim_state_dict, is_sharded=True)

@@ -7,9 +7,9 @@ other for all parameters. Nothing here communicates.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ class ParamState:
     has_state: bool = False
 
 
-@dataclass
-class OptimStates:
+class OptimStates(NamedTuple):
     """What an optimizer holds on this rank, by parameter name.
 
     Attributes:
@@ -84,48 +83,34 @@ def collect(
     if keys is None:
         keys = keys_of_optimizer(model, optim, is_named=uses_names(state_dict))
     check_params(keys, of_param)
-    local_states: Mapping[Any, Any] = state_dict.get("state", {})
-    of_key = {
-        key: (of_param[param], local_states.get(key) or {})
-        for key, param in keys.param_of_key.items()
-    }
+    given: Mapping[Any, Any] = state_dict.get("state", {})
     plain = {
         name
-        for its_parts, local_state in of_key.values()
-        for name, value in local_state.items()
-        if not _fits(value, its_parts[0])
-        and isinstance(value, Tensor)
+        for key, param in keys.param_of_key.items()
+        for name, value in (given.get(key) or {}).items()
+        if isinstance(value, Tensor)
         and value.dim() > 0
         and value.numel() > 0
+        and not _fits(value, of_param[param][0])
     }
-    states = {
-        part.fqn: _state_at(part, of_key[keys.key_of_param[part.param]][1], plain)
-        for part in parts.values()
-        if part.param in keys.key_of_param
-    }
-    move_scalars(states.values())
+    states: dict[str, ParamState] = {}
+    for fqn, part in parts.items():
+        if part.param not in keys.key_of_param:
+            continue
+        own = given.get(keys.key_of_param[part.param]) or {}
+        state = states[fqn] = ParamState(part, has_state=bool(own))
+        for name, value in own.items():
+            # Names in `plain` do not fit other parameters.
+            if name not in plain and _fits(value, part):
+                state.sharded[name] = part.part_in(value.detach())
+            else:
+                state.plain[name] = value
+    _move_scalars(states.values())
     return OptimStates(
         states,
         groups_by_name(state_dict, keys, of_param),
-        {k: v for k, v in local_states.items() if k not in keys.param_of_key},
+        {k: v for k, v in given.items() if k not in keys.param_of_key},
     )
-
-
-def _state_at(
-    part: ParamPart, local_state: Mapping[str, Any], plain: set[str]
-) -> ParamState:
-    """Return the state at ``place``.
-
-    Names in ``plain`` are plain although their numbers of elements fit here: they
-    do not fit in other parameters.
-    """
-    state = ParamState(part, has_state=bool(local_state))
-    for name, value in local_state.items():
-        if name not in plain and _fits(value, part):
-            state.sharded[name] = part.part_in(value.detach())
-        else:
-            state.plain[name] = value
-    return state
 
 
 def _fits(value: Any, part: ParamPart) -> bool:
@@ -137,18 +122,15 @@ def _fits(value: Any, part: ParamPart) -> bool:
     return value.shape == part.local_shape
 
 
-def move_scalars(states: Iterable[ParamState]) -> None:
+def _move_scalars(states: Collection[ParamState]) -> None:
     """Move the 0-dim element-wise state of 0-dim parameters to ``sharded``.
 
     A 0-dim tensor is the state of a 0-dim parameter's only element if the state of
     the same name is sharded in other parameters, or of none and not ``step``.
     """
-    states = list(states)
     sharded = {name for state in states for name in state.sharded}
-    plain = {
-        name for state in states if state.part.shape for name in state.plain
-    } - sharded
-    plain.add("step")
+    plain = {name for state in states if state.part.shape for name in state.plain}
+    plain = (plain - sharded) | {"step"}
     for state in states:
         part = state.part
         if part.shape or part.shard_group is not None or part.is_flat:
@@ -168,35 +150,24 @@ def install(
 ) -> None:
     """Put states into ``optim``, exactly: no dtype is converted.
 
-    The optimizer takes over the tensors. A parameter that has no entry, or none with
-    ``has_state``, will have no state. Everything is checked first.
-
-    Args:
-        model: As for :func:`collect`.
-        optim: Steps parameters of ``model``.
-        states: By first name, as of :func:`collect` on this rank.
-        param_groups: Options by group, ``params`` being names; the optimizer's own
-            stay if None.
-        others: State that belongs to no parameter.
-
-    Raises:
-        ValueError: Names, numbers of elements or groups do not fit.
+    ``states`` are as of :func:`collect` on this rank, ``param_groups`` have names as
+    ``params``, ``others`` is state of no parameter. The optimizer takes over the
+    tensors. A parameter without an entry will have no state, its groups stay if none
+    are given. Everything is checked first.
     """
     current = optim.state_dict()
-    is_named = uses_names(current)
-    keys = keys_of_optimizer(model, optim, is_named=is_named)
+    keys = keys_of_optimizer(model, optim, is_named=uses_names(current))
     parts = find_parts(model)
     of_param = parts_of_params(parts)
     check_params(keys, of_param)
     for name, state in states.items():
         _check_state(name, state, parts)
+    groups = copy.deepcopy(current["param_groups"])
+    if param_groups is not None:
+        groups = groups_for_optimizer(param_groups, keys, of_param, target=groups)
     result: dict[str, Any] = {
         "state": {**assemble(keys, of_param, states), **(others or {})},
-        "param_groups": copy.deepcopy(current["param_groups"])
-        if param_groups is None
-        else groups_for_optimizer(
-            param_groups, keys, of_param, target=current["param_groups"]
-        ),
+        "param_groups": groups,
     }
     exact = {
         key: {n: v for n, v in state.items() if isinstance(v, Tensor)}
@@ -241,12 +212,9 @@ def assemble(
 ) -> dict[Key, Any]:
     """Return the "state" of an optimizer's state dict on this rank.
 
-    A parameter of which this rank holds nothing has none, as if stepped here,
-    unless its state says otherwise.
-
-    Raises:
-        ValueError: The parameters of a flat parameter differ in their plain state,
-            or in the dtype of their sharded state.
+    A parameter of which this rank holds nothing has none, as if stepped here, unless
+    its state says otherwise. Raises ValueError if the parameters of a flat parameter
+    differ in their plain state, or in the dtype of their sharded state.
     """
     result: dict[Key, Any] = {}
     for key, param in keys.param_of_key.items():
@@ -270,39 +238,32 @@ def assemble(
 def _flat_state(
     param: nn.Parameter,
     parts: Sequence[ParamPart],
-    states: Sequence[ParamState | None],
+    given: Sequence[ParamState | None],
 ) -> dict[str, Any]:
     """Return the state of a flat parameter; zeros where a parameter has none."""
-    result: dict[str, Any] = {}
-    all_states = [
+    states = [
         ParamState(part) if state is None else state
-        for part, state in zip(parts, states, strict=True)
+        for part, state in zip(parts, given, strict=True)
     ]
-    for name in dict.fromkeys(n for state in all_states for n in state.sharded):
-        values = [state.sharded.get(name) for state in all_states]
-        dtypes = {value.dtype for value in values if value is not None}
-        if len(dtypes) > 1 or any(name in state.plain for state in all_states):
-            raise ValueError(
-                _differs(parts, name, [describe(value) for value in values])
-            )
+    result: dict[str, Any] = {}
+    for name in dict.fromkeys(n for state in states for n in state.sharded):
+        values = [state.sharded.get(name) for state in states]
+        present = [value for value in values if value is not None]
+        dtypes = {value.dtype for value in present}
+        if len(dtypes) > 1 or any(name in state.plain for state in states):
+            raise ValueError(_differs(parts, name, values))
         whole = _whole_of_parts(param, parts, values)
         if whole is None:
-            whole = torch.zeros(
-                param.shape,
-                dtype=dtypes.pop(),
-                device=next(v.device for v in values if v is not None),
-            )
+            whole = present[0].new_zeros(param.shape)
             for part, value in zip(parts, values, strict=True):
                 if value is not None:
                     part.part_in(whole).copy_(value)
         result[name] = whole
-    for name in dict.fromkeys(n for state in all_states for n in state.plain):
-        values = [state.plain.get(name, _MISSING) for state in all_states]
-        if not all(same_value(value, values[0]) for value in values):
-            raise ValueError(
-                _differs(parts, name, [describe(value) for value in values])
-            )
-        result[name] = values[0]
+    for name in dict.fromkeys(n for state in states for n in state.plain):
+        plain = [state.plain.get(name, _MISSING) for state in states]
+        if not all(same_value(value, plain[0]) for value in plain):
+            raise ValueError(_differs(parts, name, plain))
+        result[name] = plain[0]
     return result
 
 
@@ -368,7 +329,8 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def _differs(parts: Sequence[ParamPart], name: str, values: Sequence[str]) -> str:
+def _differs(parts: Sequence[ParamPart], name: str, given: Sequence[Any]) -> str:
+    values = [describe(value) for value in given]
     first = values[0]
     other = next((i for i, value in enumerate(values) if value != first), 0)
     return (

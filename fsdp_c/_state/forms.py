@@ -1,0 +1,127 @@
+"""The form of tensors in a state dict, for parameters and optimizer states alike.
+
+Saving moves each rank's part to the ranks that the form names. Loading moves sharded
+tensors back into each rank's part.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_c._native import Placement
+from fsdp_c._state.exchange import ExchangeItem, exchange
+from fsdp_c._state.parts import ParamPart
+from fsdp_c._state.sharded_tensors import (
+    has_rows,
+    local_part,
+    rows_of,
+    sharded_dtype,
+    wrap_chunk,
+)
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.device import CPU
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the tensors in a state dict.
+
+    Attributes:
+        shards: All ranks get sharded tensors, in rows; otherwise whole tensors.
+        first: The only rank, a global one, that gets whole tensors; None for all.
+        offload_to_cpu: Tensors are in host memory.
+        use_dtensor: Sharded tensors are DTensors; None: if the unit has a device mesh.
+    """
+
+    shards: bool = False
+    first: int | None = None
+    offload_to_cpu: bool = True
+    use_dtensor: bool | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this rank gets tensors."""
+        return self.first is None or self.first == dist.get_rank()
+
+    def needed(self, part: ParamPart) -> Placement:
+        """Return where elements of ``part`` go."""
+        if self.shards:
+            return part.spread.rows(part.index)
+        if self.first is None:
+            return part.spread.whole(0, part.over.world_size)
+        first = dist.get_group_rank(part.over.process_group, self.first)
+        return part.spread.whole(first, first + 1)
+
+    def of_exchanged(self, part: ParamPart, value: Tensor) -> Any:
+        """Return the tensor for the state dict, of the elements that this rank got."""
+        value = value.to(CPU if self.offload_to_cpu else part.over.compute_device)
+        if not self.shards or not has_rows(part.shape):
+            return value.view(part.shape)
+        return self._wrap(part.over, value.view(-1, *part.shape[1:]), part.shape)
+
+    def of_whole(self, module: ShardedModule | None, whole: Tensor) -> Any:
+        """Return a copy of ``whole``, which all ranks of ``module`` have.
+
+        Nothing is communicated. Outside of all modules it stays whole.
+        """
+        whole = whole.detach()
+        device = CPU if self.offload_to_cpu else whole.device
+        if module is None or not self.shards or not has_rows(whole.shape):
+            return whole.to(device, copy=True)
+        begin, end = rows_of(whole.shape[0], module.world_size, module.rank)
+        chunk = torch.empty_like(
+            whole[begin:end], device=device, memory_format=torch.contiguous_format
+        )
+        return self._wrap(module, chunk.copy_(whole[begin:end]), whole.shape)
+
+    def _wrap(self, module: ShardedModule, chunk: Tensor, shape: torch.Size) -> Any:
+        return wrap_chunk(module, chunk, shape, use_dtensor=self.use_dtensor)
+
+
+# A parameter, the name of its state if it is one, this rank's part, and its dtype.
+Saving = tuple[ParamPart, str, Tensor | None, torch.dtype]
+
+
+def save_tensors(
+    tensors: Iterable[tuple[Form, Saving]], what: str
+) -> Iterator[tuple[ParamPart, str, Any]]:
+    """Yield the tensors that this rank wants, each in its form.
+
+    All ranks must call it with the same tensors of sharded parameters, and take all.
+    """
+    items = []
+    for form, (part, key, value, dtype) in tensors:
+        if part.shard_group is not None:
+            held = part.spread.sharded(part.index)
+            its_key = form, key
+            items.append(
+                ExchangeItem(its_key, value, dtype, part, held, form.needed(part))
+            )
+        elif form.is_wanted:
+            assert value is not None  # each rank has the whole
+            yield part, key, form.of_whole(part.module, value.reshape(part.shape))
+    for item, value in exchange(items, what):
+        form, key = item.key
+        if form.is_wanted:
+            yield item.part, key, form.of_exchanged(item.part, value)
+
+
+def load_item(
+    part: ParamPart, key: str, value: Any, *, is_whole: bool = False
+) -> ExchangeItem:
+    """Return the exchange of a sharded tensor to this rank's part, or the whole."""
+    needed = part.spread.sharded(part.index)
+    if is_whole:
+        needed = part.spread.whole(0, part.over.world_size)
+    return ExchangeItem(
+        key,
+        local_part(value),
+        sharded_dtype(value),
+        part,
+        part.spread.rows(part.index),
+        needed,
+    )
