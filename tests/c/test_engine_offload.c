@@ -84,7 +84,7 @@ TEST(test_casts_and_replicas) {
       "mark_params u; take_grads u; wait compute e6; show u unsharded; "
       "event e8; alloc 288 b2; pack compute f32 x1 16@0 b2; release t1; "
       "show u sharded; record e7 compute; grad_shard u 0; record e1 compute; "
-      "wait reduce e1; event e9; alloc 64 b3; group_begin reduce g0; "
+      "wait reduce e1; event e9; alloc 32 b3; group_begin reduce g0; "
       "reduce_scatter reduce g0 8 f32 b2 scratch b3; group_end reduce g0; "
       "record e9 reduce; record e2 reduce; wait replicate e2; "
       "group_begin replicate g1; all_reduce replicate g1 8 f32 b2; "
