@@ -148,9 +148,8 @@ TEST(test_too_small_blocks_are_freed_first) {
  * serve any number of layers. */
 TEST(test_chain_needs_two_blocks) {
   arena_open("64 64 64 64 64");
-  ARENA(
-      "take 0; give 0; take 1; give 1; take 2; give 2; take 3; give 3; "
-      "take 4; give 4; num_blocks 1"); /* the first rule reuses */
+  ARENA("take 0; give 0; take 1; give 1; take 2; give 2; take 3; give 3");
+  ARENA("take 4; give 4; num_blocks 1"); /* the first rule reuses */
   ARENA("plan; nbytes 128");
   void *even = arena_fixture_take(arena, 0);
   ARENA("give 0");
@@ -238,13 +237,13 @@ TEST(test_changed_order_falls_back_and_is_learnt) {
  * where the lanes join, makes no neighbours. */
 TEST(test_new_neighbours_make_the_plan_dirty) {
   arena_open("64 64 64");
+  ARENA("take 0; give 0; take 1; give 1; take 2; give 2; plan; num_blocks 2");
   ARENA(
-      "take 0; give 0; take 1; give 1; take 2; give 2; plan; num_blocks 2; "
       "take 2; give 2; plan; num_blocks 2; take 2; give 2; take 0"); /* follows
-                                                                        2, with
-                                                                        which it
-                                                                        shares
-                                                                      */
+                                                                      2, with
+                                                                      which it
+                                                                      shares
+                                                                    */
   ARENA("give 0; plan; num_blocks 3; end");
 }
 

@@ -31,9 +31,8 @@ TEST(test_freed_when_the_next_iteration_begins) {
         "grads_live root; grads_free root; grads_live a; grads_free a; "
         "record e1 compute;");
     CHECK_I64(grad_nbytes(), 0);
-    PLAY(
-        "enter a; leave a; leave root; clear; pre_backward root; "
-        "pre_backward a; grads a");
+    PLAY("enter a; leave a; leave root; clear; pre_backward root");
+    PLAY("pre_backward a; grads a");
     CHECK_I64(grad_nbytes(), 8 * 4);
     CHECK_TAPE_HAS("grad_shard a 0; record e1 compute; wait reduce e1;");
     PLAY("grads root; finish");
@@ -85,9 +84,8 @@ TEST(test_of_a_unit_that_does_not_run) {
   model_start_tree(&m, NULL, 2);
   PLAY("step; zero_grad");
   for (int i = 0; i < 2; i++) {
-    PLAY(
-        "enter root; enter a; leave a; leave root; pre_backward root; "
-        "pre_backward a; grads a; grads root; finish");
+    PLAY("enter root; enter a; leave a; leave root; pre_backward root");
+    PLAY("pre_backward a; grads a; grads root; finish");
     CHECK_I64(grad_nbytes(), (4 + 8) * 4);
     PLAY("no_grads b");
   }

@@ -136,9 +136,8 @@ static void check_accumulates(const model_options *options) {
   model_open(options, "root 8; mixed mixed; b 16");
   for (int step = 0; step < 3; step++) {
     /* writes on the host */
-    PLAY(
-        "zero_grad; step; check_grads; sync none; step; sync reduce; step; "
-        "check_grads; grad_view root sharded; check_idle; optimizer");
+    PLAY("zero_grad; step; check_grads; sync none; step; sync reduce; step");
+    PLAY("check_grads; grad_view root sharded; check_idle; optimizer");
   }
   PLAY("end");
 }
@@ -190,9 +189,8 @@ TEST(test_host_is_joined) {
   /* A forward that raises with a prefetch in flight. */
   PLAY("enter root; abandon root; optimizer");
   /* A backward that is given up, and a unit that goes in the middle of one. */
-  PLAY(
-      "sync reduce; forward; pre_backward root; reset; optimizer; forward; "
-      "pre_backward root; pre_backward b; grads b; destroy b; optimizer; end");
+  PLAY("sync reduce; forward; pre_backward root; reset; optimizer; forward");
+  PLAY("pre_backward root; pre_backward b; grads b; destroy b; optimizer; end");
 }
 
 /* The lane on which event `name` was recorded last before `end`. */

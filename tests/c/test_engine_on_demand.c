@@ -68,10 +68,10 @@ TEST(test_request_is_refused) {
   fsdp_error error = {0};
   model_start_tree(&m, NULL, 1);
   PLAY("summon a");
-  CHECK_I64(fsdp_unit_unshard(unit_of(1), &error), FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "unit 'a' cannot be unsharded or resharded inside "
-             "summon_full_params");
+  CHECK_FAILS(fsdp_unit_unshard(unit_of(1), &error), FSDP_INVALID_STATE,
+              error.message,
+              "unit 'a' cannot be unsharded or resharded inside "
+              "summon_full_params");
   PLAY("dismiss a; end");
 }
 

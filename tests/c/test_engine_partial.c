@@ -199,9 +199,8 @@ TEST(test_cleared_in_between) {
 TEST(test_reset_in_between) {
   model_start_tree(&m, NULL, 2);
   step(FSDP_SYNC_SHARD);
-  PLAY(
-      "forward; pre_backward root; pre_backward b; grads b; reset; "
-      "check_sharded");
+  PLAY("forward; pre_backward root; pre_backward b; grads b; reset");
+  PLAY("check_sharded");
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
   step(FSDP_SYNC_REDUCE);
@@ -231,9 +230,8 @@ TEST(test_partial_gradient_holds_the_unit) {
 /* A unit that goes while its partial gradient is still being written. */
 TEST(test_unit_goes_inside_backward) {
   model_start_tree(&m, NULL, 1);
-  PLAY(
-      "sync shard; forward; pre_backward root; pre_backward a; grads a; "
-      "clear; destroy a");
+  PLAY("sync shard; forward; pre_backward root; pre_backward a; grads a");
+  PLAY("clear; destroy a");
   CHECK_TAPE_HAS("record e1 reduce; wait compute e1;");
   CHECK_TAPE_HAS("free 32 after e");
   PLAY("reset; end");
