@@ -62,6 +62,7 @@ def fully_shard(
         :class:`FSDPModule` now.
 
     Raises:
+        AssertionError: The module has been sharded before.
         TypeError: An argument is of a wrong type.
         ValueError: An argument has a wrong value or is not supported, or a parameter
             cannot be sharded; the message names it.
@@ -130,9 +131,10 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
         if not isinstance(each, nn.Module):
             raise TypeError(f"fully_shard takes modules, got {type(each).__name__}")
         if isinstance(each, FSDPModule):
-            raise ValueError(
-                f"fully_shard was called on this {type(each).__name__} before: call it "
-                "once for each module"
+            raise AssertionError(  # torch's class and first words
+                "Each distinct composable distributed API can only be applied to a "
+                "module once. fully_shard was called on this "
+                f"{type(each).__name__} before"
             )
         if (
             isinstance(each, (nn.ModuleList, nn.ModuleDict))

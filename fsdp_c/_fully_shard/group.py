@@ -31,7 +31,7 @@ class Place(NamedTuple):
     param: int  # in Group.sharded
 
 
-class Running(NamedTuple):
+class SharedEngine(NamedTuple):
     """An engine, the group of its root, and all groups."""
 
     engine: _native.Engine
@@ -62,7 +62,7 @@ class Group:
         self.arguments = arguments
         self.sharded = list(sharded)
         self.unit: _native.Unit | None = None
-        self.running: Running | None = None
+        self.running: SharedEngine | None = None
         self.reshards = arguments.reshards
         self.syncs = self.all_reduces = True
         self.divisor = 0.0
@@ -158,7 +158,8 @@ class Group:
             if local_of(param).device.type != device.type:
                 raise RuntimeError(
                     f"parameter {prefix + place.fqn!r} is on "
-                    f"{local_of(param).device}, its group computes on {self.arguments.device}: move the module there"
+                    f"{local_of(param).device}, its group computes on "
+                    f"{arguments.device}: move the module there"
                 )
 
     def _bind(self, params: Sequence[int]) -> None:
@@ -254,7 +255,7 @@ class Group:
             forward_prefetch=self.prefetches,
         )
 
-    # Running ---------------------------------------------------------------
+    # SharedEngine ---------------------------------------------------------------
 
     def run(
         self,
@@ -333,7 +334,7 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
         unit.reshard()  # unsharded by the user before
     engine = _native.Engine(units)
     engine.check_order(c10d.get_debug_level() != c10d.DebugLevel.OFF)
-    running = Running(
+    running = SharedEngine(
         engine, weakref.ref(group), [weakref.ref(each) for each in groups]
     )
     for each in groups:

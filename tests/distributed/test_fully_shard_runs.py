@@ -31,7 +31,7 @@ from fsdp_c import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from helpers.clean_groups import groups_destroyed
+from helpers.groups import groups_destroyed
 from helpers.distributed import distributed
 from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
@@ -559,7 +559,7 @@ def _check_refusals() -> None:
             fully_shard(module, **options)
     assert type(linear) is nn.Linear
     sharded: Any = fully_shard(linear, offload_policy=CPUOffloadPolicy())
-    with pytest.raises(ValueError, match="before"):
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
         fully_shard(sharded)
     with pytest.raises(AssertionError, match="deepcopy"):
         copy.deepcopy(sharded)
