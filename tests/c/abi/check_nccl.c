@@ -201,8 +201,8 @@ TEST(test_connecting) {
   fsdp_nccl_options_init(&options);
   options.prefix = "p";
   options.init_timeout_ms = 60000;
-  CHECK_OK(fsdp_nccl_create(&g_library, &options, &store, 0, 1, &transport,
-                         &error));
+  CHECK_OK(
+      fsdp_nccl_create(&g_library, &options, &store, 0, 1, &transport, &error));
   fsdp_nccl_transport *self = fsdp_nccl_priv_of(transport);
   CHECK_OK(fsdp_nccl_priv_lock_channel(self, FSDP_CHANNEL_GATHER, &error));
   const fsdp_status status =
