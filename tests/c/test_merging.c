@@ -218,7 +218,8 @@ TEST(test_calls_that_pass_through) {
   CHECK_OK(ops->group_end(transport, &reduce, NULL));
   CHECK_TEXT(notes, "all_reduce 1; broadcast 1; reduce_scatter 1; ");
   CHECK_I64((int64_t)data[RANK], 6);
-  CHECK_FAILS(ops->check(transport, &error), FSDP_BACKEND, error.message, "checked");
+  CHECK_FAILS(ops->check(transport, &error), FSDP_BACKEND, error.message,
+              "checked");
   ops->give_up(transport, "a cause");
   CHECK_TEXT(notes, "a cause");
   ops->destroy(transport);
