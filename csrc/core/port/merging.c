@@ -23,7 +23,6 @@ typedef struct merging_channel {
   bool is_flying; /* the merged call was made and not waited for */
   call_kind kind; /* of `calls` */
   fsdp_dtype dtype;
-  double scale;
   small_call *calls;
   size_t num_calls;
   size_t capacity;
@@ -122,10 +121,10 @@ static fsdp_status make_call(merging *self, merging_channel *channel,
                              channel->dtype, ticket, error);
     case REDUCE_SCATTER:
       return ops->reduce_scatter(self->inner, call, buffer, numel,
-                                 channel->dtype, channel->scale, ticket, error);
+                                 channel->dtype, ticket, error);
     default:
       return ops->all_reduce(self->inner, call, buffer, numel, channel->dtype,
-                             channel->scale, ticket, error);
+                             ticket, error);
   }
 }
 
@@ -177,7 +176,7 @@ static fsdp_status flush(merging *self, merging_channel *channel,
 
 /* Whether the call was collected; not where it is unlike those before. */
 static bool collect(merging_channel *channel, call_kind kind, fsdp_dtype dtype,
-                    double scale, const small_call *call) {
+                    const small_call *call) {
   if (!channel->is_open || channel->is_flying ||
       call->nbytes > FSDP_MERGED_PIECE_NBYTES) {
     return false;
@@ -185,10 +184,8 @@ static bool collect(merging_channel *channel, call_kind kind, fsdp_dtype dtype,
   if (channel->num_calls == 0) {
     channel->kind = kind;
     channel->dtype = dtype;
-    channel->scale = scale;
     channel->nbytes = 0;
-  } else if (channel->kind != kind || channel->scale < scale ||
-             channel->scale > scale ||
+  } else if (channel->kind != kind ||
              !fsdp_dtype_equal(channel->dtype, dtype)) {
     return false;
   }
@@ -232,7 +229,7 @@ static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
   merging *self = merging_of(transport);
   const small_call small = {output, input, shard_numel * dtype.itemsize, ticket,
                             NULL};
-  if (collect(&self->channels[call->channel], ALL_GATHER, dtype, 1, &small)) {
+  if (collect(&self->channels[call->channel], ALL_GATHER, dtype, &small)) {
     return FSDP_OK;
   }
   return self->inner->ops->all_gather(self->inner, call, output, input,
@@ -251,31 +248,27 @@ static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
 static fsdp_status reduce_scatter(fsdp_transport *transport,
                                   const fsdp_call *call, void *buffer,
                                   int64_t shard_numel, fsdp_dtype dtype,
-                                  double scale, uint64_t *ticket,
-                                  fsdp_error *error) {
+                                  uint64_t *ticket, fsdp_error *error) {
   merging *self = merging_of(transport);
   const small_call small = {buffer, NULL, shard_numel * dtype.itemsize, ticket,
                             call->scratch};
-  if (collect(&self->channels[call->channel], REDUCE_SCATTER, dtype, scale,
-              &small)) {
+  if (collect(&self->channels[call->channel], REDUCE_SCATTER, dtype, &small)) {
     return FSDP_OK;
   }
-  return self->inner->ops->reduce_scatter(
-      self->inner, call, buffer, shard_numel, dtype, scale, ticket, error);
+  return self->inner->ops->reduce_scatter(self->inner, call, buffer,
+                                          shard_numel, dtype, ticket, error);
 }
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
-                              double scale, uint64_t *ticket,
-                              fsdp_error *error) {
+                              uint64_t *ticket, fsdp_error *error) {
   merging *self = merging_of(transport);
   const small_call small = {buffer, NULL, numel * dtype.itemsize, ticket, NULL};
-  if (collect(&self->channels[call->channel], ALL_REDUCE, dtype, scale,
-              &small)) {
+  if (collect(&self->channels[call->channel], ALL_REDUCE, dtype, &small)) {
     return FSDP_OK;
   }
   return self->inner->ops->all_reduce(self->inner, call, buffer, numel, dtype,
-                                      scale, ticket, error);
+                                      ticket, error);
 }
 
 static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel index,
