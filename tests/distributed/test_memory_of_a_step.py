@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
 from helpers.impl import fsdp, needs_fsdp_c
 from helpers.models import Block, loss_of, vectors
 from helpers.seeds import generator
@@ -88,7 +88,11 @@ def test_blocks_in_backward(rank: int, world_size: int, transport: str) -> None:
 @distributed(world_size=2)
 def test_rings_follow_the_largest_unit(rank: int, world_size: int) -> None:
     """Two of a call each, at least 64 KiB; larger units on a group meet anew."""
-    group = dist.new_group(backend="gloo")
+    with hybrid_groups(1, 2) as (group, _):
+        _train_with_rings(rank, group)
+
+
+def _train_with_rings(rank: int, group: Any) -> None:
     (x,) = vectors(generator(rank))
     rest = 2**19  # rings for messages, counters
 
