@@ -73,7 +73,7 @@ formats: $(TOOLS)
 
 types: $(BUILT)
 	mypy
-	python -m mypy.stubtest fsdp_c._native
+	python -m mypy.stubtest --mypy-config-file .ci/stubtest.ini fsdp_c._native
 
 rules: $(BUILT)
 	python -m pytest -q tests/lint

@@ -1,7 +1,8 @@
-"""PyTorch's FSDP1 API, executed natively in C.
+"""PyTorch's FSDP1 API, and fully_shard() of FSDP2, executed natively in C.
 
-``from fsdp_c import FullyShardedDataParallel as FSDP``; enums and configs are
-torch's own objects, re-exported. Checkpoints and tools are imported when first used.
+``from fsdp_c import FullyShardedDataParallel as FSDP``, or ``fully_shard``; enums,
+configs and policies are torch's own objects, re-exported. Checkpoints and tools are
+imported when first used.
 """
 
 import os
@@ -10,6 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch  # loads the libraries that _native is linked with
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -40,6 +46,12 @@ except ImportError as error:
 from fsdp_c._engines.engine import memory_stats, reset
 from fsdp_c._engines.forward_methods import register_forward_method
 from fsdp_c._engines.optimizer_in_backward import optimizer_in_backward
+from fsdp_c._fully_shard.api import (
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c._units.originals import FlatParameter
 from fsdp_c.integrations import install, uninstall
@@ -95,6 +107,8 @@ __all__ = [
     "FSDP",
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
+    "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -102,7 +116,9 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModelSummary",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
@@ -112,14 +128,18 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnitSummary",
+    "UnshardHandle",
     "__version__",
     "checkpoint",
     "explain",
+    "fully_shard",
     "install",
     "memory_stats",
     "optimizer_in_backward",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "reset",
+    "share_comm_ctx",
     "trace",
     "uninstall",
 ]

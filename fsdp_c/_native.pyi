@@ -46,6 +46,7 @@ class Unit:
         cast_root_forward_inputs: bool,
         keep_low_precision_grads: bool,
         offloads: bool,
+        shard_dims: Sequence[int] | None,
     ) -> Unit: ...
     @property
     def name(self) -> str: ...
@@ -79,6 +80,30 @@ class Unit:
         """(begin, end) in the parameter and (begin, end) in the rank's shard."""
     def parts(self, param: int, /) -> list[tuple[int, int]]:
         """Per rank: (begin, end) of what it holds of the parameter."""
+    def bind_rows(
+        self,
+        places: Sequence[
+            tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, Any | None]
+        ],
+        make_grad: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        on_replaced: Callable[[], object],
+        /,
+    ) -> None:
+        """Register plain parameters in forward and backward, sharded ones else."""
+    def bind_sharded(
+        self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
+    ) -> None: ...
+    def unshard(self) -> None: ...
+    def wait_unshard(self) -> None: ...
+    def reshard(self) -> None: ...
+    def set(
+        self,
+        *,
+        sync: int = -1,
+        reshard_after_forward: int = -1,
+        divisor: float = -1.0,
+        forward_prefetch: int = -1,
+    ) -> None: ...
     def bind_flat_params(self, flat_params: Sequence[torch.Tensor], /) -> None: ...
     def forward(
         self,

@@ -1,5 +1,6 @@
 """The only file that touches torch's private names; one place per torch version."""
 
+from collections import OrderedDict
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import (
@@ -57,6 +59,12 @@ def checkpoint_state_dict() -> Any:
 def overrides_dispatch(tensor: Tensor) -> bool:
     """Whether the tensor's class has a ``__torch_dispatch__`` of its own."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def note_fully_sharded(module: Module) -> None:
+    """Tell torch's composable functions, ``replicate()`` for one, what was done."""
+    registry: Any = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+    registry["fully_shard"] = RegistryItem()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

@@ -40,10 +40,14 @@ def pytest_collection_modifyitems(
     named = config.option.keyword or any("[" in argument for argument in config.args)
     if named or config.getoption("--full"):
         return
-    choose = _one_of_each if config.getoption("--one-each") else _every_pair
+    is_brief = config.getoption("--one-each")
+    choose = _one_of_each if is_brief else _every_pair
+    left_out = ["only_full"]
+    if is_brief and device != "cpu":
+        left_out.append("bookkeeping")
     items_of: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("only_full") is not None:
+        if any(item.get_closest_marker(name) for name in left_out):
             continue
         items_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = {item for name, same in items_of.items() for item in choose(name, same)}

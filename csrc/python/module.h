@@ -48,7 +48,28 @@ typedef struct unit_object {
   fsdp_torch_unit *unit;
   PyObject *watched;   /* tuple of (dict, key, value), or NULL: see watch() */
   PyObject *on_change; /* callable; NULL exactly when `watched` is */
+  /* unit_rows.c, of a unit by rows: see bind_rows(). */
+  PyObject *places;      /* tuple of Place; NULL: not by rows, or cleared */
+  PyObject *make_grad;   /* callable */
+  PyObject *on_replaced; /* callable */
+  bool is_plain;         /* the places show plain parameters */
+  int num_forwards;      /* inside its forward: a module may run itself */
 } unit_object;
+
+/* unit_rows.c */
+PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args);
+PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args);
+PyObject *fsdp_unit_object_unshard(PyObject *object, PyObject *none);
+PyObject *fsdp_unit_object_wait_unshard(PyObject *object, PyObject *none);
+PyObject *fsdp_unit_object_reshard(PyObject *object, PyObject *none);
+PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
+                               PyObject *kwargs);
+int fsdp_unit_object_visit_rows(unit_object *self, visitproc visit, void *arg);
+void fsdp_unit_object_clear_rows(unit_object *self);
+/* Registers plain parameters for a forward: 0, or -1 with an exception. */
+int fsdp_unit_object_enter_forward(unit_object *self);
+/* Ends that; keeps an exception that is set. 0, or -1 with an exception. */
+int fsdp_unit_object_leave_forward(unit_object *self);
 
 /* unit_forward.c: Unit.forward(module, args, kwargs). */
 PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,

@@ -222,23 +222,10 @@ static PyObject *run_forward(const module_state *state, fsdp_torch_unit *unit,
   return output;
 }
 
-PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
-                                   Py_ssize_t num_args) {
+/* Casts the inputs and runs. */
+static PyObject *cast_and_run(PyObject *object, PyObject *const *args) {
   fsdp_torch_unit *unit = ((unit_object *)object)->unit;
   const module_state *state = state_of_object(object);
-
-  if (num_args != 3) {
-    return PyErr_Format(PyExc_TypeError,
-                        "forward() takes module, args and kwargs, got %zd "
-                        "arguments",
-                        num_args);
-  }
-  if (!PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
-    return PyErr_Format(PyExc_TypeError,
-                        "forward() needs args as a tuple and kwargs as a "
-                        "dict, got %.100s and %.100s",
-                        Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
-  }
 
   const int64_t begin_ns = fsdp_torch_unit_begin_span(unit);
   if (check_watched((unit_object *)object) < 0) return NULL;
@@ -259,5 +246,29 @@ PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
 done:
   Py_XDECREF(inputs);
   Py_XDECREF(keywords);
+  return output;
+}
+
+PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
+                                   Py_ssize_t num_args) {
+  unit_object *self = (unit_object *)object;
+
+  if (num_args != 3) {
+    return PyErr_Format(PyExc_TypeError,
+                        "forward() takes module, args and kwargs, got %zd "
+                        "arguments",
+                        num_args);
+  }
+  if (!PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
+    return PyErr_Format(PyExc_TypeError,
+                        "forward() needs args as a tuple and kwargs as a "
+                        "dict, got %.100s and %.100s",
+                        Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
+  }
+
+  if (self->places == NULL) return cast_and_run(object, args);
+  if (fsdp_unit_object_enter_forward(self) < 0) return NULL;
+  PyObject *output = cast_and_run(object, args);
+  if (fsdp_unit_object_leave_forward(self) < 0) Py_CLEAR(output);
   return output;
 }

@@ -31,22 +31,23 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "cast_root_forward_inputs",
                                          "keep_low_precision_grads",
                                          "offloads",
+                                         "shard_dims",
                                          NULL};
   const char *name;
   /* All borrowed. */
   PyObject *params, *shard_group, *replica_group, *device;
-  PyObject *param_dtype, *reduce_dtype;
+  PyObject *param_dtype, *reduce_dtype, *shard_dims;
   int use_orig_params, reshard_after_forward;
   int reshard_after_backward_without_sync, backward_prefetch, forward_prefetch;
   int cast_forward_inputs, cast_root_forward_inputs;
   int keep_low_precision_grads, offloads;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sO$OOOOOpppippppp:Unit", FSDP_KEYWORDS(keywords),
+          args, kwargs, "sO$OOOOOpppipppppO:Unit", FSDP_KEYWORDS(keywords),
           &name, &params, &shard_group, &replica_group, &device, &param_dtype,
           &reduce_dtype, &use_orig_params, &reshard_after_forward,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
-          &keep_low_precision_grads, &offloads)) {
+          &keep_low_precision_grads, &offloads, &shard_dims)) {
     return NULL;
   }
   if (backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -59,8 +60,19 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
   }
 
   unit_object *self = NULL;
+  int64_t *dims = NULL;
+  Py_ssize_t num_dims;
   PyObject *uses = PySequence_Fast(params, "params must be a sequence");
   if (uses == NULL) return NULL;
+  if (shard_dims != Py_None) {
+    dims = fsdp_read_int64s(shard_dims, "shard_dims", 1, &num_dims);
+    if (dims == NULL) goto done;
+    if (num_dims != PySequence_Fast_GET_SIZE(uses)) {
+      PyErr_Format(PyExc_ValueError, "%zd params and %zd shard_dims",
+                   PySequence_Fast_GET_SIZE(uses), num_dims);
+      goto done;
+    }
+  }
   self = (unit_object *)type->tp_alloc(type, 0); /* unit == NULL */
   if (self == NULL) goto done;
 
@@ -83,6 +95,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .cast_root_forward_inputs = cast_root_forward_inputs != 0,
       .keep_low_precision_grads = keep_low_precision_grads != 0,
       .offloads = offloads != 0,
+      .shard_dims = dims,
   };
   FSDP_LOCAL_ERROR(error);
   if (fsdp_torch_unit_create(&options, &self->unit, &error) != FSDP_OK) {
@@ -90,22 +103,24 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
     Py_CLEAR(self);
   }
 done:
+  PyMem_Free(dims);
   Py_DECREF(uses);
   return (PyObject *)self;
 }
 
 static int unit_traverse(PyObject *object, visitproc visit, void *arg) {
-  const unit_object *self = (unit_object *)object;
+  unit_object *self = (unit_object *)object;
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->watched);
   Py_VISIT(self->on_change);
-  return 0;
+  return fsdp_unit_object_visit_rows(self, visit, arg);
 }
 
 static int unit_clear(PyObject *object) {
   unit_object *self = (unit_object *)object;
   Py_CLEAR(self->watched);
   Py_CLEAR(self->on_change);
+  fsdp_unit_object_clear_rows(self);
   return 0;
 }
 
@@ -386,7 +401,7 @@ PyDoc_STRVAR(
     "     reduce_dtype, use_orig_params, reshard_after_forward,\n"
     "     reshard_after_backward_without_sync, backward_prefetch,\n"
     "     forward_prefetch, cast_forward_inputs, cast_root_forward_inputs,\n"
-    "     keep_low_precision_grads, offloads)\n"
+    "     keep_low_precision_grads, offloads, shard_dims)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"
@@ -431,6 +446,33 @@ PyDoc_STRVAR(unit_parts_doc,
              "Per rank: (begin, end) of what it holds of the parameter, in\n"
              "elements; both 0 when that is nothing.");
 
+PyDoc_STRVAR(
+    unit_rows_doc,
+    "bind_rows($self, places, make_grad, on_replaced, /)\n--\n\n"
+    "Register plain parameters in forward and backward, sharded ones\n"
+    "else, in all places: (dict, key, plain, sharded, module or None),\n"
+    "by setattr() where there is a module. make_grad(param, local)\n"
+    "returns a DTensor over `local` and its local tensor.\n"
+    "on_replaced() runs before a forward where a place holds neither.");
+PyDoc_STRVAR(unit_sharded_doc,
+             "bind_sharded($self, param, dtensor, local, /)\n--\n\n"
+             "Let `dtensor` be the sharded parameter number `param`; `local`,\n"
+             "its local tensor, becomes a view of the shard.");
+PyDoc_STRVAR(unit_unshard_doc,
+             "unshard($self, /)\n--\n\n"
+             "Issue the all-gather, at the user's request.");
+PyDoc_STRVAR(unit_wait_doc,
+             "wait_unshard($self, /)\n--\n\n"
+             "Wait for it and register plain parameters.");
+PyDoc_STRVAR(unit_reshard_doc,
+             "reshard($self, /)\n--\n\n"
+             "Give unsharded parameters up.");
+PyDoc_STRVAR(unit_set_doc,
+             "set($self, /, *, sync=-1, reshard_after_forward=-1,\n"
+             "    divisor=-1.0, forward_prefetch=-1)\n"
+             "--\n\n"
+             "Change what is given. divisor 0: the number of ranks.");
+
 static PyMethodDef unit_methods[] = {
     {"forward", (PyCFunction)(void (*)(void))fsdp_unit_object_forward,
      METH_FASTCALL, unit_forward_doc},
@@ -443,6 +485,14 @@ static PyMethodDef unit_methods[] = {
     {"clone", unit_clone, METH_O, unit_clone_doc},
     {"dismiss", (PyCFunction)(void (*)(void))unit_dismiss,
      METH_VARARGS | METH_KEYWORDS, unit_dismiss_doc},
+    {"bind_rows", fsdp_unit_object_bind_rows, METH_VARARGS, unit_rows_doc},
+    {"bind_sharded", fsdp_unit_object_bind_sharded, METH_VARARGS,
+     unit_sharded_doc},
+    {"unshard", fsdp_unit_object_unshard, METH_NOARGS, unit_unshard_doc},
+    {"wait_unshard", fsdp_unit_object_wait_unshard, METH_NOARGS, unit_wait_doc},
+    {"reshard", fsdp_unit_object_reshard, METH_NOARGS, unit_reshard_doc},
+    {"set", (PyCFunction)(void (*)(void))fsdp_unit_object_set,
+     METH_VARARGS | METH_KEYWORDS, unit_set_doc},
     {"bind_flat_params", unit_bind_flat_params, METH_O, unit_bind_doc},
     {"intersect", (PyCFunction)(void (*)(void))unit_intersect,
      METH_VARARGS | METH_KEYWORDS, unit_intersect_doc},

@@ -97,6 +97,10 @@ typedef struct fsdp_torch_unit_options {
   bool cast_root_forward_inputs;
   bool keep_low_precision_grads; /* sharded gradients in param_dtype */
   bool offloads;                 /* shards and gradients in host memory */
+  const int64_t
+      *shard_dims; /* per use: the dimension that is cut by rows; NULL:
+                      flat. By rows, `uses` only say shapes and dtypes:
+                      values come by fsdp_torch_unit_bind_sharded. */
 } fsdp_torch_unit_options;
 
 /*
@@ -174,6 +178,51 @@ struct _object *fsdp_torch_unit_shard(const fsdp_torch_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_flat_params(
     fsdp_torch_unit *unit, struct _object *const *flat_params,
     int64_t num_flat_params, fsdp_error *error);
+
+/* Rows: see Note [Parameters by rows] in rows.cpp ---------------------------
+ */
+
+/* What the owner of a unit by rows does for it. All with the GIL; on failure a
+ * Python exception is set. */
+typedef struct fsdp_torch_face {
+  void *context;
+  /* Registers the plain parameters, or the sharded ones. 0, or -1. */
+  int (*show)(void *context, bool is_plain);
+  /* A new tuple: a gradient for the sharded parameter `param`, and its local
+   * tensor, an alias of `local`. NULL on failure. */
+  struct _object *(*make_grad)(void *context, int64_t param,
+                               struct _object *local);
+} fsdp_torch_face;
+
+/* NULL: the owner is gone. GIL. */
+void fsdp_torch_unit_set_face(fsdp_torch_unit *unit,
+                              const fsdp_torch_face *face) FSDP_NOEXCEPT;
+
+/* Lets `param` be the user's sharded parameter `index`, of which `local` is the
+ * local tensor: a view of the shard from now on, which takes its values over.
+ * Between steps only. GIL.
+ *
+ * FSDP_INVALID_ARGUMENT  another dtype or number of elements.
+ */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit,
+                                                        int64_t index,
+                                                        struct _object *param,
+                                                        struct _object *local,
+                                                        fsdp_error *error);
+
+/* Whether a backward has the plain parameters registered until its end. GIL. */
+bool fsdp_torch_unit_is_shown_in_backward(const fsdp_torch_unit *unit)
+    FSDP_NOEXCEPT;
+
+/* fsdp_unit_unshard and its kin. may block */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_unshard(fsdp_torch_unit *unit,
+                                                   fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_wait_unshard(fsdp_torch_unit *unit,
+                                                        fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_reshard(fsdp_torch_unit *unit,
+                                                   fsdp_error *error);
+/* For settings. Borrowed. */
+fsdp_unit *fsdp_torch_unit_settings(fsdp_torch_unit *unit);
 
 /* Forward ------------------------------------------------------------------ */
 

@@ -163,6 +163,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     self->provider.groups = [engine = self.get()] {
       return fsdp_torch::groups_of(*engine);
     };
+    fsdp_torch::Mergings mergings;
     int64_t call_nbytes = 0;
     for (int64_t i = 0; i < num_units; i++) {
       call_nbytes =
@@ -182,6 +183,10 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
         const pybind11::gil_scoped_release no_gil;
         fsdp_torch::connect(unit.shard_group, unit.device, call_nbytes);
         fsdp_torch::connect(unit.replica_group, unit.device, call_nbytes);
+        if (unit.is_by_rows) {  // a call for each parameter
+          fsdp_torch::merge_small_calls(unit.shard_group, mergings);
+          fsdp_torch::merge_small_calls(unit.replica_group, mergings);
+        }
       }
       if (unit.engine) unit.engine->recover();
       fsdp_unit_set_transports(unit.core, unit.shard_group.transport.get(),
@@ -194,6 +199,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
                      others.end());
       }
       unit.engine = self;
+      self->has_rows = self->has_rows || unit.is_by_rows;
       self->units.push_back(&unit);
     }
     if (status == FSDP_OK) *engine = new fsdp_torch_engine{self};

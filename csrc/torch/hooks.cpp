@@ -39,6 +39,10 @@ class BackwardEnd {
       : engine_(std::move(engine)) {}
   ~BackwardEnd() {
     if (has_succeeded_) return;
+    try {
+      close_rows(*engine_);
+    } catch (...) {  // the exception that ended the backward is the one to see
+    }
     engine_->is_aborted = true;
     engine_->publish_abort_reason("left backward by an exception");
   }
@@ -49,6 +53,7 @@ class BackwardEnd {
     follow_reductions(*engine_);
     finish();
     follow_reductions(*engine_);
+    close_rows(*engine_);
     has_succeeded_ = true;
   }
 
@@ -113,6 +118,7 @@ void expect_grads(Unit &unit) {
 
 void run_pre_backward(Unit &unit) {
   const std::shared_ptr<Engine> engine = unit.engine;
+  open_rows(*engine);
   const std::lock_guard<std::mutex> lock(engine->mutex);
   const int64_t begin_ns = engine->begin_span();
   engine->recover();
@@ -174,7 +180,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
           " has a sparse gradient; use a dense one (Embedding(sparse=False))");
     }
     if (grad.requires_grad()) grad = grad.detach();
-    if (!grad.is_contiguous()) grad = grad.contiguous();
+    grad = in_memory_order(param, grad);
     hand_over(unit, std::move(grad));
   }
 
@@ -193,6 +199,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
     if (handed.is_expected && fsdp_unit_pending_grads(unit.core) == 1) {
       follow_reductions(*engine);
     }
+    open_rows(*engine);
     handed.token = grad.unsafeReleaseTensorImpl();
     const std::lock_guard<std::mutex> lock(engine->mutex);
     const int64_t begin_ns = engine->begin_span();

@@ -21,6 +21,25 @@ at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
   return view;
 }
 
+at::Tensor make_param_view(const StoragePtr &storage, c10::DispatchKeySet keys,
+                           at::ScalarType dtype, const Param &param,
+                           at::IntArrayRef sizes, int64_t offset) {
+  at::Tensor view = make_view(storage, keys, dtype, sizes, offset);
+  if (param.shard_dim == 0) return view;
+  // In memory the dimension that is cut comes first.
+  const auto first = static_cast<size_t>(param.shard_dim);
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (i == first) continue;
+    strides[i] = stride;
+    stride *= sizes[i];
+  }
+  strides[first] = stride;
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return view;
+}
+
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes) {
   const c10::Device device = storage.device();
   allow_access(storage);

@@ -36,7 +36,8 @@ fsdp_group core_group(const Group &group) {
   return result;
 }
 
-void check_param(const std::string &unit, size_t index, PyObject *object) {
+void check_param(const std::string &unit, size_t index, PyObject *object,
+                 bool is_by_rows = false) {
   const auto fail = [&](const std::string &what) {
     throw std::invalid_argument("FSDP unit '" + unit + "': parameter " +
                                 std::to_string(index) + " " + what);
@@ -44,7 +45,7 @@ void check_param(const std::string &unit, size_t index, PyObject *object) {
   if (!THPVariable_Check(object)) fail("is not a tensor");
   const at::Tensor &tensor = THPVariable_Unpack(object);
   if (!tensor.is_leaf()) fail("is not a leaf of the autograd graph");
-  if (tensor.is_meta()) {
+  if (tensor.is_meta() && !is_by_rows) {
     fail("is on the meta device; materialise it with param_init_fn");
   }
   if (tensor.layout() != at::kStrided || !tensor.has_storage()) {
@@ -81,8 +82,24 @@ fsdp_alignment choose_alignment(const Unit &unit, PyObject *param_dtype) {
                                unit.device.is_cpu());
 }
 
-// Makes the table and the layout of `specs`, one per use.
+// The elements of a row of each use.
+std::vector<int64_t> row_numels_of(const fsdp_torch_unit_options &options) {
+  std::vector<int64_t> row_numels;
+  for (int64_t i = 0; options.shard_dims != nullptr && i < options.num_uses;
+       i++) {
+    const at::Tensor &tensor = THPVariable_Unpack(options.uses[i]);
+    const int64_t numel = tensor.numel();
+    row_numels.push_back(numel == 0 || tensor.dim() == 0
+                             ? 0
+                             : numel / tensor.size(options.shard_dims[i]));
+  }
+  return row_numels;
+}
+
+// Makes the table and the layout of `specs`, one per use; row_numels likewise,
+// of a unit by rows.
 fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
+                        const std::vector<int64_t> &row_numels,
                         fsdp_error *error) {
   const auto num_uses = static_cast<int64_t>(specs.size());
   const fsdp_status status =
@@ -90,6 +107,16 @@ fsdp_status make_layout(Unit &unit, const std::vector<fsdp_param_spec> &specs,
   if (status != FSDP_OK) return status;
   for (int64_t i = 0; i < num_uses; i++) {
     unit.param_of_use.push_back(fsdp_param_table_param_of_use(unit.table, i));
+  }
+  if (unit.is_by_rows) {
+    std::vector<int64_t> by_param;
+    for (int64_t i = 0; i < fsdp_param_table_num_params(unit.table); i++) {
+      by_param.push_back(row_numels.at(
+          static_cast<size_t>(fsdp_param_table_first_use(unit.table, i))));
+    }
+    return fsdp_flat_layout_create_by_rows(
+        unit.table, by_param.data(), core_group(unit.shard_group).world_size,
+        &unit.layout, error);
   }
   return fsdp_flat_layout_create(unit.table,
                                  core_group(unit.shard_group).world_size,
@@ -100,7 +127,8 @@ std::vector<fsdp_param_spec> specs_of(const Unit &unit,
                                       const fsdp_torch_unit_options &options) {
   std::vector<fsdp_param_spec> specs;
   for (int64_t i = 0; i < options.num_uses; i++) {
-    check_param(unit.name, static_cast<size_t>(i), options.uses[i]);
+    check_param(unit.name, static_cast<size_t>(i), options.uses[i],
+                unit.is_by_rows);
     const at::Tensor &tensor = THPVariable_Unpack(options.uses[i]);
     fsdp_param_spec spec = {};
     spec.key = reinterpret_cast<uint64_t>(tensor.unsafeGetTensorImpl());
@@ -135,10 +163,12 @@ Param make_param(const Unit &unit, int64_t index, const at::Tensor &tensor,
 void fill_shards(Unit &unit, const fsdp_torch_unit_options &options) {
   const int64_t num_params = fsdp_flat_layout_num_params(unit.layout);
   for (int64_t i = 0; i < num_params; i++) {
-    const at::Tensor &tensor = THPVariable_Unpack(
-        options.uses[fsdp_param_table_first_use(unit.table, i)]);
+    const int64_t use = fsdp_param_table_first_use(unit.table, i);
+    const at::Tensor &tensor = THPVariable_Unpack(options.uses[use]);
     Param param = make_param(unit, i, tensor, tensor.sizes());
-    if (param.local_numel() > 0) {
+    if (unit.is_by_rows) {
+      param.shard_dim = options.shard_dims[use];
+    } else if (param.local_numel() > 0) {
       unit.segments[static_cast<size_t>(param.segment)]
           .shard.slice(0, param.in_shard.begin, param.in_shard.end)
           .copy_(tensor.detach().reshape({-1}).slice(0, param.in_param.begin,
@@ -165,6 +195,7 @@ void choose_settings(Unit &unit, const fsdp_torch_unit_options &options) {
   }
   const int64_t shard_world_size = core_group(unit.shard_group).world_size;
   settings.reshard_after_forward = options.reshard_after_forward;
+  settings.reshards_as_root = unit.is_by_rows;
   settings.reshard_after_backward_without_sync =
       options.reshard_after_backward_without_sync;
   settings.backward_prefetch = options.backward_prefetch;
@@ -249,6 +280,7 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
     }
     self->device = reinterpret_cast<THPDevice *>(options->device)->device;
     self->use_orig_params = options->use_orig_params;
+    self->is_by_rows = options->shard_dims != nullptr;
     self->cast_forward_inputs = options->cast_forward_inputs;
     self->cast_root_forward_inputs = options->cast_root_forward_inputs;
     if (options->param_dtype != nullptr) {
@@ -264,7 +296,8 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
 
     const auto specs = fsdp_torch::specs_of(*self, *options);
     self->alignment = fsdp_torch::choose_alignment(*self, options->param_dtype);
-    fsdp_status status = fsdp_torch::make_layout(*self, specs, error);
+    fsdp_status status = fsdp_torch::make_layout(
+        *self, specs, fsdp_torch::row_numels_of(*options), error);
     if (status != FSDP_OK) return status;
     fsdp_torch::choose_dtypes(*self, *options);
     fsdp_torch::choose_settings(*self, *options);
@@ -311,7 +344,7 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
           THPVariable_Unpack(uses[i]).unsafeGetTensorImpl());
       specs.push_back(spec);
     }
-    fsdp_status status = fsdp_torch::make_layout(*self, specs, error);
+    fsdp_status status = fsdp_torch::make_layout(*self, specs, {}, error);
     if (status != FSDP_OK) return status;
     if (self->param_of_use != from.param_of_use) {
       throw std::invalid_argument("the parameters are shared in another way");

@@ -24,6 +24,7 @@
 #include "layout/flat_layout.h"
 #include "layout/param_table.h"
 #include "runtime/engine.h"
+#include "torch/bridge.h"
 #include "torch/compat.hpp"
 #include "torch/port/provider.hpp"
 
@@ -67,6 +68,10 @@ struct Engine {
   // Units whose reductions were issued and that are followed; see
   // Note [Following reductions].
   std::vector<std::weak_ptr<Unit>> reduced;
+  bool has_rows = false;  // some unit is by rows
+  // Their plain parameters are registered, from the first gradient of a
+  // backward to its end.
+  std::atomic<bool> shows_plain{false};
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_abort_reason{false};
 };
@@ -101,9 +106,25 @@ struct Segment {
   at::Tensor flat_partial_grad;    // likewise
 };
 
+// The DTensor that the user holds in the place of a parameter, and its
+// gradient: see Note [Parameters by rows].
+struct ShardedParam {
+  at::Tensor param;
+  at::Tensor local;       // its local tensor, a view of the shard
+  at::Tensor grad;        // undefined until the first reduction
+  at::Tensor grad_local;  // its local tensor, a view of the sharded gradient
+  at::Tensor user_grad;   // local tensor of a gradient that the user set
+  // Borrowed from `grad` and `grad_local`, and their references while the user
+  // has none.
+  struct _object *grad_objects[2] = {nullptr, nullptr};
+  int64_t grad_references[2] = {0, 0};
+};
+
 struct Param {
   at::Tensor tensor;
   std::vector<int64_t> sizes;
+  int64_t shard_dim = 0;       // by rows: the dimension that is cut
+  ShardedParam sharded_param;  // by rows
   int64_t segment = 0;
   fsdp_range in_param = {0, 0};
   fsdp_range in_shard = {0, 0};
@@ -156,7 +177,10 @@ struct Unit : std::enable_shared_from_this<Unit> {
   int32_t param_dtype_code = -1;  // -1: no cast
   Group shard_group;
   Group replica_group;
-  fsdp_alignment alignment = {};    // of the layout
+  bool is_by_rows = false;
+  fsdp_torch_face face = {};      // by rows; all null: the owner is gone
+  bool grads_are_new = false;     // by rows: to be shown at the end of backward
+  fsdp_alignment alignment = {};  // of the layout
   fsdp_unit_options settings = {};  // without what points somewhere
   fsdp_param_table *table = nullptr;
   fsdp_flat_layout *layout = nullptr;
@@ -188,6 +212,10 @@ StoragePtr empty_storage(c10::Device device);
 at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
                      at::ScalarType dtype, at::IntArrayRef sizes,
                      int64_t offset);
+// The same of a parameter, of which `sizes` are the whole ones or this rank's.
+at::Tensor make_param_view(const StoragePtr &storage, c10::DispatchKeySet keys,
+                           at::ScalarType dtype, const Param &param,
+                           at::IntArrayRef sizes, int64_t offset);
 // Points the storage at memory that somebody else owns.
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
 // Empties it; reading it is an error that names the unit.
@@ -232,6 +260,21 @@ bool is_trainable(const Unit &unit, const Segment &segment);
 // them back. Where all were cleared, their memory goes.
 void show_followed_grads(Unit &unit);
 void take_followed_grads(Unit &unit);
+
+// rows.cpp: see Note [Parameters by rows].
+// Sizes of this rank's rows.
+std::vector<int64_t> local_sizes(const Param &param);
+// A gradient of the parameter as the parameter lies in memory.
+at::Tensor in_memory_order(const Param &param, const at::Tensor &grad);
+// Whether the sharded parameter has a gradient, which is in the shard then.
+bool take_sharded_grad(Unit &unit, Param &param);
+void free_sharded_grad(Unit &unit, Param &param);
+// Brings what the user wrote elsewhere into the shard. Whether there was any.
+bool take_replaced_locals(Unit &unit);
+// At the first gradient of a backward and at its end; neither with the engine's
+// lock.
+void open_rows(Engine &engine);
+void close_rows(Engine &engine);
 
 // reduce_hook.cpp
 void add_hook_ops(fsdp_view_ops *ops);

@@ -1,4 +1,4 @@
-// The calls around a unit's forward, and summons.
+// The calls around a unit's forward, unsharding on request, and summons.
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
@@ -132,6 +132,40 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
   }
   fsdp_torch::show_hidden_grads(self);
   fsdp_unit_abandon_forward(self.core, is_recomputation(*self.engine));
+}
+
+fsdp_status fsdp_torch_unit_unshard(fsdp_torch_unit *unit, fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    if (!self.engine) return fsdp_unit_unshard(self.core, error);
+    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    self.engine->recover();
+    return fsdp_unit_unshard(self.core, error);
+  };
+}
+
+fsdp_status fsdp_torch_unit_wait_unshard(fsdp_torch_unit *unit,
+                                         fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    if (!self.engine) return fsdp_unit_wait_unshard(self.core, error);
+    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    fsdp_torch::follow_requires_grad(self);
+    const fsdp_status status = fsdp_unit_wait_unshard(self.core, error);
+    // The parameters may be used outside the unit's own forward.
+    if (status == FSDP_OK) fsdp_torch::hook_accumulators(self);
+    return status;
+  };
+}
+
+fsdp_status fsdp_torch_unit_reshard(fsdp_torch_unit *unit, fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    if (!self.engine) return FSDP_OK;  // it is sharded
+    const std::lock_guard<std::mutex> lock(self.engine->mutex);
+    self.engine->recover();
+    return fsdp_unit_reshard(self.core, error);
+  };
 }
 
 fsdp_status fsdp_torch_unit_summon(fsdp_torch_unit *unit,

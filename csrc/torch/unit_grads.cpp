@@ -42,7 +42,9 @@ const std::vector<GradPlace> &grad_places(Unit &unit) {
     for (Param &param : unit.params) {
       Segment &segment = segment_of(unit, param);
       if (is_trainable(unit, segment)) {
-        unit.grad_places.push_back({&param.tensor, &segment, &param});
+        unit.grad_places.push_back(
+            {unit.is_by_rows ? &param.sharded_param.param : &param.tensor,
+             &segment, &param});
       }
     }
   } else {
@@ -61,8 +63,8 @@ const std::vector<GradPlace> &grad_places(Unit &unit) {
 at::Tensor view_of_piece(const StoragePtr &storage, int64_t storage_offset,
                          c10::DispatchKeySet keys, at::ScalarType dtype,
                          const Param &param) {
-  return make_view(storage, keys, dtype, param.sharded.sizes(),
-                   storage_offset + param.in_shard.begin);
+  return make_param_view(storage, keys, dtype, param, param.sharded.sizes(),
+                         storage_offset + param.in_shard.begin);
 }
 
 const at::Tensor &sharded_grad_view(Unit &unit, Param &param) {
@@ -170,6 +172,7 @@ bool lies_over(const at::Tensor &tensor, const StoragePtr &storage) {
 }
 
 bool take_one_grad(Unit &unit, const GradPlace &place) {
+  if (unit.is_by_rows) return take_sharded_grad(unit, *place.param);
   at::Tensor &grad = place.holder->mutable_grad();
   if (!grad.defined()) return false;
   const Segment &segment = *place.segment;
@@ -200,7 +203,9 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
   GUARDED(error) {
     Unit &unit = unit_of(owner);
     std::vector<const GradPlace *> cleared;
-    bool any = false;
+    // By rows the user does not see what is not reduced yet, nor clears it.
+    const bool holds = unit.is_by_rows && fsdp_unit_holds_grads(unit.core);
+    bool any = holds;
     grad_places(unit);
     for (GradPlace &place : unit.grad_places) {
       place.was_cleared = false;
@@ -211,9 +216,10 @@ fsdp_status take_grads(void * /*context*/, void *owner, bool unsharded_live,
       }
     }
     for (size_t i = 0; any && i < cleared.size(); i++) {
-      zero_taken_grad(
-          unit, *cleared[i],
-          unsharded_live ? unsharded[index_of(unit, *cleared[i])] : nullptr);
+      zero_taken_grad(unit, *cleared[i],
+                      unsharded_live && !holds
+                          ? unsharded[index_of(unit, *cleared[i])]
+                          : nullptr);
     }
     *any_live = any;
     return FSDP_OK;
@@ -283,6 +289,10 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
                       data);
       return FSDP_OK;
     }
+    if (unit.is_by_rows) { /* at the end of backward, with the GIL */
+      unit.grads_are_new = view == FSDP_VIEW_SHARDED;
+      return FSDP_OK;
+    }
     for (const GradPlace &place : grad_places(unit)) {
       if (view == FSDP_VIEW_UNSHARDED) {
         place.holder->mutable_grad() =
@@ -326,7 +336,10 @@ bool grads_live(void * /*context*/, void *owner) {
 
 void grads_free(void * /*context*/, void *owner) {
   Unit &unit = unit_of(owner);
-  for (Param &param : unit.params) idle_grad_view(unit, param);
+  for (Param &param : unit.params) {
+    if (unit.is_by_rows) free_sharded_grad(unit, param);
+    idle_grad_view(unit, param);
+  }
   for (Segment &segment : unit.segments) segment.grad_shard = at::Tensor();
 }
 
@@ -378,7 +391,8 @@ void take_followed_grads(Unit &unit) {
 }
 
 void hide_grads(Unit &unit) {
-  if (!unit.use_orig_params) return;  // they are on the flat parameters
+  // They are on the flat parameters, or on the sharded ones.
+  if (!unit.use_orig_params || unit.is_by_rows) return;
   for (Param &param : unit.params) {
     at::Tensor &grad = param.tensor.mutable_grad();
     if (grad.defined()) param.hidden_grad = std::move(grad);
@@ -397,10 +411,12 @@ void show_hidden_grads(Unit &unit) {
 
 void show_requires_grad(Unit &unit) {
   for (Param &param : unit.params) {
-    const at::Tensor &flat_param = segment_of(unit, param).flat_param;
-    if (flat_param.defined() &&
-        param.tensor.requires_grad() != flat_param.requires_grad()) {
-      param.tensor.set_requires_grad(flat_param.requires_grad());
+    const at::Tensor &shown = unit.is_by_rows
+                                  ? param.sharded_param.param
+                                  : segment_of(unit, param).flat_param;
+    if (shown.defined() &&
+        param.tensor.requires_grad() != shown.requires_grad()) {
+      param.tensor.set_requires_grad(shown.requires_grad());
     }
   }
 }

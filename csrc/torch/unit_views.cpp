@@ -195,6 +195,7 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
     }
     if (view == FSDP_VIEW_SHARDED) {
       write_back_flat_params(unit);
+      if (take_replaced_locals(unit)) unit.shard_was_written = true;
       // Also by replace_param, or by a call that failed after its first copy.
       *any_copied = unit.shard_was_written;
       unit.shard_was_written = false;
@@ -206,7 +207,11 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
 // Version counters only grow: their sum tells whether any of them did.
 uint64_t sum_of_versions(const Unit &unit) {
   uint64_t sum = 0;
-  for (const Param &param : unit.params) sum += param.tensor._version();
+  for (const Param &param : unit.params) {
+    sum += param.tensor._version();
+    const at::Tensor &local = param.sharded_param.local;
+    if (local.defined()) sum += local._version();
+  }
   for (const Segment &segment : unit.segments) {
     if (segment.flat_param.defined()) sum += segment.flat_param._version();
   }
@@ -277,17 +282,19 @@ void make_views(Unit &unit) {
     const fsdp_param_slot *slot =
         fsdp_flat_layout_slot(unit.layout, static_cast<int64_t>(i));
     const Segment &segment = unit.segments[static_cast<size_t>(slot->segment)];
-    const std::vector<int64_t> local = {param.local_numel()};
+    const std::vector<int64_t> local =
+        unit.is_by_rows ? local_sizes(param)
+                        : std::vector<int64_t>{param.local_numel()};
     // A lone rank holds the whole parameter and can show its shape.
-    param.sharded = make_view(
+    param.sharded = make_param_view(
         segment.shard.storage().getWeakStorageImpl().lock(),
-        segment.shard.key_set(), segment.master,
+        segment.shard.key_set(), segment.master, param,
         is_alone ? at::IntArrayRef(param.sizes) : at::IntArrayRef(local),
         segment.shard.storage_offset() + param.in_shard.begin);
-    param.unsharded = make_view(segment.unsharded, keys, segment.compute,
-                                param.sizes, slot->offset);
-    param.full = make_view(segment.full, keys, segment.master, param.sizes,
-                           slot->offset);
+    param.unsharded = make_param_view(segment.unsharded, keys, segment.compute,
+                                      param, param.sizes, slot->offset);
+    param.full = make_param_view(segment.full, keys, segment.master, param,
+                                 param.sizes, slot->offset);
   }
 }
 

@@ -10,7 +10,7 @@ from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engine, release_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.uses import is_flat_param, sharding_unit
+from fsdp_c._units.uses import is_taken
 
 
 def convert(
@@ -103,11 +103,7 @@ def _convert_unsharded(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Non
         if buffer is not None:
             module._buffers[name] = fn(buffer)
     for param in module._parameters.values():
-        if (
-            param is not None
-            and sharding_unit(param) is None
-            and not is_flat_param(param)
-        ):
+        if param is not None and not is_taken(param):
             with torch.no_grad():
                 param.data = fn(param.data)
                 if param.grad is not None:

@@ -314,28 +314,12 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             for module in sharded_modules(self):
                 module.end_session(LoadSession)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
+        state_dict, prefix, local_metadata, _, missing_keys, _, error_msgs = args
         load.begin_load(
             self, state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(*args)
 
     # Looking at it ---------------------------------------------------------
 

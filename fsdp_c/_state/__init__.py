@@ -1,5 +1,6 @@
 """State dicts of models (model/) and optimizers (optim/), and what both share.
 
-parts.py says which part of each parameter this rank holds, exchange.py moves parts
-between ranks, sharded_tensors.py is the form that they have in sharded state dicts.
+parts.py has the part of each parameter that this rank holds, exchange.py moves parts
+between ranks, forms.py puts them into state dicts and takes them out, for models and
+optimizers alike, and sharded_tensors.py makes the tensors of sharded ones.
 """

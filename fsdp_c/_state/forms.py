@@ -1,7 +1,7 @@
-"""How a state dict holds tensors, and the two loops that fill and empty it.
+"""The form of tensors in a state dict, for parameters and optimizer states alike.
 
-A parameter and each of its optimizer states take the same ways: saving moves this
-rank's part to where the form needs it, loading moves what a form holds into place.
+Saving moves each rank's part to the ranks that the form names. Loading moves sharded
+tensors back into each rank's part.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,13 +28,13 @@ from fsdp_c._units.device import CPU
 
 @dataclass(frozen=True)
 class Form:
-    """How the tensors of a state dict stand in it.
+    """The form of the tensors in a state dict.
 
     Attributes:
-        shards: In rows, as sharded tensors, on all ranks; else whole.
-        first: The global rank that alone gets whole tensors; None: all do.
-        offload_to_cpu: In host memory.
-        use_dtensor: Sharded ones are DTensors; None: if the unit has a device mesh.
+        shards: All ranks get sharded tensors, in rows; otherwise whole tensors.
+        first: The only rank, a global one, that gets whole tensors; None for all.
+        offload_to_cpu: Tensors are in host memory.
+        use_dtensor: Sharded tensors are DTensors; None: if the unit has a device mesh.
     """
 
     shards: bool = False
@@ -57,7 +57,7 @@ class Form:
         return part.spread.whole(first, first + 1)
 
     def of_exchanged(self, part: ParamPart, value: Tensor) -> Any:
-        """Return the tensor of which this rank got the elements that it needs."""
+        """Return the tensor for the state dict, of the elements that this rank got."""
         value = value.to(CPU if self.offload_to_cpu else part.over.compute_device)
         if not self.shards or not has_rows(part.shape):
             return value.view(part.shape)
@@ -69,8 +69,7 @@ class Form:
         Nothing is communicated. Outside of all modules it stays whole.
         """
         whole = whole.detach()
-        device = whole.device if module is None else module.compute_device
-        device = CPU if self.offload_to_cpu else device
+        device = CPU if self.offload_to_cpu else whole.device
         if module is None or not self.shards or not has_rows(whole.shape):
             return whole.to(device, copy=True)
         begin, end = rows_of(whole.shape[0], module.world_size, module.rank)

@@ -12,7 +12,7 @@ from fsdp_c import _native
 from fsdp_c._native import Placement
 from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.uses import is_flat_param, sharding_unit
+from fsdp_c._units.uses import is_flat_param, is_taken, sharding_unit
 
 
 class Spread:
@@ -175,7 +175,7 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in known:
             continue
-        if is_flat_param(param) or sharding_unit(param) is not None:
+        if is_taken(param):
             raise ValueError(
                 f"parameter {clean_name(name)!r} is sharded by unit "
                 f"{sharding_unit(param)!r}, which is not in this "

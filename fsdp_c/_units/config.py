@@ -98,6 +98,7 @@ class Config:
             cast_root_forward_inputs=precision.cast_root_forward_inputs,
             keep_low_precision_grads=precision.keep_low_precision_grads,
             offloads=self.cpu_offload.offload_params,
+            shard_dims=None,
         )
 
 

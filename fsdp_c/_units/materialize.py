@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_c._units.params import own_modules
-from fsdp_c._units.uses import is_flat_param, sharding_unit
+from fsdp_c._units.uses import is_taken
 
 
 def _is_on_meta(module: nn.Module) -> bool:
@@ -73,7 +73,7 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
             "give it one, or pass param_init_fn"
         )
     for param in module.parameters(recurse=False):
-        if sharding_unit(param) is not None or is_flat_param(param):
+        if is_taken(param):
             raise ValueError(
                 f"module {name!r} holds a parameter of another unit next to meta "
                 "ones: initialise it before wrapping"

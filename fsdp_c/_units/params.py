@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_c._torch_compat import overrides_dispatch
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.uses import ParamUse, is_flat_param, sharding_unit
+from fsdp_c._units.uses import ParamUse, is_flat_param, is_taken, sharding_unit
 
 
 def own_modules(
@@ -28,11 +28,7 @@ def unsharded_params(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters in ``module`` that no unit shards yet, by name."""
     for name, param in module.named_parameters():
-        if (
-            param not in ignored_params
-            and sharding_unit(param) is None
-            and not is_flat_param(param)
-        ):
+        if param not in ignored_params and not is_taken(param):
             yield name, param
 
 
@@ -42,7 +38,7 @@ def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
     Before any of its modules is wrapped, and before they have memory.
     """
     for name, param in unsharded_params(module, ignored_params):
-        _check_param(clean_name(name), param)
+        check_param(clean_name(name), param)
 
 
 def collect_uses(
@@ -99,7 +95,7 @@ def move_to_device(
     for use in uses:
         if use.param.is_meta:
             raise ValueError(_still_on_meta("parameter", use.fqn))
-        _check_param(use.fqn, use.param)
+        check_param(use.fqn, use.param)
         use.param.grad = None
         if use.param.device != device:
             use.param.data = use.param.data.to(device)
@@ -125,7 +121,7 @@ def _still_on_meta(kind: str, fqn: str) -> str:
 # Which parameters can be flattened: plain tensors with memory of their own --------
 
 
-def _check_param(name: str, param: nn.Parameter) -> None:
+def check_param(name: str, param: nn.Parameter) -> None:
     problem = _problem(param)
     if problem is not None:
         raise ValueError(f"parameter {name!r} {problem}")

@@ -32,3 +32,8 @@ def sharding_unit(param: nn.Parameter) -> str | None:
 def is_flat_param(param: nn.Parameter) -> bool:
     """Return whether ``param`` is a flat parameter, ours or torch's."""
     return getattr(param, "_is_flat_param", False)
+
+
+def is_taken(param: nn.Parameter) -> bool:
+    """Return whether a unit shards ``param``, or it is a flat parameter."""
+    return sharding_unit(param) is not None or is_flat_param(param)

@@ -75,8 +75,8 @@ def collect(
 
     Raises:
         RuntimeError: The model is in the middle of a step.
-        TypeError: A value is none that a checkpoint can hold.
-        ValueError: So is a dtype; or the model is sharded over other ranks.
+        TypeError: A checkpoint cannot hold a value.
+        ValueError: It cannot hold a dtype; or the model is sharded over other ranks.
     """
     contents = find_contents(model)
     units = contents.units(ranks)
@@ -188,7 +188,7 @@ def _manifest(
 
 
 def fingerprint(units: tuple[UnitSpec, ...]) -> str:
-    """Return what is equal for equal units, ranks left out: short, to compare."""
+    """Return a digest of the units, without their ranks, to compare."""
     same = [(u.name, u.alignment, u.segments, u.params, len(u.ranks)) for u in units]
     return hashlib.sha256(repr(same).encode()).hexdigest()
 
@@ -196,12 +196,7 @@ def fingerprint(units: tuple[UnitSpec, ...]) -> str:
 def merge_states(
     names: Iterable[str], states_of_rank: list[dict[str, StateSpec]]
 ) -> tuple[dict[str, StateSpec], list[str]]:
-    """Return the states of all ranks, and what they disagree about.
-
-    Args:
-        names: Of parameters, in the order of the result.
-        states_of_rank: What each rank wrote.
-    """
+    """Return the states of all ranks in the order of ``names``, and contradictions."""
     merged: dict[str, StateSpec] = {}
     problems = []
     for states in states_of_rank:

@@ -100,7 +100,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 def main(words: Sequence[str]) -> int:
     """Run the command ``words``; return the exit status.
 
-    0: done. 1: the checkpoint or the target is not as it should be. 2: wrong words.
+    0: done. 1: the checkpoint is damaged, or the target cannot be written. 2: invalid
+    arguments.
     """
     try:
         parsed = _parser().parse_args(words)

@@ -109,9 +109,9 @@ def find_contents(model: nn.Module) -> Contents:
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by clean prefixes such as ``"blocks.0."``, with all names.
+    """Yield modules by clean prefixes such as ``"blocks.0."``, under all their names.
 
-    Wrappers, whose own tensors are those of the wrapped module, stand before it.
+    A wrapper comes before the module in it, with the same prefix.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         yield clean_name(f"{name}.") if name else "", module

@@ -43,7 +43,7 @@ def parse(data: bytes) -> dict[str, Any]:
     """Return the members of a document.
 
     Raises:
-        ValueError: It is no such document, or was changed; the message says how.
+        ValueError: It is not such a document, or is damaged.
     """
     match = _HEAD.match(data)
     if match is None:

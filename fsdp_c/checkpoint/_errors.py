@@ -1,4 +1,4 @@
-"""CheckpointError: everything that is wrong with a checkpoint, in one exception."""
+"""CheckpointError: all problems of a checkpoint in one exception."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or cannot be used.
 
     Attributes:
-        problems: Everything that was found, one sentence each; also in the message.
+        problems: One sentence each; also in the message.
     """
 
     def __init__(self, headline: str, problems: Iterable[str] = ()) -> None:

@@ -18,7 +18,6 @@ from fsdp_c.checkpoint._files import (
     write_all,
     write_document,
 )
-from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
 from fsdp_c.checkpoint._memory import bytes_of
 from fsdp_c.checkpoint._plan import Part, find_parts
@@ -129,14 +128,13 @@ def _names_in(folder: str) -> list[str]:
 
 
 def _find_tensors(source: Source, dtype: torch.dtype | None) -> list[_Tensor]:
-    holders = Holders(source.manifest)
     specs: list[ParamSpec | WholeSpec] = [
         unit.params[index] for unit, index in source.manifest.params()
     ]
     tensors = []
     for spec in (*specs, *source.manifest.wholes):
         what = repr(spec.name)
-        parts = find_parts(source, holders, what, spec, (0, spec.numel))
+        parts = find_parts(source, what, spec, (0, spec.numel))
         for part in parts:
             part.rank.want(part.byte(part.begin), part.byte(part.end), what)
         saved = dtype_named(spec.dtype)

@@ -30,7 +30,7 @@ from fsdp_c.checkpoint._rank_entry import Piece
 from fsdp_c.checkpoint._safetensors import make_header
 
 Advance = Callable[[int], object]
-"""Is told how many more bytes are done."""
+"""Called with the number of bytes done since the last call."""
 
 _MAX_BUFFERS = 512  # of one write, below IOV_MAX
 _WRITE_NBYTES = 8 << 20
@@ -114,7 +114,7 @@ def write_tensors(
         slots: Its tensors, in order.
         chunks: Their bytes, in the same order, cut anywhere.
         save_id: Goes into the header.
-        advance: Is told what was written.
+        advance: Called with the numbers of bytes written.
 
     Raises:
         ValueError: Two tensors have one key.
@@ -172,7 +172,7 @@ def write_all(
         descriptor: Of the file.
         chunks: The bytes.
         update: Is called with all bytes, in order, before they are written.
-        advance: Is told what was written.
+        advance: Called with the numbers of bytes written.
     """
     batch: list[memoryview] = []
     owners: list[object] = []
@@ -208,8 +208,8 @@ def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
 def _begin_sync(descriptor: int, offset: int, nbytes: int) -> None:
     """Let the disk begin with what was written, while the next bytes are prepared.
 
-    Only a matter of speed (a third, on a disk as fast as memory is copied): where it
-    cannot be done, fsync does all of it in the end.
+    It makes a save up to a third faster. Where the system cannot do it, fsync writes
+    everything at the end.
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
@@ -334,7 +334,7 @@ def bad_blocks(
         ranges: Half-open, within the file.
         nbytes: Of the file.
         checksums: Of its blocks.
-        advance: Is told how many bytes were checked.
+        advance: Called with the numbers of bytes checked.
     """
     buffer = memoryview(bytearray(_READ_NBYTES))
     bad = []

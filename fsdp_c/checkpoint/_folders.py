@@ -13,8 +13,8 @@ folder takes the place of ``runs/step-5``:
   between the two leaves no ``runs/step-5``: readers then take the replaced one, and
   the next save puts it back first.
 
-A lock goes with its process, so whatever bears such a name and is not locked is left
-over from a save that was killed; the next save to any place in ``runs`` deletes it.
+A lock ends with its process. So a file or folder that has such a name and no lock was
+left by a save that was killed. The next save to any place in ``runs`` deletes it.
 """
 
 import ctypes
@@ -101,7 +101,7 @@ class TemporaryFolder:
         self.discard()
 
     def discard(self) -> None:
-        """Delete what bears the temporary name. Does nothing the second time."""
+        """Delete the temporary folder; do nothing the second time."""
         if self._lock is None:
             return
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._contents import find_contents
-from fsdp_c.checkpoint._dtypes import dtype_name
+from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError, reason
 from fsdp_c.checkpoint._export import ALIASES, INDEX, SINGLE
 from fsdp_c.checkpoint._fields import Fields, string
@@ -19,7 +19,7 @@ from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plan import Target
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._ranks import Ranks, raise_if_any
-from fsdp_c.checkpoint._reads import FileReads, make_read
+from fsdp_c.checkpoint._reads import FileReads, Read
 from fsdp_c.checkpoint._safetensors import FileTensor
 
 _HEADLINE = "nothing was imported; the model is as it was"
@@ -220,16 +220,10 @@ def _plan_read(
         )
         return
     if target.begin < target.end:
-        file.reads.append(
-            make_read(
-                target.what,
-                info.dtype,
-                info.begin,
-                target.begin,
-                target.end,
-                target.tensor,
-            )
-        )
+        saved = dtype_named(info.dtype)
+        first = info.begin + target.begin * saved.itemsize
+        last = info.begin + target.end * saved.itemsize
+        file.reads.append(Read(target.what, first, last, saved, target.tensor))
 
 
 def _aliases(file: FileReads, problems: list[str]) -> dict[str, str]:

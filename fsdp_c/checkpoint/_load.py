@@ -13,7 +13,6 @@ from fsdp_c._units.device import wait_for_uploads
 from fsdp_c.checkpoint._contents import Contents, find_contents
 from fsdp_c.checkpoint._errors import CheckpointError, reason
 from fsdp_c.checkpoint._files import Advance
-from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._load_optim import OptimLoad
 from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plain import decode, tensor_keys
@@ -63,10 +62,10 @@ def load(
     """Load a checkpoint that any number of ranks saved, in any wrapping.
 
     All ranks must call it, between steps. It waits for a save of this process that is
-    still writing. Each rank reads the manifest, the entries of
-    the ranks that hold what it needs, and of their files only the blocks around it,
-    twice: first all is checked, checksums included, then it is read straight into
-    place. Besides the optimizer's own state that needs a few MiB of memory.
+    still writing. Each rank reads the manifest, the entries of the ranks that hold
+    what it needs, and only those blocks of their files. It reads the blocks twice:
+    first to check everything, checksums included, then straight into place. Beside
+    the optimizer's own state that needs a few MiB of memory.
 
     Args:
         path: What save was given.
@@ -134,16 +133,13 @@ class _Loading:
         contents = find_contents(model)
         self.source = Source(path)
         manifest = self.source.manifest
-        self._holders = Holders(manifest)
         self._contents: Contents = contents
         wait_for_uploads(m for m in model.modules() if isinstance(m, ShardedModule))
         self._targets = ModelTargets(contents)
         self._is_same_size = manifest.world_size == ranks.world_size
         self._optim: OptimLoad | None = None
         if optim is not None and manifest.optim is not None:
-            self._optim = OptimLoad(
-                model, optim, self.source, self._holders, manifest.optim
-            )
+            self._optim = OptimLoad(model, optim, self.source, manifest.optim)
         elif optim is not None:
             self.source.problems.append(
                 "it has no optimizer state: load without optim, or save with it"
@@ -157,9 +153,7 @@ class _Loading:
     ) -> list[str]:
         """Plan all reads, check what they will read; return all problems."""
         manifest, source = self.source.manifest, self.source
-        missing, unexpected = plan_parameters(
-            source, self._holders, self._targets.targets
-        )
+        missing, unexpected = plan_parameters(source, self._targets.targets)
         self._missing += missing
         self._unexpected += unexpected
         states = self._contents.stateful
@@ -171,8 +165,7 @@ class _Loading:
             self._unexpected += [
                 f"optimizer: {name}" for name in self._optim.unexpected
             ]
-        if strict and self._optim is not None:
-            source.problems += self._optim.differences()
+            source.problems += self._optim.differences() if strict else []
         if strict:
             source.problems += [
                 f"{name!r} is missing: the model has it, the checkpoint does not"
@@ -257,7 +250,7 @@ class _Loading:
             set_random_states(self._decoded["random states"])
 
     def loaded(self) -> Loaded:
-        """Return what there is to say about it."""
+        """Return what the load found."""
         return Loaded(
             extra=self._decoded["extra"],
             rank_extra=self._decoded.get("rank_extra"),

@@ -12,7 +12,6 @@ from fsdp_c._state.optim.states import ParamState, assemble, install
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart, parts_of_params
 from fsdp_c.checkpoint._dtypes import dtype_named
-from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
 from fsdp_c.checkpoint._memory import is_direct
 from fsdp_c.checkpoint._plain import decode, tensor_keys
@@ -32,13 +31,11 @@ class OptimLoad:
         model: nn.Module,
         optim: torch.optim.Optimizer,
         source: Source,
-        holders: Holders,
         spec: OptimSpec,
     ) -> None:
         self._model = model
         self._optim = optim
         self._source = source
-        self._holders = holders
         self._spec = spec
         collected = collect_states(model, optim)
         self._current = collected.states
@@ -66,7 +63,7 @@ class OptimLoad:
                 self.missing.append(fqn)
                 self._states[fqn] = state
         for name, state_spec in self._spec.states.items():
-            spec = self._holders.spec(name)
+            spec = self._source.holders.spec(name)
             assert spec is not None  # the manifest was checked
             names = (spec.name, *spec.aliases)
             found = [self._fqns[n] for n in names if n in self._fqns]
@@ -130,12 +127,10 @@ class OptimLoad:
                 place.end,
                 tensor,
             )
-            plan_target(self._source, self._holders, target, spec, (key, name))
+            plan_target(self._source, target, spec, (key, name))
         if state_spec.plain:
             elements = place.begin, place.end
-            plain = find_plain(
-                self._source, self._holders, spec, state_spec.plain, elements
-            )
+            plain = find_plain(self._source, spec, state_spec.plain, elements)
             if plain is not None:
                 self._plain[fqn] = plain
                 for key in tensor_keys(plain.values):

@@ -5,9 +5,10 @@ elements that it needs (see :mod:`fsdp_c.checkpoint._holders`) and opens only th
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from fsdp_c.checkpoint import _documents
 from fsdp_c.checkpoint._dtypes import dtype_named
@@ -17,6 +18,8 @@ MANIFEST = "manifest.json"
 FORMAT = "fsdp_c.checkpoint"
 VERSION = 1
 MAX_RANKS = 1 << 20
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,9 @@ def parse_manifest(data: bytes) -> Manifest:
         save_id=_save_id(top.string("save_id")),
         world_size=world_size,
         units=tuple(top.items("units", lambda v, where: _unit(v, where, groups))),
-        wholes=tuple(top.items("wholes", _whole)),
+        wholes=tuple(top.items("wholes", partial(_record, WholeSpec))),
         modules=top.members("modules", lambda v, _: v),
-        optim=None if optim is None else _optim(optim),
+        optim=None if optim is None else _record(OptimSpec, optim, "manifest.optim"),
         scheduler=top.any("scheduler"),
         extra=top.any("extra"),
         has_random_states=top.boolean("has_random_states"),
@@ -245,22 +248,32 @@ def _save_id(text: str) -> str:
     return text
 
 
-def _shape(fields: Fields) -> tuple[int, ...]:
-    shape = tuple(fields.items("shape", integer))
-    if math.prod(shape) > MAX_NUMEL:
-        raise ValueError(f"shape {shape} is too large")
-    return shape
-
-
-def _dtype(fields: Fields) -> str:
-    name = fields.string("dtype")
-    dtype_named(name)
-    return name
+def _record(cls: type[_T], value: Any, where: str) -> _T:
+    """Read a dataclass of which the object has all fields, by their types."""
+    members = Fields(value, where)
+    readers: dict[Any, Callable[[str], Any]] = {
+        str: members.string,
+        int: members.integer,
+        bool: members.boolean,
+        tuple[str, ...]: lambda key: tuple(members.items(key, string)),
+        tuple[int, ...]: lambda key: tuple(members.items(key, integer)),
+        dict[str, StateSpec]: lambda key: members.members(key, _state),
+        list[Any]: lambda key: members.items(key, lambda v, _: v),
+        Any: members.any,
+    }
+    types = {each.name: each.type for each in fields(cast("Any", cls))}
+    found = {name: readers[kind](name) for name, kind in types.items()}
+    members.end()
+    if "dtype" in found:
+        dtype_named(found["dtype"])
+    if math.prod(found.get("shape", ())) > MAX_NUMEL:
+        raise ValueError(f"shape {found['shape']} is too large")
+    return cls(**found)
 
 
 def _unit(value: Any, where: str, groups: list[tuple[int, ...]]) -> UnitSpec:
-    fields = Fields(value, where)
-    alignment = fields.any("alignment")
+    members = Fields(value, where)
+    alignment = members.any("alignment")
     if (
         not isinstance(alignment, list)
         or [type(each) for each in alignment] != [int, bool, bool]
@@ -268,75 +281,26 @@ def _unit(value: Any, where: str, groups: list[tuple[int, ...]]) -> UnitSpec:
     ):
         raise ValueError(f"{where}.alignment is not [itemsize, params, shards]")
     unit = UnitSpec(
-        name=fields.string("name"),
-        ranks=groups[fields.integer("shard_group", 0, len(groups) - 1)],
+        name=members.string("name"),
+        ranks=groups[members.integer("shard_group", 0, len(groups) - 1)],
         alignment=(alignment[0], alignment[1], alignment[2]),
-        segments=tuple(fields.items("segments", _segment)),
-        params=tuple(fields.items("params", _param)),
+        segments=tuple(members.items("segments", partial(_record, SegmentSpec))),
+        params=tuple(members.items("params", partial(_record, ParamSpec))),
     )
-    fields.end()
+    members.end()
     for param in unit.params:
         if param.segment >= len(unit.segments):
             raise ValueError(f"parameter {param.name!r} is in no segment of {where}")
     return unit
 
 
-def _segment(value: Any, where: str) -> SegmentSpec:
-    fields = Fields(value, where)
-    segment = SegmentSpec(
-        _dtype(fields), fields.boolean("requires_grad"), fields.integer("shard_numel")
-    )
-    fields.end()
-    return segment
-
-
-def _param(value: Any, where: str) -> ParamSpec:
-    fields = Fields(value, where)
-    param = ParamSpec(
-        name=fields.string("name"),
-        aliases=tuple(fields.items("aliases", string)),
-        shape=_shape(fields),
-        dtype=_dtype(fields),
-        requires_grad=fields.boolean("requires_grad"),
-        segment=fields.integer("segment"),
-        offset=fields.integer("offset"),
-    )
-    fields.end()
-    return param
-
-
-def _whole(value: Any, where: str) -> WholeSpec:
-    fields = Fields(value, where)
-    whole = WholeSpec(
-        name=fields.string("name"),
-        aliases=tuple(fields.items("aliases", string)),
-        shape=_shape(fields),
-        dtype=_dtype(fields),
-        is_param=fields.boolean("is_param"),
-    )
-    fields.end()
-    return whole
-
-
-def _optim(value: Any) -> OptimSpec:
-    fields = Fields(value, "manifest.optim")
-    optim = OptimSpec(
-        name=fields.string("name"),
-        groups=fields.items("groups", lambda v, _: v),
-        others=fields.any("others"),
-        states=fields.members("states", _state),
-    )
-    fields.end()
-    return optim
-
-
 def _state(value: Any, where: str) -> StateSpec:
-    fields = Fields(value, where)
-    sharded = fields.members("sharded", string)
+    members = Fields(value, where)
+    sharded = members.members("sharded", string)
     for name in sharded.values():
         dtype_named(name)
-    state = StateSpec(sharded, tuple(fields.items("plain", string)))
-    fields.end()
+    state = StateSpec(sharded, tuple(members.items("plain", string)))
+    members.end()
     return state
 
 

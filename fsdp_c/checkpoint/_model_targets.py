@@ -12,11 +12,7 @@ from fsdp_c.checkpoint._plan import Target
 
 
 class ModelTargets:
-    """One target per parameter and buffer: its own memory where that is possible.
-
-    Attributes:
-        targets: For the planner.
-    """
+    """One target per parameter and buffer: its own memory where that is possible."""
 
     def __init__(self, contents: Contents) -> None:
         self._finish: list[Callable[[], object]] = []
@@ -64,7 +60,7 @@ class ModelTargets:
         return flat
 
     def finish(self) -> None:
-        """After all targets were filled."""
+        """Copy what was read beside its place, once all targets are filled."""
         with torch.no_grad():
             for each in self._finish:
                 each()

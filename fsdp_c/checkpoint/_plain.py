@@ -10,7 +10,7 @@ What JSON lacks is an object with one member that begins with ``$``:
     {"$scalar": ["F32", 3.0]}    a 0-dim tensor, exact
     {"$tensor": "plain/0"}       a tensor, by its key in the safetensors file
 
-Nothing else is taken, and nothing is pickled.
+Other values are refused. Nothing is pickled.
 """
 
 import math
@@ -102,7 +102,7 @@ def decode(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
     """Return what :func:`encode` was given; tensors are on the CPU.
 
     Raises:
-        ValueError: ``value`` is nothing that encode makes.
+        ValueError: encode() did not make ``value``.
     """
     try:
         return _decode(value, get_tensor)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint._dtypes import dtype_name, dtype_named
 from fsdp_c.checkpoint._files import Chunk
-from fsdp_c.checkpoint._holders import Held, Holders
+from fsdp_c.checkpoint._holders import Held
 from fsdp_c.checkpoint._manifest import ParamSpec, WholeSpec
 from fsdp_c.checkpoint._plain import tensor_keys
 from fsdp_c.checkpoint._rank_entry import Piece, model_key, state_key
@@ -38,7 +38,7 @@ class Target:
 
 
 def plan_parameters(
-    source: Source, holders: Holders, targets: Sequence[Target]
+    source: Source, targets: Sequence[Target]
 ) -> tuple[list[str], list[str]]:
     """Plan what fills the model's parameters and buffers.
 
@@ -51,7 +51,7 @@ def plan_parameters(
         found = {
             spec.name: spec
             for name in target.names
-            if (spec := holders.spec(name)) is not None
+            if (spec := source.holders.spec(name)) is not None
         }
         used.update(found)
         if not found:
@@ -59,7 +59,7 @@ def plan_parameters(
             continue
         spec = next(iter(found.values()))
         if _fits(target, found, source.problems):
-            plan_target(source, holders, target, spec)
+            plan_target(source, target, spec)
     manifest = source.manifest
     names = [unit.params[index].name for unit, index in manifest.params()]
     names += [whole.name for whole in manifest.wholes]
@@ -111,7 +111,6 @@ class Part(NamedTuple):
 
 def find_parts(
     source: Source,
-    holders: Holders,
     what: str,
     spec: ParamSpec | WholeSpec,
     elements: tuple[int, int],
@@ -119,11 +118,10 @@ def find_parts(
 ) -> list[Part]:
     """Return where elements of a tensor are, ascending.
 
-    What is not where the manifest promises it is a problem of the source.
+    A tensor that is not where the manifest lists it is a problem of the source.
 
     Args:
         source: The checkpoint.
-        holders: Of its manifest.
         what: The tensor's name in messages.
         spec: The tensor, or the parameter that an optimizer state is of.
         elements: (begin, end).
@@ -133,7 +131,7 @@ def find_parts(
     if state is not None:
         key, dtype = state_key(spec.name, state[0]), state[1]
     parts = []
-    for held in holders.holders(spec.name, *elements):
+    for held in source.holders.holders(spec.name, *elements):
         rank = source.rank(held.rank)
         if rank is None:
             source.problems.append(f"{what} is lost with the entry of rank {held.rank}")
@@ -156,14 +154,13 @@ def find_parts(
 
 def plan_target(
     source: Source,
-    holders: Holders,
     target: Target,
     spec: ParamSpec | WholeSpec,
     state: tuple[str, str] | None = None,
 ) -> None:
     """Add the reads that fill ``target``; problems go to the source."""
     elements = target.begin, target.end
-    for part in find_parts(source, holders, target.what, spec, elements, state):
+    for part in find_parts(source, target.what, spec, elements, state):
         begin, end = part.begin - target.begin, part.end - target.begin
         part.rank.reads.reads.append(
             Read(
@@ -185,18 +182,18 @@ class Plain(NamedTuple):
 
 def find_plain(
     source: Source,
-    holders: Holders,
     spec: ParamSpec | WholeSpec,
     keys: Sequence[str],
     elements: tuple[int, int],
 ) -> Plain | None:
     """Return the plain state of a parameter for a rank that holds ``elements``.
 
-    That of the rank that saved exactly these. Else that of any, if it is not a tensor
-    and all ranks that saved some of them agree. Problems go to the source.
+    It comes from the rank that saved exactly these elements. Else it comes from any
+    rank that saved some of them, if these agree and it has no tensor. Problems go to
+    the source.
     """
     found: list[tuple[Plain, Held]] = []
-    for held in holders.holders(spec.name, *elements):
+    for held in source.holders.holders(spec.name, *elements):
         rank = source.rank(held.rank)
         if rank is None:
             return None  # a problem already

@@ -1,4 +1,4 @@
-"""Progress bars of long work: on rank 0, on a terminal, if tqdm is there."""
+"""Progress bars: on rank 0, on a terminal, if tqdm is installed."""
 
 import importlib
 import sys
@@ -11,12 +11,12 @@ from typing import Any
 def progress(
     label: str, total_nbytes: int, is_on: bool | None = None
 ) -> Iterator[Callable[[int], object]]:
-    """Yield a function that is told how many more bytes are done, more or less.
+    """Yield a function to call with the number of bytes done since the last call.
 
     Args:
-        label: Stands before the bar.
-        total_nbytes: Bytes when all is done.
-        is_on: None: if stderr is a terminal.
+        label: Text before the bar.
+        total_nbytes: Bytes of the whole work.
+        is_on: Whether to show a bar; None: if stderr is a terminal.
     """
     if is_on is None:
         is_on = sys.stderr is not None and sys.stderr.isatty()
@@ -28,7 +28,7 @@ def progress(
     if not is_on:
         yield lambda _: None
         return
-    # No thread that watches the bars.
+    # Without tqdm's monitor thread.
     quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
     with quiet(
         desc=label, total=total_nbytes, unit="B", unit_scale=True, file=sys.stderr

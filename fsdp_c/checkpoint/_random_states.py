@@ -36,10 +36,10 @@ def _on_host(numbers: Sequence[int]) -> torch.Tensor:
 
 
 def check_random_states(states: Any) -> None:
-    """Check that states can be set, and leave those there are.
+    """Check that ``states`` can be set; the current ones stay.
 
     Raises:
-        ValueError: It is nothing that random_states returns.
+        ValueError: They were not made by random_states.
     """
     before = random_states()
     try:

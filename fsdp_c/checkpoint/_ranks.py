@@ -50,15 +50,6 @@ class Ranks:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def agree(self, headline: str, problems: Sequence[str]) -> None:
-        """Raise on all ranks if any rank has problems. Collective.
-
-        Raises:
-            CheckpointError: With the problems of all ranks; what all of them say
-                stands once, without a rank.
-        """
-        raise_if_any(headline, self.all_gather(list(problems)))
-
     def positions(self, group: ProcessGroup | None) -> list[int]:
         """Return the ranks of ``group`` as ranks of this group.
 

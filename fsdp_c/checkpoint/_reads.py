@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import Advance, Chunk, Folder, read_into
 from fsdp_c.checkpoint._memory import bytes_of, is_direct
@@ -124,17 +123,3 @@ def _identity(descriptor: int) -> tuple[int, ...]:
     """Return what changes when a file is replaced, cut off or written to."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def make_read(
-    what: str, dtype: str, offset: int, begin: int, end: int, target: Tensor
-) -> Read:
-    """Return the read of elements ``[begin, end)`` behind byte ``offset``."""
-    itemsize = dtype_named(dtype).itemsize
-    return Read(
-        what,
-        offset + begin * itemsize,
-        offset + end * itemsize,
-        dtype_named(dtype),
-        target,
-    )

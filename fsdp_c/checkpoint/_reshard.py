@@ -146,18 +146,18 @@ def _new_unit(unit: UnitSpec, world_size: int) -> UnitSpec:
 
 
 def _plan(source: Source, new: Manifest) -> list[_RankPlan]:
-    old_holders, new_holders = Holders(source.manifest), Holders(new)
+    holders = Holders(new)
     plans = [_RankPlan() for _ in range(new.world_size)]
     for unit in new.units:
-        layout = new_holders.layout(unit)
+        layout = holders.layout(unit)
         for segment in range(len(unit.segments)):
             for index, begin, end, shard, _ in _native.Placement.flat(
                 layout, segment
             ).pieces:
                 param = unit.params[index]
-                _plan_part(source, old_holders, plans[shard], shard, param, begin, end)
+                _plan_part(source, plans[shard], shard, param, begin, end)
     for whole in new.wholes:
-        _plan_part(source, old_holders, plans[0], 0, whole, 0, whole.numel)
+        _plan_part(source, plans[0], 0, whole, 0, whole.numel)
     first = source.rank(0)
     if first is not None:
         optim = new.optim
@@ -176,7 +176,6 @@ def _plan(source: Source, new: Manifest) -> list[_RankPlan]:
 
 def _plan_part(
     source: Source,
-    holders: Holders,
     plan: _RankPlan,
     rank: int,
     spec: ParamSpec | WholeSpec,
@@ -196,7 +195,7 @@ def _plan_part(
         plain_keys = optim.states[spec.name].plain
     for state in (None, *states.items()):
         what = repr(spec.name) if state is None else f"{state[0]!r} of {spec.name!r}"
-        parts = find_parts(source, holders, what, spec, (begin, end), state)
+        parts = find_parts(source, what, spec, (begin, end), state)
         for part in parts:
             part.rank.want(part.byte(part.begin), part.byte(part.end), what)
         if state is None:
@@ -205,7 +204,7 @@ def _plan_part(
             key = state_key(spec.name, state[0])
             plan.add(Slot(key, begin, state[1], (end - begin,)), parts)
     if plain_keys:
-        plain = find_plain(source, holders, spec, plain_keys, (begin, end))
+        plain = find_plain(source, spec, plain_keys, (begin, end))
         if plain is None:
             return
         plan.plain[spec.name] = plain.values

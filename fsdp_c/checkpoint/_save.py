@@ -1,13 +1,12 @@
-"""save: every rank writes its part, all become visible together.
+"""save: every rank writes its part, rank 0 publishes all of them at once.
 
 Note [Saves and the end of the process]
-The thread of a save does not keep the interpreter: it is a daemon, and what the end
-of the process waits for is decided by a function that atexit calls. A rank that still
-writes its part finishes it. A rank that has written its part leaves: rank 0 needs its
-files, not its process. Rank 0 waits for the parts of the others as long as the folder
-grows; when nothing in it has changed for FSDP_C_SAVE_EXIT_SECONDS, the ranks that are
-missing are taken for dead, the save is abandoned, its folder deleted, and an error is
-logged. What was at the path before is still there.
+The thread of a save is a daemon; a function that atexit calls decides how long the
+process waits for it. A rank that is still writing its part finishes it. A rank that has
+written its part exits: rank 0 needs its files, not its process. Rank 0 waits for the
+other parts as long as the folder grows. If nothing in it changes for
+FSDP_C_SAVE_EXIT_SECONDS, rank 0 takes the missing ranks for dead, abandons the save,
+deletes its folder and logs an error. The checkpoint that was at the path stays.
 """
 
 import atexit
@@ -64,7 +63,7 @@ class SaveHandle:
         self._problems: tuple[str, ...] = ()
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None
-        self._was_told = False
+        self._was_reported = False
 
     def done(self) -> bool:
         """Return whether it has ended, with or without success."""
@@ -85,17 +84,17 @@ class SaveHandle:
             if self._thread.is_alive():
                 raise TimeoutError(f"the save to {self.path} has not ended yet")
         if self._problems:
-            self._was_told = True
+            self._was_reported = True
             raise CheckpointError(_HEADLINE, self._problems)
         return self.path
 
-    def _untold(self) -> list[str]:
-        """Wait; return the error if nobody has asked for it, as problems."""
+    def _take_unreported(self) -> list[str]:
+        """Wait; return the problems that result() has not raised."""
         if self._thread is not None:
             self._thread.join()
-        if not self._problems or self._was_told:
+        if not self._problems or self._was_reported:
             return []
-        self._was_told = True
+        self._was_reported = True
         return [
             f"the save to {self.path} before this one failed: {problem}"
             for problem in self._problems
@@ -116,7 +115,7 @@ _last: SaveHandle | None = None
 
 
 def _exit_seconds() -> float:
-    """Return how long the end of the process waits for a folder that does not grow."""
+    """Return how long the process waits at its end while the folder does not grow."""
     try:
         seconds = float(os.environ.get(_EXIT_SECONDS, _DEFAULT_EXIT_S))
     except ValueError:
@@ -182,15 +181,15 @@ def save(
         progress: Show a bar on rank 0; None: if stderr is a terminal.
 
     Returns:
-        A handle; ``result()`` waits, and raises what went wrong in the thread. What
-        nobody asked for is raised by the next save.
+        A handle; ``result()`` waits, and raises what went wrong in the thread. If it
+        is not called, the next save raises it.
 
     Raises:
         CheckpointError: Nothing was saved; on all ranks, with the reasons of all.
     """
     global _last  # noqa: PLW0603  # one save at a time
     ranks = Ranks(process_group)
-    problems = [] if _last is None else _last._untold()
+    problems = [] if _last is None else _last._take_unreported()
     _last = None
     collected = Collected()
     if not problems:
@@ -290,15 +289,15 @@ def _merge(collected: Collected, reports: list[Any]) -> Manifest:
 
 
 class _Growth:
-    """Whether files in a folder still come or grow."""
+    """Watches whether files in a folder appear or grow."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._seen: dict[str, int] = {}
         self._since = time.monotonic()
 
-    def stands_since(self) -> float:
-        """Look; return the seconds since something was new."""
+    def idle_seconds(self) -> float:
+        """Look; return the seconds since the last change."""
         seen = {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -335,10 +334,9 @@ class _Job:
         self._progress = progress
 
     def hurry(self, stall_s: float) -> None:
-        """Let the thread end soon: the process does.
+        """End the thread soon, because the process ends.
 
-        Args:
-            stall_s: How long to wait for other ranks while the folder does not grow.
+        ``stall_s`` is how long to wait for other ranks while the folder does not grow.
         """
         self._stall_s = stall_s
         self._wakes.set()
@@ -352,30 +350,27 @@ class _Job:
             CheckpointError: Any rank failed.
         """
         try:
-            self._run_with(ranks)
+            problems: list[str] = []
+            try:
+                self._write()
+            except Exception as error:
+                problems.append(reason(error))
+            reports = ranks.gather(problems)
+            if reports is not None and not any(reports):
+                try:
+                    self._publish()
+                except Exception as error:
+                    reports = [[reason(error)]]
+            if reports is not None and any(reports):
+                self._discard()  # before the other ranks go on
+            raise_if_any(_HEADLINE, ranks.broadcast(reports))
         finally:
             self._discard()
-
-    def _run_with(self, ranks: Ranks) -> None:
-        problems: list[str] = []
-        try:
-            self._write()
-        except Exception as error:
-            problems.append(reason(error))
-        reports = ranks.gather(problems)
-        if reports is not None and not any(reports):
-            try:
-                self._publish()
-            except Exception as error:
-                reports = [[reason(error)]]
-        if reports is not None and any(reports):
-            self._discard()  # before the other ranks go on
-        raise_if_any(_HEADLINE, ranks.broadcast(reports))
 
     # Without ----------------------------------------------------------------
 
     def run_in_thread(self) -> None:
-        """The same without collectives: what the ranks tell, they tell by files.
+        """Write and publish without collectives: ranks report by files.
 
         Raises:
             CheckpointError: Any rank failed, or took too long.
@@ -385,7 +380,7 @@ class _Job:
             self._write()
         except Exception as error:
             if self._temporary is None:
-                self._tell_failure(reason(error))
+                self._report_failure(reason(error))
             else:
                 self._discard()
             raise
@@ -403,7 +398,7 @@ class _Job:
     def _name(self, name: str) -> str:
         return os.path.join(self.folder, name)
 
-    def _tell_failure(self, text: str) -> None:
+    def _report_failure(self, text: str) -> None:
         name = self._name(entry_file(self._rank, self._world_size))
         base = name.removesuffix(".json")
         try:
@@ -416,7 +411,7 @@ class _Job:
         except FileNotFoundError:
             pass  # rank 0 has given up, and deleted the folder
         except OSError:
-            _log.exception("cannot tell rank 0 that the save failed")
+            _log.exception("cannot report to rank 0 that the save failed")
 
     def _pause(self, wait_s: float) -> float:
         """Wait for ``wait_s``, less if the process ends; return the next time."""
@@ -450,7 +445,7 @@ class _Job:
                         f"{self.timeout_s:g} s, {min(missing)} for one"
                     ],
                 )
-            if self._stall_s is not None and growth.stands_since() > self._stall_s:
+            if self._stall_s is not None and growth.idle_seconds() > self._stall_s:
                 raise CheckpointError(
                     _HEADLINE,
                     [

@@ -18,6 +18,7 @@ from fsdp_c.checkpoint._files import (
     read_into,
 )
 from fsdp_c.checkpoint._folders import resolve
+from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._manifest import MANIFEST, Manifest, parse_manifest
 from fsdp_c.checkpoint._memory import bytes_of
 from fsdp_c.checkpoint._rank_entry import RankEntry, parse_rank_entry
@@ -139,6 +140,7 @@ class Source:
                 )
             self._folder.close()
             raise CheckpointError(headline, [problem]) from None
+        self.holders = Holders(self.manifest)
         self.ranks: dict[int, RankSource] = {}
         self.problems: list[str] = []
         self._broken: set[int] = set()

@@ -7,7 +7,6 @@ from fsdp_c import _native
 from fsdp_c.checkpoint._errors import CheckpointError
 from fsdp_c.checkpoint._files import entry_file, rank_file
 from fsdp_c.checkpoint._folders import OURS
-from fsdp_c.checkpoint._holders import Holders
 from fsdp_c.checkpoint._manifest import MANIFEST, Manifest, ParamSpec, WholeSpec
 from fsdp_c.checkpoint._progress import progress as progress_bar
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
@@ -107,7 +106,7 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Inf
     """
     with Source(path) as source:
         manifest = source.manifest
-        expected = _expected(manifest, source.problems)
+        expected = _expected(source)
         present = set(source.names())
         missing: list[str] = []
         for rank in range(manifest.world_size):
@@ -148,9 +147,9 @@ def _is_name(name: str, world_size: int) -> bool:
     )
 
 
-def _expected(manifest: Manifest, problems: list[str]) -> dict[int, Expected]:
+def _expected(source: Source) -> dict[int, Expected]:
     """Return which pieces each rank must have."""
-    holders = Holders(manifest)
+    manifest = source.manifest
     expected: dict[int, Expected] = {}
 
     def add(rank: int, spec: ParamSpec | WholeSpec, begin: int, end: int) -> None:
@@ -163,9 +162,9 @@ def _expected(manifest: Manifest, problems: list[str]) -> dict[int, Expected]:
 
     for unit in manifest.units:
         try:
-            layout = holders.layout(unit)
+            layout = source.holders.layout(unit)
         except ValueError as error:
-            problems.append(str(error))
+            source.problems.append(str(error))
             continue
         for segment in range(len(unit.segments)):
             placement = _native.Placement.flat(layout, segment)

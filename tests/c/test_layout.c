@@ -366,6 +366,106 @@ TEST(test_layout_matches_written_out_flat_array) {
   }
 }
 
+/* --- Rows ----------------------------------------------------------------- */
+
+/* What torch.chunk does: pieces of ceil(rows / ranks) rows, until none is left.
+ * The rows [begin, end) of `rank`. */
+static fsdp_range chunk(int64_t num_rows, int64_t world_size, int64_t rank) {
+  int64_t taken = 0;
+  for (int64_t i = 0;; i++) {
+    int64_t rows = 0;
+    while (rows * world_size < num_rows && rows < num_rows - taken) rows++;
+    if (i == rank) return (fsdp_range){taken, taken + rows};
+    taken += rows;
+  }
+}
+
+/* Three parameters, each cut by itself: rows of row_numel, a vector, rows of
+ * another length. */
+static bool check_rows(int64_t num_rows, int64_t row_numel,
+                       int64_t world_size) {
+  const int64_t rows[] = {num_rows, num_rows + 1, 2};
+  const int64_t row_numels[] = {row_numel, 1, 2 * row_numel};
+  fsdp_param_spec uses[3];
+  for (int i = 0; i < 3; i++) {
+    uses[i] =
+        (fsdp_param_spec){(uint64_t)i, rows[i] * row_numels[i], f32, true};
+  }
+  fsdp_param_table *table = create_table(uses, 3);
+  fsdp_flat_layout *layout = NULL;
+  bool ok = CHECK_I64(fsdp_flat_layout_create_by_rows(
+                          table, row_numels, world_size, &layout, NULL),
+                      FSDP_OK);
+  ok &= CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
+  for (int64_t i = 0; i < 3; i++) {
+    const int64_t numel = row_numels[i];
+    const fsdp_segment *info = fsdp_flat_layout_segment(layout, i);
+    const fsdp_range first = chunk(rows[i], world_size, 0);
+    ok &= CHECK_I64(fsdp_flat_layout_slot(layout, i)->segment, i);
+    ok &= CHECK_I64(fsdp_flat_layout_slot(layout, i)->offset, 0);
+    ok &= CHECK_I64(fsdp_flat_layout_segment_params(layout, i)[0], i);
+    ok &= CHECK_I64(info->shard_numel, first.end * numel);
+    ok &= CHECK_I64(info->padded_numel, first.end * numel * world_size);
+    for (int64_t rank = 0; rank < world_size; rank++) {
+      const fsdp_range expected = chunk(rows[i], world_size, rank);
+      const int64_t held = (expected.end - expected.begin) * numel;
+      fsdp_range in_param, in_shard;
+      fsdp_flat_layout_intersect(layout, rank, i, &in_param, &in_shard);
+      ok &= CHECK_I64(in_shard.begin, 0);
+      ok &= CHECK_I64(in_shard.end, held);
+      ok &= CHECK_I64(in_param.end - in_param.begin, held);
+      if (held > 0) ok &= CHECK_I64(in_param.begin, expected.begin * numel);
+    }
+  }
+  fsdp_flat_layout_destroy(layout);
+  fsdp_param_table_destroy(table);
+  return ok;
+}
+
+TEST(test_rows_are_cut_as_chunk_does) {
+  for (int64_t num_rows = 0; num_rows < 10; num_rows++) {
+    for (int64_t world_size = 1; world_size <= 8; world_size++) {
+      for (int64_t row_numel = 1; row_numel < 6; row_numel += 2) {
+        if (check_rows(num_rows, row_numel, world_size)) continue;
+        printf("  %" PRId64 " rows of %" PRId64 " on %" PRId64 " ranks\n",
+               num_rows, row_numel, world_size);
+        return;
+      }
+    }
+  }
+}
+
+TEST(test_rows_of_nothing_and_of_a_scalar) {
+  const fsdp_param_spec uses[] = {{1, 0, f32, true}, {2, 1, f32, true}};
+  const int64_t row_numels[] = {0, 0}; /* shape [3, 0], and a scalar */
+  fsdp_param_table *table = create_table(uses, 2);
+  fsdp_flat_layout *layout = NULL;
+  CHECK_I64(
+      fsdp_flat_layout_create_by_rows(table, row_numels, 3, &layout, NULL),
+      FSDP_OK);
+  CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padded_numel, 0);
+  CHECK_I64(fsdp_flat_layout_segment(layout, 1)->shard_numel, 1);
+  CHECK_I64(fsdp_flat_layout_segment(layout, 1)->padding_numel, 2);
+  fsdp_flat_layout_destroy(layout);
+  fsdp_param_table_destroy(table);
+}
+
+TEST(test_rows_refuse_wrong_arguments) {
+  const fsdp_param_spec uses[] = {{1, 6, f32, true}, {2, 8, f32, true}};
+  const int64_t wrong[][2] = {{2, 3}, {2, -1}};
+  fsdp_param_table *table = create_table(uses, 2);
+  fsdp_flat_layout *layout = NULL;
+  fsdp_error error;
+  for (int i = 0; i < 2; i++) {
+    CHECK_I64(
+        fsdp_flat_layout_create_by_rows(table, wrong[i], 2, &layout, &error),
+        FSDP_INVALID_ARGUMENT);
+    CHECK(layout == NULL);
+  }
+  CHECK_TEXT(error.message, "parameter 1 of 8 elements cannot have rows of -1");
+  fsdp_param_table_destroy(table);
+}
+
 /* --- Allocation failures ------------------------------------------------- */
 
 TEST(test_every_allocation_can_fail) {

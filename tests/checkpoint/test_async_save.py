@@ -16,10 +16,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _files, _save
 from helpers.distributed import distributed
-from helpers.ending_saves import DYING_RANK, WORLD_SIZE
+from helpers.ending_saves import DYING_RANK, SCENARIOS, WORLD_SIZE
 from helpers.impl import fsdp
 from helpers.models import MLP, Block
-from helpers.programs import run_program
+from helpers.programs import run_fresh
 from helpers.reference import assert_same_tensors, full_state_dict
 
 
@@ -52,7 +52,7 @@ class _Gate:
 
 
 @distributed(world_size=2)
-def test_training_goes_on_meanwhile(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_training_goes_on_meanwhile(tmp_path: Path) -> None:
     """What was at the call is saved, although it is written later."""
     model, optim = _model()
     expected = {k: v.clone() for k, v in full_state_dict(model).items()}
@@ -76,7 +76,7 @@ def test_training_goes_on_meanwhile(rank: int, world_size: int, tmp_path: Path) 
 
 
 @distributed(world_size=2)
-def test_a_load_waits(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_load_waits(tmp_path: Path) -> None:
     """Of what is still being written, too."""
     model, optim = _model()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -89,7 +89,7 @@ def test_a_load_waits(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_the_next_save_waits(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_the_next_save_waits(tmp_path: Path) -> None:
     model, optim = _model()
     with pytest.MonkeyPatch.context() as monkeypatch:
         gate = _Gate(monkeypatch)
@@ -104,9 +104,7 @@ def test_the_next_save_waits(rank: int, world_size: int, tmp_path: Path) -> None
 
 
 @distributed(world_size=2)
-def test_an_error_that_nobody_asked_for(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_an_error_that_nobody_asked_for(rank: int, tmp_path: Path) -> None:
     """It is raised by the next save, on all ranks, once."""
     model, optim = _model()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -130,7 +128,7 @@ def test_an_error_that_nobody_asked_for(
 
 
 @distributed(world_size=2)
-def test_a_rank_that_does_not_come(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come(rank: int, tmp_path: Path) -> None:
     """The others give up in time and say who is missing."""
     model, optim = _model()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -154,6 +152,7 @@ def test_a_rank_that_does_not_come(rank: int, world_size: int, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.bookkeeping
 def test_waits_grow_no_longer_than_a_quarter_second() -> None:
     job = object.__new__(_save._Job)
     job._stall_s = None
@@ -165,29 +164,34 @@ def test_waits_grow_no_longer_than_a_quarter_second() -> None:
     assert waits[-1] == _save._LONGEST_WAIT_S == 0.25
 
 
-def _end_ranks(folder: Path, scenario: str) -> tuple[list[int | str], str]:
-    """Return how the ranks ended, and what they logged."""
-    output = run_program(
-        "helpers.ending_saves", str(folder), scenario, FSDP_C_SAVE_EXIT_SECONDS="1"
-    )
-    log = (folder / "stderr").read_text(errors="replace")
-    return json.loads(output), log
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return, by scenario, its folder, how the ranks ended, and what they logged."""
+    folder = tmp_path_factory.mktemp("ended")
+    env = {"FSDP_C_SAVE_EXIT_SECONDS": "1", "OMP_NUM_THREADS": "1"}
+    output = run_fresh("helpers.ending_saves", str(folder), *SCENARIOS, **env)
+    return {
+        name: (folder / name, statuses, (folder / name / "stderr").read_text())
+        for name, statuses in json.loads(output).items()
+    }
 
 
-def test_the_process_ends_with_a_save(tmp_path: Path) -> None:
+@pytest.mark.bookkeeping
+def test_the_process_ends_with_a_save(ended: dict[str, Any]) -> None:
     """All ranks end at once: the checkpoint is complete, and nobody stays."""
-    statuses, log = _end_ranks(tmp_path, "all")
+    folder, statuses, log = ended["all"]
     assert statuses == [0] * WORLD_SIZE, log
-    checkpoint.verify(tmp_path / "c")
-    assert {each.name for each in tmp_path.iterdir()} <= {"c", "store", "stderr"}
+    checkpoint.verify(folder / "c")
+    assert {each.name for each in folder.iterdir()} <= {"c", "store", "stderr"}
 
 
-def test_the_process_ends_without_a_rank(tmp_path: Path) -> None:
+@pytest.mark.bookkeeping
+def test_the_process_ends_without_a_rank(ended: dict[str, Any]) -> None:
     """One rank dies while it writes: the others end, and rank 0 says what was lost.
 
     What was there before is still there.
     """
-    statuses, log = _end_ranks(tmp_path, "dies")
+    folder, statuses, log = ended["dies"]
     expected: list[int | str] = [0] * WORLD_SIZE
     expected[DYING_RANK] = 3
     assert statuses == expected, log
@@ -195,6 +199,6 @@ def test_the_process_ends_without_a_rank(tmp_path: Path) -> None:
     assert f"rank-{DYING_RANK:05d}-of-{WORLD_SIZE:05d}.json for one" in log
     assert "rank 1: the save to" in log
     assert "this rank's part is written, rank 0 ends it" in log
-    checkpoint.verify(tmp_path / "c")
-    assert '"before"' in (tmp_path / "c" / "manifest.json").read_text()
-    assert {each.name for each in tmp_path.iterdir()} <= {"c", "store", "stderr"}
+    checkpoint.verify(folder / "c")
+    assert '"before"' in (folder / "c" / "manifest.json").read_text()
+    assert {each.name for each in folder.iterdir()} <= {"c", "store", "stderr"}

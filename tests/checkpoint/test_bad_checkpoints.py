@@ -20,6 +20,8 @@ from helpers.impl import fsdp
 from helpers.models import MLP, Block
 from helpers.reference import assert_same_tensors, full_state_dict
 
+pytestmark = pytest.mark.bookkeeping
+
 
 def _wrap(module: nn.Module) -> Any:
     policy = ModuleWrapPolicy({Block})
@@ -69,9 +71,7 @@ class Other(MLP):
 
 
 @distributed(world_size=(2, 3))
-def test_all_differences_in_one_error(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_all_differences_in_one_error(tmp_path: Path) -> None:
     saved, saved_optim = _trained(MLP(num_blocks=3))
     checkpoint.save(tmp_path / "c", saved, saved_optim)
     model = _wrap(Other())
@@ -89,7 +89,7 @@ def test_all_differences_in_one_error(
 
 
 @distributed(world_size=2)
-def test_not_strict(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_not_strict(tmp_path: Path) -> None:
     saved, saved_optim = _trained(MLP(num_blocks=1))
     checkpoint.save(tmp_path / "c", saved, saved_optim)
     expected = full_state_dict(saved)
@@ -113,7 +113,7 @@ def test_not_strict(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_another_optimizer(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_another_optimizer(tmp_path: Path) -> None:
     """Refused; not strictly, too, where it could not go on with the state."""
     model, _ = _trained(MLP())
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -130,7 +130,7 @@ def test_another_optimizer(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_what_was_not_saved(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_what_was_not_saved(tmp_path: Path) -> None:
     model, optim = _trained(MLP())
     checkpoint.save(tmp_path / "c", model, random_states=False)
     (problem,) = _refused(tmp_path / "c", model, optim)
@@ -208,7 +208,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @distributed(world_size=2)
-def test_damage(rank: int, world_size: int, tmp_path: Path, damage: str) -> None:
+def test_damage(rank: int, tmp_path: Path, damage: str) -> None:
     """Every rank learns of a damage that one of them meets, and which it is."""
     model, optim = _trained(MLP())
     checkpoint.save(tmp_path / "c", model, optim)
@@ -228,7 +228,7 @@ def test_damage(rank: int, world_size: int, tmp_path: Path, damage: str) -> None
 
 
 @distributed(world_size=2)
-def test_several_damages(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_several_damages(rank: int, tmp_path: Path) -> None:
     """Both files, and a name: one error."""
     model, optim = _trained(MLP())
     checkpoint.save(tmp_path / "c", model, optim)
@@ -244,7 +244,7 @@ def test_several_damages(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_tied_here_and_not_there(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_tied_here_and_not_there(tmp_path: Path) -> None:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     apart = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -260,7 +260,7 @@ def test_tied_here_and_not_there(rank: int, world_size: int, tmp_path: Path) -> 
 
 
 @distributed(world_size=2)
-def test_what_cannot_be_saved(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_what_cannot_be_saved(rank: int, tmp_path: Path) -> None:
     """Said on all ranks, and what is at the path stays."""
     model = _wrap(MLP())
     checkpoint.save(tmp_path / "c", model)
@@ -294,7 +294,7 @@ def test_what_cannot_be_saved(rank: int, world_size: int, tmp_path: Path) -> Non
 
 
 @distributed(world_size=2)
-def test_a_rank_that_cannot_write(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write(rank: int, tmp_path: Path) -> None:
     """One rank's disk is full: all fail, the old checkpoint stays, nothing is left."""
     from fsdp_c.checkpoint import _files
 
@@ -322,7 +322,7 @@ def test_a_rank_that_cannot_write(rank: int, world_size: int, tmp_path: Path) ->
 
 
 @distributed(world_size=2)
-def test_units_that_differ_by_rank(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_units_that_differ_by_rank(rank: int, tmp_path: Path) -> None:
     model = _wrap(MLP())
     if rank == 1:
         model.module.blocks[0].module.fc1.weight.requires_grad_(False)

@@ -21,6 +21,8 @@ from helpers.impl import fsdp
 from helpers.models import CASES, MLP
 from helpers.reference import assert_same_tensors, full_state_dict
 
+pytestmark = pytest.mark.bookkeeping
+
 
 def _wrap(module: nn.Module, case: str = "mlp", **kwargs: Any) -> Any:
     kwargs.setdefault("use_orig_params", True)
@@ -45,9 +47,7 @@ def _load_set(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", ["mlp", "transformer", "scalar", "mixed_dtype"])
 @pytest.mark.parametrize("limit", ["5GB", 100])
 @distributed(world_size=2)
-def test_round_trip(
-    rank: int, world_size: int, tmp_path: Path, case: str, limit: int | str
-) -> None:
+def test_round_trip(rank: int, tmp_path: Path, case: str, limit: int | str) -> None:
     model = _wrap(CASES[case].build(), case)
     expected = copy.deepcopy(full_state_dict(model))
     checkpoint.save(tmp_path / "c", model)
@@ -74,7 +74,7 @@ def test_round_trip(
 
 
 @distributed(world_size=2)
-def test_import_of_others_files(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_import_of_others_files(rank: int, tmp_path: Path) -> None:
     """What the library wrote; other dtypes with cast; everything wrong at once."""
     reference = MLP()
     state = {k: v.to(torch.bfloat16) for k, v in reference.state_dict().items()}
@@ -103,7 +103,7 @@ def test_import_of_others_files(rank: int, world_size: int, tmp_path: Path) -> N
 
 
 @distributed(world_size=2)
-def test_bad_sets(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_bad_sets(rank: int, tmp_path: Path) -> None:
     model = _wrap(MLP())
     state = {k: v.clone() for k, v in full_state_dict(model).items()}
     names = list(state)
@@ -138,7 +138,7 @@ def test_bad_sets(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
-def test_export_options(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_export_options(tmp_path: Path) -> None:
     model = _wrap(MLP())
     expected = full_state_dict(model)
     checkpoint.save(tmp_path / "c", model)
@@ -159,9 +159,7 @@ def test_export_options(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_progress_is_shown_on_rank_0(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_progress_is_shown_on_rank_0(rank: int, tmp_path: Path) -> None:
     """Bars on stderr if asked for; nothing where it is no terminal."""
     import contextlib
     import io
@@ -193,7 +191,7 @@ def test_progress_is_shown_on_rank_0(
 
 @pytest.mark.parametrize("new_size", [1, 3, 7])
 @distributed(world_size=3)
-def test_reshard(rank: int, world_size: int, tmp_path: Path, new_size: int) -> None:
+def test_reshard(rank: int, tmp_path: Path, new_size: int) -> None:
     """What was written for another number of ranks loads, optimizer and all."""
     model = _wrap(MLP())
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -231,7 +229,7 @@ def test_reshard(rank: int, world_size: int, tmp_path: Path, new_size: int) -> N
 
 
 @distributed(world_size=1)
-def test_commands(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_commands(tmp_path: Path) -> None:
     import contextlib
     import io
 

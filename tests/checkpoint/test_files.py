@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from fsdp_c.checkpoint import _checksums, _documents, _files, _plain, _safetensors
 from fsdp_c.checkpoint._checksums import BLOCK_NBYTES
 
+pytestmark = pytest.mark.bookkeeping
+
 VALUE = {"a": [1, 2.5, None, True, "x"], "b": {"c": {}}}
 
 

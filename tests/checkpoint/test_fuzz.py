@@ -28,6 +28,8 @@ from helpers.models import MLP, Block
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.seeds import seed_of
 
+pytestmark = pytest.mark.bookkeeping
+
 NUM_RANKS = 3
 # What only our own mistakes raise.
 INTERNAL = re.compile(
@@ -313,7 +315,7 @@ def _check(run: _Run, path: Path, how: str) -> bool:
 
 
 @distributed(world_size=1, timeout_s=1200.0)
-def test_hostile_files(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_hostile_files(tmp_path: Path) -> None:
     num_cases = int(os.environ.get("FSDP_C_TEST_NUM_FUZZ", "400"))
     run = _Run(tmp_path)
     checkpoint.save(tmp_path / "before", run.model, run.optim, scheduler=run.scheduler)
@@ -359,7 +361,7 @@ def _mutate_set(folder: Path, numbers: random.Random) -> None:
 
 
 @distributed(world_size=1, timeout_s=600.0)
-def test_hostile_sets(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_hostile_sets(tmp_path: Path) -> None:
     """Files to import have no checksums: refused in words, or read as they say."""
     num_cases = int(os.environ.get("FSDP_C_TEST_NUM_FUZZ", "400")) // 2
     run = _Run(tmp_path)

@@ -1,6 +1,7 @@
 """A save that is killed at any moment leaves the old checkpoint, or the new one.
 
-It is killed 15 times, 50 times with ``--full``, or ``FSDP_C_TEST_NUM_KILLS`` times.
+It is killed 8 times, 50 times with ``--full``, or ``FSDP_C_TEST_NUM_KILLS`` times; and
+before every third call that changes the disk, before each with ``--full``.
 """
 
 import os
@@ -15,12 +16,13 @@ pytestmark = pytest.mark.cpu_only("its ranks are processes of its own, on the CP
 
 
 def test_at_random_moments(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    usual = "50" if pytestconfig.getoption("--full") else "15"
+    usual = "50" if pytestconfig.getoption("--full") else "8"
     num_kills = os.environ.get("FSDP_C_TEST_NUM_KILLS", usual)
     run_program("helpers.kill_saves", str(tmp_path), num_kills, str(seed_of("kills")))
 
 
-def test_before_every_system_call(tmp_path: Path) -> None:
+def test_before_every_system_call(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    stride = "1" if pytestconfig.getoption("--full") else "3"
     assert "calls of a save" in run_program(
-        "helpers.kill_saves", str(tmp_path), "sweep"
+        "helpers.kill_saves", str(tmp_path), "sweep", stride
     )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import checkpoint
 from helpers.distributed import distributed
@@ -37,13 +36,12 @@ class Parts(nn.Module):
         self.counter = state["counter"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.block(x))
-        return out
+        return self.norm(self.block(x))
 
 
 def _wrap(module: nn.Module, **kwargs: Any) -> Any:
     kwargs.setdefault("use_orig_params", True)
-    return fsdp(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **kwargs)
+    return fsdp(module, units={Block}, **kwargs)
 
 
 def _parts(seed: int, **kwargs: Any) -> Any:
@@ -55,15 +53,10 @@ def _parts(seed: int, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     "precision",
-    [
-        None,
-        MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
-    ],
+    [None, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)],
 )
 @distributed(world_size=2)
-def test_buffers_ignored_and_extra_state(
-    rank: int, world_size: int, tmp_path: Path, precision: Any
-) -> None:
+def test_buffers_ignored_and_extra_state(tmp_path: Path, precision: Any) -> None:
     model = _parts(0, mixed_precision=precision)
     model(torch.randn(4, 6))
     model.module.counter = 41
@@ -88,11 +81,7 @@ def test_buffers_ignored_and_extra_state(
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
 def test_replicas(
-    rank: int,
-    world_size: int,
-    tmp_path: Path,
-    shape: tuple[int, int],
-    use_orig_params: bool,
+    rank: int, tmp_path: Path, shape: tuple[int, int], use_orig_params: bool
 ) -> None:
     """Of replicas one writes; all of them load."""
     with hybrid_groups(*shape) as groups:
@@ -130,9 +119,7 @@ def test_replicas(
 
 
 @distributed(world_size=2)
-def test_offload_and_dtype_of_masters(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_offload_and_dtype_of_masters(tmp_path: Path) -> None:
     model = _wrap(
         MLP(),
         cpu_offload=CPUOffload(offload_params=True),
@@ -151,9 +138,7 @@ def test_offload_and_dtype_of_masters(
 
 
 @distributed(world_size=2)
-def test_memory_that_the_user_replaced(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_memory_that_the_user_replaced(tmp_path: Path) -> None:
     """What param.data points at between steps is what is saved and loaded."""
     model = _wrap(MLP())
     with torch.no_grad():
@@ -169,7 +154,7 @@ def test_memory_that_the_user_replaced(
 
 
 @distributed(world_size=2)
-def test_load_between_micro_batches(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_load_between_micro_batches(tmp_path: Path) -> None:
     """A unit that keeps its block inside no_sync() notices what was loaded."""
     torch.manual_seed(0)
     model = _wrap(MLP(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
@@ -186,7 +171,7 @@ def test_load_between_micro_batches(rank: int, world_size: int, tmp_path: Path) 
 
 
 @distributed(world_size=2)
-def test_only_between_steps(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_only_between_steps(tmp_path: Path) -> None:
     model = _wrap(MLP())
     with (
         model.summon_full_params(model),

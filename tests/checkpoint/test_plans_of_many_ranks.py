@@ -16,6 +16,8 @@ from fsdp_c.checkpoint._manifest import (
     parse_manifest,
 )
 
+pytestmark = pytest.mark.bookkeeping
+
 HIDDEN = 4096
 ALIGNMENT = (4, True, True)
 

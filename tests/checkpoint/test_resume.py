@@ -108,7 +108,7 @@ def test_resume_is_bitwise(
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=7, timeout_s=120.0)
 def test_any_world_size_to_any(
-    rank: int, world_size: int, tmp_path: Path, use_orig_params: bool
+    rank: int, tmp_path: Path, use_orig_params: bool
 ) -> None:
     """1, 2, 3, 4 and 7 ranks save after 3 steps; 1, 2, 3, 4 and 7 go on for 3."""
     sizes = (1, 2, 3, 4, 7)
@@ -251,7 +251,7 @@ def test_non_element_wise_state_of_whole_parameters(
 
 
 @distributed(world_size=2)
-def test_what_else_training_needs(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_what_else_training_needs(rank: int, tmp_path: Path) -> None:
     """Scheduler, random states, position in the data: exact, of every kind."""
     import random
 
@@ -329,9 +329,7 @@ def test_under_a_default_device(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_models(
-    rank: int, world_size: int, tmp_path: Path, case: str, use_orig_params: bool
-) -> None:
+def test_models(tmp_path: Path, case: str, use_orig_params: bool) -> None:
     """Tied, frozen, scalar, empty, mixed: into another wrapping, bit for bit."""
     model = _wrap(
         CASES[case].build(),

@@ -44,8 +44,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def plain_model() -> nn.Module:
@@ -190,8 +189,7 @@ def _held(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
-    held: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
-    return held
+    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
 def launches(device: torch.device) -> None:

@@ -47,11 +47,7 @@ class PackItem(ctypes.Structure):
 class Span(ctypes.Structure):
     """``fsdp_host_span``."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", Dtype),
-        ("numel", ctypes.c_int64),
-    )
+    _fields_ = (("data", ctypes.c_void_p), ("dtype", Dtype), ("numel", ctypes.c_int64))
 
 
 Address = ctypes.c_void_p
@@ -151,8 +147,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
     torch.cuda.current_stream().synchronize()  # makes the context
     found = entry(None)
     assert found, "the library refuses this GPU"
-    result: Table = found.contents
-    return result
+    return found.contents
 
 
 def packed_on_host(

@@ -9,12 +9,9 @@ from runpy import run_path
 
 import pytest
 
-from helpers.impl import IS_TORCH
-
 ROOT = Path(__file__).resolve().parents[2]
 SESSION = ROOT / "tests" / "cuda" / "session"
 SCRIPTS = [SESSION / "gpu_session.sh", ROOT / "tests/cuda/compute_sanitizer.sh"]
-pytestmark = pytest.mark.skipif(IS_TORCH, reason="runs fsdp_c, not torch's FSDP")
 
 
 def run(*command: object, code: int = 0) -> str:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from scenarios import check_changes
 
-from helpers.impl import IS_TORCH
 from helpers.one_gpu import one_gpu_environment
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
@@ -34,7 +33,6 @@ needs_a_gpu = pytest.mark.skipif(NUM_GPUS < 1, reason="there is no CUDA GPU")
 needs_gpus = pytest.mark.skipif(
     NUM_GPUS < 2, reason=f"needs 2 CUDA GPUs, there are {NUM_GPUS}"
 )
-pytestmark = pytest.mark.skipif(IS_TORCH, reason="tests fsdp_c, not torch's FSDP")
 
 
 def run(

@@ -12,12 +12,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from helpers.distributed import distributed
+from helpers.distributed import distributed, every_strategy
 from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import Block, vectors
 from helpers.reference import Differential
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 class _CheckpointedBlock(Block):
@@ -28,8 +26,7 @@ class _CheckpointedBlock(Block):
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
-        return out
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
 
 
 class _Model(nn.Module):
@@ -52,8 +49,7 @@ class _Model(nn.Module):
                 x = checkpoint(block, x, use_reentrant=self.use_reentrant)
             else:
                 x = block(x)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 def _wrap(model: Any, strategy: str, use_orig_params: bool) -> Any:
@@ -66,18 +62,12 @@ def _wrap(model: Any, strategy: str, use_orig_params: bool) -> Any:
     return fsdp(model, **kwargs)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @distributed(world_size=(2, 3))
 def test_checkpoint(
-    rank: int,
-    world_size: int,
-    use_reentrant: bool,
-    around: bool,
-    strategy: str,
-    use_orig_params: bool,
+    use_reentrant: bool, around: bool, strategy: str, use_orig_params: bool
 ) -> None:
     """torch.utils.checkpoint, both kinds, in both places."""
     differential = Differential(
@@ -99,9 +89,7 @@ def test_checkpoint(
 @pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
 @pytest.mark.parametrize("order", ["fsdp_outside", "checkpoint_outside"])
 @distributed(world_size=2)
-def test_checkpoint_wrapper(
-    rank: int, world_size: int, order: str, impl: str, use_orig_params: bool
-) -> None:
+def test_checkpoint_wrapper(order: str, impl: str, use_orig_params: bool) -> None:
     """Torch's CheckpointWrapper as a module; names stay clean."""
 
     def wrap_block(block: nn.Module) -> nn.Module:
@@ -124,8 +112,7 @@ def test_checkpoint_wrapper(
             x = self.inp(x)
             for block in self.blocks:
                 x = block(x)
-            out: Tensor = self.out(x)
-            return out
+            return self.out(x)
 
     differential = Differential(
         lambda: Plain(use_reentrant=False, around=True),
@@ -138,7 +125,7 @@ def test_checkpoint_wrapper(
 
 @pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
 @distributed(world_size=2)
-def test_applied_after_wrapping(rank: int, world_size: int, impl: str) -> None:
+def test_applied_after_wrapping(impl: str) -> None:
     """apply_activation_checkpointing on the sharded model, as trainers do."""
 
     def wrap(model: Any) -> Any:
@@ -157,8 +144,7 @@ def test_applied_after_wrapping(rank: int, world_size: int, impl: str) -> None:
             x = self.inp(x)
             for block in self.blocks:
                 x = block(x)
-            out: Tensor = self.out(x)
-            return out
+            return self.out(x)
 
     differential = Differential(
         lambda: Plain(use_reentrant=False, around=True),
@@ -171,7 +157,7 @@ def test_applied_after_wrapping(rank: int, world_size: int, impl: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @distributed(world_size=2)
-def test_part_of_a_unit(rank: int, world_size: int, use_reentrant: bool) -> None:
+def test_part_of_a_unit(use_reentrant: bool) -> None:
     """Only some layers of a unit are recomputed; some twice, nested."""
 
     class Part(nn.Module):
@@ -184,14 +170,12 @@ def test_part_of_a_unit(rank: int, world_size: int, use_reentrant: bool) -> None
 
         def nested(self, x: Tensor) -> Tensor:
             x = self.block(x)
-            out: Tensor = checkpoint(self.deep, x, use_reentrant=use_reentrant)
-            return out
+            return checkpoint(self.deep, x, use_reentrant=use_reentrant)
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.inp(x)
             x = checkpoint(self.nested, x, use_reentrant=use_reentrant)
-            out: Tensor = self.out(x)
-            return out
+            return self.out(x)
 
     def wrap(model: Any) -> Any:
         model.deep = fsdp(model.deep, use_orig_params=True)
@@ -203,9 +187,7 @@ def test_part_of_a_unit(rank: int, world_size: int, use_reentrant: bool) -> None
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 @distributed(world_size=2)
-def test_inputs_of_a_root_are_cast_again(
-    rank: int, world_size: int, needs_grad: bool
-) -> None:
+def test_inputs_of_a_root_are_cast_again(needs_grad: bool) -> None:
     """A root that is recomputed gets its inputs in the dtype that forward gave them."""
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     grads = []

@@ -6,25 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import FSDP, MixedPrecision, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import CASES, MLP, Block, vectors
-from helpers.reference import (
-    Differential,
-    assert_same_tensors,
-    full_state_dict,
-)
+from helpers.reference import Differential, assert_same_tensors, full_state_dict
 
 
 def _wrap(model: nn.Module, *, use_orig_params: bool, **kwargs: Any) -> Any:
-    return fsdp(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        **kwargs,
-    )
+    return fsdp(model, units={Block}, use_orig_params=use_orig_params, **kwargs)
 
 
 def _doubles(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -34,11 +24,8 @@ def _doubles(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("has_run", [True, False])
 @distributed(world_size=(2, 3, 4))
-def test_double(
-    rank: int, world_size: int, has_run: bool, use_orig_params: bool
-) -> None:
+def test_double(has_run: bool, use_orig_params: bool) -> None:
     """Before the first step and after some: the model trains on, in fp64."""
-    needs_fsdp_c("is not asked")
     differential = Differential.of_case(
         CASES["mlp"],
         lambda model: _wrap(model, use_orig_params=use_orig_params),
@@ -64,9 +51,8 @@ def test_double(
 
 
 @distributed(world_size=2)
-def test_one_unit_of_several(rank: int, world_size: int) -> None:
+def test_one_unit_of_several() -> None:
     """The units around it go on with it, whatever ran before."""
-    needs_fsdp_c("is not asked")
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -96,11 +82,8 @@ def test_one_unit_of_several(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_dtypes_that_become_one(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_dtypes_that_become_one(use_orig_params: bool) -> None:
     """Two segments, hence two flat parameters, become one."""
-    needs_fsdp_c("refuses mixed dtypes in one unit")
     reference = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4).double())
     model = fsdp(copy.deepcopy(reference), use_orig_params=use_orig_params)
     assert len(model._sharded.unit.segments) == 2
@@ -115,9 +98,8 @@ def test_dtypes_that_become_one(
 
 
 @distributed(world_size=2)
-def test_what_changes_nothing(rank: int, world_size: int) -> None:
+def test_what_changes_nothing(rank: int) -> None:
     """The same dtype and device: not even a collective, with gradients too."""
-    needs_fsdp_c("is not asked")
     model = _wrap(MLP(1), use_orig_params=True)
     model(torch.randn(4, 6)).sum().backward()
     units = [each._sharded.unit for each in FSDP.fsdp_modules(model)]
@@ -128,9 +110,8 @@ def test_what_changes_nothing(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_shared_memory_leaves_shards_alone(rank: int, world_size: int) -> None:
+def test_shared_memory_leaves_shards_alone() -> None:
     """What works in place must not move memory that the engine knows."""
-    needs_fsdp_c("is not asked")
     reference = MLP(1)
     model = _wrap(copy.deepcopy(reference), use_orig_params=True)
     model.share_memory()
@@ -140,9 +121,8 @@ def test_shared_memory_leaves_shards_alone(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_buffers_and_ignored_modules(rank: int, world_size: int) -> None:
+def test_buffers_and_ignored_modules() -> None:
     """They are converted as well; a buffer's new dtype is the state dict's."""
-    needs_fsdp_c("restores the buffer's dtype from before")
     net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     model = fsdp(
         net,
@@ -161,9 +141,8 @@ def test_buffers_and_ignored_modules(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_with_gradients(rank: int, world_size: int) -> None:
+def test_with_gradients() -> None:
     """Gradients would not fit: the message says what to call."""
-    needs_fsdp_c("converts gradients too")
     model = _wrap(MLP(1), use_orig_params=False)
     model(torch.randn(4, 6)).sum().backward()
     with pytest.raises(RuntimeError, match=r"has gradients.*zero_grad"):
@@ -174,9 +153,8 @@ def test_with_gradients(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_inside_a_summon(rank: int, world_size: int) -> None:
+def test_inside_a_summon() -> None:
     """Neither conversions nor apply()."""
-    needs_fsdp_c("is not asked")
     model = _wrap(MLP(1), use_orig_params=True)
     with FSDP.summon_full_params(model):
         with pytest.raises(RuntimeError, match="between steps"):
@@ -187,7 +165,7 @@ def test_inside_a_summon(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_clip_without_gradients(rank: int, world_size: int) -> None:
+def test_clip_without_gradients(rank: int) -> None:
     """A warning and a norm of 0, not an error."""
     model = _wrap(MLP(1), use_orig_params=True)
     with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
@@ -197,7 +175,7 @@ def test_clip_without_gradients(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_handle(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_handle(use_orig_params: bool) -> None:
     """FSDP1's name for the flat parameter, for looking only."""
     model = _wrap(MLP(1), use_orig_params=use_orig_params)
     model(torch.randn(4, 6)).sum().backward()

@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import FSDP, MixedPrecision, fsdp, needs_fsdp_c
-from helpers.models import vectors
+from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.reference import Differential, full_state_dict
 
 
@@ -46,8 +44,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.to(x.dtype)
-        out: Tensor = self.second(self.first(x)) * self.gain * scale
-        return out
+        return self.second(self.first(x)) * self.gain * scale
 
 
 BF16 = MixedPrecision(buffer_dtype=torch.bfloat16)
@@ -56,14 +53,11 @@ BF16 = MixedPrecision(buffer_dtype=torch.bfloat16)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @distributed(world_size=(2, 3))
-def test_training(
-    rank: int, world_size: int, param_dtype: torch.dtype | None, use_orig_params: bool
-) -> None:
+def test_training(param_dtype: torch.dtype | None, use_orig_params: bool) -> None:
     """Buffers in bf16 in forward, in their own dtypes in the state dict."""
     differential = Differential.of_units(
         Net,
         {Shift},
-        vectors,
         mixed_precision=MixedPrecision(
             param_dtype=param_dtype, buffer_dtype=torch.bfloat16
         ),
@@ -86,7 +80,7 @@ def test_training(
 
 
 @distributed(world_size=2)
-def test_a_unit_follows_its_own_setting(rank: int, world_size: int) -> None:
+def test_a_unit_follows_its_own_setting() -> None:
     """Units inside and outside, and an ignored module."""
     net = Net()
     net.second = fsdp(
@@ -107,7 +101,7 @@ def test_a_unit_follows_its_own_setting(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_no_buffer_dtype_casts_nothing(rank: int, world_size: int) -> None:
+def test_no_buffer_dtype_casts_nothing() -> None:
     """The other settings do not touch buffers."""
     net = Net()
     model = fsdp(net, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
@@ -118,7 +112,7 @@ def test_no_buffer_dtype_casts_nothing(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("value", ["1", "0", None])
 @distributed(world_size=2)
-def test_full_precision_in_eval(rank: int, world_size: int, value: str | None) -> None:
+def test_full_precision_in_eval(value: str | None) -> None:
     """The environment variable is read when the model is wrapped."""
     with pytest.MonkeyPatch.context() as patch:
         if value is None:
@@ -128,7 +122,7 @@ def test_full_precision_in_eval(rank: int, world_size: int, value: str | None) -
         net = Net()
         model = fsdp(
             net,
-            auto_wrap_policy=ModuleWrapPolicy({Shift}),
+            units={Shift},
             mixed_precision=MixedPrecision(
                 param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
             ),
@@ -145,9 +139,8 @@ def test_full_precision_in_eval(rank: int, world_size: int, value: str | None) -
 
 
 @distributed(world_size=2)
-def test_wrapped_in_eval_mode(rank: int, world_size: int) -> None:
+def test_wrapped_in_eval_mode() -> None:
     """The first forward of all is one in eval mode."""
-    needs_fsdp_c("casts down first, which rounds what bf16 cannot hold")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
         net = Net().eval()
@@ -159,7 +152,7 @@ def test_wrapped_in_eval_mode(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_loading(rank: int, world_size: int) -> None:
+def test_loading() -> None:
     """A state dict of the unwrapped model goes into cast buffers, and back."""
     source = Net()
     source.first.shift.add_(1.0)
@@ -174,9 +167,8 @@ def test_loading(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_synced_states(rank: int, world_size: int) -> None:
+def test_synced_states(rank: int) -> None:
     """Rank 0's buffers reach all ranks in their own dtype, then are cast."""
-    needs_fsdp_c("refuses sync_module_states on the CPU")
     net = Net()
     with torch.no_grad():
         net.first.shift.add_(float(rank))
@@ -188,7 +180,7 @@ def test_synced_states(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_meta_buffers(rank: int, world_size: int) -> None:
+def test_meta_buffers() -> None:
     """Buffers that are made by param_init_fn are cast like others."""
 
     def init(module: nn.Module) -> None:
@@ -209,7 +201,7 @@ def test_meta_buffers(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_summoned_names_and_buffers(rank: int, world_size: int) -> None:
+def test_summoned_names_and_buffers() -> None:
     """A summon shows the buffers as they are, under clean names."""
     model = fsdp(Net(), mixed_precision=BF16)
     model(torch.randn(4, 6))
@@ -220,8 +212,7 @@ def test_summoned_names_and_buffers(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, "bfloat16"])
 @distributed(world_size=2)
-def test_bad_dtype(rank: int, world_size: int, dtype: Any) -> None:
+def test_bad_dtype(dtype: Any) -> None:
     """Only floating dtypes make sense."""
-    needs_fsdp_c("checks few arguments")
     with pytest.raises(ValueError, match="buffer_dtype"):
         fsdp(Net(), mixed_precision=MixedPrecision(buffer_dtype=dtype))

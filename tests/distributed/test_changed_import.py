@@ -16,7 +16,8 @@ from torch import Tensor
 
 import fsdp_c
 from helpers.distributed import distributed
-from helpers.impl import IS_TORCH
+
+pytestmark = pytest.mark.bookkeeping
 
 THEIRS = "    FullyShardedDataParallel as FSDP,\n"
 OURS = "from fsdp_c import FullyShardedDataParallel as FSDP\n"
@@ -66,11 +67,7 @@ def _train(code: Any, model_class: str, options: dict[str, Any]) -> list[Tensor]
     "model_class", ["TransformerWithSharedParams", "NestedWrappedModule"]
 )
 @distributed(world_size=2, device="cpu", timeout_s=240)
-def test_torch_s_models(
-    rank: int, world_size: int, model_class: str, use_orig_params: bool
-) -> None:
-    if IS_TORCH:
-        pytest.skip("compares both")
+def test_torch_s_models(model_class: str, use_orig_params: bool) -> None:
     changed = _changed()
     assert changed.FSDP is fsdp_c.FullyShardedDataParallel
     options = {"use_orig_params": use_orig_params}

@@ -4,43 +4,26 @@ import math
 
 import pytest
 import torch
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
-from helpers.distributed import distributed
-from helpers.impl import (
-    MixedPrecision,
-    ShardingStrategy,
-    fsdp,
-    fsdp_if_available,
-    needs_fsdp_c,
-)
+from helpers.distributed import distributed, every_strategy, varied
+from helpers.impl import MixedPrecision, fsdp
 from helpers.models import CASES, MLP, Block
-from helpers.reference import Differential
+from helpers.reference import Differential, with_model
 from helpers.transports import OWN, over
 
 
 @pytest.mark.trap(15)
 @pytest.mark.trap(16)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
+@varied(model=["uneven", "unused"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("model", ["uneven", "unused"])
 @distributed(world_size=(2, 3))
+@with_model()
 def test_equals_the_unsharded_norm(
-    rank: int,
-    world_size: int,
-    model: str,
-    norm_type: float,
-    strategy: str,
-    use_orig_params: bool,
+    differential: Differential, norm_type: float
 ) -> None:
     """The norm, the clipped gradients and the step; far above the norm too."""
-    differential = Differential.of_model(
-        model,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
     for max_norm in (0.01, 1e4):
         differential.zero_grad()
         differential.forward_backward()
@@ -52,16 +35,14 @@ def test_equals_the_unsharded_norm(
 
 @pytest.mark.trap(15)
 @distributed(world_size=2)
-def test_mixed_strategies(rank: int, world_size: int) -> None:
+def test_mixed_strategies() -> None:
     """Parameters that are not sharded count once, those that are by the shard."""
 
     def wrap(model: torch.nn.Module) -> object:
         assert isinstance(model, MLP)
         for index, name in enumerate(["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"]):
             model.blocks[index] = fsdp(
-                model.blocks[index],
-                sharding_strategy=ShardingStrategy[name],
-                use_orig_params=True,
+                model.blocks[index], strategy=name, use_orig_params=True
             )
         return fsdp(model, use_orig_params=True)
 
@@ -76,9 +57,8 @@ def test_mixed_strategies(rank: int, world_size: int) -> None:
 
 @pytest.mark.trap(15)
 @distributed(world_size=2)
-def test_mixed_dtypes(rank: int, world_size: int) -> None:
+def test_mixed_dtypes() -> None:
     """bf16 and fp32 gradients have one norm."""
-    needs_fsdp_c("refuses mixed dtypes in a unit")
     differential = Differential.of_case(
         CASES["mixed_dtype"],
         lambda module: fsdp(module, use_orig_params=True),
@@ -90,14 +70,14 @@ def test_mixed_dtypes(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_without_gradients(rank: int, world_size: int) -> None:
+def test_without_gradients() -> None:
     """No gradients: the norm is zero."""
     model = fsdp(Block(), use_orig_params=True)
     assert model.clip_grad_norm_(1.0).item() == 0.0
 
 
 @distributed(world_size=2)
-def test_norm_type_may_be_an_int_or_a_word(rank: int, world_size: int) -> None:
+def test_norm_type_may_be_an_int_or_a_word() -> None:
     """2 is 2.0 and "inf" is infinity."""
     model = fsdp(Block(), use_orig_params=True)
     model(torch.randn(4, 6)).square().mean().backward()
@@ -106,9 +86,8 @@ def test_norm_type_may_be_an_int_or_a_word(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_other_norm_and_fp64(rank: int, world_size: int) -> None:
+def test_other_norm_and_fp64() -> None:
     """P = 3, and fp64 gradients to their own precision."""
-    needs_fsdp_c("has no norm of fp64 gradients")
     case = CASES["uneven"]
     differential = Differential.of_units(
         lambda: case.build().double(),
@@ -121,7 +100,7 @@ def test_other_norm_and_fp64(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_not_finite(rank: int, world_size: int) -> None:
+def test_not_finite(rank: int) -> None:
     """A rank's infinite gradient shows in every rank's norm."""
     model = fsdp(Block(), use_orig_params=True)
     x = torch.randn(4, 6) * (math.inf if rank == 0 else 1.0)
@@ -130,23 +109,23 @@ def test_not_finite(rank: int, world_size: int) -> None:
     assert not math.isfinite(norm.item())
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=2)
-def test_only_on_the_root(rank: int, world_size: int) -> None:
+def test_only_on_the_root() -> None:
     """A nested unit refuses: the norm would be of a part."""
-    model = fsdp(
-        MLP(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
+    model = fsdp(MLP(), units={Block}, use_orig_params=True)
     model(torch.randn(4, 6)).square().mean().backward()
     with pytest.raises(RuntimeError, match="root"):
         model.blocks[0].clip_grad_norm_(1.0)
     model.clip_grad_norm_(1.0)
 
 
+@pytest.mark.trap(15)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_bf16_gradients(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_bf16_gradients(use_orig_params: bool) -> None:
     """The norm of bf16 gradients is summed in fp32 and returned in bf16."""
-    model = fsdp_if_available(
+    model = fsdp(
         Block(),
         mixed_precision=MixedPrecision(
             param_dtype=torch.bfloat16, keep_low_precision_grads=True
@@ -171,7 +150,6 @@ def test_what_carries_the_norm(
     rank: int, world_size: int, transport: str, norm_type: float
 ) -> None:
     """The group's own transport, without a call of c10d, and the same norm."""
-    needs_fsdp_c("has no transports")
     group = torch.distributed.new_group()  # its ranks have not met
     with over(OWN if transport == "own" else "c10d"):
         model = fsdp(torch.nn.Linear(5, 7), process_group=group, use_orig_params=True)

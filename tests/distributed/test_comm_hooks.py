@@ -10,22 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from helpers.distributed import distributed
+from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
 from helpers.groups import hybrid_groups
-from helpers.impl import (
-    FSDP,
-    IS_TORCH,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    assert_idle,
-    fsdp,
-    needs_fsdp_c,
-)
+from helpers.impl import FSDP, CPUOffload, MixedPrecision, assert_idle, fsdp
 from helpers.models import Block, vectors
-from helpers.reference import Differential
+from helpers.reference import Differential, with_model
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 NUM_UNITS = 4  # of the model "mlp"; each is one segment
 
 Hook = Callable[..., None]
@@ -105,16 +95,11 @@ def _train(differential: Differential) -> None:
         differential.clip(0.1)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=(2, 3, 4))
-def test_default_hooks(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+@with_model("uneven")
+def test_default_hooks(differential: Differential, strategy: str) -> None:
     """The hooks of torch give the mean over the ranks."""
-    differential = Differential.of_model(
-        "uneven", strategy=strategy, use_orig_params=use_orig_params
-    )
     is_whole = strategy == "NO_SHARD"
     hook: Hook = (
         default_hooks.allreduce_hook if is_whole else default_hooks.reduce_scatter_hook
@@ -129,11 +114,9 @@ def test_default_hooks(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))
 def test_own_hook(
-    rank: int, world_size: int, strategy: str, offloads: bool, use_orig_params: bool
+    world_size: int, strategy: str, offloads: bool, use_orig_params: bool
 ) -> None:
     """It sees each unit's gradient once per backward; what it gives is taken."""
-    if offloads and strategy == "NO_SHARD":
-        needs_fsdp_c("has no offload with NO_SHARD")
     differential = Differential.of_model(
         "mlp",
         strategy=strategy,
@@ -180,16 +163,11 @@ def _units(differential: Differential) -> list[nn.Module]:
     return [root, *blocks]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=(2, 3))
-def test_not_called_in_no_sync(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+@with_model()
+def test_not_called_in_no_sync(differential: Differential) -> None:
     """The first backward after no_sync() hands it the sum."""
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     record = Record()
     model = differential.model
     model.register_comm_hook(record, mean)
@@ -210,12 +188,11 @@ def test_not_called_in_no_sync(
     assert len(record.calls) == 3 * NUM_UNITS
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(strategy=STRATEGIES)
 @distributed(world_size=(2, 3))
-def test_sharded_no_sync(rank: int, world_size: int, strategy: str) -> None:
+@with_model()
+def test_sharded_no_sync(differential: Differential) -> None:
     """no_sync(sharded=True) accumulates what the reference has."""
-    needs_fsdp_c("has no no_sync(sharded=True)")
-    differential = Differential.of_model("mlp", strategy=strategy)
     record = Record()
     differential.model.register_comm_hook(record, mean)
     for _ in range(2):
@@ -229,16 +206,11 @@ def test_sharded_no_sync(rank: int, world_size: int, strategy: str) -> None:
         differential.check()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=2)
-def test_compression(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+@with_model(tolerance=4e-2)
+def test_compression(differential: Differential) -> None:
     """A hook may communicate in bf16 and replace the data of its tensors."""
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params, tolerance=4e-2
-    )
     record = Record()
     differential.model.register_comm_hook(record, compressed)
     differential.train(3)
@@ -248,11 +220,8 @@ def test_compression(
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_reduce_dtype(
-    rank: int, world_size: int, strategy: str, reduce_dtype: torch.dtype
-) -> None:
+def test_reduce_dtype(strategy: str, reduce_dtype: torch.dtype) -> None:
     """The gradient comes in reduce dtype, whatever the parameters are in."""
-    needs_fsdp_c("calls its hook in another dtype")
     differential = Differential.of_model(
         "mlp",
         strategy=strategy,
@@ -268,13 +237,11 @@ def test_reduce_dtype(
     assert len(record.calls) == 2 * NUM_UNITS
 
 
-@pytest.mark.parametrize("model", ["mixed_dtype", "frozen", "unused", "called_twice"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(model=["mixed_dtype", "frozen", "unused", "called_twice"], strategy=STRATEGIES)
 @distributed(world_size=2)
-def test_segments(rank: int, world_size: int, strategy: str, model: str) -> None:
+@with_model()
+def test_segments(differential: Differential, model: str) -> None:
     """Once per trainable segment: one of each dtype, none that is frozen."""
-    needs_fsdp_c("wants units of one dtype, all trainable")
-    differential = Differential.of_model(model, strategy=strategy)
     record = Record()
     differential.model.register_comm_hook(record, mean)
     num_calls = {"mixed_dtype": 2, "frozen": 2, "called_twice": 3}
@@ -287,15 +254,11 @@ def test_segments(rank: int, world_size: int, strategy: str, model: str) -> None
         assert {c.dtype for c in record.calls} == {torch.float32, torch.bfloat16}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("raises_at", [0, 2, NUM_UNITS - 1])
 @distributed(world_size=2)
-def test_exception(
-    rank: int, world_size: int, raises_at: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_exception(raises_at: int, strategy: str, use_orig_params: bool) -> None:
     """It reaches the user as it is; after reset() training goes on."""
-    needs_fsdp_c("has no reset()")
     from fsdp_c import reset
 
     differential = Differential.of_model(
@@ -321,11 +284,12 @@ def _no_hook(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
     """Stand in where no hook is called."""
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.bookkeeping
+@varied(strategy=STRATEGIES)
 @distributed(world_size=2)
-def test_bad_registrations(rank: int, world_size: int, strategy: str) -> None:
+@with_model()
+def test_bad_registrations(differential: Differential) -> None:
     """Not on the root, twice, not callable; each leaves the model as it was."""
-    differential = Differential.of_model("mlp", strategy=strategy)
     model = differential.model
     differential.train(1)
     with pytest.raises(AssertionError, match="root"):
@@ -342,10 +306,9 @@ def test_bad_registrations(rank: int, world_size: int, strategy: str) -> None:
 
 
 @distributed(world_size=2)
-def test_registration_in_accumulation(rank: int, world_size: int) -> None:
+@with_model()
+def test_registration_in_accumulation(differential: Differential) -> None:
     """Whole gradients from before would be scaled by another rule."""
-    needs_fsdp_c("does not look")
-    differential = Differential.of_model("mlp")
     with differential.model.no_sync():
         differential.forward_backward()
     with pytest.raises(RuntimeError, match="no_sync"):
@@ -354,16 +317,14 @@ def test_registration_in_accumulation(rank: int, world_size: int) -> None:
     differential.check()
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @distributed(world_size=4)
-def test_hybrid_is_refused(rank: int, world_size: int, strategy: str) -> None:
+def test_hybrid_is_refused(rank: int, strategy: str) -> None:
     """A hook over one group cannot reduce over two; training stays possible."""
     with hybrid_groups(2, 2) as groups:
         model = fsdp(
-            Block(),
-            process_group=groups,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=True,
+            Block(), process_group=groups, strategy=strategy, use_orig_params=True
         )
         with pytest.raises(AssertionError, match="hybrid"):
             model.register_comm_hook(None, _no_hook)
@@ -371,8 +332,9 @@ def test_hybrid_is_refused(rank: int, world_size: int, strategy: str) -> None:
         del model
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=2)
-def test_what_is_registered_can_be_seen(rank: int, world_size: int) -> None:
+def test_what_is_registered_can_be_seen() -> None:
     """Under FSDP1's names, on every unit; a module stays out of the children."""
     model = fsdp(nn.Sequential(Block(), fsdp(Block())))
     state = nn.Linear(2, 2)
@@ -382,5 +344,4 @@ def test_what_is_registered_can_be_seen(rank: int, world_size: int) -> None:
     for each in FSDP.fsdp_modules(model):
         assert each._comm_hook is default_hooks.allreduce_hook
         assert each._comm_hook_state is state
-    if not IS_TORCH:
-        assert [name for name, _ in model.named_modules()] == names
+    assert [name for name, _ in model.named_modules()] == names

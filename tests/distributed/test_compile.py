@@ -13,11 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from helpers.distributed import distributed
-from helpers.impl import MixedPrecision, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import MLP, Block, TransformerBlock, loss_of, vectors
 from helpers.reference import Differential
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 TIMEOUT_S = 240.0
 
 
@@ -46,15 +45,19 @@ def _compile_blocks(
             module.compile(backend=backend, fullgraph=True, dynamic=False)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params", "backend"),
+    [
+        ("FULL_SHARD", True, "aot_eager"),
+        ("SHARD_GRAD_OP", False, "aot_eager"),
+        ("NO_SHARD", True, "eager"),
+    ],
+)
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_block_inside_a_unit(
-    rank: int, world_size: int, backend: str, strategy: str, use_orig_params: bool
+    strategy: str, use_orig_params: bool, backend: str
 ) -> None:
     """One graph serves all blocks and all steps; gradients equal the reference's."""
-    needs_fsdp_c("is free to do otherwise")
     with _dynamo():
         counter = CompileCounterWithBackend(backend)
         differential = Differential.of_model(
@@ -74,19 +77,16 @@ def test_block_inside_a_unit(
         del differential
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("place", ["before wrapping", "torch.compile"])
+@pytest.mark.bookkeeping
+@pytest.mark.parametrize(
+    ("place", "strategy"),
+    [("before wrapping", "FULL_SHARD"), ("torch.compile", "SHARD_GRAD_OP")],
+)
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-def test_compiled_module_is_wrapped(
-    rank: int, world_size: int, place: str, strategy: str
-) -> None:
+def test_compiled_module_is_wrapped(place: str, strategy: str) -> None:
     """Compiled first, by compile() or torch.compile(), then made a unit."""
-    needs_fsdp_c("is free to do otherwise")
     counter = CompileCounterWithBackend("aot_eager")
-    kwargs = {
-        "sharding_strategy": ShardingStrategy[strategy],
-        "use_orig_params": True,
-    }
+    kwargs = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
 
     def wrap(model: nn.Module) -> Any:
         assert isinstance(model, MLP)
@@ -110,7 +110,7 @@ def test_compiled_module_is_wrapped(
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-def test_mixed_precision(rank: int, world_size: int) -> None:
+def test_mixed_precision() -> None:
     """The graph is made for the bf16 parameters that forward sees."""
     with _dynamo():
         counter = CompileCounterWithBackend("aot_eager")
@@ -131,9 +131,8 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-def test_evaluation_between_steps(rank: int, world_size: int) -> None:
+def test_evaluation_between_steps() -> None:
     """Grad mode and training mode are guarded: one more graph, then none."""
-    needs_fsdp_c("is free to do otherwise")
     with _dynamo():
         counter = CompileCounterWithBackend("aot_eager")
         differential = Differential.of_model("mlp")
@@ -155,9 +154,8 @@ def test_evaluation_between_steps(rank: int, world_size: int) -> None:
     "use_orig_params", [True, pytest.param(False, marks=pytest.mark.only_full)]
 )
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-def test_inductor(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_inductor(use_orig_params: bool) -> None:
     """Compiled kernels read and write the unsharded memory of every step."""
-    needs_fsdp_c("is free to do otherwise")
     with _dynamo():
         counter = CompileCounterWithBackend("inductor")
         differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
@@ -170,12 +168,12 @@ def test_inductor(rank: int, world_size: int, use_orig_params: bool) -> None:
         del differential
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-def test_whole_model_breaks_at_units(rank: int, world_size: int) -> None:
+def test_whole_model_breaks_at_units(rank: int) -> None:
     """torch.compile of the wrapped root: graphs break at units, results are right."""
-    needs_fsdp_c("is free to do otherwise")
     with _dynamo():
-        differential = Differential.of_units(lambda: MLP(2), {Block}, vectors)
+        differential = Differential.of_units(lambda: MLP(2), {Block})
         sharded = differential.model
         compiled = torch.compile(sharded, backend="aot_eager")
         for _ in range(3):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, MLP, Block, Transformer, TransformerBlock, loss_of
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
 
@@ -20,9 +20,8 @@ from helpers.reference import Differential, assert_same_tensors, full_state_dict
 @pytest.mark.trap(27)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_sync_module_states(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_sync_module_states(rank: int, use_orig_params: bool) -> None:
     """Parameters and buffers of rank 0 are everybody's."""
-    needs_fsdp_c("refuses sync_module_states on the CPU")
 
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -35,7 +34,7 @@ def test_sync_module_states(rank: int, world_size: int, use_orig_params: bool) -
     expected = build(0).state_dict()
     model = fsdp(
         build(rank),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        units={Block},
         sync_module_states=True,
         use_orig_params=use_orig_params,
     )
@@ -43,7 +42,7 @@ def test_sync_module_states(rank: int, world_size: int, use_orig_params: bool) -
 
 
 @distributed(world_size=2)
-def test_states_are_not_synced_by_default(rank: int, world_size: int) -> None:
+def test_states_are_not_synced_by_default(rank: int) -> None:
     """Each rank brings its own part."""
     model = nn.Linear(16, 1, bias=False)
     with torch.no_grad():
@@ -55,12 +54,8 @@ def test_states_are_not_synced_by_default(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("device_id", [None, "device"])
 @distributed(world_size=2)
-def test_device_id(
-    rank: int, world_size: int, device_id: str | None, use_orig_params: bool
-) -> None:
+def test_device_id(device_id: str | None, use_orig_params: bool) -> None:
     """The device under test, named and not."""
-    if device_id is None:
-        needs_fsdp_c("needs a device_id on the CPU")
     kwargs: dict[str, Any] = (
         {} if device_id is None else {"device_id": torch.device(TEST_DEVICE)}
     )
@@ -79,7 +74,7 @@ def test_device_id(
 
 
 @distributed(world_size=3)
-def test_process_group(rank: int, world_size: int) -> None:
+def test_process_group(rank: int) -> None:
     """Sharding over a part of the ranks: those are the data-parallel ones."""
     group = dist.new_group([0, 1])
     if rank < 2:
@@ -88,7 +83,7 @@ def test_process_group(rank: int, world_size: int) -> None:
         model = fsdp(
             copy.deepcopy(reference),
             process_group=group,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            units={Block},
             use_orig_params=True,
         )
         batches = [torch.randn(4, 6) for _ in range(2)]
@@ -123,7 +118,7 @@ def test_single_rank_group(rank: int, world_size: int, use_orig_params: bool) ->
     model = fsdp(
         copy.deepcopy(reference),
         process_group=groups[rank],
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        units={Block},
         use_orig_params=use_orig_params,
     )
     batch = torch.randn(4, 6) + rank
@@ -144,9 +139,7 @@ def test_single_rank_group(rank: int, world_size: int, use_orig_params: bool) ->
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_original_memory_is_freed(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_original_memory_is_freed(world_size: int, use_orig_params: bool) -> None:
     """Between steps a rank holds its shard, not the whole parameter."""
     model = nn.Linear(64, 64, bias=False)
     sharded = fsdp(model, use_orig_params=use_orig_params)
@@ -158,14 +151,11 @@ def test_original_memory_is_freed(
 
 
 @distributed(world_size=2)
-def test_parameters_keep_their_identity(rank: int, world_size: int) -> None:
+def test_parameters_keep_their_identity() -> None:
     """With use_orig_params the parameters are the user's own objects, always."""
-    needs_fsdp_c("makes new Parameter objects when it wraps")
     model = MLP()
     before = [id(p) for p in model.parameters()]
-    sharded = fsdp(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
+    sharded = fsdp(model, units={Block}, use_orig_params=True)
     assert [id(p) for p in sharded.parameters()] == before
     sharded(torch.randn(4, 6)).sum().backward()
     assert [id(p) for p in sharded.parameters()] == before
@@ -173,16 +163,13 @@ def test_parameters_keep_their_identity(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_optimizer_made_before_wrapping(rank: int, world_size: int) -> None:
+def test_optimizer_made_before_wrapping() -> None:
     """The parameters are the same objects, so an old optimizer goes on working."""
-    needs_fsdp_c("makes new Parameter objects when it wraps")
     case = CASES["mlp"]
 
     def wrap(module: nn.Module) -> Any:
         made.append(torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
-        return fsdp(
-            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-        )
+        return fsdp(module, units={Block}, use_orig_params=True)
 
     made: list[torch.optim.Optimizer] = []
     differential = Differential.of_case(case, wrap, use_orig_params=True)
@@ -192,13 +179,10 @@ def test_optimizer_made_before_wrapping(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_model_is_freed(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_model_is_freed(use_orig_params: bool) -> None:
     """A trained model goes away with its last reference, with its parameters."""
-    needs_fsdp_c("keeps hooks of some units alive")
     model = fsdp(
-        Transformer(),
-        auto_wrap_policy=ModuleWrapPolicy({TransformerBlock}),
-        use_orig_params=use_orig_params,
+        Transformer(), units={TransformerBlock}, use_orig_params=use_orig_params
     )
     loss = loss_of(model(torch.zeros(4, 5, dtype=torch.int64)))
     loss.backward()
@@ -210,14 +194,12 @@ def test_model_is_freed(rank: int, world_size: int, use_orig_params: bool) -> No
 
 
 @distributed(world_size=2)
-def test_models_side_by_side(rank: int, world_size: int) -> None:
+def test_models_side_by_side() -> None:
     """Two roots, stepped in turn, as for a GAN; one dies in between."""
     first, second = (
         Differential.of_case(
             CASES[name],
-            lambda module: fsdp(
-                module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-            ),
+            lambda module: fsdp(module, units={Block}, use_orig_params=True),
             use_orig_params=True,
         )
         for name in ("mlp", "called_twice")
@@ -240,11 +222,7 @@ def test_models_side_by_side(rank: int, world_size: int) -> None:
 @distributed(world_size=2)
 def test_strategy_shows(rank: int, world_size: int) -> None:
     """Attributes that users of FSDP1 read."""
-    model = fsdp(
-        MLP(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-    )
+    model = fsdp(MLP(), units={Block}, strategy="SHARD_GRAD_OP")
     assert model.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
     assert model.blocks[0].sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
     assert model.world_size == world_size

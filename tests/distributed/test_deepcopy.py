@@ -6,27 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import distributed, every_strategy, varied
 from helpers.groups import hybrid_groups
-from helpers.impl import (
-    FSDP,
-    MixedPrecision,
-    ShardingStrategy,
-    assert_idle,
-    fsdp,
-    needs_fsdp_c,
-)
+from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp
 from helpers.models import BATCH, CASES, DIM, Block, TiedBlock, vectors
-from helpers.reference import Differential, assert_same, full_state_dict
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+from helpers.reference import Differential, assert_same, full_state_dict, with_model
 
 
 def _copy(differential: Differential) -> Differential:
     """Return copies of both models, with optimizers of their own."""
-    needs_fsdp_c("cannot be copied")
     reference = copy.deepcopy(differential.reference)
     model = copy.deepcopy(differential.model)
     assert all(param.grad is None for param in model.parameters())
@@ -78,33 +67,28 @@ def _assert_nothing_shared(model: nn.Module, other: nn.Module) -> None:
     assert not mine & theirs
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@every_strategy
 @pytest.mark.parametrize("num_steps", [0, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))
-def test_copy_trains_alone(
-    rank: int, world_size: int, strategy: str, num_steps: int, use_orig_params: bool
-) -> None:
+@with_model("uneven")
+def test_copy_trains_alone(differential: Differential, num_steps: int) -> None:
     """Before the first step, and after some."""
-    differential = Differential.of_model(
-        "uneven", strategy=strategy, use_orig_params=use_orig_params
-    )
     differential.train(num_steps)
     _check_copy(differential)
 
 
-@pytest.mark.parametrize("model", ["tied", "transformer", "scalar", "mixed_dtype"])
+@varied(model=["tied", "transformer", "scalar", "mixed_dtype"])
 @distributed(world_size=4)
-def test_other_models(rank: int, world_size: int, model: str) -> None:
+@with_model()
+def test_other_models(differential: Differential) -> None:
     """Four ranks, and models whose parameters are special."""
-    differential = Differential.of_model(model)
     differential.train(1)
     _check_copy(differential)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
-def test_replicas(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_replicas(use_orig_params: bool) -> None:
     """The copy uses the same groups."""
     with hybrid_groups(2, 2) as groups:
 
@@ -112,8 +96,8 @@ def test_replicas(rank: int, world_size: int, use_orig_params: bool) -> None:
             return fsdp(
                 module,
                 process_group=groups,
-                sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                strategy="HYBRID_SHARD",
+                units={Block},
                 use_orig_params=use_orig_params,
             )
 
@@ -126,15 +110,11 @@ def test_replicas(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 
 @pytest.mark.trap(24)
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=2)
-def test_shared_parameters_stay_shared(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+@with_model(CASES["tied"].build, {TiedBlock})
+def test_shared_parameters_stay_shared(differential: Differential) -> None:
     """In the copy the two layers are one parameter again, another one."""
-    differential = Differential.of_units(
-        CASES["tied"].build, {TiedBlock}, vectors, use_orig_params=use_orig_params
-    )
     differential.train(1)
     twin = _copy(differential)
     with (
@@ -158,8 +138,7 @@ class Nested(nn.Module):
         self.register_buffer("scale", 0.5 + torch.arange(DIM) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.inner(x * self.scale.to(x.dtype)))
-        return out
+        return self.out(self.inner(x * self.scale.to(x.dtype)))
 
 
 class Middle(nn.Module):
@@ -174,8 +153,7 @@ class Middle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
-        out: Tensor = self.linear(self.block(x)) + self.shift.to(x.dtype)
-        return out
+        return self.linear(self.block(x)) + self.shift.to(x.dtype)
 
 
 @pytest.mark.trap(20)
@@ -184,14 +162,13 @@ class Middle(nn.Module):
 @pytest.mark.parametrize("is_mixed", [False, True])
 @distributed(world_size=2)
 def test_nested_units_and_buffers(
-    rank: int, world_size: int, is_mixed: bool, num_steps: int, use_orig_params: bool
+    is_mixed: bool, num_steps: int, use_orig_params: bool
 ) -> None:
     """Buffers are copied; buffer_dtype holds for the copy, not for its state dict."""
     dtype = torch.bfloat16 if is_mixed else None
     differential = Differential.of_units(
         Nested,
         {Block, Middle},
-        vectors,
         use_orig_params=use_orig_params,
         param_dtype=dtype,
         mixed_precision=MixedPrecision(
@@ -218,9 +195,9 @@ def test_nested_units_and_buffers(
 
 
 @distributed(world_size=2)
-def test_hooks_come_along(rank: int, world_size: int) -> None:
+@with_model()
+def test_hooks_come_along(differential: Differential) -> None:
     """Forward hooks of wrapped and of inner modules run with the copy's modules."""
-    differential = Differential.of_model("mlp")
     seen: list[nn.Module] = []
 
     def note(module: nn.Module, *_: Any) -> None:
@@ -245,10 +222,9 @@ def test_hooks_come_along(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_comm_hook_comes_along(rank: int, world_size: int) -> None:
+@with_model(strategy="NO_SHARD")
+def test_comm_hook_comes_along(differential: Differential, world_size: int) -> None:
     """What the copy says about its hook is what its backward does."""
-    needs_fsdp_c("cannot be copied")
-    differential = Differential.of_model("mlp", strategy="NO_SHARD")
     num_calls = [0]
 
     def reduce(state: Any, grad: Tensor) -> None:
@@ -267,10 +243,9 @@ def test_comm_hook_comes_along(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_settings_come_along(rank: int, world_size: int) -> None:
+@with_model("frozen")
+def test_settings_come_along(differential: Differential) -> None:
     """Modes, frozen parameters, an ignored module, subclasses of names."""
-    needs_fsdp_c("cannot be copied")
-    differential = Differential.of_model("frozen")
     twin = _copy(differential)
     twin.train(2)
     assert [p.requires_grad for p in twin.model.parameters()] == [
@@ -291,9 +266,7 @@ def test_settings_come_along(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_plain_module_around_units(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_plain_module_around_units(use_orig_params: bool) -> None:
     """The wrapped modules are children of what is copied."""
 
     def wrap(module: nn.Module) -> nn.Module:
@@ -302,7 +275,6 @@ def test_plain_module_around_units(
             *(fsdp(each, use_orig_params=use_orig_params) for each in module)
         )
 
-    needs_fsdp_c("cannot be copied")
     reference = nn.Sequential(Block(), Block())
     model = wrap(copy.deepcopy(reference))
     other = copy.deepcopy(model)
@@ -325,22 +297,18 @@ class _Copies(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for each in self.target:
             copy.deepcopy(each)
-        out: Tensor = self.block(x)
-        return out
+        return self.block(x)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("which", ["root", "unit"])
 @distributed(world_size=2)
-def test_inside_forward(
-    rank: int, world_size: int, which: str, use_orig_params: bool
-) -> None:
+def test_inside_forward(rank: int, which: str, use_orig_params: bool) -> None:
     """Refused: parameters are whole there. Training goes on after reset()."""
-    needs_fsdp_c("has no reset()")
     from fsdp_c import reset
 
     differential = Differential.of_units(
-        _Copies, {Block}, vectors, use_orig_params=use_orig_params
+        _Copies, {Block}, use_orig_params=use_orig_params
     )
     model = differential.model
     differential.train(1)
@@ -355,10 +323,9 @@ def test_inside_forward(
 
 
 @distributed(world_size=2)
-def test_inside_a_summon(rank: int, world_size: int) -> None:
+@with_model()
+def test_inside_a_summon(differential: Differential) -> None:
     """Refused as well; the summon stays open."""
-    needs_fsdp_c("cannot be copied")
-    differential = Differential.of_model("mlp")
     with FSDP.summon_full_params(differential.model):
         with pytest.raises(RuntimeError, match="copied"):
             copy.deepcopy(differential.model)

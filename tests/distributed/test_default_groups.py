@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, Block
 from helpers.reference import Differential
+
+pytestmark = pytest.mark.bookkeeping
 
 
 def _with_local_world_size(value: str | None, body: Callable[[], Any]) -> None:
@@ -32,10 +33,7 @@ def _with_local_world_size(value: str | None, body: Callable[[], Any]) -> None:
 
 def _wrap(model: nn.Module, strategy: str, use_orig_params: bool) -> Any:
     return fsdp(
-        model,
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
+        model, strategy=strategy, units={Block}, use_orig_params=use_orig_params
     )
 
 
@@ -45,9 +43,8 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @distributed(world_size=4)
-def test_two_nodes_of_two(rank: int, world_size: int, strategy: str) -> None:
+def test_two_nodes_of_two(rank: int, strategy: str) -> None:
     """Shards inside a node, replicas across nodes, and the numbers are right."""
-    needs_fsdp_c("counts accelerators, not LOCAL_WORLD_SIZE")
 
     def body() -> Any:
         differential = Differential.of_case(
@@ -67,9 +64,8 @@ def test_two_nodes_of_two(rank: int, world_size: int, strategy: str) -> None:
 
 @pytest.mark.cpu_only("one accelerator is a node of its own: test_a_node_per_rank")
 @distributed(world_size=(2, 3))
-def test_one_node(rank: int, world_size: int) -> None:
+def test_one_node(world_size: int) -> None:
     """Without LOCAL_WORLD_SIZE and accelerators all ranks shard."""
-    needs_fsdp_c("needs an accelerator to count")
 
     def body() -> Any:
         differential = Differential.of_case(
@@ -86,9 +82,8 @@ def test_one_node(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=3)
-def test_a_node_per_rank(rank: int, world_size: int) -> None:
+def test_a_node_per_rank() -> None:
     """Nothing to shard over: replicas only."""
-    needs_fsdp_c("does not average over the replicas of an (n, 1) mesh")
 
     def body() -> Any:
         differential = Differential.of_case(
@@ -104,9 +99,8 @@ def test_a_node_per_rank(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_groups_are_made_once(rank: int, world_size: int) -> None:
+def test_groups_are_made_once() -> None:
     """All units, and all models, share them."""
-    needs_fsdp_c("makes new ones for every model")
 
     def body() -> Any:
         models = [_wrap(CASES["mlp"].build(), "HYBRID_SHARD", True) for _ in range(2)]
@@ -128,11 +122,8 @@ def test_groups_are_made_once(rank: int, world_size: int) -> None:
     ],
 )
 @distributed(world_size=3)
-def test_a_size_that_does_not_fit(
-    rank: int, world_size: int, value: str, message: str
-) -> None:
+def test_a_size_that_does_not_fit(value: str, message: str) -> None:
     """The message names both numbers, or the word."""
-    needs_fsdp_c("does not read LOCAL_WORLD_SIZE")
 
     def body() -> Any:
         with pytest.raises(ValueError, match=message):
@@ -154,21 +145,13 @@ class RankAndSize:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @distributed(world_size=2)
-def test_group_with_rank_and_size_only(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_group_with_rank_and_size_only(strategy: str) -> None:
     """Wraps and can be looked at; running it raises."""
-    needs_fsdp_c("fails differently")
     group: Any = RankAndSize()
     module = nn.Linear(8, 4, bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.arange(32.0).view(4, 8))
-    model = fsdp(
-        module,
-        process_group=group,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=True,
-    )
+    model = fsdp(module, process_group=group, strategy=strategy, use_orig_params=True)
     assert model.process_group is group
     assert (model.rank, model.world_size) == (1, 4)
     if strategy == "NO_SHARD":
@@ -194,19 +177,13 @@ def test_group_of_one(rank: int, world_size: int) -> None:
         assert model.sharding_strategy is ShardingStrategy.NO_SHARD
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fsdp(
-            nn.Linear(3, 3),
-            process_group=group,
-            sharding_strategy=ShardingStrategy.NO_SHARD,
-        )
+        fsdp(nn.Linear(3, 3), process_group=group, strategy="NO_SHARD")
     dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
 @distributed(world_size=2)
-def test_container_without_forward(
-    rank: int, world_size: int, container: type[nn.Module]
-) -> None:
+def test_container_without_forward(container: type[nn.Module]) -> None:
     """Its children would run sharded: a warning says so."""
     module = container()
     module.add_module("0", nn.Linear(3, 3))
@@ -220,7 +197,7 @@ def test_container_without_forward(
 
 
 @distributed(world_size=2)
-def test_ignored_states(rank: int, world_size: int) -> None:
+def test_ignored_states() -> None:
     """FSDP1's messages, which scripts may match."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weight = module[0].weight
@@ -239,11 +216,8 @@ def test_ignored_states(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_they_have_the_time_limit_of_the_default_group(
-    rank: int, world_size: int
-) -> None:
+def test_they_have_the_time_limit_of_the_default_group() -> None:
     """A rank that does not come is noticed then, not after torch's 30 minutes."""
-    needs_fsdp_c("gives them torch's own default")
     from fsdp_c._units.groups import node_groups
 
     limit = timedelta(seconds=77)

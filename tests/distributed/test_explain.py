@@ -5,28 +5,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fsdp_c
 from helpers.distributed import distributed
-from helpers.impl import IS_TORCH, MixedPrecision, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import MixedPrecision, fsdp
 from helpers.models import MLP, Block
 
-if not IS_TORCH:
-    import fsdp_c
+pytestmark = pytest.mark.bookkeeping
 
-    explain: Any = fsdp_c.explain
+explain: Any = fsdp_c.explain
 
 BLOCK_NUMEL = 6 * 10 + 10 + 10 * 6 + 6
 ROOT_NUMEL = (6 * 6 + 6) + (6 * 3 + 3)
 
 
 @distributed(world_size=(2, 3))
-def test_mixed_precision(rank: int, world_size: int) -> None:
+def test_mixed_precision(world_size: int) -> None:
     """Dtypes of every stage; sizes agree with the parameters."""
-    needs_fsdp_c("has no explain")
     model = fsdp(
         MLP(2),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        units={Block},
         mixed_precision=MixedPrecision(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         ),
@@ -54,14 +52,13 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_frozen_mixed_and_buffers(rank: int, world_size: int) -> None:
+def test_frozen_mixed_and_buffers() -> None:
     """Several segments in one unit; a unit that trains nothing."""
-    needs_fsdp_c("refuses mixed dtypes in one unit")
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     net[0].weight.requires_grad_(False)
     net[0].bias.data = net[0].bias.data.double()
     net[2].requires_grad_(False)
-    net[2] = fsdp(net[2], sharding_strategy=ShardingStrategy.NO_SHARD)
+    net[2] = fsdp(net[2], strategy="NO_SHARD")
     model = fsdp(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
     root, frozen = explain(model).units
     assert root.master_dtypes == (torch.float32, torch.float64)
@@ -77,10 +74,9 @@ def test_frozen_mixed_and_buffers(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_table_and_rows(rank: int, world_size: int) -> None:
+def test_table_and_rows() -> None:
     """The table has a line per unit and a total; rows are plain data."""
-    needs_fsdp_c("has no explain")
-    plan = explain(fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block})))
+    plan = explain(fsdp(MLP(1), units={Block}))
     lines = str(plan).splitlines()
     assert [line.split()[0] for line in lines] == [
         "unit",
@@ -88,13 +84,7 @@ def test_table_and_rows(rank: int, world_size: int) -> None:
         "blocks.0",
         "total",
     ]
-    assert lines[2].split()[1:6] == [
-        "FULL_SHARD",
-        "2",
-        "float32",
-        "float32",
-        "float32",
-    ]
+    assert lines[2].split()[1:6] == ["FULL_SHARD", "2", "float32", "float32", "float32"]
     assert lines[3].split()[1] == f"{ROOT_NUMEL + BLOCK_NUMEL}"
     row = plan.rows()[1]
     assert row["name"] == "blocks.0"
@@ -103,17 +93,15 @@ def test_table_and_rows(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_without_parameters(rank: int, world_size: int) -> None:
+def test_without_parameters() -> None:
     """A unit may be empty."""
-    needs_fsdp_c("has no explain")
     (unit,) = explain(fsdp(nn.ReLU())).units
     assert (unit.numel, unit.shard_nbytes, unit.frozen_share) == (0, 0, 0.0)
 
 
 @distributed(world_size=2)
-def test_errors(rank: int, world_size: int) -> None:
+def test_errors() -> None:
     """What is not a wrapped model is named."""
-    needs_fsdp_c("has no explain")
     with pytest.raises(TypeError, match="int"):
         explain(3)
     with pytest.raises(ValueError, match="Linear"):

@@ -5,16 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, CPUOffload, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, CPUOffload, fsdp
 from helpers.models import MLP, Block
 from helpers.reference import Differential, assert_same
 
 
 def _differential(strategy: str = "FULL_SHARD", **kwargs: Any) -> Differential:
-    needs_fsdp_c("its hooks see the gradient of this rank alone, unsharded")
     return Differential.of_model(
         "mlp", strategy=strategy, use_orig_params=False, **kwargs
     )
@@ -27,9 +25,7 @@ def _flat_params(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @distributed(world_size=2)
-def test_register_hook(
-    rank: int, world_size: int, strategy: str, offload: bool
-) -> None:
+def test_register_hook(strategy: str, offload: bool) -> None:
     """It sees the mean over the ranks, this rank's shard, and may replace it."""
     differential = _differential(
         strategy, cpu_offload=CPUOffload(offload_params=offload)
@@ -54,7 +50,7 @@ def test_register_hook(
 
 
 @distributed(world_size=2)
-def test_accumulation(rank: int, world_size: int) -> None:
+def test_accumulation() -> None:
     """A hook sees one backward's gradient, not the sum of those before."""
     differential = _differential()
     for param in _flat_params(differential.model):
@@ -70,10 +66,9 @@ def test_accumulation(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_no_sync(rank: int, world_size: int) -> None:
+def test_no_sync() -> None:
     """Under no_sync() no sharded gradient is complete."""
-    needs_fsdp_c("runs them in every backward")
-    model = fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = fsdp(MLP(1), units={Block})
     calls: list[int] = []
     params = _flat_params(model)
     for param in params:
@@ -88,7 +83,7 @@ def test_no_sync(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_post_accumulate_hook(rank: int, world_size: int) -> None:
+def test_post_accumulate_hook() -> None:
     """An optimizer's step in it is the step after backward, without gradients."""
     differential = _differential()
     optimizers = {
@@ -118,7 +113,7 @@ def test_post_accumulate_hook(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_post_accumulate_hook_keeps_the_gradient(rank: int, world_size: int) -> None:
+def test_post_accumulate_hook_keeps_the_gradient() -> None:
     """It sees the accumulated gradient, and may change it in place or replace it."""
     differential = _differential()
 
@@ -145,10 +140,9 @@ def test_post_accumulate_hook_keeps_the_gradient(rank: int, world_size: int) -> 
 
 
 @distributed(world_size=2)
-def test_removed_hooks(rank: int, world_size: int) -> None:
+def test_removed_hooks() -> None:
     """A hook that was removed does not run; one that was added late does."""
-    needs_fsdp_c("runs them elsewhere")
-    model = fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = fsdp(MLP(1), units={Block})
     calls: list[str] = []
     (param, *_) = _flat_params(model)
     handle = param.register_hook(lambda grad: calls.append("first"))
@@ -160,10 +154,9 @@ def test_removed_hooks(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_a_hook_that_raises(rank: int, world_size: int) -> None:
+def test_a_hook_that_raises() -> None:
     """Its exception leaves backward; the model works afterwards."""
-    needs_fsdp_c("runs them elsewhere")
-    model = fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = fsdp(MLP(1), units={Block})
     params = _flat_params(model)
 
     def fail(grad: Tensor) -> None:
@@ -187,9 +180,8 @@ def test_a_hook_that_raises(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_hooks_on_original_parameters(rank: int, world_size: int) -> None:
+def test_hooks_on_original_parameters() -> None:
     """With use_orig_params they run with this rank's whole gradient."""
-    needs_fsdp_c("does not run them")
     model = fsdp(nn.Linear(3, 2), use_orig_params=True)
     shapes: list[torch.Size] = []
     for param in model.parameters():

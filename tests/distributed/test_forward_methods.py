@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fsdp_c
 from helpers.distributed import distributed
-from helpers.impl import FSDP, IS_TORCH, MixedPrecision, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import Block
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.seeds import generator
 
-if not IS_TORCH:
-    import fsdp_c
-
-    register: Any = fsdp_c.register_forward_method
+register: Any = fsdp_c.register_forward_method
 
 
 class Coder(nn.Module):
@@ -37,8 +35,7 @@ class Coder(nn.Module):
         return {"code": self.encoder(x) * self.gain.repeat(2) * scale}
 
     def decode(self, code: dict[str, Tensor]) -> Tensor:
-        out: Tensor = self.decoder(code["code"])
-        return out
+        return self.decoder(code["code"])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decode(self.encode(x))
@@ -53,8 +50,7 @@ class Coder(nn.Module):
 def _methods(model: Any, x: Tensor) -> Tensor:
     """Run them, forward too, so that each unit runs in several calls."""
     code = model.encode(x, scale=0.5)
-    out: Tensor = model.decode(code).square().mean() + model(x).square().mean()
-    return out
+    return model.decode(code).square().mean() + model(x).square().mean()
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -64,7 +60,6 @@ def test_training(
     rank: int, world_size: int, has_policy: bool, use_orig_params: bool
 ) -> None:
     """Losses and weights are those of the unsharded model."""
-    needs_fsdp_c("has no register_forward_method")
     reference = Coder()
     model = fsdp(
         copy.deepcopy(reference),
@@ -92,9 +87,8 @@ def test_training(
 
 
 @distributed(world_size=2)
-def test_nested_unit(rank: int, world_size: int) -> None:
+def test_nested_unit() -> None:
     """A parent's forward calls the registered method of a unit inside it."""
-    needs_fsdp_c("has no register_forward_method")
 
     class Parent(nn.Module):
         def __init__(self) -> None:
@@ -104,8 +98,7 @@ def test_nested_unit(rank: int, world_size: int) -> None:
             self.out = nn.Linear(6, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.out(self.coder.encode(x)["code"])
-            return out
+            return self.out(self.coder.encode(x)["code"])
 
     torch.manual_seed(0)
     model = fsdp(Parent(), use_orig_params=True)
@@ -120,18 +113,16 @@ def test_nested_unit(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_inputs_are_cast(rank: int, world_size: int) -> None:
+def test_inputs_are_cast() -> None:
     """As forward casts them."""
-    needs_fsdp_c("has no register_forward_method")
     model = fsdp(Coder(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     register(model, "encode")
     assert model.encode(torch.randn(4, 6))["code"].dtype == torch.bfloat16
 
 
 @distributed(world_size=2)
-def test_without_registration(rank: int, world_size: int) -> None:
+def test_without_registration() -> None:
     """The method sees the shards; other attributes are looked up as before."""
-    needs_fsdp_c("has no register_forward_method")
     model = fsdp(Coder(), use_orig_params=True)
     with pytest.raises((AssertionError, RuntimeError)):
         model.encode(torch.randn(4, 6))
@@ -143,9 +134,8 @@ def test_without_registration(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_errors(rank: int, world_size: int) -> None:
+def test_errors() -> None:
     """Every message names what was given."""
-    needs_fsdp_c("has no register_forward_method")
     model = fsdp(Coder(), use_orig_params=True)
     rows: list[tuple[Any, Any, type[Exception], str]] = [
         (Coder(), "encode", TypeError, "Coder"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from helpers.distributed import TEST_DEVICE, distributed
+from helpers.distributed import TEST_DEVICE, distributed, every_strategy
 from helpers.impl import FSDP, MixedPrecision, fsdp
 from helpers.models import loss_of
 from helpers.reference import Differential, assert_same_tensors, full_state_dict
@@ -40,8 +40,7 @@ def _everyones(value: float) -> list[float]:
 
 
 @pytest.mark.trap(23)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
 @distributed(world_size=RANKS)
 def test_infinity_on_one_rank_skips_the_step_everywhere(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -87,7 +86,7 @@ class _OneLayer(nn.Module):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=RANKS)
 def test_rank_that_holds_nothing_hears_of_it(
-    rank: int, world_size: int, use_orig_params: bool
+    world_size: int, use_orig_params: bool
 ) -> None:
     """Only one shard holds the infinite gradient; the others' are fine or empty."""
     model = fsdp(_OneLayer(), use_orig_params=use_orig_params)
@@ -110,7 +109,7 @@ def test_rank_that_holds_nothing_hears_of_it(
 @pytest.mark.parametrize("clips", [True, False])
 @distributed(world_size=RANKS)
 def test_unscaled_gradients_equal_the_reference(
-    rank: int, world_size: int, clips: bool, strategy: str, use_orig_params: bool
+    clips: bool, strategy: str, use_orig_params: bool
 ) -> None:
     """fp16 compute and reduction, fp32 shards; unscale, clip, step."""
     differential = _differential(

@@ -8,25 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.distributed import distributed
-from helpers.impl import (
-    FSDP,
-    MixedPrecision,
-    ShardingStrategy,
-    assert_idle,
-    fsdp,
-    memory_stats,
-    needs_fsdp_c,
-)
-from helpers.models import DIM, Block, loss_of, vectors
+from helpers.distributed import STRATEGIES, distributed, every_strategy
+from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp, memory_stats
+from helpers.models import DIM, Block, loss_of
 from helpers.reference import (
     Differential,
     assert_same_tensors,
     clean_name,
     full_state_dict,
+    with_model,
 )
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 RANKS = (2, 3, 4)
 
 
@@ -57,8 +49,7 @@ class _Adapted(nn.Module):
         self.lora_b = nn.Linear(2, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
-        return out
+        return self.base(x) + self.lora_b(self.lora_a(x))
 
 
 class _Everything(nn.Module):
@@ -117,14 +108,10 @@ def _check_gradient_memory(differential: Differential, *, num_units: int = 1) ->
 
 
 @pytest.mark.trap(2)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=RANKS)
-def test_everything_in_one_unit(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_everything_in_one_unit(strategy: str, use_orig_params: bool) -> None:
     """Four dtypes, frozen and trainable; alone and with a nested unit of them."""
-    needs_fsdp_c("refuses mixed dtypes in a unit")
     for build, units in (
         (_Everything, ()),
         (lambda: _Stack([_Everything(), _Everything()]), {_Everything}),
@@ -132,7 +119,6 @@ def test_everything_in_one_unit(
         differential = Differential.of_units(
             build,
             units,
-            vectors,
             strategy=strategy,
             use_orig_params=use_orig_params,
             tolerance=4e-2,
@@ -147,44 +133,33 @@ def test_everything_in_one_unit(
                 assert torch.equal(state[name], before[name]), name
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=RANKS)
-def test_quantised_weights_under_mixed_precision(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+@with_model(
+    lambda: _Stack(_Adapted(_Quantised()) for _ in range(2)),
+    {_Adapted},
+    param_dtype=torch.bfloat16,
+    tolerance=4e-2,
+    mixed_precision=MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
+)
+def test_quantised_weights_under_mixed_precision(differential: Differential) -> None:
     """Integers keep their dtype, floating parameters compute in bf16."""
-    needs_fsdp_c("refuses integer parameters")
-    differential = Differential.of_units(
-        lambda: _Stack(_Adapted(_Quantised()) for _ in range(2)),
-        {_Adapted},
-        vectors,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-        param_dtype=torch.bfloat16,
-        tolerance=4e-2,
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-    )
     differential.train(2)
     _check_gradient_memory(differential, num_units=3)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("units", ["one", "adapters inside"])
 @distributed(world_size=RANKS)
 def test_adapters_without_units_of_their_own(
-    rank: int, world_size: int, units: str, strategy: str, use_orig_params: bool
+    units: str, strategy: str, use_orig_params: bool
 ) -> None:
     """LoRA: accumulation, clipping and evaluation, with the base frozen."""
-    if not use_orig_params:
-        needs_fsdp_c("refuses frozen and trainable parameters in a unit")
     differential = Differential.of_units(
         lambda: _Stack(_Adapted() for _ in range(3)),
         {_Adapted} if units == "adapters inside" else (),
-        vectors,
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
@@ -198,26 +173,6 @@ def test_adapters_without_units_of_their_own(
     differential.evaluate()
     differential.train(1)
     _check_gradient_memory(differential, num_units=4)
-
-
-@distributed(world_size=RANKS)
-def test_frozen_units_are_not_reduced(rank: int, world_size: int) -> None:
-    """A frozen unit has no gradient memory and no reduction, and is gathered."""
-
-    def build() -> nn.Module:
-        layers = [Block() for _ in range(4)]
-        for layer in layers[::2]:
-            layer.requires_grad_(False)
-        return _Stack(layers)
-
-    differential = Differential.of_units(build, {Block}, vectors)
-    differential.train(2)
-    before = memory_stats(differential.model)
-    differential.train(1)
-    after = memory_stats(differential.model)
-    assert after["num_reduces"] - before["num_reduces"] == 2
-    assert after["num_all_gathers"] > before["num_all_gathers"]
-    _check_gradient_memory(differential, num_units=2)
 
 
 def _toggle(differential: Differential, names: Iterable[str], value: bool) -> None:
@@ -240,10 +195,9 @@ def _path(model: nn.Module, name: str) -> str:
 @pytest.mark.parametrize("unit", ["whole", "part"])
 @distributed(world_size=RANKS)
 def test_requires_grad_is_toggled_between_steps(
-    rank: int, world_size: int, unit: str, at_wrapping: str, strategy: str
+    unit: str, at_wrapping: str, strategy: str
 ) -> None:
     """Both directions, with optimizer state built, for a unit and for a part."""
-    needs_fsdp_c("decides at construction what is trainable")
     names = ["layers.1"] if unit == "whole" else ["layers.1.fc1", "layers.2.fc2"]
 
     def build() -> nn.Module:
@@ -253,7 +207,7 @@ def test_requires_grad_is_toggled_between_steps(
                 model.get_submodule(name).requires_grad_(False)
         return model
 
-    differential = Differential.of_units(build, {Block}, vectors, strategy=strategy)
+    differential = Differential.of_units(build, {Block}, strategy=strategy)
     is_trainable = at_wrapping == "trainable"
     differential.train(1)
     for _ in range(4):
@@ -275,10 +229,11 @@ def test_requires_grad_is_toggled_between_steps(
 
 @pytest.mark.trap(19)
 @distributed(world_size=RANKS)
-def test_everything_is_frozen_for_a_while(rank: int, world_size: int) -> None:
+@with_model()
+def test_everything_is_frozen_for_a_while(
+    differential: Differential, rank: int
+) -> None:
     """No parameter requires grad: forward and the input's gradient still work."""
-    needs_fsdp_c("decides at construction what is trainable")
-    differential = Differential.of_model("mlp")
     differential.train(1)
     both: tuple[Any, ...] = (differential.model, differential.reference)
     for model in both:
@@ -303,16 +258,11 @@ def test_everything_is_frozen_for_a_while(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=RANKS)
-def test_writes_to_frozen_parameters_are_seen(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_writes_to_frozen_parameters_are_seen(use_orig_params: bool) -> None:
     """Merging an adapter into its frozen base, inside a summon."""
-    if not use_orig_params:
-        needs_fsdp_c("refuses frozen and trainable parameters in a unit")
     differential = Differential.of_units(
         lambda: _Stack(_Adapted() for _ in range(2)),
         {_Adapted},
-        vectors,
         use_orig_params=use_orig_params,
     )
     differential.train(1)
@@ -343,19 +293,15 @@ class _SkipBlock(nn.Module):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_layers_unused_from_some_step_on(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_layers_unused_from_some_step_on(rank: int, use_orig_params: bool) -> None:
     """The first such step keeps the units to its end, later ones give them back.
 
     Units whose gradients all came no longer watch their inputs, and learn it anew.
     """
-    needs_fsdp_c("has no memory_stats")
     depth = 4
     differential = Differential.of_units(
         lambda: nn.Sequential(*(_SkipBlock() for _ in range(depth))),
         {_SkipBlock},
-        vectors,
         use_orig_params=use_orig_params,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
     )
@@ -388,14 +334,12 @@ def test_layers_unused_from_some_step_on(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_a_summon_shows_what_is_frozen(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_a_summon_shows_what_is_frozen(strategy: str) -> None:
     """Set on the flat parameter after wrapping, shown before the next forward.
 
     A forward without gradients does not look: it must not be needed.
     """
-    model = fsdp(Block(), sharding_strategy=ShardingStrategy[strategy])
+    model = fsdp(Block(), strategy=strategy)
     for is_trainable in (False, True, False):
         for param in model.parameters():
             param.requires_grad = is_trainable

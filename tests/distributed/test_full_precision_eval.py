@@ -8,21 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
+from helpers.distributed import STRATEGIES, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import (
-    FSDP,
-    MixedPrecision,
-    ShardingStrategy,
-    assert_idle,
-    fsdp,
-)
+from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp
 from helpers.models import BATCH, DIM, Block
 from helpers.reference import Differential, assert_same, full_state_dict
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 class Net(nn.Module):
@@ -41,8 +32,7 @@ class Net(nn.Module):
         x = torch.tanh(self.inp(x)) * self.scale
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 def _inputs(generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -73,8 +63,8 @@ def _make(
             return fsdp(
                 module,
                 process_group=groups,
-                sharding_strategy=ShardingStrategy[strategy],
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                strategy=strategy,
+                units={Block},
                 mixed_precision=MixedPrecision(
                     param_dtype=torch.bfloat16,
                     reduce_dtype=reduce_dtype,
@@ -85,11 +75,7 @@ def _make(
             )
 
     differential = Differential(
-        Net,
-        wrap,
-        _inputs,
-        use_orig_params=use_orig_params,
-        param_dtype=torch.bfloat16,
+        Net, wrap, _inputs, use_orig_params=use_orig_params, param_dtype=torch.bfloat16
     )
     differential.reference.get_buffer("scale").data = differential.reference.get_buffer(
         "scale"
@@ -136,11 +122,7 @@ def _compare_eval(differential: Differential) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))
 def test_eval_is_exact(
-    rank: int,
-    world_size: int,
-    strategy: str,
-    forward_prefetch: bool,
-    use_orig_params: bool,
+    strategy: str, forward_prefetch: bool, use_orig_params: bool
 ) -> None:
     """Before the first step, between steps, with prefetches of either dtype."""
     differential = _make(
@@ -156,7 +138,7 @@ def test_eval_is_exact(
 
 
 @distributed(world_size=4)
-def test_replicas(rank: int, world_size: int) -> None:
+def test_replicas() -> None:
     """The same where shards have replicas."""
     with hybrid_groups(2, 2) as groups:
         differential = _make("HYBRID_SHARD", groups=groups)
@@ -169,7 +151,7 @@ def test_replicas(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("value", [None, "0"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_off(rank: int, world_size: int, strategy: str, value: str | None) -> None:
+def test_off(rank: int, strategy: str, value: str | None) -> None:
     """Without the variable eval is in bf16, like training."""
     differential = _make(strategy, value=value)
     _train(differential, 1)
@@ -187,7 +169,7 @@ def test_off(rank: int, world_size: int, strategy: str, value: str | None) -> No
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_mode_changes_in_mid_step(rank: int, world_size: int, strategy: str) -> None:
+def test_mode_changes_in_mid_step(strategy: str) -> None:
     """A forward in each mode, then both backwards' turn."""
     differential = _make(strategy, reduce_dtype=torch.float32)
     model = differential.model
@@ -208,7 +190,7 @@ def test_mode_changes_in_mid_step(rank: int, world_size: int, strategy: str) -> 
 
 
 @distributed(world_size=2)
-def test_summon_and_state_dict_in_eval_mode(rank: int, world_size: int) -> None:
+def test_summon_and_state_dict_in_eval_mode() -> None:
     """Both show the master values in either mode."""
     differential = _make()
     _train(differential, 1)
@@ -228,15 +210,15 @@ def test_summon_and_state_dict_in_eval_mode(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_a_root_without_parameters(rank: int, world_size: int, strategy: str) -> None:
+def test_a_root_without_parameters(strategy: str) -> None:
     """Its inputs are not cast in eval mode either."""
     module = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 2))
     with _setting("1"):
         model = fsdp(
             copy.deepcopy(module),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            units={nn.Linear},
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
-            sharding_strategy=ShardingStrategy[strategy],
+            strategy=strategy,
             use_orig_params=True,
         )
     x = torch.randn(BATCH, DIM)

@@ -5,63 +5,51 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.distributed import distributed
-from helpers.impl import needs_fsdp_c
-from helpers.reference import Differential
+from helpers.distributed import distributed, every_strategy, varied
+from helpers.groups import hybrid_groups
+from helpers.impl import CPUOffload
+from helpers.reference import Differential, with_model
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+# See `Differential.run`.
+SCHEDULES = {
+    "no_sync": "znnsu znsu zsu znnnsu",
+    "outside": "zsssu zsssu",
+    "both": "zssnnsku Zssnnsku zssnnsku",
+    "zeros": "Znsu Zsu Znnsu",
+    "never cleared": "nsu nsu nsu",
+    "cleared in between": "znzsu znzsu",
+    "on top of a sharded one": "snsu",
+    "sharded": "zpsu zpppsku zsu zppsku",
+    "sharded and not": "zpsu zpnpsku zsu zpnsku",
+}
 
 
 @pytest.mark.trap(10)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["mlp", "uneven", "called_twice", "unused"])
-@distributed(world_size=(2, 3))
-def test_no_sync(
-    rank: int, world_size: int, model: str, strategy: str, use_orig_params: bool
-) -> None:
-    """Two or three micro batches without communication, then a synced one."""
-    differential = Differential.of_model(
-        model, strategy=strategy, use_orig_params=use_orig_params
-    )
-    for num_micro_batches in (3, 2, 1, 4):
-        differential.zero_grad()
-        differential.accumulate(num_micro_batches, no_sync=True)
-        differential.check()
-        differential.step()
-        differential.check()
-
-
 @pytest.mark.trap(11)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
+@pytest.mark.parametrize("model", ["mlp", "uneven", "called_twice", "unused"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("offloads", [False, True])
 @distributed(world_size=(2, 3))
-def test_outside_no_sync(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+def test_schedule(
+    model: str, schedule: str, offloads: bool, strategy: str, use_orig_params: bool
 ) -> None:
-    """Every backward reduces and adds to the sharded gradient."""
+    """Micro batches that reduce, keep whole gradients, or keep sharded sums."""
     differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
+        model,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        cpu_offload=CPUOffload(offload_params=offloads),
     )
-    for _ in range(2):
-        differential.zero_grad()
-        for _ in range(3):
-            differential.forward_backward()
-            differential.check()
-        differential.step()
-        differential.check()
+    differential.run(SCHEDULES[schedule])
+    differential.evaluate()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=2)
-def test_load_between(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+@with_model("uneven")
+def test_load_between(differential: Differential) -> None:
     """Weights loaded between micro batches, also where a rank's part is empty."""
-    differential = Differential.of_model(
-        "uneven", strategy=strategy, use_orig_params=use_orig_params
-    )
     state = {
         name: value * 0.5 for name, value in differential.reference.state_dict().items()
     }
@@ -74,65 +62,11 @@ def test_load_between(
     differential.check()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=2)
-def test_zero_grad_between(
-    rank: int, world_size: int, set_to_none: bool, use_orig_params: bool
-) -> None:
-    """Both ways to clear gradients, between synced steps."""
-    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
-    for num_micro_batches in (2, 1, 3):
-        differential.zero_grad(set_to_none=set_to_none)
-        differential.accumulate(num_micro_batches, no_sync=True)
-        differential.check()
-        differential.step()
-        differential.check()
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=2)
-def test_zero_grad_drops_unsynced_gradients(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
-    """Gradients of no_sync that are cleared do not come back."""
-    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
-    for _ in range(2):
-        differential.zero_grad()
-        with differential.model.no_sync():
-            differential.forward_backward()
-        differential.zero_grad()
-        differential.forward_backward()
-        differential.check()
-        differential.step()
-        differential.check()
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=2)
-def test_synced_then_unsynced_then_synced(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
-    """A sharded gradient, an unsharded one on top, and a reduction of both."""
-    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
-    differential.forward_backward()
-    differential.check()
-    with differential.model.no_sync():
-        differential.forward_backward()
-    differential.forward_backward()
-    differential.check()
-    differential.step()
-    differential.check()
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=2)
-def test_other_units_in_each_micro_batch(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+@with_model()
+def test_other_units_in_each_micro_batch(differential: Differential) -> None:
     """What only a no_sync micro batch touched is reduced in the end."""
-    needs_fsdp_c("asserts when a unit with unsynced gradients is skipped")
-    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     for skipped in (1, 0, 2):
         differential.zero_grad()
         with differential.model.no_sync():
@@ -152,9 +86,11 @@ def test_other_units_in_each_micro_batch(
 
 
 @distributed(world_size=2)
-def test_no_sync_does_not_communicate_gradients(rank: int, world_size: int) -> None:
+@with_model(strategy="NO_SHARD")
+def test_no_sync_does_not_communicate_gradients(
+    differential: Differential, rank: int, world_size: int
+) -> None:
     """Inside no_sync the ranks' gradients stay their own; exceptions end it."""
-    differential = Differential.of_model("mlp", strategy="NO_SHARD")
     model = differential.model
     (batch,) = differential.batches()[rank]
     with model.no_sync():
@@ -168,3 +104,24 @@ def test_no_sync_does_not_communicate_gradients(rank: int, world_size: int) -> N
     differential.zero_grad()
     differential.forward_backward()
     differential.check()
+
+
+@pytest.mark.trap(14)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+@distributed(world_size=4)
+def test_replicas_are_reduced_once(
+    shape: tuple[int, int], strategy: str, use_orig_params: bool
+) -> None:
+    """With no_sync(sharded=True): in the first backward outside."""
+    with hybrid_groups(*shape) as groups:
+        differential = Differential.of_model(
+            "mlp",
+            process_group=groups,
+            strategy=strategy,
+            use_orig_params=use_orig_params,
+        )
+        for name in ("sharded", "sharded and not"):
+            differential.run(SCHEDULES[name])
+        del differential

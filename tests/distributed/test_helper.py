@@ -14,6 +14,8 @@ import torch.distributed as dist
 from helpers import distributed as helper
 from helpers.distributed import distributed
 
+pytestmark = pytest.mark.bookkeeping
+
 
 def _message(body: Callable[..., None], timeout_s: float = 30.0) -> str:
     """Return the failure message of ``body`` on two ranks."""

@@ -4,12 +4,10 @@ import pytest
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import needs_fsdp_c
 from helpers.reference import Differential
 
 
 def _check(shape: tuple[int, int], strategy: str, use_orig_params: bool) -> None:
-    needs_fsdp_c("does not average over the replicas of an (n, 1) mesh")
     with hybrid_groups(*shape) as groups:
         differential = Differential.of_model(
             "mlp",
@@ -32,11 +30,7 @@ def _check(shape: tuple[int, int], strategy: str, use_orig_params: bool) -> None
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @distributed(world_size=2)
 def test_two_ranks(
-    rank: int,
-    world_size: int,
-    shape: tuple[int, int],
-    strategy: str,
-    use_orig_params: bool,
+    shape: tuple[int, int], strategy: str, use_orig_params: bool
 ) -> None:
     """Replicas of one rank, and one replica only."""
     _check(shape, strategy, use_orig_params)
@@ -46,7 +40,7 @@ def test_two_ranks(
 @pytest.mark.trap(14)
 @pytest.mark.parametrize("shape", [(3, 1), (1, 3)])
 @distributed(world_size=3)
-def test_three_ranks(rank: int, world_size: int, shape: tuple[int, int]) -> None:
+def test_three_ranks(shape: tuple[int, int]) -> None:
     """An odd number, so that the mean is no power of two."""
     _check(shape, "HYBRID_SHARD", True)
 
@@ -54,6 +48,6 @@ def test_three_ranks(rank: int, world_size: int, shape: tuple[int, int]) -> None
 @pytest.mark.trap(14)
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)
-def test_four_ranks(rank: int, world_size: int, shape: tuple[int, int]) -> None:
+def test_four_ranks(shape: tuple[int, int]) -> None:
     """Both groups larger than one. The comparison needs whole parameters."""
     _check(shape, "HYBRID_SHARD", use_orig_params=False)

@@ -15,18 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import (
-    IS_TORCH,
-    BackwardPrefetch,
-    MixedPrecision,
-    ShardingStrategy,
-    fsdp,
-    needs_fsdp_c,
-)
+from helpers.impl import BackwardPrefetch, MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import CASES, Block, loss_of, vectors
 from helpers.seeds import generator
 from helpers.transports import c10d_only, num_scratches
@@ -57,13 +49,9 @@ KEYS = {
 
 
 def _memory_stats(model: Any) -> dict[str, int]:
-    needs_fsdp_c("has no memory_stats")
-    if IS_TORCH:
-        return {}
     import fsdp_c
 
-    stats: dict[str, int] = fsdp_c.memory_stats(model)
-    return stats
+    return fsdp_c.memory_stats(model)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -145,13 +133,7 @@ class _Chain(nn.Module):
 
 
 def _chain(num_blocks: int, **kwargs: Any) -> Any:
-    needs_fsdp_c("has no memory_stats")
-    return fsdp(
-        _Chain(num_blocks),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=True,
-        **kwargs,
-    )
+    return fsdp(_Chain(num_blocks), units={Block}, use_orig_params=True, **kwargs)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -164,7 +146,6 @@ def test_shards(rank: int, world_size: int, model: str, use_orig_params: bool) -
     case = CASES[model]
     module = case.build()
     shards = _shards(module.parameters(), world_size, use_orig_params=use_orig_params)
-    needs_fsdp_c("has no memory_stats")
     sharded = fsdp(module, use_orig_params=use_orig_params)
     stats = _memory_stats(sharded)
     assert set(stats) >= KEYS
@@ -176,16 +157,13 @@ def test_shards(rank: int, world_size: int, model: str, use_orig_params: bool) -
 
 
 @distributed(world_size=(2, 3))
-def test_shards_of_several_units(rank: int, world_size: int) -> None:
+def test_shards_of_several_units(world_size: int) -> None:
     """Units do not share padding."""
-    needs_fsdp_c("has no memory_stats")
     model = CASES["mlp"].build()
     block = list(Block().parameters())
     root = [p for n, p in model.named_parameters() if "blocks" not in n]
     expected = 3 * _shard_nbytes(block, world_size) + _shard_nbytes(root, world_size)
-    sharded = fsdp(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
+    sharded = fsdp(model, units={Block}, use_orig_params=True)
     stats = _memory_stats(sharded)
     assert stats["num_units"] == 4
     assert stats["shard_nbytes"] == expected
@@ -195,7 +173,7 @@ def test_shards_of_several_units(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)
 def test_no_allocation_after_the_second_step(
-    rank: int, world_size: int, set_to_none: bool, strategy: str
+    rank: int, set_to_none: bool, strategy: str
 ) -> None:
     """And nothing is held between steps. A host allocates the same in each step."""
     model = _chain(5, sharding_strategy=ShardingStrategy[strategy])
@@ -250,14 +228,7 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
 
 
 @pytest.mark.trap(8)
-@pytest.mark.parametrize(
-    "prefetch",
-    [
-        "BACKWARD_PRE",
-        "BACKWARD_POST",
-        None,
-    ],
-)
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @distributed(world_size=2)
 def test_arena_of_frozen_layers(
     rank: int, world_size: int, prefetch: str | None
@@ -274,10 +245,9 @@ def test_arena_of_frozen_layers(
         module = _Chain(depth)
         for each in module.blocks:
             each.fc1.requires_grad_(False)
-        needs_fsdp_c("has no memory_stats")
         model = fsdp(
             module,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            units={Block},
             use_orig_params=True,
             backward_prefetch=prefetch and BackwardPrefetch[prefetch],
         )
@@ -334,14 +304,9 @@ def test_scratch_of_the_largest_unit(rank: int, world_size: int) -> None:
     """As much as the largest unit needs, from the first step on."""
     (x,) = vectors(generator(rank))
     for hiddens in ([4, 30, 9], [30, 4, 30, 9, 4, 30]):
-        needs_fsdp_c("has no memory_stats")
         blocks = [Block(6, hidden) for hidden in hiddens]
         largest = _block_nbytes(Block(6, 30).parameters(), world_size)
-        model = fsdp(
-            nn.Sequential(*blocks),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=True,
-        )
+        model = fsdp(nn.Sequential(*blocks), units={Block}, use_orig_params=True)
         with c10d_only():
             assert _memory_stats(model)["scratch_nbytes"] == 0
             for _ in range(3):
@@ -364,7 +329,6 @@ def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> No
     assert len(shards) > 1
     num_shards = 1 if world_size == 2 else world_size
     need = _in_block(nbytes * num_shards for nbytes in shards)
-    needs_fsdp_c("has no memory_stats")
     model = fsdp(module, use_orig_params=True)
     inputs = case.inputs(generator(rank))
     with c10d_only():
@@ -374,7 +338,7 @@ def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> No
 
 
 @distributed(world_size=(2, 3))
-def test_no_scratch_in_shared_memory(rank: int, world_size: int) -> None:
+def test_no_scratch_in_shared_memory(rank: int) -> None:
     """The sum is made where the pieces come in."""
     (x,) = vectors(generator(rank))
     model = _chain(4)
@@ -385,7 +349,7 @@ def test_no_scratch_in_shared_memory(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_no_scratch_without_shards(rank: int, world_size: int) -> None:
+def test_no_scratch_without_shards(rank: int) -> None:
     """NO_SHARD reduces in place."""
     (x,) = vectors(generator(rank))
     model = _chain(4, sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -409,10 +373,9 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
         (4, 2, MixedPrecision(reduce_dtype=bf16)),
     ):
         torch.manual_seed(0)
-        needs_fsdp_c("has no memory_stats")
         model = fsdp(
             nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            units={nn.Linear},
             mixed_precision=precision,
             use_orig_params=True,
         )
@@ -423,10 +386,7 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
         assert stats["shard_nbytes"] == 5 * (16 * 16 + 16) * 4 // 2
         param_nbytes, grad_nbytes = (
             _block_nbytes(
-                nn.Linear(16, 16).parameters(),
-                world_size,
-                itemsize,
-                param_itemsize,
+                nn.Linear(16, 16).parameters(), world_size, itemsize, param_itemsize
             )
             for itemsize in (param_itemsize, grad_itemsize)
         )
@@ -436,7 +396,7 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_number_of_collectives(rank: int, world_size: int) -> None:
+def test_number_of_collectives(rank: int) -> None:
     """FULL_SHARD: two gathers and one reduction per unit and step.
 
     The unit that runs last could skip its second gather; at most one is saved.
@@ -461,30 +421,6 @@ def test_number_of_collectives(rank: int, world_size: int) -> None:
             assert depth - 2 <= num_prefetches <= depth - 1
 
 
-@pytest.mark.trap(7)
-@distributed(world_size=2)
-def test_checkpointing_gathers_once_in_backward(rank: int, world_size: int) -> None:
-    """Recomputation and backward share one gather (DESIGN.md, section 7)."""
-    (x,) = vectors(generator(rank))
-
-    class Net(_Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            return x
-
-    needs_fsdp_c("has no memory_stats")
-    model = fsdp(
-        Net(4), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    _step(model, optimizer, x)
-    before = _memory_stats(model)
-    _step(model, optimizer, x)
-    after = _memory_stats(model)
-    assert after["num_all_gathers"] - before["num_all_gathers"] <= 2 * 4
-
-
 @pytest.mark.trap(10)
 @distributed(world_size=2)
 def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
@@ -506,7 +442,7 @@ def test_no_sync_holds_gradients_only(rank: int, world_size: int) -> None:
 
 @pytest.mark.trap(14)
 @distributed(world_size=4)
-def test_no_sync_with_replicas(rank: int, world_size: int) -> None:
+def test_no_sync_with_replicas(rank: int) -> None:
     """It keeps a block of gradients per unit; the scratch is what it is without."""
     num_shards = 2
     nbytes = _block_nbytes(Block(6, 10).parameters(), num_shards)
@@ -577,7 +513,6 @@ def test_partial_sums_of_several_dtypes(rank: int, world_size: int) -> None:
         for (_, trains), nbytes in _shards(module.parameters(), world_size).items()
         if trains
     ]
-    needs_fsdp_c("has no memory_stats")
     model = fsdp(module, use_orig_params=True)
     with model.no_sync(sharded=True):
         loss_of(model(*case.inputs(generator(rank)))).backward()
@@ -625,7 +560,7 @@ def test_cleared_gradients_are_freed(rank: int, world_size: int, strategy: str) 
 
 
 @distributed(world_size=2)
-def test_exception_gives_everything_back(rank: int, world_size: int) -> None:
+def test_exception_gives_everything_back(rank: int) -> None:
     """After an exception in forward the next step holds nothing more."""
     (x,) = vectors(generator(rank))
     model = _chain(4)

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import fsdp, needs_fsdp_c
+from helpers.impl import fsdp
 from helpers.models import Block, loss_of, vectors
 from helpers.seeds import generator
 from helpers.transports import c10d_only
@@ -23,10 +22,8 @@ def _memory_stats(model: Any) -> dict[str, int]:
 
 def _chain(depth: int, **options: Any) -> Any:
     """Return equal units below a root without parameters."""
-    needs_fsdp_c("has no memory_stats")
     blocks = nn.Sequential(*(Block() for _ in range(depth)))
-    policy = ModuleWrapPolicy({Block})
-    return fsdp(blocks, auto_wrap_policy=policy, use_orig_params=True, **options)
+    return fsdp(blocks, units={Block}, use_orig_params=True, **options)
 
 
 def _watch_backward(model: Any) -> list[tuple[int, int]]:
@@ -86,7 +83,7 @@ def test_blocks_in_backward(rank: int, world_size: int, transport: str) -> None:
 
 @pytest.mark.cpu_only("rings are in shared memory")
 @distributed(world_size=2)
-def test_rings_follow_the_largest_unit(rank: int, world_size: int) -> None:
+def test_rings_follow_the_largest_unit(rank: int) -> None:
     """Two of a call each, at least 64 KiB; larger units on a group meet anew."""
     with hybrid_groups(1, 2) as (group, _):
         _train_with_rings(rank, group)
@@ -114,14 +111,12 @@ def _train_with_rings(rank: int, group: Any) -> None:
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 @distributed(world_size=(2, 3))
 def test_a_gradient_that_was_kept_stays(
-    rank: int, world_size: int, when: str, use_orig_params: bool
+    rank: int, when: str, use_orig_params: bool
 ) -> None:
     """Cleared on the parameter, it has its values after the next steps."""
-    if use_orig_params and when == "before backward":
-        needs_fsdp_c("zeroes the gradient that was cleared")
     model = fsdp(
         nn.Sequential(*(Block() for _ in range(3))),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        units={Block},
         use_orig_params=use_orig_params,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.reference import assert_same_tensors, full_state_dict
 
 RANKS = (2, 3, 4)
@@ -43,8 +42,7 @@ class _Layer(nn.Module):
             self.gain.fill_(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.fc(x)) * self.gain + self.offset.sum()
-        return out
+        return torch.tanh(self.fc(x)) * self.gain + self.offset.sum()
 
 
 class _Deep(nn.Module):
@@ -61,8 +59,7 @@ class _Deep(nn.Module):
         x = x + self.inp(x).sum()
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 def _init(module: nn.Module) -> None:
@@ -131,7 +128,7 @@ def _allocations() -> Iterator[_Peak]:
 
 def _wrap(module: nn.Module, **kwargs: Any) -> Any:
     kwargs.setdefault("use_orig_params", True)
-    return fsdp(module, auto_wrap_policy=ModuleWrapPolicy({_Layer}), **kwargs)
+    return fsdp(module, units={_Layer}, **kwargs)
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -145,11 +142,9 @@ def _check_buffers(model: nn.Module) -> None:
 @pytest.mark.parametrize("sync", [True, False])
 @distributed(world_size=RANKS)
 def test_peak_is_the_shards_and_one_unit(
-    rank: int, world_size: int, sync: bool, init: str, use_orig_params: bool
+    world_size: int, sync: bool, init: str, use_orig_params: bool
 ) -> None:
     """One layer in full, and one more for the broadcast; never the whole model."""
-    if sync:
-        needs_fsdp_c("refuses sync_module_states on the CPU")
     with _allocations() as peak:
         model = _wrap(
             _Deep("meta"),
@@ -179,7 +174,6 @@ def test_states_are_synced_after_materialisation(
     rank: int, world_size: int, where: str, use_orig_params: bool
 ) -> None:
     """Rank 0's parameters and buffers reach ranks that came with nothing."""
-    needs_fsdp_c("refuses sync_module_states on the CPU")
     is_meta = where == "all ranks" or rank > 0
     torch.manual_seed(rank)  # each rank would initialise differently
     module = _Deep("meta" if is_meta else None)
@@ -215,9 +209,7 @@ def test_states_are_synced_after_materialisation(
 @pytest.mark.parametrize("init", ["param_init_fn", "reset_parameters"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=RANKS)
-def test_tied_weights_stay_tied(
-    rank: int, world_size: int, use_orig_params: bool, init: str
-) -> None:
+def test_tied_weights_stay_tied(use_orig_params: bool, init: str) -> None:
     """One parameter, sharded once, that both modules still share."""
     model = _wrap(
         _Deep("meta"),
@@ -242,15 +234,11 @@ def test_tied_weights_stay_tied(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @distributed(world_size=RANKS)
-def test_checkpoint_goes_into_a_meta_model(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_checkpoint_goes_into_a_meta_model(strategy: str) -> None:
     """Wrapped on meta, loaded, and then the model that was saved."""
     expected = _state_of(_Deep, 7)
     model = _wrap(
-        _Deep("meta"),
-        param_init_fn=_init,
-        sharding_strategy=ShardingStrategy[strategy],
+        _Deep("meta"), param_init_fn=_init, sharding_strategy=ShardingStrategy[strategy]
     )
     model.load_state_dict(expected)
     assert_same_tensors("state", full_state_dict(model), expected, 0.0)
@@ -265,7 +253,6 @@ def test_checkpoint_goes_into_a_meta_model(
 @distributed(world_size=2)
 def test_sync_is_chunked(rank: int, world_size: int) -> None:
     """No broadcast carries more than a chunk, whatever the parameter's size."""
-    needs_fsdp_c("refuses sync_module_states on the CPU")
     from fsdp_c._units import sync
 
     chunk_nbytes = sync.CHUNK_NBYTES

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.distributed import distributed
+from helpers.distributed import distributed, varied
 from helpers.impl import MixedPrecision, fsdp
 from helpers.models import CASES, Block
-from helpers.reference import Differential, assert_same
+from helpers.reference import Differential, assert_same, with_model
 
 
 @pytest.mark.trap(22)
@@ -19,12 +19,7 @@ from helpers.reference import Differential, assert_same
 @pytest.mark.parametrize("model", ["mlp", "transformer"])
 @distributed(world_size=(2, 3))
 def test_bf16_compute_over_fp32_shards(
-    rank: int,
-    world_size: int,
-    model: str,
-    strategy: str,
-    reduce_dtype: str | None,
-    use_orig_params: bool,
+    model: str, strategy: str, reduce_dtype: str | None, use_orig_params: bool
 ) -> None:
     """Parameters, gradients and optimizer stay fp32; compute is bf16."""
     precision = MixedPrecision(
@@ -44,39 +39,31 @@ def test_bf16_compute_over_fp32_shards(
         assert param.grad is None or param.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=2)
-def test_fp32_reduce_is_exact(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+@with_model(
+    mixed_precision=MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
+    param_dtype=torch.bfloat16,
+    tolerance=1e-6,
+)
+def test_fp32_reduce_is_exact(differential: Differential) -> None:
     """bf16 gradients that are reduced in fp32 lose nothing on the way."""
-    differential = Differential.of_model(
-        "mlp",
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-        use_orig_params=use_orig_params,
-        param_dtype=torch.bfloat16,
-        tolerance=1e-6,
-    )
     differential.train(1)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @pytest.mark.parametrize("no_sync", [True, False])
 @distributed(world_size=2)
-def test_accumulation(
-    rank: int, world_size: int, no_sync: bool, use_orig_params: bool
-) -> None:
+@with_model(
+    mixed_precision=MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
+    param_dtype=torch.bfloat16,
+)
+def test_accumulation(differential: Differential, no_sync: bool) -> None:
     """Micro batches in bf16, with and without no_sync."""
-    differential = Differential.of_model(
-        "mlp",
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-        use_orig_params=use_orig_params,
-        param_dtype=torch.bfloat16,
-    )
     for _ in range(2):
         differential.zero_grad()
         differential.accumulate(3, no_sync=no_sync)
@@ -111,7 +98,7 @@ class _Looks(nn.Module):
 
 
 @distributed(world_size=2)
-def test_what_is_cast(rank: int, world_size: int) -> None:
+def test_what_is_cast() -> None:
     """Floating inputs of any nesting and parameters; integers and buffers are not."""
     model = fsdp(
         _Looks(),
@@ -132,9 +119,7 @@ def test_what_is_cast(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_gradient_of_the_input(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_gradient_of_the_input(use_orig_params: bool) -> None:
     """A cast input gets its gradient in its own dtype."""
     torch.manual_seed(0)
     block = Block()
@@ -156,7 +141,7 @@ def test_gradient_of_the_input(
 
 
 @distributed(world_size=(2, 3))
-def test_double_precision(rank: int, world_size: int) -> None:
+def test_double_precision() -> None:
     """fp64 models stay fp64, to their own precision."""
     case = CASES["mlp"]
     differential = Differential.of_units(

@@ -5,27 +5,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, MLP, Block
 from helpers.reference import clean_name
 
+pytestmark = pytest.mark.bookkeeping
+
 
 @pytest.mark.parametrize("model", ["mlp", "uneven", "tied", "transformer", "unused"])
 @distributed(world_size=(2, 3))
-def test_names_inside_summon_full_params(
-    rank: int, world_size: int, model: str
-) -> None:
+def test_names_inside_summon_full_params(model: str) -> None:
     """Inside the context names and shapes are those of the unwrapped model."""
     case = CASES[model]
     reference = case.build()
-    sharded = fsdp(
-        case.build(),
-        auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)),
-        use_orig_params=True,
-    )
+    sharded = fsdp(case.build(), units=case.unit_classes, use_orig_params=True)
     expected = [(n, p.shape) for n, p in reference.named_parameters()]
     with FSDP.summon_full_params(sharded):
         names = [(n, p.shape) for n, p in sharded.named_parameters()]
@@ -35,21 +30,19 @@ def test_names_inside_summon_full_params(
 
 
 @distributed(world_size=2)
-def test_names_of_buffers_inside_summon_full_params(rank: int, world_size: int) -> None:
+def test_names_of_buffers_inside_summon_full_params() -> None:
     """Buffers too."""
     module = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.BatchNorm1d(5)))
     expected = [n for n, _ in module.named_buffers()]
-    model = fsdp(module, auto_wrap_policy=ModuleWrapPolicy({nn.BatchNorm1d}))
+    model = fsdp(module, units={nn.BatchNorm1d})
     with FSDP.summon_full_params(model):
         assert [n for n, _ in model.named_buffers()] == expected
 
 
 @distributed(world_size=2)
-def test_flat_parameters(rank: int, world_size: int) -> None:
+def test_flat_parameters(world_size: int) -> None:
     """With use_orig_params=False there is one 1-D parameter per unit."""
-    model = fsdp(
-        MLP(3), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=False
-    )
+    model = fsdp(MLP(3), units={Block}, use_orig_params=False)
     params = list(model.parameters())
     assert len(params) == 4
     for param in params:
@@ -64,7 +57,7 @@ def test_flat_parameters(rank: int, world_size: int) -> None:
 @pytest.mark.trap(17)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_sharded_shapes(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_sharded_shapes(use_orig_params: bool) -> None:
     """Between steps parameters are 1-D, and a rank may hold none of one."""
     model = fsdp(CASES["uneven"].build(), use_orig_params=use_orig_params)
     model(torch.randn(4, 6)).sum().backward()
@@ -95,7 +88,7 @@ class _Rich(nn.Sequential):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_forwarding(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_forwarding(use_orig_params: bool) -> None:
     """Attributes, methods and items of the module are the wrapper's too."""
     inner = _Rich()
     model = fsdp(inner, use_orig_params=use_orig_params)
@@ -111,11 +104,9 @@ def test_forwarding(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_forwarding_through_nested_units(rank: int, world_size: int) -> None:
+def test_forwarding_through_nested_units() -> None:
     """A path of attributes runs through units."""
-    model = fsdp(
-        MLP(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
+    model = fsdp(MLP(), units={Block}, use_orig_params=True)
     assert isinstance(model.blocks[0], FSDP)
     assert isinstance(model.blocks[0].module, Block)
     assert model.blocks[0].fc1 is model.blocks[0].module.fc1
@@ -123,7 +114,7 @@ def test_forwarding_through_nested_units(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_forward_arguments(rank: int, world_size: int) -> None:
+def test_forward_arguments() -> None:
     """Positional, keyword, nested and non-tensor arguments reach the module."""
 
     class Net(nn.Module):
@@ -143,11 +134,9 @@ def test_forward_arguments(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_module_methods(rank: int, world_size: int) -> None:
+def test_module_methods() -> None:
     """train, eval, apply, requires_grad_, hooks, children."""
-    model = fsdp(
-        MLP(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
+    model = fsdp(MLP(), units={Block}, use_orig_params=True)
     model.eval()
     assert not any(m.training for m in model.modules())
     model.train()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
-from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.distributed import distributed, every_strategy
+from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp
 from helpers.models import Block, loss_of
 
 
@@ -30,19 +29,12 @@ class _Deep(nn.Module):
 
 
 def _sharded(model: nn.Module, use_orig_params: bool, **kwargs: Any) -> Any:
-    return fsdp(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        **kwargs,
-    )
+    return fsdp(model, units={Block}, use_orig_params=use_orig_params, **kwargs)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_python_thread_runs_during_backward(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_python_thread_runs_during_backward(use_orig_params: bool) -> None:
     """A thread counts while the main thread is in a long backward."""
     model = _sharded(_Deep(6, 256), use_orig_params)
     x = torch.randn(512, 256)
@@ -72,12 +64,11 @@ def test_python_thread_runs_during_backward(
 
 
 @pytest.mark.cpu_only("sees a gradient change through memory that numpy shares")
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
 @pytest.mark.parametrize("kind", ["bare", "sharded"])
 @distributed(world_size=2)
 def test_backward_reaches_the_input_while_a_thread_keeps_the_gil(
-    rank: int, world_size: int, kind: str, strategy: str, use_orig_params: bool
+    kind: str, strategy: str, use_orig_params: bool
 ) -> None:
     """Nothing in backward waits for the GIL.
 
@@ -86,8 +77,6 @@ def test_backward_reaches_the_input_while_a_thread_keeps_the_gil(
     the last thing that backward computes, has changed. The graph is retained: to
     free a saved tensor that Python has seen takes the GIL, with any model.
     """
-    if kind == "sharded":
-        needs_fsdp_c("its hooks are Python functions")
     model: Any = _Deep()
     if kind == "sharded":
         model = _sharded(
@@ -155,19 +144,13 @@ def _frames_of_backward(loss: Tensor) -> list[str]:
     return frames
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @distributed(world_size=2)
 def test_no_python_frame_runs(
-    rank: int,
-    world_size: int,
-    backward_prefetch: str | None,
-    strategy: str,
-    use_orig_params: bool,
+    backward_prefetch: str | None, strategy: str, use_orig_params: bool
 ) -> None:
     """The same frames as for the bare model: those of `Tensor.backward` itself."""
-    needs_fsdp_c("its hooks are Python functions")
     bare = _Deep(4)
     x = torch.randn(4, 6)
     for _ in range(2):

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from helpers.distributed import distributed
-from helpers.impl import fsdp, needs_fsdp_c
-from helpers.models import DIM, vectors
+from helpers.impl import fsdp
+from helpers.models import DIM
 from helpers.reference import Differential
+
+pytestmark = pytest.mark.bookkeeping
 
 
 class _Plain:
@@ -115,21 +117,17 @@ class _Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = _unpack(block.kind, block(x))[self.used]
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=2)
-def test_training(
-    rank: int, world_size: int, kind: str, used: int, use_orig_params: bool
-) -> None:
+def test_training(kind: str, used: int, use_orig_params: bool) -> None:
     """Backward starts from whichever tensor of the object is used."""
-    needs_fsdp_c("fails deep inside: setStorage ... out of bounds")
     differential = Differential.of_units(
-        lambda: _Net(kind, used), {_Block}, vectors, use_orig_params=use_orig_params
+        lambda: _Net(kind, used), {_Block}, use_orig_params=use_orig_params
     )
     differential.train(3)
 
@@ -155,9 +153,8 @@ class _Many:
 
 
 @distributed(world_size=2)
-def test_objects_that_are_too_large(rank: int, world_size: int) -> None:
+def test_objects_that_are_too_large() -> None:
     """The error names the unit and the type; tensors beside it are enough."""
-    needs_fsdp_c("does not look")
     model = fsdp(_Fixed(_Many), use_orig_params=True)
     message = (
         r"FSDP unit '_Fixed': no tensor that requires grad was found in the output "
@@ -176,7 +173,7 @@ def test_objects_that_are_too_large(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_objects_without_tensors(rank: int, world_size: int) -> None:
+def test_objects_without_tensors() -> None:
     """What holds none is left alone, whatever it is; nothing of it runs."""
 
     def generate() -> Iterator[int]:
@@ -199,9 +196,8 @@ def test_objects_without_tensors(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_leaves_are_not_hooked(rank: int, world_size: int) -> None:
+def test_leaves_are_not_hooked() -> None:
     """An object that leads to parameters and inputs gives them no hooks."""
-    needs_fsdp_c("does not look")
 
     class Holder:
         def __init__(self, *held: Any) -> None:

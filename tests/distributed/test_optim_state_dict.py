@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.distributed import TEST_DEVICE, distributed
+from helpers.distributed import STRATEGIES, TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy, StateDictType, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, StateDictType, fsdp
 from helpers.models import CASES
 from helpers.optim_states import (
     OPTIMIZERS,
@@ -27,7 +26,6 @@ from helpers.optim_states import (
 )
 from helpers.reference import Differential
 
-REASON = "segfaults on the CPU, or returns wrong values"
 # Of those that step a slice of a parameter as they step the whole.
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("adafactor", "counting")]
 
@@ -51,13 +49,15 @@ def _train(each: Differential, num_steps: int) -> None:
 @pytest.mark.trap(25)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))
 def test_full_equals_the_unsharded_optimizer(
-    rank: int, world_size: int, optimizer: str, use_orig_params: bool
+    optimizer: str, strategy: str, use_orig_params: bool
 ) -> None:
     """Before the first step (Adagrad has state then) and later, by name."""
-    needs_fsdp_c(REASON)
-    each = _differential("uneven", optimizer, use_orig_params=use_orig_params)
+    each = _differential(
+        "uneven", optimizer, strategy=strategy, use_orig_params=use_orig_params
+    )
     for num_steps in (0, 2):
         _train(each, num_steps)
         found = FSDP.optim_state_dict(each.model, each.optimizer)
@@ -78,10 +78,7 @@ def test_full_equals_the_unsharded_optimizer(
     "model", ["scalar", "tied", "frozen", "frozen_units", "mixed_dtype", "transformer"]
 )
 @distributed(world_size=3)
-def test_full_of_other_models(
-    rank: int, world_size: int, model: str, nested: bool, use_orig_params: bool
-) -> None:
-    needs_fsdp_c(REASON)
+def test_full_of_other_models(model: str, nested: bool, use_orig_params: bool) -> None:
     each = _differential(model, "adam", nested=nested, use_orig_params=use_orig_params)
     _train(each, 2)
     found = full(each.model, each.optimizer)
@@ -92,11 +89,8 @@ def test_full_of_other_models(
 @pytest.mark.trap(25)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_parameters_never_stepped(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_parameters_never_stepped(use_orig_params: bool) -> None:
     """A unit that never ran has no state; one ran in part has zeros, as its grads."""
-    needs_fsdp_c(REASON)
     each = _differential("unused", "adam", use_orig_params=use_orig_params)
     _train(each, 2)
     found = full(each.model, each.optimizer)["state"]
@@ -110,29 +104,9 @@ def test_parameters_never_stepped(
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(world_size=2)
-def test_strategies(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
-    needs_fsdp_c(REASON)
-    each = _differential(
-        "scalar",
-        "adam",
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-    )
-    _train(each, 2)
-    found = full(each.model, each.optimizer)["state"]
-    assert_same_states(found, by_name(each.reference, each.reference_optimizer), 1e-4)
-    assert_own_memory(found)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
-def test_hybrid_groups(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_hybrid_groups(rank: int, use_orig_params: bool) -> None:
     """Every replica saves for itself; rank0_only, and loading from rank 0."""
-    needs_fsdp_c(REASON)
     with hybrid_groups(2, 2) as groups:
         each = _differential(
             "uneven",
@@ -189,7 +163,6 @@ def test_sharded_holds_rows(
     rank: int, world_size: int, use_dtensor: bool, use_orig_params: bool
 ) -> None:
     """Each rank's rows of what FULL returns; offset, shape and placement."""
-    needs_fsdp_c(REASON)
     mesh = init_device_mesh(TEST_DEVICE, (world_size,)) if use_dtensor else None
     model = wrap("scalar", device_mesh=mesh, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["adam"](model.parameters())
@@ -221,11 +194,8 @@ def test_sharded_holds_rows(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_local_holds_this_ranks_state(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_local_holds_this_ranks_state(rank: int, use_orig_params: bool) -> None:
     """As it is, by name, with memory of its own; FSDP1 has no such state dict."""
-    needs_fsdp_c("refuses LOCAL_STATE_DICT")
     model = wrap("uneven", use_orig_params=use_orig_params)
     optim = OPTIMIZERS["counting"](model.parameters())
     train(model, optim, "uneven", 1, rank=rank)
@@ -246,9 +216,8 @@ def test_local_holds_this_ranks_state(
 @pytest.mark.trap(26)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_rank0_only(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_rank0_only(rank: int, use_orig_params: bool) -> None:
     """Rank 0 has all, the others nothing; and the reverse on loading."""
-    needs_fsdp_c(REASON)
     model = wrap("scalar", use_orig_params=use_orig_params)
     optim = OPTIMIZERS["counting"](model.parameters())
     train(model, optim, "scalar", 2, rank=rank)
@@ -268,14 +237,11 @@ def test_rank0_only(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_dict_does_not_follow_training(rank: int, world_size: int) -> None:
+def test_dict_does_not_follow_training(rank: int) -> None:
     """What was saved stays, and what was loaded is not the user's."""
-    needs_fsdp_c("returns views")
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         model = wrap(
-            "uneven",
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=True,
+            "uneven", sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
         )
         optim = OPTIMIZERS["adam"](model.parameters())
         train(model, optim, "uneven", 1, rank=rank)
@@ -315,20 +281,16 @@ def _counted_calls() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("FULL", {}), ("FULL", {"rank0_only": True}), ("SHARDED", {})],
+    ("kind", "options"), [("FULL", {}), ("FULL", {"rank0_only": True}), ("SHARDED", {})]
 )
 @distributed(world_size=(2, 3))
-def test_few_exchanges(
-    rank: int, world_size: int, kind: str, options: dict[str, Any]
-) -> None:
+def test_few_exchanges(rank: int, kind: str, options: dict[str, Any]) -> None:
     """One agreement, then units in batches: whatever they are, both ways.
 
     With nothing packed all units go at once. With all of it packed (small pieces) a
     batch is at most as large as the largest unit: some units still go together, unless
     each rank needs all of each unit.
     """
-    needs_fsdp_c("gathers each state")
     from fsdp_c._state import exchange
 
     model = wrap("transformer", use_orig_params=True)
@@ -363,11 +325,8 @@ def test_few_exchanges(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_large_tensors_go_straight(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_large_tensors_go_straight(rank: int, use_orig_params: bool) -> None:
     """Packed or each in a message of its own: the same, both ways."""
-    needs_fsdp_c("has no such limit")
     from fsdp_c._state import exchange
 
     model = wrap("uneven", nested=False, use_orig_params=use_orig_params)
@@ -409,21 +368,16 @@ class _Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_memory(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_memory(rank: int, use_orig_params: bool) -> None:
     """Beyond the result one unit's small tensors; with rank0_only no result elsewhere.
 
     Counted is everything that was allocated, kept or not; and the ranks' messages
     about what there is, which are small.
     """
-    needs_fsdp_c("gathers whole units on all ranks")
     from fsdp_c._state import exchange
 
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    model = fsdp(
-        module,
-        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
-        use_orig_params=use_orig_params,
-    )
+    model = fsdp(module, units={torch.nn.Linear}, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["adamw_foreach"](model.parameters())
     for param in model.parameters():
         param.grad = torch.ones_like(param) if param.numel() else None

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, api
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
 
-REASON = "has other messages"
+pytestmark = pytest.mark.bookkeeping
 
 
 def _trained(rank: int, use_orig_params: bool = True, optimizer: str = "adam") -> Any:
@@ -81,11 +81,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("bad", BAD)
 @distributed(world_size=2)
-def test_bad_state_dicts(
-    rank: int, world_size: int, bad: str, rank0_only: bool
-) -> None:
+def test_bad_state_dicts(rank: int, bad: str, rank0_only: bool) -> None:
     """All ranks raise the same, and the optimizer is as it was."""
-    needs_fsdp_c(REASON)
     model, optim = _trained(rank)
     before = copy.deepcopy(optim.state_dict())
     make, message = BAD[bad]
@@ -107,9 +104,8 @@ def test_bad_state_dicts(
 
 
 @distributed(world_size=2)
-def test_flat_parameters_need_equal_plain_state(rank: int, world_size: int) -> None:
+def test_flat_parameters_need_equal_plain_state(rank: int) -> None:
     """One flat parameter has one step, and is in one group."""
-    needs_fsdp_c(REASON)
     model, optim = _trained(rank, use_orig_params=False)
     saved = full(model, optim)
     flat = optim.param_groups[0]["params"][0]
@@ -131,8 +127,7 @@ def test_flat_parameters_need_equal_plain_state(rank: int, world_size: int) -> N
 
 
 @distributed(world_size=2)
-def test_optimizers_of_other_parameters(rank: int, world_size: int) -> None:
-    needs_fsdp_c(REASON)
+def test_optimizers_of_other_parameters(rank: int) -> None:
     model, optim = _trained(rank)
     stranger = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
     with pytest.raises(ValueError, match=r"parameter 0 of shape \(2,\).*not in"):
@@ -154,9 +149,8 @@ def test_optimizers_of_other_parameters(rank: int, world_size: int) -> None:
 
 @pytest.mark.trap(25)
 @distributed(world_size=2)
-def test_ranks_that_differ(rank: int, world_size: int) -> None:
+def test_ranks_that_differ(rank: int) -> None:
     """State that one rank lacks, and plain state that differs, on all ranks alike."""
-    needs_fsdp_c(REASON)
     model, _ = _trained(rank, use_orig_params=False)
     params = list(model.parameters())
     optim = OPTIMIZERS["adam"](params if rank == 0 else params[:-1])
@@ -183,8 +177,7 @@ def test_ranks_that_differ(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_local_of_another_layout(rank: int, world_size: int) -> None:
-    needs_fsdp_c("refuses LOCAL_STATE_DICT")
+def test_local_of_another_layout(rank: int) -> None:
     model, optim = _trained(rank)
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         local = FSDP.optim_state_dict(model, optim)
@@ -200,9 +193,8 @@ def test_local_of_another_layout(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_sharded_state_dicts_of_other_ranks(rank: int, world_size: int) -> None:
+def test_sharded_state_dicts_of_other_ranks(rank: int) -> None:
     """One rank's bad dictionary is an error on all."""
-    needs_fsdp_c(REASON)
     model, optim = _trained(rank)
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     saved = FSDP.optim_state_dict(model, optim)
@@ -218,8 +210,7 @@ def test_sharded_state_dicts_of_other_ranks(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_key_types(rank: int, world_size: int) -> None:
-    needs_fsdp_c(REASON)
+def test_key_types(rank: int) -> None:
     model, optim = _trained(rank)
     saved = full(model, optim)
     unwrapped = nn.Linear(2, 2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, StateDictType, needs_fsdp_c
+from helpers.impl import FSDP, StateDictType
 from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/optimizer_state.md"
@@ -20,11 +20,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/reference/optimizer_state.md"
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=3)
-def test_through_files_to_fewer_ranks(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_through_files_to_fewer_ranks(rank: int, use_orig_params: bool) -> None:
     """Written by three ranks, read by two; and by three with another wrapping."""
-    needs_fsdp_c("segfaults on the CPU, or returns wrong values")
     model = wrap("scalar", use_orig_params=use_orig_params)
     optim = OPTIMIZERS["adam"](model.parameters())
     train(model, optim, "scalar", 2, rank=rank)
@@ -59,9 +56,8 @@ def test_through_files_to_fewer_ranks(
 
 
 @distributed(world_size=2)
-def test_examples_of_the_page(rank: int, world_size: int) -> None:
+def test_examples_of_the_page(rank: int) -> None:
     """They run one after the other, and do what they say."""
-    needs_fsdp_c("has no such page")
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2

@@ -10,31 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, api
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _NamedOptimizer
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.models import CASES, Block
-from helpers.optim_states import (
-    OPTIMIZERS,
-    assert_same_states,
-    full,
-    train,
-    wrap,
-)
-
-REASON = "segfaults on the CPU, or returns wrong values"
+from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("by", ["optim", "optim_input", "neither"])
 @distributed(world_size=2)
-def test_older_methods(
-    rank: int, world_size: int, by: str, use_orig_params: bool
-) -> None:
+def test_older_methods(rank: int, by: str, use_orig_params: bool) -> None:
     """They equal the newer ones, and say that they are deprecated."""
-    needs_fsdp_c(REASON)
     model = wrap("uneven", use_orig_params=use_orig_params)
     params = list(model.parameters())
     optim = OPTIMIZERS["adam"](params)
@@ -70,9 +58,8 @@ def test_older_methods(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_parameter_groups(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_parameter_groups(rank: int, use_orig_params: bool) -> None:
     """Options stay with their parameters, in whichever order the groups are."""
-    needs_fsdp_c(REASON)
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         first = list(model.blocks[1].parameters())
@@ -103,7 +90,6 @@ def test_parameter_groups(rank: int, world_size: int, use_orig_params: bool) -> 
 
 @distributed(world_size=2)
 def test_ranks_may_order_parameters_differently(rank: int, world_size: int) -> None:
-    needs_fsdp_c(REASON)
     model = wrap("uneven", use_orig_params=True)
     params = list(model.parameters())
     optim = OPTIMIZERS["adam"](params if rank == 0 else params[::-1])
@@ -119,9 +105,8 @@ def test_ranks_may_order_parameters_differently(rank: int, world_size: int) -> N
 
 @pytest.mark.parametrize("named_params", [True, False])
 @distributed(world_size=2)
-def test_names_for_keys(rank: int, world_size: int, named_params: bool) -> None:
+def test_names_for_keys(rank: int, named_params: bool) -> None:
     """An optimizer made of named parameters, and one that keys its states by name."""
-    needs_fsdp_c(REASON)
     model = wrap("mlp", use_orig_params=True)
     plain = OPTIMIZERS["momentum"](model.parameters())
     train(model, plain, "mlp", 1, rank=rank)
@@ -165,11 +150,8 @@ class Outside(nn.Module):
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded", "local"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_outside_of_units(
-    rank: int, world_size: int, use_orig_params: bool, form: str
-) -> None:
+def test_outside_of_units(use_orig_params: bool, form: str) -> None:
     """The root is not wrapped, a module is ignored; an optimizer over all."""
-    needs_fsdp_c(REASON)
     torch.manual_seed(0)
 
     def make() -> tuple[Any, Any]:
@@ -214,9 +196,8 @@ def test_outside_of_units(
 
 
 @distributed(world_size=2)
-def test_state_of_no_parameter(rank: int, world_size: int) -> None:
+def test_state_of_no_parameter(rank: int) -> None:
     """Such state is kept, with a warning."""
-    needs_fsdp_c(REASON)
     model = wrap("mlp", use_orig_params=True)
     optim = OPTIMIZERS["momentum"](model.parameters())
     train(model, optim, "mlp", 1, rank=rank)
@@ -232,9 +213,8 @@ def test_state_of_no_parameter(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_named_groups_of_a_transformed_dict(rank: int, world_size: int) -> None:
+def test_named_groups_of_a_transformed_dict() -> None:
     """An unsharded model's state dict, made of it by name, loads."""
-    needs_fsdp_c(REASON)
     reference = CASES["mlp"].build()
     plain = OPTIMIZERS["adam"](reference.parameters())
     for param in reference.parameters():
@@ -246,9 +226,7 @@ def test_named_groups_of_a_transformed_dict(rank: int, world_size: int) -> None:
     dist.broadcast_object_list(objects := [named], src=0)
     for use_orig_params in (True, False):
         model = fsdp(
-            copy.deepcopy(reference),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=use_orig_params,
+            copy.deepcopy(reference), units={Block}, use_orig_params=use_orig_params
         )
         optim = OPTIMIZERS["adam"](model.parameters())
         FSDP.optim_state_dict_to_load(model, optim, objects[0], load_directly=True)
@@ -257,9 +235,8 @@ def test_named_groups_of_a_transformed_dict(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_collect_and_install(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_collect_and_install(rank: int, use_orig_params: bool) -> None:
     """What fsdp_c.checkpoint builds on: exact, dtypes included, without messages."""
-    needs_fsdp_c("has no such functions")
     from fsdp_c._state.optim.states import collect, install
 
     model = wrap("scalar", use_orig_params=use_orig_params)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, StateDictType, fsdp
 
 
 class _Rms(torch.optim.Optimizer):
@@ -64,11 +64,8 @@ def _same(mine: Any, other: Any) -> bool:
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_round_trip(
-    rank: int, world_size: int, use_orig_params: bool, kind: str
-) -> None:
+def test_round_trip(world_size: int, use_orig_params: bool, kind: str) -> None:
     """Each rank gets its own back."""
-    needs_fsdp_c("gives all ranks the value of one")
     model, optim = _trained(use_orig_params)
     FSDP.set_state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"])
     saved = FSDP.optim_state_dict(model, optim)
@@ -94,7 +91,6 @@ def test_round_trip(
 @distributed(world_size=2)
 def test_through_checkpoint(rank: int, world_size: int) -> None:
     """torch.distributed.checkpoint keeps all ranks' values."""
-    needs_fsdp_c("writes those of one rank")
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     model, optim = _trained(use_orig_params=False)
@@ -110,9 +106,8 @@ def test_through_checkpoint(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=3)
-def test_another_number_of_ranks(rank: int, world_size: int) -> None:
+def test_another_number_of_ranks(rank: int) -> None:
     """All get the first rank's value, and a warning."""
-    needs_fsdp_c("gives all ranks the value of one")
     model, optim = _trained(use_orig_params=False)
     saved = FSDP.optim_state_dict(model, optim)
     group = dist.new_group([0, 1])
@@ -130,7 +125,7 @@ def test_another_number_of_ranks(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_equal_states_have_no_entry(rank: int, world_size: int) -> None:
+def test_equal_states_have_no_entry() -> None:
     """As before, where nothing differs."""
     torch.manual_seed(0)
     model = fsdp(nn.Linear(8, 8), use_orig_params=True)

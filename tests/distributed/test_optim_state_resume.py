@@ -11,19 +11,11 @@ from torch.distributed.fsdp import api
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy, StateDictType, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, StateDictType
 from helpers.models import CASES
-from helpers.optim_states import (
-    OPTIMIZERS,
-    assert_same_states,
-    full,
-    train,
-    wrap,
-)
+from helpers.optim_states import OPTIMIZERS, assert_same_states, full, train, wrap
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.seeds import generator
-
-REASON = "segfaults on the CPU, or returns wrong values"
 
 # State dict type, and options of its optimizer config.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,10 +76,9 @@ def _assert_same_local(
 )
 @distributed(world_size=3)
 def test_resume_is_exact(
-    rank: int, world_size: int, optimizer: str, form: str, use_orig_params: bool
+    rank: int, optimizer: str, form: str, use_orig_params: bool
 ) -> None:
     """5 steps, save, load into a new model, 5 steps: as 10 steps, bit for bit."""
-    needs_fsdp_c(REASON)
     case = "scalar"
     model = wrap(case, use_orig_params=use_orig_params)
     optim = OPTIMIZERS[optimizer](model.parameters())
@@ -108,11 +99,8 @@ def test_resume_is_exact(
 @pytest.mark.parametrize("form", ["full", "rank0", "sharded"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_other_wrapping(
-    rank: int, world_size: int, use_orig_params: bool, form: str
-) -> None:
+def test_other_wrapping(rank: int, use_orig_params: bool, form: str) -> None:
     """Into the root only, and into the other use_orig_params, and back again."""
-    needs_fsdp_c(REASON)
     case = "tied"
     model = wrap(case, use_orig_params=use_orig_params)
     optim = OPTIMIZERS["adam"](model.parameters())
@@ -138,10 +126,9 @@ def test_other_wrapping(
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
 def test_other_strategy(
-    rank: int, world_size: int, use_orig_params: bool, form: str, strategy: str
+    rank: int, use_orig_params: bool, form: str, strategy: str
 ) -> None:
     """From each strategy to itself; a full state dict also to FULL_SHARD."""
-    needs_fsdp_c(REASON)
     with hybrid_groups(2, 2) as groups:
         model = wrap(
             "scalar",
@@ -169,10 +156,9 @@ def test_other_strategy(
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad", "counting"])
 @distributed(world_size=4)
 def test_other_number_of_ranks(
-    rank: int, world_size: int, optimizer: str, use_orig_params: bool
+    rank: int, optimizer: str, use_orig_params: bool
 ) -> None:
     """From 4 ranks to 1, 2 and 3 and back, through a full state dict."""
-    needs_fsdp_c(REASON)
     model = wrap("uneven", use_orig_params=use_orig_params)
     optim = OPTIMIZERS[optimizer](model.parameters())
     train(model, optim, "uneven", 2, rank=rank)
@@ -207,11 +193,8 @@ def test_other_number_of_ranks(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_unsharded_model_both_ways(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_unsharded_model_both_ways(rank: int, use_orig_params: bool) -> None:
     """Through rekey_optim_state_dict, by id and by name; training goes on alike."""
-    needs_fsdp_c(REASON)
     from torch.distributed.fsdp import OptimStateKeyType
 
     case = "transformer"

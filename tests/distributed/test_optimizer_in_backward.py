@@ -22,7 +22,6 @@ from helpers.impl import (
     ShardingStrategy,
     StateDictType,
     fsdp,
-    needs_fsdp_c,
 )
 from helpers.models import CASES, MLP, Block, Case, loss_of
 from helpers.reference import assert_same_tensors, full_state_dict
@@ -72,10 +71,9 @@ def _build(case: Case) -> nn.Module:
 @pytest.mark.parametrize("name", ["mlp", "tied", "unused", "frozen", "called_twice"])
 @distributed(world_size=WORLD)
 def test_equals_a_step_after_backward(
-    rank: int, world_size: int, name: str, use_orig_params: bool
+    rank: int, name: str, use_orig_params: bool
 ) -> None:
     """In fp64; no gradient is left, and learning rates are followed."""
-    needs_fsdp_c("has no optimizer_in_backward()")
     case = CASES[name]
     for build in OPTIMIZERS.values():
         reference = _build(case)
@@ -101,9 +99,8 @@ def test_equals_a_step_after_backward(
     "strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 )
 @distributed(world_size=WORLD)
-def test_strategies(rank: int, world_size: int, strategy: str, offload: bool) -> None:
+def test_strategies(rank: int, strategy: str, offload: bool) -> None:
     """Every strategy, with shards on the host as well."""
-    needs_fsdp_c("has no optimizer_in_backward()")
     if strategy == "HYBRID_SHARD":
         with hybrid_groups(2, 1) as groups:
             _train_with(rank, strategy, offload, process_group=groups)
@@ -136,7 +133,6 @@ def test_no_sync(
     rank: int, world_size: int, use_orig_params: bool, sharded: bool
 ) -> None:
     """Nothing steps under no_sync(); the backward that reduces takes the sum."""
-    needs_fsdp_c("has no optimizer_in_backward()")
     case, build = CASES["mlp"], OPTIMIZERS["adamw"]
     reference = _build(case)
     expected = build(list(reference.parameters()))
@@ -160,15 +156,12 @@ def test_no_sync(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=WORLD)
-def test_gradient_memory_is_one_unit(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_gradient_memory_is_one_unit(world_size: int, use_orig_params: bool) -> None:
     """When a unit steps, no other unit's sharded gradient is there."""
-    needs_fsdp_c("has no memory_stats()")
     num_blocks = 4
     model = fsdp(
         nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(num_blocks))),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        units={nn.Linear},
         use_orig_params=use_orig_params,
     )
     unit_nbytes = 16 * 16 * 4 // world_size
@@ -189,9 +182,8 @@ def test_gradient_memory_is_one_unit(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=WORLD)
-def test_state_dict(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_state_dict(rank: int, use_orig_params: bool) -> None:
     """By name, as of a step after backward; training goes on with what is loaded."""
-    needs_fsdp_c("has no optimizer_in_backward()")
     case, build = CASES["mlp"], OPTIMIZERS["adamw"]
     reference = _build(case)
     expected = build(list(reference.parameters()))
@@ -220,7 +212,6 @@ def test_state_dict(rank: int, world_size: int, use_orig_params: bool) -> None:
 @distributed(world_size=WORLD)
 def test_groups_and_parameters_outside(rank: int, world_size: int) -> None:
     """Groups keep their options; what is in no group, or in no unit, has gradients."""
-    needs_fsdp_c("has no optimizer_in_backward()")
     case = CASES["mlp"]
     reference = _build(case)
     module = _build(case)
@@ -274,9 +265,8 @@ def test_groups_and_parameters_outside(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=WORLD)
-def test_mixed_precision(rank: int, world_size: int) -> None:
+def test_mixed_precision() -> None:
     """The sharded gradient has the master dtype when the optimizer steps."""
-    needs_fsdp_c("has no optimizer_in_backward()")
     dtypes: set[torch.dtype] = set()
 
     class Watched(torch.optim.SGD):
@@ -293,9 +283,8 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=WORLD)
-def test_refused(rank: int, world_size: int) -> None:
+def test_refused() -> None:
     """What needs all gradients, or several of them; each with the reason."""
-    needs_fsdp_c("has no optimizer_in_backward()")
     x = torch.randn(2, 6)
 
     def make(**kwargs: Any) -> Any:
@@ -331,13 +320,11 @@ def test_refused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=WORLD)
 def test_apply_optimizer_in_backward(
-    rank: int, world_size: int, use_orig_params: bool, is_applied_first: bool
+    rank: int, use_orig_params: bool, is_applied_first: bool
 ) -> None:
     """The function of torch, before and after wrapping."""
-    if not use_orig_params:
-        needs_fsdp_c("is for use_orig_params=True")
-        if is_applied_first:
-            pytest.skip("the optimizers step parameters that flat ones replace")
+    if not use_orig_params and is_applied_first:
+        pytest.skip("the optimizers step parameters that flat ones replace")
     case = CASES["mlp"]
     kwargs = {"lr": 0.05, "weight_decay": 0.1}
     reference, module = _build(case), _build(case)
@@ -356,9 +343,8 @@ def test_apply_optimizer_in_backward(
 
 
 @distributed(world_size=WORLD)
-def test_an_optimizer_that_raises(rank: int, world_size: int) -> None:
+def test_an_optimizer_that_raises() -> None:
     """Its exception leaves backward; the model can be used afterwards."""
-    needs_fsdp_c("has no optimizer_in_backward()")
 
     class Failing(torch.optim.SGD):
         fails = True
@@ -368,7 +354,7 @@ def test_an_optimizer_that_raises(rank: int, world_size: int) -> None:
                 raise ZeroDivisionError("mine")
             super().step()
 
-    model = fsdp(MLP(2), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = fsdp(MLP(2), units={Block})
     optimizer = fsdp_c.optimizer_in_backward(model, lambda ps: Failing(ps, lr=0.1))
     with pytest.raises(ZeroDivisionError, match="mine"):
         model(torch.ones(2, 6)).sum().backward()
@@ -382,10 +368,9 @@ def test_an_optimizer_that_raises(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=WORLD)
-def test_sharded_state(rank: int, world_size: int) -> None:
+def test_sharded_state() -> None:
     """SHARDED state dicts of parameters and optimizer, as of any optimizer."""
-    needs_fsdp_c("has no optimizer_in_backward()")
-    model = fsdp(MLP(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = fsdp(MLP(1), units={Block})
     optimizer = fsdp_c.optimizer_in_backward(model, OPTIMIZERS["adamw"])
     model(torch.ones(2, 6)).sum().backward()
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):

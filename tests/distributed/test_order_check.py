@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers import distributed as helper
-from helpers.distributed import distributed
+from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
-from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
-from helpers.models import BATCH, DIM, Block, vectors
+from helpers.impl import fsdp
+from helpers.models import BATCH, DIM, Block
 from helpers.reference import Differential
 from helpers.transports import c10d_only
 
@@ -50,12 +49,7 @@ def _debugging(level: Any) -> Iterator[None]:
 
 def _make(strategy: str, use_orig_params: bool, **kwargs: Any) -> Differential:
     return Differential.of_units(
-        Ordered,
-        {Block},
-        vectors,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-        **kwargs,
+        Ordered, {Block}, strategy=strategy, use_orig_params=use_orig_params, **kwargs
     )
 
 
@@ -71,6 +65,7 @@ def _failure(model: nn.Module, x: Tensor, *, backward: bool = False) -> str:
     raise AssertionError(msg)
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("level", ["INFO", "DETAIL"])
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -79,7 +74,6 @@ def test_different_orders(
     rank: int, world_size: int, strategy: str, num_steps: int, level: str
 ) -> None:
     """All ranks raise, at once, an error that names both units."""
-    needs_fsdp_c("says so in another way")
     with _debugging(getattr(dist.DebugLevel, level)):
         differential = _make(strategy, use_orig_params=True)
         differential.train(num_steps)
@@ -100,11 +94,8 @@ def test_different_orders(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_training_goes_on_after_reset(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_training_goes_on_after_reset(rank: int, use_orig_params: bool) -> None:
     """The exchanged messages leave the ranks in step."""
-    needs_fsdp_c("has no reset()")
     from fsdp_c import reset
 
     with _debugging(dist.DebugLevel.INFO):
@@ -122,9 +113,8 @@ def test_training_goes_on_after_reset(
 
 
 @distributed(world_size=2)
-def test_rank_skips_a_unit(rank: int, world_size: int) -> None:
+def test_rank_skips_a_unit(rank: int) -> None:
     """The first difference may be a forward on one rank, a backward on another."""
-    needs_fsdp_c("says so in another way")
     with _debugging(dist.DebugLevel.INFO):
         differential = _make("FULL_SHARD", use_orig_params=True)
         differential.train(1)
@@ -137,16 +127,16 @@ def test_rank_skips_a_unit(rank: int, world_size: int) -> None:
         del differential
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=4)
-def test_replicas(rank: int, world_size: int) -> None:
+def test_replicas(rank: int) -> None:
     """Shard groups compare for themselves: both differ here."""
-    needs_fsdp_c("says so in another way")
     with hybrid_groups(2, 2) as groups, _debugging(dist.DebugLevel.INFO):
         model = fsdp(
             Ordered(),
             process_group=groups,
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            strategy="HYBRID_SHARD",
+            units={Block},
             use_orig_params=True,
         )
         if rank % 2 == 1:
@@ -159,16 +149,11 @@ def test_replicas(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.trap(9)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @distributed(world_size=(2, 3))
 def test_equal_orders_pass(
-    rank: int,
-    world_size: int,
-    forward_prefetch: bool,
-    strategy: str,
-    use_orig_params: bool,
+    forward_prefetch: bool, strategy: str, use_orig_params: bool
 ) -> None:
     """Also where all ranks change the order: prefetches follow the new one."""
     with _debugging(dist.DebugLevel.INFO):
@@ -187,12 +172,11 @@ def test_equal_orders_pass(
 
 @pytest.mark.parametrize("where", ["all", "one"])
 @distributed(world_size=2)
-def test_a_new_order_is_told(rank: int, world_size: int, where: str) -> None:
+def test_a_new_order_is_told(rank: int, where: str) -> None:
     """A warning, once, in the first iteration of training that differs.
 
     Where one rank differs, the error of all ranks comes after it.
     """
-    needs_fsdp_c("says more in other words")
     with (
         _debugging(dist.DebugLevel.DETAIL),
         warnings.catch_warnings(record=True) as told,
@@ -239,12 +223,7 @@ def _impatient_group() -> Iterator[dist.ProcessGroup]:
 
 
 def _wrap(group: dist.ProcessGroup) -> Any:
-    return fsdp(
-        Ordered(),
-        process_group=group,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=True,
-    )
+    return fsdp(Ordered(), process_group=group, units={Block}, use_orig_params=True)
 
 
 def _skips_in_eval(rank: int, world_size: int) -> None:
@@ -299,11 +278,12 @@ def _is_dead(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.cpu_only("the host waits for gloo's collectives, and is told there")
-@pytest.mark.parametrize("body", [_skips_in_eval, _skips_in_training, _is_dead])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("body", "world_size"),
+    [(_skips_in_eval, 3), (_skips_in_training, 2), (_is_dead, 3)],
+)
 def test_post_mortem(world_size: int, body: Callable[..., None]) -> None:
     """Without the debug mode: when the group's timeout is over."""
-    needs_fsdp_c("says so in another way")
     try:
         helper.run_task(body, world_size, {}, timeout_s=40.0)
     finally:

@@ -12,19 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
-from helpers.models import (
-    OUTPUT_KINDS,
-    Outputs,
-    PackedBlock,
-    Pair,
-    Result,
-    tensors_of,
-    vectors,
-)
+from helpers.distributed import distributed, every_strategy
+from helpers.impl import FSDP, fsdp
+from helpers.models import OUTPUT_KINDS, Outputs, PackedBlock, Pair, Result, tensors_of
 from helpers.reference import Differential
 
 
@@ -33,14 +24,11 @@ from helpers.reference import Differential
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("kind", OUTPUT_KINDS)
 @distributed(world_size=(2, 3))
-def test_training(
-    rank: int, world_size: int, kind: str, strategy: str, use_orig_params: bool
-) -> None:
+def test_training(kind: str, strategy: str, use_orig_params: bool) -> None:
     """Backward starts from each of the tensors in the container."""
     differential = Differential.of_units(
         lambda: Outputs(kind),
         {PackedBlock},
-        vectors,
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
@@ -54,11 +42,7 @@ def test_only_one_output_is_used(
     rank: int, world_size: int, kind: str, index: int
 ) -> None:
     """The loss depends on one of two outputs."""
-    differential = Differential.of_units(
-        lambda: Outputs(kind),
-        {PackedBlock},
-        vectors,
-    )
+    differential = Differential.of_units(lambda: Outputs(kind), {PackedBlock})
     for _ in range(2):
         differential.zero_grad()
         batches = differential.batches()
@@ -72,7 +56,7 @@ def test_only_one_output_is_used(
 
 
 @distributed(world_size=2)
-def test_types_are_kept(rank: int, world_size: int) -> None:
+def test_types_are_kept() -> None:
     """The caller gets the object that the module made, or an equal one."""
 
     class Net(nn.Module):
@@ -100,7 +84,7 @@ def test_types_are_kept(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_outputs_without_gradients(rank: int, world_size: int) -> None:
+def test_outputs_without_gradients() -> None:
     """Integer and detached outputs, and no output at all, are left alone."""
 
     class Net(nn.Module):
@@ -122,7 +106,7 @@ def test_outputs_without_gradients(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_same_tensor_twice_and_input_returned(rank: int, world_size: int) -> None:
+def test_same_tensor_twice_and_input_returned() -> None:
     """One tensor in two places; the input itself among the outputs."""
 
     class Block(nn.Module):
@@ -144,19 +128,14 @@ def test_same_tensor_twice_and_input_returned(rank: int, world_size: int) -> Non
             c, d, passed = self.blocks[1](a + b + same)
             return c * d + passed
 
-    differential = Differential.of_units(
-        Net,
-        {Block},
-        vectors,
-    )
+    differential = Differential.of_units(Net, {Block})
     differential.train(3)
 
 
 @pytest.mark.trap(4)
 @distributed(world_size=2)
-def test_output_changed_in_place(rank: int, world_size: int) -> None:
+def test_output_changed_in_place() -> None:
     """An in-place operation on a unit's output that is a view (pytorch#181832)."""
-    needs_fsdp_c("loses the pre-backward hook")
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -179,16 +158,12 @@ def test_output_changed_in_place(rank: int, world_size: int) -> None:
                 x.relu_()
             return x
 
-    differential = Differential.of_units(
-        Net,
-        {Block},
-        vectors,
-    )
+    differential = Differential.of_units(Net, {Block})
     differential.train(3)
 
 
 @distributed(world_size=2)
-def test_frozen_dataclass(rank: int, world_size: int) -> None:
+def test_frozen_dataclass() -> None:
     """A dataclass that cannot be assigned to."""
 
     class Net(nn.Module):
@@ -208,11 +183,7 @@ def test_frozen_dataclass(rank: int, world_size: int) -> None:
         def forward(self, x: Tensor) -> Any:
             return _Fixed(self.fc(x))
 
-    differential = Differential.of_units(
-        Net,
-        {Inner},
-        vectors,
-    )
+    differential = Differential.of_units(Net, {Inner})
     differential.train(2)
 
 
@@ -222,7 +193,7 @@ class _Fixed:
 
 
 @distributed(world_size=2)
-def test_backward_hooks_lists_the_native_hook(rank: int, world_size: int) -> None:
+def test_backward_hooks_lists_the_native_hook() -> None:
     """`output._backward_hooks` has one entry, before backward and after it."""
     model = fsdp(nn.Linear(4, 4))
     x = torch.randn(2, 4)
@@ -239,7 +210,7 @@ def test_backward_hooks_lists_the_native_hook(rank: int, world_size: int) -> Non
 
 
 @distributed(world_size=2)
-def test_users_hooks_on_an_output(rank: int, world_size: int) -> None:
+def test_users_hooks_on_an_output() -> None:
     """They run in their order, may change the gradient, and can be removed."""
     reference = nn.Linear(4, 4)
     model = fsdp(copy.deepcopy(reference), use_orig_params=True)
@@ -263,9 +234,8 @@ def test_users_hooks_on_an_output(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_an_output_with_a_hook_is_freed_and_saved(rank: int, world_size: int) -> None:
+def test_an_output_with_a_hook_is_freed_and_saved() -> None:
     """The listing makes no cycle, and saving does not warn of it."""
-    needs_fsdp_c("its hook is a Python one")
     model = fsdp(nn.Linear(4, 4))
     output = model(torch.randn(2, 4))
     with warnings.catch_warnings():
@@ -304,19 +274,15 @@ class _PassesThemOn(nn.Module):
         return (weight * 2).sum() + outputs["sum"] + frozen.sum(), self.gain
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
 @distributed(world_size=2)
-def test_parameters_as_outputs(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_parameters_as_outputs(strategy: str, use_orig_params: bool) -> None:
     """They stay whole after forward, and their gradients arrive."""
-    needs_fsdp_c("shows memory that is given back")
     reference = _PassesThemOn()
     model = fsdp(
         copy.deepcopy(reference),
-        auto_wrap_policy=ModuleWrapPolicy({_GivesParams}),
-        sharding_strategy=ShardingStrategy[strategy],
+        units={_GivesParams},
+        strategy=strategy,
         use_orig_params=use_orig_params,
     )
     x = torch.ones(3)

@@ -12,10 +12,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from helpers.distributed import distributed
-from helpers.impl import fsdp, needs_fsdp_c
-from helpers.models import DIM, MLP, Block, vectors
-from helpers.reference import Differential
+from helpers.distributed import distributed, varied
+from helpers.impl import fsdp
+from helpers.models import DIM, MLP, Block
+from helpers.reference import Differential, with_model
 
 pytestmark = pytest.mark.cpu_only("quantized and nested tensors are made on the host")
 
@@ -113,9 +113,8 @@ def _state_of(module: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=2)
-def test_refused(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+def test_refused(kind: str, use_orig_params: bool) -> None:
     """The name and the reason; the module is as it was, its blocks as well."""
-    needs_fsdp_c("fails inside torch, half-wrapped")
     make, reason = KINDS[kind]
     module = MLP()
     odd = nn.Parameter(make(), requires_grad=False)
@@ -131,18 +130,14 @@ def test_refused(rank: int, world_size: int, kind: str, use_orig_params: bool) -
     assert [param.shape for param in params] == shapes
 
     model = fsdp(
-        module,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        ignored_states=[odd],
-        use_orig_params=use_orig_params,
+        module, units={Block}, ignored_states=[odd], use_orig_params=use_orig_params
     )
     model(torch.ones(2, DIM)).sum().backward()
 
 
 @distributed(world_size=2)
-def test_lazy(rank: int, world_size: int) -> None:
+def test_lazy() -> None:
     """A parameter without a shape."""
-    needs_fsdp_c("fails inside torch")
     module = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4))
     message = r"parameter '1\.weight' is an UninitializedParameter, which has no shape"
     with pytest.raises(ValueError, match=message):
@@ -152,9 +147,8 @@ def test_lazy(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_made_by_param_init_fn(rank: int, world_size: int) -> None:
+def test_made_by_param_init_fn() -> None:
     """What param_init_fn puts in a parameter's place is looked at as well."""
-    needs_fsdp_c("fails inside torch")
     with torch.device("meta"):
         module = nn.Linear(3, 3)
 
@@ -173,19 +167,13 @@ class _ScaledNet(nn.Module):
         self.gain = nn.Parameter(torch.ones(DIM).as_subclass(_Scaled))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(x) * self.gain
-        return out
+        return self.fc(x) * self.gain
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=2)
-def test_subclass_with_memory(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+@with_model(_ScaledNet, ())
+def test_subclass_with_memory(differential: Differential) -> None:
     """A subclass over memory of its own is sharded, and stays one."""
-    needs_fsdp_c("loses the subclass")
-    differential = Differential.of_units(
-        _ScaledNet, (), vectors, use_orig_params=use_orig_params
-    )
     differential.train(2)
     assert type(differential.model.module.gain) is _Scaled

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fsdp_c import FullyShardedDataParallel, _native
 from fsdp_c._native import Layout, Placement, copy_tensors, prepare_exchange
 from helpers.distributed import distributed
-from helpers.impl import IS_TORCH
 
-pytestmark = pytest.mark.skipif(IS_TORCH, reason="tests fsdp_c's own API")
+pytestmark = pytest.mark.bookkeeping
 
 SHAPES = [(5, 3), (4,), (), (0, 7), (2, 1, 3), (17,), (1, 6)]
 WORLD_SIZES = (1, 2, 3, 4, 7)
@@ -221,11 +220,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"shapes\[0\]",
     ),
     "rows big": (lambda: Placement.rows([(3, BIG)], 1), RuntimeError, "int64"),
-    "layout numel": (
-        lambda: make_layout([(3,)], 0),
-        ValueError,
-        "world_size >= 1",
-    ),
+    "layout numel": (lambda: make_layout([(3,)], 0), ValueError, "world_size >= 1"),
     "layout dtype": (
         lambda: Layout([(3, "f", True)], 1, align_params=True, align_shards=True),
         TypeError,

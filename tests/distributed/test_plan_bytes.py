@@ -19,21 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fsdp_c
+from fsdp_c import _native
+from fsdp_c.plan import ModelSource, Settings, Sharding, find_model, plan_model
+from fsdp_c.plan._trace import Inputs
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import IS_TORCH, fsdp, needs_fsdp_c
+from helpers.impl import fsdp
 from helpers.transports import c10d_only, num_scratches
-
-if not IS_TORCH:
-    import fsdp_c
-    from fsdp_c import _native
-    from fsdp_c.plan import ModelSource, Settings, Sharding, find_model, plan_model
-    from fsdp_c.plan._trace import Inputs
 
 VOCABULARY, WIDTH, NUM_STEPS = 37, 20, 4
 
@@ -241,7 +238,7 @@ def _wrap(case: Case, groups: Any) -> Any:
         Net(case),
         process_group=groups,
         sharding_strategy=case.strategy,
-        auto_wrap_policy=ModuleWrapPolicy(set(classes)) if classes else None,
+        units=classes,
         mixed_precision=MixedPrecision(
             param_dtype=case.param_dtype,
             reduce_dtype=case.reduce_dtype,
@@ -327,7 +324,6 @@ def _check(plan: Any, real: dict[str, int]) -> None:
 @distributed(world_size=(2, 3))
 def test_memory(rank: int, world_size: int, name: str) -> None:
     """Of every rank: shards, gradients, blocks, optimizer state."""
-    needs_fsdp_c("has no memory_stats")
     case = CASES[name]
     real = _train(case, rank)
     plan = _plan(case, world_size, rank, wants_scratch=_wants_scratch())
@@ -340,7 +336,6 @@ def test_memory(rank: int, world_size: int, name: str) -> None:
 @distributed(world_size=(2, 3))
 def test_bytes_of_collectives(rank: int, world_size: int, name: str) -> None:
     """Gloo gathers with one broadcast a rank and reduces with one all-to-all."""
-    needs_fsdp_c("has no memory_stats")
     case = CASES[name]
     with c10d_only():
         real = _train(case, rank)
@@ -363,7 +358,6 @@ def test_hybrid(
     rank: int, world_size: int, use_orig_params: bool, transport: str
 ) -> None:
     """Two replicas of two shards, in bf16, with nested units and a frozen layer."""
-    needs_fsdp_c("has no memory_stats")
     case = replace(
         CASES["nested-bf16-flat"],
         strategy=ShardingStrategy.HYBRID_SHARD,
@@ -389,7 +383,6 @@ def test_hybrid(
 @distributed(world_size=2)
 def test_no_shard_bytes(rank: int, world_size: int) -> None:
     """Replicas alone: one all_reduce a unit, of all that is trained."""
-    needs_fsdp_c("has no memory_stats")
     case = CASES["no-shard"]
     with c10d_only():
         real = _train(case, rank)
@@ -428,7 +421,6 @@ GPT2 = {  # its head shares the embedding's weight
 @distributed(world_size=2, timeout_s=180)
 def test_hugging_face(rank: int, world_size: int, config: dict[str, Any]) -> None:
     """The plan is made of the JSON file, training runs the model of that config."""
-    needs_fsdp_c("has no memory_stats")
     transformers = pytest.importorskip("transformers")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
@@ -441,7 +433,7 @@ def test_hugging_face(rank: int, world_size: int, config: dict[str, Any]) -> Non
     blocks |= {type(m) for m in module.modules() if type(m).__name__ == "GPT2Block"}
     model = fsdp(
         module,
-        auto_wrap_policy=ModuleWrapPolicy(blocks),
+        units=blocks,
         mixed_precision=MixedPrecision(param_dtype=case.param_dtype),
         use_orig_params=True,
     )

@@ -6,14 +6,14 @@ import pytest
 from torch import nn
 
 from helpers.distributed import distributed
-from helpers.impl import BackwardPrefetch, needs_fsdp_c
-from helpers.models import MLP, Block, vectors
+from helpers.impl import BackwardPrefetch
+from helpers.models import MLP, Block
 from helpers.reference import Differential
 
 
 def _differential(build: Any, use_orig_params: bool, **kwargs: Any) -> Differential:
     return Differential.of_units(
-        build, {Block}, vectors, use_orig_params=use_orig_params, **kwargs
+        build, {Block}, use_orig_params=use_orig_params, **kwargs
     )
 
 
@@ -23,8 +23,6 @@ def _differential(build: Any, use_orig_params: bool, **kwargs: Any) -> Different
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @distributed(world_size=(2, 3))
 def test_settings(
-    rank: int,
-    world_size: int,
     backward_prefetch: str | None,
     forward_prefetch: bool,
     limit_all_gathers: bool,
@@ -65,15 +63,9 @@ class _Skips(nn.Module):
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
 @distributed(world_size=2)
 def test_order_changes_between_steps(
-    rank: int,
-    world_size: int,
-    backward_prefetch: str,
-    forward_prefetch: bool,
-    use_orig_params: bool,
+    backward_prefetch: str, forward_prefetch: bool, use_orig_params: bool
 ) -> None:
     """A unit that was prefetched but not used must not keep old weights."""
-    if forward_prefetch:
-        needs_fsdp_c("a static graph is a condition of its forward_prefetch")
     differential = _differential(
         _Skips,
         use_orig_params,
@@ -90,13 +82,10 @@ def test_order_changes_between_steps(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
-def test_many_units(rank: int, world_size: int, strategy: str) -> None:
+def test_many_units(strategy: str) -> None:
     """More units than blocks that may be held at once."""
     differential = _differential(
-        lambda: MLP(num_blocks=12),
-        True,
-        strategy=strategy,
-        forward_prefetch=True,
+        lambda: MLP(num_blocks=12), True, strategy=strategy, forward_prefetch=True
     )
     differential.train(3)
 

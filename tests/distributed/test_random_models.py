@@ -17,7 +17,7 @@ import torch
 
 from helpers.distributed import TEST_DEVICE, run_task
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, IS_TORCH
+from helpers.impl import FSDP
 from helpers.models import Inputs, loss_of
 from helpers.random_programs import (
     BRANCHES,
@@ -221,7 +221,7 @@ def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
 
 
 @pytest.mark.only_full
-@pytest.mark.skipif(TEST_DEVICE != "cpu" or IS_TORCH, reason="all run on it, or none")
+@pytest.mark.skipif(TEST_DEVICE != "cpu", reason="all run on it, or none")
 @pytest.mark.parametrize(("world_size", "cases"), _batches(NUM_SIM_CASES))
 def test_random_models_on_streams(world_size: int, cases: tuple[int, ...]) -> None:
     """The same where work that nobody waits for comes too late."""

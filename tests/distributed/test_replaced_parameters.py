@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.distributed import distributed
-from helpers.impl import FSDP, assert_idle, needs_fsdp_c
-from helpers.models import CASES, DIM, TiedBlock, vectors
-from helpers.reference import Differential, full_state_dict, sgd
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+from helpers.distributed import STRATEGIES, distributed, varied
+from helpers.impl import FSDP, assert_idle
+from helpers.models import CASES, DIM, TiedBlock
+from helpers.reference import Differential, full_state_dict, sgd, with_model
 
 
 def _new_values(shape: tuple[int, ...]) -> Tensor:
@@ -31,19 +29,13 @@ def _renew_optimizers(differential: Differential) -> None:
     ("module_name", "name"),
     [("inp", "weight"), ("blocks.1.fc2", "bias"), ("blocks.2.fc1", "weight")],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(strategy=STRATEGIES)
 @distributed(world_size=(2, 3))
+@with_model()
 def test_taken_over(
-    rank: int,
-    world_size: int,
-    strategy: str,
-    module_name: str,
-    name: str,
-    num_steps: int,
+    differential: Differential, module_name: str, name: str, num_steps: int
 ) -> None:
     """Its values are trained on, it has the gradients, an optimizer steps it."""
-    needs_fsdp_c("refuses it")
-    differential = Differential.of_model("mlp", strategy=strategy)
     differential.train(num_steps)
     differential.zero_grad()
     inner = module_name.replace("blocks.1", "blocks.1._fsdp_wrapped_module").replace(
@@ -84,14 +76,11 @@ def _assert_detached(differential: Differential, old: nn.Parameter) -> None:
     differential.train(1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(strategy=STRATEGIES)
 @distributed(world_size=2)
-def test_shared_in_all_places(rank: int, world_size: int, strategy: str) -> None:
+@with_model(CASES["tied"].build, {TiedBlock})
+def test_shared_in_all_places(differential: Differential) -> None:
     """Both layers get the new parameter: it is shared as before."""
-    needs_fsdp_c("refuses it")
-    differential = Differential.of_units(
-        CASES["tied"].build, {TiedBlock}, vectors, strategy=strategy
-    )
     differential.train(1)
     values = _new_values((DIM, DIM))
     both = (differential.reference.tied, differential.model.module.tied.module)
@@ -108,10 +97,9 @@ def test_shared_in_all_places(rank: int, world_size: int, strategy: str) -> None
 @pytest.mark.trap(24)
 @pytest.mark.parametrize("place", ["first", "second"])
 @distributed(world_size=2)
-def test_shared_in_one_place(rank: int, world_size: int, place: str) -> None:
+@with_model(CASES["tied"].build, {TiedBlock})
+def test_shared_in_one_place(differential: Differential, place: str) -> None:
     """An error: it cannot be one parameter and two."""
-    needs_fsdp_c("does not look")
-    differential = Differential.of_units(CASES["tied"].build, {TiedBlock}, vectors)
     differential.train(1)
     differential.zero_grad()
     layer = getattr(differential.model.module.tied.module, place)
@@ -146,21 +134,19 @@ def _assert_refused(differential: Differential, message: str) -> None:
 
 
 def _reset(differential: Differential) -> None:
-    needs_fsdp_c("has no reset()")
     from fsdp_c import reset
 
     reset(differential.model)
 
 
 @pytest.mark.parametrize("shape", [(DIM + 1, DIM), (DIM,), (2, 2, 2)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(strategy=STRATEGIES)
 @distributed(world_size=2)
+@with_model()
 def test_wrong_shape(
-    rank: int, world_size: int, strategy: str, shape: tuple[int, ...]
+    differential: Differential, rank: int, shape: tuple[int, ...]
 ) -> None:
     """The error names the parameter and its unit; putting it back heals."""
-    needs_fsdp_c("has no reset()")
-    differential = Differential.of_model("mlp", strategy=strategy)
     differential.train(1)
     differential.zero_grad()
     layer = differential.model.module.inp
@@ -180,10 +166,9 @@ def _reset_after(layer: nn.Module, old: nn.Parameter, differential: object) -> N
 
 
 @distributed(world_size=2)
-def test_wrong_dtype(rank: int, world_size: int) -> None:
+@with_model()
+def test_wrong_dtype(differential: Differential, rank: int) -> None:
     """No silent cast."""
-    needs_fsdp_c("has no reset()")
-    differential = Differential.of_model("mlp")
     layer = differential.model.module.inp
     old = layer.weight
     layer.weight = nn.Parameter(torch.zeros(DIM, DIM, dtype=torch.float64))
@@ -196,10 +181,11 @@ def test_wrong_dtype(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("how", ["None", "deleted", "tensor"])
 @pytest.mark.parametrize("in_unit", [False, True])
 @distributed(world_size=2)
-def test_removed(rank: int, world_size: int, in_unit: bool, how: str) -> None:
+@with_model()
+def test_removed(
+    differential: Differential, rank: int, in_unit: bool, how: str
+) -> None:
     """An error that says so, before anything is gathered."""
-    needs_fsdp_c("has no reset()")
-    differential = Differential.of_model("mlp")
     differential.train(1)
     differential.zero_grad()
     model = differential.model
@@ -226,10 +212,9 @@ def test_removed(rank: int, world_size: int, in_unit: bool, how: str) -> None:
 
 
 @distributed(world_size=2)
-def test_replaced_between_forward_and_backward(rank: int, world_size: int) -> None:
+@with_model()
+def test_replaced_between_forward_and_backward(differential: Differential) -> None:
     """The step under way is the old parameter's; the next one is the new one's."""
-    needs_fsdp_c("refuses it")
-    differential = Differential.of_model("mlp")
     differential.train(1)
     differential.zero_grad()
     values = _new_values((DIM, DIM))

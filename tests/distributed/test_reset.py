@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.distributed import distributed
-from helpers.impl import needs_fsdp_c
-from helpers.models import BATCH, DIM, MLP, Block, vectors
+from helpers.models import BATCH, DIM, MLP, Block
 from helpers.reference import Differential
 from helpers.transports import OWN, over
 
@@ -68,8 +67,7 @@ def _fail_at(
         fail()
 
     def in_backward(_module: Any, _args: Any, output: Tensor) -> Tensor:
-        changed: Tensor = _FailsInBackward.apply(output, fail)
-        return changed
+        return _FailsInBackward.apply(output, fail)
 
     def hook_output(_module: Any, _args: Any, output: Tensor) -> None:
         output.register_hook(in_module)
@@ -90,12 +88,7 @@ def _make(
     strategy: str, *, use_orig_params: bool = True, **kwargs: Any
 ) -> Differential:
     return Differential.of_units(
-        MLP,
-        {Block},
-        vectors,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-        **kwargs,
+        MLP, {Block}, strategy=strategy, use_orig_params=use_orig_params, **kwargs
     )
 
 
@@ -124,16 +117,8 @@ def _go_on(differential: Differential) -> None:
 )
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(2, 3))
-def test_on_all_ranks(
-    rank: int,
-    world_size: int,
-    transport: str,
-    strategy: str,
-    place: str,
-    failure: str,
-) -> None:
+def test_on_all_ranks(transport: str, strategy: str, place: str, failure: str) -> None:
     """The exception keeps its type; the next steps are right."""
-    needs_fsdp_c("has no reset()")
     with over(transport):
         fail, kind, message = _FAILURES[failure]
         differential = _make(strategy)
@@ -151,10 +136,7 @@ def test_on_all_ranks(
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_several_failures(
-    rank: int, world_size: int, transport: str, use_orig_params: bool
-) -> None:
-    needs_fsdp_c("has no reset()")
+def test_several_failures(transport: str, use_orig_params: bool) -> None:
     with over(transport):
         differential = _make("FULL_SHARD", use_orig_params=use_orig_params)
         for place in ("backward", "forward", "last backward", "backward"):
@@ -171,9 +153,8 @@ def test_several_failures(
 
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @distributed(world_size=2)
-def test_in_an_accumulation(rank: int, world_size: int, transport: str) -> None:
+def test_in_an_accumulation(transport: str) -> None:
     """The micro-batches before the failed one go with it: all are repeated."""
-    needs_fsdp_c("has no reset()")
     with over(transport):
         differential = _make("FULL_SHARD")
         differential.train(1)
@@ -200,7 +181,6 @@ def test_on_one_rank_between_forward_and_backward(
     rank: int, world_size: int, transport: str, failure: str
 ) -> None:
     """A loss that only one rank cannot compute: the ranks agree to leave it out."""
-    needs_fsdp_c("has no reset()")
     with over(transport):
         fail, kind, _ = _FAILURES[failure]
         differential = _make("FULL_SHARD")
@@ -224,11 +204,8 @@ def test_on_one_rank_between_forward_and_backward(
 
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
 @distributed(world_size=2)
-def test_parameters_and_optimizer_state_survive(
-    rank: int, world_size: int, transport: str
-) -> None:
+def test_parameters_and_optimizer_state_survive(transport: str) -> None:
     """A failed step changes neither, bit by bit."""
-    needs_fsdp_c("has no reset()")
     with over(transport):
         differential = _make("FULL_SHARD")
         differential.train(2)

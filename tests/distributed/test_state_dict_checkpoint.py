@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.shared_folder import shared_folder
@@ -80,15 +80,9 @@ _TORCHS = pytest.mark.cpu_only("torch's FSDP1 crashes there, in its own gather")
 @pytest.mark.parametrize(("num_before", "num_after"), [(4, 2), (3, 4), (1, 3), (2, 2)])
 @distributed(world_size=4)
 def test_other_world_sizes(
-    rank: int,
-    world_size: int,
-    num_before: int,
-    num_after: int,
-    saver: str,
-    loader: str,
+    num_before: int, num_after: int, saver: str, loader: str
 ) -> None:
     """A checkpoint goes to another number of ranks, wrapping and implementation."""
-    needs_fsdp_c("is one of the two")
     for model in ("uneven", "transformer"):
         torch.manual_seed(0)
         reference = CASES[model].build()
@@ -121,9 +115,8 @@ def test_other_world_sizes(
 
 @pytest.mark.parametrize("kind", ["mesh", "groups"])
 @distributed(world_size=4)
-def test_hybrid_and_meshes(rank: int, world_size: int, kind: str) -> None:
+def test_hybrid_and_meshes(kind: str) -> None:
     """From two replicas to four shards and back; DTensor and ShardedTensor mixed."""
-    needs_fsdp_c("refuses scalar parameters")
     mesh = init_device_mesh(TEST_DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     groups = [g for g in mesh.get_all_groups() if g is not dist.group.WORLD]
     with (
@@ -154,9 +147,8 @@ def test_hybrid_and_meshes(rank: int, world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_local(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_local(use_orig_params: bool) -> None:
     """LOCAL entries are ShardedTensors that a checkpoint takes."""
-    needs_fsdp_c("refuses scalar parameters")
     reference, model = everything(0, use_orig_params=use_orig_params)
     _, other = everything(1, use_orig_params=use_orig_params)
     with shared_folder() as folder:
@@ -169,9 +161,8 @@ def test_local(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 @pytest.mark.cpu_only("on accelerators fsdp_c aligns parameters in a flat one")
 @distributed(world_size=(2, 3))
-def test_torchs_local_state_dicts(rank: int, world_size: int) -> None:
+def test_torchs_local_state_dicts() -> None:
     """FSDP1's own LOCAL state dict loads here, and ours there: same flat layout."""
-    needs_fsdp_c("is one of the two")
     for model in ("mlp", "uneven"):
         torch.manual_seed(0)
         reference = CASES[model].build()
@@ -190,14 +181,11 @@ def test_torchs_local_state_dicts(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_checkpoint_state_dict_functions(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_checkpoint_state_dict_functions(use_orig_params: bool) -> None:
     """get_model_state_dict and set_model_state_dict: the options choose the kind.
 
     More of them is in tests/programs/test_checkpoint_state_dict.py.
     """
-    needs_fsdp_c("refuses scalar parameters")
     reference, model = everything(0, use_orig_params=use_orig_params)
     expected = reference.state_dict()
     full = StateDictOptions(full_state_dict=True)

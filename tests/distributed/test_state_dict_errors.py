@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import fsdp, needs_fsdp_c
+from helpers.impl import fsdp
 from helpers.models import CASES, MLP
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.state_dicts import FULL, LOCAL, SHARDED, destroyed_groups, load, save
+
+pytestmark = pytest.mark.bookkeeping
 
 
 def _wrap(module: nn.Module, **kwargs: Any) -> Any:
@@ -37,9 +39,8 @@ def _refused(model: nn.Module, *patterns: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_other_kinds(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_other_kinds(use_orig_params: bool) -> None:
     """Every kind given to every other: key, what it is, what to do."""
-    needs_fsdp_c("asserts")
     source = _wrap(MLP(), use_orig_params=use_orig_params)
     model = _wrap(MLP(), use_orig_params=use_orig_params)
     state = {kind: save(source, kind) for kind in (FULL, SHARDED, LOCAL)}
@@ -61,9 +62,8 @@ def test_other_kinds(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
 @distributed(world_size=2)
-def test_other_shapes(rank: int, world_size: int, kind: Any) -> None:
+def test_other_shapes(kind: Any) -> None:
     """One parameter of another shape: nothing is loaded, strict or not."""
-    needs_fsdp_c("loads what fits")
     other = MLP()
     other.out = nn.Linear(6, 4)
     state = save(_wrap(other), kind)
@@ -79,9 +79,8 @@ def test_other_shapes(rank: int, world_size: int, kind: Any) -> None:
 
 
 @distributed(world_size=3)
-def test_other_world_sizes(rank: int, world_size: int) -> None:
+def test_other_world_sizes(rank: int) -> None:
     """Saved on 3 ranks, loaded on 2: refused, with the way to do it."""
-    needs_fsdp_c("asserts")
     torch.manual_seed(0)
     source = _wrap(MLP())
     state = {kind: save(source, kind) for kind in (SHARDED, LOCAL)}
@@ -99,9 +98,8 @@ def test_other_world_sizes(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_other_use_orig_params(rank: int, world_size: int) -> None:
+def test_other_use_orig_params() -> None:
     """LOCAL layouts differ where parameters are aligned with one of the two only."""
-    needs_fsdp_c("has no LOCAL with use_orig_params=True")
     module = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 5))
     state = save(fsdp(copy.deepcopy(module), use_orig_params=True), LOCAL)
     expected = module.state_dict()
@@ -120,11 +118,8 @@ def test_other_use_orig_params(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_missing_and_unexpected(
-    rank: int, world_size: int, use_orig_params: bool, kind: Any
-) -> None:
+def test_missing_and_unexpected(use_orig_params: bool, kind: Any) -> None:
     """Clean names; with strict=False they are returned and the rest is loaded."""
-    needs_fsdp_c("asserts")
     torch.manual_seed(0)
     source = _wrap(MLP(), use_orig_params=use_orig_params)
     model = _wrap(MLP(), use_orig_params=use_orig_params)
@@ -153,9 +148,8 @@ def test_missing_and_unexpected(
 
 
 @distributed(world_size=2)
-def test_a_rank_with_other_values(rank: int, world_size: int) -> None:
+def test_a_rank_with_other_values(rank: int) -> None:
     """A problem on one rank is one on all: no rank loads, none waits."""
-    needs_fsdp_c("hangs")
     state = save(_wrap(MLP()), SHARDED)
     model = _wrap(MLP())
     if rank == 1:
@@ -165,9 +159,8 @@ def test_a_rank_with_other_values(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_beside_a_module_with_loading_of_its_own(rank: int, world_size: int) -> None:
+def test_beside_a_module_with_loading_of_its_own() -> None:
     """Units of plain modules are checked there, too, each before it is loaded."""
-    needs_fsdp_c("loads what fits")
     module = MLP()
     module.out.register_load_state_dict_post_hook(lambda *_: None)
     model = _wrap(module)
@@ -180,9 +173,8 @@ def test_beside_a_module_with_loading_of_its_own(rank: int, world_size: int) -> 
 
 
 @distributed(world_size=2)
-def test_wrong_values_and_moments(rank: int, world_size: int) -> None:
+def test_wrong_values_and_moments() -> None:
     """No tensors; inside forward; assign."""
-    needs_fsdp_c("says less")
     model = _wrap(MLP())
     state: dict[str, Any] = full_state_dict(model)
     with _refused(model, '"out.bias": expected torch.Tensor', "NoneType"):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from helpers.distributed import TEST_DEVICE, distributed
+from helpers.distributed import TEST_DEVICE, distributed, varied
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     FSDP,
@@ -29,10 +29,14 @@ from helpers.impl import (
     ShardingStrategy,
     StateDictType,
     fsdp,
-    needs_fsdp_c,
 )
 from helpers.models import CASES
-from helpers.reference import Differential, assert_same_tensors, full_state_dict
+from helpers.reference import (
+    Differential,
+    assert_same_tensors,
+    full_state_dict,
+    with_model,
+)
 from helpers.state_dicts import (
     FULL,
     LOCAL,
@@ -89,11 +93,8 @@ def _check_round_trip(make: Callable[[int], tuple[nn.Module, Any]]) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(2, 3))
-def test_round_trip(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, is_nested: bool
-) -> None:
+def test_round_trip(strategy: str, use_orig_params: bool, is_nested: bool) -> None:
     """Scalar, empty, tied, frozen, mixed dtypes, ignored, buffers; every kind."""
-    needs_fsdp_c("refuses scalar parameters")
     _check_round_trip(
         lambda seed: everything(
             seed,
@@ -109,14 +110,9 @@ def test_round_trip(
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 @distributed(world_size=4)
 def test_hybrid_round_trip(
-    rank: int,
-    world_size: int,
-    num_replicas: int,
-    strategy: str,
-    use_orig_params: bool,
+    world_size: int, num_replicas: int, strategy: str, use_orig_params: bool
 ) -> None:
     """Each replica has the whole state."""
-    needs_fsdp_c("refuses scalar parameters")
     with hybrid_groups(num_replicas, world_size // num_replicas) as groups:
         _check_round_trip(
             lambda seed: everything(
@@ -130,11 +126,8 @@ def test_hybrid_round_trip(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_no_shard_gives_full_state_dicts(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_no_shard_gives_full_state_dicts(use_orig_params: bool) -> None:
     """As FSDP1: nothing is sharded, so every kind is FULL, with a warning."""
-    needs_fsdp_c("refuses scalar parameters")
     reference, model = everything(
         sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=use_orig_params
     )
@@ -156,16 +149,12 @@ def test_no_shard_gives_full_state_dicts(
         assert_same_tensors("loaded", full_state_dict(other), state, 0.0)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False], model=["mlp", "frozen", "mixed_dtype"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", ["mlp", "frozen", "mixed_dtype"])
 @distributed(world_size=(2, 3))
-def test_training_goes_on(
-    rank: int, world_size: int, model: str, kind: Any, use_orig_params: bool
-) -> None:
+@with_model()
+def test_training_goes_on(differential: Differential, kind: Any) -> None:
     """Save after a step, load after another: as if that had not been."""
-    needs_fsdp_c("crashes on the CPU")
-    differential = Differential.of_model(model, use_orig_params=use_orig_params)
     differential.train(1)
     state = save(differential.model, kind)
     expected = copy.deepcopy(differential.reference.state_dict())
@@ -218,9 +207,8 @@ def test_sharded_tensors_are_torchs_chunks(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @distributed(world_size=(2, 3))
-def test_other_wrapping_and_dtype(rank: int, world_size: int, kind: Any) -> None:
+def test_other_wrapping_and_dtype(kind: Any) -> None:
     """Loading converts, as nn.Module's does; units may be cut elsewhere."""
-    needs_fsdp_c("refuses scalar parameters")
     reference, model = everything(is_nested=True, use_orig_params=True)
     state = save(model, kind)
     _, other = everything(1, is_nested=False, use_orig_params=False)
@@ -238,9 +226,8 @@ def test_other_wrapping_and_dtype(rank: int, world_size: int, kind: Any) -> None
 
 @pytest.mark.parametrize("num_replicas", [None, 1, 2])
 @distributed(world_size=4)
-def test_device_mesh(rank: int, world_size: int, num_replicas: int | None) -> None:
+def test_device_mesh(world_size: int, num_replicas: int | None) -> None:
     """DTensors over the mesh; LOCAL is refused, as in FSDP1."""
-    needs_fsdp_c("refuses scalar parameters")
     if num_replicas is None:
         mesh = init_device_mesh(TEST_DEVICE, (world_size,))
         placements: tuple[Any, ...] = (Shard(0),)
@@ -275,9 +262,8 @@ def test_device_mesh(rank: int, world_size: int, num_replicas: int | None) -> No
 
 
 @distributed(world_size=2)
-def test_dtensors_without_a_mesh(rank: int, world_size: int) -> None:
+def test_dtensors_without_a_mesh() -> None:
     """``_use_dtensor`` makes a mesh of the group; both forms load into both."""
-    needs_fsdp_c("needs a device mesh for DTensors")
     reference, model = everything()
     state = save(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
     assert isinstance(state["inp.weight"], DTensor)
@@ -290,11 +276,8 @@ def test_dtensors_without_a_mesh(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_mixed_precision(
-    rank: int, world_size: int, use_orig_params: bool, kind: Any
-) -> None:
+def test_mixed_precision(use_orig_params: bool, kind: Any) -> None:
     """Masters, and buffers in the dtype that they had, before and after forward."""
-    needs_fsdp_c("refuses scalar parameters")
     precision = MixedPrecision(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.bfloat16,
@@ -328,9 +311,8 @@ def test_mixed_precision(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_offload(rank: int, world_size: int, use_orig_params: bool, kind: Any) -> None:
+def test_offload(use_orig_params: bool, kind: Any) -> None:
     """CPU offload of the parameters, and of the state dict."""
-    needs_fsdp_c("refuses scalar parameters")
     offload = {
         "cpu_offload": CPUOffload(offload_params=True),
         "use_orig_params": use_orig_params,
@@ -349,11 +331,8 @@ def test_offload(rank: int, world_size: int, use_orig_params: bool, kind: Any) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=2)
-def test_between_micro_batches_and_inside_a_summon(
-    rank: int, world_size: int, kind: Any
-) -> None:
+def test_between_micro_batches_and_inside_a_summon(kind: Any) -> None:
     """What was loaded counts at once, also where whole parameters are kept."""
-    needs_fsdp_c("crashes on the CPU")
     for use_orig_params in (True, False):
         differential = Differential.of_model(
             "mlp", strategy="SHARD_GRAD_OP", use_orig_params=use_orig_params
@@ -362,9 +341,9 @@ def test_between_micro_batches_and_inside_a_summon(
         source = CASES["mlp"].build()
         other = fsdp(
             copy.deepcopy(source),
-            auto_wrap_policy=ModuleWrapPolicy(set(CASES["mlp"].unit_classes)),
+            units=CASES["mlp"].unit_classes,
             use_orig_params=use_orig_params,
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            strategy="SHARD_GRAD_OP",
         )
         state = save(other, kind)
         with differential.model.no_sync():
@@ -386,7 +365,7 @@ def test_between_micro_batches_and_inside_a_summon(
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=2)
-def test_prefixes_and_roots(rank: int, world_size: int, kind: Any) -> None:
+def test_prefixes_and_roots(kind: Any) -> None:
     """A prefix, a nested unit alone, and a root that is not wrapped."""
     reference = CASES["mlp"].build()
     policy = ModuleWrapPolicy(set(CASES["mlp"].unit_classes))
@@ -421,9 +400,8 @@ def test_prefixes_and_roots(rank: int, world_size: int, kind: Any) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @distributed(world_size=2)
-def test_activation_checkpointing(rank: int, world_size: int, when: str) -> None:
+def test_activation_checkpointing(when: str) -> None:
     """Wrappers of activation checkpointing do not show in keys."""
-    needs_fsdp_c("crashes on the CPU")
     reference = Everything()
     model = copy.deepcopy(reference)
 
@@ -434,7 +412,7 @@ def test_activation_checkpointing(rank: int, world_size: int, when: str) -> None
         apply_activation_checkpointing(
             model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=is_inner
         )
-        model = fsdp(model, auto_wrap_policy=ModuleWrapPolicy({Inner}))
+        model = fsdp(model, units={Inner})
     else:
         model = wrap_everything(model)
         apply_activation_checkpointing(
@@ -458,7 +436,7 @@ def test_activation_checkpointing(rank: int, world_size: int, when: str) -> None
 
 
 @distributed(world_size=2)
-def test_settings(rank: int, world_size: int) -> None:
+def test_settings() -> None:
     """Types and configs are set, returned, and given back to each unit."""
     policy = ModuleWrapPolicy(set(CASES["mlp"].unit_classes))
     model = fsdp(CASES["mlp"].build(), auto_wrap_policy=policy)

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.allocations import counted
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import FSDP, FullStateDictConfig, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, FullStateDictConfig, fsdp
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.state_dicts import FULL, LOCAL, SHARDED, load, save, whole_state
 
@@ -30,8 +29,7 @@ class _SubBlock(nn.Module):
         self.fc = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(x)
-        return out
+        return self.fc(x)
 
 
 class _Block(nn.Module):
@@ -42,8 +40,7 @@ class _Block(nn.Module):
         self.last = _SubBlock()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.fc(self.first(x)))
-        return out
+        return self.last(self.fc(self.first(x)))
 
 
 class _Deep(nn.Module):
@@ -59,24 +56,20 @@ class _Deep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.fc(x)
-        return out
+        return self.fc(x)
 
 
 def _wrap(module: nn.Module, **kwargs: Any) -> Any:
-    return fsdp(
-        module, auto_wrap_policy=ModuleWrapPolicy({_Block, _SubBlock}), **kwargs
-    )
+    return fsdp(module, units={_Block, _SubBlock}, **kwargs)
 
 
 @pytest.mark.parametrize("rank0_only", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
 def test_full_takes_its_result(
-    rank: int, world_size: int, use_orig_params: bool, rank0_only: bool
+    rank: int, use_orig_params: bool, rank0_only: bool
 ) -> None:
     """Beside the result at most one unit: small pieces are packed."""
-    needs_fsdp_c("gathers the parents of a unit as well")
     reference = _Deep()
     model = _wrap(copy.deepcopy(reference), use_orig_params=use_orig_params)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
@@ -95,9 +88,8 @@ def test_full_takes_its_result(
 
 @pytest.mark.parametrize("kind", [SHARDED, LOCAL])
 @distributed(world_size=(2, 3))
-def test_sharded_and_local_peaks(rank: int, world_size: int, kind: Any) -> None:
+def test_sharded_and_local_peaks(world_size: int, kind: Any) -> None:
     """The result is a part, and nothing is beside it."""
-    needs_fsdp_c("gathers the parents of a unit as well")
     model = _wrap(_Deep())
     save(model, kind)
     with counted() as allocations:
@@ -110,9 +102,8 @@ def test_sharded_and_local_peaks(rank: int, world_size: int, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [FULL, LOCAL])
 @distributed(world_size=(2, 3))
-def test_loading_takes_no_memory(rank: int, world_size: int, kind: Any) -> None:
+def test_loading_takes_no_memory(rank: int, kind: Any) -> None:
     """FULL and LOCAL: each rank copies its part, without communication."""
-    needs_fsdp_c("gathers the units")
     model = _wrap(_Deep())
     state = save(model, kind)
     load(model, kind, state)
@@ -123,9 +114,8 @@ def test_loading_takes_no_memory(rank: int, world_size: int, kind: Any) -> None:
 
 
 @distributed(world_size=(2, 3))
-def test_sharded_load_takes_parts(rank: int, world_size: int) -> None:
+def test_sharded_load_takes_parts(world_size: int) -> None:
     """One exchange a unit, which takes a rank's part of it and no more."""
-    needs_fsdp_c("gathers each tensor")
     torch.manual_seed(0)
     model = _wrap(_Deep())
     state = save(_wrap(_Deep()), SHARDED)
@@ -179,9 +169,8 @@ class _Outer(nn.Module):
 
 
 @distributed(world_size=2)
-def test_hooks_see_what_they_see_unwrapped(rank: int, world_size: int) -> None:
+def test_hooks_see_what_they_see_unwrapped() -> None:
     """Whole parameters, right prefixes; what hooks add is in the right place."""
-    needs_fsdp_c("returns views of freed memory")
     log: list[Any] = []
     reference = _Outer(log)
     module = copy.deepcopy(reference)
@@ -225,16 +214,11 @@ class _Custom(nn.Module):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_modules_with_loading_of_their_own(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_modules_with_loading_of_their_own(use_orig_params: bool) -> None:
     """They see whole parameters; the other units do not need them."""
-    needs_fsdp_c("crashes on the CPU")
     module = nn.Sequential(_Custom(), nn.Linear(3, 3))
     model = fsdp(
-        copy.deepcopy(module),
-        auto_wrap_policy=ModuleWrapPolicy({_Custom}),
-        use_orig_params=use_orig_params,
+        copy.deepcopy(module), units={_Custom}, use_orig_params=use_orig_params
     )
     value = torch.arange(12.0).view(4, 3)
     state = {**module.state_dict(), "0.weight": value, "0._extra_state": torch.ones(2)}
@@ -253,14 +237,11 @@ def test_modules_with_loading_of_their_own(
 
 
 @distributed(world_size=2)
-def test_shared_with_a_module_outside(rank: int, world_size: int) -> None:
+def test_shared_with_a_module_outside() -> None:
     """A nested unit alone does not have a parameter that an outer one shards."""
-    needs_fsdp_c("refuses it")
     module = nn.Sequential(_SubBlock(), _SubBlock())
     module[1].fc.weight = module[0].fc.weight
-    model = fsdp(
-        module, auto_wrap_policy=ModuleWrapPolicy({_SubBlock}), use_orig_params=True
-    )
+    model = fsdp(module, units={_SubBlock}, use_orig_params=True)
     assert len(full_state_dict(model)) == 2
     for kind in (FULL, SHARDED, LOCAL):
         with pytest.raises(RuntimeError, match=r"'fc\.weight'.*shared with modules"):
@@ -281,12 +262,11 @@ def _impatient_group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("has_met", [True, False])
 @distributed(world_size=3)
-def test_a_rank_that_does_not_call(rank: int, world_size: int, has_met: bool) -> None:
+def test_a_rank_that_does_not_call(rank: int, has_met: bool) -> None:
     """The others name the rank, and the call, after the group's timeout.
 
     Ranks whose group has carried nothing yet wait in their first meeting: no call.
     """
-    needs_fsdp_c("waits, and says less")
     with _impatient_group() as group:
         model = _wrap(_Deep(), process_group=group)
         if has_met:

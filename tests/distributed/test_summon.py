@@ -9,24 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.distributed import TEST_DEVICE, distributed
+from helpers.distributed import STRATEGIES, TEST_DEVICE, distributed, every_strategy
 from helpers.groups import hybrid_groups
 from helpers.impl import (
     FSDP,
-    IS_TORCH,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     assert_idle,
     fsdp,
-    needs_fsdp_c,
 )
 from helpers.models import DIM, Block, vectors
 from helpers.reference import Differential, assert_same
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 class Outer(nn.Module):
@@ -38,8 +33,7 @@ class Outer(nn.Module):
         self.inner = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x) * self.gate
-        return out
+        return self.inner(x) * self.gate
 
 
 class Idle(nn.Module):
@@ -68,8 +62,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(torch.tanh(self.first(x))) + self.empty.sum()
         x = x + self.shift.to(x.dtype)
-        out: Tensor = self.outer(x) * self.scale
-        return out
+        return self.outer(x) * self.scale
 
 
 UNITS = (Outer, Block, Idle)
@@ -88,8 +81,8 @@ def _make(
         return fsdp(
             module,
             process_group=groups,
-            sharding_strategy=ShardingStrategy[strategy],
-            auto_wrap_policy=ModuleWrapPolicy(set(UNITS)),
+            strategy=strategy,
+            units=UNITS,
             use_orig_params=use_orig_params,
             **kwargs,
         )
@@ -227,25 +220,18 @@ def _check_every_combination(differential: Differential) -> None:
 
 @pytest.mark.trap(16)
 @pytest.mark.trap(24)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=(2, 3))
-def test_every_combination(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_every_combination(strategy: str, use_orig_params: bool) -> None:
     """Values, gradients, names; what was written is kept, or is not."""
-    needs_fsdp_c("refuses some of them")
     differential = _make(strategy, use_orig_params=use_orig_params)
     _check_every_combination(differential)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_every_combination_with_offload(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_every_combination_with_offload(use_orig_params: bool) -> None:
     """The same where shards and gradients live on the host."""
-    needs_fsdp_c("refuses some of them")
     _check_every_combination(
         _make(
             "FULL_SHARD",
@@ -259,25 +245,18 @@ def test_every_combination_with_offload(
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @distributed(world_size=4)
-def test_every_combination_of_replicas(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_every_combination_of_replicas(strategy: str, use_orig_params: bool) -> None:
     """With rank0_only and writeback all replicas get the first one's values."""
-    needs_fsdp_c("refuses some of them")
     with hybrid_groups(2, 2) as groups:
         differential = _make(strategy, use_orig_params=use_orig_params, groups=groups)
         _check_every_combination(differential)
         del differential
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=2)
-def test_gradients_set_to_none(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_gradients_set_to_none(rank: int, strategy: str, use_orig_params: bool) -> None:
     """One of a unit becomes zeros, all of them become none."""
-    needs_fsdp_c("has whole gradients with use_orig_params=True only")
     differential = _make(strategy, use_orig_params=use_orig_params)
     model, params = differential.model, differential.reference_params
     for gone in (["outer.gate"], ["first.weight", "outer.inner.fc1.weight"], None):
@@ -303,11 +282,8 @@ def test_gradients_set_to_none(
 
 @pytest.mark.parametrize("clears", ["first", "others"])
 @distributed(world_size=2)
-def test_first_replica_clears_gradients(
-    rank: int, world_size: int, clears: str
-) -> None:
+def test_first_replica_clears_gradients(rank: int, clears: str) -> None:
     """With rank0_only and writeback its gradients count, also those it has not."""
-    needs_fsdp_c("refuses rank0_only with writeback")
     differential = _make("NO_SHARD", use_orig_params=True)
     model = differential.model
     differential.forward_backward()
@@ -323,14 +299,10 @@ def test_first_replica_clears_gradients(
     differential.train(1)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=2)
-def test_gradients_made_inside(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_gradients_made_inside(strategy: str, use_orig_params: bool) -> None:
     """New tensors in place of the gradients that are shown."""
-    needs_fsdp_c("has whole gradients with use_orig_params=True only")
     differential = _make(strategy, use_orig_params=use_orig_params)
     model = differential.model
     differential.forward_backward()
@@ -358,10 +330,9 @@ def test_gradients_made_inside(
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(2, 3))
 def test_gradients_none_on_one_rank(
-    rank: int, world_size: int, strategy: str, gone_on: int, use_orig_params: bool
+    rank: int, strategy: str, gone_on: int, use_orig_params: bool
 ) -> None:
     """That rank's part is zeros; nobody waits for a rank without gradients."""
-    needs_fsdp_c("has whole gradients with use_orig_params=True only")
     differential = _make(strategy, use_orig_params=use_orig_params)
     model = differential.model
     differential.forward_backward()
@@ -389,10 +360,9 @@ def test_gradients_none_on_one_rank(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
 def test_between_no_sync_backwards(
-    rank: int, world_size: int, strategy: str, with_grads: bool, use_orig_params: bool
+    strategy: str, with_grads: bool, use_orig_params: bool
 ) -> None:
     """Gradients that were not reduced stay for the next backward."""
-    needs_fsdp_c("refuses it, or loses them")
     differential = _make(strategy, use_orig_params=use_orig_params)
     model = differential.model
     for _ in range(2):
@@ -412,9 +382,7 @@ def test_between_no_sync_backwards(
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
 @distributed(world_size=(2, 3))
-def test_flat_parameters_are_whole(
-    rank: int, world_size: int, offload_to_cpu: bool
-) -> None:
+def test_flat_parameters_are_whole(rank: int, offload_to_cpu: bool) -> None:
     """The same objects; what is written through them counts; shards afterwards."""
     model = fsdp(Block(), use_orig_params=False)
     flat_param = model._handle.flat_param
@@ -451,7 +419,7 @@ def test_flat_parameters_are_whole(
 
 
 @distributed(world_size=(2, 3))
-def test_views_of_flat_parameters_are_whole(rank: int, world_size: int) -> None:
+def test_views_of_flat_parameters_are_whole(world_size: int) -> None:
     """With use_orig_params too, padding included; the same objects while held."""
     inner = fsdp(Block(), use_orig_params=True)
     model = fsdp(nn.Sequential(inner, nn.Linear(DIM, 3)), use_orig_params=True)
@@ -476,35 +444,32 @@ def test_views_of_flat_parameters_are_whole(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @distributed(world_size=2)
 def test_no_shard_keeps_what_is_written(
-    rank: int, world_size: int, param_dtype: torch.dtype | None, use_orig_params: bool
+    param_dtype: torch.dtype | None, use_orig_params: bool
 ) -> None:
     """Without a write-back too, as FSDP1: with a cast, and gradients as well."""
     model = fsdp(
         Block(),
-        sharding_strategy=ShardingStrategy.NO_SHARD,
+        strategy="NO_SHARD",
         mixed_precision=MixedPrecision(param_dtype=param_dtype),
         use_orig_params=use_orig_params,
     )
     model(torch.ones(2, DIM)).sum().backward()
-    with_grads = not IS_TORCH or use_orig_params
     before = {}
     with (
-        FSDP.summon_full_params(model, writeback=False, with_grads=with_grads),
+        FSDP.summon_full_params(model, writeback=False, with_grads=True),
         torch.no_grad(),
     ):
         for name, param in model.named_parameters():
             before[name] = param.clone()
             param.add_(1.0)
-            if with_grads:
-                param.grad.fill_(3.0)
-    with FSDP.summon_full_params(model, writeback=False, with_grads=with_grads):
+            param.grad.fill_(3.0)
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         for name, param in model.named_parameters():
             assert_same(name, param.detach(), before[name] + 1.0)
-            if with_grads:
-                assert bool((param.grad == 3.0).all()), name
+            assert bool((param.grad == 3.0).all()), name
     for param in model.parameters():
         assert param.grad is not None
-        assert not with_grads or bool((param.grad[param.grad != 0] == 3.0).all())
+        assert bool((param.grad[param.grad != 0] == 3.0).all())
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -512,10 +477,9 @@ def test_no_shard_keeps_what_is_written(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
 def test_exception_inside(
-    rank: int, world_size: int, strategy: str, writeback: bool, use_orig_params: bool
+    strategy: str, writeback: bool, use_orig_params: bool
 ) -> None:
     """The summon ends as it would have, and training goes on."""
-    needs_fsdp_c("leaves its flat parameters whole")
     differential = _make(strategy, use_orig_params=use_orig_params)
     model = differential.model
     differential.train(1)
@@ -543,12 +507,9 @@ def test_exception_inside(
     differential.train(2)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=2)
-def test_mixed_precision(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_mixed_precision(strategy: str, use_orig_params: bool) -> None:
     """What is shown has the master dtype, and none of compute's rounding."""
     differential = _make(
         strategy,
@@ -573,7 +534,7 @@ def test_mixed_precision(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_a_part_of_the_model(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_a_part_of_the_model(use_orig_params: bool) -> None:
     """A nested unit, or a plain module around units; the others stay sharded."""
     differential = _make("FULL_SHARD", use_orig_params=use_orig_params)
     differential.train(1)
@@ -599,9 +560,8 @@ def test_a_part_of_the_model(rank: int, world_size: int, use_orig_params: bool) 
 
 
 @distributed(world_size=2)
-def test_nested_summons(rank: int, world_size: int) -> None:
+def test_nested_summons() -> None:
     """Refused, and what was open stays as it was."""
-    needs_fsdp_c("says so in another way")
     differential = _make("FULL_SHARD", use_orig_params=True)
     model = differential.model
     with FSDP.summon_full_params(model):
@@ -620,7 +580,7 @@ def test_nested_summons(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_forward_inside(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_forward_inside(use_orig_params: bool) -> None:
     """An evaluation with the summoned parameters, if it is not refused."""
     differential = _make("FULL_SHARD", use_orig_params=use_orig_params)
     differential.train(1)

@@ -12,19 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-from helpers.distributed import distributed
-from helpers.groups import hybrid_groups
-from helpers.impl import IS_TORCH, BackwardPrefetch, ShardingStrategy, fsdp
-from helpers.models import DIM, MLP, Block
-
-if IS_TORCH:
-    pytest.skip("fsdp_c.trace is not torch's", allow_module_level=True)
 
 import fsdp_c
 from fsdp_c import trace
 from fsdp_c.trace._lanes import lanes_of
+from helpers.distributed import distributed
+from helpers.groups import hybrid_groups
+from helpers.impl import BackwardPrefetch, ShardingStrategy, fsdp
+from helpers.models import DIM, MLP, Block
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 3
@@ -32,7 +27,7 @@ NUM_BLOCKS = 3
 
 def make(**kwargs: Any) -> Any:
     kwargs.setdefault("use_orig_params", True)
-    return fsdp(MLP(NUM_BLOCKS), auto_wrap_policy=ModuleWrapPolicy({Block}), **kwargs)
+    return fsdp(MLP(NUM_BLOCKS), units={Block}, **kwargs)
 
 
 def step(model: Any, *, backward: bool = True) -> None:
@@ -62,7 +57,7 @@ def check_waits(lanes: Any) -> None:
 
 
 @distributed(world_size=(2, 3))
-def test_a_step(rank: int, world_size: int) -> None:
+def test_a_step(world_size: int) -> None:
     """Units unshard, wait and reduce in the order in which they do."""
     model = make()
     step(model)
@@ -97,7 +92,7 @@ def test_a_step(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_spans_are_in_order_and_nested(rank: int, world_size: int) -> None:
+def test_spans_are_in_order_and_nested() -> None:
     model = make(forward_prefetch=True)
     step(model)
     with trace.record(model, steps=2) as timeline:
@@ -137,7 +132,7 @@ def test_spans_are_in_order_and_nested(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_the_arena_that_is_seen_is_the_arena(rank: int, world_size: int) -> None:
+def test_the_arena_that_is_seen_is_the_arena() -> None:
     model = make()
     step(model)
     with trace.record(model, steps=1) as timeline:
@@ -151,7 +146,7 @@ def test_the_arena_that_is_seen_is_the_arena(rank: int, world_size: int) -> None
 
 
 @distributed(world_size=2)
-def test_no_more_than_the_steps(rank: int, world_size: int) -> None:
+def test_no_more_than_the_steps() -> None:
     model = make()
     step(model)
     with trace.record(model, steps=2) as timeline:
@@ -168,7 +163,7 @@ def test_no_more_than_the_steps(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_a_small_ring_keeps_the_newest(rank: int, world_size: int) -> None:
+def test_a_small_ring_keeps_the_newest() -> None:
     model = make()
     step(model)
     with trace.record(model, steps=5, capacity=120) as timeline:
@@ -183,7 +178,7 @@ def test_a_small_ring_keeps_the_newest(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @distributed(world_size=2)
-def test_strategies(rank: int, world_size: int, strategy: str) -> None:
+def test_strategies(strategy: str) -> None:
     model = make(sharding_strategy=ShardingStrategy[strategy])
     step(model)
     with trace.record(model, steps=1) as timeline:
@@ -200,7 +195,7 @@ def test_strategies(rank: int, world_size: int, strategy: str) -> None:
 
 
 @distributed(world_size=4)
-def test_replicas(rank: int, world_size: int) -> None:
+def test_replicas(rank: int) -> None:
     with hybrid_groups(2, 2) as groups:
         model = make(
             sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=groups
@@ -221,7 +216,7 @@ def test_replicas(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_started_between_forward_and_backward(rank: int, world_size: int) -> None:
+def test_started_between_forward_and_backward() -> None:
     """What comes before the first whole step is left out."""
     model = make()
     step(model)
@@ -241,7 +236,7 @@ def test_started_between_forward_and_backward(rank: int, world_size: int) -> Non
 
 
 @distributed(world_size=2)
-def test_other_things_that_a_step_does(rank: int, world_size: int) -> None:
+def test_other_things_that_a_step_does() -> None:
     """Clipping, no_sync, checkpointing, a forward without backward, frozen units."""
     model = make(backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     step(model)
@@ -265,7 +260,7 @@ def test_other_things_that_a_step_does(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_recomputation(rank: int, world_size: int) -> None:
+def test_recomputation() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -276,7 +271,7 @@ def test_recomputation(rank: int, world_size: int) -> None:
 
     torch.manual_seed(0)
     net = nn.Sequential(Checkpointed(), Checkpointed())
-    model = fsdp(net, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    model = fsdp(net, units={Block}, use_orig_params=True)
     step(model)
     with trace.record(model, steps=1) as timeline:
         step(model)
@@ -288,7 +283,7 @@ def test_recomputation(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_results_do_not_change(rank: int, world_size: int) -> None:
+def test_results_do_not_change(rank: int) -> None:
     def train(*, is_recorded: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
         model = make()
@@ -344,8 +339,9 @@ def test_files_of_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     assert f"{world_size} of {world_size} ranks" in found.summary()
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=2)
-def test_errors(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_errors(rank: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no FullyShardedDataParallel module in this"):
         trace.start(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="must be a module, got int"):
@@ -397,9 +393,7 @@ def test_errors(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_a_block_that_raises_ends_the_recording(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_block_that_raises_ends_the_recording(tmp_path: Path) -> None:
     model = make()
 
     def fails() -> None:
@@ -421,7 +415,7 @@ def test_a_block_that_raises_ends_the_recording(
 
 
 @distributed(world_size=2)
-def test_two_roots_in_one_model(rank: int, world_size: int) -> None:
+def test_two_roots_in_one_model() -> None:
     """A plain module around wrapped ones: two engines, one timeline."""
     net = nn.Sequential(
         fsdp(Block(), use_orig_params=True), fsdp(Block(), use_orig_params=True)
@@ -453,10 +447,11 @@ SCRIPT = """
 """
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize(
     ("num_steps", "num_recorded"),
     [
-        (2, None),
+        pytest.param(2, None, marks=pytest.mark.only_full),
         pytest.param(4, 2, marks=pytest.mark.only_full),
         pytest.param(5, 3, marks=pytest.mark.only_full),
         (7, 3),

@@ -7,26 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.distributed import distributed
-from helpers.impl import FSDP, IS_TORCH, assert_idle, memory_stats, needs_fsdp_c
-from helpers.models import DIM, MLP, Block, loss_of, vectors
-from helpers.reference import Differential, assert_same
+from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
+from helpers.impl import FSDP, assert_idle, memory_stats
+from helpers.models import DIM, MLP, Block, loss_of
+from helpers.reference import Differential, assert_same, with_model
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 RANKS = (2, 3, 4)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["mlp", "called_twice"])
+@every_strategy
+@varied(model=["mlp", "called_twice"])
 @distributed(world_size=(2, 3))
-def test_several_forwards_before_one_backward(
-    rank: int, world_size: int, model: str, strategy: str, use_orig_params: bool
-) -> None:
+@with_model()
+def test_several_forwards_before_one_backward(differential: Differential) -> None:
     """Two or three losses, summed."""
-    differential = Differential.of_model(
-        model, strategy=strategy, use_orig_params=use_orig_params
-    )
     for num_forwards in (2, 3, 1):
         differential.zero_grad()
         differential.forward_backward(num_forwards)
@@ -36,22 +30,14 @@ def test_several_forwards_before_one_backward(
 
 
 @pytest.mark.trap(5)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 @distributed(world_size=RANKS)
+@with_model("called_twice")
 def test_forwards_then_backwards(
-    rank: int,
-    world_size: int,
-    order: tuple[int, ...],
-    strategy: str,
-    use_orig_params: bool,
+    differential: Differential, order: tuple[int, ...]
 ) -> None:
     """Three forwards; their backwards in any order; the last one without no_sync."""
-    needs_fsdp_c("frees and reduces only in the first backward, silently or not")
-    differential = Differential.of_model(
-        "called_twice", strategy=strategy, use_orig_params=use_orig_params
-    )
     for keeps in (False, True):
         differential.zero_grad()
         losses = [differential.forward() for _ in range(3)]
@@ -66,18 +52,12 @@ def test_forwards_then_backwards(
         differential.check()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["mlp", "called_twice"])
+@every_strategy
+@varied(model=["mlp", "called_twice"])
 @distributed(world_size=2)
-def test_backward_twice_with_retain_graph(
-    rank: int, world_size: int, model: str, strategy: str, use_orig_params: bool
-) -> None:
+@with_model()
+def test_backward_twice_with_retain_graph(differential: Differential) -> None:
     """Gradients double."""
-    needs_fsdp_c("frees and reduces only in the first backward, silently or not")
-    differential = Differential.of_model(
-        model, strategy=strategy, use_orig_params=use_orig_params
-    )
     for _ in range(2):
         differential.zero_grad()
         for loss in differential.forward():
@@ -88,14 +68,11 @@ def test_backward_twice_with_retain_graph(
         differential.check()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=2)
-def test_backward_twice_without_retain_graph(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+@with_model()
+def test_backward_twice_without_retain_graph(differential: Differential) -> None:
     """Torch's own error, and training goes on."""
-    needs_fsdp_c("stays in its backward state after an exception")
-    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     mean, mine = differential.forward()
     mean.backward()
     mine.backward()
@@ -105,17 +82,14 @@ def test_backward_twice_without_retain_graph(
     differential.train(2)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("how", ["eval", "train", "inference", "a unit"])
 @distributed(world_size=RANKS)
+@with_model()
 def test_forwards_without_gradients_anywhere(
-    rank: int, world_size: int, how: str, strategy: str, use_orig_params: bool
+    differential: Differential, rank: int, how: str
 ) -> None:
     """Before the first step, between forward and backward, in no_sync, after."""
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     model, reference = differential.model, differential.reference
 
     def look() -> None:
@@ -133,8 +107,7 @@ def test_forwards_without_gradients_anywhere(
                 expected = reference.get_submodule("blocks.1")(batch)
                 assert_same("output", model.blocks[1](batch), expected)
 
-    if not (IS_TORCH and how == "inference"):  # its lazy initialisation
-        look()
+    look()
     for _ in range(2):
         differential.zero_grad()
         with model.no_sync():
@@ -153,17 +126,12 @@ def test_forwards_without_gradients_anywhere(
 
 
 @pytest.mark.trap(5)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("what", ["step", "write", "backward"])
 @distributed(world_size=RANKS)
-def test_forward_whose_loss_is_dropped(
-    rank: int, world_size: int, what: str, strategy: str, use_orig_params: bool
-) -> None:
+@with_model()
+def test_forward_whose_loss_is_dropped(differential: Differential, what: str) -> None:
     """Then a step, a write or another backward: on the shards, and not lost."""
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     differential.train(1)
     for _ in range(2):
         differential.zero_grad()
@@ -192,8 +160,7 @@ class _SharedModule(nn.Module):
         self.right = _Parent(shared)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.right(self.left(x))
-        return out
+        return self.right(self.left(x))
 
 
 class _Parent(nn.Module):
@@ -205,27 +172,22 @@ class _Parent(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.shared(torch.tanh(self.own(x)))
-        return out
+        return self.shared(torch.tanh(self.own(x)))
 
 
 @pytest.mark.trap(24)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("units", ["parents", "block", "both"])
 @pytest.mark.filterwarnings("ignore:shared between units")
 @distributed(world_size=RANKS)
 def test_module_that_two_units_use(
-    rank: int, world_size: int, units: str, strategy: str, use_orig_params: bool
+    units: str, strategy: str, use_orig_params: bool
 ) -> None:
     """As a unit of its own, or with its parameters in the lowest common unit."""
-    if units == "parents":
-        needs_fsdp_c("does not support it")
     classes = {"parents": {_Parent}, "block": {Block}, "both": {_Parent, Block}}
     differential = Differential.of_units(
         _SharedModule,
         classes[units],
-        vectors,
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
@@ -238,10 +200,11 @@ def test_module_that_two_units_use(
 
 
 @distributed(world_size=2)
-def test_nested_unit_trained_alone(rank: int, world_size: int) -> None:
+@with_model()
+def test_nested_unit_trained_alone(
+    differential: Differential, rank: int, world_size: int
+) -> None:
     """A unit inside a model can be run and trained as if it were a root."""
-    needs_fsdp_c("decides the root at the first forward")
-    differential = Differential.of_model("mlp")
     differential.train(1)
     differential.zero_grad()
     block = differential.model.blocks[1]
@@ -257,11 +220,10 @@ def test_nested_unit_trained_alone(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=RANKS)
-def test_two_models_trained_in_turn(rank: int, world_size: int) -> None:
+def test_two_models_trained_in_turn(rank: int) -> None:
     """A GAN: the generator's gradient passes through the frozen discriminator."""
-    needs_fsdp_c("decides at construction what is trainable")
     generator, judge = (
-        Differential.of_units(lambda: MLP(2), {Block}, vectors) for _ in range(2)
+        Differential.of_units(lambda: MLP(2), {Block}) for _ in range(2)
     )
     widen = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
 
@@ -290,16 +252,13 @@ def test_two_models_trained_in_turn(rank: int, world_size: int) -> None:
     assert_idle(judge.model)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=2)
+@with_model()
 def test_gradient_of_the_input(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    differential: Differential, rank: int, world_size: int
 ) -> None:
     """Inputs that require grad get theirs, local to the rank."""
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     for _ in range(2):
         differential.zero_grad()
         batches = differential.batches()
@@ -317,18 +276,14 @@ def test_gradient_of_the_input(
 
 
 @pytest.mark.trap(5)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("when", ["before", "after", "instead"])
 @distributed(world_size=RANKS)
+@with_model()
 def test_autograd_grad_of_the_inputs(
-    rank: int, world_size: int, when: str, strategy: str, use_orig_params: bool
+    differential: Differential, rank: int, world_size: int, when: str
 ) -> None:
     """torch.autograd.grad reaches no parameter: no gradient, no reduction."""
-    needs_fsdp_c("reduces in the first backward only")
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     for _ in range(2):
         differential.zero_grad()
         batches = differential.batches()
@@ -358,14 +313,13 @@ def test_autograd_grad_of_the_inputs(
         differential.check()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(strategy=STRATEGIES)
 @distributed(world_size=RANKS)
+@with_model()
 def test_autograd_grad_of_parameters_is_refused_or_local(
-    rank: int, world_size: int, strategy: str
+    differential: Differential, rank: int
 ) -> None:
     """It cannot be the mean over ranks; training goes on whatever it does."""
-    needs_fsdp_c("is free to do otherwise")
-    differential = Differential.of_model("mlp", strategy=strategy)
     differential.train(1)
     (batch,) = differential.batches()[rank]
     with contextlib.suppress(RuntimeError, ValueError):
@@ -391,20 +345,11 @@ class _Switched(nn.Module):
 
 
 @pytest.mark.trap(1)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=RANKS)
-def test_units_without_backward_in_some_steps(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+@with_model(_Switched, {Block})
+def test_units_without_backward_in_some_steps(differential: Differential) -> None:
     """All ranks leave the same unit's output unused; the next step uses it again."""
-    differential = Differential.of_units(
-        _Switched,
-        {Block},
-        vectors,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
     both: tuple[Any, ...] = (differential.reference, differential.model.module)
     for used in ((0, 1, 2), (0, 2), (1,), (2,), (0, 1, 2), (0,)):
         for model in both:
@@ -425,8 +370,7 @@ class _Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(num_experts))
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        out: Tensor = self.experts[int(expert)](x)
-        return out
+        return self.experts[int(expert)](x)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -436,7 +380,7 @@ def test_ranks_use_different_parameters_of_a_unit(
 ) -> None:
     """A parameter that some ranks do not use counts as zero there."""
     differential = Differential.of_units(
-        lambda: _Experts(world_size), (), vectors, use_orig_params=use_orig_params
+        lambda: _Experts(world_size), (), use_orig_params=use_orig_params
     )
     for step in range(3):
         differential.zero_grad()
@@ -451,13 +395,13 @@ def test_ranks_use_different_parameters_of_a_unit(
         differential.check()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=2)
+@with_model()
 def test_batch_sizes_differ_between_ranks(
-    rank: int, world_size: int, use_orig_params: bool
+    differential: Differential, rank: int, world_size: int
 ) -> None:
     """The mean is over ranks, not over samples."""
-    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     torch.manual_seed(0)
     batches = [torch.randn(2 + 3 * r, 6) for r in range(world_size)]
     for batch in batches:
@@ -469,9 +413,7 @@ def test_batch_sizes_differ_between_ranks(
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD_foreach"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_optimizers(
-    rank: int, world_size: int, use_orig_params: bool, optimizer: str
-) -> None:
+def test_optimizers(use_orig_params: bool, optimizer: str) -> None:
     """Elementwise optimizers step shards as they step whole parameters."""
     makers: dict[str, Any] = {
         "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -526,20 +468,15 @@ class _Fails(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("where", ["forward", "backward", "inner_forward"])
 @distributed(world_size=(2, 3))
 def test_training_goes_on_after_an_exception(
-    rank: int, world_size: int, where: str, strategy: str, use_orig_params: bool
+    rank: int, where: str, strategy: str, use_orig_params: bool
 ) -> None:
     """The user's exception comes out as it is; the next steps are right."""
-    if where == "backward":
-        needs_fsdp_c("stays in its backward state after an exception")
-    if where == "inner_forward" or strategy == "NO_SHARD":
-        needs_fsdp_c("stays in its forward state after an exception")
     differential = Differential.of_units(
-        _Fails, {Block}, vectors, strategy=strategy, use_orig_params=use_orig_params
+        _Fails, {Block}, strategy=strategy, use_orig_params=use_orig_params
     )
     model = differential.model
 
@@ -565,14 +502,11 @@ def test_training_goes_on_after_an_exception(
         differential.train(2)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @distributed(world_size=2)
-def test_exception_leaves_earlier_gradients(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+@with_model()
+def test_exception_leaves_earlier_gradients(differential: Differential) -> None:
     """Gradients that were complete before the failing forward are kept."""
-    needs_fsdp_c("stays in its forward state after an exception")
-    differential = Differential.of_model("mlp", use_orig_params=use_orig_params)
     differential.forward_backward()
     with pytest.raises(RuntimeError):
         differential.model(torch.randn(4, 7))

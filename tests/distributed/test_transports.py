@@ -8,28 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.distributed import distributed
+from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
-from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
-from helpers.models import CASES
+from helpers.impl import fsdp
 from helpers.reference import Differential
 from helpers.transports import OWN, c10d_only, over, transport_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
 @distributed(world_size=(2, 3))
-def test_training_over_c10d(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_training_over_c10d(strategy: str, use_orig_params: bool) -> None:
     """As over shared memory: losses, gradients and parameters."""
-    needs_fsdp_c("has no transports")
     with c10d_only():
         for model in ("transformer", "uneven", "mixed_dtype"):
-            if CASES[model].only_orig_params and not use_orig_params:
-                continue
             differential = Differential.of_model(
                 model, strategy=strategy, use_orig_params=use_orig_params
             )
@@ -38,9 +31,8 @@ def test_training_over_c10d(
 
 
 @distributed(world_size=(2, 3))
-def test_the_default_is_no_c10d(rank: int, world_size: int) -> None:
+def test_the_default_is_no_c10d() -> None:
     """From the first engine on, and for every group."""
-    needs_fsdp_c("has no transports")
     group = dist.new_group()
     assert transport_of(group) == ("c10d", "the group has not been used yet")
     model = fsdp(torch.nn.Linear(4, 4), process_group=group)
@@ -51,9 +43,8 @@ def test_the_default_is_no_c10d(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=(2, 3))
-def test_a_switch_on_one_rank_holds_for_all(rank: int, world_size: int) -> None:
+def test_a_switch_on_one_rank_holds_for_all(rank: int) -> None:
     """The others hear of it and do not wait; without it they meet again."""
-    needs_fsdp_c("has no transports")
     group = dist.new_group()
     with over("c10d" if rank == 1 else OWN):
         model = fsdp(torch.nn.Linear(4, 4), process_group=group)
@@ -66,11 +57,8 @@ def test_a_switch_on_one_rank_holds_for_all(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_a_group_that_was_switched_off_can_meet_later(
-    rank: int, world_size: int
-) -> None:
+def test_a_group_that_was_switched_off_can_meet_later() -> None:
     """Once its ranks are switched on, all of them."""
-    needs_fsdp_c("has no transports")
     group = dist.new_group()
     for transport in ("c10d", OWN):
         with over(transport):
@@ -82,14 +70,11 @@ def test_a_group_that_was_switched_off_can_meet_later(
 
 
 @distributed(world_size=4)
-def test_replicas_have_transports_of_their_own(rank: int, world_size: int) -> None:
+def test_replicas_have_transports_of_their_own() -> None:
     """Neither group of a hybrid mesh is carried by c10d."""
-    needs_fsdp_c("has no transports")
     with hybrid_groups(2, 2) as groups:
         model = fsdp(
-            torch.nn.Linear(4, 4),
-            process_group=groups,
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            torch.nn.Linear(4, 4), process_group=groups, strategy="HYBRID_SHARD"
         )
         model(torch.ones(2, 4)).sum().backward()
         for group in groups:
@@ -100,7 +85,6 @@ def test_replicas_have_transports_of_their_own(rank: int, world_size: int) -> No
 @distributed(world_size=(2, 3))
 def test_messages(rank: int, world_size: int) -> None:
     """Of all sizes and dtypes, to every other rank at once."""
-    needs_fsdp_c("has no messages")
     from fsdp_c._native import pass_messages
 
     def content(sender: int, receiver: int, numel: int, dtype: torch.dtype) -> object:
@@ -118,10 +102,7 @@ def test_messages(rank: int, world_size: int) -> None:
             incoming.append((peer, torch.empty(numel, dtype=dtype, device="cpu")))
             expected.append(content(peer, rank, numel, dtype))
     copies = [
-        (
-            torch.arange(5, device="cpu"),
-            torch.empty(5, dtype=torch.int64, device="cpu"),
-        )
+        (torch.arange(5, device="cpu"), torch.empty(5, dtype=torch.int64, device="cpu"))
     ]
     assert pass_messages(dist.group.WORLD, "test", outgoing, incoming, copies)
     assert copies[0][1].tolist() == [0, 1, 2, 3, 4]
@@ -132,9 +113,8 @@ def test_messages(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_wrong_messages(rank: int, world_size: int) -> None:
+def test_wrong_messages(rank: int) -> None:
     """Refused before anything is passed."""
-    needs_fsdp_c("has no messages")
     from fsdp_c._native import pass_messages
 
     group = dist.group.WORLD
@@ -160,9 +140,8 @@ def test_wrong_messages(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=1)
-def test_empty_tensors(rank: int, world_size: int) -> None:
+def test_empty_tensors() -> None:
     """Each is a tensor like any other; large ones lie side by side."""
-    needs_fsdp_c("has no slabs")
     from fsdp_c._native import empty_tensors
 
     numels = [0, 1, 3, 1_000_000, 17, 20_000_000]

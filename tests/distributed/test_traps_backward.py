@@ -10,18 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.distributed import distributed
-from helpers.impl import (
-    BackwardPrefetch,
-    assert_idle,
-    memory_stats,
-    needs_fsdp_c,
-    unit_states,
-)
-from helpers.models import DIM, Block, loss_of, vectors
-from helpers.reference import Differential
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+from helpers.distributed import distributed, every_strategy
+from helpers.impl import BackwardPrefetch, assert_idle, memory_stats, unit_states
+from helpers.models import DIM, Block, loss_of
+from helpers.reference import Differential, with_model
 
 
 class _Passes(Block):
@@ -47,21 +39,14 @@ class _Chain(nn.Module):
 
 
 @pytest.mark.trap(1)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("where", ["one unit", "all units"])
 @distributed(world_size=(2, 3))
+@with_model(lambda: _Chain(_Passes), {_Passes})
 def test_unit_gets_no_gradient(
-    rank: int, world_size: int, where: str, strategy: str, use_orig_params: bool
+    differential: Differential, rank: int, where: str
 ) -> None:
     """Pre-backward fires and no gradient comes: the unit is resharded all the same."""
-    differential = Differential.of_units(
-        lambda: _Chain(_Passes),
-        {_Passes},
-        vectors,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
     both: tuple[Any, ...] = (differential.reference, differential.model)
     for used in ((0, 1, 2, 3), () if where == "all units" else (0, 1, 3), (0, 1, 2, 3)):
         for model in both:
@@ -94,23 +79,17 @@ class _Side(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         self.side(x)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 @pytest.mark.trap(1)
 @pytest.mark.trap(2)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("frozen", [True, False])
 @distributed(world_size=(2, 3))
-def test_unit_whose_output_is_dropped(
-    rank: int, world_size: int, frozen: bool, strategy: str, use_orig_params: bool
-) -> None:
+@with_model(_Side, {Block})
+def test_unit_whose_output_is_dropped(differential: Differential, frozen: bool) -> None:
     """Its input gets a gradient, it has no backward: unsharded for nothing."""
-    differential = Differential.of_units(
-        _Side, {Block}, vectors, strategy=strategy, use_orig_params=use_orig_params
-    )
     if not frozen:
         for model in (differential.reference, differential.model):
             model.requires_grad_(True)
@@ -133,11 +112,7 @@ def test_unit_whose_output_is_dropped(
 @pytest.mark.parametrize("num_frozen", [0, 2])
 @distributed(world_size=(2, 3))
 def test_first_unit_without_a_gradient_of_its_input(
-    rank: int,
-    world_size: int,
-    num_frozen: int,
-    input_requires_grad: bool,
-    use_orig_params: bool,
+    rank: int, num_frozen: int, input_requires_grad: bool, use_orig_params: bool
 ) -> None:
     """The units that run first are reduced and resharded whatever the input is."""
 
@@ -148,7 +123,7 @@ def test_first_unit_without_a_gradient_of_its_input(
         return model
 
     differential = Differential.of_units(
-        build, {Block}, vectors, use_orig_params=use_orig_params
+        build, {Block}, use_orig_params=use_orig_params
     )
     for _ in range(3):
         differential.zero_grad()
@@ -206,8 +181,7 @@ class _Inside(nn.Module):
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-        return out
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
 @pytest.mark.trap(7)
@@ -216,34 +190,23 @@ class _Inside(nn.Module):
 @pytest.mark.parametrize("around", [True, False])
 @distributed(world_size=2)
 def test_recomputation_gathers_once(
-    rank: int,
-    world_size: int,
-    around: bool,
-    use_reentrant: bool,
-    forward_prefetch: bool,
+    around: bool, use_reentrant: bool, forward_prefetch: bool
 ) -> None:
     """Two gathers per unit, for checkpoint(unit) as for unit(checkpoint)."""
-    needs_fsdp_c("gathers a third time for checkpoint(FSDP(module))")
     differential = Differential.of_units(
         lambda: _Checkpointed(use_reentrant, around),
         {Block if around else _Inside},
-        vectors,
         forward_prefetch=forward_prefetch,
     )
     assert _gathers_per_step(differential, 3) <= 2 * 4
 
 
 @pytest.mark.trap(29)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("frozen", [(0,), (0, 1), (1, 2), (3,)])
 @distributed(world_size=(2, 3))
 def test_frozen_units_under_reentrant_checkpoint(
-    rank: int,
-    world_size: int,
-    frozen: tuple[int, ...],
-    strategy: str,
-    use_orig_params: bool,
+    frozen: tuple[int, ...], strategy: str, use_orig_params: bool
 ) -> None:
     """Recomputing one in backward is no forward: it prefetches nothing ahead."""
 
@@ -256,7 +219,6 @@ def test_frozen_units_under_reentrant_checkpoint(
     differential = Differential.of_units(
         build,
         {Block},
-        vectors,
         strategy=strategy,
         use_orig_params=use_orig_params,
         forward_prefetch=True,
@@ -282,28 +244,22 @@ class _Outer(nn.Module):
         self.after = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.after(self.inner(x))
-        return out
+        return self.after(self.inner(x))
 
 
 def _trace(model: Any) -> list[str]:
     """Return the collectives issued so far, the last ones at the end."""
-    needs_fsdp_c("has no trace")
-    lines: list[str] = model._engine.log().splitlines()
-    return lines
+    return model._engine.log().splitlines()
 
 
 @pytest.mark.trap(9)
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @distributed(world_size=2)
-def test_backward_gathers_in_reverse_post_forward_order(
-    rank: int, world_size: int, prefetch: str | None
-) -> None:
+def test_backward_gathers_in_reverse_post_forward_order(prefetch: str | None) -> None:
     """A nested unit ends before the one around it: in backward it comes after it."""
     differential = Differential.of_units(
         lambda: _Chain(_Outer, 2),
         {Block, _Outer},
-        vectors,
         backward_prefetch=prefetch and BackwardPrefetch[prefetch],
     )
     differential.train(2)
@@ -328,15 +284,11 @@ def test_backward_gathers_in_reverse_post_forward_order(
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(2, 3))
 def test_prefetch_for_a_unit_that_backward_does_not_reach(
-    rank: int, world_size: int, strategy: str, prefetch: str
+    strategy: str, prefetch: str
 ) -> None:
     """Backward ends in the middle: what is in flight is dropped and not used again."""
     differential = Differential.of_units(
-        _Chain,
-        {Block},
-        vectors,
-        strategy=strategy,
-        backward_prefetch=BackwardPrefetch[prefetch],
+        _Chain, {Block}, strategy=strategy, backward_prefetch=BackwardPrefetch[prefetch]
     )
     both: tuple[Any, ...] = (differential.reference, differential.model)
     differential.train(2)
@@ -356,17 +308,13 @@ def test_prefetch_for_a_unit_that_backward_does_not_reach(
 
 
 @pytest.mark.trap(5)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @distributed(world_size=(2, 3, 4))
+@with_model("called_twice")
 def test_forward_of_the_next_batch_before_this_backward(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    differential: Differential,
 ) -> None:
     """One forward ahead, as in a pipeline; each backward ends for itself."""
-    needs_fsdp_c("frees and reduces only in the first backward, silently or not")
-    differential = Differential.of_model(
-        "called_twice", strategy=strategy, use_orig_params=use_orig_params
-    )
     ahead = differential.forward()
     for _ in range(4):
         mean, mine = ahead
@@ -386,9 +334,7 @@ def test_forward_of_the_next_batch_before_this_backward(
 @pytest.mark.trap(2)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_frozen_units_are_resharded_inside_backward(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_frozen_units_are_resharded_inside_backward(use_orig_params: bool) -> None:
     """Memory does not grow with their number: not only the end gives it back."""
     arena_nbytes = []
     for num_blocks in (6, 9):
@@ -400,7 +346,7 @@ def test_frozen_units_are_resharded_inside_backward(
             return model
 
         differential = Differential.of_units(
-            build, {Block}, vectors, use_orig_params=use_orig_params
+            build, {Block}, use_orig_params=use_orig_params
         )
         differential.train(3)
         arena_nbytes.append(memory_stats(differential.model)["peak_nbytes"])

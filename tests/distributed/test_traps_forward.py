@@ -12,14 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from helpers.distributed import distributed
-from helpers.impl import (
-    FSDP,
-    FullStateDictConfig,
-    StateDictType,
-    fsdp,
-    needs_fsdp_c,
-)
+from helpers.distributed import distributed, every_strategy, varied
+from helpers.impl import FSDP, FullStateDictConfig, StateDictType, fsdp
 from helpers.models import CASES, DIM, MLP, Block, vectors
 from helpers.reference import (
     Differential,
@@ -27,6 +21,7 @@ from helpers.reference import (
     assert_same_tensors,
     clean_name,
     full_state_dict,
+    with_model,
 )
 
 
@@ -38,8 +33,7 @@ class _Recurrent(nn.Module):
         self.rnn = nn.RNN(DIM, DIM)
 
     def forward(self, packed: PackedSequence) -> PackedSequence:
-        out: PackedSequence = self.rnn(packed)[0]
-        return out
+        return self.rnn(packed)[0]
 
 
 class _RecurrentNet(nn.Module):
@@ -59,20 +53,11 @@ class _RecurrentNet(nn.Module):
 
 
 @pytest.mark.trap(4)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@varied(use_orig_params=[True, False], strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=(2, 3))
-def test_packed_sequences(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+@with_model(_RecurrentNet, {_Recurrent})
+def test_packed_sequences(differential: Differential, rank: int) -> None:
     """Backward starts from the tensor inside a PackedSequence."""
-    differential = Differential.of_units(
-        _RecurrentNet,
-        {_Recurrent},
-        vectors,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
     differential.train(2)
     assert type(differential.model(*differential.batches()[rank])) is PackedSequence
 
@@ -82,12 +67,11 @@ def test_packed_sequences(
     "first", ["summon", "state_dict", "forward", "no_grad", "clip"]
 )
 @distributed(world_size=(2, 3))
+@with_model()
 def test_nested_unit_is_used_before_the_root(
-    rank: int, world_size: int, first: str
+    differential: Differential, first: str
 ) -> None:
     """Whatever a nested unit does first, it does not become the root for good."""
-    needs_fsdp_c("decides the root at the first use")
-    differential = Differential.of_model("mlp")
     block = differential.model.blocks[1]
     if first == "summon":
         with FSDP.summon_full_params(block):
@@ -127,26 +111,17 @@ class _TiedAcross(nn.Module):
         x = self.inp(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 @pytest.mark.trap(24)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@every_strategy
 @distributed(world_size=(2, 3))
-def test_parameter_shared_between_units(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_parameter_shared_between_units(strategy: str, use_orig_params: bool) -> None:
     """It goes to the lowest common unit, here the root, under its first name."""
-    needs_fsdp_c("does not support it")
     with pytest.warns(UserWarning, match=r"shared between units: blocks\.0\.fc1\.we"):
         differential = Differential.of_units(
-            _TiedAcross,
-            {Block},
-            vectors,
-            strategy=strategy,
-            use_orig_params=use_orig_params,
+            _TiedAcross, {Block}, strategy=strategy, use_orig_params=use_orig_params
         )
     differential.train(3)
     state = full_state_dict(differential.model)
@@ -160,9 +135,7 @@ def test_parameter_shared_between_units(
 
 @pytest.mark.trap(17)
 @distributed(world_size=(2, 3, 4))
-def test_parameters_of_all_ranks_have_the_same_names(
-    rank: int, world_size: int
-) -> None:
+def test_parameters_of_all_ranks_have_the_same_names(world_size: int) -> None:
     """Numels differ, some are zero, and names and order are the same everywhere."""
     model = fsdp(CASES["uneven"].build(), use_orig_params=True)
     mine = [(clean_name(n), p.numel(), p.dim()) for n, p in model.named_parameters()]
@@ -180,7 +153,7 @@ def test_parameters_of_all_ranks_have_the_same_names(
 @pytest.mark.trap(17)
 @pytest.mark.parametrize("groups", ["by_name", "before_wrapping"])
 @distributed(world_size=(2, 3))
-def test_weight_decay_groups(rank: int, world_size: int, groups: str) -> None:
+def test_weight_decay_groups(groups: str) -> None:
     """Groups built by name, or by the number of dimensions before wrapping."""
 
     def optimizer(decays: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
@@ -207,8 +180,6 @@ def test_weight_decay_groups(rank: int, world_size: int, groups: str) -> None:
         )
 
     made = []
-    if groups == "before_wrapping":
-        needs_fsdp_c("makes new Parameter objects when it wraps")
 
     def wrap(module: nn.Module) -> Any:
         if groups == "before_wrapping":
@@ -225,9 +196,8 @@ def test_weight_decay_groups(rank: int, world_size: int, groups: str) -> None:
 
 @pytest.mark.trap(31)
 @distributed(world_size=2)
-def test_nothing_warns(rank: int, world_size: int) -> None:
+def test_nothing_warns() -> None:
     """No deprecated collective is called in a step, a state dict or a summon."""
-    needs_fsdp_c("warns of its own functions")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         differential = Differential.of_model("transformer")
@@ -243,10 +213,9 @@ def test_nothing_warns(rank: int, world_size: int) -> None:
 
 @pytest.mark.trap(26)
 @distributed(world_size=(2, 3))
-def test_rank0_only_state_dict_is_whole(rank: int, world_size: int) -> None:
+@with_model("uneven", use_orig_params=False)
+def test_rank0_only_state_dict_is_whole(differential: Differential, rank: int) -> None:
     """Rank 0's dict has the values that other ranks hold; theirs are empty."""
-    needs_fsdp_c("crashes on the CPU")
-    differential = Differential.of_model("uneven", use_orig_params=False)
     differential.train(1)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(

@@ -11,45 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.distributed import distributed
+from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
 from helpers.groups import hybrid_groups
-from helpers.impl import (
-    FSDP,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    assert_idle,
-    fsdp,
-    memory_stats,
-    needs_fsdp_c,
-)
+from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp, memory_stats
 from helpers.models import CASES, DIM, OneElement, loss_of, vectors
-from helpers.reference import Differential, assert_same, full_state_dict
+from helpers.reference import Differential, assert_same, full_state_dict, with_model
 from helpers.seeds import generator
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 @pytest.mark.trap(10)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["one context", "nested", "backward only", "eval"])
+@every_strategy
+@pytest.mark.parametrize("how", ["nested", "backward only", "eval"])
 @distributed(world_size=(2, 3))
-def test_ways_to_enter_no_sync(
-    rank: int, world_size: int, how: str, strategy: str, use_orig_params: bool
-) -> None:
+@with_model()
+def test_ways_to_enter_no_sync(differential: Differential, how: str) -> None:
     """What counts is where backward runs; contexts nest and hold several batches."""
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     model = differential.model
     for _ in range(2):
         differential.zero_grad()
-        if how == "one context":
-            with model.no_sync():
-                differential.forward_backward()
-                differential.forward_backward()
-        elif how == "nested":
+        if how == "nested":
             with model.no_sync():
                 with model.no_sync():
                     differential.forward_backward()
@@ -74,14 +54,14 @@ def test_ways_to_enter_no_sync(
 
 
 @pytest.mark.trap(10)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(strategy=STRATEGIES)
 @distributed(world_size=(2, 3))
-def test_what_no_sync_keeps(rank: int, world_size: int, strategy: str) -> None:
+@with_model()
+def test_what_no_sync_keeps(differential: Differential, strategy: str) -> None:
     """FULL_SHARD frees parameters after such a backward, SHARD_GRAD_OP keeps them.
 
     The sharded gradients that were cleared are freed and not made before a reduction.
     """
-    differential = Differential.of_model("mlp", strategy=strategy)
     differential.train(2)
     trained = memory_stats(differential.model)
     assert trained["grad_shard_nbytes"] > 0
@@ -110,17 +90,14 @@ def test_what_no_sync_keeps(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.trap(10)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD"])
+@varied(use_orig_params=[True, False], strategy=["SHARD_GRAD_OP", "FULL_SHARD"])
 @pytest.mark.parametrize("how", ["in place", "load", "summon", "step"])
 @distributed(world_size=2)
+@with_model()
 def test_parameters_change_between_no_sync_backwards(
-    rank: int, world_size: int, how: str, strategy: str, use_orig_params: bool
+    differential: Differential, how: str
 ) -> None:
     """Parameters that no_sync kept unsharded are not used after they changed."""
-    differential = Differential.of_model(
-        "mlp", strategy=strategy, use_orig_params=use_orig_params
-    )
     model, reference = differential.model, differential.reference
     differential.forward_backward()
     for _ in range(2):
@@ -173,17 +150,12 @@ class _Branches(nn.Module):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3))
 def test_fresh_and_accumulated_gradients_in_one_reduction(
-    rank: int,
-    world_size: int,
-    strategy: str,
-    reduce_dtype: torch.dtype,
-    use_orig_params: bool,
+    strategy: str, reduce_dtype: torch.dtype, use_orig_params: bool
 ) -> None:
     """Some parameters of a unit bring a sum of no_sync, others a first gradient."""
     differential = Differential.of_units(
         _Branches,
         (),
-        vectors,
         strategy=strategy,
         use_orig_params=use_orig_params,
         param_dtype=torch.bfloat16,
@@ -229,8 +201,7 @@ def _gradient_of(model: Any, numel: int) -> Tensor:
 
 @pytest.mark.trap(30)
 @pytest.mark.trap(13)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @distributed(world_size=(2, 3, 4))
 def test_mean_is_exact(
@@ -240,7 +211,7 @@ def test_mean_is_exact(
     reduce_dtype = getattr(torch, dtype)
     model = fsdp(
         _Weighted().to(torch.float64 if dtype == "float64" else torch.float32),
-        sharding_strategy=ShardingStrategy[strategy],
+        strategy=strategy,
         mixed_precision=MixedPrecision(reduce_dtype=reduce_dtype),
         use_orig_params=use_orig_params,
     )
@@ -258,13 +229,12 @@ def test_mean_is_exact(
 @pytest.mark.trap(13)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=(2, 3, 4))
-def test_fp16_sum_does_not_overflow(rank: int, world_size: int, strategy: str) -> None:
+def test_fp16_sum_does_not_overflow(strategy: str) -> None:
     """The mean fits into fp16, the sum does not; neither does small become zero."""
-    needs_fsdp_c("refuses fp16 on gloo in some versions")
     for value in (30000.0, 2.0**-20):
         model = fsdp(
             _Weighted(),
-            sharding_strategy=ShardingStrategy[strategy],
+            strategy=strategy,
             mixed_precision=MixedPrecision(
                 param_dtype=torch.float16, reduce_dtype=torch.float16
             ),
@@ -278,16 +248,14 @@ def test_fp16_sum_does_not_overflow(rank: int, world_size: int, strategy: str) -
 
 
 @pytest.mark.trap(15)
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@varied(use_orig_params=[True, False])
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
 @distributed(world_size=(2, 3, 4))
+@with_model(OneElement, ())
 def test_norm_where_ranks_hold_nothing(
-    rank: int, world_size: int, norm_type: float, use_orig_params: bool
+    differential: Differential, norm_type: float
 ) -> None:
     """One element in all: the other ranks have no gradient and take part."""
-    differential = Differential.of_units(
-        OneElement, (), vectors, use_orig_params=use_orig_params
-    )
     for _ in range(2):
         differential.zero_grad()
         differential.forward_backward()
@@ -309,7 +277,7 @@ def test_norm_with_ignored_parameters(
         return fsdp(
             module,
             ignored_states=[module.get_parameter("out.weight")],
-            sharding_strategy=ShardingStrategy[strategy],
+            strategy=strategy,
             use_orig_params=True,
         )
 
@@ -321,19 +289,6 @@ def test_norm_with_ignored_parameters(
     loss_of(differential.model(*same[rank])).backward()
     differential.clip(0.01, norm_type)
     differential.check()
-
-
-@pytest.mark.trap(15)
-@distributed(world_size=2)
-def test_norm_of_bf16_gradients_is_summed_in_fp32(rank: int, world_size: int) -> None:
-    """Many small elements, which a bf16 sum would lose; returned in bf16."""
-    model = fsdp(nn.Linear(64, 64, bias=False).to(torch.bfloat16), use_orig_params=True)
-    (param,) = model.parameters()
-    model(torch.zeros(1, 64, dtype=torch.bfloat16)).sum().backward()
-    param.grad.fill_(0.125)
-    norm = model.clip_grad_norm_(1e9)
-    assert norm.dtype == torch.bfloat16
-    assert norm.item() == 0.125 * 64
 
 
 def _padding(model: Any, tensor: Tensor) -> Tensor:
@@ -361,17 +316,15 @@ class _Odd(nn.Module):
 
 @pytest.mark.trap(16)
 @distributed(world_size=(2, 3, 4))
-def test_padding_stays_zero(rank: int, world_size: int) -> None:
+@with_model(
+    _Odd,
+    (),
+    use_orig_params=False,
+    optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+    tolerance=1e-3,
+)
+def test_padding_stays_zero(differential: Differential) -> None:
     """In parameters, gradients and reused gradient memory."""
-    needs_fsdp_c("has another layout")
-    differential = Differential.of_units(
-        _Odd,
-        (),
-        vectors,
-        use_orig_params=False,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
-        tolerance=1e-3,
-    )
     (flat,) = differential.model.parameters()
     num_padding = torch.tensor(_padding(differential.model, flat.detach()).numel())
     dist.all_reduce(num_padding)
@@ -389,14 +342,13 @@ def test_padding_stays_zero(rank: int, world_size: int) -> None:
 
 @pytest.mark.trap(18)
 @pytest.mark.parametrize("what", ["data", "grad", "grad none", "grad data"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@varied(strategy=STRATEGIES)
 @distributed(world_size=(2, 3))
+@with_model()
 def test_tensors_replaced_between_backwards(
-    rank: int, world_size: int, strategy: str, what: str
+    differential: Differential, what: str
 ) -> None:
     """What the user put in place of a shard or a gradient is read and added to."""
-    needs_fsdp_c("is free to do otherwise")
-    differential = Differential.of_model("mlp", strategy=strategy)
     both = (differential.model, differential.reference)
     differential.train(1)
     for scale in (0.5, 3.0):
@@ -430,15 +382,11 @@ def test_hybrid_mean_is_over_all_ranks(
     rank: int, world_size: int, strategy: str, shape: tuple[int, int]
 ) -> None:
     """Shard x replicate, in one reduction, in two, and after no_sync; all equal."""
-    needs_fsdp_c("does not average over the replicas of an (n, 1) mesh")
     x = torch.rand(37, generator=generator("hybrid"))
     num_shards = shape[1]
     with hybrid_groups(*shape) as groups:
         model = fsdp(
-            _Weighted(),
-            process_group=groups,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=False,
+            _Weighted(), process_group=groups, strategy=strategy, use_orig_params=False
         )
         for num_rounds in (1, 2):
             with model.no_sync():
@@ -459,10 +407,9 @@ def test_hybrid_mean_is_over_all_ranks(
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float16])
 @distributed(world_size=(2, 3))
 def test_accumulation_outside_no_sync_is_in_the_shards_dtype(
-    rank: int, world_size: int, reduce_dtype: torch.dtype, use_orig_params: bool
+    reduce_dtype: torch.dtype, use_orig_params: bool
 ) -> None:
     """Sixty small gradients on a large one, which a 16-bit sum would lose."""
-    needs_fsdp_c("is free to do otherwise")
     model = fsdp(
         _Weighted(),
         mixed_precision=MixedPrecision(reduce_dtype=reduce_dtype),
@@ -476,43 +423,11 @@ def test_accumulation_outside_no_sync_is_in_the_shards_dtype(
 
 @pytest.mark.trap(11)
 @distributed(world_size=2)
-def test_block_is_reduced_twice_in_one_backward(rank: int, world_size: int) -> None:
+@with_model("called_twice")
+def test_block_is_reduced_twice_in_one_backward(differential: Differential) -> None:
     """A unit whose gradients come in two waves adds the second to the first."""
-    differential = Differential.of_model("called_twice")
     for _ in range(3):  # no zero_grad: everything adds up
         differential.forward_backward(2)
         differential.check()
     differential.step()
     differential.check()
-
-
-@pytest.mark.trap(11)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("mode", ["outside", "no_sync", "mixed", "keep"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(world_size=(2, 3))
-def test_accumulation_with_offload(
-    rank: int, world_size: int, strategy: str, mode: str, use_orig_params: bool
-) -> None:
-    """Gradients on the host are added to, with and without no_sync."""
-    needs_fsdp_c("overwrites, and knows no no_sync with offload")
-    differential = Differential.of_model(
-        "uneven",
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-        cpu_offload=CPUOffload(offload_params=True),
-    )
-    for index in range(3):
-        if mode != "keep":
-            differential.zero_grad(set_to_none=index != 1)
-        if mode in ("outside", "mixed", "keep"):
-            differential.accumulate(2, no_sync=False)
-        if mode in ("no_sync", "mixed"):
-            differential.accumulate(3, no_sync=True)
-        differential.check()
-        differential.clip(0.1)
-        differential.check()
-        differential.step()
-        differential.check()
-        differential.evaluate()
-    assert {p.device.type for p in differential.model.parameters()} == {"cpu"}

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
-from helpers.models import DIM, Block, vectors
+from helpers.impl import FSDP, fsdp
+from helpers.models import DIM, Block
 from helpers.reference import Differential
 
 
@@ -24,9 +23,8 @@ def _same(model: torch.nn.Module, reference: torch.nn.Module) -> None:
 
 
 @distributed(world_size=2)
-def test_frozen_after_wrapping_has_no_gradient(rank: int, world_size: int) -> None:
+def test_frozen_after_wrapping_has_no_gradient() -> None:
     """So that weight decay leaves it alone."""
-    needs_fsdp_c("its flat parameter shows zeros instead of none in some cases")
     reference = Block()
     model = fsdp(copy.deepcopy(reference), use_orig_params=True)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -59,7 +57,7 @@ class _Listener(nn.Linear):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_a_setattr_of_the_modules_own_is_called(
-    rank: int, world_size: int, use_orig_params: bool, unsafe: str
+    use_orig_params: bool, unsafe: str
 ) -> None:
     """In every forward, unless FSDP_USE_UNSAFE_SETATTR=1; training is the same."""
     before = os.environ.get("FSDP_USE_UNSAFE_SETATTR")
@@ -68,7 +66,6 @@ def test_a_setattr_of_the_modules_own_is_called(
         differential = Differential.of_units(
             lambda: nn.Sequential(nn.Linear(DIM, DIM), _Listener(DIM, 3)),
             {_Listener},
-            vectors,
             use_orig_params=use_orig_params,
         )
         listener = differential.model.module[1].module
@@ -92,9 +89,7 @@ def test_a_setattr_of_the_modules_own_is_called(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_kept_gradients_stay_what_they_were(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_kept_gradients_stay_what_they_were(use_orig_params: bool) -> None:
     """After zero_grad() and another step; views that nobody keeps are used again."""
     model = fsdp(Block(), use_orig_params=use_orig_params)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -114,15 +109,12 @@ def test_kept_gradients_stay_what_they_were(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
-def test_a_view_kept_from_forward_cannot_be_read(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_a_view_kept_from_forward_cannot_be_read(strategy: str) -> None:
     """Its memory belongs to other units then: an error says so."""
-    needs_fsdp_c("frees the memory without a word")
     model = fsdp(
         nn.Sequential(Block(), Block()),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[strategy],
+        units={Block},
+        strategy=strategy,
         use_orig_params=True,
     )
     kept: list[torch.Tensor] = []

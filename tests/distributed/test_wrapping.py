@@ -19,9 +19,11 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, fsdp_kwargs
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, MLP, Block, Transformer, TransformerBlock
 from helpers.reference import Differential
+
+pytestmark = pytest.mark.bookkeeping
 
 # Of the transformer: the policy, and the modules that must become units besides
 # the root.
@@ -87,7 +89,7 @@ def _unit_names(model: Any) -> set[str]:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @distributed(world_size=(2, 3))
-def test_policy(rank: int, world_size: int, policy: str, use_orig_params: bool) -> None:
+def test_policy(policy: str, use_orig_params: bool) -> None:
     """Every torch policy makes the units it names, and trains."""
     make, expected = POLICIES[policy]
     differential = Differential.of_case(
@@ -108,7 +110,7 @@ def test_policy(rank: int, world_size: int, policy: str, use_orig_params: bool) 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
-def test_manual_nesting(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_manual_nesting(use_orig_params: bool) -> None:
     """Units inside units inside units, each with its own strategy."""
 
     def wrap_by_hand(model: nn.Module) -> Any:
@@ -118,9 +120,7 @@ def test_manual_nesting(rank: int, world_size: int, use_orig_params: bool) -> No
             assert isinstance(block, Block)
             block.fc1 = fsdp(block.fc1, **kwargs)
             if index != 1:
-                model.blocks[index] = fsdp(
-                    block, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, **kwargs
-                )
+                model.blocks[index] = fsdp(block, strategy="SHARD_GRAD_OP", **kwargs)
         return fsdp(model, **kwargs)
 
     differential = Differential.of_case(
@@ -136,14 +136,12 @@ def test_manual_nesting(rank: int, world_size: int, use_orig_params: bool) -> No
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_wrap_inside_enable_wrap(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_wrap_inside_enable_wrap(use_orig_params: bool) -> None:
     """wrap() makes a unit with the context's arguments; outside it does nothing."""
 
     def wrap_by_hand(model: nn.Module) -> Any:
         assert isinstance(model, MLP)
-        kwargs = fsdp_kwargs(use_orig_params=use_orig_params)
+        kwargs = {"use_orig_params": use_orig_params}
         assert not isinstance(wrap(model.inp), FSDP)
         with enable_wrap(wrapper_cls=FSDP, **kwargs):
             model.blocks[0] = wrap(model.blocks[0])
@@ -160,18 +158,14 @@ def test_wrap_inside_enable_wrap(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_every_module_is_a_unit(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_every_module_is_a_unit(use_orig_params: bool) -> None:
     """Units without parameters of their own are fine."""
     differential = Differential(
         lambda: nn.Sequential(
             nn.Linear(6, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 4), nn.GELU())
         ),
         lambda module: fsdp(
-            module,
-            auto_wrap_policy=always_wrap_policy,
-            use_orig_params=use_orig_params,
+            module, auto_wrap_policy=always_wrap_policy, use_orig_params=use_orig_params
         ),
         CASES["mlp"].inputs,
         use_orig_params=use_orig_params,
@@ -181,7 +175,7 @@ def test_every_module_is_a_unit(
 
 
 @distributed(world_size=2)
-def test_model_without_parameters(rank: int, world_size: int) -> None:
+def test_model_without_parameters() -> None:
     """A model with nothing to shard runs."""
     model = fsdp(nn.Sequential(nn.Tanh(), nn.Flatten()), use_orig_params=True)
     x = torch.randn(3, 4, requires_grad=True)
@@ -191,16 +185,13 @@ def test_model_without_parameters(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_ignored_modules(rank: int, world_size: int) -> None:
+def test_ignored_modules() -> None:
     """Ignored modules keep whole parameters and local gradients."""
     torch.manual_seed(0)
     model = MLP()
     whole = model.out.weight.shape
     sharded = fsdp(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        ignored_modules=[model.out],
-        use_orig_params=True,
+        model, units={Block}, ignored_modules=[model.out], use_orig_params=True
     )
     sharded(torch.randn(4, 6)).sum().backward()
     assert model.out.weight.shape == whole
@@ -209,9 +200,9 @@ def test_ignored_modules(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_repr_names_units(rank: int, world_size: int) -> None:
+def test_repr_names_units() -> None:
     """The model prints with its units."""
-    model = fsdp(Transformer(), auto_wrap_policy=ModuleWrapPolicy({TransformerBlock}))
+    model = fsdp(Transformer(), units={TransformerBlock})
     text = repr(model)
     assert text.startswith("FullyShardedDataParallel(")
     assert "2 x FullyShardedDataParallel(" in text

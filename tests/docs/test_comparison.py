@@ -18,10 +18,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.clean_groups import groups_destroyed
 from helpers.distributed import distributed
 from helpers.doc_pages import prose_of
-from helpers.impl import FSDP, needs_fsdp_c
+from helpers.groups import groups_destroyed
+from helpers.impl import FSDP
 
 CPU = torch.device("cpu")
 COLUMNS = ("fsdp_c", "FSDP1", "FSDP2", "DDP")
@@ -244,7 +244,6 @@ def test_rows_are_on_the_page() -> None:
 def test_cell(
     rank: int, world_size: int, row: str, column: str, tmp_path: Path
 ) -> None:
-    needs_fsdp_c("is a column of its own")
     works = True
     with groups_destroyed():
         try:

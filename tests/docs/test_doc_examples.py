@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.clean_groups import groups_destroyed
 from helpers.distributed import distributed
 from helpers.doc_pages import Block, blocks_of, pages
-from helpers.impl import FSDP, MixedPrecision, StateDictType, fsdp, needs_fsdp_c
+from helpers.groups import groups_destroyed
+from helpers.impl import FSDP, MixedPrecision, StateDictType, fsdp
 from helpers.models import DIM, MLP
 from helpers.models import Block as ModelBlock
 from helpers.reference import assert_same_tensors, full_state_dict
@@ -282,7 +282,6 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 @distributed(world_size=2, device="cpu")
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples(rank: int, world_size: int, page: str, tmp_path: Path) -> None:
-    needs_fsdp_c("is not what the pages are about")
     blocks = [b for b in blocks_of(page) if b.language in ("python", "diff")]
     with groups_destroyed(), _inside(tmp_path):
         setup = SETUPS.get(page, _Page)(rank, world_size, str(tmp_path))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 from helpers.distributed import distributed
 from helpers.doc_pages import blocks_of
-from helpers.impl import FSDP, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, fsdp
 
 PAGE = "docs/guide/faq.md"
 POLICY = ModuleWrapPolicy({nn.Linear})
@@ -192,7 +192,6 @@ def test_every_message_has_a_case() -> None:
 @distributed(world_size=2, device="cpu")
 def test_message(rank: int, world_size: int, index: int) -> None:
     """Rank 0 raises it; ``...`` on the page stands for any text."""
-    needs_fsdp_c("has messages of its own")
     raised = ""
     try:
         CASES[index]()
@@ -208,7 +207,6 @@ def test_message(rank: int, world_size: int, index: int) -> None:
 @distributed(world_size=2, device="cpu")
 def test_optimizers_made_before_wrapping(rank: int, world_size: int) -> None:
     """They step nothing with flat parameters, and everything with original ones."""
-    needs_fsdp_c("is not what it is about")
     for use_orig_params in (False, True):
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -224,7 +222,6 @@ def test_optimizers_made_before_wrapping(rank: int, world_size: int) -> None:
 @distributed(world_size=2, device="cpu")
 def test_ranks_differ_inside_a_summon(rank: int, world_size: int) -> None:
     """Nothing is gathered there: one rank alone may call the model."""
-    needs_fsdp_c("is not what it is about")
     model = fsdp(Net(), auto_wrap_policy=POLICY, use_orig_params=True)
     with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
         if rank == 0:
@@ -237,7 +234,6 @@ def test_a_module_inside_the_wrapper_gathers_nothing(
     rank: int, world_size: int
 ) -> None:
     """Its state dict has this rank's parts, so all ranks have other shapes."""
-    needs_fsdp_c("is not what it is about")
     model = fsdp(Net(), use_orig_params=True)
     shapes = [tuple(v.shape) for v in model.module.state_dict().values()]
     gathered: list[list[tuple[int, ...]]] = [[], []]
@@ -250,7 +246,6 @@ def test_a_module_inside_the_wrapper_gathers_nothing(
 @distributed(world_size=2, device="cpu")
 def test_gradients_of_gradients_fail(rank: int, world_size: int) -> None:
     """Not silently: FSDP1 leaves the parameters without gradients."""
-    needs_fsdp_c("is not what it is about")
     model = fsdp(nn.Linear(3, 1), use_orig_params=True)
     x = torch.randn(2, 3, requires_grad=True)
     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -260,7 +255,6 @@ def test_gradients_of_gradients_fail(rank: int, world_size: int) -> None:
 
 @distributed(world_size=2, device="cpu")
 def test_policy_finds_blocks_inside_compiled_ones(rank: int, world_size: int) -> None:
-    needs_fsdp_c("is not what it is about")
     import fsdp_c
 
     module = nn.Sequential(nn.Linear(4, 4))

@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
 from helpers.doc_pages import text_of
-from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.models import DIM, MLP, Block
 from helpers.reference import assert_same, assert_same_tensors, full_state_dict
 
@@ -34,7 +33,6 @@ def _public(cls: type) -> set[str]:
 
 
 def test_all_public_names_are_there() -> None:
-    needs_fsdp_c("is what it is compared with")
     assert not _public(TorchFSDP) - _public(FSDP)
 
 
@@ -56,7 +54,6 @@ def _arguments(cls: type, name: str) -> list[tuple[str, object]]:
     ],
 )
 def test_arguments_are_torchs(name: str) -> None:
-    needs_fsdp_c("is what it is compared with")
     ours = [
         (argument, default)
         for argument, default in _arguments(FSDP, name)
@@ -86,7 +83,6 @@ def _fsdp2(world_size: int) -> MLP:
 @distributed(world_size=2, device="cpu")
 def test_full_state_of_fsdp2(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Parameters and optimizer state load as they are; training goes on alike."""
-    needs_fsdp_c("is not what it is about")
     batch = torch.randn(4, DIM)
     theirs = _fsdp2(world_size)
     their_optim = torch.optim.AdamW(theirs.parameters(), lr=0.1)
@@ -95,11 +91,7 @@ def test_full_state_of_fsdp2(rank: int, world_size: int, use_orig_params: bool) 
     their_optim.zero_grad()
 
     options = StateDictOptions(full_state_dict=True)
-    ours = fsdp(
-        MLP(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-    )
+    ours = fsdp(MLP(), units={Block}, use_orig_params=use_orig_params)
     ours.load_state_dict(get_model_state_dict(theirs, options=options))
     our_optim = torch.optim.AdamW(ours.parameters(), lr=0.1)
     state = get_optimizer_state_dict(theirs, their_optim, options=options)
@@ -116,8 +108,7 @@ def test_full_state_of_fsdp2(rank: int, world_size: int, use_orig_params: bool) 
 def test_fsdp2_loads_what_was_saved_here(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    needs_fsdp_c("is not what it is about")
-    ours = fsdp(MLP(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    ours = fsdp(MLP(), units={Block})
     expected = full_state_dict(ours)
     with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT):
         dcp.save(ours.state_dict(), checkpoint_id=str(tmp_path / "ours"))
@@ -132,11 +123,10 @@ def test_fsdp2_loads_what_was_saved_here(
 @distributed(world_size=2, device="cpu")
 def test_autocast_around_forward(rank: int, world_size: int) -> None:
     """As DeepSpeed's torch_autocast: parameters stay fp32, matmuls are bf16."""
-    needs_fsdp_c("is not what it is about")
     reference = MLP()
     model = MLP()
     model.load_state_dict(reference.state_dict())
-    model = fsdp(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = fsdp(model, units={Block})
     batch = torch.randn(4, DIM)
     norms = []
     for each in (reference, model):

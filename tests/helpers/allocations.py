@@ -10,7 +10,6 @@ class Allocations:
     """Since the beginning, at the end of :func:`counted`."""
 
     def __init__(self) -> None:
-        """Begin at nothing."""
         self.peak_nbytes = 0
         self.left_nbytes = 0
 

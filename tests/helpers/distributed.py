@@ -1,7 +1,7 @@
 """Runs a test function on several ranks, in worker processes that are reused.
 
     @distributed(world_size=(2, 3))
-    def test_x(rank: int, world_size: int) -> None: ...
+    def test_x(rank: int, world_size: int) -> None: ...  # or without one, or both
 
 pytest sees one test per world size. Its body runs in `helpers.worker`
 processes, which start once per world size and share a gloo process group over a
@@ -131,7 +131,7 @@ def _worker_environment() -> dict[str, str]:
 
 
 @functools.cache
-def _fork_server() -> Any:
+def fork_server() -> Any:
     """Start the process of which workers are forks; see Note [Workers are forked]."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
@@ -147,7 +147,6 @@ class Pool:
     """The worker processes of one world size and device."""
 
     def __init__(self, world_size: int, device: str = TEST_DEVICE) -> None:
-        """Start ``world_size`` workers and wait until they can communicate."""
         self.world_size = world_size
         self.device = device
         self._env: dict[str, str] = {}
@@ -187,7 +186,7 @@ class Pool:
             path=[str(TESTS_DIR), *(p or os.getcwd() for p in sys.path)],
             env={**self._env, **_worker_environment()},
         )
-        process = _fork_server().Process(target=_work, args=(config, theirs))
+        process = fork_server().Process(target=_work, args=(config, theirs))
         process.start()
         theirs.close()
         return _Worker(rank, process, ours, stacks_path, stderr_path)
@@ -324,7 +323,7 @@ def run_task(
     if pool is None:
         pool = _pools[key] = Pool(world_size, device)
     pool.num_tasks += 1
-    path = inspect.getsourcefile(body)
+    path = sys.modules[body.__module__].__file__  # a decorator's body is elsewhere
     assert path is not None, body
     task = Task(
         number=pool.num_tasks,
@@ -356,6 +355,27 @@ def run_task(
         pytest.xfail(first.message)
 
 
+def varied(**values: Sequence[Any]) -> Callable[[Any], Any]:
+    """Run a test with every value of each parameter, which its body need not name."""
+
+    def decorate(test: Any) -> Any:
+        signature = inspect.signature(test)
+        named = dict(signature.parameters)
+        for name in values:
+            keyword = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            named.setdefault(name, keyword)
+        vars(test)["__signature__"] = signature.replace(parameters=[*named.values()])
+        for name in reversed(values):
+            test = pytest.mark.parametrize(name, values[name])(test)
+        return test
+
+    return decorate
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+every_strategy = varied(strategy=STRATEGIES, use_orig_params=(True, False))
+
+
 def distributed(
     world_size: int | Sequence[int],
     *,
@@ -377,12 +397,17 @@ def distributed(
             run_task(body, world_size, arguments, timeout_s, device)
 
         signature = inspect.signature(body)
-        parameters = [p for n, p in signature.parameters.items() if n != "rank"]
+        named = {
+            name: parameter
+            for name, parameter in signature.parameters.items()
+            if name != "rank" and parameter.kind is not parameter.VAR_KEYWORD
+        }
+        size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        named.setdefault("world_size", size)
         # pytest asks for the signature, and must not look through the wrapper.
-        vars(test)["__signature__"] = signature.replace(parameters=parameters)
+        vars(test)["__signature__"] = signature.replace(parameters=list(named.values()))
         del vars(test)["__wrapped__"]
         vars(test)["distributed_body"] = body
-        marked: Callable[..., None] = pytest.mark.parametrize("world_size", sizes)(test)
-        return marked
+        return pytest.mark.parametrize("world_size", sizes)(test)
 
     return decorate

@@ -1,11 +1,12 @@
 """Ranks that start a save in a thread and end at once.
 
-    python -m helpers.ending_saves <folder> <scenario>
+    python -m helpers.ending_saves <folder> <scenario>...
 
 The ranks are forked from this process, which has imported torch but has neither
 threads nor process groups; each ends as a script does, through Python's own end.
 Scenarios: ``all`` ranks end; in ``dies`` one ends inside its first write, without
-a word. Prints the exit status of each rank, `LATE` for one that had to be killed.
+a word. Prints the exit status of each rank by scenario, `LATE` for one that had to be
+killed.
 """
 
 import json
@@ -21,6 +22,7 @@ WORLD_SIZE = 4
 DYING_RANK = 2
 LIMIT_S = 60.0
 LATE = "late"
+SCENARIOS = ("all", "dies")
 
 
 def _die(*_: Any) -> int:
@@ -72,18 +74,22 @@ def _wait(pid: int, deadline: float) -> int | str:
 
 
 def main() -> None:
-    """Run one scenario."""
+    """Run the scenarios."""
     import torch
     import torch._dynamo
     import torch.distributed
 
     import fsdp_c.checkpoint  # noqa: F401
 
-    folder, scenario = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    pids = [_fork(rank, folder, scenario) for rank in range(WORLD_SIZE)]
-    deadline = time.monotonic() + LIMIT_S
-    print(json.dumps([_wait(pid, deadline) for pid in pids]))
+    statuses = {}
+    for scenario in sys.argv[2:]:
+        folder = Path(sys.argv[1]) / scenario
+        folder.mkdir()
+        pids = [_fork(rank, folder, scenario) for rank in range(WORLD_SIZE)]
+        deadline = time.monotonic() + LIMIT_S
+        statuses[scenario] = [_wait(pid, deadline) for pid in pids]
+    print(json.dumps(statuses))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Ranks in processes of their own, which may be killed or stopped in mid-step.
 
-    python -m helpers.failures
-
 A `Starter` is a process that has imported torch and forks the ranks of one scenario
 after the other. It says their process ids, and frees those numbers when it is told to.
 Every rank trains, over gloo or shared memory, in a group with a time limit of seconds;
@@ -14,18 +12,18 @@ import functools
 import gc
 import json
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TESTS_DIR = Path(__file__).resolve().parent.parent
+from helpers.programs import start
 
 GROUP_TIMEOUT_S = 3.0
 POST_MORTEM_S = 2.0
@@ -53,7 +51,7 @@ class Scenario:
     syncs: bool = False
     """Whether rank 0's parameters are broadcast in wrapping, which is what fails."""
     stays: bool = False
-    """Whether ranks that failed do not end before the others, bar the victim, did."""
+    """Whether ranks that failed do not end before all that can have failed, too."""
 
 
 @dataclass(frozen=True)
@@ -69,27 +67,21 @@ class Report:
 class Starter:
     """The process that the ranks are forked from."""
 
-    def __init__(self) -> None:
-        paths = [str(TESTS_DIR), *(path or os.getcwd() for path in sys.path)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.failures"],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "TORCH_FR_BUFFER_SIZE": "0",
-                "FSDP_C_POST_MORTEM_SECONDS": str(POST_MORTEM_S),
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
+    def __init__(self, folder: Path) -> None:
+        self._connection, theirs = Pipe()
+        self._process = start(
+            serve,
+            folder / "starter",
+            theirs,
+            FSDP_C_POST_MORTEM_SECONDS=str(POST_MORTEM_S),
         )
+        theirs.close()
 
     def close(self) -> None:
         """End it, and with it ranks that are left."""
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
+        self._connection.close()
 
     def run(self, scenario: Scenario, folder: Path) -> dict[int, Report]:
         """Run ``scenario``; return the reports of the ranks that wrote one.
@@ -97,30 +89,25 @@ class Starter:
         Ends only processes that it started. A rank that is neither the victim nor ends
         by itself is an error.
         """
-        pids = list(map(int, self._ask({"folder": str(folder), **asdict(scenario)})))
+        pids = self._ask({"folder": str(folder), **asdict(scenario)})
         try:
             self._wait(folder, scenario, pids)
         finally:
             for pid in pids:  # no number is free before the starter was told
                 _send(pid, signal.SIGKILL)
                 _send(pid, signal.SIGCONT)
-            assert self._ask({}) == ["ended"]
+            assert self._ask({}) == []
         return {
             rank: Report(**json.loads(path.read_text()))
             for rank in range(scenario.world_size)
             if (path := folder / f"{rank}.json").exists()
         }
 
-    def _ask(self, question: dict[str, Any]) -> list[str]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps(question).encode() + b"\n")
-        stdin.flush()
-        ready, _, _ = select.select([stdout], [], [], LIMIT_S)
-        line = stdout.readline() if ready else b""
-        assert line, "the process that starts the ranks does not answer"
-        return line.decode().split()
+    def _ask(self, question: dict[str, Any]) -> list[int]:
+        self._connection.send(question)
+        is_answered = self._connection.poll(LIMIT_S)
+        assert is_answered, "the process that starts the ranks does not answer"
+        return self._connection.recv()
 
     def _wait(self, folder: Path, scenario: Scenario, pids: list[int]) -> None:
         """Wait until all ranks but a stopped one have ended."""
@@ -316,9 +303,11 @@ class _Ranks:
         (self.folder / f"{self.rank}.recovered").touch()
 
     def await_others(self) -> None:
-        """Wait for the reports of all but the victim; not for ever."""
+        """Wait for the reports of all that can write one; not for ever."""
         deadline = time.monotonic() + LIMIT_S / 2
-        others = set(range(self.config["world_size"])) - {self.config["victim"]}
+        others = set(range(self.config["world_size"]))
+        if self.config["action"] in ("kill", "stop"):
+            others.remove(self.config["victim"])
         while not all((self.folder / f"{rank}.json").exists() for rank in others):
             if time.monotonic() >= deadline:
                 return
@@ -421,13 +410,13 @@ def _fork_rank(config: dict[str, Any], rank: int) -> int:
     os.environ["FSDP_C_SHM"] = str(int(config["transport"] == "shm"))
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     stderr = os.open(Path(config["folder"]) / "stderr", flags)
-    os.dup2(stderr, 1)  # which is for the starter's words
+    os.dup2(stderr, 1)
     os.dup2(stderr, 2)
     sys.exit(_run_rank(config, rank))
 
 
-def main() -> None:
-    """Start the ranks of a scenario per line; an empty one waits for their ends."""
+def serve(connection: Connection) -> None:
+    """Start the ranks of a scenario per message; an empty one waits for their ends."""
     # Loaded before the fork: imported once. Optimizers import dynamo.
     import torch
     import torch._dynamo
@@ -438,16 +427,12 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # the ranks need not look at all that
     pids: list[int] = []
-    for line in iter(sys.stdin.readline, ""):
-        config = json.loads(line)
+    while True:
+        config = connection.recv()
         if config:
             pids = [_fork_rank(config, rank) for rank in range(config["world_size"])]
-            print(*pids, flush=True)
+            connection.send(pids)
         else:
             for pid in pids:
                 os.waitpid(pid, 0)
-            print("ended", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            connection.send([])

@@ -33,3 +33,16 @@ def hybrid_groups(
         gc.collect()  # models hold groups
         for group in mine:
             dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def groups_destroyed() -> Iterator[None]:
+    """Destroy, at the end, the groups made inside: of a device mesh, for one."""
+    before = list(dist.distributed_c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        gc.collect()  # models hold groups
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group not in before:
+                dist.destroy_process_group(group)

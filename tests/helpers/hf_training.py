@@ -9,9 +9,7 @@ both sees the same examples.
 
 import contextlib
 import functools
-import gc
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import StateDictType
+from helpers.groups import groups_destroyed
 from helpers.hf_models import build, data
 from helpers.hf_process import launched, single_process
+from helpers.shared_folder import shared_folder
 
 WORLD = 2
 STEPS = 5
@@ -134,29 +133,6 @@ def fsdp_config(**changes: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def shared_folder(rank: int) -> Iterator[Path]:
-    """Make a folder that all ranks see; rank 0 removes it."""
-    names: list[Any] = [tempfile.mkdtemp(prefix="fsdp_c_hf_") if rank == 0 else None]
-    dist.broadcast_object_list(names)
-    try:
-        yield Path(names[0])
-        dist.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(names[0], ignore_errors=True)
-
-
-@contextlib.contextmanager
-def new_groups_destroyed() -> Iterator[None]:
-    """Destroy the process groups that the block made: those of hybrid strategies."""
-    before = set(dist.distributed_c10d._world.pg_map)
-    yield
-    gc.collect()
-    for group in set(dist.distributed_c10d._world.pg_map) - before:
-        dist.destroy_process_group(group)
-
-
-@contextlib.contextmanager
 def trained(
     name: str,
     rank: int,
@@ -168,8 +144,8 @@ def trained(
 ) -> Iterator[Record]:
     """Train with FSDP in a shared folder; what the block does is still launched."""
     with (
-        shared_folder(rank) as folder,
-        new_groups_destroyed(),
+        shared_folder() as folder,
+        groups_destroyed(),
         launched(rank, WORLD, **(env or {})),
     ):
         changes.setdefault("fsdp", True)

@@ -1,76 +1,57 @@
-"""The class under test, and the names that go with it.
+"""The class under test, the names that go with it, and what its engine says."""
 
-`FSDP_C_TEST_IMPL=torch` puts torch's own FSDP1 in its place: a check of the tests
-themselves. What torch cannot do is skipped with `needs_fsdp_c(...)`.
-"""
-
-import importlib
-import os
+from collections.abc import Iterable
 from typing import Any
 
-import pytest
-import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-IS_TORCH = os.environ.get("FSDP_C_TEST_IMPL", "fsdp_c") == "torch"
+import fsdp_c
+from fsdp_c import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    memory_stats,
+)
 
-# Any: one of two modules with equal names.
-_names: Any = torch_fsdp if IS_TORCH else importlib.import_module("fsdp_c")
-FSDP: Any = _names.FullyShardedDataParallel
+__all__ = [
+    "FSDP",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullStateDictConfig",
+    "MixedPrecision",
+    "ShardingStrategy",
+    "StateDictType",
+    "assert_idle",
+    "fsdp",
+    "memory_stats",
+    "unit_states",
+]
 
-
-def _name(name: str) -> Any:
-    """Return the public name: fsdp_c's own, or torch's, which it accepts."""
-    return getattr(_names, name, getattr(torch_fsdp, name))
-
-
-BackwardPrefetch: Any = _name("BackwardPrefetch")
-CPUOffload: Any = _name("CPUOffload")
-FullStateDictConfig: Any = _name("FullStateDictConfig")
-MixedPrecision: Any = _name("MixedPrecision")
-ShardingStrategy: Any = _name("ShardingStrategy")
-StateDictType: Any = _name("StateDictType")
-
-
-def fsdp_kwargs(**kwargs: Any) -> dict[str, Any]:
-    """Return ``kwargs``, with the ``device_id`` that torch needs for CPU."""
-    if IS_TORCH:
-        kwargs.setdefault("device_id", torch.device("cpu"))
-    return kwargs
-
-
-def fsdp(module: nn.Module, **kwargs: Any) -> Any:
-    """Wrap ``module``."""
-    return FSDP(module, **fsdp_kwargs(**kwargs))
+# Any: tests reach for what it keeps to itself.
+FSDP: Any = fsdp_c.FullyShardedDataParallel
 
 
-def fsdp_if_available(module: nn.Module, **kwargs: Any) -> Any:
-    """Wrap ``module``; skip the test where this version says it cannot yet."""
-    try:
-        return fsdp(module, **kwargs)
-    except ValueError as error:
-        if "not available in this version" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
-def needs_fsdp_c(reason: str) -> None:
-    """Skip the test where torch's FSDP stands in."""
-    if IS_TORCH:
-        pytest.skip(f"torch's FSDP1: {reason}")
-
-
-def memory_stats(model: nn.Module) -> dict[str, int]:
-    """Return fsdp_c.memory_stats; skip the test where torch stands in."""
-    needs_fsdp_c("has no memory_stats")
-    stats: dict[str, int] = _names.memory_stats(model)
-    return stats
+def fsdp(
+    module: nn.Module,
+    *,
+    units: Iterable[type[nn.Module]] = (),
+    strategy: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Wrap ``module``, and in it the modules of the classes ``units``."""
+    if units:
+        kwargs["auto_wrap_policy"] = ModuleWrapPolicy(set(units))
+    if strategy is not None:
+        kwargs["sharding_strategy"] = ShardingStrategy[strategy]
+    return FSDP(module, **kwargs)
 
 
 def unit_states(model: nn.Module) -> set[str]:
-    """Return the states of all units; skip the test where torch stands in."""
-    needs_fsdp_c("has no states of units")
+    """Return the states of all units."""
     return {each._sharded.unit.state for each in FSDP.fsdp_modules(model)}
 
 

@@ -1,12 +1,13 @@
 """Saves that are killed, over and over; what is on disk is checked after each.
 
     python -m helpers.kill_saves <folder> <number of kills> <seed>
-    python -m helpers.kill_saves <folder> sweep
+    python -m helpers.kill_saves <folder> sweep <stride>
 
 The ranks are forked from this process, which has imported torch but has neither
 threads nor process groups, so a kill costs no start of Python. A model's parameters
 all hold the number of the save, so a load tells what it got. ``sweep`` kills a
-single rank before its first, second, ... system call that changes the disk.
+single rank before its first, second, ... system call that changes the disk, or
+before every third one, each time from another on.
 """
 
 import itertools
@@ -184,8 +185,8 @@ class _Bomb:
         return call
 
 
-def _sweep_path(path: Path, *, can_swap: bool, existed: bool) -> int:
-    """Kill saves to ``path`` before every call; return how many there are."""
+def _sweep_path(path: Path, calls: range, *, can_swap: bool, existed: bool) -> int:
+    """Kill saves to ``path`` before these calls; return the first that is none."""
 
     def save(number: int, bomb: int | None, model: Any) -> None:
         _fill(model, number)
@@ -201,7 +202,7 @@ def _sweep_path(path: Path, *, can_swap: bool, existed: bool) -> int:
     known = 0
     if existed:
         assert in_child(known, None) == 0
-    for bomb in range(200):
+    for bomb in calls:
         if not existed:
             shutil.rmtree(path, ignore_errors=True)
         status = in_child(bomb + 1, bomb)
@@ -219,15 +220,17 @@ def _sweep_path(path: Path, *, can_swap: bool, existed: bool) -> int:
     raise AssertionError("every kill leaves something that the next save handles")
 
 
-def sweep(folder: Path) -> None:
-    """Kill before every call; with and without a swap of names, old and new."""
+def sweep(folder: Path, stride: int) -> None:
+    """Kill before the calls; with and without a swap of names, old and new."""
+    kinds = ((True, False), (True, True), (False, True))
     counts = [
         _sweep_path(
             folder / f"{'swap' if can_swap else 'two'}-{existed}",
+            range(first % stride, 200, stride),
             can_swap=can_swap,
             existed=existed,
         )
-        for can_swap, existed in ((True, False), (True, True), (False, True))
+        for first, (can_swap, existed) in enumerate(kinds)
     ]
     assert min(counts) > 10, counts
     _end(folder, 10_000)
@@ -240,7 +243,7 @@ def main(words: list[str]) -> None:
     folder = Path(words[0]) / "checkpoints"
     folder.mkdir()
     if words[1] == "sweep":
-        sweep(folder)
+        sweep(folder, int(words[2]))
     else:
         kill_at_random(folder, int(words[1]), int(words[2]))
 

@@ -24,46 +24,38 @@ class Block(nn.Module):
     """Two linear layers with a residual."""
 
     def __init__(self, dim: int = DIM, hidden: int = 10, *, bias: bool = True) -> None:
-        """Make layers ``dim -> hidden -> dim``."""
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden, bias=bias)
         self.fc2 = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, dim]`` to the same shape."""
-        out: Tensor = x + self.fc2(F.gelu(self.fc1(x)))
-        return out
+        return x + self.fc2(F.gelu(self.fc1(x)))
 
 
 class MLP(nn.Module):
     """Blocks between two linear layers that stay in the root unit."""
 
     def __init__(self, num_blocks: int = 3) -> None:
-        """Make ``num_blocks`` blocks."""
         super().__init__()
         self.inp = nn.Linear(DIM, DIM)
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.out = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to ``[batch, 3]``."""
         x = torch.tanh(self.inp(x))
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 class OneElement(nn.Module):
     """A single parameter of one element: all other ranks hold an empty shard."""
 
     def __init__(self) -> None:
-        """Make the parameter."""
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([1.25]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale."""
         return x * self.scale
 
 
@@ -71,7 +63,6 @@ class Uneven(nn.Module):
     """Parameters larger and smaller than a shard, of awkward sizes."""
 
     def __init__(self) -> None:
-        """Make parameters of 1, 3, 7, 35 and 259 elements."""
         super().__init__()
         self.one = OneElement()
         self.gain = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
@@ -81,39 +72,33 @@ class Uneven(nn.Module):
         self.last = nn.Linear(7, 5, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to ``[batch, 5]``."""
         x = self.small(self.one(x))
         x = torch.cat([x[:, :3] * self.gain, x[:, 3:]], dim=1)
-        out: Tensor = self.last(torch.sigmoid(self.out(torch.tanh(self.big(x)))))
-        return out
+        return self.last(torch.sigmoid(self.out(torch.tanh(self.big(x)))))
 
 
 class Attention(nn.Module):
     """Causal self-attention with two heads."""
 
     def __init__(self, dim: int) -> None:
-        """Make one projection for queries, keys and values."""
         super().__init__()
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, time, dim]`` to the same shape."""
         batch, time, dim = x.shape
         heads = self.qkv(x).view(batch, time, 3, 2, dim // 2).permute(2, 0, 3, 1, 4)
         scores = heads[0] @ heads[1].transpose(-1, -2) / (dim // 2) ** 0.5
         mask = torch.ones(time, time, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
         mixed = (weights @ heads[2]).transpose(1, 2).reshape(batch, time, dim)
-        out: Tensor = self.proj(mixed)
-        return out
+        return self.proj(mixed)
 
 
 class TransformerBlock(nn.Module):
     """A pre-norm transformer block."""
 
     def __init__(self, dim: int = 8) -> None:
-        """Make norms, attention and MLP."""
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
         self.attention = Attention(dim)
@@ -123,17 +108,14 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, time, dim]`` to the same shape."""
         x = x + self.attention(self.norm1(x))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class Transformer(nn.Module):
     """A language model whose head shares the embedding, both in the root unit."""
 
     def __init__(self, num_blocks: int = 2, dim: int = 8) -> None:
-        """Make ``num_blocks`` blocks."""
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, dim)
         self.position = nn.Parameter(torch.randn(5, dim) * 0.1)
@@ -143,69 +125,57 @@ class Transformer(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map ``[batch, 5]`` token ids to logits."""
         x = self.embedding(tokens) + self.position
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class TiedBlock(nn.Module):
     """Two layers of one unit that are one parameter; biases differ."""
 
     def __init__(self) -> None:
-        """Share the weight."""
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
         self.second = nn.Linear(DIM, DIM)
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both."""
-        out: Tensor = self.second(torch.tanh(self.first(x)))
-        return out
+        return self.second(torch.tanh(self.first(x)))
 
 
 class Tied(nn.Module):
     """A tied block between other parameters."""
 
     def __init__(self) -> None:
-        """Make the block."""
         super().__init__()
         self.inp = nn.Linear(DIM, DIM)
         self.tied = TiedBlock()
         self.out = nn.Linear(DIM, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to ``[batch, 2]``."""
-        out: Tensor = self.out(self.tied(self.inp(x)))
-        return out
+        return self.out(self.tied(self.inp(x)))
 
 
 class CalledTwice(nn.Module):
     """A unit that runs twice in one forward, with another between."""
 
     def __init__(self) -> None:
-        """Make two blocks."""
         super().__init__()
         self.shared = Block()
         self.between = Block()
         self.out = nn.Linear(DIM, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to ``[batch, 2]``."""
         x = self.shared(x)
         x = self.between(x)
-        out: Tensor = self.out(self.shared(x))
-        return out
+        return self.out(self.shared(x))
 
 
 class Unused(nn.Module):
     """An unused parameter inside a used unit, and a unit that never runs."""
 
     def __init__(self) -> None:
-        """Make three blocks."""
         super().__init__()
         self.first = Block()
         self.never = Block()
@@ -215,16 +185,13 @@ class Unused(nn.Module):
         self.out = nn.Linear(DIM, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Skip ``never``, ``spare`` and ``first.extra``."""
-        out: Tensor = self.out(self.last(self.first(x)))
-        return out
+        return self.out(self.last(self.first(x)))
 
 
 class Frozen(nn.Module):
     """Frozen and trainable parameters in one unit, and a frozen unit."""
 
     def __init__(self) -> None:
-        """Freeze."""
         super().__init__()
         self.inp = nn.Linear(DIM, DIM)
         self.mixed = Block()
@@ -235,23 +202,19 @@ class Frozen(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to ``[batch, 2]``."""
-        out: Tensor = self.out(self.frozen(self.mixed(self.inp(x))))
-        return out
+        return self.out(self.frozen(self.mixed(self.inp(x))))
 
 
 class FrozenUnits(nn.Module):
     """Whole units are frozen, the first one that runs among them."""
 
     def __init__(self) -> None:
-        """Freeze the first and the third block."""
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.blocks[0].requires_grad_(False)
         self.blocks[2].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to the same shape."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -261,46 +224,37 @@ class ScalarBlock(Block):
     """A block whose own forward uses its scalar."""
 
     def __init__(self) -> None:
-        """Make the scalar."""
         super().__init__()
         self.gate = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gate the block."""
-        out: Tensor = super().forward(x) * self.gate
-        return out
+        return super().forward(x) * self.gate
 
 
 class ScalarNet(nn.Module):
     """Scalars in the root and in a unit; each is used where it lives."""
 
     def __init__(self) -> None:
-        """Make both."""
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.block = ScalarBlock()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to the same shape."""
-        out: Tensor = self.block(x) / self.temperature
-        return out
+        return self.block(x) / self.temperature
 
 
 class MixedDtype(nn.Module):
     """fp32 and bf16 parameters in one unit."""
 
     def __init__(self) -> None:
-        """Make one layer of each dtype."""
         super().__init__()
         self.single = nn.Linear(DIM, DIM)
         self.low = nn.Linear(DIM, DIM).to(torch.bfloat16)
         self.out = nn.Linear(DIM, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, DIM]`` to ``[batch, 2]``."""
         low = self.low(self.single(x).to(torch.bfloat16))
-        out: Tensor = self.out(low.to(x.dtype))
-        return out
+        return self.out(low.to(x.dtype))
 
 
 class ConvNet(nn.Module):
@@ -310,7 +264,6 @@ class ConvNet(nn.Module):
     """
 
     def __init__(self) -> None:
-        """Make two convolutions and a classifier."""
         super().__init__()
         self.conv1 = nn.Conv2d(2, 3, 3, padding=1)
         self.norm1 = nn.BatchNorm2d(3, track_running_stats=False)
@@ -319,11 +272,9 @@ class ConvNet(nn.Module):
         self.out = nn.Linear(5, 3)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Map ``[batch, 2, 6, 6]`` to ``[batch, 3]``."""
         x = torch.relu(self.norm1(torch.tanh(self.conv1(image))))
         x = torch.relu(self.norm2(self.conv2(x)))
-        out: Tensor = self.out(x.mean(dim=(2, 3)))
-        return out
+        return self.out(x.mean(dim=(2, 3)))
 
 
 @dataclass
@@ -358,14 +309,12 @@ class PackedBlock(nn.Module):
     """A block that returns its two tensors in some container."""
 
     def __init__(self, kind: str) -> None:
-        """Remember the kind."""
         super().__init__()
         self.kind = kind
         self.fc1 = nn.Linear(DIM, DIM)
         self.fc2 = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Any:
-        """Return hidden state and logits."""
         hidden = torch.tanh(self.fc1(x))
         return _pack(self.kind, hidden, self.fc2(hidden))
 
@@ -374,14 +323,12 @@ class Outputs(nn.Module):
     """A unit and the root that return containers."""
 
     def __init__(self, kind: str) -> None:
-        """Make the inner unit."""
         super().__init__()
         self.kind = kind
         self.block = PackedBlock(kind)
         self.out = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """Use both tensors of the inner unit."""
         hidden, logits = tensors_of(self.block(x))[:2]
         if self.kind == "view":
             hidden, logits = hidden[: BATCH * DIM - 1].square().sum(), logits.t()
@@ -435,10 +382,6 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], Inputs]
     unit_classes: frozenset[type[nn.Module]]
-    only_orig_params: bool = False
-    """torch refuses it with ``use_orig_params=False``."""
-    only_fsdp_c: bool = False
-    """torch refuses it."""
 
 
 CASES: dict[str, Case] = {
@@ -448,9 +391,9 @@ CASES: dict[str, Case] = {
     "tied": Case(Tied, vectors, frozenset({TiedBlock})),
     "called_twice": Case(CalledTwice, vectors, frozenset({Block})),
     "unused": Case(Unused, vectors, frozenset({Block})),
-    "frozen": Case(Frozen, vectors, frozenset({Block}), only_orig_params=True),
+    "frozen": Case(Frozen, vectors, frozenset({Block})),
     "frozen_units": Case(FrozenUnits, vectors, frozenset({Block})),
-    "scalar": Case(ScalarNet, vectors, frozenset({ScalarBlock}), only_fsdp_c=True),
-    "mixed_dtype": Case(MixedDtype, vectors, frozenset(), only_fsdp_c=True),
+    "scalar": Case(ScalarNet, vectors, frozenset({ScalarBlock})),
+    "mixed_dtype": Case(MixedDtype, vectors, frozenset()),
     "conv": Case(ConvNet, images, frozenset({nn.Conv2d, nn.BatchNorm2d})),
 }

@@ -17,7 +17,6 @@ class Counting(torch.optim.Optimizer):
     """SGD whose state is of every kind: numbers, text, None, bool, whole tensors."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
-        """Set the learning rate."""
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
@@ -57,11 +56,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def wrap(
-    model: str,
-    *,
-    nested: bool = True,
-    module: nn.Module | None = None,
-    **kwargs: Any,
+    model: str, *, nested: bool = True, module: nn.Module | None = None, **kwargs: Any
 ) -> Any:
     """Return ``CASES[model]`` wrapped; with its units, or the root only."""
     case = CASES[model]

@@ -16,17 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.impl import (
-    IS_TORCH,
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    fsdp,
-)
+from helpers.impl import BackwardPrefetch, CPUOffload, MixedPrecision, fsdp
 
 # torch's FSDP1 has no norm of fp64 gradients.
-DTYPE = torch.float32 if IS_TORCH else torch.float64
+DTYPE = torch.float64
 WORLD_SIZES = (2, 3, 4)
 
 LEAVES = (
@@ -47,21 +40,9 @@ EVENTS = ("evaluate", "lost_forward", "state_dict", "summon", "write")
 # With gradients of all ranks, so only after a step.
 EVENTS_AFTER = (*EVENTS, "summon_grads")
 PRECISIONS = ("none", "param", "reduce", "both")
+
+
 # What torch's FSDP1 cannot do, in these programs.
-_ONLY_FSDP_C = {
-    "constant",  # scalars
-    "never",  # a NO_SHARD unit that never runs loses its parameters' names
-    "single",  # two dtypes in a unit
-    "toggle",
-    "sharded_no_sync",
-    "summon_grads",
-    "hybrid",
-    "offload",
-    "precision",  # of fp64 parameters
-    "summon",
-}
-
-
 def left_out() -> frozenset[str]:
     """Return the kinds and features that programs do without.
 
@@ -69,7 +50,7 @@ def left_out() -> frozenset[str]:
     one. Programs are other ones then, under the same seeds.
     """
     names = set(os.environ.get("FSDP_C_RANDOM_WITHOUT", "").split(",")) - {""}
-    return frozenset(names | (_ONLY_FSDP_C if IS_TORCH else set()))
+    return frozenset(names)
 
 
 @dataclass(frozen=True)
@@ -141,8 +122,6 @@ class Program:
     @property
     def tolerance(self) -> float:
         """Of every comparison, as a part of the largest element."""
-        if IS_TORCH:
-            return 2e-4
         is_single = self.precision != "none" or "single" in self.root.kinds()
         return 2e-3 if is_single else 1e-8
 
@@ -214,8 +193,6 @@ class _Drawer:
             self.choice(*PRECISIONS[1:]) if self.chance(0.25, "precision") else "none"
         )
         without = set()
-        if IS_TORCH and not use_orig_params:
-            without |= {"frozen", "adapter"}
         if precision in ("param", "both"):
             without |= {"checkpoint"}  # the reference recomputes without its casts
         if not self.chance(0.25):
@@ -269,7 +246,6 @@ class Node(nn.Module):
     """A node of the program as a module."""
 
     def __init__(self, spec: Spec, dim: int) -> None:
-        """Make parameters and children."""
         super().__init__()
         self.spec = spec
         self.children_ = nn.ModuleList(Node(child, dim) for child in spec.children)
@@ -312,7 +288,6 @@ class Node(nn.Module):
         ]
 
     def forward(self, x: Tensor) -> Any:
-        """Map ``[batch, dim]`` to the same shape; a packed node to a dict."""
         out: Tensor = self._leaf(x) if not self.children_ else self._branch(x)
         if self.spec.kind == "packed":
             return {"out": out, "aside": [out * 0.5, None]}
@@ -339,10 +314,7 @@ class Node(nn.Module):
             return torch.stack(outs).mean(0)
         if kind == "checkpoint":
             reentrant = self.spec.option % 2 == 0
-            out: Tensor = checkpoint(
-                _call, self.children_[0], x, use_reentrant=reentrant
-            )
-            return out
+            return checkpoint(_call, self.children_[0], x, use_reentrant=reentrant)
         y = x
         for child in self.children_:
             y = _call(child, y)
@@ -355,21 +327,18 @@ def _call(module: nn.Module, x: Tensor) -> Tensor:
     out = module(x)
     if isinstance(out, dict):
         return out["out"] + out["aside"][0] if out["aside"][1] is None else x
-    tensor: Tensor = out
-    return tensor
+    return out
 
 
 class Net(nn.Module):
     """The root: an input layer, so that every case has a trained parameter."""
 
     def __init__(self, program: Program) -> None:
-        """Make the tree."""
         super().__init__()
         self.inp = nn.Linear(program.dim, program.dim, dtype=DTYPE)
         self.body = Node(program.root, program.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, dim]`` to the same shape."""
         return _call(self.body, self.inp(x))
 
 
@@ -397,7 +366,7 @@ def wrap(module: nn.Module, program: Program, groups: Any) -> Any:
         strategy = own_strategy or program.strategy
         return fsdp(
             module,
-            sharding_strategy=ShardingStrategy[strategy],
+            strategy=strategy,
             process_group=groups if "HYBRID" in strategy else None,
             **kwargs,
         )

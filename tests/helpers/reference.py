@@ -16,18 +16,20 @@ with its gradient for the time of one state dict, which is exact in any layout.
 
 import contextlib
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
 
-from helpers.impl import FSDP, ShardingStrategy, StateDictType, fsdp
-from helpers.models import CASES, Case, Inputs, loss_of
+from helpers.impl import FSDP, StateDictType, assert_idle, fsdp
+from helpers.models import CASES, Case, Inputs, loss_of, vectors
 from helpers.seeds import generator
+from helpers.worker import call
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -198,7 +200,6 @@ class Differential:
         cast_inputs: bool = True,
         tolerance: float | None = None,
     ) -> None:
-        """Build both models."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.reference = build()
@@ -238,7 +239,7 @@ class Differential:
         cls,
         build: Callable[[], nn.Module],
         unit_classes: Iterable[type[nn.Module]],
-        inputs: Callable[[torch.Generator], Inputs],
+        inputs: Callable[[torch.Generator], Inputs] = vectors,
         *,
         use_orig_params: bool = True,
         strategy: str = "FULL_SHARD",
@@ -253,8 +254,8 @@ class Differential:
             build,
             lambda module: fsdp(
                 module,
-                auto_wrap_policy=ModuleWrapPolicy(classes) if classes else None,
-                sharding_strategy=ShardingStrategy[strategy],
+                units=classes,
+                strategy=strategy,
                 use_orig_params=use_orig_params,
                 **kwargs,
             ),
@@ -374,6 +375,28 @@ class Differential:
             self.step()
             self.check()
 
+    def run(self, schedule: str) -> None:
+        """Run a schedule, one letter for each action; blanks may stand between.
+
+        ``s``, ``n`` and ``p`` are a forward and a backward: synced, in no_sync() and in
+        no_sync(sharded=True). ``z`` sets gradients to none and ``Z`` to zeros, ``k``
+        clips, ``u`` steps both optimizers. What can be compared is compared after each.
+        """
+        for action in schedule.replace(" ", ""):
+            if action in "zZ":
+                self.zero_grad(set_to_none=action == "z")
+            elif action in "np":
+                with self.model.no_sync(**({"sharded": True} if action == "p" else {})):
+                    self.forward_backward()
+            else:
+                {
+                    "s": self.forward_backward,
+                    "k": lambda: self.clip(0.1),
+                    "u": self.step,
+                }[action]()
+                assert_idle(self.model)
+                self.check()
+
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Put both models in eval mode, without gradients."""
@@ -388,3 +411,46 @@ class Differential:
         """Run a forward without gradients and compare its loss."""
         with self.evaluation():
             self.forward()
+
+
+def with_model(
+    model: str | Callable[[], nn.Module] = "mlp",
+    units: Iterable[type[nn.Module]] | None = None,
+    *,
+    only_fsdp_c: str | None = None,
+    **fixed: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give ``test_x(differential, ...)`` both models; goes below ``@distributed``.
+
+    The values of ``model``, ``strategy`` and ``use_orig_params`` that the test is run
+    with come before those given here.
+
+    Args:
+        model: A name of CASES or, with ``units``, what builds a model.
+        units: The classes of units.
+        only_fsdp_c: Why torch's FSDP1 cannot stand in.
+        fixed: Other arguments of ``Differential.of_units``.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+
+        def run(**arguments: Any) -> None:
+            names = ("strategy", "use_orig_params")
+            given = {name: arguments[name] for name in names if name in arguments}
+            options = {**fixed, **given}
+            if units is None:
+                made = Differential.of_model(arguments.get("model", model), **options)
+            else:
+                assert callable(model)
+                made = Differential.of_units(model, units, **options)
+            call(body, {**arguments, "differential": made})
+
+        functools.update_wrapper(run, body)
+        named = [p for n, p in signature.parameters.items() if n != "differential"]
+        rest = inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)
+        vars(run)["__signature__"] = signature.replace(parameters=[*named, rest])
+        del vars(run)["__wrapped__"]
+        return run
+
+    return decorate

@@ -100,10 +100,7 @@ def _phases(kind: str, size: int) -> dict[str, int]:
         with FSDP.summon_full_params(wrapped):
             pass
 
-    wrapped = phase(
-        "construction",
-        lambda: FSDP(model, use_orig_params=True, **kwargs),
-    )
+    wrapped = phase("construction", lambda: FSDP(model, use_orig_params=True, **kwargs))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
     for step in ("first", "second"):
         loss = phase(f"{step} forward", lambda: wrapped(torch.ones(2, WIDTH)).sum())

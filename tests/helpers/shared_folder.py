@@ -4,18 +4,19 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def shared_folder() -> Iterator[str]:
+def shared_folder() -> Iterator[Path]:
     """Yield its path on every rank; it is removed at the end. Collective."""
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     try:
-        yield names[0]
+        yield Path(names[0])
+        dist.barrier()  # not after an exception: other ranks may not come
     finally:
-        dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(names[0])
+            shutil.rmtree(names[0], ignore_errors=True)

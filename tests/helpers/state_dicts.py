@@ -54,8 +54,7 @@ def whole_state(state: dict[str, Any]) -> dict[str, Any]:
 def local_part(value: Any) -> Tensor | None:
     """Return the tensor in which this rank holds its part of ``value``."""
     if isinstance(value, DTensor):
-        local: Tensor = value.to_local()
-        return local
+        return value.to_local()
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         return shards[0].tensor if shards else None
@@ -79,22 +78,18 @@ class Inner(nn.Module):
     """The innermost unit: two layers, of which the first is shared over units."""
 
     def __init__(self) -> None:
-        """Make layers of 5 -> 7 -> 5."""
         super().__init__()
         self.fc1 = nn.Linear(WIDTH, 7)
         self.fc2 = nn.Linear(7, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, 5]`` to the same shape."""
-        out: Tensor = self.fc2(torch.tanh(self.fc1(x)))
-        return out
+        return self.fc2(torch.tanh(self.fc1(x)))
 
 
 class Middle(nn.Module):
     """A unit with a nested one, buffers, a scalar, and a frozen bf16 layer."""
 
     def __init__(self) -> None:
-        """Make them."""
         super().__init__()
         self.inner = Inner()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -105,18 +100,15 @@ class Middle(nn.Module):
         self.register_buffer("gone", torch.ones(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, 5]`` to the same shape."""
         low = self.low(x.to(self.low.weight.dtype)).to(x.dtype).sum(-1, keepdim=True)
         gain = torch.as_tensor(self.gain).to(x.dtype)
-        out: Tensor = x + self.norm(self.inner(x)) * self.scale * gain + low
-        return out
+        return x + self.norm(self.inner(x)) * self.scale * gain + low
 
 
 class Everything(nn.Module):
     """All that a state dict can have; ignored and tied parameters in the root."""
 
     def __init__(self, seed: int = 0) -> None:
-        """Make it from ``seed``."""
         super().__init__()
         torch.manual_seed(seed)
         self.inp = nn.Linear(WIDTH, WIDTH)
@@ -136,14 +128,12 @@ class Everything(nn.Module):
                 buffer.add_(torch.rand_like(buffer))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, 5]`` to ``[batch]``."""
         x = self.inp(x)
         for block in self.blocks:
             x = block(x)
         ignored = self.ignored(x.to(self.ignored.weight.dtype)).to(x.dtype)
         x = self.out(x) + ignored.sum(-1, keepdim=True)
-        out: Tensor = self.again(x).squeeze(-1)
-        return out
+        return self.again(x).squeeze(-1)
 
 
 def wrap_everything(module: nn.Module, *, is_nested: bool = True, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib.util
+import inspect
 import os
 import pickle
 import signal
@@ -61,8 +62,16 @@ def _find(module: types.ModuleType, qualname: str) -> Callable[..., None]:
     found: Any = module
     for part in qualname.split("."):
         found = getattr(found, part)
-    body: Callable[..., None] = getattr(found, "distributed_body", found)
-    return body
+    return getattr(found, "distributed_body", found)
+
+
+def call(body: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """Call ``body`` with those arguments that it names."""
+    parameters = inspect.signature(body).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        body(**arguments)
+    else:
+        body(**{name: arguments[name] for name in parameters})
 
 
 def _num_units(fsdp: type) -> int:
@@ -85,7 +94,7 @@ def _leftovers(num_groups: int) -> list[str]:
     gc.collect()
     left = []
     impl = sys.modules.get("helpers.impl")
-    if impl is not None and not impl.IS_TORCH:  # torch's own class leaks some
+    if impl is not None:
         num_units = _num_units(impl.FSDP)
         if num_units > 0:
             left.append(f"{num_units} FSDP modules are alive")
@@ -132,7 +141,7 @@ def _run(task: Task, rank: int) -> Outcome:
     num_groups = len(dist.distributed_c10d._world.pg_map)
     outcome = Outcome("passed")
     try:
-        body(rank=rank, **arguments)
+        call(body, {"rank": rank, **arguments})
     except pytest.skip.Exception as error:
         outcome = Outcome("skipped", str(error))
     except pytest.xfail.Exception as error:

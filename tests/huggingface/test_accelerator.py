@@ -16,15 +16,11 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
 from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
 from helpers.hf_models import build, clean, data
 from helpers.hf_process import launched
-from helpers.hf_training import (
-    WORLD,
-    cases,
-    new_groups_destroyed,
-    shared_folder,
-    whole_weights,
-)
+from helpers.hf_training import WORLD, cases, whole_weights
+from helpers.shared_folder import shared_folder
 
 TIMEOUT_S = 300
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
@@ -45,9 +41,7 @@ def _accelerator(*, accumulate: int = 1, **options: Any) -> Any:
     from accelerate import Accelerator
 
     return Accelerator(
-        cpu=True,
-        fsdp_plugin=_plugin(**options),
-        gradient_accumulation_steps=accumulate,
+        cpu=True, fsdp_plugin=_plugin(**options), gradient_accumulation_steps=accumulate
     )
 
 
@@ -137,18 +131,14 @@ def _assert_alike(
 
 @contextmanager
 def _folder(rank: int, **env: str) -> Iterator[Path]:
-    with (
-        shared_folder(rank) as folder,
-        new_groups_destroyed(),
-        launched(rank, WORLD, **env),
-    ):
+    with shared_folder() as folder, groups_destroyed(), launched(rank, WORLD, **env):
         yield folder
 
 
 @pytest.mark.parametrize("accumulate", cases([1, 2], slow=[1]))
 @pytest.mark.parametrize("strategy", list(ShardingStrategy.__members__))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_strategy(rank: int, world_size: int, strategy: str, accumulate: int) -> None:
+def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
     expected, _ = _reference("llama", 4, WORLD * accumulate)
     with _folder(rank):
         accelerator = _accelerator(
@@ -167,7 +157,7 @@ def test_strategy(rank: int, world_size: int, strategy: str, accumulate: int) ->
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lora"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_model(rank: int, world_size: int, name: str, use_orig_params: bool) -> None:
+def test_model(rank: int, name: str, use_orig_params: bool) -> None:
     expected, _ = _reference(name, 4, WORLD)
     with _folder(rank):
         accelerator = _accelerator(use_orig_params=use_orig_params)
@@ -185,11 +175,9 @@ def test_model(rank: int, world_size: int, name: str, use_orig_params: bool) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_state_and_load_state(
-    rank: int, world_size: int, name: str, kind: str
-) -> None:
+def test_save_state_and_load_state(rank: int, name: str, kind: str) -> None:
     """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
-    with shared_folder(rank) as folder:
+    with shared_folder() as folder:
         _save_and_load_state(rank, name, kind, folder)
 
 
@@ -220,7 +208,7 @@ def _save_and_load_state(rank: int, name: str, kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_pretrained(rank: int, world_size: int, kind: str) -> None:
+def test_save_pretrained(rank: int, kind: str) -> None:
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
@@ -248,7 +236,7 @@ def test_save_pretrained(rank: int, world_size: int, kind: str) -> None:
 
 
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_wrapped_before_prepare(rank: int, world_size: int) -> None:
+def test_wrapped_before_prepare(rank: int) -> None:
     """A model that the user wrapped: accelerate must leave it as it is."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -268,7 +256,7 @@ def test_wrapped_before_prepare(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_no_sync(rank: int, world_size: int) -> None:
+def test_no_sync(rank: int) -> None:
     """accelerator.no_sync(): no gradient is reduced inside, all are afterwards."""
     with _folder(rank):
         accelerator = _accelerator()
@@ -284,7 +272,7 @@ def test_no_sync(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_ignored_modules_by_name(rank: int, world_size: int) -> None:
+def test_ignored_modules_by_name(rank: int) -> None:
     with _folder(rank):
         accelerator = _accelerator(ignored_modules=r".*norm")
         model = accelerator.prepare(build("llama"))
@@ -305,7 +293,7 @@ def _sharded_names(model: Any) -> set[str]:
 
 
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_weights_loaded_in_bf16_are_trained_in_fp32(rank: int, world_size: int) -> None:
+def test_weights_loaded_in_bf16_are_trained_in_fp32(rank: int) -> None:
     """With mixed precision, accelerate upcasts the shards of a bf16 model."""
     from accelerate import Accelerator
 

@@ -17,11 +17,11 @@ from helpers.hf_training import (
     arguments,
     fsdp_config,
     root,
-    shared_folder,
     train,
     trained,
     whole_weights,
 )
+from helpers.shared_folder import shared_folder
 
 TIMEOUT_S = 300
 
@@ -35,12 +35,10 @@ def _unwrapped(name: str, weights: dict[str, Tensor]) -> Any:
 @pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("kind", ["full_shard", "shard_grad_op"])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_predict_with_generate(
-    rank: int, world_size: int, kind: str, num_beams: int
-) -> None:
+def test_predict_with_generate(rank: int, kind: str, num_beams: int) -> None:
     num_examples, num_tokens = 2 * WORLD * BATCH, 5
     examples = data("t5", num_examples)
-    with shared_folder(rank) as folder, launched(rank, WORLD):
+    with shared_folder() as folder, launched(rank, WORLD):
         args = arguments(
             folder,
             fsdp=True,
@@ -71,9 +69,7 @@ def test_predict_with_generate(
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lora"])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_within_summon_full_params(
-    rank: int, world_size: int, name: str, use_orig_params: bool
-) -> None:
+def test_within_summon_full_params(rank: int, name: str, use_orig_params: bool) -> None:
     prompt = data(name, WORLD)[rank]["input_ids"][None]
     config = fsdp_config(use_orig_params=use_orig_params)
     with trained(name, rank, config=config) as record:
@@ -92,7 +88,7 @@ def test_within_summon_full_params(
 
 
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_unit_by_unit(rank: int, world_size: int) -> None:
+def test_unit_by_unit(rank: int) -> None:
     """register_forward_method: the model is never whole on a rank."""
     prompt = data("llama", WORLD)[rank]["input_ids"][None]
     # Ranks end at different lengths: the others go on for their sake.

@@ -15,18 +15,18 @@ from helpers.hf_training import (
     assert_trained_alike,
     fsdp_config,
     reference,
-    shared_folder,
     train,
 )
+from helpers.shared_folder import shared_folder
 
 
 @distributed(world_size=WORLD, timeout_s=300, device="cpu")
-def test_trainer(rank: int, world_size: int) -> None:
+def test_trainer(rank: int) -> None:
     """The steps are those of a model that was loaded whole."""
     from transformers import LlamaForCausalLM
 
     expected = reference("llama")
-    with shared_folder(rank) as folder:
+    with shared_folder() as folder:
         if rank == 0:
             build("llama").save_pretrained(folder)  # type: ignore[operator]
         for efficient in ("true", "false"):

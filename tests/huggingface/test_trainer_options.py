@@ -7,6 +7,7 @@ would train alike too.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from helpers.hf_training import (
     root,
     trained,
 )
+from helpers.shared_folder import shared_folder
 
 TIMEOUT_S = 300
 
@@ -118,16 +120,22 @@ class _Case:
     tolerance: float = 2e-6
 
 
+# How strings, numbers and the environment become a plugin's options is tested in
+# tests/integrations/test_fsdp_settings.py; here options that do not touch each other
+# are together in a case.
 CASES = {
     "full_shard": _Case(
-        {"reshard_after_forward": "full_shard"}, _has_strategy("FULL_SHARD")
-    ),
-    "shard_grad_op": _Case(
-        {"reshard_after_forward": "shard_grad_op"}, _has_strategy("SHARD_GRAD_OP")
+        {"reshard_after_forward": "full_shard", "limit_all_gathers": "false"},
+        _all(
+            _has_strategy("FULL_SHARD"),
+            _attribute("_use_orig_params", True),
+            _attribute("limit_all_gathers", False),
+        ),
     ),
     "no_shard": _Case({"reshard_after_forward": "no_shard"}, _has_strategy("NO_SHARD")),
     "hybrid_shard": _Case(
-        {"reshard_after_forward": "hybrid_shard"}, _has_strategy("HYBRID_SHARD")
+        {"reshard_after_forward": "hybrid_shard", "limit_all_gathers": "true"},
+        _all(_has_strategy("HYBRID_SHARD"), _attribute("limit_all_gathers", True)),
     ),
     "hybrid_shard_zero2": _Case(
         {"reshard_after_forward": "hybrid_shard_zero2"},
@@ -144,57 +152,22 @@ CASES = {
         },
         arguments={"fsdp": None},
     ),
-    "environment_over_default": _Case(
-        {},
-        _has_strategy("SHARD_GRAD_OP"),
-        env={"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"},
-    ),
-    "sharding_strategy": _Case(
-        {"sharding_strategy": "SHARD_GRAD_OP"}, _has_strategy("SHARD_GRAD_OP")
-    ),
-    "sharding_strategy_by_number": _Case(
-        {"sharding_strategy": 2}, _has_strategy("SHARD_GRAD_OP")
-    ),
-    "strategy_of_fsdp_string": _Case(
-        {},
-        _has_strategy("SHARD_GRAD_OP"),
-        arguments={"fsdp": "shard_grad_op auto_wrap"},
-    ),
-    "prefixed_keys": _Case(
-        {"fsdp_use_orig_params": "false", "fsdp_reshard_after_forward": "no_shard"},
-        _all(_attribute("_use_orig_params", False), _has_strategy("NO_SHARD")),
-    ),
-    "use_orig_params": _Case(
-        {"use_orig_params": True},
-        _all(_attribute("_use_orig_params", True), _has_strategy("FULL_SHARD")),
-    ),
-    "flat_params": _Case(
-        {"use_orig_params": False},
-        _all(_attribute("_use_orig_params", False), _has_strategy("FULL_SHARD")),
-    ),
-    "flat_params_shard_grad_op": _Case(
-        {"use_orig_params": False, "reshard_after_forward": "shard_grad_op"},
-        _all(_attribute("_use_orig_params", False), _has_strategy("SHARD_GRAD_OP")),
-    ),
-    "wrap_default": _Case(
-        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-        _has_units("LlamaForCausalLM", *_BLOCKS),
+    "string_and_prefixed_keys": _Case(
+        {"fsdp_use_orig_params": "false"},
+        _all(
+            _attribute("_use_orig_params", False),
+            _has_strategy("SHARD_GRAD_OP"),
+            _attribute("cpu_offload.offload_params", True),
+        ),
+        arguments={"fsdp": "shard_grad_op auto_wrap offload"},
     ),
     "wrap_classes": _Case(
         {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "LlamaMLP"]},
         _has_units("LlamaForCausalLM", *(("LlamaDecoderLayer", "LlamaMLP") * 3)),
     ),
-    "wrap_class": _Case(
-        {"transformer_layer_cls_to_wrap": "LlamaAttention"},
-        _has_units("LlamaForCausalLM", *(("LlamaAttention",) * 3)),
-    ),
     "wrap_by_size": _Case(
         # An MLP has 4,608 parameters, the rest of a block 3,136.
         {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4000},
-        _has_units("LlamaForCausalLM", "LlamaModel", *(("LlamaMLP",) * 3)),
-    ),
-    "min_num_params_alone": _Case(
-        {"min_num_params": 4000},
         _has_units("LlamaForCausalLM", "LlamaModel", *(("LlamaMLP",) * 3)),
     ),
     "no_wrap": _Case({"auto_wrap_policy": "NO_WRAP"}, _has_units("LlamaForCausalLM")),
@@ -203,7 +176,7 @@ CASES = {
         _prefetches(lambda prefetches, steps: 2 * (steps - 1) <= prefetches),
     ),
     "backward_post": _Case(
-        {"backward_prefetch": "backward_post"},
+        {"backward_prefetch": "backward_post", "use_orig_params": False},
         _prefetches(lambda prefetches, steps: 2 * (steps - 1) <= prefetches),
     ),
     "no_prefetch": _Case(
@@ -213,12 +186,6 @@ CASES = {
     "forward_prefetch": _Case(
         {"backward_prefetch": "no_prefetch", "forward_prefetch": "true"},
         _prefetches(lambda prefetches, steps: 2 * (steps - 2) <= prefetches),
-    ),
-    "limit_all_gathers": _Case(
-        {"limit_all_gathers": "true"}, _attribute("limit_all_gathers", True)
-    ),
-    "no_limit_all_gathers": _Case(
-        {"limit_all_gathers": "false"}, _attribute("limit_all_gathers", False)
     ),
     "activation_checkpointing": _Case(
         {"activation_checkpointing": "true"},
@@ -238,25 +205,12 @@ CASES = {
     "cpu_offload": _Case(
         {"cpu_offload": True}, _attribute("cpu_offload.offload_params", True)
     ),
-    "offload_params": _Case(
-        {"offload_params": "true"}, _attribute("cpu_offload.offload_params", True)
-    ),
-    "cpu_offload_of_fsdp_string": _Case(
-        {},
-        _attribute("cpu_offload.offload_params", True),
-        arguments={"fsdp": "full_shard auto_wrap offload"},
-    ),
     "bf16": _Case({}, _computes_in_bf16, arguments={"bf16": True}, tolerance=1e-2),
     "bf16_flat_params_no_shard": _Case(
         {"use_orig_params": False, "reshard_after_forward": "no_shard"},
         _computes_in_bf16,
         arguments={"bf16": True},
         tolerance=1e-2,
-    ),
-    "gradient_accumulation": _Case(
-        {},
-        _has_strategy("FULL_SHARD"),
-        shared={"gradient_accumulation_steps": 2},
     ),
     "gradient_accumulation_flat_params": _Case(
         {"use_orig_params": False, "reshard_after_forward": "shard_grad_op"},
@@ -284,22 +238,15 @@ def _assert_case(record: Record, expected: Record, case: _Case) -> None:
 _SLOW = (
     "activation_checkpointing_flat_params",
     "bf16_flat_params_no_shard",
-    "cpu_offload_of_fsdp_string",
-    "flat_params_shard_grad_op",
-    "gradient_accumulation_flat_params",
-    "min_num_params_alone",
-    "no_limit_all_gathers",
-    "prefixed_keys",
-    "sharding_strategy_by_number",
-    "use_orig_params",
-    "wrap_class",
-    "wrap_default",
+    "cpu_offload",
+    "hybrid_shard_zero2",
 )
+_SLOW_MODELS = (("gpt2", True), ("t5", False), ("lora", False))
 
 
 @pytest.mark.parametrize("name", cases(CASES, _SLOW))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_option(rank: int, world_size: int, name: str) -> None:
+def test_option(rank: int, name: str) -> None:
     case = CASES[name]
     expected = reference("llama", **case.shared)
     with trained(
@@ -314,13 +261,11 @@ def test_option(rank: int, world_size: int, name: str) -> None:
 
 
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_config_in_a_file(rank: int, world_size: int) -> None:
+def test_config_in_a_file(rank: int) -> None:
     import json
 
-    from helpers.hf_training import shared_folder
-
     expected = reference("llama")
-    with shared_folder(rank) as folder:
+    with shared_folder() as folder:
         path = folder / f"fsdp{rank}.json"
         path.write_text(json.dumps({"version": 1, "use_orig_params": "false"}))
         with trained("llama", rank, config=str(path)) as record:
@@ -330,7 +275,7 @@ def test_config_in_a_file(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("syncs", ["true", "false"])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_sync_module_states(rank: int, world_size: int, syncs: str) -> None:
+def test_sync_module_states(rank: int, syncs: str) -> None:
     expected = reference("llama")
     model = build("llama")
     with torch.no_grad():
@@ -345,10 +290,12 @@ def test_sync_module_states(rank: int, world_size: int, syncs: str) -> None:
             assert abs(record.losses[0] - expected.losses[0]) > 1e-2
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "lora"])
+@pytest.mark.parametrize(
+    "case", cases(product(("gpt2", "t5", "lora"), (True, False)), _SLOW_MODELS)
+)
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_model(rank: int, world_size: int, name: str, use_orig_params: bool) -> None:
+def test_model(rank: int, case: tuple[str, bool]) -> None:
+    name, use_orig_params = case
     expected = reference(name)
     config = fsdp_config(use_orig_params=use_orig_params)
     with trained(name, rank, config=config) as record:

@@ -23,8 +23,14 @@ from fsdp_c.integrations.huggingface import _trainer_arguments
 from fsdp_c.integrations.huggingface._trainer_loss import ignores_count
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> Iterator[None]:
+    with huggingface.installed():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "FSDP_VERSION",
         "FSDP_SHARDING_STRATEGY",
@@ -36,8 +42,10 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         # First set, so that what the libraries set is taken back as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    with huggingface.installed():
-        yield
+
+
+def _launched(strategy: str, reshard: str) -> dict[str, str]:
+    return {"FSDP_SHARDING_STRATEGY": strategy, "FSDP_RESHARD_AFTER_FORWARD": reshard}
 
 
 @pytest.mark.parametrize(
@@ -56,30 +64,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         ({}, {"FSDP_SHARDING_STRATEGY": "3"}, "NO_SHARD"),
         # What accelerate launch sets: the defaults, and one of them changed.
-        (
-            {},
-            {
-                "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-                "FSDP_RESHARD_AFTER_FORWARD": "true",
-            },
-            "FULL_SHARD",
-        ),
-        (
-            {},
-            {
-                "FSDP_SHARDING_STRATEGY": "NO_SHARD",
-                "FSDP_RESHARD_AFTER_FORWARD": "true",
-            },
-            "NO_SHARD",
-        ),
-        (
-            {},
-            {
-                "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-                "FSDP_RESHARD_AFTER_FORWARD": "shard_grad_op",
-            },
-            "SHARD_GRAD_OP",
-        ),
+        ({}, _launched("FULL_SHARD", "true"), "FULL_SHARD"),
+        ({}, _launched("NO_SHARD", "true"), "NO_SHARD"),
+        ({}, _launched("FULL_SHARD", "shard_grad_op"), "SHARD_GRAD_OP"),
         # An argument is preferred to the environment.
         (
             {"reshard_after_forward": "full_shard"},
@@ -112,14 +99,7 @@ def test_strategy(
         ({"reshard_after_forward": "half"}, {}, "reshard_after_forward is 'half'"),
         ({"reshard_after_forward": False}, {}, "one of FULL_SHARD"),
         ({}, {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "is 'false'"),
-        (
-            {},
-            {
-                "FSDP_SHARDING_STRATEGY": "NO_SHARD",
-                "FSDP_RESHARD_AFTER_FORWARD": "shard_grad_op",
-            },
-            "set only one",
-        ),
+        ({}, _launched("NO_SHARD", "shard_grad_op"), "set only one"),
         ({"fsdp_version": 2}, {}, 'fsdp_config={"version": 1, ...} in Training'),
         ({"fsdp_version": None}, {"FSDP_VERSION": "2"}, "--fsdp_version 1"),
     ],
@@ -138,7 +118,10 @@ def test_refused(
 
 def test_version_2_runs_when_not_installed() -> None:
     huggingface.uninstall()
-    assert FullyShardedDataParallelPlugin(fsdp_version=2).fsdp_version == 2
+    try:
+        assert FullyShardedDataParallelPlugin(fsdp_version=2).fsdp_version == 2
+    finally:
+        huggingface.install()
 
 
 @pytest.mark.parametrize("key", ["sync_module_states", "cpu_ram_efficient_loading"])

@@ -54,9 +54,7 @@ def _shared_folder() -> Path:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_upcast_of_a_model_in_bf16(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_upcast_of_a_model_in_bf16(use_orig_params: bool) -> None:
     """What Accelerator.prepare_model does, word by word, has an effect."""
     torch.manual_seed(0)
     model = MLP(2).bfloat16()
@@ -92,7 +90,7 @@ def test_upcast_of_a_model_in_bf16(
 
 
 @distributed(world_size=2)
-def test_upcast_of_a_mixed_unit(rank: int, world_size: int) -> None:
+def test_upcast_of_a_mixed_unit() -> None:
     """Frozen parameters come first, and do not hide the trainable ones."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     model[0].requires_grad_(False)
@@ -144,9 +142,7 @@ def test_an_optimizer_that_needs_a_loss() -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, timeout_s=240)
-def test_sharded_optimizer_state(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_sharded_optimizer_state(rank: int, use_orig_params: bool) -> None:
     """A new optimizer gets everything that was saved, and one more step is equal."""
 
     def make(**options: bool) -> tuple[FSDP, torch.optim.Optimizer]:
@@ -204,13 +200,12 @@ def _with_adapter() -> nn.Module:
 
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["fc1"], init_lora_weights=False)
-    model: nn.Module = get_peft_model(MLP(2), config)
-    return model
+    return get_peft_model(MLP(2), config)
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 @distributed(world_size=2, timeout_s=300)
-def test_adapters_are_saved_and_loaded(rank: int, world_size: int, kind: str) -> None:
+def test_adapters_are_saved_and_loaded(rank: int, kind: str) -> None:
     with installed():
         plain = _with_adapter()
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -249,7 +244,7 @@ def test_adapters_are_saved_and_loaded(rank: int, world_size: int, kind: str) ->
 
 
 @distributed(world_size=2, timeout_s=240)
-def test_state_dicts_of_torch_checkpoint(rank: int, world_size: int) -> None:
+def test_state_dicts_of_torch_checkpoint() -> None:
     """torch.distributed.checkpoint.state_dict works as it does without install()."""
     torch.manual_seed(0)
     model = _fsdp(MLP(2), use_orig_params=True)
@@ -320,9 +315,7 @@ def test_without_a_plugin_nothing_changes(kind: str) -> None:
     assert "fsdp_plugin" not in vars(state)
 
 
-def test_processes_without_a_group_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     if torch.accelerator.is_available():

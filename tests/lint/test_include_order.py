@@ -16,6 +16,7 @@ PYTHON_ROOMS = (
     "_torch_compat",
     "_units",
     "_engines",
+    "_fully_shard",
     "_state",
     "_module",
     *TOOLS,

@@ -132,7 +132,7 @@ FAULTS = (
     _core(
         "units stay unsharded after backward",
         "reshard_after_backward",
-        _before("if (unit->engine->sync", "if (MUTANT) return FSDP_OK;"),
+        _before("if (unit->sync", "if (MUTANT) return FSDP_OK;"),
         "test_memory.py",
     ),
     _core(
@@ -145,14 +145,14 @@ FAULTS = (
         "a partial gradient outlives zero_grad",
         "fsdp_unit_priv_take_user_grads",
         _skip("fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);"),
-        "test_traps_sharded_no_sync.py",
+        "test_gradient_accumulation.py",
     ),
     _core(
         "backward reduces within no_sync",
         "complete_grads",
         (
-            "engine->sync != FSDP_SYNC_NONE",
-            "(engine->sync != FSDP_SYNC_NONE || MUTANT)",
+            "unit->sync != FSDP_SYNC_NONE",
+            "(unit->sync != FSDP_SYNC_NONE || MUTANT)",
         ),
         "test_gradient_accumulation.py",
     ),
@@ -255,13 +255,13 @@ FAULTS = (
         "the partial gradient is not taken in",
         "use_partial",
         _skip("FSDP_TRY(add_partial("),
-        "test_traps_sharded_no_sync.py",
+        "test_gradient_accumulation.py",
     ),
     _core(
         "the first partial gradient is added to what memory holds",
         "add_partial",
         ("to_slot || has_partial", "to_slot || has_partial || MUTANT"),
-        "test_traps_sharded_no_sync.py",
+        "test_gradient_accumulation.py",
     ),
     _core(
         "the offloaded gradient is not brought back before the sum",

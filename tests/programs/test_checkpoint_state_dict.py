@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, fsdp
 from helpers.models import CASES, loss_of
 from helpers.reference import assert_same, assert_same_tensors
 from helpers.seeds import generator
@@ -156,9 +156,8 @@ OPTIONS = [
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("name", ["frozen_units", "uneven"])
 @distributed(world_size=2, device="cpu", timeout_s=120)
-def test_get(rank: int, world_size: int, name: str, use_orig_params: bool) -> None:
+def test_get(name: str, use_orig_params: bool) -> None:
     """Every option, against torch's FSDP1, and the unsharded model."""
-    needs_fsdp_c("is one of the two")
     kwargs = {"use_orig_params": use_orig_params}
     ours, theirs = trained("fsdp_c", name, **kwargs), trained("torch", name, **kwargs)
     plain = trained("plain", name)
@@ -182,12 +181,11 @@ def test_get(rank: int, world_size: int, name: str, use_orig_params: bool) -> No
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_get_offloaded(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_get_offloaded(rank: int, use_orig_params: bool) -> None:
     """cpu_offload: the same values in memory of their own; FULL on rank 0 only.
 
     On the CPU torch's FSDP1 is no reference for this: it shares memory between states.
     """
-    needs_fsdp_c("is no reference for offloading on the CPU")
     model, optim = trained("fsdp_c", "mlp", use_orig_params=use_orig_params)
     for full in (False, True):
         expected = get_state_dict(
@@ -210,11 +208,8 @@ def test_get_offloaded(rank: int, world_size: int, use_orig_params: bool) -> Non
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_get_with_device_mesh(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_get_with_device_mesh(world_size: int, use_orig_params: bool) -> None:
     """With a device mesh the sharded values are DTensors, as FSDP1's."""
-    needs_fsdp_c("is one of the two")
     mesh = init_device_mesh("cpu", (world_size,))
     kwargs = {"use_orig_params": use_orig_params, "device_mesh": mesh}
     ours, theirs = trained("fsdp_c", "mlp", **kwargs), trained("torch", "mlp", **kwargs)
@@ -226,9 +221,8 @@ def test_get_with_device_mesh(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_get_of_submodules(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_get_of_submodules(use_orig_params: bool) -> None:
     """`submodules` and keep_submodule_prefixes, which torch has deprecated."""
-    needs_fsdp_c("is one of the two")
     results = []
     for impl in ("fsdp_c", "torch"):
         model = wrap(impl, "mlp", use_orig_params=use_orig_params)
@@ -265,9 +259,8 @@ def assert_resumes(name: str, first: Any, second: Any) -> None:
 @pytest.mark.parametrize("saved", ["same", "torch", "plain"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu", timeout_s=120)
-def test_set(rank: int, world_size: int, saved: str, use_orig_params: bool) -> None:
+def test_set(saved: str, use_orig_params: bool) -> None:
     """What was got here, from torch's FSDP1 and from the unsharded model loads."""
-    needs_fsdp_c("is one of the two")
     kwargs = {"use_orig_params": use_orig_params}
     for name in ("mlp", "frozen_units", "mixed_dtype"):
         if name == "mixed_dtype" and saved == "torch":
@@ -321,11 +314,8 @@ def copy_of(first: Any, name: str, kwargs: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=3, device="cpu")
-def test_broadcast_from_rank0(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_broadcast_from_rank0(rank: int, use_orig_params: bool) -> None:
     """Only rank 0 has the state dicts; all models get them."""
-    needs_fsdp_c("is not what it is about")
     for name in ("mlp", "frozen_units", "mixed_dtype"):
         plain = trained("plain", name)
         full = StateDictOptions(full_state_dict=True)
@@ -336,9 +326,7 @@ def test_broadcast_from_rank0(
         model = wrap("fsdp_c", name, seed=rank, use_orig_params=use_orig_params)
         optim = optimizer(model)
         options = StateDictOptions(
-            full_state_dict=True,
-            broadcast_from_rank0=True,
-            cpu_offload=name == "mlp",
+            full_state_dict=True, broadcast_from_rank0=True, cpu_offload=name == "mlp"
         )
         set_model_state_dict(model, params, options=options)
         set_optimizer_state_dict(model, optim, state, options=options)
@@ -350,9 +338,8 @@ def test_broadcast_from_rank0(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_strict(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_strict(use_orig_params: bool) -> None:
     """A part of the state: an error with strict, the rest stays as it is without."""
-    needs_fsdp_c("is not what it is about")
     given, _ = trained("plain", "mlp")
     params = get_model_state_dict(given)
     part = {name: value for name, value in params.items() if "blocks" in name}
@@ -405,11 +392,8 @@ class AppState(Stateful):
 @pytest.mark.parametrize("saver", ["fsdp_c", "torch"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_stateful(
-    rank: int, world_size: int, use_orig_params: bool, saver: str
-) -> None:
+def test_stateful(use_orig_params: bool, saver: str) -> None:
     """A checkpoint of either class resumes here, with the other use_orig_params too."""
-    needs_fsdp_c("is one of the two")
     name = "mlp"
     first = trained(saver, name, use_orig_params=use_orig_params)
     with shared_folder() as path:
@@ -432,9 +416,8 @@ def test_stateful(
 
 
 @distributed(world_size=2, device="cpu")
-def test_inside_another_module(rank: int, world_size: int) -> None:
+def test_inside_another_module() -> None:
     """The wrapped module is a child, and DDP's prefix goes, as for a plain model."""
-    needs_fsdp_c("is not what it is about")
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

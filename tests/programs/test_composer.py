@@ -25,7 +25,6 @@ from helpers.frameworks import (
     installed,
     optimizer,
 )
-from helpers.impl import needs_fsdp_c
 from helpers.models import Block
 from helpers.reference import assert_same_tensors
 from helpers.shared_folder import shared_folder
@@ -55,8 +54,7 @@ def model_of(seed: int) -> Any:
             vars(self.net)["fsdp_wrap_fn"] = lambda module: isinstance(module, Block)
 
         def forward(self, data: Tensor) -> Tensor:
-            result: Tensor = self.net(data)
-            return result
+            return self.net(data)
 
         def loss(self, outputs: Tensor, _: Tensor) -> Tensor:
             return outputs.square().mean()
@@ -117,7 +115,6 @@ def on_cpu(rank: int, world_size: int) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_fit_save_resume(rank: int, world_size: int, kind: str) -> None:
-    needs_fsdp_c("does not run in Composer on the CPU")
     composer()
     with installed(), shared_folder() as folder, on_cpu(rank, world_size):
         trainer = trainer_of(rank, kind, folder, seed=0)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, fsdp
 from programs.unsharded import check_weights, draw, mean_over_ranks
 
 MOMENTUM = 0.5
@@ -51,8 +50,7 @@ def _loss(student: nn.ModuleDict, teacher: nn.ModuleDict, x: Tensor) -> Tensor:
         target = teacher["head"](teacher["backbone"](x)).softmax(-1)
     out = student["head"](student["backbone"](x + 0.1)).log_softmax(-1)
     again = student["backbone"](x)  # a second crop
-    loss: Tensor = -(target * out).sum(-1).mean() + again.square().mean()
-    return loss
+    return -(target * out).sum(-1).mean() + again.square().mean()
 
 
 def _update_teacher(student: nn.Module, teacher: nn.Module) -> None:
@@ -65,19 +63,16 @@ def _update_teacher(student: nn.Module, teacher: nn.Module) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
-def test_weights(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_weights(rank: int, strategy: str, use_orig_params: bool) -> None:
     """Student and teacher; the gradients go through a scaler and are clipped."""
-    needs_fsdp_c("runs the teacher with old weights")
 
     def wrap() -> nn.ModuleDict:
         model = _build()
         for name in model:
             model[name] = fsdp(
                 model[name],
-                sharding_strategy=ShardingStrategy[strategy],
-                auto_wrap_policy=ModuleWrapPolicy({_Block}),
+                strategy=strategy,
+                units={_Block},
                 use_orig_params=use_orig_params,
                 sync_module_states=True,
             )

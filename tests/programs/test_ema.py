@@ -8,10 +8,9 @@ the average's weights.
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import fsdp
 from programs.unsharded import check_weights, draw, mean_over_ranks
 
 
@@ -59,17 +58,10 @@ class _Averaged:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
-def test_weights(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, how: str
-) -> None:
+def test_weights(rank: int, strategy: str, use_orig_params: bool, how: str) -> None:
     """Of training, of the average, and of the evaluations between."""
-    if strategy == "SHARD_GRAD_OP":
-        needs_fsdp_c("goes on with the weights of the evaluation")
     model = fsdp(
-        _build(),
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
+        _build(), strategy=strategy, units={nn.Linear}, use_orig_params=use_orig_params
     )
     mine, expected = _Averaged(model, how), _Averaged(_build(), how)
 

@@ -22,7 +22,6 @@ from helpers.frameworks import (
     installed,
     optimizer,
 )
-from helpers.impl import needs_fsdp_c
 from helpers.models import Block
 from helpers.reference import assert_same_tensors
 from helpers.shared_folder import shared_folder
@@ -69,7 +68,6 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 def test_train_save_resume(
     rank: int, world_size: int, kind: str, use_orig_params: bool
 ) -> None:
-    needs_fsdp_c("does not run in Fabric on the CPU")
     with installed(), shared_folder() as folder:
         fabric = fabric_of(rank, world_size, kind, use_orig_params=use_orig_params)
         model, optim = setup(fabric, 0)
@@ -95,7 +93,6 @@ def test_train_save_resume(
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_loads_a_plain_file(rank: int, world_size: int) -> None:
     """load_raw() of a file that holds the unsharded model's parameters."""
-    needs_fsdp_c("does not run in Fabric on the CPU")
     with installed(), shared_folder() as folder:
         reference = build(3)
         if rank == 0:
@@ -110,7 +107,6 @@ def test_loads_a_plain_file(rank: int, world_size: int) -> None:
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_accumulation_and_checkpointing(rank: int, world_size: int) -> None:
     """no_backward_sync(), and activation checkpointing of the blocks."""
-    needs_fsdp_c("does not run in Fabric on the CPU")
     with installed():
         fabric = fabric_of(
             rank, world_size, "full", activation_checkpointing_policy={Block}

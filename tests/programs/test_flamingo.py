@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy, fsdp_kwargs, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy
 from programs.unsharded import check_weights, draw, mean_over_ranks
 
 DIM, VOCAB = 8, 12
@@ -64,8 +64,7 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.cross is not None:
             x = self.cross(x, self.media)
-        out: Tensor = self.decoder(x)
-        return out
+        return self.decoder(x)
 
 
 class _Flamingo(nn.Module):
@@ -90,8 +89,7 @@ class _Flamingo(nn.Module):
             layer.media = media
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def _trainable(model: _Flamingo) -> list[nn.Module]:
@@ -113,7 +111,7 @@ def _build() -> _Flamingo:
 
 
 def _wrap(model: _Flamingo, checkpointing: str, **kwargs: Any) -> _Flamingo:
-    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True, **fsdp_kwargs(**kwargs)):
+    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True, **kwargs):
         for name in ("vision", "perceiver", "embedding", "head"):
             setattr(model, name, wrap(wrap(getattr(model, name))))
         for layer in model.plain_layers():
@@ -182,7 +180,7 @@ def _train(rank: int, model: _Flamingo) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "inside", "around", "both"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
-def test_weights(rank: int, world_size: int, strategy: str, checkpointing: str) -> None:
+def test_weights(rank: int, strategy: str, checkpointing: str) -> None:
     """With activations kept or computed again."""
     strategy_kind = ShardingStrategy[strategy]
     _train(rank, _wrap(_build(), checkpointing, sharding_strategy=strategy_kind))
@@ -191,7 +189,6 @@ def test_weights(rank: int, world_size: int, strategy: str, checkpointing: str) 
 @distributed(world_size=2)
 def test_hybrid_shard(rank: int, world_size: int) -> None:
     """Groups of one rank to shard over, and of all to replicate over."""
-    needs_fsdp_c("does not reduce over the replicas")
     with hybrid_groups(world_size, 1) as groups:
         _train_hybrid(rank, groups)
 
@@ -199,6 +196,5 @@ def test_hybrid_shard(rank: int, world_size: int) -> None:
 def _train_hybrid(rank: int, groups: Any) -> None:
     strategy = ShardingStrategy.HYBRID_SHARD
     _train(
-        rank,
-        _wrap(_build(), "none", sharding_strategy=strategy, process_group=groups),
+        rank, _wrap(_build(), "none", sharding_strategy=strategy, process_group=groups)
     )

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from helpers.distributed import distributed
-from helpers.impl import FSDP, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, ShardingStrategy, fsdp
 from helpers.models import CASES, loss_of
 from helpers.reference import assert_same, assert_same_tensors
 from helpers.seeds import generator
@@ -57,10 +57,7 @@ def step(model: nn.Module, name: str, optim: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("name", ["uneven", "transformer", "tied"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=3, device="cpu")
-def test_values_are_torchs(
-    rank: int, world_size: int, name: str, use_orig_params: bool
-) -> None:
-    needs_fsdp_c("is one of the two")
+def test_values_are_torchs(name: str, use_orig_params: bool) -> None:
     strategies = [ShardingStrategy.FULL_SHARD]
     if not use_orig_params:  # then FSDP1 pads to the world size what nobody shards
         strategies.append(ShardingStrategy.NO_SHARD)
@@ -121,14 +118,13 @@ def _names(info: Any) -> list[Any]:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=3)
 def test_checkpointer_that_walks_metadata(
-    rank: int, world_size: int, name: str, use_orig_params: bool
+    world_size: int, name: str, use_orig_params: bool
 ) -> None:
     """Each rank saves its flat shards and their metadata; a reader joins them.
 
     As checkpointers do that write shards without communication: all that the reader
     knows of a parameter is what the flat parameter says.
     """
-    needs_fsdp_c("refuses some of the models")
     model = wrap("fsdp_c", name, use_orig_params=use_orig_params)
     files: list[Any] = []
     prefixes = {id(unit): prefix for prefix, unit in model.named_modules()}
@@ -163,9 +159,8 @@ def test_checkpointer_that_walks_metadata(
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_average_of_weights(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_average_of_weights(use_orig_params: bool) -> None:
     """An average by hand, which looks at the handle before it swaps its values in."""
-    needs_fsdp_c("is not what it is about")
     model = wrap("fsdp_c", "mlp", use_orig_params=use_orig_params)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     average = {name: value.clone() for name, value in model.state_dict().items()}
@@ -203,9 +198,8 @@ def test_average_of_weights(rank: int, world_size: int, use_orig_params: bool) -
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_sharded_grad(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_sharded_grad(world_size: int, use_orig_params: bool) -> None:
     """All ranks' parts are the gradient; an optimizer in backward leaves none."""
-    needs_fsdp_c("has it inside backward only")
     model = fsdp(nn.Linear(6, 3), use_orig_params=use_orig_params)
     handle = model._handle
     assert handle.sharded_grad is None

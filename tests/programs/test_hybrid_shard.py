@@ -7,11 +7,10 @@ counts one CPU a node), makes NO_SHARD of that, and reduces nothing.
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from helpers.clean_groups import groups_destroyed
 from helpers.distributed import distributed
-from helpers.impl import ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.groups import groups_destroyed
+from helpers.impl import fsdp
 from programs.unsharded import check_weights, draw, mean_over_ranks
 
 
@@ -22,9 +21,8 @@ def _build() -> nn.Module:
 
 
 @distributed(world_size=(2, 4))
-def test_weights(rank: int, world_size: int) -> None:
+def test_weights(rank: int) -> None:
     """The ranks of a host shard over each other."""
-    needs_fsdp_c("trains each rank by itself")
     with groups_destroyed():
         _train(rank)
 
@@ -32,10 +30,7 @@ def test_weights(rank: int, world_size: int) -> None:
 def _train(rank: int) -> None:
     reference = _build()
     model = fsdp(
-        _build(),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=True,
+        _build(), strategy="HYBRID_SHARD", units={nn.Linear}, use_orig_params=True
     )
     mine = torch.optim.AdamW(model.parameters(), lr=0.05)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.05)

@@ -22,7 +22,6 @@ from helpers.frameworks import (
     installed,
     optimizer,
 )
-from helpers.impl import needs_fsdp_c
 from helpers.models import Block
 from helpers.reference import assert_same_tensors
 from helpers.shared_folder import shared_folder
@@ -78,7 +77,6 @@ def whole(trainer: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_fit_save_resume(rank: int, world_size: int, kind: str) -> None:
-    needs_fsdp_c("does not run in Lightning on the CPU")
     with installed(), shared_folder() as folder:
         reference = Unsharded(world_size)
         trainer = trainer_of(rank, world_size, kind, folder, STEPS)

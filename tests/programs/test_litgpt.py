@@ -11,7 +11,6 @@ from torch import Tensor
 import fsdp_c
 from helpers.distributed import distributed
 from helpers.frameworks import STEPS, environment, framework, installed
-from helpers.impl import needs_fsdp_c
 from helpers.reference import assert_same_tensors
 from helpers.seeds import generator
 from helpers.shared_folder import shared_folder
@@ -34,8 +33,7 @@ def tokens(step: int, rank: int) -> Tensor:
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
     loss = framework("litgpt.utils").chunked_cross_entropy
-    result: Tensor = loss(model(ids[:, :-1]), ids[:, 1:], chunk_size=0)
-    return result
+    return loss(model(ids[:, :-1]), ids[:, 1:], chunk_size=0)
 
 
 def fabric_of(rank: int, world_size: int, kind: str) -> Any:
@@ -66,7 +64,6 @@ def train(fabric: Any, model: Any, optim: Any, steps: range) -> None:
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_train_save_resume(rank: int, world_size: int, kind: str) -> None:
     """litgpt.pretrain's state and its way to save and resume."""
-    needs_fsdp_c("does not run in Fabric on the CPU")
     with installed(), shared_folder() as folder:
         fabric = fabric_of(rank, world_size, kind)
         reference = build(0)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import fsdp, needs_fsdp_c
+from helpers.impl import fsdp
 from helpers.models import CASES
 from helpers.reference import assert_same_tensors
 from helpers.state_dicts import FULL, LOCAL, SHARDED
@@ -51,9 +51,8 @@ class Lazy:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_tensor_likes_load(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_tensor_likes_load(use_orig_params: bool) -> None:
     """As in nn.Module and FSDP1; each is read once."""
-    needs_fsdp_c("is one of the two")
     torch.manual_seed(1)
     expected = CASES["mlp"].build().state_dict()
     for impl in ("fsdp_c", "torch"):
@@ -69,9 +68,8 @@ def test_tensor_likes_load(rank: int, world_size: int, use_orig_params: bool) ->
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_keep_vars(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_keep_vars(use_orig_params: bool) -> None:
     """FSDP1 gives detached copies whatever keep_vars is; here requires_grad stays."""
-    needs_fsdp_c("is one of the two")
     for kind in (FULL, SHARDED):
         for keeps in (False, True):
             states = {}
@@ -91,13 +89,12 @@ def test_keep_vars(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_local_has_no_original_keys(rank: int, world_size: int) -> None:
+def test_local_has_no_original_keys() -> None:
     """FSDP1 adds each rank's own slices, with use_orig_params, under one key each.
 
     torch.distributed.checkpoint takes such plain tensors for equal on all ranks and
     writes those of one; loading does not need them.
     """
-    needs_fsdp_c("is one of the two")
     keys = {}
     for impl in ("fsdp_c", "torch"):
         for use_orig_params in (True, False):

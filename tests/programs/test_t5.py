@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, MixedPrecision, ShardingStrategy, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, MixedPrecision, ShardingStrategy, fsdp
 from helpers.reference import gather_orig
 from programs.unsharded import check_weights, mean_over_ranks
 
@@ -92,8 +92,7 @@ class _T5(nn.Module):
         y, bias = self.shared(target), None
         for block in self.decoder:
             y, bias = block(y, bias, x)
-        out: Tensor = self.head(self.norm(y) * DIM**-0.5)
-        return out
+        return self.head(self.norm(y) * DIM**-0.5)
 
 
 def _build(dtype: torch.dtype) -> _T5:
@@ -119,14 +118,11 @@ def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=3)
-def test_weights(rank: int, world_size: int, strategy: str) -> None:
+def test_weights(rank: int, strategy: str) -> None:
     """In fp64."""
     reference = _build(torch.float64)
     model = fsdp(
-        _build(torch.float64),
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({_Block}),
-        use_orig_params=True,
+        _build(torch.float64), strategy=strategy, units={_Block}, use_orig_params=True
     )
     mine = torch.optim.AdamW(model.parameters(), lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
@@ -143,7 +139,6 @@ def test_weights(rank: int, world_size: int, strategy: str) -> None:
 @distributed(world_size=3)
 def test_reduction_in_bf16(rank: int, world_size: int) -> None:
     """The gradient is nearer to the mean of the ranks' gradients than FSDP1's."""
-    needs_fsdp_c("is what it is compared with")
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     low = _build(torch.bfloat16)  # what the sharded model computes with
     shapes = {name: p.shape for name, p in low.named_parameters()}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import _traversal_utils as torch_traversal
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, StateDictType, fsdp, needs_fsdp_c
+from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.models import CASES, MLP, Block, loss_of
 from helpers.reference import assert_same_tensors
 from helpers.seeds import generator
@@ -29,7 +29,7 @@ FULL = (FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False))
 
 def _model(**kwargs: Any) -> Any:
     torch.manual_seed(0)
-    return fsdp(MLP(), auto_wrap_policy=ModuleWrapPolicy({Block}), **kwargs)
+    return fsdp(MLP(), units={Block}, **kwargs)
 
 
 def _trained(model: nn.Module) -> torch.optim.Optimizer:
@@ -42,8 +42,7 @@ def _trained(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @distributed(world_size=2, device="cpu")
-def test_isinstance_and_traversal(rank: int, world_size: int) -> None:
-    needs_fsdp_c("is what it is")
+def test_isinstance_and_traversal() -> None:
     model = _model(use_orig_params=True)
     block = model.module.blocks[0]
     assert isinstance(model, TorchFSDP)
@@ -67,9 +66,8 @@ def test_isinstance_and_traversal(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_static_methods(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_static_methods(use_orig_params: bool) -> None:
     """Each of them, through torch's name, does what it does through ours."""
-    needs_fsdp_c("is what it is")
     model = _model(use_orig_params=use_orig_params)
     optim = _trained(model)
     before = TorchFSDP.get_state_dict_type(model)
@@ -107,8 +105,7 @@ def test_static_methods(rank: int, world_size: int, use_orig_params: bool) -> No
 
 
 @distributed(world_size=2, device="cpu")
-def test_methods_of_instances(rank: int, world_size: int) -> None:
-    needs_fsdp_c("is what it is")
+def test_methods_of_instances(rank: int) -> None:
     model = _model(use_orig_params=True)
     (batch,) = CASES["mlp"].inputs(generator(rank))
     with TorchFSDP.no_sync(model):
@@ -126,8 +123,7 @@ def test_methods_of_instances(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_mixed_trees_are_refused(rank: int, world_size: int) -> None:
-    needs_fsdp_c("is one of the two")
+def test_mixed_trees_are_refused() -> None:
     ours, theirs = _model(use_orig_params=True), TorchFSDP(MLP(), device_id=CPU)
     with pytest.raises(ValueError, match=r"holds modules of torch's.*unit 'MLP'"):
         TorchFSDP(nn.Sequential(ours), device_id=CPU)
@@ -141,9 +137,8 @@ def test_mixed_trees_are_refused(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_torchs_own_models_are_left_to_torch(rank: int, world_size: int) -> None:
+def test_torchs_own_models_are_left_to_torch() -> None:
     """Torch's class trains and saves as ever, beside a model of fsdp_c."""
-    needs_fsdp_c("is one of the two")
     ours = _model(use_orig_params=True)
     torch.manual_seed(0)
     theirs = TorchFSDP(
@@ -170,11 +165,8 @@ def test_torchs_own_models_are_left_to_torch(rank: int, world_size: int) -> None
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_activation_checkpointing_of_units(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_activation_checkpointing_of_units(use_orig_params: bool) -> None:
     """A check_fn that asks for torch's class finds our units, and wraps them."""
-    needs_fsdp_c("is what it is")
     model = _model(use_orig_params=use_orig_params)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     apply_activation_checkpointing(

@@ -99,30 +99,6 @@ def _fake_sources() -> list[str]:
     return [*own, *_c_sources("shm/*.c", "host/*.c")]
 
 
-def build_nccl(folder: Path, *flags: str) -> tuple[Path, Path]:
-    """Build the fake libnccl and the program that checks csrc/nccl over it.
-
-    Args:
-        folder: Where they and their `libsimcore.so` go. A process that has loaded
-            the device needs the fake of `build_fake_nccl` instead: it shares the
-            device's streams.
-        flags: More of the compiler's, as ``-fsanitize=thread``.
-    """
-    includes = [f"-I{CSRC}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'core'}"]
-    common = ["gcc", *C_FLAGS, *flags, "-U_GNU_SOURCE", "-D_GNU_SOURCE=", *includes]
-    base = _c_sources("core/base/*.c")
-    linked = [f"-L{folder}", "-lsimcore", "-Wl,-rpath,$ORIGIN", *SYSTEM]
-    core = [str(CSRC / name) for name in CORE]
-    _run(*common, "-shared", *core, "-lpthread", "-o", f"{folder}/libsimcore.so")
-    fake = folder / "libfakenccl.so"
-    shared = ["-fvisibility=hidden", "-shared"]
-    _run(*common, *shared, *_fake_sources(), *base, *linked, "-o", str(fake))
-    program = folder / "check_nccl"
-    sources = [str(CSRC / "check_nccl.c"), *_c_sources("nccl/*.c"), *base]
-    _run(*common, *sources, *linked, "-o", str(program))
-    return fake, program
-
-
 def build_fake_nccl() -> Path:
     """Return the fake libnccl whose streams are the device's, built if needed."""
     out = build()

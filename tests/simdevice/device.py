@@ -92,7 +92,4 @@ def _make_backend(
     gloo = dist.ProcessGroupGloo(
         dist.PrefixStore(name, store), rank, world_size, timeout=timeout
     )
-    backend: dist.distributed_c10d.Backend = native().make_backend(
-        gloo, name == "simgloo"
-    )
-    return backend
+    return native().make_backend(gloo, name == "simgloo")

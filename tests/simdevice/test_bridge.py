@@ -4,15 +4,13 @@ import ctypes
 import os
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from helpers.distributed import distributed
-from helpers.impl import IS_TORCH, fsdp
+from helpers.impl import fsdp
 
-pytestmark = pytest.mark.skipif(IS_TORCH, reason="PyTorch's FSDP has no bridge")
 NUM_UNITS = 3
 
 
@@ -24,7 +22,7 @@ def num_launches() -> int:
 
 
 @distributed(world_size=(2, 3), device="sim")
-def test_collectives_go_through_nccl(rank: int, world_size: int) -> None:
+def test_collectives_go_through_nccl() -> None:
     from fsdp_c import _native
 
     model = nn.Sequential(*(fsdp(nn.Linear(8, 8)) for _ in range(NUM_UNITS)))
@@ -43,7 +41,7 @@ def test_collectives_go_through_nccl(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_options_of_the_group_reach_nccl(rank: int, world_size: int) -> None:
+def test_options_of_the_group_reach_nccl() -> None:
     """What c10d's ProcessGroupNCCL.Options holds; this backend's has no config."""
     config = SimpleNamespace(
         blocking=0,
@@ -71,7 +69,7 @@ def test_options_of_the_group_reach_nccl(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_communicators_are_made_when_needed(rank: int, world_size: int) -> None:
+def test_communicators_are_made_when_needed() -> None:
     """A forward gathers only; the reductions' communicator comes with backward."""
     library = ctypes.CDLL(os.environ["FSDP_C_NCCL_LIBRARY"])
     library.sim_nccl_num_comms.restype = ctypes.c_longlong

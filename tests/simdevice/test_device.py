@@ -69,9 +69,7 @@ LAYERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
 @sim_test
-def test_layers(
-    rank: int, world_size: int, name: str, dtype: torch.dtype, is_training: bool
-) -> None:
+def test_layers(name: str, dtype: torch.dtype, is_training: bool) -> None:
     """Bit for bit, with gradients; the losses too that meta tensors get wrong."""
     make, shape = LAYERS[name]
     with torch.device("cpu"):
@@ -115,7 +113,7 @@ def train(model: nn.Module, device: str, name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW_foreach"])
 @sim_test
-def test_training_matches_the_cpu(rank: int, world_size: int, name: str) -> None:
+def test_training_matches_the_cpu(name: str) -> None:
     reference = Model().to("cpu").double()
     expected_params = copy.deepcopy(reference)
     expected = train(expected_params, "cpu", name)
@@ -139,7 +137,7 @@ def ready(stream: torch.Stream) -> torch.Tensor:
 
 
 @sim_test
-def test_events_order_streams(rank: int, world_size: int) -> None:
+def test_events_order_streams() -> None:
     for seed in range(NUM_SEEDS):
         native().set_schedule(seed, 1.0)
         writer, reader = torch.Stream("sim"), torch.Stream("sim")
@@ -154,7 +152,7 @@ def test_events_order_streams(rank: int, world_size: int) -> None:
 
 
 @sim_test
-def test_without_an_event_results_are_late(rank: int, world_size: int) -> None:
+def test_without_an_event_results_are_late() -> None:
     late = 0
     for seed in range(NUM_SEEDS):
         native().set_schedule(seed, 1.0)
@@ -193,17 +191,17 @@ def reuse(*, is_recorded: bool) -> int:
 
 
 @sim_test
-def test_freed_memory_is_poisoned(rank: int, world_size: int) -> None:
+def test_freed_memory_is_poisoned() -> None:
     assert reuse(is_recorded=False) > 0
 
 
 @sim_test
-def test_record_stream_protects(rank: int, world_size: int) -> None:
+def test_record_stream_protects() -> None:
     assert reuse(is_recorded=True) == 0
 
 
 @sim_test
-def test_memory_is_cached_and_counted(rank: int, world_size: int) -> None:
+def test_memory_is_cached_and_counted() -> None:
     native().synchronize()
     before = native().memory_stats()
     x = torch.zeros(1000)
@@ -219,7 +217,7 @@ def test_memory_is_cached_and_counted(rank: int, world_size: int) -> None:
 
 
 @sim_test
-def test_copies_follow_the_stream(rank: int, world_size: int) -> None:
+def test_copies_follow_the_stream() -> None:
     for seed in range(NUM_SEEDS):
         native().set_schedule(seed, 1.0)
         pinned = torch.ones(256, device="cpu").pin_memory()
@@ -236,7 +234,7 @@ def test_copies_follow_the_stream(rank: int, world_size: int) -> None:
 
 
 @sim_test
-def test_failures_of_tasks_are_raised(rank: int, world_size: int) -> None:
+def test_failures_of_tasks_are_raised() -> None:
     index = torch.tensor([5])
     x = torch.zeros(3)[index]  # out of bounds: only the task sees that
     with pytest.raises(RuntimeError, match="index"):
@@ -247,7 +245,7 @@ def test_failures_of_tasks_are_raised(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=3, device="sim")
-def test_collectives_follow_the_stream(rank: int, world_size: int) -> None:
+def test_collectives_follow_the_stream(rank: int) -> None:
     for seed in range(5):
         native().set_schedule(seed, 1.0)
         x = torch.zeros(16)

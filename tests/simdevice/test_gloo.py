@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, IS_TORCH, CPUOffload, ShardingStrategy, fsdp
+from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp
 from helpers.transports import c10d_only
 from simdevice.device import native
 
-pytestmark = pytest.mark.skipif(IS_TORCH, reason="about fsdp_c's use of gloo")
 NUM_SEEDS = 6
 DIM = 24
 

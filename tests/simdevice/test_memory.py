@@ -2,15 +2,13 @@
 
 import itertools
 
-import pytest
 import torch
 from torch import nn
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, IS_TORCH, fsdp
+from helpers.impl import FSDP, fsdp
 from simdevice.device import native
 
-pytestmark = pytest.mark.skipif(IS_TORCH, reason="about fsdp_c's blocks")
 DIMS = (64, 96, 128, 192, 256)
 
 
@@ -39,7 +37,7 @@ def cached_nbytes() -> int:
 
 
 @distributed(world_size=2, device="sim")
-def test_what_a_plan_leaves_is_given_back(rank: int, world_size: int) -> None:
+def test_what_a_plan_leaves_is_given_back() -> None:
     from fsdp_c import memory_stats
 
     native().empty_cache()
@@ -53,7 +51,7 @@ def test_what_a_plan_leaves_is_given_back(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_idle_blocks_go_before_memory_runs_out(rank: int, world_size: int) -> None:
+def test_idle_blocks_go_before_memory_runs_out() -> None:
     from fsdp_c import memory_stats
 
     native().empty_cache()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from helpers.distributed import distributed
-from helpers.impl import FSDP, CPUOffload, ShardingStrategy, fsdp
+from helpers.impl import FSDP, CPUOffload, fsdp
 from simdevice.device import native
 
 NUM_SEEDS = 8
@@ -33,9 +33,7 @@ def test_written_by_the_first_rank(rank: int, world_size: int) -> None:
     for seed in range(NUM_SEEDS):
         native().set_schedule(seed, 1.0)
         model = fsdp(
-            nn.Linear(DIM, DIM, bias=False),
-            sharding_strategy=ShardingStrategy.NO_SHARD,
-            use_orig_params=True,
+            nn.Linear(DIM, DIM, bias=False), strategy="NO_SHARD", use_orig_params=True
         )
         for step in range(6):
             expected = float(10 * seed + step + 1)

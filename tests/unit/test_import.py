@@ -8,41 +8,30 @@ import pytest
 import fsdp_c
 import fsdp_c.plan
 
-LOADED = """
+PROGRAM = """
 import sys
 import torch, torch.distributed.fsdp
 before = set(sys.modules)
 import fsdp_c
 print(*(set(sys.modules) - before))
+from fsdp_c import *
+assert {*fsdp_c.__all__} <= {*dir()}
+assert {*fsdp_c.__all__} <= {*dir(fsdp_c)}
+import fsdp_c.checkpoint, fsdp_c.doctor, fsdp_c.integrations, fsdp_c.plan, fsdp_c.trace
 """
 
 
-def _run(code: str) -> str:
+def test_what_is_loaded_and_found() -> None:
+    """What training does not need is not loaded; every public name is found."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
-    return done.stdout
-
-
-def test_what_training_does_not_need_is_not_loaded() -> None:
-    loaded = set(_run(LOADED).split())
+    loaded = set(done.stdout.split())
     assert "fsdp_c._module.sharded_module" in loaded
-    rooms = ("checkpoint", "doctor", "plan", "trace")
-    unneeded = {
-        each
-        for each in loaded
-        if each.startswith(tuple(f"fsdp_c.{room}" for room in rooms))
-    }
+    rooms = tuple(f"fsdp_c.{x}" for x in ("checkpoint", "doctor", "plan", "trace"))
+    unneeded = {each for each in loaded if each.startswith(rooms)}
     unneeded |= loaded & {"matplotlib", "numpy", "rich", "torch.distributed.optim"}
     assert not unneeded
-
-
-def test_every_public_name_is_found() -> None:
-    modules = ("checkpoint", "doctor", "integrations", "plan", "trace")
-    code = "from fsdp_c import *\nimport fsdp_c\nassert {*fsdp_c.__all__} <= {*dir()}\n"
-    code += "assert {*fsdp_c.__all__} <= {*dir(fsdp_c)}\n"
-    code += "".join(f"import fsdp_c.{each}\n" for each in modules)
-    _run(code)
 
 
 @pytest.mark.parametrize("kind", ["Model", "Unit"])

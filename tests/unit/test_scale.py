@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("kind", "large"),
-    [("units", 800), ("shared", 400), ("ignored", 400), ("params", 4_000)],
+    [("units", 160), ("shared", 80), ("ignored", 80), ("params", 800)],
 )
 def test_calls_grow_with_the_model(kind: str, large: int) -> None:
     """Four times the units, or parameters of one: at most four times the calls."""

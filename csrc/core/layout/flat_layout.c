@@ -43,10 +43,26 @@ static int64_t alignment_numel(int64_t itemsize) {
   return numel;
 }
 
+/* A new segment for `spec`; -1 when out of memory. */
+static int64_t add_segment(fsdp_flat_layout *self, const fsdp_param_spec *spec,
+                           int64_t param_align, int64_t shard_align) {
+  void *segments = self->segments;
+  if (!fsdp_grow(&segments, &self->segments_capacity,
+                 (size_t)self->num_segments + 1, sizeof *self->segments)) {
+    return -1;
+  }
+  self->segments = segments;
+  self->segments[self->num_segments] = (placed_segment){
+      .info = {.dtype = spec->dtype, .requires_grad = spec->requires_grad},
+      .param_align = param_align,
+      .shard_align = shard_align};
+  return self->num_segments++;
+}
+
 /* The segment for `spec`, added if there is none yet; -1 when out of memory. */
 static int64_t find_or_add_segment(fsdp_flat_layout *self,
-                                   const fsdp_param_spec *spec,
-                                   fsdp_alignment alignment) {
+                                   const fsdp_param_spec *spec) {
+  const fsdp_alignment alignment = self->alignment;
   for (int64_t i = 0; i < self->num_segments; i++) {
     const fsdp_segment *info = &self->segments[i].info;
     if (fsdp_dtype_equal(info->dtype, spec->dtype) &&
@@ -55,19 +71,10 @@ static int64_t find_or_add_segment(fsdp_flat_layout *self,
       return i;
     }
   }
-  void *segments = self->segments;
-  if (!fsdp_grow(&segments, &self->segments_capacity,
-                 (size_t)self->num_segments + 1, sizeof *self->segments)) {
-    return -1;
-  }
-  self->segments = segments;
   const int64_t numel =
       alignment_numel(min_i64(alignment.itemsize, spec->dtype.itemsize));
-  self->segments[self->num_segments] = (placed_segment){
-      .info = {.dtype = spec->dtype, .requires_grad = spec->requires_grad},
-      .param_align = alignment.params ? numel : 1,
-      .shard_align = alignment.shards ? numel : 1};
-  return self->num_segments++;
+  return add_segment(self, spec, alignment.params ? numel : 1,
+                     alignment.shards ? numel : 1);
 }
 
 /* Places `param` at the end of its segment. */
@@ -108,13 +115,17 @@ static fsdp_status cut_segment(placed_segment *target, int64_t index,
   return FSDP_OK;
 }
 
+/* row_numels NULL: not by rows. */
 static fsdp_status place_params(fsdp_flat_layout *self,
                                 const fsdp_param_table *table,
-                                fsdp_alignment alignment, fsdp_error *error) {
+                                const int64_t *row_numels, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   for (int64_t param = 0; param < self->num_params; param++) {
     const fsdp_param_spec *spec = fsdp_param_table_spec(table, param);
-    const int64_t index = find_or_add_segment(self, spec, alignment);
+    const int64_t index =
+        row_numels == NULL
+            ? find_or_add_segment(self, spec)
+            : add_segment(self, spec, 1, max_i64(row_numels[param], 1));
     if (index < 0) {
       return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                        "out of host memory while adding segment %" PRId64,
@@ -136,20 +147,23 @@ done:
 static void group_params(fsdp_flat_layout *self) {
   int64_t begin = 0;
   for (int64_t i = 0; i < self->num_segments; i++) {
-    placed_segment *target = &self->segments[i];
-    target->params_begin = begin;
-    for (int64_t param = 0; param < self->num_params; param++) {
-      if (self->slots[param].segment != i) continue;
-      self->segment_params[begin++] = param;
-    }
+    self->segments[i].params_begin = begin;
+    begin += self->segments[i].info.num_params;
+  }
+  for (int64_t param = 0; param < self->num_params; param++) {
+    placed_segment *target = &self->segments[self->slots[param].segment];
+    self->segment_params[target->params_begin++] = param;
+  }
+  for (int64_t i = 0; i < self->num_segments; i++) { /* moved to its end */
+    self->segments[i].params_begin -= self->segments[i].info.num_params;
   }
 }
 
-fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
-                                    int64_t world_size,
-                                    fsdp_alignment alignment,
-                                    fsdp_flat_layout **layout,
-                                    fsdp_error *error) {
+/* row_numels NULL: not by rows. */
+static fsdp_status create_layout(const fsdp_param_table *table,
+                                 const int64_t *row_numels, int64_t world_size,
+                                 fsdp_alignment alignment,
+                                 fsdp_flat_layout **layout, fsdp_error *error) {
   const int64_t num_params = fsdp_param_table_num_params(table);
   fsdp_flat_layout *self = NULL;
   fsdp_status status = FSDP_OK;
@@ -172,7 +186,7 @@ fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
       fsdp_calloc((size_t)num_params, sizeof *self->segment_params);
   if (self->segment_params == NULL) goto no_memory;
 
-  FSDP_TRY(place_params(self, table, alignment, error));
+  FSDP_TRY(place_params(self, table, row_numels, error));
   group_params(self);
 
   *layout = self;
@@ -187,6 +201,31 @@ no_memory:
 done:
   fsdp_flat_layout_destroy(self);
   return status;
+}
+
+fsdp_status fsdp_flat_layout_create(const fsdp_param_table *table,
+                                    int64_t world_size,
+                                    fsdp_alignment alignment,
+                                    fsdp_flat_layout **layout,
+                                    fsdp_error *error) {
+  return create_layout(table, NULL, world_size, alignment, layout, error);
+}
+
+fsdp_status fsdp_flat_layout_create_by_rows(const fsdp_param_table *table,
+                                            const int64_t *row_numels,
+                                            int64_t world_size,
+                                            fsdp_flat_layout **layout,
+                                            fsdp_error *error) {
+  const fsdp_alignment alignment = {.itemsize = 1}; /* nothing is aligned */
+  for (int64_t i = 0; i < fsdp_param_table_num_params(table); i++) {
+    const int64_t numel = fsdp_param_table_spec(table, i)->numel;
+    if (row_numels[i] >= 0 && numel % max_i64(row_numels[i], 1) == 0) continue;
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "parameter %" PRId64 " of %" PRId64
+                     " elements cannot have rows of %" PRId64,
+                     i, numel, row_numels[i]);
+  }
+  return create_layout(table, row_numels, world_size, alignment, layout, error);
 }
 
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout) {

@@ -13,6 +13,13 @@
  * parameters, shards or both (as above) start at multiples of the alignment.
  * `padding_numel` elements belong to no parameter: gaps between parameters, and
  * the tail. Pure arithmetic, immutable once created.
+ *
+ * Note [Layout by rows]
+ * Each parameter is a segment of its own there, and a shard is a whole number
+ * of rows: the elements of one index of the first dimension. So a rank holds
+ * what torch.chunk gives it along that dimension, ceil(rows / world_size) rows
+ * at most, and trailing ranks hold fewer or none. The whole parameter lies
+ * contiguous in the gathered segment, with the padding behind it.
  */
 #ifndef FSDP_LAYOUT_FLAT_LAYOUT_H
 #define FSDP_LAYOUT_FLAT_LAYOUT_H
@@ -69,6 +76,18 @@ typedef struct fsdp_flat_layout fsdp_flat_layout;
 FSDP_NODISCARD fsdp_status fsdp_flat_layout_create(
     const fsdp_param_table *table, int64_t world_size, fsdp_alignment alignment,
     fsdp_flat_layout **layout, fsdp_error *error);
+
+/*
+ * The layout by rows, see the note above. row_numels: per parameter of the
+ * table, the elements of a row, >= 0; 0 is taken for 1 (an empty parameter, a
+ * scalar). Otherwise as fsdp_flat_layout_create; no alignment.
+ *
+ * FSDP_INVALID_ARGUMENT  also: a row_numel < 0, or one of which the parameter's
+ *                        numel is not a multiple.
+ */
+FSDP_NODISCARD fsdp_status fsdp_flat_layout_create_by_rows(
+    const fsdp_param_table *table, const int64_t *row_numels,
+    int64_t world_size, fsdp_flat_layout **layout, fsdp_error *error);
 
 /* Accepts NULL. Cannot fail. */
 void fsdp_flat_layout_destroy(fsdp_flat_layout *layout);

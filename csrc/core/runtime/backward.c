@@ -102,7 +102,8 @@ void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads) {
 
 /* Reshards, unless the unit keeps its block between micro-batches. */
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
-  if (unit->engine->sync == FSDP_SYNC_NONE &&
+  if (unit->is_pinned && !unit->step.entered_backward) return FSDP_OK;
+  if (unit->sync == FSDP_SYNC_NONE &&
       !unit->options.reshard_after_backward_without_sync) {
     return FSDP_OK;
   }
@@ -111,14 +112,13 @@ static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
 
 /* All gradients of the unit have come, or no more will. */
 static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
 
   const bool reduces =
-      engine->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
-  if (fsdp_engine_priv_is_host(engine)) { /* first the memory that is free */
+      unit->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
+  if (fsdp_engine_priv_is_host(unit->engine)) { /* first the free memory */
     FSDP_TRY(reshard_after_backward(unit, error));
-    if (reduces) FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, error));
+    if (reduces) FSDP_TRY(fsdp_engine_priv_settle_reduces(unit->engine, error));
   }
   FSDP_TRY(reduces ? fsdp_unit_priv_fill_grads(unit, error)
                    : fsdp_unit_priv_pack_grads(unit, error));
@@ -197,10 +197,10 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     }
     const bool is_partial =
         fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
-        engine->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
+        unit->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
     if (unit->step.is_reduce_ready) continue;
     if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial) continue;
-    if (engine->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
+    if (unit->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
       continue;
     }
     /* Kept by an earlier no_sync; the user may have cleared them since. */
@@ -221,10 +221,11 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
 
   /* A prefetch in flight is always dropped: it may hold old weights. */
   if (fsdp_unit_state_is_in_flight(unit->state)) {
+    if (unit->is_pinned) return FSDP_OK; /* and took no part */
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));
-  FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+  if (!unit->is_pinned) FSDP_TRY(fsdp_unit_priv_hide(unit, error));
   if (unit->step.entered_backward || unit->state == FSDP_UNIT_REDUCING) {
     if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
       FSDP_TRY(fsdp_unit_priv_fill_grads(unit, error));

@@ -98,6 +98,11 @@ void fsdp_engine_destroy(fsdp_engine *engine) {
 
 void fsdp_engine_set_sync(fsdp_engine *engine, fsdp_sync sync) {
   engine->sync = sync;
+  for (size_t i = 0; i < engine->num_units; i++) engine->units[i]->sync = sync;
+}
+
+void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync) {
+  unit->sync = sync;
 }
 
 fsdp_sync fsdp_engine_get_sync(const fsdp_engine *engine) {
@@ -134,6 +139,7 @@ static void reset_unit(fsdp_unit *unit) {
                               FSDP_VIEW_SHARDED, NULL, NULL);
   }
   unit->step = (fsdp_unit_step){0};
+  fsdp_unit_priv_unpin(unit);
   (void)!fsdp_unit_priv_advance(unit, FSDP_EVENT_RESET, NULL);
 }
 
@@ -361,6 +367,7 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
   unit->param_client = param_client;
   unit->grad_client = grad_client;
   unit->engine = engine;
+  unit->sync = engine->sync;
   unit->index = (int64_t)engine->num_units;
   engine->units[engine->num_units++] = unit;
   engine->offloads = engine->offloads || unit->options.offloads;
@@ -393,6 +400,18 @@ void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full) {
 
 bool fsdp_unit_full_precision(const fsdp_unit *unit) {
   return unit->wants_full;
+}
+
+void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards) {
+  unit->options.reshard_after_forward = reshards;
+}
+
+void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches) {
+  unit->options.forward_prefetch = prefetches;
+}
+
+void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor) {
+  unit->divisor = divisor;
 }
 
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook) {

@@ -68,6 +68,9 @@ typedef struct fsdp_unit_options {
   fsdp_group shard_group;
   fsdp_group replica_group; /* world_size 1: no replicas */
   bool reshard_after_forward;
+  bool
+      reshards_as_root; /* false: the outermost unit keeps its parameters
+                           after forward, whatever reshard_after_forward says */
   bool reshard_after_backward_without_sync;
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
@@ -179,6 +182,33 @@ FSDP_NODISCARD fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit,
                                                    bool is_trainable,
                                                    fsdp_error *error);
 bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
+
+/* The same of one unit, until the engine is told again. */
+void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync);
+
+/* As the options of these names, from the unit's next forward on. */
+void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards);
+void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches);
+
+/* What sums of gradients are divided by; 0: the number of ranks. */
+void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor);
+
+/*
+ * Unsharding at the user's request, between steps or in another unit's forward.
+ * `unshard` issues the all-gather, `wait_unshard` makes the compute lane wait
+ * for it and shows the parameters. The unit then keeps its block until its own
+ * next forward or backward ends, or fsdp_unit_reshard(), which is also the way
+ * to give up what a forward kept for backward. All ranks must call. Nothing
+ * happens where there is nothing to do.
+ *
+ * FSDP_INVALID_STATE  the unit is in no engine, or summoned.
+ */
+FSDP_NODISCARD fsdp_status fsdp_unit_unshard(fsdp_unit *unit,
+                                             fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_unit_wait_unshard(fsdp_unit *unit,
+                                                  fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
+                                             fsdp_error *error);
 
 /* Whether the port's reduce_hook stands for the unit's reductions; it scales
  * as it sees fit. */

@@ -10,7 +10,7 @@
  *
  *   engine.c
  *   forward.c  backward.c  summon.c
- *   reduce.c  summoned.c  place.c
+ *   reduce.c  summoned.c  place.c  on_demand.c
  *   reduce_unit.c
  *   unshard.c  pack.c  scratch.c
  *   gradients.c  check_order.c
@@ -139,6 +139,9 @@ struct fsdp_unit {
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool has_reduce_hook;    /* engine.c */
+  fsdp_sync sync;          /* engine.c: what its backward does */
+  double divisor;          /* engine.c: of gradients; 0: the number of ranks */
+  bool is_pinned;          /* on_demand.c: unsharded at the user's request */
   bool is_followed;        /* engine.c: the port acts after each reduction */
 
   /* summon.c */
@@ -334,6 +337,12 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
 static inline bool fsdp_unit_priv_wants_full(const fsdp_unit *unit) {
   return unit->wants_full && unit->has_cast;
 }
+
+/* on_demand.c */
+/* Whether the unit keeps the block that the user asked for; not if the user
+ * changed the parameters since. */
+bool fsdp_unit_priv_is_pinned(fsdp_unit *unit);
+void fsdp_unit_priv_unpin(fsdp_unit *unit);
 
 /* summoned.c: parameters (`is_grad` false) or gradients of a unit, whole. */
 /* Gathers the shards into a new block on the device; lane COMPUTE. */

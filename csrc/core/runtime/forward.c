@@ -13,6 +13,7 @@ static fsdp_status drop_stale_params(fsdp_engine *engine, fsdp_error *error) {
         !views->params_changed(views->context, unit->options.owner)) {
       continue;
     }
+    if (fsdp_unit_priv_is_pinned(unit)) continue;
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
 done:
@@ -50,6 +51,7 @@ static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
   fsdp_status status = FSDP_OK;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
+    if (unit->is_pinned) continue;
     if (fsdp_unit_state_is_in_flight(unit->state)) {
       FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
@@ -118,9 +120,11 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   if (unit->is_summoned || in_backward) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_check(unit, error));
   FSDP_TRY(fsdp_order_post_forward(engine->order, unit->index, error));
+  fsdp_unit_priv_unpin(unit);
   const bool is_kept =
       expects_backward &&
-      (!unit->options.reshard_after_forward || unit == engine->root);
+      (!unit->options.reshard_after_forward ||
+       (unit == engine->root && !unit->options.reshards_as_root));
   if (!is_kept) FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   if (engine->depth <= 1)
     FSDP_TRY(end_iteration(engine, expects_backward, error));

@@ -202,8 +202,9 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
   const fsdp_device_ops *ops = &engine->ops;
   const double num_ranks = (double)unit->options.shard_group.world_size *
                            (double)unit->options.replica_group.world_size;
+  const double divisor = unit->divisor > 0 ? unit->divisor : num_ranks;
   const double scale =
-      unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * num_ranks);
+      unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * divisor);
   fsdp_status status = FSDP_OK;
 
   if (unit->options.offloads &&
@@ -299,7 +300,7 @@ static fsdp_status settle(void *argument, fsdp_error *error) {
   FSDP_LOCAL_ERROR(local);
 
   fsdp_engine_priv_end_scratch(unit->engine);
-  if (unit->engine->sync == FSDP_SYNC_SHARD) {
+  if (unit->sync == FSDP_SYNC_SHARD) {
     FSDP_TRY(end_partial(unit, FSDP_LANE_COMPUTE, &local));
     return FSDP_OK;
   }
@@ -321,7 +322,7 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   const bool has_shards = unit->options.shard_group.world_size > 1;
   const bool has_replicas =
       unit->options.replica_group.world_size > 1 && !has_hook;
-  const bool is_partial = engine->sync == FSDP_SYNC_SHARD;
+  const bool is_partial = unit->sync == FSDP_SYNC_SHARD;
   /* Without anything to reduce one lane is as good as another. */
   fsdp_lane lane = has_shards || has_hook || !has_replicas
                        ? FSDP_LANE_REDUCE

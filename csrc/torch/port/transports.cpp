@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/dtypes.h"
+#include "port/merging.h"
 #include "shm/shm_transport.h"
 #include "torch/guard.hpp"
 #include "torch/port/nccl_group.hpp"
@@ -442,6 +443,23 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
     group.transport = found->transport;
   }
   group.why_c10d = refusal == nullptr ? found->why_not : refusal;
+}
+
+void merge_small_calls(Group &group, Mergings &made) {
+  const std::shared_ptr<fsdp_transport> inner = group.transport;
+  if (!inner || !inner->ops->is_host) return;
+  std::shared_ptr<fsdp_transport> &merging = made[inner.get()];
+  if (!merging) {
+    fsdp_transport *created = nullptr;
+    FSDP_LOCAL_ERROR(error);
+    if (fsdp_merging_create(inner.get(), group.rank, group.world_size, &created,
+                            &error) != FSDP_OK) {
+      throw_error(error);
+    }
+    merging.reset(created,
+                  [inner](fsdp_transport *self) { self->ops->destroy(self); });
+  }
+  group.transport = merging;
 }
 
 void look_up(Group &group, c10::DeviceType device_type) {

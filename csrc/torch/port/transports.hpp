@@ -3,7 +3,9 @@
 
 #include <c10/core/Device.h>
 
+#include <memory>
 #include <string>
+#include <unordered_map>
 
 #include "port/transport.h"
 #include "torch/port/provider.hpp"
@@ -19,6 +21,12 @@ Group group_from(struct _object *object, c10::Device device);
 // Throws if a rank did not come. call_nbytes: the most that a rank hands to the
 // others in one call, the same on all of them (Note [Size of rings]).
 void connect(Group &group, c10::Device device, int64_t call_nbytes);
+
+// Lets the group's transport, if it is one of a host, make small calls one
+// (port/merging.h); the same for all groups over it, which `made` keeps.
+using Mergings =
+    std::unordered_map<fsdp_transport *, std::shared_ptr<fsdp_transport>>;
+void merge_small_calls(Group &group, Mergings &made);
 
 // Finds the group's transport if it has met already and has one of our own;
 // waits for nobody.

@@ -38,7 +38,7 @@ from fsdp_c._state.forms import Form, save_tensors
 from fsdp_c._state.kinds import refuse_local_with_mesh
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import saves_plainly
-from fsdp_c._state.parts import named_uses, unit_parts
+from fsdp_c._state.parts import ParamPart, named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
@@ -213,11 +213,18 @@ def _exchanged(
         for module in modules
         for form in [_form_of(module, kinds[module])]
         for part in unit_parts(module)
-        for own in [part.values()]
+        for own in [_own_values(part)]
     ]
     for part, _, value in save_tensors(tensors, "parameters"):
         values[part.over][part.index] = value
     return values
+
+
+def _own_values(part: ParamPart) -> Tensor:
+    """Return this rank's part; where it is the whole, on the unit's device."""
+    values = part.values()
+    is_whole = part.shard_group is None
+    return values.to(part.over.compute_device) if is_whole else values
 
 
 def _hand_out(kept: SaveSession, destination: dict[str, Any], prefix: str) -> None:

@@ -120,11 +120,8 @@ def gather_reports(
 _Kind = dict[str, tuple[bool, Any]]
 
 
-class _Report(NamedTuple):
-    """One rank's states: of each parameter its index in ``kinds``, mostly the same."""
-
-    kinds: list[_Kind]
-    states: dict[str, int]
+# One rank's, by parameter.
+_Report = Mapping[str, _Kind]
 
 
 def agree(
@@ -164,8 +161,9 @@ def agree(
 
 
 def _report(states: Mapping[str, ParamState]) -> _Report:
-    report = _Report([], {})
-    known: dict[tuple[Any, ...], int] = {}
+    """Return this rank's states; equal ones are one object, which is pickled once."""
+    report: dict[str, _Kind] = {}
+    known: dict[tuple[Any, ...], _Kind] = {}
     for name, state in states.items():
         kind: _Kind = {}
         if state.has_state:
@@ -173,21 +171,18 @@ def _report(states: Mapping[str, ParamState]) -> _Report:
             kind.update(
                 (n, (False, packed_value(value))) for n, value in state.plain.items()
             )
-        index = new = len(report.kinds)
         if all(is_sharded or isinstance(v, Scalar) for is_sharded, v in kind.values()):
             # Equal keys are equal kinds, bit for bit: NaN is equal to NaN.
             key = tuple((n, is_sharded, repr(v)) for n, (is_sharded, v) in kind.items())
-            index = known.setdefault(key, new)
-        if index == new:
-            report.kinds.append(kind)
-        report.states[name] = index
+            kind = known.setdefault(key, kind)
+        report[name] = kind
     return report
 
 
 def _check_parameters(reports: Sequence[_Report]) -> None:
-    stepped = {name for report in reports for name in report.states}
+    stepped = {name for report in reports for name in report}
     for rank, report in enumerate(reports):
-        lacking = sorted(stepped - report.states.keys())
+        lacking = sorted(stepped - report.keys())
         if lacking:
             raise RuntimeError(
                 _missing(f"the optimizer of rank {rank} does not step {lacking[0]!r}")
@@ -209,10 +204,9 @@ def _agreed_states(
     """Yield the states of the parameters that have any on some rank."""
     found: dict[tuple[Any, ...], AgreedState | None] = {}
     for part in parts:
-        indices = [report.states[part.fqn] for report in reports]
-        key = (*indices, -1, *part.owners)
+        kinds = [report[part.fqn] for report in reports]
+        key = (*map(id, kinds), *part.owners)
         if key not in found:
-            kinds = [r.kinds[i] for r, i in zip(reports, indices, strict=True)]
             found[key] = _merge(part, kinds) if any(kinds) else None
         state = found[key]
         if state is not None:

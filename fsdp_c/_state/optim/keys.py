@@ -5,6 +5,7 @@ KeyedOptimizer, which use the names of ``model.named_parameters()``).
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +81,17 @@ def keys_of_input(model: nn.Module, optim_input: Any) -> ParamKeys:
         "optim_input must be an iterable of parameters, or of dicts with 'params', "
         f"got {type(optim_input).__name__}"
     )
+
+
+def warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
+    """Warn if a method was given ``optim_input``."""
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: pass the optimizer as `optim` "
+            "and leave it out",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def keys_of_either(

@@ -48,27 +48,12 @@ def load(
     group: ProcessGroup | None = None,
     optim_input: Any = None,
 ) -> dict[str, Any]:
-    """Return what ``optim.load_state_dict`` takes on this rank.
+    """Return what ``optim.load_state_dict`` takes on this rank; nothing is changed.
 
-    Whole tensors that every rank has need no communication. Otherwise all ranks of
-    ``model`` must call it. The result owns its memory; nothing is changed.
-
-    Args:
-        model: As for :func:`fsdp_c._state.optim.states.collect`.
-        optim: The optimizer that will load it; None if ``optim_input`` says.
-        state_dict: Full or sharded; ignored where ``rank0_only`` leaves this rank
-            out.
-        is_sharded: The tensors are sharded ones, each rank has its own dictionary.
-        rank0_only: Only rank 0 has the dictionary.
-        is_named: The optimizer's own state dict has names for keys.
-        group: Whose rank 0 is meant; None: the first of the model's ranks.
-        optim_input: What the optimizer was constructed with, instead of ``optim``;
-            ``model.parameters()`` if both are None.
-
-    Raises:
-        RuntimeError: It failed on another rank.
-        TypeError: ``state_dict`` is no dictionary.
-        ValueError: Names, shapes or groups do not fit the model or the optimizer.
+    See ``FSDP.optim_state_dict_to_load``. Sharded tensors may come with any
+    ``state_dict``; with ``is_sharded`` all ranks expect them. ``optim`` is None if
+    ``optim_input`` says with what the optimizer was constructed; if that is None too,
+    with ``model.parameters()``.
     """
     parts = find_parts(model)
     of_param = parts_of_params(parts)

@@ -12,13 +12,12 @@ from torch.distributed.fsdp.api import (
     ShardedOptimStateDictConfig,
     StateDictType,
 )
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from fsdp_c._state.kinds import get_state_dict_type, refuse_local_with_mesh
-from fsdp_c._state.optim.keys import keys_of_input
+from fsdp_c._state.optim.keys import keys_of_input, warn_of_input
 from fsdp_c._state.optim.load import load
 from fsdp_c._state.optim.local import load_local, save_local
-from fsdp_c._state.optim.rekey import rekey
+from fsdp_c._state.optim.rekey import rekey_optim_state_dict
 from fsdp_c._state.optim.save import save
 from fsdp_c._units.base import sharded_modules
 
@@ -32,17 +31,7 @@ def _warn_of_name(name: str, new: str, optim_input: OptimInput = None) -> None:
         FutureWarning,
         stacklevel=3,
     )
-    _warn_of_input(optim_input, stacklevel=4)
-
-
-def _warn_of_input(optim_input: OptimInput, stacklevel: int = 3) -> None:
-    if optim_input is not None:
-        warnings.warn(
-            "The `optim_input` argument is deprecated: pass the optimizer as `optim` "
-            "and leave it out",
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
+    warn_of_input(optim_input, stacklevel=4)
 
 
 def _settings(model: nn.Module) -> tuple[StateDictType, OptimStateDictConfig]:
@@ -180,38 +169,7 @@ class OptimStateMethods:
             optim.load_state_dict(result)
         return result
 
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return a state dict with names for ids, or ids for names.
-
-        So a full state dict goes into an unsharded model's optimizer (PARAM_ID), and
-        that one's state dict into a sharded model's (PARAM_NAME).
-
-        Args:
-            optim_state_dict: To be renamed; returned as it is if it has such keys.
-            optim_state_key_type: PARAM_NAME or PARAM_ID.
-            model: The model that defines the names, usually not wrapped.
-            optim_input: What its optimizer was constructed with. Deprecated.
-            optim: Its optimizer; ``model.parameters()`` in order if both are None.
-
-        Raises:
-            AssertionError: ``optim_state_key_type`` is neither.
-            ValueError: Keys are mixed, or not parameters of the optimizer.
-        """
-        _warn_of_input(optim_input)
-        return rekey(
-            optim_state_dict,
-            optim_state_key_type,
-            model,
-            optim_input=optim_input,
-            optim=optim,
-        )
+    rekey_optim_state_dict = staticmethod(rekey_optim_state_dict)
 
     # Older names ------------------------------------------------------------
 

@@ -1,31 +1,45 @@
 """rekey_optim_state_dict: from parameter names to ids and back."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-from fsdp_c._state.optim.keys import Key, keys_of_either, renamed
+from fsdp_c._state.optim.keys import Key, keys_of_either, renamed, warn_of_input
 from fsdp_c._units.names import clean_name
 
 
-def rekey(
-    state_dict: dict[str, Any],
-    key_type: OptimStateKeyType,
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
-    *,
-    optim_input: Any,
-    optim: torch.optim.Optimizer | None,
+    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return ``state_dict`` with keys of ``key_type``; itself if it has them.
+    """Return a state dict with names for ids, or ids for names.
 
-    Nothing is copied but the groups. See ``FSDP.rekey_optim_state_dict``.
+    So a full state dict goes into an unsharded model's optimizer (PARAM_ID), and
+    that one's state dict into a sharded model's (PARAM_NAME).
+
+    Args:
+        optim_state_dict: To be renamed; returned as it is if it has such keys.
+        optim_state_key_type: PARAM_NAME or PARAM_ID.
+        model: The model that defines the names, usually not wrapped.
+        optim_input: What its optimizer was constructed with. Deprecated.
+        optim: Its optimizer; ``model.parameters()`` in order if both are None.
+
+    Raises:
+        AssertionError: ``optim_state_key_type`` is neither.
+        ValueError: Keys are mixed, or not parameters of the optimizer.
     """
-    if not isinstance(key_type, OptimStateKeyType):
+    warn_of_input(optim_input)
+    state_dict = optim_state_dict
+    if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise AssertionError(
             "Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got "
-            f"{key_type!r}"
+            f"{optim_state_key_type!r}"
         )
     groups = state_dict.get("param_groups", [])
     in_groups = [key for group in groups for key in group["params"]]
@@ -35,7 +49,8 @@ def rekey(
             f"Invalid parameter keys: {list(state_dict['state'])} and those of "
             "param_groups are neither all names nor all ids: do not mix state dicts"
         )
-    wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int
+    to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+    wanted = str if to_names else int
     if found <= {wanted}:
         return state_dict
     names: dict[nn.Parameter, list[str]] = {}
@@ -49,7 +64,7 @@ def rekey(
                 f"the optimizer steps a parameter of shape {tuple(param.shape)} (id "
                 f"{key}) that is not in the model: pass the model that it is of"
             )
-        if wanted is str:
+        if to_names:
             new_key[key] = names[param][0]
         else:
             new_key.update(dict.fromkeys(names[param], key))

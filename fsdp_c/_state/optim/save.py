@@ -40,24 +40,9 @@ def save(
 ) -> dict[str, Any]:
     """Return the full or sharded state dict of ``optim``, by parameter names.
 
-    All ranks of ``model`` must call it. The tensors own their memory.
-
-    Args:
-        model: As for :func:`fsdp_c._state.optim.states.collect`.
-        optim: Steps its parameters.
-        shards: See :class:`fsdp_c._state.forms.Form`.
-        rank0_only: Only rank 0 gets a state dict, the others an empty one.
-        offload_to_cpu: See there.
-        use_dtensor: See there.
-        group: Whose rank 0 is meant; None: the first of the model's ranks.
-        state_dict: Of ``optim``; ``optim.state_dict()`` if None.
-        keys: The keys in it; those of ``optim`` if None.
-
-    Raises:
-        RuntimeError: The ranks' optimizers do not fit together, or it failed on
-            another rank.
-        ValueError: See :func:`~fsdp_c._state.optim.states.collect`; or state is
-            sharded on some ranks only.
+    See ``FSDP.optim_state_dict`` for ``rank0_only`` and ``group``, and
+    :class:`fsdp_c._state.forms.Form` for what is between. ``state_dict`` is
+    ``optim.state_dict()`` if None, ``keys`` are those in it.
     """
     modules = list(sharded_modules(model))
     first = _first_rank(modules, group) if rank0_only else None

@@ -1,8 +1,8 @@
 """accelerate's load_fsdp_optimizer: state of sharded checkpoints is not lost.
 
-Seen in accelerate 1.15.0, ``utils/fsdp_utils.py``: what to read from a sharded
-checkpoint is taken from the state that the new optimizer has, which is none before
-its first step. Nothing is read then, and nothing said.
+Seen in accelerate 1.15.0, ``utils/fsdp_utils.py``: it reads from a sharded checkpoint
+only the state that the new optimizer has. Before its first step an optimizer has none,
+so accelerate reads nothing, without a warning.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from fsdp_c.integrations._patch import (
 
 
 def make_state(optimizer: Optimizer) -> None:
-    """Make an optimizer's state as its first step would; parameters keep their values.
+    """Create an optimizer's state as its first step would; parameters do not change.
 
-    An optimizer that has state, or parameters with gradients, is left alone.
+    Does nothing if the optimizer has state, or its parameters have gradients.
 
     Raises:
         RuntimeError: Its step fails without a loss.
@@ -69,7 +69,7 @@ def make_state(optimizer: Optimizer) -> None:
 def _keep_saved(state: dict[str, Any], saved: set[str]) -> dict[str, Any]:
     """Leave out the state of parameters that have none in the checkpoint.
 
-    Those are parameters that got no gradient before it was saved.
+    They had no gradient before it was saved.
     """
     return {
         name: kept

@@ -3,8 +3,8 @@
 Seen in accelerate 1.15.0, ``utils/dataclasses.py``:
 
 * Version 2 is torch's ``fully_shard``, which fsdp_c does not replace: refused.
-* A strategy given as ``reshard_after_forward`` never takes effect: the plugin first
-  fills ``sharding_strategy`` with FULL_SHARD, which is then preferred.
+* A strategy given as ``reshard_after_forward`` has no effect: the plugin sets
+  ``sharding_strategy`` to FULL_SHARD first and then prefers it.
 * ``sync_module_states`` (also by ``cpu_ram_efficient_loading``) raises RuntimeError
   without an accelerator; fsdp_c broadcasts on the CPU as well.
 """
@@ -33,11 +33,11 @@ PLUGIN_KEYS = (
 
 
 def strategy_named(key: str, value: object) -> ShardingStrategy | None:
-    """Return the strategy that accelerate means by a name, a number or a strategy.
+    """Return the strategy of a name, a number or a strategy, as accelerate reads it.
 
     Args:
-        key: How the value is called where the user set it, for the message.
-        value: None, or empty: no strategy.
+        key: Name of the setting, for the message.
+        value: None or empty for no strategy.
 
     Raises:
         ValueError: There is no such strategy.
@@ -57,10 +57,10 @@ def strategy_named(key: str, value: object) -> ShardingStrategy | None:
 def choose_strategy(
     sharding_strategy: object, reshard_after_forward: object
 ) -> ShardingStrategy | None:
-    """Return the strategy that two spellings of it ask for; None where neither does.
+    """Return the strategy that the two settings name; None if neither is set.
 
     Raises:
-        ValueError: They ask for different ones, or for an unknown one.
+        ValueError: They name different strategies, or an unknown one.
     """
     first = strategy_named("sharding_strategy", sharding_strategy)
     second = strategy_named("reshard_after_forward", reshard_after_forward)
@@ -73,12 +73,12 @@ def choose_strategy(
 
 
 def strategy_of_environment() -> ShardingStrategy | None:
-    """Return the strategy that ``accelerate launch`` passes on, if it does.
+    """Return the strategy that ``accelerate launch`` passes on, if any.
 
     It always sets both variables: FULL_SHARD and true are its defaults.
 
     Raises:
-        ValueError: They ask for different strategies, or for an unknown one.
+        ValueError: They name different strategies, or an unknown one.
     """
     sharding = strategy_named(
         "FSDP_SHARDING_STRATEGY", accelerate_setting("FSDP_SHARDING_STRATEGY")

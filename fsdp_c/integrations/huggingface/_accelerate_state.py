@@ -1,9 +1,9 @@
 """accelerate's AcceleratorState: FSDP for processes on the CPU.
 
 Seen in accelerate 1.15.0, ``state.py``: only processes with accelerators may become
-FSDP processes. On the CPU the plugin is dropped without a word and DDP runs.
-``accelerate launch`` does not tell FSDP processes that the configuration says
-``use_cpu``: without an accelerator they make no group, and each trains alone.
+FSDP processes. On the CPU accelerate ignores the plugin silently and runs DDP.
+``accelerate launch`` does not pass ``use_cpu`` to FSDP processes: without an
+accelerator they make no process group, and each rank trains alone.
 """
 
 import warnings
@@ -33,7 +33,7 @@ NO_GROUP = (
 
 
 def _use_fsdp(state: Any, plugin: Any, names: Mapping[str, Any]) -> None:
-    """Make a state of CPU processes what accelerate makes one of GPU processes.
+    """Set up the state of CPU processes as accelerate sets up that of GPU processes.
 
     ``names`` are those of accelerate's module.
     """

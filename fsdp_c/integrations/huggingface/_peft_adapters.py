@@ -23,14 +23,14 @@ from fsdp_c._state.parts import named_uses
 from fsdp_c._torch_compat import ActivationWrapper
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.uses import is_flat_param, sharding_unit
+from fsdp_c._units.uses import is_taken
 from fsdp_c.integrations._patch import Function, Patch
 
 
 class CleanView:
-    """A wrapped model as seen by one call: without the names of wrappers.
+    """A view of a wrapped model with the names of the unwrapped one.
 
-    Everything but names is the model's own.
+    Everything else is the model's own.
 
     Args:
         model: The model, with wrapped modules in it.
@@ -48,7 +48,7 @@ class CleanView:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
-        """Answer as the model."""
+        """Return the model's attribute."""
         return getattr(self._model, name)
 
     def named_modules(self, **options: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -89,7 +89,7 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     torch.empty(shapes[use], dtype=dtype, device="meta"),
                 )
     for name, param in model.named_parameters():
-        if sharding_unit(param) is None and not is_flat_param(param):
+        if not is_taken(param):
             yield clean_name(name), param.detach().to("meta")
 
 

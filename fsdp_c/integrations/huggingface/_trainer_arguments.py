@@ -3,11 +3,11 @@
 Seen in transformers 5.23.0, ``training_args.py``, ``_process_fsdp_args``:
 
 * Without ``version`` FSDP2 runs, which fsdp_c does not replace: refused.
-* ``sharding_strategy`` is not read. A strategy that nobody asked for is passed on as
-  if the user had, and would win over one that ``accelerate launch`` was given.
-* ``offload_params`` is not read (it is called ``cpu_offload`` now), and
+* ``sharding_strategy`` is not read. The default strategy is passed on as if the user
+  had set it, and would override the one given to ``accelerate launch``.
+* ``offload_params`` is not read (its new name is ``cpu_offload``), and
   ``min_num_params`` has no effect unless ``auto_wrap_policy`` asks for sizes.
-* ``xla`` without torch_xla fails later with a message about something else.
+* ``xla`` without torch_xla fails later with an unrelated message.
 """
 
 from importlib.util import find_spec
@@ -46,7 +46,7 @@ def check_xla() -> None:
 
 
 def complete(config: dict[str, Any], plugin: dict[str, Any]) -> None:
-    """Bring into ``plugin`` what is in ``config`` and was not read.
+    """Add to ``plugin`` the settings of ``config`` that transformers does not read.
 
     Args:
         config: ``fsdp_config``, without prefixes.

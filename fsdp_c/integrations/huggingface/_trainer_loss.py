@@ -17,7 +17,7 @@ from fsdp_c.integrations._patch import (
     mentioned_by,
 )
 
-# How models compute a mean loss by themselves, and how they pass the count on.
+# Names in the forward of models that compute a mean loss; of those that use the count.
 OWN_LOSSES = frozenset(
     {
         "BCEWithLogitsLoss",

@@ -1,9 +1,9 @@
 """transformers' from_pretrained: with cpu_ram_efficient_loading only rank 0 reads.
 
 Seen in transformers 5.23.0, ``core_model_loading.py``: every rank reads the whole
-checkpoint into its memory, though rank 0's weights will overwrite what the others
-read. Here the others get the shapes only, and memory for the weights that nothing has
-touched: the system provides pages as units are filled by the broadcast, and sharded.
+checkpoint into memory, though rank 0's weights overwrite it on the other ranks. Here
+the other ranks get only the shapes, and memory that is not written yet: the system
+provides its pages as the broadcast fills one unit after the other.
 """
 
 from typing import Any
@@ -15,11 +15,10 @@ from fsdp_c.integrations._patch import Function, Patch
 
 
 def _stand_in(value: Any, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor of the shape of a checkpoint's, with memory for one element.
+    """Return a tensor with the shape of ``value`` and memory for one element.
 
-    Args:
-        value: A tensor, or a slice of a safetensors file that was not read yet.
-        dtype: Of the result; that of ``value`` if None.
+    ``value`` is a tensor or an unread slice of a safetensors file, whose dtype counts
+    if ``dtype`` is None.
     """
     shape = value.shape if isinstance(value, Tensor) else value.get_shape()
     if dtype is None:

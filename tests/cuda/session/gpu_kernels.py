@@ -111,8 +111,7 @@ class Library:
         """Return a call that multiplies ``data`` by ``factor``."""
         spans = kernels.spans_of(data)
         call = functools.partial(
-            self.table.scale,
-            *(spans, len(spans), factor.data_ptr(), self.stream, None),
+            self.table.scale, *(spans, len(spans), factor.data_ptr(), self.stream, None)
         )
         return functools.partial(_checked, call, [data, spans, factor])
 

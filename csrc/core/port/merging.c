@@ -1,0 +1,352 @@
+/*
+ * Merging: collects the small calls of a group, makes one of them, and copies
+ * its result to where they wanted it when that is waited for.
+ */
+#include "port/merging.h"
+
+#include <string.h>
+
+#include "base/alloc.h"
+
+typedef enum call_kind { ALL_GATHER = 0, REDUCE_SCATTER, ALL_REDUCE } call_kind;
+
+typedef struct small_call {
+  char *buffer;      /* what is gathered into, or summed */
+  const char *input; /* of an all_gather */
+  int64_t nbytes;    /* of a rank's piece; of an all_reduce, all of it */
+  uint64_t *ticket;  /* where the caller wants it; valid until group_end */
+  void *scratch;     /* of a reduce_scatter */
+} small_call;
+
+typedef struct merging_channel {
+  bool is_open;   /* between group_begin and group_end */
+  bool is_flying; /* the merged call was made and not waited for */
+  call_kind kind; /* of `calls` */
+  fsdp_dtype dtype;
+  double scale;
+  small_call *calls;
+  size_t num_calls;
+  size_t capacity;
+  uint64_t ticket; /* of the merged call, while it is flying */
+  int64_t nbytes;  /* of a rank's pieces side by side */
+  char *memory;
+  size_t memory_nbytes;
+} merging_channel;
+
+typedef struct merging {
+  fsdp_transport base;
+  fsdp_transport_ops ops;
+  fsdp_transport *inner;
+  int64_t rank;
+  int64_t world_size;
+  merging_channel channels[FSDP_NUM_CHANNELS];
+} merging;
+
+static merging *merging_of(fsdp_transport *transport) {
+  return (merging *)transport;
+}
+
+static void destroy(fsdp_transport *transport) {
+  merging *self = merging_of(transport);
+  if (self == NULL) return;
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    fsdp_free(self->channels[i].calls);
+    fsdp_free(self->channels[i].memory);
+  }
+  fsdp_free(self);
+}
+
+/* Places of a merged call's memory ----------------------------------------- */
+
+/* Of an all_reduce there is one piece, and every rank has it. */
+static int64_t num_slots(const merging *self, const merging_channel *channel) {
+  return channel->kind == ALL_REDUCE ? 1 : self->world_size;
+}
+
+static int64_t own_slot(const merging *self, const merging_channel *channel) {
+  return channel->kind == ALL_REDUCE ? 0 : self->rank;
+}
+
+/* Copies between the slots [begin, end) of the calls' buffers and of `memory`.
+ */
+static void copy_slots(merging_channel *channel, int64_t begin, int64_t end,
+                       bool is_packing) {
+  for (int64_t slot = begin; slot < end; slot++) {
+    char *packed = channel->memory + slot * channel->nbytes;
+    for (size_t i = 0; i < channel->num_calls; i++) {
+      const small_call *call = &channel->calls[i];
+      char *piece = call->buffer + slot * call->nbytes;
+      memcpy(is_packing ? packed : piece, is_packing ? piece : packed,
+             (size_t)call->nbytes);
+      packed += call->nbytes;
+    }
+  }
+}
+
+static void pack(const merging *self, merging_channel *channel) {
+  if (channel->kind != ALL_GATHER) {
+    copy_slots(channel, 0, num_slots(self, channel), true);
+    return;
+  }
+  char *packed = channel->memory + self->rank * channel->nbytes;
+  for (size_t i = 0; i < channel->num_calls; i++) {
+    const small_call *call = &channel->calls[i];
+    memcpy(packed, call->input, (size_t)call->nbytes);
+    packed += call->nbytes;
+  }
+}
+
+static void unpack(const merging *self, merging_channel *channel) {
+  if (channel->kind == ALL_GATHER) {
+    copy_slots(channel, 0, self->world_size, false);
+  } else {
+    const int64_t slot = own_slot(self, channel);
+    copy_slots(channel, slot, slot + 1, false);
+  }
+  channel->num_calls = 0;
+  channel->is_flying = false;
+}
+
+/* Calls ---------------------------------------------------------------------
+ */
+
+static fsdp_status make_call(merging *self, merging_channel *channel,
+                             const fsdp_call *call, char *buffer,
+                             const char *input, int64_t nbytes,
+                             uint64_t *ticket, fsdp_error *error) {
+  const fsdp_transport_ops *ops = self->inner->ops;
+  const int64_t numel = nbytes / channel->dtype.itemsize;
+  switch (channel->kind) {
+    case ALL_GATHER:
+      return ops->all_gather(self->inner, call, buffer, input, numel,
+                             channel->dtype, ticket, error);
+    case REDUCE_SCATTER:
+      return ops->reduce_scatter(self->inner, call, buffer, numel,
+                                 channel->dtype, channel->scale, ticket, error);
+    default:
+      return ops->all_reduce(self->inner, call, buffer, numel, channel->dtype,
+                             channel->scale, ticket, error);
+  }
+}
+
+/* Makes one call of what was collected. */
+static fsdp_status make_merged(merging *self, merging_channel *channel,
+                               const fsdp_call *call, fsdp_error *error) {
+  const size_t nbytes = (size_t)(channel->nbytes * num_slots(self, channel));
+  const bool needs_scratch =
+      channel->kind == REDUCE_SCATTER && self->inner->ops->wants_scratch;
+  fsdp_call merged = *call;
+  fsdp_status status = FSDP_OK;
+
+  if (!fsdp_grow((void **)&channel->memory, &channel->memory_nbytes,
+                 needs_scratch ? 2 * nbytes : nbytes, 1)) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for %zu bytes of a merged collective",
+                     nbytes);
+  }
+  merged.scratch = needs_scratch ? channel->memory + nbytes : NULL;
+  pack(self, channel);
+  FSDP_TRY(
+      make_call(self, channel, &merged, channel->memory,
+                channel->memory + own_slot(self, channel) * channel->nbytes,
+                channel->nbytes, &channel->ticket, error));
+  for (size_t i = 0; i < channel->num_calls; i++) {
+    *channel->calls[i].ticket = channel->ticket;
+  }
+  channel->is_flying = true;
+done:
+  return status;
+}
+
+static fsdp_status flush(merging *self, merging_channel *channel,
+                         const fsdp_call *call, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (channel->num_calls == 0 || channel->is_flying) return FSDP_OK;
+  if (channel->num_calls > 1) {
+    status = make_merged(self, channel, call, error);
+  } else {
+    const small_call only = channel->calls[0];
+    fsdp_call alone = *call;
+    alone.scratch = only.scratch;
+    status = make_call(self, channel, &alone, only.buffer, only.input,
+                       only.nbytes, only.ticket, error);
+  }
+  if (!channel->is_flying) channel->num_calls = 0;
+  return status;
+}
+
+/* Whether the call was collected; not where it is unlike those before. */
+static bool collect(merging_channel *channel, call_kind kind, fsdp_dtype dtype,
+                    double scale, const small_call *call) {
+  if (!channel->is_open || channel->is_flying ||
+      call->nbytes > FSDP_MERGED_PIECE_NBYTES) {
+    return false;
+  }
+  if (channel->num_calls == 0) {
+    channel->kind = kind;
+    channel->dtype = dtype;
+    channel->scale = scale;
+    channel->nbytes = 0;
+  } else if (channel->kind != kind || channel->scale < scale ||
+             channel->scale > scale ||
+             !fsdp_dtype_equal(channel->dtype, dtype)) {
+    return false;
+  }
+  if (!fsdp_grow((void **)&channel->calls, &channel->capacity,
+                 channel->num_calls + 1, sizeof *channel->calls)) {
+    return false; /* it passes through; if memory is short, on all ranks soon */
+  }
+  channel->calls[channel->num_calls++] = *call;
+  channel->nbytes += call->nbytes;
+  return true;
+}
+
+/* The table ------------------------------------------------------------------
+ */
+
+static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
+                               fsdp_error *error) {
+  merging *self = merging_of(transport);
+  merging_channel *channel = &self->channels[call->channel];
+  channel->is_open = true;
+  if (!channel->is_flying) channel->num_calls = 0; /* of one that failed */
+  return self->inner->ops->group_begin(self->inner, call, error);
+}
+
+static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
+                             fsdp_error *error) {
+  merging *self = merging_of(transport);
+  merging_channel *channel = &self->channels[call->channel];
+  fsdp_status status = FSDP_OK;
+  channel->is_open = false;
+  FSDP_TRY(flush(self, channel, call, error));
+  FSDP_TRY(self->inner->ops->group_end(self->inner, call, error));
+done:
+  return status;
+}
+
+static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
+                              void *output, const void *input,
+                              int64_t shard_numel, fsdp_dtype dtype,
+                              uint64_t *ticket, fsdp_error *error) {
+  merging *self = merging_of(transport);
+  const small_call small = {output, input, shard_numel * dtype.itemsize, ticket,
+                            NULL};
+  if (collect(&self->channels[call->channel], ALL_GATHER, dtype, 1, &small)) {
+    return FSDP_OK;
+  }
+  return self->inner->ops->all_gather(self->inner, call, output, input,
+                                      shard_numel, dtype, ticket, error);
+}
+
+static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
+                             void *buffer, int64_t numel, int64_t root,
+                             fsdp_dtype dtype, uint64_t *ticket,
+                             fsdp_error *error) {
+  fsdp_transport *inner = merging_of(transport)->inner;
+  return inner->ops->broadcast(inner, call, buffer, numel, root, dtype, ticket,
+                               error);
+}
+
+static fsdp_status reduce_scatter(fsdp_transport *transport,
+                                  const fsdp_call *call, void *buffer,
+                                  int64_t shard_numel, fsdp_dtype dtype,
+                                  double scale, uint64_t *ticket,
+                                  fsdp_error *error) {
+  merging *self = merging_of(transport);
+  const small_call small = {buffer, NULL, shard_numel * dtype.itemsize, ticket,
+                            call->scratch};
+  if (collect(&self->channels[call->channel], REDUCE_SCATTER, dtype, scale,
+              &small)) {
+    return FSDP_OK;
+  }
+  return self->inner->ops->reduce_scatter(
+      self->inner, call, buffer, shard_numel, dtype, scale, ticket, error);
+}
+
+static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
+                              void *buffer, int64_t numel, fsdp_dtype dtype,
+                              double scale, uint64_t *ticket,
+                              fsdp_error *error) {
+  merging *self = merging_of(transport);
+  const small_call small = {buffer, NULL, numel * dtype.itemsize, ticket, NULL};
+  if (collect(&self->channels[call->channel], ALL_REDUCE, dtype, scale,
+              &small)) {
+    return FSDP_OK;
+  }
+  return self->inner->ops->all_reduce(self->inner, call, buffer, numel, dtype,
+                                      scale, ticket, error);
+}
+
+static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel index,
+                            uint64_t ticket, fsdp_error *error) {
+  merging *self = merging_of(transport);
+  merging_channel *channel = &self->channels[index];
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(self->inner->ops->wait(self->inner, index, ticket, error));
+done:
+  if (channel->is_flying && ticket >= channel->ticket) {
+    if (status == FSDP_OK) {
+      unpack(self, channel);
+    } else { /* its memory is the caller's again */
+      channel->is_flying = false;
+      channel->num_calls = 0;
+    }
+  }
+  return status;
+}
+
+static bool is_done(fsdp_transport *transport, fsdp_channel channel,
+                    uint64_t ticket) {
+  fsdp_transport *inner = merging_of(transport)->inner;
+  return inner->ops->is_done(inner, channel, ticket);
+}
+
+static fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
+  fsdp_transport *inner = merging_of(transport)->inner;
+  return inner->ops->check(inner, error);
+}
+
+static void give_up(fsdp_transport *transport, const char *cause) {
+  fsdp_transport *inner = merging_of(transport)->inner;
+  inner->ops->give_up(inner, cause);
+}
+
+static int64_t reserved_nbytes(const fsdp_transport *transport) {
+  const merging *self = (const merging *)transport;
+  int64_t nbytes = 0;
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    nbytes += (int64_t)self->channels[i].memory_nbytes;
+  }
+  if (self->inner->ops->reserved_nbytes == NULL) return nbytes;
+  return nbytes + self->inner->ops->reserved_nbytes(self->inner);
+}
+
+fsdp_status fsdp_merging_create(fsdp_transport *inner, int64_t rank,
+                                int64_t world_size, fsdp_transport **transport,
+                                fsdp_error *error) {
+  merging *self = fsdp_calloc(1, sizeof *self);
+  if (self == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for a merging transport");
+  }
+  self->ops = *inner->ops;
+  self->ops.destroy = destroy;
+  self->ops.group_begin = group_begin;
+  self->ops.group_end = group_end;
+  self->ops.all_gather = all_gather;
+  self->ops.broadcast = broadcast;
+  self->ops.reduce_scatter = reduce_scatter;
+  self->ops.all_reduce = all_reduce;
+  self->ops.wait = wait_for;
+  self->ops.is_done = inner->ops->is_done == NULL ? NULL : is_done;
+  self->ops.check = check;
+  self->ops.reserved_nbytes = reserved_nbytes;
+  self->ops.give_up = inner->ops->give_up == NULL ? NULL : give_up;
+  self->base.ops = &self->ops;
+  self->inner = inner;
+  self->rank = rank;
+  self->world_size = world_size;
+  *transport = &self->base;
+  return FSDP_OK;
+}

@@ -1,0 +1,63 @@
+/* Unsharding at the user's request, apart from the unit's own forward. */
+#include "runtime/engine_priv.h"
+
+static fsdp_status check_on_demand(const fsdp_unit *unit, fsdp_error *error) {
+  if (unit->engine == NULL || unit->is_summoned) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "unit '%s' cannot be unsharded or resharded %s",
+                     unit->name,
+                     unit->engine == NULL ? "before it was added to an engine"
+                                          : "inside summon_full_params");
+  }
+  return fsdp_unit_priv_check(unit, error);
+}
+
+bool fsdp_unit_priv_is_pinned(fsdp_unit *unit) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  unit->is_pinned = unit->is_pinned && unit->state != FSDP_UNIT_SHARDED &&
+                    !views->params_changed(views->context, unit->options.owner);
+  return unit->is_pinned;
+}
+
+void fsdp_unit_priv_unpin(fsdp_unit *unit) {
+  unit->is_pinned = false;
+}
+
+fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(check_on_demand(unit, error));
+  if (engine->depth == 0 && !engine->in_backward) {
+    /* What an earlier forward kept, or a request before a write. */
+    if (!fsdp_unit_priv_is_pinned(unit)) {
+      FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+    }
+    /* The optimizer wrote the shards on the compute lane. */
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                        FSDP_LANE_COMPUTE, engine->compute_done,
+                                        error));
+  }
+  FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
+  engine->views.mark_params(engine->views.context, unit->options.owner);
+  unit->is_pinned = true;
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(check_on_demand(unit, error));
+  FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_reshard(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(check_on_demand(unit, error));
+  fsdp_unit_priv_unpin(unit);
+  FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+done:
+  return status;
+}

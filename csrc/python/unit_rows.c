@@ -1,0 +1,236 @@
+/*
+ * A unit by rows, see Note [Parameters by rows] in csrc/torch/rows.cpp: which
+ * of a parameter's two objects the modules have registered.
+ */
+#include "python/convert.h"
+#include "python/nested.h"
+
+enum { PLACE_DICT = 0, PLACE_KEY, PLACE_PLAIN, PLACE_SHARDED, PLACE_MODULE };
+enum { PLACE_NUM_ITEMS = PLACE_MODULE + 1 };
+
+/* Registers `shown` in the place. 0, or -1 with an exception. */
+static int show_in_place(PyObject *place, PyObject *shown) {
+  PyObject *module = PyTuple_GET_ITEM(place, PLACE_MODULE); /* borrowed */
+  PyObject *key = PyTuple_GET_ITEM(place, PLACE_KEY);       /* likewise */
+  if (module != Py_None) return PyObject_SetAttr(module, key, shown);
+  return PyDict_SetItem(PyTuple_GET_ITEM(place, PLACE_DICT), key, shown);
+}
+
+/* Shows plain or sharded parameters in all places that hold the other ones.
+ * num_others [out] the places that hold neither. 0, or -1 with an exception. */
+static int show_in_places(PyObject *places, bool is_plain,
+                          Py_ssize_t *num_others) {
+  const int to = is_plain ? PLACE_PLAIN : PLACE_SHARDED;
+  const int from = is_plain ? PLACE_SHARDED : PLACE_PLAIN;
+  *num_others = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
+    PyObject *place = PyTuple_GET_ITEM(places, i); /* borrowed */
+    PyObject *now = PyDict_GetItemWithError(PyTuple_GET_ITEM(place, PLACE_DICT),
+                                            PyTuple_GET_ITEM(place, PLACE_KEY));
+    if (now == NULL && PyErr_Occurred()) return -1;
+    if (now == PyTuple_GET_ITEM(place, to)) continue;
+    if (now != PyTuple_GET_ITEM(place, from)) {
+      ++*num_others;
+      continue;
+    }
+    if (show_in_place(place, PyTuple_GET_ITEM(place, to)) < 0) return -1;
+  }
+  return 0;
+}
+
+static int show(unit_object *self, bool is_plain) {
+  Py_ssize_t num_others;
+  if (self->places == NULL || self->is_plain == is_plain) return 0;
+  PyObject *places = Py_NewRef(self->places); /* on_replaced() may change it */
+  int result = show_in_places(places, is_plain, &num_others);
+  self->is_plain = is_plain; /* also in part: the way back is tried for all */
+  if (result == 0 && is_plain && num_others > 0) {
+    PyObject *called = PyObject_CallNoArgs(self->on_replaced);
+    Py_XDECREF(called);
+    if (called == NULL) result = -1;
+    if (result == 0) {
+      Py_SETREF(places, Py_NewRef(self->places));
+      result = show_in_places(places, is_plain, &num_others);
+    }
+  }
+  Py_DECREF(places);
+  return result;
+}
+
+/* The bridge's calls ------------------------------------------------------- */
+
+static int face_show(void *context, bool is_plain) {
+  return show(context, is_plain);
+}
+
+static PyObject *face_make_grad(void *context, int64_t param, PyObject *local) {
+  const unit_object *self = context;
+  return PyObject_CallFunction(self->make_grad, "LO", (long long)param, local);
+}
+
+/* Forward ------------------------------------------------------------------ */
+
+int fsdp_unit_object_enter_forward(unit_object *self) {
+  if (show(self, true) < 0) {
+    if (self->num_forwards == 0) {
+      PyObject *type, *value, *traceback;
+      PyErr_Fetch(&type, &value, &traceback);
+      if (show(self, false) < 0) PyErr_Clear(); /* the first error counts */
+      PyErr_Restore(type, value, traceback);
+    }
+    return -1;
+  }
+  self->num_forwards++;
+  return 0;
+}
+
+int fsdp_unit_object_leave_forward(unit_object *self) {
+  PyObject *type, *value, *traceback;
+  if (--self->num_forwards > 0 ||
+      fsdp_torch_unit_is_shown_in_backward(self->unit)) {
+    return 0;
+  }
+  PyErr_Fetch(&type, &value, &traceback);
+  const int result = show(self, false);
+  if (result < 0 && type != NULL) PyErr_Clear(); /* the first error counts */
+  if (type == NULL) return result;
+  PyErr_Restore(type, value, traceback);
+  return 0;
+}
+
+/* Methods ------------------------------------------------------------------ */
+
+static int check_places(PyObject *places) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
+    PyObject *place = PyTuple_GET_ITEM(places, i); /* borrowed */
+    if (PyTuple_Check(place) && PyTuple_GET_SIZE(place) == PLACE_NUM_ITEMS &&
+        PyDict_Check(PyTuple_GET_ITEM(place, PLACE_DICT))) {
+      continue;
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "places[%zd] must be a tuple (dict, key, plain, sharded, "
+                 "module or None), got %R",
+                 i, place);
+    return -1;
+  }
+  return 0;
+}
+
+PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args) {
+  unit_object *self = (unit_object *)object;
+  PyObject *sequence, *make_grad, *on_replaced; /* borrowed */
+  if (!PyArg_ParseTuple(args, "OOO:bind_rows", &sequence, &make_grad,
+                        &on_replaced)) {
+    return NULL;
+  }
+  PyObject *places = PySequence_Tuple(sequence);
+  if (places == NULL) return NULL;
+  if (check_places(places) < 0) {
+    Py_DECREF(places);
+    return NULL;
+  }
+  Py_XSETREF(self->places, places);
+  Py_XSETREF(self->make_grad, Py_NewRef(make_grad));
+  Py_XSETREF(self->on_replaced, Py_NewRef(on_replaced));
+  const fsdp_torch_face face = {
+      .context = self, .show = face_show, .make_grad = face_make_grad};
+  fsdp_torch_unit_set_face(self->unit, &face);
+  Py_RETURN_NONE;
+}
+
+int fsdp_unit_object_visit_rows(unit_object *self, visitproc visit, void *arg) {
+  Py_VISIT(self->places);
+  Py_VISIT(self->make_grad);
+  Py_VISIT(self->on_replaced);
+  return 0;
+}
+
+void fsdp_unit_object_clear_rows(unit_object *self) {
+  if (self->unit != NULL) fsdp_torch_unit_set_face(self->unit, NULL);
+  Py_CLEAR(self->places);
+  Py_CLEAR(self->make_grad);
+  Py_CLEAR(self->on_replaced);
+}
+
+PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args) {
+  fsdp_torch_unit *unit = ((unit_object *)object)->unit;
+  FSDP_LOCAL_ERROR(error);
+  long long index;
+  PyObject *param, *local; /* borrowed */
+  if (!PyArg_ParseTuple(args, "LOO:bind_sharded", &index, &param, &local)) {
+    return NULL;
+  }
+  if (fsdp_torch_unit_bind_sharded(unit, index, param, local, &error) !=
+      FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+typedef fsdp_status (*unit_call)(fsdp_torch_unit *unit, fsdp_error *error);
+
+/* Makes a call that may block. 0, or -1 with an exception. */
+static int call_unit(PyObject *object, unit_call call) {
+  fsdp_torch_unit *unit = ((unit_object *)object)->unit;
+  FSDP_LOCAL_ERROR(error);
+  fsdp_status status;
+  Py_BEGIN_ALLOW_THREADS;
+  status = call(unit, &error);
+  Py_END_ALLOW_THREADS;
+  if (status == FSDP_OK) return 0;
+  fsdp_torch_set_python_error(&error);
+  return -1;
+}
+
+PyObject *fsdp_unit_object_unshard(PyObject *object,
+                                   PyObject *Py_UNUSED(none)) {
+  if (call_unit(object, fsdp_torch_unit_unshard) < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+PyObject *fsdp_unit_object_wait_unshard(PyObject *object,
+                                        PyObject *Py_UNUSED(none)) {
+  if (call_unit(object, fsdp_torch_unit_wait_unshard) < 0 ||
+      show((unit_object *)object, true) < 0) {
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject *fsdp_unit_object_reshard(PyObject *object,
+                                   PyObject *Py_UNUSED(none)) {
+  unit_object *self = (unit_object *)object;
+  if (self->num_forwards == 0 &&
+      !fsdp_torch_unit_is_shown_in_backward(self->unit) &&
+      show(self, false) < 0) {
+    return NULL;
+  }
+  if (call_unit(object, fsdp_torch_unit_reshard) < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
+                               PyObject *kwargs) {
+  static const char *const keywords[] = {"sync", "reshard_after_forward",
+                                         "divisor", "forward_prefetch", NULL};
+  fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
+  int sync = -1, reshards = -1, prefetches = -1;
+  double divisor = -1;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidi:set",
+                                   FSDP_KEYWORDS(keywords), &sync, &reshards,
+                                   &divisor, &prefetches)) {
+    return NULL;
+  }
+  if (sync > FSDP_SYNC_SHARD) {
+    return PyErr_Format(PyExc_ValueError,
+                        "sync must be SYNC_NONE, SYNC_REDUCE or SYNC_SHARD, "
+                        "got %d",
+                        sync);
+  }
+  if (sync >= 0) fsdp_unit_set_sync(unit, (fsdp_sync)sync);
+  if (reshards >= 0) fsdp_unit_set_reshard_after_forward(unit, reshards != 0);
+  if (divisor >= 0) fsdp_unit_set_divisor(unit, divisor);
+  if (prefetches >= 0) fsdp_unit_set_forward_prefetch(unit, prefetches != 0);
+  Py_RETURN_NONE;
+}

@@ -1,0 +1,275 @@
+// Units by rows: what `fully_shard` needs of a unit.
+//
+// Note [Parameters by rows]
+// A parameter has two objects. The user's is a DTensor, the sharded parameter,
+// which the module has registered between steps: its local tensor is a view of
+// the shard. The other one is plain, belongs to the unit, is a leaf of autograd
+// and never seen outside forward. The owner of the unit registers it while the
+// module runs, and for all units of the engine from the first gradient of a
+// backward to its end, because recomputed parts of a module need not enter
+// through the unit. That, and the DTensors on `.grad`, are all that a backward
+// does with the GIL.
+//
+// The gradient of a sharded parameter is one DTensor for the whole run. When
+// the user has cleared it, its local tensor is emptied until the next one
+// comes, unless somebody still holds it: then it stays as it is and a new one
+// is made.
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "torch/bridge.h"
+#include "torch/guard.hpp"
+#include "torch/unit.hpp"
+
+namespace fsdp_torch {
+namespace {
+
+Segment &own_segment(Unit &unit, const Param &param) {
+  return unit.segments[static_cast<size_t>(param.segment)];
+}
+
+// Throws the Python exception that is set, across threads of autograd.
+[[noreturn]] void throw_python_error() {
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
+// Copies what `local` holds into the shard and makes it a view of it.
+void adopt_local(Unit &unit, Param &param, size_t index) {
+  at::Tensor &local = param.sharded_param.local;
+  const at::NoGradGuard no_grad;
+  if (local.sizes() != param.sharded.sizes() ||
+      local.scalar_type() != param.sharded.scalar_type()) {
+    refuse(unit, c10::str("the local tensor of parameter ", index), local,
+           c10::str("expected ", param.sharded.sizes(), " of ",
+                    param.sharded.scalar_type()));
+  }
+  if (local.numel() > 0) param.sharded.copy_(local);
+  local.unsafeGetTensorImpl()->shallow_copy_from(
+      param.sharded.getIntrusivePtr());
+  unit.shard_was_written = true;
+}
+
+// Whether somebody else holds the gradient or its local tensor. Reads counts
+// that only the user's threads change, of which this one runs the step.
+bool is_held(const ShardedParam &shown) {
+  for (size_t i = 0; i < 2; i++) {
+    if (Py_REFCNT(shown.grad_objects[i]) > shown.grad_references[i]) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void make_grad(Unit &unit, Param &param, int64_t index) {
+  ShardedParam &shown = param.sharded_param;
+  const Segment &segment = own_segment(unit, param);
+  {
+    const at::Tensor view = make_param_view(
+        segment.grad_shard.storage().getWeakStorageImpl().lock(),
+        param.sharded.key_set(), segment.grad, param, param.sharded.sizes(),
+        segment.grad_shard.storage_offset() + param.in_shard.begin);
+    const auto local =
+        py::reinterpret_steal<py::object>(THPVariable_Wrap(view));
+    const auto made = py::reinterpret_steal<py::object>(
+        unit.face.make_grad(unit.face.context, index, local.ptr()));
+    if (!made) throw_python_error();
+    for (size_t i = 0; i < 2; i++) {
+      PyObject *object =
+          PyTuple_GetItem(made.ptr(), static_cast<Py_ssize_t>(i));
+      if (object == nullptr) throw_python_error();
+      shown.grad_objects[i] = object;
+      (i == 0 ? shown.grad : shown.grad_local) = THPVariable_Unpack(object);
+    }
+  }
+  for (size_t i = 0; i < 2; i++) {
+    shown.grad_references[i] = Py_REFCNT(shown.grad_objects[i]);
+  }
+}
+
+// Shows the reduced gradients of a unit. GIL.
+void show_sharded_grads(Unit &unit) {
+  unit.grads_are_new = false;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < unit.params.size(); i++) {
+    Param &param = unit.params[i];
+    ShardedParam &shown = param.sharded_param;
+    const Segment &segment = own_segment(unit, param);
+    if (!segment.grad_shard.defined() || !shown.param.requires_grad()) continue;
+    if (!shown.grad.defined()) {
+      make_grad(unit, param, static_cast<int64_t>(i));
+    } else if (!is_over(shown.grad_local, storage_of(segment.grad_shard))) {
+      shown.grad_local.unsafeGetTensorImpl()->set_storage_keep_dtype(
+          segment.grad_shard.storage());
+    }
+    shown.param.mutable_grad() = shown.grad;
+    shown.user_grad = at::Tensor();
+    const auto &hook = torch::autograd::impl::post_acc_grad_hooks(shown.param);
+    if (hook != nullptr) (*hook)(shown.param);
+  }
+}
+
+// Notes the local tensors of gradients that the user set. GIL.
+void note_user_grads(Unit &unit) {
+  for (Param &param : unit.params) {
+    ShardedParam &shown = param.sharded_param;
+    const at::Tensor &grad = shown.param.grad();
+    if (!grad.defined() || grad.is_same(shown.grad)) continue;
+    const auto object =
+        py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+    const auto local = py::reinterpret_steal<py::object>(
+        PyObject_GetAttrString(object.ptr(), "_local_tensor"));
+    if (!local) throw_python_error();
+    shown.user_grad = THPVariable_Unpack(local.ptr());
+  }
+}
+
+}  // namespace
+
+std::vector<int64_t> local_sizes(const Param &param) {
+  std::vector<int64_t> sizes = param.sizes;
+  if (sizes.empty()) return {param.local_numel()};
+  int64_t numel = 1;  // of a row
+  for (size_t i = 0; i < sizes.size(); i++) {
+    if (i != static_cast<size_t>(param.shard_dim)) numel *= sizes[i];
+  }
+  int64_t &rows = sizes[static_cast<size_t>(param.shard_dim)];
+  rows = numel == 0 ? rows : param.local_numel() / numel;
+  return sizes;
+}
+
+at::Tensor in_memory_order(const Param &param, const at::Tensor &grad) {
+  return (param.shard_dim == 0 ? grad : grad.movedim(param.shard_dim, 0))
+      .contiguous();
+}
+
+bool take_sharded_grad(Unit &unit, Param &param) {
+  ShardedParam &shown = param.sharded_param;
+  const at::Tensor &grad = shown.param.grad();
+  if (!grad.defined()) return false;
+  if (grad.is_same(shown.grad)) return true;
+  Segment &segment = own_segment(unit, param);
+  if (!shown.user_grad.defined() ||
+      shown.user_grad.sizes() != param.sharded.sizes()) {
+    refuse(unit, "the gradient of a parameter",
+           shown.user_grad.defined() ? shown.user_grad : grad,
+           c10::str("expected a DTensor with ", param.sharded.sizes(),
+                    " on this rank"));
+  }
+  if (!segment.grad_shard.defined()) {
+    segment.grad_shard = at::zeros({segment.layout->shard_numel},
+                                   shard_options(unit, segment.grad));
+  }
+  make_param_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
+                  param.sharded.key_set(), segment.grad, param,
+                  param.sharded.sizes(),
+                  segment.grad_shard.storage_offset() + param.in_shard.begin)
+      .copy_(shown.user_grad);
+  return true;
+}
+
+void free_sharded_grad(Unit &unit, Param &param) {
+  ShardedParam &shown = param.sharded_param;
+  if (!shown.grad.defined()) return;
+  if (is_held(shown)) {
+    shown.grad = shown.grad_local = at::Tensor();
+    return;
+  }
+  Segment &segment = own_segment(unit, param);
+  if (!segment.no_grad) {
+    segment.no_grad = empty_storage(shown.grad_local.device());
+  }
+  shown.grad_local.unsafeGetTensorImpl()->set_storage_keep_dtype(
+      c10::Storage(segment.no_grad));
+}
+
+bool take_replaced_locals(Unit &unit) {
+  bool any = false;
+  for (size_t i = 0; i < unit.params.size(); i++) {
+    Param &param = unit.params[i];
+    const at::Tensor &local = param.sharded_param.local;
+    if (!local.defined() || is_over(local, storage_of(param.sharded))) continue;
+    adopt_local(unit, param, i);
+    any = true;
+  }
+  return any;
+}
+
+void open_rows(Engine &engine) {
+  if (!engine.has_rows || engine.shows_plain.exchange(true)) return;
+  const pybind11::gil_scoped_acquire gil;
+  for (Unit *unit : engine.units) {
+    if (unit->face.context == nullptr) continue;
+    note_user_grads(*unit);
+    if (unit->face.show(unit->face.context, true) < 0) throw_python_error();
+  }
+}
+
+void close_rows(Engine &engine) {
+  if (!engine.has_rows || !engine.shows_plain.exchange(false)) return;
+  if (Py_IsInitialized() == 0) return;
+  const pybind11::gil_scoped_acquire gil;
+  const py::error_scope kept;  // an exception on its way stays
+  for (Unit *unit : engine.units) {
+    if (unit->face.context == nullptr) continue;
+    if (unit->face.show(unit->face.context, false) < 0) throw_python_error();
+    if (unit->grads_are_new) show_sharded_grads(*unit);
+  }
+}
+
+}  // namespace fsdp_torch
+
+using fsdp_torch::Unit;
+
+extern "C" {
+
+void fsdp_torch_unit_set_face(fsdp_torch_unit *unit,
+                              const fsdp_torch_face *face) noexcept {
+  Unit &self = *unit->self;
+  self.face = face == nullptr ? fsdp_torch_face{} : *face;
+  if (face != nullptr) return;
+  // A graph may keep the unit; the user's objects are to be free.
+  for (auto &param : self.params) param.sharded_param = {};
+  self.grad_places.clear();
+}
+
+fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
+                                         PyObject *param, PyObject *local,
+                                         fsdp_error *error) {
+  GUARDED(error) {
+    Unit &self = *unit->self;
+    if (!THPVariable_Check(param) || !THPVariable_Check(local)) {
+      throw std::invalid_argument("a sharded parameter is not a tensor");
+    }
+    auto &target = self.params.at(static_cast<size_t>(index));
+    fsdp_torch::ShardedParam shown;
+    shown.param = THPVariable_Unpack(param);
+    shown.local = THPVariable_Unpack(local);
+    std::swap(target.sharded_param, shown);
+    try {
+      fsdp_torch::adopt_local(self, target, static_cast<size_t>(index));
+    } catch (...) {
+      std::swap(target.sharded_param, shown);
+      throw;
+    }
+    self.grad_places.clear();
+    return FSDP_OK;
+  };
+}
+
+bool fsdp_torch_unit_is_shown_in_backward(
+    const fsdp_torch_unit *unit) noexcept {
+  const auto &engine = unit->self->engine;
+  return engine && engine->shows_plain;
+}
+
+fsdp_unit *fsdp_torch_unit_settings(fsdp_torch_unit *unit) {
+  return unit->self->core;
+}
+
+}  // extern "C"

@@ -1,0 +1,1 @@
+"""The second API, PyTorch's ``fully_shard`` (FSDP2), over the same engine."""

@@ -1,0 +1,246 @@
+"""fully_shard() and the functions beside it."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_c._fully_shard.arguments import Arguments, check_arguments
+from fsdp_c._fully_shard.group import Group, Place, group_of
+from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
+from fsdp_c._fully_shard.rows import shard_param
+from fsdp_c._torch_compat import note_fully_sharded
+from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.params import check_param
+from fsdp_c._units.uses import mark_sharded, sharding_unit
+
+# By the module's own class.
+_classes: dict[type[nn.Module], type[FSDPModule]] = {}
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
+@overload
+def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, likewise
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of a module, in place, as PyTorch's FSDP2 does.
+
+    Call it bottom-up: the parameters that no call on a submodule took become one unit,
+    which is gathered and reduced together. They become DTensors, of which each rank
+    has what ``torch.chunk`` gives it; in forward the modules see plain tensors.
+    Optimizers, ``clip_grad_norm_`` and state dicts are torch's own, on the DTensors.
+
+    Args:
+        module: The module, or modules that are one group.
+        mesh: 1-D, or 2-D ``(replicate, shard)`` with names; all ranks if None.
+        reshard_after_forward: Free the parameters after forward and gather them again
+            for backward. If None, all but the root's.
+        shard_placement_fn: The dimension in which a parameter is cut, as a Shard.
+        mp_policy: dtypes of compute, reduction and outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients in host
+            memory; on the CPU they are there anyway.
+        ignored_params: Parameters to leave alone.
+        dp_mesh_dims: Not supported.
+
+    Returns:
+        ``module``, whose class, and that of each module in a list, is a subclass of
+        :class:`FSDPModule` now.
+
+    Raises:
+        AssertionError: The module has been sharded before.
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument has a wrong value or is not supported, or a parameter
+            cannot be sharded; the message names it.
+
+    Source:
+        ``torch.distributed.fsdp.fully_shard`` (torch 2.13).
+    """
+    modules = _check_modules(module)
+    arguments = check_arguments(
+        mesh,
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        dp_mesh_dims,
+    )
+    ignored = ignored_params or set()
+    _move_buffers(modules, arguments)
+    group = _make_group(modules, arguments, ignored)
+    for each in modules:
+        # Not by setattr(): the module may have one of its own.
+        each.__dict__["_fsdp_c_group"] = group
+        note_fully_sharded(each)
+        each.__class__ = _class_over(type(each))
+    return module
+
+
+fully_shard.state = group_of  # type: ignore[attr-defined] # torch's name
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>(...)`` run like forward, with whole parameters.
+
+    Does nothing for a module that fully_shard() was not called on.
+
+    Raises:
+        ValueError: There is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return module._fsdp_c_group.run(cast("nn.Module", module), method, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """No effect: modules over one process group share its transport anyway.
+
+    Raises:
+        ValueError: One is not an FSDPModule.
+    """
+    _check_fsdp_modules(modules)
+
+
+def _check_modules(module: Any) -> tuple[nn.Module, ...]:
+    given = [module] if isinstance(module, nn.Module) else list(module)
+    if not given:
+        raise ValueError("fully_shard needs a module, or modules, got an empty list")
+    for each in given:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard takes modules, got {type(each).__name__}")
+        if isinstance(each, FSDPModule):
+            raise AssertionError(  # torch's class and first words
+                "Each distinct composable distributed API can only be applied to a "
+                "module once. fully_shard was called on this "
+                f"{type(each).__name__} before"
+            )
+        if (
+            isinstance(each, (nn.ModuleList, nn.ModuleDict))
+            and type(each).forward is nn.Module.forward
+        ):
+            raise ValueError(  # torch's first words
+                "fully_shard does not support containers that do not implement "
+                f"forward: {each}; call it on their children"
+            )
+        for submodule in each.modules():
+            if isinstance(submodule, ShardedModule):
+                raise ValueError(
+                    f"{type(each).__name__} contains a FullyShardedDataParallel "
+                    "module: use one of the two APIs in a module tree"
+                )
+    inside = {sub for each in given for sub in each.modules() if sub is not each}
+    return tuple(each for each in dict.fromkeys(given) if each not in inside)
+
+
+def _own_modules(
+    modules: Sequence[nn.Module],
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules and what is in them, but for what has a group already."""
+    seen: set[nn.Module] = set()
+    stack = [("", module) for module in reversed(modules)]
+    while stack:
+        prefix, current = stack.pop()
+        if current in seen or group_of(current) is not None:
+            continue
+        seen.add(current)
+        yield prefix, current
+        stack.extend(
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in reversed(list(current.named_children()))
+        )
+
+
+def _move_buffers(modules: Sequence[nn.Module], arguments: Arguments) -> None:
+    for _, module in _own_modules(modules):
+        for buffer in module.buffers(recurse=False):
+            if buffer.device != arguments.device and not buffer.is_meta:
+                buffer.data = buffer.to(arguments.device)
+
+
+def _make_group(
+    modules: Sequence[nn.Module], arguments: Arguments, ignored: set[nn.Parameter]
+) -> Group:
+    places: list[Place] = []
+    found: dict[nn.Parameter, int] = {}
+    for prefix, module in _own_modules(modules):
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            if param not in found:
+                _check_param(fqn, param)
+            places.append(Place(module, name, fqn, found.setdefault(param, len(found))))
+    names = {place.param: place.fqn for place in reversed(places)}
+    dims = [arguments.choose_dim(names[index], param) for param, index in found.items()]
+    sharded = []
+    storage = torch.device("cpu") if arguments.offloads else arguments.device
+    for (param, _), dim in zip(found.items(), dims, strict=True):
+        if not param.is_meta and param.device != storage:
+            param.data = param.to(storage)
+        sharded.append(
+            shard_param(param, dim, arguments.mesh, arguments.placements(dim))
+        )
+    for (param, index), new in zip(found.items(), sharded, strict=True):
+        mark_sharded(param, names[index])  # whoever shares it is told
+        vars(new).pop("_fsdp_flattened", None)
+    for place in places:
+        if type(place.module).__setattr__ is nn.Module.__setattr__:
+            place.module._parameters[place.name] = sharded[place.param]
+        else:  # an RNN keeps lists of its parameters
+            setattr(place.module, place.name, sharded[place.param])
+    return Group(modules, arguments, places, sharded, dims)
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    taken = sharding_unit(param)
+    if taken is not None:
+        raise ValueError(
+            f"parameter {fqn!r} is shared with {taken!r}, which another call of "
+            "fully_shard took: pass the modules that share it in one list, or call "
+            "fully_shard only on a module that contains both"
+        )
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter {fqn!r} is a DTensor already ({param.placements}): tensor "
+            "parallelism beside fully_shard is not supported by fsdp_c; pass its "
+            "full_tensor(), or list it in ignored_params"
+        )
+    if param.dim() == 0:  # torch's first words
+        raise ValueError(
+            "fully_shard doesn't support scalar parameters. "
+            f"Change {fqn} to a 1D tensor with numel equal to 1."
+        )
+    if hasattr(param, "fsdp_pre_all_gather"):
+        raise ValueError(
+            f"parameter {fqn!r} is a {type(param).__name__} with fsdp_pre_all_gather, "
+            "which is not supported by fsdp_c: list it in ignored_params"
+        )
+    check_param(fqn, param)
+
+
+def _class_over(cls: type[nn.Module]) -> type[FSDPModule]:
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    return _classes[cls]

@@ -1,0 +1,342 @@
+"""Groups: the modules of one fully_shard() call, whose parameters are one unit.
+
+Note [Life of a group]
+Sharding the parameters makes DTensors with memory of their own. The unit is made when
+a module of the group is needed first: it takes their rows over, and the DTensors'
+local tensors become views of its shard. What changes the DTensors themselves, as
+``to()`` and ``to_empty()`` do, dissolves the unit before; the next use makes another.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from fsdp_c import _native
+from fsdp_c._fully_shard.arguments import Arguments
+from fsdp_c._fully_shard.rows import as_dtensor, local_of, plain_param
+
+
+class Place(NamedTuple):
+    """Where a module has a parameter of the group."""
+
+    module: nn.Module
+    name: str  # in the module
+    fqn: str  # from the module that was passed
+    param: int  # in Group.sharded
+
+
+class SharedEngine(NamedTuple):
+    """An engine, the group of its root, and all groups."""
+
+    engine: _native.Engine
+    root: "weakref.ref[Group]"
+    groups: "list[weakref.ref[Group]]"
+
+
+class Group:
+    """The modules, their sharded parameters and the unit.
+
+    Attributes:
+        modules: As passed to fully_shard().
+        arguments: Likewise.
+        sharded: The sharded parameters.
+        unit: None until the first use, and after a conversion.
+        running: The engine that it is part of; None until the first call.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        arguments: Arguments,
+        places: Sequence[Place],
+        sharded: Sequence[nn.Parameter],
+        dims: Sequence[int],
+    ) -> None:
+        self.modules = tuple(modules)
+        self.arguments = arguments
+        self.sharded = list(sharded)
+        self.unit: _native.Unit | None = None
+        self.running: SharedEngine | None = None
+        self.reshards = arguments.reshards
+        self.syncs = self.all_reduces = True
+        self.divisor = 0.0
+        self.prefetches = False
+        self._places = tuple(places)
+        self._dims = tuple(dims)
+        self._plain: list[nn.Parameter] = []
+        self._still_to_run: set[nn.Module] = set()
+
+    # The unit --------------------------------------------------------------
+
+    def ensure_unit(self, name: str) -> _native.Unit:
+        """Return the unit, made if there is none.
+
+        Args:
+            name: Of the module in the root; empty for the root itself.
+
+        Raises:
+            RuntimeError: A parameter has no memory yet, or is elsewhere.
+        """
+        if self.unit is None:
+            self._take_registered()
+            self._check_memory(f"{name}." if name else "")
+            precision = self.arguments.precision
+            replicas = self.arguments.replica_group
+            groups = [
+                group if group is not None and group.size() > 1 else None
+                for group in (self.arguments.shard_group, replicas)
+            ]
+            self._plain = [plain_param(sharded) for sharded in self.sharded]
+            self.unit = _native.Unit(
+                name or type(self.modules[0]).__name__,
+                self._plain,
+                shard_group=groups[0],
+                replica_group=groups[1],
+                device=self.arguments.device,
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype,
+                use_orig_params=True,
+                reshard_after_forward=self.reshards is not False,
+                reshard_after_backward_without_sync=True,
+                backward_prefetch=_native.PREFETCH_PRE,
+                forward_prefetch=False,
+                cast_forward_inputs=precision.cast_forward_inputs,
+                cast_root_forward_inputs=precision.cast_forward_inputs,
+                keep_low_precision_grads=False,
+                offloads=self.arguments.offloads,
+                shard_dims=self._dims,
+            )
+            self._bind(range(len(self.sharded)))
+        return self.unit
+
+    def _take_registered(self) -> None:
+        for place in self._places:
+            param = place.module._parameters.get(place.name)
+            self._check_replacement(place, param)
+            assert isinstance(param, nn.Parameter)
+            self.sharded[place.param] = param
+
+    def _check_replacement(self, place: Place, param: Any) -> None:
+        old = self.sharded[place.param]
+        if (
+            isinstance(param, nn.Parameter)
+            and isinstance(param, DTensor)
+            and param.shape == old.shape
+            and param.placements == self.arguments.placements(self._dims[place.param])
+        ):
+            return
+        raise RuntimeError(
+            f"parameter {place.fqn!r} of {type(self.modules[0]).__name__} is no longer "
+            f"the DTensor of shape {tuple(old.shape)} that fully_shard() registered: "
+            "replace it by one with the same placements, or copy values into it"
+        )
+
+    def _check_memory(self, prefix: str) -> None:
+        on_meta = [
+            prefix + place.fqn
+            for place in self._places
+            if self.sharded[place.param].is_meta
+        ]
+        if on_meta:  # torch's first words
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before "
+                f"training, but the following were still on meta device: {on_meta}\n"
+                "For example, call module.to_empty(device) to materialize to device "
+                "and call module.reset_parameters() on each module to initialize "
+                "values."
+            )
+        arguments = self.arguments
+        device = torch.device("cpu") if arguments.offloads else arguments.device
+        for place in self._places:
+            param = self.sharded[place.param]
+            if local_of(param).device.type != device.type:
+                raise RuntimeError(
+                    f"parameter {prefix + place.fqn!r} is on "
+                    f"{local_of(param).device}, its group computes on "
+                    f"{arguments.device}: move the module there"
+                )
+
+    def _bind(self, params: Sequence[int]) -> None:
+        """Let the unit's shard be the memory of sharded parameters."""
+        assert self.unit is not None
+        for index in params:
+            sharded = self.sharded[index]
+            self.unit.bind_sharded(index, sharded, local_of(sharded))
+        owner = weakref.ref(self)  # the unit must not keep the group
+        mesh, shapes = self.arguments.mesh, [param.shape for param in self.sharded]
+        placements = [self.arguments.placements(dim) for dim in self._dims]
+
+        def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
+            like = torch.empty(shapes[index], device="meta")
+            grad = as_dtensor(local, like, mesh, placements[index])
+            return grad, local_of(grad)
+
+        def on_replaced() -> None:
+            group = owner()
+            if group is not None:
+                group._adopt_replaced()
+
+        self.unit.bind_rows(
+            [
+                (
+                    place.module._parameters,
+                    place.name,
+                    self._plain[place.param],
+                    self.sharded[place.param],
+                    None if _has_plain_setattr(place.module) else place.module,
+                )
+                for place in self._places
+            ],
+            make_grad,
+            on_replaced,
+        )
+
+    def _adopt_replaced(self) -> None:
+        """Go on with sharded parameters that the user registered instead."""
+        new: dict[int, nn.Parameter] = {}
+        for place in self._places:
+            param = place.module._parameters.get(place.name)
+            if param is self._plain[place.param] or param is self.sharded[place.param]:
+                continue
+            self._check_replacement(place, param)
+            assert isinstance(param, nn.Parameter)
+            new[place.param] = param
+        for index, param in new.items():
+            self.sharded[index] = param
+        self._bind(list(new))
+
+    def dissolve(self) -> None:
+        """Let the unit go: the sharded parameters keep their memory.
+
+        Raises:
+            RuntimeError: In the middle of a step.
+        """
+        if self.unit is None:
+            return
+        if self.running is not None:
+            engine = self.running.engine
+            if engine.in_forward or engine.in_backward:
+                raise RuntimeError(
+                    f"unit {self.unit.name!r} cannot be converted or moved in the "
+                    "middle of a step: do it between backward and forward"
+                )
+            self.unit.reshard()
+            for group in self.running.groups:
+                other = group()
+                if other is not None:
+                    other.running = None
+        self.unit = None
+        self._plain = []
+
+    # Settings --------------------------------------------------------------
+
+    def apply_settings(self) -> None:
+        """Tell the unit what was set; after each change, and in a new engine."""
+        if self.unit is None:
+            return
+        is_root = self.running is not None and self.running.root() is self
+        if not self.syncs:
+            sync = _native.SYNC_NONE
+        elif not self.all_reduces and self.arguments.has_replicas:
+            sync = _native.SYNC_SHARD
+        else:
+            sync = _native.SYNC_REDUCE
+        reshards = not is_root if self.reshards is None else self.reshards
+        self.unit.set(
+            sync=sync,
+            reshard_after_forward=reshards,
+            divisor=self.divisor,
+            forward_prefetch=self.prefetches,
+        )
+
+    # SharedEngine ---------------------------------------------------------------
+
+    def run(
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run ``function``, the forward of ``module``, with whole parameters."""
+        if self.running is None:
+            ensure_engine(module, self)
+        assert self.unit is not None
+        if len(self.modules) > 1:
+            self._note_run(module)
+        output = self.unit.forward(function, args, kwargs)
+        dtype = self.arguments.precision.output_dtype
+        if dtype is not None:
+            output = tree_map_only(
+                Tensor,
+                lambda tensor: (
+                    tensor.to(dtype) if tensor.is_floating_point() else tensor
+                ),
+                output,
+            )
+        return output
+
+    def _note_run(self, module: nn.Module) -> None:
+        """Keep the parameters until the last module of the group has run."""
+        assert self.unit is not None
+        assert self.running is not None
+        if not self._still_to_run:
+            self._still_to_run = set(self.modules)
+        self._still_to_run.discard(module)
+        is_root = self.running.root() is self
+        reshards = not is_root if self.reshards is None else self.reshards
+        self.unit.set(reshard_after_forward=reshards and not self._still_to_run)
+
+
+def _has_plain_setattr(module: nn.Module) -> bool:
+    """Whether nobody notices that a parameter is registered: an RNN would."""
+    return type(module).__setattr__ is nn.Module.__setattr__
+
+
+def group_of(module: Any) -> Group | None:
+    """Return the group of a module that fully_shard() was called on."""
+    group: Group | None = getattr(module, "__dict__", {}).get("_fsdp_c_group")
+    return group
+
+
+def groups_in(module: nn.Module) -> dict[Group, str]:
+    """Return the groups in ``module``, parents first, with the names of modules."""
+    groups: dict[Group, str] = {}
+    for name, submodule in module.named_modules():
+        group = group_of(submodule)
+        if group is not None:
+            groups.setdefault(group, name)
+    return groups
+
+
+def ensure_engine(module: nn.Module, group: Group) -> None:
+    """Make an engine over all groups in ``module``, whose root it becomes.
+
+    A module that contains it and is called later makes another one; see Note [Roots] in
+    fsdp_c._engines.engine.
+
+    Raises:
+        RuntimeError: A group is in the middle of a step with another engine, or has
+            parameters without memory.
+        ValueError: The groups are on several devices.
+    """
+    if group.running is not None:
+        return
+    groups = groups_in(module)
+    units = [each.ensure_unit(name) for each, name in groups.items()]
+    for unit in units:
+        unit.reshard()  # unsharded by the user before
+    engine = _native.Engine(units)
+    engine.check_order(c10d.get_debug_level() != c10d.DebugLevel.OFF)
+    running = SharedEngine(
+        engine, weakref.ref(group), [weakref.ref(each) for each in groups]
+    )
+    for each in groups:
+        each.running = running
+        each.apply_settings()

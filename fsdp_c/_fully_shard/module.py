@@ -1,0 +1,276 @@
+"""FSDPModule: the class that fully_shard() mixes into a module's own."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from fsdp_c._fully_shard.arguments import check_reshard
+from fsdp_c._fully_shard.group import Group, ensure_engine, group_of
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """Waits for what :meth:`FSDPModule.unshard` issued."""
+
+    def __init__(self, group: Group) -> None:
+        self._group: Group | None = group
+
+    def wait(self) -> None:
+        """Wait for the all-gather; the module then has plain parameters registered."""
+        group, self._group = self._group, None
+        if group is not None and group.unit is not None:
+            group.unit.wait_unshard()
+
+
+class FSDPModule(TorchFSDPModule):
+    """What a module can do after ``fully_shard(module)``.
+
+    torch's class is a base, so ``isinstance`` holds in torch and elsewhere; none of
+    torch's runtime runs.
+    """
+
+    _fsdp_c_group: Group
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make one of the module's own class: a slice of a container, for example."""
+        own = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        module = own.__new__(own, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, hooks included, with whole parameters.
+
+        Raises:
+            RuntimeError: A step with another engine is not finished, a parameter has
+                no memory, or a collective failed.
+        """
+        run: Any = super().__call__  # type: ignore[misc] # of the module's class
+        return self._fsdp_c_group.run(cast("nn.Module", self), run, args, kwargs)
+
+    # On demand -------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free the whole parameters and register the sharded ones. Not recursive."""
+        unit = self._fsdp_c_group.unit
+        if unit is not None:
+            unit.reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather the parameters and register the plain ones. Not recursive.
+
+        They stay until :meth:`reshard`, or until the module's next forward or backward
+        ends. All ranks must call.
+
+        Args:
+            async_op: Return a handle whose ``wait()`` does the second part; the
+                module's forward waits too.
+        """
+        group = self._fsdp_c_group
+        ensure_engine(cast("nn.Module", self), group)
+        assert group.unit is not None
+        group.unit.unshard()
+        handle = UnshardHandle(group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Make the model usable after an exception in forward or backward.
+
+        Gradients that were not reduced yet are dropped, those of accumulation without
+        synchronization included. All ranks must call it, on the root.
+
+        Raises:
+            RuntimeError: Called on a module that is not the root.
+        """
+        running = self._fsdp_c_group.running
+        if running is None:
+            return
+        if running.root() is not self._fsdp_c_group:
+            raise RuntimeError(
+                "reset_iter_state() must be called on the root, the module that was "
+                f"called first, not on {type(self).__name__} inside it"
+            )
+        running.engine.reset()
+
+    # Settings --------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Let backward reduce gradients, or accumulate them without communication.
+
+        What was accumulated is part of the next reduction.
+        """
+        for group in self._groups(recurse):
+            group.syncs = group.all_reduces = requires_gradient_sync
+            group.apply_settings()
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
+        """With a 2-D mesh, let backward all-reduce, or only reduce-scatter."""
+        for group in self._groups(recurse):
+            group.all_reduces = requires_all_reduce
+            group.apply_settings()
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True
+    ) -> None:
+        """Change fully_shard()'s argument of this name.
+
+        Raises:
+            ValueError: Not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                "reshard_after_forward should be a bool, got "
+                f"{type(reshard_after_forward)}"
+            )
+        for group in self._groups(recurse):
+            group.reshards = check_reshard(reshard_after_forward, group.arguments.mesh)
+            group.apply_settings()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by ``factor`` instead of the number of ranks.
+
+        Raises:
+            ValueError: ``factor`` is not > 0.
+        """
+        if not factor > 0:
+            raise ValueError(f"factor must be > 0, got {factor!r}")
+        self._fsdp_c_group.divisor = float(factor)
+        self._fsdp_c_group.apply_settings()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Torch's old name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """With a list that is not empty, gather the next unit early in forward.
+
+        Which one is next is recorded: it is the one that ran next in the last step.
+        """
+        _check_fsdp_modules(modules)
+        self._fsdp_c_group.prefetches = bool(modules)
+        self._fsdp_c_group.apply_settings()
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """No effect: backward always gathers ahead, in the reverse order of forward."""
+        _check_fsdp_modules(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the current stream wait for ``event``, as the next all-gather does it."""
+        wait = getattr(event, "wait", None)
+        if wait is not None and self._fsdp_c_group.arguments.device.type != "cpu":
+            wait()
+
+    # Without effect here -----------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: each backward waits for its own reductions."""
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """No effect: the parameters are freed after backward."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """No effect: backward gathers the parameters of every unit."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No effect: collectives always sum, and scaling is a part of packing."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """No effect: parameters without a gradient always take part, as zeros."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """No effect: the arena decides how many blocks gradients have."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """No effect: gathers and reductions have a channel each already."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No effect: NCCL's memory is registered by fsdp_c's transport."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """No effect: all-gathers are always asynchronous."""
+
+    # Not supported -----------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Not supported: raises."""
+        _refuse("set_custom_all_gather", "fsdp_c's transports carry the collectives")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Not supported: raises."""
+        _refuse(
+            "set_custom_reduce_scatter", "fsdp_c's transports carry the collectives"
+        )
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
+        """Not supported: raises."""
+        _refuse("set_all_reduce_hook", "pass a 2-D mesh (replicate, shard)")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Not supported: raises."""
+        _refuse("set_symm_mem_for_comm", "leave it out")
+
+    # The module --------------------------------------------------------------
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert or move sharded parameters and buffers: ``to()``, ``to_empty()``.
+
+        Raises:
+            RuntimeError: In the middle of a step.
+        """
+        for group in self._groups(recurse=True):
+            group.dissolve()
+        # Past torch's class, which asks for its own state.
+        return super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise AssertionError(  # torch's first words
+            "FSDP does not support deepcopy. Please use state dict for serialization: "
+            "a copy would need process groups and memory of its own"
+        )
+
+    def _get_fsdp_state(self) -> Any:
+        raise AssertionError(
+            f"No FSDP state found on {type(self).__name__}: fsdp_c's units have none "
+            "of torch's own"
+        )
+
+    def _groups(self, recurse: bool) -> Iterator[Group]:
+        if not recurse:
+            yield self._fsdp_c_group
+            return
+        seen = set()
+        for module in cast("nn.Module", self).modules():
+            group = group_of(module)
+            if group is not None and group not in seen:
+                seen.add(group)
+                yield group
+
+
+def _refuse(name: str, remedy: str) -> NoReturn:
+    raise NotImplementedError(f"{name}() is not supported by fsdp_c: {remedy}")
+
+
+def _check_fsdp_modules(modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"Expects FSDPModule but got {type(module)}: call fully_shard() on it"
+            )

@@ -1,0 +1,109 @@
+/*
+ * Tests of runtime/: unsharding at the user's request, and settings of single
+ * units.
+ */
+#include "engine_fixture.h"
+
+static fsdp_unit *unit_of(int64_t index) {
+  return m.units[index].unit;
+}
+
+static void request(int64_t index) {
+  CHECK_I64(fsdp_unit_unshard(unit_of(index), NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_wait_unshard(unit_of(index), NULL), FSDP_OK);
+  CHECK_I64(fsdp_unit_get_state(unit_of(index)), FSDP_UNIT_UNSHARDED);
+}
+
+/* The unit's own forward uses the block and ends the request. */
+TEST(test_request_before_forward) {
+  model_start_tree(&m, NULL, 2);
+  request(1);
+  CHECK_I64(fsdp_unit_unshard(unit_of(1), NULL), FSDP_OK); /* held already */
+  PLAY("eval");
+  CHECK_SCHEDULE(
+      "all_gather a; show a unsharded; all_gather root; show root unsharded; "
+      "show a sharded; all_gather b; show b unsharded; show b sharded; "
+      "show root sharded");
+  PLAY("check_sharded; end");
+}
+
+/* Steps of other units leave it alone, also where it was not waited for. */
+TEST(test_request_outlives_steps_of_others) {
+  model_start_tree(&m, NULL, 2);
+  request(1);
+  CHECK_I64(fsdp_unit_unshard(unit_of(2), NULL), FSDP_OK);
+  PLAY("enter root; leave root; pre_backward root; grads root; finish");
+  PLAY("state a UNSHARDED; state b UNSHARDING");
+  for (int64_t i = 0; i < 3; i++) {
+    CHECK_I64(fsdp_unit_reshard(unit_of(i), NULL), FSDP_OK);
+  }
+  PLAY("check_sharded; check_idle; zero_grad; step; end");
+}
+
+/* The block is from before the write. */
+TEST(test_request_before_a_write) {
+  model_start_tree(&m, NULL, 1);
+  request(1);
+  PLAY("optimizer; clear; eval"); /* checks the values */
+  CHECK_SCHEDULE(
+      "show a sharded; all_gather root; show root unsharded; all_gather a; "
+      "show a unsharded; show a sharded; show root sharded");
+  request(1);
+  PLAY("optimizer; clear");
+  request(1);
+  CHECK_SCHEDULE("show a sharded; all_gather a; show a unsharded");
+  PLAY("reset; check_sharded; end");
+}
+
+/* Inside another unit's forward, as a unit whose parameters that one uses. */
+TEST(test_request_inside_forward) {
+  model_start_tree(&m, NULL, 1);
+  PLAY("enter root");
+  request(1);
+  PLAY("leave root; state a UNSHARDED; pre_backward root");
+  PLAY("unexpected a 0; grads root; finish; check_sharded; check_grads; end");
+}
+
+TEST(test_request_is_refused) {
+  fsdp_error error = {0};
+  model_start_tree(&m, NULL, 1);
+  PLAY("summon a");
+  CHECK_I64(fsdp_unit_unshard(unit_of(1), &error), FSDP_INVALID_STATE);
+  CHECK_TEXT(error.message,
+             "unit 'a' cannot be unsharded or resharded inside "
+             "summon_full_params");
+  PLAY("dismiss a; end");
+}
+
+/* --- Settings ------------------------------------------------------------ */
+
+TEST(test_sync_of_one_unit) {
+  model_start_tree(&m, NULL, 1);
+  fsdp_unit_set_sync(unit_of(1), FSDP_SYNC_NONE);
+  PLAY("step");
+  CHECK(fsdp_unit_holds_grads(unit_of(1)));
+  CHECK(!fsdp_unit_holds_grads(unit_of(0)));
+  PLAY("sync reduce; step; check_grads; end"); /* of all units */
+}
+
+TEST(test_root_may_reshard) {
+  model_init(&m, NULL);
+  model_plan_simple(&m, "root", 4);
+  model_start(&m);
+  fsdp_segment_options segments[MODEL_MAX_SEGMENTS];
+  fsdp_unit_options options = model_unit_options(&m, 0, segments);
+  options.reshards_as_root = true;
+  fsdp_unit *other = NULL;
+  CHECK_I64(fsdp_unit_create(&options, &other, NULL), FSDP_OK);
+  fsdp_unit_set_forward_prefetch(other, true);
+  CHECK_I64(fsdp_engine_add_unit(m.engine, other, NULL), FSDP_OK);
+  for (int reshards = 0; reshards < 2; reshards++) {
+    fsdp_unit_set_reshard_after_forward(other, reshards != 0);
+    CHECK_I64(fsdp_unit_pre_forward(other, false, NULL), FSDP_OK);
+    CHECK_I64(fsdp_unit_post_forward(other, false, true, NULL), FSDP_OK);
+    CHECK_I64(fsdp_unit_get_state(other),
+              reshards ? FSDP_UNIT_SHARDED : FSDP_UNIT_HIDDEN);
+  }
+  fsdp_unit_destroy(other);
+  PLAY("end");
+}

@@ -1,0 +1,591 @@
+"""fully_shard: checkpointing, precision, conversions, state dicts, recovery."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_c import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from helpers.groups import groups_destroyed
+from helpers.distributed import distributed
+from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
+from helpers.rows import Rows, shard_units
+from helpers.shared_folder import shared_folder
+
+
+class SelfCheckpointed(Block):
+    """Recomputes itself, without entering through the sharded module."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+        return out
+
+
+class ReentrantCheckpointed(SelfCheckpointed):
+    use_reentrant = True
+
+
+def _with_blocks(kind: type[Block]) -> Any:
+    def build() -> nn.Module:
+        model = MLP()
+        for module in model.modules():
+            if type(module) is Block:
+                module.__class__ = kind
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("kind", [SelfCheckpointed, ReentrantCheckpointed])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@distributed(world_size=2)
+def test_checkpoint_inside(
+    rank: int, world_size: int, kind: type[Block], reshard_after_forward: bool
+) -> None:
+    """Recomputed parts see plain parameters in backward."""
+    both = Rows(
+        _with_blocks(kind),
+        lambda model: shard_units(
+            model, [Block], reshard_after_forward=reshard_after_forward
+        ),
+        vectors,
+    )
+    both.train(3)
+
+
+@pytest.mark.parametrize("how", ["wrapper inside", "composable", "around"])
+@distributed(world_size=2)
+def test_checkpoint_wrappers(rank: int, world_size: int, how: str) -> None:
+    """A wrapper in the sharded module, hooks on it, a wrapper around it."""
+
+    def shard(model: Any) -> Any:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is not Block:
+                    continue
+                if how == "around":
+                    new = checkpoint_wrapper(fully_shard(child))
+                elif how == "composable":
+                    composable_checkpoint(child)
+                    new = fully_shard(child)
+                else:
+                    new = fully_shard(checkpoint_wrapper(child))
+                parent.register_module(name, new)
+        return fully_shard(model)
+
+    both = Rows(MLP, shard, vectors)
+    both.train(3)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@distributed(world_size=2)
+def test_mixed_precision(
+    rank: int, world_size: int, reduce_dtype: torch.dtype | None
+) -> None:
+    """Dtypes of parameters in forward, inputs, outputs, gradients."""
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.weight.dtype, x.dtype))
+            return super().forward(x)
+
+    model = nn.Sequential(Looks(4, 4), Looks(4, 4))
+    reference = copy.deepcopy(model).to(torch.bfloat16)
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, reduce_dtype, output_dtype=torch.float64
+    )
+    for module in model:
+        fully_shard(module, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 4) for _ in range(world_size)]
+    out = model(inputs[rank])
+    assert out.dtype == torch.float64
+    out.float().square().mean().backward()
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    for each in inputs:
+        loss = reference(each.to(torch.bfloat16)).double().float().square().mean()
+        (loss / world_size).backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert param.dtype == torch.float32
+        assert param.grad.dtype == torch.float32
+        torch.testing.assert_close(
+            param.grad.full_tensor(), expected.grad.float(), rtol=0.1, atol=0.02
+        )
+
+
+@distributed(world_size=2)
+def test_reduce_dtype_with_accumulation_and_unused(rank: int, world_size: int) -> None:
+    """Torch fails here: no synchronization, another reduce_dtype, unused ones."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    both = Rows.of("unused", mp_policy=policy)
+    both.tolerance = 1e-5  # reduced in fp32
+    for _ in range(2):
+        both.zero_grad()
+        both.accumulate(3, no_sync=True)
+        both.check()
+        both.step()
+
+
+@distributed(world_size=2)
+def test_divide_factor(rank: int, world_size: int) -> None:
+    """Gradients are sums over the ranks, divided by the factor."""
+    both = Rows.of("mlp")
+    for module in both.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(world_size / 3)
+    both.forward_backward()
+    for param in both.reference.parameters():
+        if param.grad is not None:
+            param.grad *= 3
+    both.check()
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@distributed(world_size=(2, 3))
+def test_placement_fn(rank: int, world_size: int, dim: int) -> None:
+    """Other dimensions, divisible by the number of ranks or not."""
+
+    def choose(param: nn.Parameter) -> Shard:
+        return Shard(dim if param.ndim > 1 else 0)
+
+    both = Rows.of("transformer", shard_placement_fn=choose)
+    both.train(3)
+    for param in both.model.parameters():
+        if param.ndim > 1:
+            whole = param.full_tensor()
+            chunks = list(whole.chunk(world_size, dim))
+            assert torch.equal(param.to_local(), chunks[rank])
+
+
+@distributed(world_size=2)
+def test_frozen_and_thawed(rank: int, world_size: int) -> None:
+    """Parameters frozen at first train later, and the other way round."""
+    both = Rows.of("transformer")
+    for frozen in (True, False, True):
+        for model in (both.reference, both.model):
+            for name, param in model.named_parameters():
+                if "blocks.0" in name or "layers.0" in name or "weight" in name[:12]:
+                    param.requires_grad_(not frozen)
+        both.zero_grad()
+        both.forward_backward()
+        both.check()
+        both.step()
+
+
+@distributed(world_size=2)
+def test_eval_between_backward_and_step(rank: int, world_size: int) -> None:
+    """The forward after it uses the new weights."""
+    both = Rows.of("mlp", reshard_after_forward=False)
+    for _ in range(2):
+        both.zero_grad()
+        both.forward_backward()
+        both.evaluate()
+        both.step()
+        both.evaluate()
+    both.train(1)
+
+
+@distributed(world_size=2)
+def test_writes_between_steps(rank: int, world_size: int) -> None:
+    """In-place writes to sharded parameters, also while a block is kept."""
+    both = Rows.of("mlp", reshard_after_forward=False)
+    both.train(1)
+    both.model.set_requires_gradient_sync(False)
+    both.forward_backward()
+    with torch.no_grad():
+        for param, like in zip(
+            both.model.parameters(), both.reference.parameters(), strict=True
+        ):
+            param.mul_(0.5)
+            like.mul_(0.5)
+    both.model.set_requires_gradient_sync(True)
+    both.forward_backward()
+    both.check()
+
+
+@distributed(world_size=2)
+def test_gradients_that_the_user_sets(rank: int, world_size: int) -> None:
+    """Backward adds to them; cleared ones start anew."""
+    both = Rows.of("mlp")
+    both.train(1)
+    for param, like in zip(
+        both.model.parameters(), both.reference.parameters(), strict=True
+    ):
+        like.grad = torch.full_like(like, 0.25)
+        param.grad = distribute_tensor(
+            like.grad.clone(), param.device_mesh, param.placements
+        )
+    both.forward_backward()
+    both.check()
+    first, like = next(
+        zip(both.model.parameters(), both.reference.parameters(), strict=True)
+    )
+    first.grad = like.grad = None
+    both.forward_backward()
+    both.check()
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+@distributed(world_size=2)
+def test_unshard(rank: int, world_size: int, async_op: bool) -> None:
+    """Plain parameters until reshard(), before the first forward too."""
+    both = Rows.of("mlp")
+    block: Any = next(m for m in both.model.modules() if isinstance(m, FSDPModule))
+    names = dict(block.named_parameters())
+    handle = block.unshard(async_op=async_op)
+    if async_op:
+        handle.wait()
+    else:
+        assert handle is None
+    for name, param in block.named_parameters(recurse=False):
+        assert not isinstance(param, DTensor)
+        assert torch.equal(param, both.reference_params[name])
+    block.reshard()
+    assert dict(block.named_parameters()) == names
+    block.unshard(async_op=async_op)
+    both.train(2)
+    with both.unsharded():
+        for name, param in both.model.named_parameters():
+            assert torch.equal(param, both.model.get_parameter(name))
+            assert not isinstance(param, DTensor)
+            torch.testing.assert_close(param, both.reference_params[name])
+    both.train(1)
+
+
+@distributed(world_size=2)
+def test_parameters_used_without_forward(rank: int, world_size: int) -> None:
+    """unshard() in the forward of another module, whose parameters it uses."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner: Any = self.inner
+            if isinstance(inner, FSDPModule):
+                inner.unshard()
+            return nn.functional.linear(self.first(x), inner.weight, inner.bias)
+
+    both = Rows(
+        Outer,
+        lambda model: shard_units(model, [nn.Linear]),
+        lambda g: (torch.randn(3, 4, generator=g),),
+    )
+    both.train(3)
+
+
+@distributed(world_size=2)
+def test_other_forward_methods(rank: int, world_size: int) -> None:
+    """register_fsdp_forward_method."""
+
+    class Model(nn.Linear):
+        def encode(self, x: Tensor) -> Tensor:
+            return torch.relu(self.forward(x))
+
+    model: Any = Model(4, 4)
+    expected = copy.deepcopy(model)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(nn.Linear(2, 2), "encode")  # nothing happens
+    x = torch.randn(2, 4)
+    out = model.encode(x)
+    torch.testing.assert_close(out, expected.encode(x))
+    out.sum().backward()
+    assert isinstance(model.weight.grad, DTensor)
+
+
+@distributed(world_size=2)
+def test_meta_device(rank: int, world_size: int) -> None:
+    """Sharded on meta, then to_empty() and initialised; or loaded with assign."""
+    like = CASES["uneven"].build().double()
+    with torch.device("meta"):
+        model = CASES["uneven"].build().double()
+    shard_units(model, [Block])
+    objects = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="meta device"):
+        model(torch.randn(2, 6, dtype=torch.float64))
+    whole = like.state_dict()
+    state = {
+        name: distribute_tensor(whole[name], p.device_mesh, p.placements)
+        if isinstance(p, DTensor)
+        else whole[name]
+        for name, p in model.state_dict().items()
+    }
+    with torch.device("meta"):
+        assigned = CASES["uneven"].build().double()
+    shard_units(assigned, [Block])
+    assigned.load_state_dict(copy.deepcopy(state), assign=True)
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    (inputs,) = CASES["uneven"].inputs(torch.Generator().manual_seed(0))
+    inputs = inputs.double()
+    expected = like(inputs)
+    for each in (model, assigned):
+        torch.testing.assert_close(each(inputs), expected)
+    for name, param in model.named_parameters():
+        assert param is objects[name]
+
+
+@distributed(world_size=2)
+def test_conversion(rank: int, world_size: int) -> None:
+    """to() after a step: the sharded parameters stay the same objects."""
+    both = Rows.of("uneven")
+    both.train(1)
+    both.zero_grad()
+    both.model.float()
+    both.reference.float()
+    both.model.double()
+    both.reference.double()
+    both.train(2)
+
+
+@distributed(world_size=2)
+def test_replaced_by_load_state_dict(rank: int, world_size: int) -> None:
+    """assign=True after a step."""
+    both = Rows.of("mlp")
+    both.train(1)
+    both.model.load_state_dict(copy.deepcopy(both.model.state_dict()), assign=True)
+    both.forward()
+    module: Any = next(m for m in both.model.modules() if isinstance(m, nn.Linear))
+    module.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="no longer the DTensor"):
+        both.forward()
+
+
+@pytest.mark.parametrize("full", [True, False])
+@distributed(world_size=2)
+def test_state_dict_functions(rank: int, world_size: int, full: bool) -> None:
+    """torch.distributed.checkpoint's, model and optimizer."""
+    options = StateDictOptions(full_state_dict=full)
+    both = Rows(
+        MLP,
+        lambda model: shard_units(model, [Block]),
+        vectors,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+    )
+    both.train(2)
+    model, optimizer = copy.deepcopy(
+        get_state_dict(both.model, both.optimizer, options=options)
+    )
+    before = {n: p.full_tensor().clone() for n, p in both.model.named_parameters()}
+    steps = [p.full_tensor().clone() for p in both.model.parameters()]
+    both.forward_backward()
+    both.step()
+    set_state_dict(
+        both.model,
+        both.optimizer,
+        model_state_dict=model,
+        optim_state_dict=optimizer,
+        options=options,
+    )
+    for name, param in both.model.named_parameters():
+        assert torch.equal(param.full_tensor(), before[name])
+    assert len(steps) == len(before)
+
+
+@distributed(world_size=2)
+def test_checkpoint_files(rank: int, world_size: int) -> None:
+    """Saved and loaded by torch.distributed.checkpoint into another model."""
+    both = Rows.of("uneven")
+    both.train(1)
+    with shared_folder() as folder:
+        dcp.save(get_model_state_dict(both.model), checkpoint_id=folder)
+        other = shard_units(CASES["uneven"].build().double(), [Block])
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(other, state)
+    for mine, theirs in zip(both.model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+
+
+@distributed(world_size=2)
+def test_optimizers(rank: int, world_size: int) -> None:
+    """Foreach and fused ones on the sharded parameters."""
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        both = Rows(
+            MLP,
+            lambda model: shard_units(model, [Block]),
+            vectors,
+            optimizer=lambda params, o=options: torch.optim.AdamW(  # type: ignore
+                params, lr=0.01, weight_decay=0.0, **o
+            ),
+        )
+        both.train(2)
+
+
+@distributed(world_size=2)
+def test_recovers_from_exceptions(rank: int, world_size: int) -> None:
+    """In forward and in backward; the DTensors are registered after both."""
+    both = Rows.of("mlp")
+    both.train(1)
+    block: Any = next(
+        m for m in both.model.modules() if type(m).__name__ == "FSDPBlock"
+    )
+
+    def fail(*_args: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    handle = block.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        both.forward()
+    handle.remove()
+    both.gather()
+    _, loss = both.forward()
+
+    both.zero_grad()
+    handle = block.register_full_backward_pre_hook(fail)
+    _, loss = both.forward()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    both.gather()
+    both.zero_grad()
+    both.model.reset_iter_state()
+    both.train(2)
+    with pytest.raises(RuntimeError, match="on the root"):
+        block.reset_iter_state()
+
+
+@distributed(world_size=2)
+def test_post_accumulate_hooks(rank: int, world_size: int) -> None:
+    """They see the reduced gradient."""
+    model = fully_shard(nn.Linear(4, 4))
+    seen = []
+    for param in model.parameters():  # type: ignore[attr-defined]
+        param.register_post_accumulate_grad_hook(
+            lambda p: seen.append(isinstance(p.grad, DTensor))
+        )
+    model(torch.randn(2, 4)).sum().backward()  # type: ignore[operator]
+    assert seen == [True, True]
+
+
+@distributed(world_size=2)
+def test_rnn(rank: int, world_size: int) -> None:
+    """A module with lists of its parameters."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(4, 3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]
+
+    both = Rows(
+        Net,
+        lambda model: shard_units(model, [nn.LSTM]),
+        lambda g: (torch.randn(2, 5, 4, generator=g),),
+    )
+    both.train(2)
+
+
+@distributed(world_size=2)
+def test_tied_inside_a_group(rank: int, world_size: int) -> None:
+    """Shared parameters are one; shared between groups they are refused."""
+
+    def shard(model: nn.Module) -> Any:
+        return fully_shard(model)
+
+    both = Rows(CASES["tied"].build, shard, CASES["tied"].inputs)
+    both.train(2)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = model[1].weight
+    fully_shard(model[0])
+    with pytest.raises(ValueError, match="is shared with"):
+        fully_shard(model[1])
+
+
+@distributed(world_size=2)
+def test_refusals(rank: int, world_size: int) -> None:
+    """What is not supported is named."""
+    with groups_destroyed():
+        _check_refusals()
+
+
+def _check_refusals() -> None:
+    linear = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    tensor_parallel = nn.Linear(4, 4)
+    tensor_parallel.weight = nn.Parameter(
+        distribute_tensor(tensor_parallel.weight.detach(), mesh["b"], [Shard(0)])
+    )
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (ValueError, "is a DTensor already", tensor_parallel, {}),
+        (ValueError, "scalar parameters", scalar, {}),
+        (ValueError, "containers", nn.ModuleList([linear]), {}),
+        (ValueError, "dp_mesh_dims", linear, {"dp_mesh_dims": object()}),
+        (ValueError, "should be a factor of 2", linear, {"reshard_after_forward": 3}),
+        (TypeError, "mesh", linear, {"mesh": 3}),
+        (TypeError, "mp_policy", linear, {"mp_policy": None}),
+        (ValueError, "has 1 dim", linear, {"shard_placement_fn": lambda p: Shard(1)}),
+        (TypeError, "takes modules", [3], {}),
+    ]
+    for error, message, module, options in cases:
+        with pytest.raises(error, match=message):
+            fully_shard(module, **options)
+    assert type(linear) is nn.Linear
+    sharded: Any = fully_shard(linear, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        fully_shard(sharded)
+    with pytest.raises(AssertionError, match="deepcopy"):
+        copy.deepcopy(sharded)
+    with pytest.raises(NotImplementedError, match="set_all_reduce_hook"):
+        sharded.set_all_reduce_hook(print)
+    sharded(torch.randn(2, 4)).sum().backward()
+    dist.barrier()
+
+
+def test_nothing_of_torchs_runtime_is_inherited() -> None:
+    """Every function of torch's class has one of ours before it."""
+    functions = {n for n, f in vars(TorchFSDPModule).items() if callable(f)}
+    assert functions - set(vars(FSDPModule)) == set()
+
+
+@distributed(world_size=2)
+def test_several_models_and_transformer(rank: int, world_size: int) -> None:
+    """Two trees in one process; a model of blocks whose order alternates."""
+    first, second = Rows.of("transformer"), Rows.of("called_twice")
+    for _ in range(2):
+        first.zero_grad()
+        second.zero_grad()
+        first.forward_backward()
+        second.forward_backward()
+        first.check()
+        second.check()
+        first.step()
+        second.step()
+    assert any(isinstance(m, TransformerBlock) for m in first.model.modules())

@@ -1,0 +1,114 @@
+"""The reference of helpers.reference beside a model under ``fully_shard``."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import FSDPModule, fully_shard
+from helpers.models import CASES, Inputs
+from helpers.reference import Differential, assert_same, clean_name, sgd
+
+# fp64 on both sides.
+TOLERANCE = 1e-8
+
+
+def shard_units(
+    model: nn.Module, classes: Iterable[type[nn.Module]], **options: Any
+) -> Any:
+    """Call ``fully_shard`` on the modules of ``classes``, then on ``model``."""
+    for module in reversed(list(model.modules())):
+        if isinstance(module, tuple(classes)) and module is not model:
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def as_double(inputs: Inputs) -> Inputs:
+    """Return the inputs with floating tensors in fp64."""
+    return tuple(t.double() if t.is_floating_point() else t for t in inputs)
+
+
+class Rows(Differential):
+    """A model under ``fully_shard`` and the unsharded one, both in fp64."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        shard: Callable[[nn.Module], Any],
+        inputs: Callable[[torch.Generator], Inputs],
+        *,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+        tolerance: float | None = TOLERANCE,
+        **options: Any,
+    ) -> None:
+        """Build both models."""
+        super().__init__(
+            lambda: build().double(),
+            shard,
+            lambda generator: as_double(inputs(generator)),
+            use_orig_params=True,
+            optimizer=optimizer,
+            tolerance=tolerance,
+            **options,
+        )
+        self.sharded = dict(self.model.named_parameters())
+
+    @classmethod
+    def of(cls, model: str, **options: Any) -> "Rows":
+        """Shard the units of ``CASES[model]``; ``options`` go to ``fully_shard``."""
+        case = CASES[model]
+        return cls(
+            case.build,
+            lambda module: shard_units(module, case.unit_classes, **options),
+            case.inputs,
+        )
+
+    def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return whole parameters and gradients; check that objects stay the same."""
+        named = dict(self.model.named_parameters())
+        assert named.keys() == self.sharded.keys()
+        params: dict[str, Tensor] = {}
+        grads: dict[str, Tensor] = {}
+        for name, param in named.items():
+            assert param is self.sharded[name], name
+            assert isinstance(param, DTensor), name
+            clean = clean_name(name)
+            params[clean] = param.full_tensor().detach()
+            if param.grad is None:
+                grads[clean] = torch.zeros_like(params[clean])
+                continue
+            assert isinstance(param.grad, DTensor), name
+            assert param.grad.placements == param.placements
+            assert param.grad.dtype == param.dtype
+            grads[clean] = param.grad.full_tensor()
+        return params, grads
+
+    def accumulate(self, num_micro_batches: int, *, no_sync: bool) -> None:
+        """Run micro batches; only the last one synchronises under ``no_sync``."""
+        for index in range(num_micro_batches):
+            is_last = index == num_micro_batches - 1
+            self.model.set_requires_gradient_sync(is_last or not no_sync)
+            self.forward_backward()
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> None:
+        """Clip both models' gradients with torch's function; compare the norms."""
+        expected = nn.utils.clip_grad_norm_(
+            self.reference.parameters(), max_norm, norm_type
+        )
+        norm: Any = nn.utils.clip_grad_norm_(
+            self.model.parameters(), max_norm, norm_type
+        )
+        assert_same("norm", norm.full_tensor(), expected, 1e-6)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Have whole parameters registered everywhere."""
+        modules = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        for module in modules:
+            module.unshard()
+        yield
+        for module in modules:
+            module.reshard()
