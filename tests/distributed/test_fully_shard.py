@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import FSDPModule, fully_shard
-from helpers.groups import groups_destroyed
 from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 

@@ -31,8 +31,8 @@ from fsdp_c import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from helpers.groups import groups_destroyed
 from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
 from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
