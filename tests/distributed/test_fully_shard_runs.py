@@ -578,22 +578,6 @@ def test_nothing_of_torchs_runtime_is_inherited() -> None:
 
 
 @distributed(world_size=2)
-def test_compiled_modules(rank: int, world_size: int) -> None:
-    """Module.compile() before fully_shard, of blocks, and after it, of the root."""
-
-    def shard(model: nn.Module) -> Any:
-        for module in model.modules():
-            if isinstance(module, Block):
-                module.compile(backend="aot_eager")
-        sharded = shard_units(model, [Block])
-        sharded.compile(backend="aot_eager")
-        return sharded
-
-    both = Rows(MLP, shard, vectors)
-    both.train(2)
-
-
-@distributed(world_size=2)
 def test_models_go(rank: int, world_size: int) -> None:
     """Nothing keeps a model that was trained."""
     both = Rows.of("mlp")
