@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,15 +20,11 @@ from fsdp_c._units.params import check_param
 from fsdp_c._units.uses import mark_sharded, sharding_unit
 
 # By the module's own class.
-_classes: dict[type[nn.Module], type[FSDPModule]] = {}
+_classes: dict[type[nn.Module], Any] = {}
 
 
-@overload
-def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
-@overload
-def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -240,7 +236,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     check_param(fqn, param)
 
 
-def _class_over(cls: type[nn.Module]) -> type[FSDPModule]:
+def _class_over(cls: type[nn.Module]) -> Any:
     if cls not in _classes:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     return _classes[cls]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,5 +176,4 @@ def _default_mesh() -> DeviceMesh:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    index = cast("int", torch.accelerator.current_device_index())
-    return torch.device(mesh.device_type, index)
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

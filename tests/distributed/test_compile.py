@@ -16,6 +16,7 @@ from helpers.distributed import distributed
 from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import MLP, Block, TransformerBlock, loss_of, vectors
 from helpers.reference import Differential
+from helpers.rows import Rows, shard_units
 
 TIMEOUT_S = 240.0
 
@@ -187,3 +188,20 @@ def test_whole_model_breaks_at_units(rank: int) -> None:
             differential.check()
             differential.step()
         del differential, sharded, compiled, loss, mean
+
+
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_fully_shard(rank: int, world_size: int) -> None:
+    """Module.compile() before fully_shard, of blocks, and after it, of the root."""
+
+    def shard(model: nn.Module) -> Any:
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.compile(backend="aot_eager")
+        sharded = shard_units(model, [Block])
+        sharded.compile(backend="aot_eager")
+        return sharded
+
+    with _dynamo():
+        both = Rows(MLP, shard, vectors)
+        both.train(2)

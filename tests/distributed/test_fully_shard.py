@@ -45,9 +45,14 @@ def test_training_on_four_ranks(rank: int, world_size: int, model: str) -> None:
 def test_hybrid_mesh(
     rank: int, world_size: int, shape: tuple[int, int], no_sync: bool
 ) -> None:
-    """(replicate, shard), with accumulation."""
+    """(replicate, shard), with accumulation.
+
+    Names of their own: torch caches groups, which are destroyed, by equal meshes.
+    """
     with groups_destroyed():
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            "cpu", shape, mesh_dim_names=("replicate", f"shard_{no_sync}")
+        )
         both = Rows.of("uneven", mesh=mesh)
         both.train(2)
         both.zero_grad()
@@ -63,7 +68,7 @@ def test_hybrid_mesh(
 def test_all_reduce_once(rank: int, world_size: int) -> None:
     """set_requires_all_reduce(False) keeps partial sums; unused parameters too."""
     with groups_destroyed():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "once"))
         both = Rows.of("unused", mesh=mesh)
         for _ in range(2):
             both.zero_grad()

@@ -1,6 +1,8 @@
 """fully_shard: checkpointing, precision, conversions, state dicts, recovery."""
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -573,6 +575,19 @@ def test_nothing_of_torchs_runtime_is_inherited() -> None:
     """Every function of torch's class has one of ours before it."""
     functions = {n for n, f in vars(TorchFSDPModule).items() if callable(f)}
     assert functions - set(vars(FSDPModule)) == set()
+
+
+@distributed(world_size=2)
+def test_models_go(rank: int, world_size: int) -> None:
+    """Nothing keeps a model that was trained."""
+    both = Rows.of("mlp")
+    both.train(1)
+    group = both.model._fsdp_c_group
+    objects = [both.model, group, *both.model.parameters()]
+    seen = [weakref.ref(each) for each in objects]
+    del both, group, objects
+    gc.collect()
+    assert [each() for each in seen] == [None] * len(seen)
 
 
 @distributed(world_size=2)

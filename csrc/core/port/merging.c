@@ -18,18 +18,28 @@ typedef struct small_call {
   void *scratch;     /* of a reduce_scatter */
 } small_call;
 
-typedef struct merging_channel {
-  bool is_open;   /* between group_begin and group_end */
-  bool is_flying; /* the merged call was made and not waited for */
+/* One merged call, from its group_begin until it was waited for. */
+typedef struct flight {
+  bool is_flying; /* it was made and not waited for */
   call_kind kind; /* of `calls` */
   fsdp_dtype dtype;
   small_call *calls;
   size_t num_calls;
   size_t capacity;
-  uint64_t ticket; /* of the merged call, while it is flying */
+  uint64_t ticket; /* while it is flying */
   int64_t nbytes;  /* of a rank's pieces side by side */
-  char *memory;
+  char *memory;    /* used again */
   size_t memory_nbytes;
+} flight;
+
+/* What is merged must not depend on what was waited for, which differs between
+ * ranks: there is always a flight for the open group. */
+typedef struct merging_channel {
+  bool is_open; /* between group_begin and group_end */
+  size_t open;  /* index of the group's flight */
+  flight *flights;
+  size_t num_flights;
+  size_t capacity;
 } merging_channel;
 
 typedef struct merging {
@@ -49,8 +59,12 @@ static void destroy(fsdp_transport *transport) {
   merging *self = merging_of(transport);
   if (self == NULL) return;
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    fsdp_free(self->channels[i].calls);
-    fsdp_free(self->channels[i].memory);
+    merging_channel *channel = &self->channels[i];
+    for (size_t j = 0; j < channel->num_flights; j++) {
+      fsdp_free(channel->flights[j].calls);
+      fsdp_free(channel->flights[j].memory);
+    }
+    fsdp_free(channel->flights);
   }
   fsdp_free(self);
 }
@@ -58,17 +72,17 @@ static void destroy(fsdp_transport *transport) {
 /* Places of a merged call's memory ----------------------------------------- */
 
 /* Of an all_reduce there is one piece, and every rank has it. */
-static int64_t num_slots(const merging *self, const merging_channel *channel) {
+static int64_t num_slots(const merging *self, const flight *channel) {
   return channel->kind == ALL_REDUCE ? 1 : self->world_size;
 }
 
-static int64_t own_slot(const merging *self, const merging_channel *channel) {
+static int64_t own_slot(const merging *self, const flight *channel) {
   return channel->kind == ALL_REDUCE ? 0 : self->rank;
 }
 
 /* Copies between the slots [begin, end) of the calls' buffers and of `memory`.
  */
-static void copy_slots(merging_channel *channel, int64_t begin, int64_t end,
+static void copy_slots(flight *channel, int64_t begin, int64_t end,
                        bool is_packing) {
   for (int64_t slot = begin; slot < end; slot++) {
     char *packed = channel->memory + slot * channel->nbytes;
@@ -82,7 +96,7 @@ static void copy_slots(merging_channel *channel, int64_t begin, int64_t end,
   }
 }
 
-static void pack(const merging *self, merging_channel *channel) {
+static void pack(const merging *self, flight *channel) {
   if (channel->kind != ALL_GATHER) {
     copy_slots(channel, 0, num_slots(self, channel), true);
     return;
@@ -95,21 +109,19 @@ static void pack(const merging *self, merging_channel *channel) {
   }
 }
 
-static void unpack(const merging *self, merging_channel *channel) {
+static void unpack(const merging *self, flight *channel) {
   if (channel->kind == ALL_GATHER) {
     copy_slots(channel, 0, self->world_size, false);
   } else {
     const int64_t slot = own_slot(self, channel);
     copy_slots(channel, slot, slot + 1, false);
   }
-  channel->num_calls = 0;
-  channel->is_flying = false;
 }
 
 /* Calls ---------------------------------------------------------------------
  */
 
-static fsdp_status make_call(merging *self, merging_channel *channel,
+static fsdp_status make_call(merging *self, flight *channel,
                              const fsdp_call *call, char *buffer,
                              const char *input, int64_t nbytes,
                              uint64_t *ticket, fsdp_error *error) {
@@ -129,7 +141,7 @@ static fsdp_status make_call(merging *self, merging_channel *channel,
 }
 
 /* Makes one call of what was collected. */
-static fsdp_status make_merged(merging *self, merging_channel *channel,
+static fsdp_status make_merged(merging *self, flight *channel,
                                const fsdp_call *call, fsdp_error *error) {
   const size_t nbytes = (size_t)(channel->nbytes * num_slots(self, channel));
   const bool needs_scratch =
@@ -157,10 +169,10 @@ done:
   return status;
 }
 
-static fsdp_status flush(merging *self, merging_channel *channel,
-                         const fsdp_call *call, fsdp_error *error) {
+static fsdp_status flush(merging *self, flight *channel, const fsdp_call *call,
+                         fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  if (channel->num_calls == 0 || channel->is_flying) return FSDP_OK;
+  if (channel->num_calls == 0) return FSDP_OK;
   if (channel->num_calls > 1) {
     status = make_merged(self, channel, call, error);
   } else {
@@ -170,32 +182,58 @@ static fsdp_status flush(merging *self, merging_channel *channel,
     status = make_call(self, channel, &alone, only.buffer, only.input,
                        only.nbytes, only.ticket, error);
   }
-  if (!channel->is_flying) channel->num_calls = 0;
   return status;
 }
 
-/* Whether the call was collected; not where it is unlike those before. */
-static bool collect(merging_channel *channel, call_kind kind, fsdp_dtype dtype,
-                    const small_call *call) {
-  if (!channel->is_open || channel->is_flying ||
-      call->nbytes > FSDP_MERGED_PIECE_NBYTES) {
-    return false;
+/* Collects the call if it is a small one like those before in an open group.
+ * is_collected [out]. */
+static fsdp_status collect(merging_channel *channel, call_kind kind,
+                           fsdp_dtype dtype, const small_call *call,
+                           bool *is_collected, fsdp_error *error) {
+  *is_collected = false;
+  if (!channel->is_open || call->nbytes > FSDP_MERGED_PIECE_NBYTES) {
+    return FSDP_OK;
   }
-  if (channel->num_calls == 0) {
-    channel->kind = kind;
-    channel->dtype = dtype;
-    channel->nbytes = 0;
-  } else if (channel->kind != kind ||
-             !fsdp_dtype_equal(channel->dtype, dtype)) {
-    return false;
+  flight *open = &channel->flights[channel->open];
+  if (open->num_calls == 0) {
+    open->kind = kind;
+    open->dtype = dtype;
+    open->nbytes = 0;
+  } else if (open->kind != kind || !fsdp_dtype_equal(open->dtype, dtype)) {
+    return FSDP_OK;
   }
-  if (!fsdp_grow((void **)&channel->calls, &channel->capacity,
-                 channel->num_calls + 1, sizeof *channel->calls)) {
-    return false; /* it passes through; if memory is short, on all ranks soon */
+  if (!fsdp_grow((void **)&open->calls, &open->capacity, open->num_calls + 1,
+                 sizeof *open->calls)) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for %zu calls of a merged collective",
+                     open->num_calls + 1);
   }
-  channel->calls[channel->num_calls++] = *call;
-  channel->nbytes += call->nbytes;
-  return true;
+  open->calls[open->num_calls++] = *call;
+  open->nbytes += call->nbytes;
+  *is_collected = true;
+  return FSDP_OK;
+}
+
+/* Finds a flight that is not flying, or adds one. */
+static fsdp_status open_flight(merging_channel *channel, fsdp_error *error) {
+  size_t free_one = 0;
+  while (free_one < channel->num_flights &&
+         channel->flights[free_one].is_flying) {
+    free_one++;
+  }
+  if (free_one == channel->num_flights) {
+    if (!fsdp_grow((void **)&channel->flights, &channel->capacity, free_one + 1,
+                   sizeof *channel->flights)) {
+      return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                       "out of host memory for %zu merged collectives",
+                       free_one + 1);
+    }
+    channel->num_flights++;
+  }
+  channel->open = free_one;
+  channel->flights[free_one].num_calls = 0;
+  channel->is_open = true;
+  return FSDP_OK;
 }
 
 /* The table ------------------------------------------------------------------
@@ -204,10 +242,11 @@ static bool collect(merging_channel *channel, call_kind kind, fsdp_dtype dtype,
 static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
                                fsdp_error *error) {
   merging *self = merging_of(transport);
-  merging_channel *channel = &self->channels[call->channel];
-  channel->is_open = true;
-  if (!channel->is_flying) channel->num_calls = 0; /* of one that failed */
-  return self->inner->ops->group_begin(self->inner, call, error);
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(open_flight(&self->channels[call->channel], error));
+  FSDP_TRY(self->inner->ops->group_begin(self->inner, call, error));
+done:
+  return status;
 }
 
 static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
@@ -215,8 +254,10 @@ static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
   merging *self = merging_of(transport);
   merging_channel *channel = &self->channels[call->channel];
   fsdp_status status = FSDP_OK;
-  channel->is_open = false;
-  FSDP_TRY(flush(self, channel, call, error));
+  if (channel->is_open) {
+    channel->is_open = false;
+    FSDP_TRY(flush(self, &channel->flights[channel->open], call, error));
+  }
   FSDP_TRY(self->inner->ops->group_end(self->inner, call, error));
 done:
   return status;
@@ -229,11 +270,15 @@ static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
   merging *self = merging_of(transport);
   const small_call small = {output, input, shard_numel * dtype.itemsize, ticket,
                             NULL};
-  if (collect(&self->channels[call->channel], ALL_GATHER, dtype, &small)) {
-    return FSDP_OK;
-  }
-  return self->inner->ops->all_gather(self->inner, call, output, input,
-                                      shard_numel, dtype, ticket, error);
+  bool is_collected = false;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(collect(&self->channels[call->channel], ALL_GATHER, dtype, &small,
+                   &is_collected, error));
+  if (is_collected) return FSDP_OK;
+  status = self->inner->ops->all_gather(self->inner, call, output, input,
+                                        shard_numel, dtype, ticket, error);
+done:
+  return status;
 }
 
 static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
@@ -252,11 +297,15 @@ static fsdp_status reduce_scatter(fsdp_transport *transport,
   merging *self = merging_of(transport);
   const small_call small = {buffer, NULL, shard_numel * dtype.itemsize, ticket,
                             call->scratch};
-  if (collect(&self->channels[call->channel], REDUCE_SCATTER, dtype, &small)) {
-    return FSDP_OK;
-  }
-  return self->inner->ops->reduce_scatter(self->inner, call, buffer,
-                                          shard_numel, dtype, ticket, error);
+  bool is_collected = false;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(collect(&self->channels[call->channel], REDUCE_SCATTER, dtype,
+                   &small, &is_collected, error));
+  if (is_collected) return FSDP_OK;
+  status = self->inner->ops->reduce_scatter(self->inner, call, buffer,
+                                            shard_numel, dtype, ticket, error);
+done:
+  return status;
 }
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
@@ -264,11 +313,15 @@ static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               uint64_t *ticket, fsdp_error *error) {
   merging *self = merging_of(transport);
   const small_call small = {buffer, NULL, numel * dtype.itemsize, ticket, NULL};
-  if (collect(&self->channels[call->channel], ALL_REDUCE, dtype, &small)) {
-    return FSDP_OK;
-  }
-  return self->inner->ops->all_reduce(self->inner, call, buffer, numel, dtype,
-                                      ticket, error);
+  bool is_collected = false;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(collect(&self->channels[call->channel], ALL_REDUCE, dtype, &small,
+                   &is_collected, error));
+  if (is_collected) return FSDP_OK;
+  status = self->inner->ops->all_reduce(self->inner, call, buffer, numel, dtype,
+                                        ticket, error);
+done:
+  return status;
 }
 
 static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel index,
@@ -278,13 +331,11 @@ static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel index,
   fsdp_status status = FSDP_OK;
   FSDP_TRY(self->inner->ops->wait(self->inner, index, ticket, error));
 done:
-  if (channel->is_flying && ticket >= channel->ticket) {
-    if (status == FSDP_OK) {
-      unpack(self, channel);
-    } else { /* its memory is the caller's again */
-      channel->is_flying = false;
-      channel->num_calls = 0;
-    }
+  for (size_t i = 0; i < channel->num_flights; i++) {
+    flight *each = &channel->flights[i];
+    if (!each->is_flying || each->ticket > ticket) continue;
+    each->is_flying = false; /* after a failure its calls end, too */
+    if (status == FSDP_OK) unpack(self, each);
   }
   return status;
 }
@@ -309,7 +360,9 @@ static int64_t reserved_nbytes(const fsdp_transport *transport) {
   const merging *self = (const merging *)transport;
   int64_t nbytes = 0;
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    nbytes += (int64_t)self->channels[i].memory_nbytes;
+    for (size_t j = 0; j < self->channels[i].num_flights; j++) {
+      nbytes += (int64_t)self->channels[i].flights[j].memory_nbytes;
+    }
   }
   if (self->inner->ops->reserved_nbytes == NULL) return nbytes;
   return nbytes + self->inner->ops->reserved_nbytes(self->inner);
