@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 FSDP_C_IMPORT_ERROR = ""
 try:
     from fsdp_c import FullyShardedDataParallel as NativeFullyShardedDataParallel
+    from fsdp_c import fully_shard as native_fully_shard
 except ImportError as error:
     FSDP_C_IMPORT_ERROR = str(error)
 
@@ -29,18 +30,20 @@ BARE = "bare"
 FSDP_C_ORIG = "fsdp_c-orig"
 FSDP_C_FLAT = "fsdp_c-flat"
 FSDP_C_C10D = "fsdp_c-c10d"
+FSDP_C_FULLY = "fsdp_c-fully_shard"
 FSDP1_ORIG = "fsdp1-orig"
 FSDP1_FLAT = "fsdp1-flat"
 FSDP2 = "fsdp2"
 DDP = "ddp"
 
-FSDP_C = (FSDP_C_ORIG, FSDP_C_FLAT, FSDP_C_C10D)
+FSDP_C = (FSDP_C_ORIG, FSDP_C_FLAT, FSDP_C_C10D, FSDP_C_FULLY)
 
 LABELS = {
     BARE: "bare model",
     FSDP_C_ORIG: "fsdp_c, use_orig_params=True",
     FSDP_C_FLAT: "fsdp_c, use_orig_params=False",
     FSDP_C_C10D: "fsdp_c, use_orig_params=True, FSDP_C_SHM=0",
+    FSDP_C_FULLY: "fsdp_c, fully_shard",
     FSDP1_ORIG: "torch FSDP1, use_orig_params=True",
     FSDP1_FLAT: "torch FSDP1, use_orig_params=False",
     FSDP2: "torch FSDP2 (fully_shard)",
@@ -142,7 +145,7 @@ def parallelise(
         precision = MixedPrecision(param_dtype, reduce_dtype=torch.float32)
     if implementation == BARE:
         return model
-    if implementation in FSDP_C:
+    if implementation in (FSDP_C_ORIG, FSDP_C_FLAT, FSDP_C_C10D):
         if implementation == FSDP_C_C10D:
             os.environ["FSDP_C_SHM"] = "0"  # gloo's own collectives
         native: nn.Module = NativeFullyShardedDataParallel(
@@ -165,7 +168,8 @@ def parallelise(
             device_id=device,
             mixed_precision=precision,
         )
-    if implementation == FSDP2:
+    if implementation in (FSDP2, FSDP_C_FULLY):
+        shard = fully_shard if implementation == FSDP2 else native_fully_shard
         if mesh is None:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy2 = MixedPrecisionPolicy()
@@ -173,8 +177,8 @@ def parallelise(
             policy2 = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
         for module in model.modules():
             if isinstance(module, Block):
-                fully_shard(module, mesh=mesh, mp_policy=policy2)
-        fully_shard(model, mesh=mesh, mp_policy=policy2)
+                shard(module, mesh=mesh, mp_policy=policy2)
+        shard(model, mesh=mesh, mp_policy=policy2)
         return model
     if implementation == DDP:
         return nn.parallel.DistributedDataParallel(model)

@@ -39,6 +39,7 @@ from implementations import (
     FSDP1_ORIG,
     FSDP2,
     FSDP_C_C10D,
+    FSDP_C_FULLY,
     FSDP_C_ORIG,
     GPT,
     LABELS,
@@ -50,7 +51,16 @@ from implementations import (
 NUM_RANKS = 2
 BATCH = 2
 TIME = 32
-IMPLEMENTATIONS = [BARE, FSDP_C_ORIG, FSDP_C_C10D, FSDP1_ORIG, FSDP1_FLAT, FSDP2, DDP]
+IMPLEMENTATIONS = [
+    BARE,
+    FSDP_C_ORIG,
+    FSDP_C_C10D,
+    FSDP_C_FULLY,
+    FSDP1_ORIG,
+    FSDP1_FLAT,
+    FSDP2,
+    DDP,
+]
 GLOO = "gloo"
 LOSS_TOLERANCE = 1e-3  # all that communicate must have trained the same model
 
