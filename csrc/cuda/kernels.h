@@ -39,8 +39,10 @@ typedef struct fsdp_cuda_kernels {
    * least 8. */
   fsdp_status (*norm_scratch)(const fsdp_host_span *spans, int64_t num_spans,
                               int64_t *nbytes, fsdp_error *error);
-  /* As fsdp_host_norm; `norm` is in device memory. Two stages, in an order that
-   * depends only on the sizes, so the bits are the same every time. */
+  /* The `power` norm of all elements together; power > 0 or infinity. NaN and
+   * infinity propagate; no elements: 0. `norm` is in device memory. Two stages,
+   * in an order that depends only on the sizes, so the bits are the same every
+   * time. */
   fsdp_status (*norm)(const fsdp_host_span *spans, int64_t num_spans,
                       double power, void *scratch, double *norm, void *stream,
                       fsdp_error *error);

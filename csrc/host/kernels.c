@@ -1,5 +1,5 @@
 /*
- * Cast, accumulate, pack and scale over host memory.
+ * Pack over host memory: casts, scales and adds.
  */
 #include "host/kernels.h"
 
@@ -99,7 +99,7 @@ static void apply_item(const fsdp_host_lanes *lanes, void *destination,
 /* Whether apply_item supports this item. */
 static fsdp_status check_item(const void *destination, fsdp_dtype dtype,
                               const fsdp_pack_item *item, double scale,
-                              const char *operation, fsdp_error *error) {
+                              fsdp_error *error) {
   fsdp_host_float index;
   const bool is_floating = fsdp_host_priv_float_of(dtype, &index) &&
                            fsdp_host_priv_float_of(item->dtype, &index);
@@ -107,58 +107,22 @@ static fsdp_status check_item(const void *destination, fsdp_dtype dtype,
       !item->add && scale == 1.0 && fsdp_dtype_equal(dtype, item->dtype);
   if (item->numel < 0 || item->offset < 0) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "%s: numel %lld at offset %lld, both must be >= 0",
-                     operation, (long long)item->numel,
-                     (long long)item->offset);
+                     "pack: numel %lld at offset %lld, both must be >= 0",
+                     (long long)item->numel, (long long)item->offset);
   }
   if (destination == NULL && item->numel > 0) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "%s: the destination of %lld elements is NULL", operation,
+                     "pack: the destination of %lld elements is NULL",
                      (long long)item->numel);
   }
   if (item->data != NULL && !is_floating && !is_copy) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "%s: no host kernel from dtype %d to dtype %d (scale %g%s)"
-                     ", use fp16, bf16, fp32 or fp64, or torch's own",
-                     operation, (int)item->dtype.code, (int)dtype.code, scale,
-                     item->add ? ", adding" : "");
+    return FSDP_FAIL(
+        error, FSDP_INVALID_ARGUMENT,
+        "pack: no host kernel from dtype %d to dtype %d (scale %g%s)"
+        ", use fp16, bf16, fp32 or fp64, or torch's own",
+        (int)item->dtype.code, (int)dtype.code, scale,
+        item->add ? ", adding" : "");
   }
-  return FSDP_OK;
-}
-
-fsdp_status fsdp_host_cast(void *destination, fsdp_dtype destination_dtype,
-                           const void *source, fsdp_dtype source_dtype,
-                           int64_t numel, fsdp_error *error) {
-  const fsdp_pack_item item = {source, source_dtype, 0, numel, false};
-  const fsdp_status status =
-      check_item(destination, destination_dtype, &item, 1.0, "cast", error);
-  if (status != FSDP_OK) return status;
-  if (source == NULL && numel > 0) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "cast: the source of %lld elements is NULL",
-                     (long long)numel);
-  }
-  apply_item(fsdp_host_priv_lanes(), destination, destination_dtype, &item,
-             1.0);
-  return FSDP_OK;
-}
-
-fsdp_status fsdp_host_accumulate(void *destination,
-                                 fsdp_dtype destination_dtype,
-                                 const void *source, fsdp_dtype source_dtype,
-                                 int64_t numel, double scale, bool add,
-                                 fsdp_error *error) {
-  const fsdp_pack_item item = {source, source_dtype, 0, numel, add};
-  const fsdp_status status = check_item(destination, destination_dtype, &item,
-                                        scale, "accumulate", error);
-  if (status != FSDP_OK) return status;
-  if (source == NULL && numel > 0) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "accumulate: the source of %lld elements is NULL",
-                     (long long)numel);
-  }
-  apply_item(fsdp_host_priv_lanes(), destination, destination_dtype, &item,
-             scale);
   return FSDP_OK;
 }
 
@@ -168,24 +132,11 @@ fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
   const fsdp_host_lanes *lanes = fsdp_host_priv_lanes();
   for (int64_t i = 0; i < num_items; i++) {
     const fsdp_status status =
-        check_item(destination, dtype, &items[i], scale, "pack", error);
+        check_item(destination, dtype, &items[i], scale, error);
     if (status != FSDP_OK) return status;
   }
   for (int64_t i = 0; i < num_items; i++) {
     apply_item(lanes, destination, dtype, &items[i], scale);
   }
-  return FSDP_OK;
-}
-
-fsdp_status fsdp_host_scale(void *data, fsdp_dtype dtype, int64_t numel,
-                            double scale, fsdp_error *error) {
-  fsdp_host_float index;
-  if (!fsdp_host_priv_float_of(dtype, &index) || numel < 0) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "scale: %lld elements of dtype %d, there must be >= 0, of "
-                     "fp16, bf16, fp32 or fp64",
-                     (long long)numel, (int)dtype.code);
-  }
-  fsdp_host_priv_lanes()->scale[index][index](data, data, numel, scale);
   return FSDP_OK;
 }

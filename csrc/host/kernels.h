@@ -1,6 +1,6 @@
 /*
  * Kernels over host memory: the work of a step on a unit's elements on a CPU
- * (cast, pack, accumulate, sum, norm, scale), vectorised by the compiler.
+ * (cast, pack, accumulate, sum), vectorised by the compiler.
  *
  * Note [Rounding]
  * fp16 and bf16 are computed in fp32 and rounded to nearest, ties to even, once
@@ -30,61 +30,31 @@
 extern "C" {
 #endif
 
-/* destination = source, converted. Between floating dtypes, or the same dtype
- * on both sides. The two are disjoint, or the same memory and dtype. */
-FSDP_NODISCARD fsdp_status fsdp_host_cast(void *destination,
-                                          fsdp_dtype destination_dtype,
-                                          const void *source,
-                                          fsdp_dtype source_dtype,
-                                          int64_t numel, fsdp_error *error);
-
-/* destination = scale * source, or destination += scale * source with `add`.
- * With another dtype and without `add`, the source is cast first and then
- * scaled, as FSDP1 does with gradients before it reduces them: a value that
- * overflows fp16 is infinite whatever the scale. Floating dtypes, or any one
- * dtype with scale 1 and no `add`. The two are disjoint, or the same memory and
- * dtype. */
-FSDP_NODISCARD fsdp_status fsdp_host_accumulate(void *destination,
-                                                fsdp_dtype destination_dtype,
-                                                const void *source,
-                                                fsdp_dtype source_dtype,
-                                                int64_t numel, double scale,
-                                                bool add, fsdp_error *error);
-
-/* The same for many sources; device.h describes an item. */
+/* destination[item.offset ...] = scale * item.data, or += with item.add;
+ * device.h describes an item. With another dtype and without `add`, the source
+ * is cast first and then scaled, as FSDP1 does with gradients before it reduces
+ * them: a value that overflows fp16 is infinite whatever the scale. Floating
+ * dtypes, or any one dtype with scale 1 and no `add`. Source and destination
+ * are disjoint, or the same memory and dtype. */
 FSDP_NODISCARD fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
                                           const fsdp_pack_item *items,
                                           int64_t num_items, double scale,
                                           fsdp_error *error);
 
-/* destination = scale * (pieces[0] + pieces[1] + ...), added from the left, in
- * fp32 for fp16 and bf16 and rounded once. Integers (not bool) wrap around and
- * need scale 1. num_pieces >= 1. The destination may be one of the pieces, or
- * apart from them. */
+/* destination = pieces[0] + pieces[1] + ..., added from the left, in fp32 for
+ * fp16 and bf16 and rounded once. Integers (not bool) wrap around. num_pieces
+ * >= 1. The destination may be one of the pieces, or apart from them. */
 FSDP_NODISCARD fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
                                          const void *const *pieces,
                                          int64_t num_pieces, int64_t numel,
-                                         double scale, fsdp_error *error);
+                                         fsdp_error *error);
 
-/* Elements that a norm reads. */
+/* Elements that the CUDA kernels for norms and scales read. */
 typedef struct fsdp_host_span {
   const void *data;
   fsdp_dtype dtype; /* floating */
   int64_t numel;
 } fsdp_host_span;
-
-/* The `power` norm of all elements together; power > 0 or infinity. Powers are
- * summed in fp64, so that fp32 values neither overflow nor underflow and the
- * relative error is below (numel + 4) * 2^-53. NaN and infinity propagate. norm
- * [out] 0 for no elements. */
-FSDP_NODISCARD fsdp_status fsdp_host_norm(const fsdp_host_span *spans,
-                                          int64_t num_spans, double power,
-                                          double *norm, fsdp_error *error);
-
-/* data *= scale, in place. Floating dtypes. */
-FSDP_NODISCARD fsdp_status fsdp_host_scale(void *data, fsdp_dtype dtype,
-                                           int64_t numel, double scale,
-                                           fsdp_error *error);
 
 #ifdef __cplusplus
 }

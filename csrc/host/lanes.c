@@ -3,7 +3,6 @@
  * them. AVX2 with F16C gains most; AVX-512 makes rounding to bf16 a third
  * faster while the elements are in a cache.
  */
-#include <math.h>
 #include <stddef.h>
 
 #include "host/elements.h"
@@ -28,8 +27,6 @@
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #endif
-
-#define NUM_SUMS 16
 
 /* The macros that the loops of all processors use. */
 typedef uint16_t type_f16;

@@ -33,15 +33,14 @@
     IVDEP for (int64_t i = 0; i < numel; i++) to[i] = put_##to_(value); \
   }
 
-#define SUM(dtype, scale_type)                                                 \
+#define SUM(dtype)                                                             \
   TARGET static void LANES(sum_##dtype)(void *t, const void *x, const void *y, \
-                                        int64_t numel, double scale_) {        \
-    const scale_type scale = (scale_type)scale_;                               \
+                                        int64_t numel) {                       \
     type_##dtype *to = t;                                                      \
     const type_##dtype *a = x;                                                 \
     const type_##dtype *b = y;                                                 \
     IVDEP for (int64_t i = 0; i < numel; i++) {                                \
-      to[i] = put_##dtype(scale * (get_##dtype(a[i]) + get_##dtype(b[i])));    \
+      to[i] = put_##dtype(get_##dtype(a[i]) + get_##dtype(b[i]));              \
     }                                                                          \
   }
 
@@ -65,9 +64,9 @@ LOOP(add, f32, bf16, float, to[i] + scale * get_bf16(from[i]))
 LOOP(add, bf16, f32, float, get_bf16(to[i]) + scale * from[i])
 LOOP(add, bf16, bf16, float, get_bf16(to[i]) + scale * get_bf16(from[i]))
 
-SUM(f32, float)
-SUM(f64, double)
-SUM(bf16, float)
+SUM(f32)
+SUM(f64)
+SUM(bf16)
 
 #undef CAST
 #undef LOOP
@@ -122,63 +121,20 @@ LOOP(add, f16, f32, get_f16(to[i]) + scale * from[i],
      V_ADD(V_GET_f16(to + i), V_MUL(V_SET(scale), V_GET_f32(from + i))))
 
 TARGET static void LANES(sum_f16)(void *t, const void *x, const void *y,
-                                  int64_t numel, double scale_) {
-  const float scale = (float)scale_;
+                                  int64_t numel) {
   uint16_t *to = t;
   const uint16_t *a = x;
   const uint16_t *b = y;
   int64_t i = 0;
-  VECTORS(f16, V_MUL(V_SET(scale), V_ADD(V_GET_f16(a + i), V_GET_f16(b + i))))
+  VECTORS(f16, V_ADD(V_GET_f16(a + i), V_GET_f16(b + i)))
   IVDEP for (; i < numel; i++) {
-    to[i] = put_f16(scale * (get_f16(a[i]) + get_f16(b[i])));
+    to[i] = put_f16(get_f16(a[i]) + get_f16(b[i]));
   }
 }
 
 #undef CAST
 #undef LOOP
 #undef VECTORS
-
-/* ---- Norms ----------------------------------------------------------------
- */
-
-/* Sixteen partial sums: the same order, and the same bits, on every processor.
- * The square of an fp32 value is exact in fp64. */
-TARGET static double LANES(sum_of_squares_f32)(const float *from,
-                                               int64_t numel) {
-  double sums[NUM_SUMS] = {0};
-  int64_t i = 0;
-  for (; i + NUM_SUMS <= numel; i += NUM_SUMS) {
-    for (int j = 0; j < NUM_SUMS; j++) {
-      const double value = (double)from[i + j];
-      sums[j] += value * value;
-    }
-  }
-  for (; i < numel; i++) sums[0] += (double)from[i] * (double)from[i];
-  for (int j = 1; j < NUM_SUMS; j++) sums[0] += sums[j];
-  return sums[0];
-}
-
-TARGET static double LANES(sum_of_f32)(const float *from, int64_t numel) {
-  double sums[NUM_SUMS] = {0};
-  int64_t i = 0;
-  for (; i + NUM_SUMS <= numel; i += NUM_SUMS) {
-    for (int j = 0; j < NUM_SUMS; j++) sums[j] += fabs((double)from[i + j]);
-  }
-  for (; i < numel; i++) sums[0] += fabs((double)from[i]);
-  for (int j = 1; j < NUM_SUMS; j++) sums[0] += sums[j];
-  return sums[0];
-}
-
-/* Without the sign, the bits of floats are ordered like the floats, with
- * infinity and then the NaNs last. Compared as signed numbers, as AVX2 can. */
-TARGET static uint32_t LANES(max_bits_f32)(const float *from, int64_t numel) {
-  int32_t most = 0;
-  for (int64_t i = 0; i < numel; i++) {
-    const int32_t bits = (int32_t)(bits_of_f32(from[i]) & UINT32_C(0x7FFFFFFF));
-    most = bits > most ? bits : most;
-  }
-  return (uint32_t)most;
-}
 
 /* clang-format off */
 static const fsdp_host_lanes LANES(table) = {
@@ -215,8 +171,5 @@ static const fsdp_host_lanes LANES(table) = {
         [FSDP_HOST_F64][FSDP_HOST_F64] = LANES(add_f64_f64),
     },
     .sum = {LANES(sum_f16), LANES(sum_bf16), LANES(sum_f32), LANES(sum_f64)},
-    .sum_of_f32 = LANES(sum_of_f32),
-    .sum_of_squares_f32 = LANES(sum_of_squares_f32),
-    .max_bits_f32 = LANES(max_bits_f32),
 };
 /* clang-format on */

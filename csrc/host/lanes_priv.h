@@ -23,7 +23,7 @@ typedef void fsdp_host_cast_loop(void *to, const void *from, int64_t numel);
 typedef void fsdp_host_scale_loop(void *to, const void *from, int64_t numel,
                                   double scale);
 typedef void fsdp_host_sum_loop(void *to, const void *a, const void *b,
-                                int64_t numel, double scale);
+                                int64_t numel);
 
 /* Indexed by the dtype of `to`, then that of `from`. NULL where a pair has no
  * loop. Equal dtypes always have one, and so do casts between fp32 and each
@@ -36,13 +36,8 @@ typedef struct fsdp_host_lanes {
   fsdp_host_scale_loop *scale[FSDP_HOST_NUM_FLOATS][FSDP_HOST_NUM_FLOATS];
   /* to += scale * from */
   fsdp_host_scale_loop *add[FSDP_HOST_NUM_FLOATS][FSDP_HOST_NUM_FLOATS];
-  /* to = scale * (a + b) */
+  /* to = a + b */
   fsdp_host_sum_loop *sum[FSDP_HOST_NUM_FLOATS];
-  /* Sums of magnitudes and of squares, in fp64. */
-  double (*sum_of_f32)(const float *from, int64_t numel);
-  double (*sum_of_squares_f32)(const float *from, int64_t numel);
-  /* The bits of the largest magnitude: those of a NaN if there is one. */
-  uint32_t (*max_bits_f32)(const float *from, int64_t numel);
 } fsdp_host_lanes;
 
 /* The fastest loops that this processor can run. Cannot fail. */

@@ -15,7 +15,7 @@ static const void *at(const void *data, int64_t nbytes) {
 /* In fp64 if that is the dtype, else in fp32. */
 static void sum_floats(const fsdp_host_lanes *lanes, char *to,
                        fsdp_host_float index, const void *const *pieces,
-                       int64_t num_pieces, int64_t numel, double scale) {
+                       int64_t num_pieces, int64_t numel) {
   double sum[FSDP_HOST_BLOCK_NUMEL]; /* or as many of fp32 */
   const int64_t itemsize = fsdp_host_priv_itemsize(index);
   const fsdp_host_float wide =
@@ -28,7 +28,6 @@ static void sum_floats(const fsdp_host_lanes *lanes, char *to,
     for (int64_t i = 1; i < num_pieces; i++) {
       lanes->add[wide][index](sum, at(pieces[i], offset), block, 1.0);
     }
-    lanes->scale[wide][wide](sum, sum, block, scale);
     fsdp_host_priv_convert(lanes, to + offset, index, sum, wide, block);
   }
 }
@@ -76,7 +75,7 @@ static bool sum_integers(void *to, int32_t code, const void *const *pieces,
 
 fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
                           const void *const *pieces, int64_t num_pieces,
-                          int64_t numel, double scale, fsdp_error *error) {
+                          int64_t numel, fsdp_error *error) {
   const fsdp_host_lanes *lanes = fsdp_host_priv_lanes();
   fsdp_host_float index;
   if (num_pieces < 1 || numel < 0) {
@@ -87,18 +86,18 @@ fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
   }
   if (fsdp_host_priv_float_of(dtype, &index)) {
     if (num_pieces == 2) {
-      lanes->sum[index](destination, pieces[0], pieces[1], numel, scale);
+      lanes->sum[index](destination, pieces[0], pieces[1], numel);
     } else {
-      sum_floats(lanes, destination, index, pieces, num_pieces, numel, scale);
+      sum_floats(lanes, destination, index, pieces, num_pieces, numel);
     }
     return FSDP_OK;
   }
-  if (scale != 1.0 ||
-      !sum_integers(destination, dtype.code, pieces, num_pieces, numel)) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "sum: no host kernel for dtype %d with scale %g, use a "
-                     "floating dtype, or integers (not bool) with scale 1",
-                     (int)dtype.code, scale);
+  if (!sum_integers(destination, dtype.code, pieces, num_pieces, numel)) {
+    return FSDP_FAIL(
+        error, FSDP_INVALID_ARGUMENT,
+        "sum: no host kernel for dtype %d, use a floating dtype or "
+        "integers (not bool)",
+        (int)dtype.code);
   }
   return FSDP_OK;
 }

@@ -47,11 +47,8 @@ enum {
   FSDP_NCCL_BFLOAT16 = 9
 };
 
-/* ncclRedOp_t; larger values come from ncclRedOpCreatePreMulSum. */
-enum { FSDP_NCCL_SUM = 0, FSDP_NCCL_AVG = 4 };
-
-/* ncclScalarResidence_t */
-enum { FSDP_NCCL_SCALAR_ON_HOST = 1 };
+/* ncclRedOp_t */
+enum { FSDP_NCCL_SUM = 0 };
 
 /* The beginning of ncclConfig_t, as of NCCL 2.18, which `version` declares. A
  * newer library uses its own defaults for the fields behind `nbytes`. */
@@ -98,9 +95,6 @@ typedef struct fsdp_nccl_api {
 
   /* Optional: NULL in a library without them. */
   const char *(*get_last_error)(fsdp_nccl_comm *comm);
-  int (*red_op_create_pre_mul_sum)(int *op, void *scalar, int dtype,
-                                   int residence, fsdp_nccl_comm *comm);
-  int (*red_op_destroy)(int op, fsdp_nccl_comm *comm);
   int (*comm_register)(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
                        void **handle);
   int (*comm_deregister)(fsdp_nccl_comm *comm, void *handle);

@@ -12,6 +12,7 @@
 
 #include "base/alloc.h"
 #include "base/arith.h"
+#include "base/dtypes.h"
 #include "nccl/nccl_priv.h"
 
 static const char *kind_name(fsdp_nccl_kind kind) {
@@ -51,12 +52,12 @@ static int enqueue(const fsdp_nccl_transport *transport,
       return api->broadcast(c->send, c->receive, c->numel, c->dtype, c->root,
                             comm, channel->stream);
     case FSDP_NCCL_REDUCE_SCATTER:
-      return api->reduce_scatter(c->send, c->receive, c->numel, c->dtype, c->op,
-                                 comm, channel->stream);
+      return api->reduce_scatter(c->send, c->receive, c->numel, c->dtype,
+                                 FSDP_NCCL_SUM, comm, channel->stream);
     case FSDP_NCCL_ALL_REDUCE:
     default:
-      return api->all_reduce(c->send, c->receive, c->numel, c->dtype, c->op,
-                             comm, channel->stream);
+      return api->all_reduce(c->send, c->receive, c->numel, c->dtype,
+                             FSDP_NCCL_SUM, comm, channel->stream);
   }
 }
 
@@ -82,26 +83,6 @@ static int launch(const fsdp_nccl_transport *transport,
   const bool is_fine =
       first == FSDP_NCCL_SUCCESS || first == FSDP_NCCL_IN_PROGRESS;
   return is_fine && result != FSDP_NCCL_SUCCESS ? result : first;
-}
-
-/* Finds the operators for the sums of the channel. */
-static fsdp_status find_sums(fsdp_nccl_transport *transport, fsdp_channel index,
-                             fsdp_error *error) {
-  fsdp_nccl_channel *channel = &transport->channels[index];
-  for (size_t i = 0; i < channel->num_collectives; i++) {
-    fsdp_nccl_collective *c = &channel->collectives[i];
-    int result = FSDP_NCCL_SUCCESS;
-    if (c->kind != FSDP_NCCL_REDUCE_SCATTER && c->kind != FSDP_NCCL_ALL_REDUCE)
-      continue;
-    const fsdp_status status = fsdp_nccl_priv_sum(
-        transport, index, c->dtype, c->scale, &c->op, &result, error);
-    if (status != FSDP_OK) return status;
-    if (result != FSDP_NCCL_SUCCESS) {
-      return fsdp_nccl_priv_fail_result(
-          transport, index, "ncclRedOpCreatePreMulSum", result, error);
-    }
-  }
-  return FSDP_OK;
 }
 
 /* The next operation of the channel. From now on it is this rank's position. */
@@ -144,7 +125,6 @@ static fsdp_status issue_locked(fsdp_nccl_transport *transport,
   if (channel->comm_in_use == NULL) {
     FSDP_TRY(fsdp_nccl_priv_connect(transport, index, error));
   }
-  FSDP_TRY(find_sums(transport, index, error));
   const fsdp_nccl_operation operation = begin_operation(transport, channel);
   FSDP_TRY(launch_in_order(transport, channel, &result, error));
   if (result == FSDP_NCCL_IN_PROGRESS) {
@@ -319,45 +299,53 @@ fsdp_status fsdp_nccl_priv_broadcast(fsdp_transport *base,
   return add(transport, call, &collective, ticket, error);
 }
 
-/* Checks for both sums. */
-static fsdp_status check_sum(const fsdp_nccl_transport *transport,
-                             fsdp_nccl_kind kind, fsdp_dtype dtype,
-                             double scale, fsdp_error *error) {
-  if (fsdp_nccl_priv_dtype(dtype) < 0) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "%s: NCCL cannot sum dtype %d, reduce in another dtype",
-                     kind_name(kind), (int)dtype.code);
+/* NCCL's number of a dtype; -1: it cannot sum that. */
+static int nccl_dtype(fsdp_dtype dtype) {
+  switch (dtype.code) {
+    case FSDP_DTYPE_UINT8:
+      return FSDP_NCCL_UINT8;
+    case FSDP_DTYPE_INT8:
+      return FSDP_NCCL_INT8;
+    case FSDP_DTYPE_INT32:
+      return FSDP_NCCL_INT32;
+    case FSDP_DTYPE_INT64:
+      return FSDP_NCCL_INT64;
+    case FSDP_DTYPE_FLOAT16:
+      return FSDP_NCCL_FLOAT16;
+    case FSDP_DTYPE_FLOAT32:
+      return FSDP_NCCL_FLOAT32;
+    case FSDP_DTYPE_FLOAT64:
+      return FSDP_NCCL_FLOAT64;
+    case FSDP_DTYPE_BFLOAT16:
+      return FSDP_NCCL_BFLOAT16;
+    default:
+      return -1;
   }
-  if (!fsdp_nccl_can_scale(&transport->base, dtype, scale)) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "%s: NCCL cannot scale a sum of dtype %d by %g exactly, "
-                     "scale before or after it",
-                     kind_name(kind), (int)dtype.code, scale);
-  }
-  return FSDP_OK;
 }
 
 /* Common to both sums. */
 static fsdp_status reduce(fsdp_transport *base, const fsdp_call *call,
                           fsdp_nccl_kind kind, void *buffer, int64_t numel,
-                          fsdp_dtype dtype, double scale, uint64_t *ticket,
+                          fsdp_dtype dtype, uint64_t *ticket,
                           fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
   const bool is_scatter = kind == FSDP_NCCL_REDUCE_SCATTER;
   int64_t nbytes = 0;
-  fsdp_status status =
+  const fsdp_status status =
       check(transport, call, kind, numel, dtype,
             is_scatter ? transport->world_size : 1, &nbytes, error);
   if (status != FSDP_OK) return status;
-  status = check_sum(transport, kind, dtype, scale, error);
-  if (status != FSDP_OK) return status;
+  if (nccl_dtype(dtype) < 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "%s: NCCL cannot sum dtype %d, reduce in another dtype",
+                     kind_name(kind), (int)dtype.code);
+  }
   const fsdp_nccl_collective collective = {
       .kind = kind,
       .send = buffer,
       .receive = (char *)buffer + (is_scatter ? nbytes * transport->rank : 0),
       .numel = (size_t)numel,
-      .dtype = fsdp_nccl_priv_dtype(dtype),
-      .scale = scale,
+      .dtype = nccl_dtype(dtype),
   };
   return add(transport, call, &collective, ticket, error);
 }
@@ -365,17 +353,15 @@ static fsdp_status reduce(fsdp_transport *base, const fsdp_call *call,
 fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
                                           const fsdp_call *call, void *buffer,
                                           int64_t shard_numel, fsdp_dtype dtype,
-                                          double scale, uint64_t *ticket,
-                                          fsdp_error *error) {
+                                          uint64_t *ticket, fsdp_error *error) {
   return reduce(base, call, FSDP_NCCL_REDUCE_SCATTER, buffer, shard_numel,
-                dtype, scale, ticket, error);
+                dtype, ticket, error);
 }
 
 fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       const fsdp_call *call, void *buffer,
                                       int64_t numel, fsdp_dtype dtype,
-                                      double scale, uint64_t *ticket,
-                                      fsdp_error *error) {
-  return reduce(base, call, FSDP_NCCL_ALL_REDUCE, buffer, numel, dtype, scale,
-                ticket, error);
+                                      uint64_t *ticket, fsdp_error *error) {
+  return reduce(base, call, FSDP_NCCL_ALL_REDUCE, buffer, numel, dtype, ticket,
+                error);
 }

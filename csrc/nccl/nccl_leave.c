@@ -67,7 +67,6 @@ static void leave_channel(fsdp_nccl_transport *transport, fsdp_channel index,
   fsdp_nccl_comm *comm = channel->comm_in_use;
   if (comm != NULL) {
     fsdp_nccl_priv_deregister_all(transport, index);
-    fsdp_nccl_priv_free_sums(transport, index);
     /* The results do not matter any more. */
     if (flush(transport, comm, deadline_ms) &&
         take_comm(transport, channel) == comm) {

@@ -39,8 +39,6 @@ static const entry_point ENTRY_POINTS[] = {
     REQUIRED(all_reduce, "ncclAllReduce"),
     REQUIRED(broadcast, "ncclBroadcast"),
     OPTIONAL(get_last_error, "ncclGetLastError"),
-    OPTIONAL(red_op_create_pre_mul_sum, "ncclRedOpCreatePreMulSum"),
-    OPTIONAL(red_op_destroy, "ncclRedOpDestroy"),
     OPTIONAL(comm_register, "ncclCommRegister"),
     OPTIONAL(comm_deregister, "ncclCommDeregister"),
     OPTIONAL(comm_revoke, "ncclCommRevoke"),

@@ -159,20 +159,6 @@ fsdp_status fsdp_nccl_priv_fail_slow(fsdp_nccl_transport *transport,
 bool fsdp_nccl_priv_abort_all(fsdp_nccl_transport *transport,
                               int64_t deadline_ms);
 
-/* ---- nccl_scale.c ---------------------------------------------------------*/
-
-/* The operator for a scaled sum on a channel that this thread uses; made if it
- * is new. result [out] NCCL's result for making it. FSDP_OUT_OF_MEMORY. */
-FSDP_NODISCARD fsdp_status fsdp_nccl_priv_sum(fsdp_nccl_transport *transport,
-                                              fsdp_channel channel, int dtype,
-                                              double scale, int *op,
-                                              int *result, fsdp_error *error);
-/* NCCL's number for a dtype that can be summed, or -1. */
-int fsdp_nccl_priv_dtype(fsdp_dtype dtype);
-/* Destroys the operators of a channel that this thread uses. */
-void fsdp_nccl_priv_free_sums(fsdp_nccl_transport *transport,
-                              fsdp_channel channel);
-
 /* ---- nccl_register.c ------------------------------------------------------*/
 
 /* Registers all memory with the new communicator of a channel that this thread
@@ -239,12 +225,10 @@ fsdp_status fsdp_nccl_priv_broadcast(fsdp_transport *base,
 fsdp_status fsdp_nccl_priv_reduce_scatter(fsdp_transport *base,
                                           const fsdp_call *call, void *buffer,
                                           int64_t shard_numel, fsdp_dtype dtype,
-                                          double scale, uint64_t *ticket,
-                                          fsdp_error *error);
+                                          uint64_t *ticket, fsdp_error *error);
 fsdp_status fsdp_nccl_priv_all_reduce(fsdp_transport *base,
                                       const fsdp_call *call, void *buffer,
                                       int64_t numel, fsdp_dtype dtype,
-                                      double scale, uint64_t *ticket,
-                                      fsdp_error *error);
+                                      uint64_t *ticket, fsdp_error *error);
 
 #endif /* FSDP_NCCL_PRIV_H */

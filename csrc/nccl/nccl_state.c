@@ -35,7 +35,6 @@ void fsdp_nccl_priv_free(fsdp_nccl_transport *transport) {
   }
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     fsdp_free(transport->channels[i].collectives);
-    fsdp_free(transport->channels[i].scaled_sums);
   }
   fsdp_free(transport->registrations);
   fsdp_free(transport->prefix);

@@ -36,16 +36,7 @@ typedef struct fsdp_nccl_collective {
   size_t numel; /* per rank for all_gather and reduce_scatter */
   int dtype;    /* NCCL's; gathers and broadcasts go as bytes */
   int root;
-  double scale;
-  int op; /* NCCL's operator for `scale`; set at the launch */
 } fsdp_nccl_collective;
-
-/* An operator of ncclRedOpCreatePreMulSum. */
-typedef struct fsdp_nccl_scaled_sum {
-  int dtype;
-  double scale;
-  int op;
-} fsdp_nccl_scaled_sum;
 
 /* One launch that the channel gave to NCCL, of one or several collectives. */
 typedef struct fsdp_nccl_operation {
@@ -83,9 +74,6 @@ typedef struct fsdp_nccl_channel {
   fsdp_nccl_collective *collectives;
   size_t num_collectives;
   size_t collective_capacity;
-  fsdp_nccl_scaled_sum *scaled_sums;
-  size_t num_scaled_sums;
-  size_t scaled_sum_capacity;
 
   /* A ring, guarded by the lock; the oldest is at first_outstanding. */
   fsdp_nccl_outstanding outstanding[FSDP_NCCL_MAX_OUTSTANDING];

@@ -63,6 +63,7 @@ static fsdp_status check(fsdp_transport *base, fsdp_error *error) {
 static const fsdp_transport_ops OPS = {
     .name = "nccl",
     .is_host = false,
+    .reads_labels = true,
     .destroy = destroy,
     .group_begin = fsdp_nccl_priv_group_begin,
     .group_end = fsdp_nccl_priv_group_end,

@@ -130,19 +130,6 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_create(const fsdp_nccl_library *library,
                                             fsdp_error *error);
 
 /*
- * Note [NCCL scales]
- * NCCL scales a sum in the same pass. The transport uses that where the result
- * is as exact as scaling in fp32 afterwards: fp32 and fp64 by any factor, fp16
- * and bf16 by factors that they hold exactly (1/2 or 1/8, not 1/3, since NCCL
- * first rounds the factor to the dtype), integers not at all. 1/world_size
- * becomes ncclAvg, another factor a pre-multiplied sum.
- *
- * Whether the transport's reductions take `scale` for this dtype. Cannot fail.
- */
-bool fsdp_nccl_can_scale(const fsdp_transport *transport, fsdp_dtype dtype,
-                         double scale);
-
-/*
  * Registers device memory that collectives will use, so that NCCL reaches it
  * without copies. Does nothing where NCCL cannot register. After a failure the
  * transport works as before, with copies.

@@ -241,7 +241,6 @@ static bool is_same_call(const fsdp_shm_descriptor *a,
   return a->sequence == b->sequence && a->kind == b->kind &&
          a->dtype_code == b->dtype_code && a->itemsize == b->itemsize &&
          a->numel == b->numel && a->root == b->root &&
-         memcmp(&a->scale, &b->scale, sizeof a->scale) == 0 &&
          (a->label_hash == b->label_hash || a->label_hash == 0 ||
           b->label_hash == 0);
 }
@@ -323,8 +322,7 @@ static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
     shm->pieces[rank] = slot;
   }
   fsdp_shm_priv_sum(own, op->dtype, shm->pieces, shm->world_size,
-                    (bytes.end - bytes.begin) / op->dtype.itemsize,
-                    op->descriptor.scale);
+                    (bytes.end - bytes.begin) / op->dtype.itemsize);
 }
 
 /* Copies the parts of the sum that the others made. */

@@ -37,7 +37,6 @@ typedef struct fsdp_shm_descriptor {
   int64_t itemsize;
   int64_t numel;       /* the argument shard_numel or numel */
   int64_t root;        /* 0 without one */
-  double scale;        /* 1 without one */
   uint64_t label_hash; /* 0 without a label */
   char label[FSDP_SHM_LABEL_NBYTES];
 } fsdp_shm_descriptor;

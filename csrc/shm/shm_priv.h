@@ -184,16 +184,15 @@ void fsdp_shm_priv_unlisten(const fsdp_shm *shm);
 
 /* ---- sum.c ---- */
 
-/* Whether elements of this type can be added up and scaled. */
+/* Whether elements of this type can be added up. */
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype,
-                                                   double scale,
                                                    fsdp_error *error);
 
-/* destination = scale * (pieces[0] + pieces[1] + ...), from the left; the
+/* destination = pieces[0] + pieces[1] + ..., from the left; the
  * destination may be one of the pieces. For dtypes that check_sum accepts. */
 void fsdp_shm_priv_sum(void *destination, fsdp_dtype dtype,
                        const void *const *pieces, int64_t num_pieces,
-                       int64_t numel, double scale);
+                       int64_t numel);
 
 /* ---- describe.c: descriptions of calls and ranks ---- */
 

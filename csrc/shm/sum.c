@@ -25,10 +25,7 @@ static int32_t itemsize_of(int32_t code) {
   }
 }
 
-fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype, double scale,
-                                    fsdp_error *error) {
-  const bool is_integer =
-      dtype.code <= FSDP_DTYPE_INT64; /* the codes before float16 */
+fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype, fsdp_error *error) {
   if (itemsize_of(dtype.code) == 0 ||
       itemsize_of(dtype.code) != dtype.itemsize) {
     return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
@@ -36,18 +33,13 @@ fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype, double scale,
                      "shared memory, use a floating or integer dtype",
                      (int)dtype.code, (int)dtype.itemsize);
   }
-  if (is_integer && scale != 1) {
-    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                     "a sum of integers (dtype %d) cannot be scaled by %g",
-                     (int)dtype.code, scale);
-  }
   return FSDP_OK;
 }
 
 void fsdp_shm_priv_sum(void *destination, fsdp_dtype dtype,
                        const void *const *pieces, int64_t num_pieces,
-                       int64_t numel, double scale) {
+                       int64_t numel) {
   const fsdp_status status =
-      fsdp_host_sum(destination, dtype, pieces, num_pieces, numel, scale, NULL);
+      fsdp_host_sum(destination, dtype, pieces, num_pieces, numel, NULL);
   (void)status; /* check_sum has refused what could fail */
 }

@@ -252,7 +252,6 @@ static fsdp_status make_op(const fsdp_shm *shm, fsdp_shm_kind kind,
   made.descriptor.dtype_code = dtype.code;
   made.descriptor.itemsize = dtype.itemsize;
   made.descriptor.numel = numel;
-  made.descriptor.scale = 1;
   set_label(&made.descriptor, label);
   made.dtype = dtype;
   made.nbytes = nbytes;
@@ -269,7 +268,7 @@ static void run_alone(fsdp_shm *shm, const fsdp_shm_op *op) {
   } else if (kind == FSDP_SHM_REDUCE_SCATTER || kind == FSDP_SHM_ALL_REDUCE) {
     shm->pieces[0] = op->output;
     fsdp_shm_priv_sum(op->output, op->dtype, shm->pieces, 1,
-                      op->descriptor.numel, op->descriptor.scale);
+                      op->descriptor.numel);
   }
 }
 
@@ -354,33 +353,30 @@ static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
 
 static fsdp_status reduce(fsdp_shm *shm, fsdp_shm_kind kind,
                           const fsdp_call *call, void *buffer, int64_t numel,
-                          fsdp_dtype dtype, double scale, uint64_t *ticket,
+                          fsdp_dtype dtype, uint64_t *ticket,
                           fsdp_error *error) {
   fsdp_shm_op op;
-  fsdp_status status = fsdp_shm_priv_check_sum(dtype, scale, error);
+  fsdp_status status = fsdp_shm_priv_check_sum(dtype, error);
   if (status != FSDP_OK) return status;
   status = make_op(shm, kind, call->label, numel, dtype, &op, error);
   if (status != FSDP_OK) return status;
   op.output = buffer;
-  op.descriptor.scale = scale;
   return start(shm, call->channel, &op, ticket, error);
 }
 
 static fsdp_status reduce_scatter(fsdp_transport *transport,
                                   const fsdp_call *call, void *buffer,
                                   int64_t shard_numel, fsdp_dtype dtype,
-                                  double scale, uint64_t *ticket,
-                                  fsdp_error *error) {
+                                  uint64_t *ticket, fsdp_error *error) {
   return reduce(shm_of(transport), FSDP_SHM_REDUCE_SCATTER, call, buffer,
-                shard_numel, dtype, scale, ticket, error);
+                shard_numel, dtype, ticket, error);
 }
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
-                              double scale, uint64_t *ticket,
-                              fsdp_error *error) {
+                              uint64_t *ticket, fsdp_error *error) {
   return reduce(shm_of(transport), FSDP_SHM_ALL_REDUCE, call, buffer, numel,
-                dtype, scale, ticket, error);
+                dtype, ticket, error);
 }
 
 /* ---- Waiting ---------------------------------------------------------------
@@ -439,6 +435,7 @@ static int64_t reserved_nbytes(const fsdp_transport *transport) {
 static const fsdp_transport_ops g_ops = {
     .name = "shm",
     .is_host = true,
+    .reads_labels = true,
     .destroy = destroy,
     .group_begin = begin_or_end_group,
     .group_end = begin_or_end_group,

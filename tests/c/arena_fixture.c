@@ -7,10 +7,10 @@
 fsdp_arena *arena_fixture_create(recorder *device, const int64_t *nbytes,
                                  int64_t num_clients) {
   fsdp_arena *arena = NULL;
-  CHECK_I64(fsdp_arena_create(recorder_ops(device), &arena, NULL), FSDP_OK);
+  CHECK_OK(fsdp_arena_create(recorder_ops(device), &arena, NULL));
   for (int64_t i = 0; i < num_clients; i++) {
     int64_t client = -1;
-    CHECK_I64(fsdp_arena_add_client(arena, nbytes[i], &client, NULL), FSDP_OK);
+    CHECK_OK(fsdp_arena_add_client(arena, nbytes[i], &client, NULL));
     CHECK_I64(client, i);
   }
   return arena;
@@ -26,19 +26,18 @@ void arena_fixture_destroy(fsdp_arena *arena, recorder *device) {
 
 void *arena_fixture_take(fsdp_arena *arena, int64_t client) {
   void *data = NULL;
-  CHECK_I64(fsdp_arena_take(arena, client, FSDP_LANE_UNSHARD, &data, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_arena_take(arena, client, FSDP_LANE_UNSHARD, &data, NULL));
   CHECK(data != NULL && data == fsdp_arena_data(arena, client));
   return data;
 }
 
 void arena_fixture_give(fsdp_arena *arena, int64_t client) {
-  CHECK_I64(fsdp_arena_give(arena, client, FSDP_LANE_COMPUTE, NULL), FSDP_OK);
+  CHECK_OK(fsdp_arena_give(arena, client, FSDP_LANE_COMPUTE, NULL));
   CHECK(fsdp_arena_data(arena, client) == NULL);
 }
 
 void arena_fixture_plan(fsdp_arena *arena) {
-  CHECK_I64(fsdp_arena_plan(arena, NULL), FSDP_OK);
+  CHECK_OK(fsdp_arena_plan(arena, NULL));
 }
 
 fsdp_arena_stats arena_fixture_stats(const fsdp_arena *arena) {

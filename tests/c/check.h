@@ -59,6 +59,8 @@ bool check_has_lines(const char *actual, const char *lines, bool has_them,
 #define CHECK(fact) check_that((fact), #fact, __FILE__, __LINE__)
 #define CHECK_I64(actual, expected) \
   check_i64((actual), (expected), #actual, __FILE__, __LINE__)
+/* A call that must return FSDP_OK, which is 0. */
+#define CHECK_OK(call) check_i64((call), 0, #call, __FILE__, __LINE__)
 #define CHECK_TEXT(actual, expected) \
   check_text((actual), (expected), #actual, __FILE__, __LINE__)
 

@@ -93,7 +93,7 @@ void failures_every_call(const model_options *options, failures_prepare prepare,
     model_start(&m);
     if (prepare != NULL) prepare();
     for (int step = 0; step < num_before; step++) {
-      CHECK_I64(work(NULL), FSDP_OK);
+      CHECK_OK(work(NULL));
       model_zero_grad(&m);
     }
     const int64_t num_calls_before = recorder_num_calls(m.device);

@@ -6,50 +6,8 @@
 #include <stdlib.h>
 
 #include "base/alloc.h"
+#include "elements.h"
 #include "runtime/engine_priv.h"
-
-/* --- Elements ------------------------------------------------------------ */
-
-double model_read(const void *data, fsdp_dtype dtype, int64_t index) {
-  const char *address = (const char *)data + index * dtype.itemsize;
-  if (dtype.code == RECORDER_F32.code) {
-    float value;
-    memcpy(&value, address, sizeof value);
-    return (double)value;
-  }
-  if (dtype.code == RECORDER_BF16.code) {
-    uint16_t half;
-    memcpy(&half, address, sizeof half);
-    const uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return (double)value;
-  }
-  if (dtype.code == RECORDER_F64.code) {
-    double value;
-    memcpy(&value, address, sizeof value);
-    return value;
-  }
-  return (double)*(const unsigned char *)address;
-}
-
-/* Every number in these tests fits in bf16: cutting is exact. */
-void model_write(void *data, fsdp_dtype dtype, int64_t index, double value) {
-  char *address = (char *)data + index * dtype.itemsize;
-  const float single = (float)value;
-  if (dtype.code == RECORDER_F32.code) {
-    memcpy(address, &single, sizeof single);
-  } else if (dtype.code == RECORDER_BF16.code) {
-    uint32_t bits;
-    memcpy(&bits, &single, sizeof bits);
-    const uint16_t half = (uint16_t)(bits >> 16);
-    memcpy(address, &half, sizeof half);
-  } else if (dtype.code == RECORDER_F64.code) {
-    memcpy(address, &value, sizeof value);
-  } else {
-    *(unsigned char *)address = (unsigned char)value;
-  }
-}
 
 static void *must_calloc(int64_t num, int64_t nbytes) {
   void *memory = calloc((size_t)num + 1, (size_t)nbytes);
@@ -210,8 +168,8 @@ static void plan_segments(model *self, int64_t index) {
     const int64_t numel = segment->shard_numel;
     unit->shards[i] = make_shard(self, unit, "shard", i, numel, segment->dtype);
     for (int64_t j = 0; j < numel; j++) {
-      model_write(unit->shards[i], segment->dtype, j,
-                  (double)(8 * index + 4 * i + j % 4));
+      elements_write(unit->shards[i], segment->dtype, j,
+                     (double)(8 * index + 4 * i + j % 4));
     }
     unit->grad_shards[i] =
         make_shard(self, unit, "grad", i, numel, grad_dtype(self, segment));
@@ -241,11 +199,9 @@ void model_plan(model *self, const char *name, const fsdp_param_spec *specs,
   if (self->options.param_dtype.code != 0) {
     alignment.itemsize = self->options.param_dtype.itemsize;
   }
-  CHECK_I64(fsdp_param_table_create(keyed, num_specs, &unit->table, NULL),
-            FSDP_OK);
-  CHECK_I64(fsdp_flat_layout_create(unit->table, self->options.world_size,
-                                    alignment, &unit->layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_param_table_create(keyed, num_specs, &unit->table, NULL));
+  CHECK_OK(fsdp_flat_layout_create(unit->table, self->options.world_size,
+                                   alignment, &unit->layout, NULL));
   plan_segments(self, self->num_units);
   recorder_name_owner(self->device, unit, name);
   self->num_units++;
@@ -318,7 +274,7 @@ done:
 }
 
 void model_start(model *self) {
-  CHECK_I64(model_build(self, NULL), FSDP_OK);
+  CHECK_OK(model_build(self, NULL));
   recorder_clear(self->device);
 }
 
@@ -417,7 +373,7 @@ fsdp_status model_give_grad(model *self, int64_t index, int64_t param,
   for (int64_t i = 0; i < slot->numel; i++) {
     const double value =
         (double)(param + self->salt % 3 + 1) + 0.25 * (double)(i % 4);
-    model_write(grad->data, dtype, i, value);
+    elements_write(grad->data, dtype, i, value);
     unit->expected[slot->segment][slot->offset + i] += value;
   }
   const fsdp_grad handed = {.param = param,
@@ -504,8 +460,8 @@ done:
 
 void model_step(model *self) {
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
-  CHECK_I64(model_forward(self, true, &error), FSDP_OK);
-  CHECK_I64(model_backward(self, &error), FSDP_OK);
+  CHECK_OK(model_forward(self, true, &error));
+  CHECK_OK(model_backward(self, &error));
   CHECK_TEXT(error.message, "");
 }
 
@@ -532,9 +488,9 @@ void model_optimizer_step(model *self) {
       model_touch_shard(self, unit->shards[j],
                         segment->shard_numel * segment->dtype.itemsize, true);
       for (int64_t k = 0; k < segment->shard_numel; k++) {
-        const double value = model_read(unit->shards[j], segment->dtype, k);
-        model_write(unit->shards[j], segment->dtype, k,
-                    value < 96 ? value + 1 : 1);
+        const double value = elements_read(unit->shards[j], segment->dtype, k);
+        elements_write(unit->shards[j], segment->dtype, k,
+                       value < 96 ? value + 1 : 1);
       }
     }
   }

@@ -241,7 +241,4 @@ fsdp_engine_stats model_stats(const model *self);
  * collectives name the unit whose shard has that many elements. */
 const char *model_schedule(model *self);
 
-double model_read(const void *data, fsdp_dtype dtype, int64_t index);
-void model_write(void *data, fsdp_dtype dtype, int64_t index, double value);
-
 #endif /* FSDP_TESTS_ENGINE_FIXTURE_H */

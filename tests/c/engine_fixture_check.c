@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "elements.h"
 #include "engine_fixture.h"
 
 /* What is shown is the shard of this rank, once for each rank. */
@@ -24,9 +25,9 @@ void model_check_params(model *self, int64_t index) {
         self->device, on_host ? RECORDER_HOST_LANE : FSDP_LANE_COMPUTE,
         unit->params[i], segment->padded_numel * dtype.itemsize, false);
     for (int64_t j = 0; j < segment->padded_numel; j++) {
-      const double expected =
-          model_read(unit->shards[i], segment->dtype, j % segment->shard_numel);
-      num_wrong += model_read(unit->params[i], dtype, j) != expected;
+      const double expected = elements_read(unit->shards[i], segment->dtype,
+                                            j % segment->shard_numel);
+      num_wrong += elements_read(unit->params[i], dtype, j) != expected;
     }
     CHECK_I64(num_wrong, 0);
   }
@@ -63,7 +64,7 @@ static int64_t count_wrong(const double *expected, const void *actual,
                            fsdp_dtype dtype, int64_t numel, double scale) {
   int64_t num_wrong = 0;
   for (int64_t i = 0; i < numel; i++) {
-    const double value = scale * model_read(actual, dtype, i);
+    const double value = scale * elements_read(actual, dtype, i);
     num_wrong += !(fabs(value - expected[i]) <= 1e-6 * fabs(expected[i]));
   }
   return num_wrong;
@@ -82,9 +83,9 @@ static void check_partial(model *self, const model_unit *unit, int64_t index,
   for (int64_t i = 0; i < segment->shard_numel; i++) {
     const double expected = unit->expected[index][begin + i];
     double value =
-        scale * model_read(unit->grads[index], options->reduce_dtype, i);
+        scale * elements_read(unit->grads[index], options->reduce_dtype, i);
     if (unit->has_reduced) {
-      value += model_read(unit->grad_shards[index], options->grad_dtype, i);
+      value += elements_read(unit->grad_shards[index], options->grad_dtype, i);
     }
     num_wrong += !(fabs(value - expected) <= 1e-6 * fabs(expected));
   }

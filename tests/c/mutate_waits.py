@@ -27,7 +27,7 @@ CORE = ROOT / "csrc" / "core"
 FLAGS = ("-std=c11", "-O0", "-g0", "-w", f"-I{CORE}", f"-I{HERE}")
 TEST_TIMEOUT_S = 60
 # What the tests of the arena and of the engine are linked with.
-SUPPORT = ("arena_", "check", "elements", "engine_", "recorder")
+SUPPORT = ("arena_", "check", "elements", "engine_", "every_", "recorder")
 
 # Calls, and what stands in for them. Definitions of the functions are no sites.
 PORT_CALLS = {

@@ -39,20 +39,13 @@ static size_t g_tape_nbytes;
 static const char *g_base;
 static struct fsdp_nccl_comm g_comms[MAX_COMMS];
 static int64_t g_num_comms;
-static int64_t g_num_aborts;
 static int64_t g_num_ids;
-static int g_next_op;
 static int64_t g_fail_at;
 static int g_fail_result;
 static bool g_fail_polls;
-static int64_t g_in_progress;
-static int g_async_error;
-static bool g_is_blocking;
-static int64_t g_aborts_awaited;
+static int64_t g_settings[NCCL_FAKE_NUM_SETTINGS];
+static int64_t g_counts[NCCL_FAKE_NUM_COUNTS];
 static int64_t g_num_aborts_begun;
-static bool g_inits_wait;
-static int64_t g_num_polls;
-static int64_t g_num_threads;
 static fsdp_nccl_config g_config;
 static char g_net_name[64];
 static _Thread_local int t_group_depth;
@@ -83,18 +76,11 @@ void nccl_fake_reset(void) {
   for (int64_t i = 0; i < g_num_comms; i++) free(g_comms[i].group_job);
   memset(g_comms, 0, sizeof g_comms);
   g_num_comms = 0;
-  g_num_aborts = 0;
   g_num_ids = 0;
-  g_next_op = 5;
   g_fail_at = -1;
-  g_in_progress = 0;
-  g_async_error = FSDP_NCCL_SUCCESS;
-  g_is_blocking = false;
-  g_aborts_awaited = 0;
   g_num_aborts_begun = 0;
-  g_inits_wait = false;
-  g_num_polls = 0;
-  g_num_threads = 0;
+  memset(g_settings, 0, sizeof g_settings);
+  memset(g_counts, 0, sizeof g_counts);
   unlock();
   nccl_fake_priv_reset_store();
   nccl_fake_priv_reset_events();
@@ -139,50 +125,18 @@ bool nccl_fake_has_failed(void) {
   return has_failed;
 }
 
-void nccl_fake_set_in_progress(int64_t num_polls) {
+void nccl_fake_set(nccl_fake_setting setting, int64_t value) {
   lock();
-  g_in_progress = num_polls;
-  unlock();
-}
-
-void nccl_fake_set_async_error(int result) {
-  lock();
-  g_async_error = result;
-  unlock();
-}
-
-void nccl_fake_set_blocking(bool is_blocking) {
-  lock();
-  g_is_blocking = is_blocking;
-  unlock();
-}
-
-void nccl_fake_set_aborts_awaited(int64_t num_aborts) {
-  lock();
-  g_aborts_awaited = num_aborts;
-  unlock();
-}
-
-void nccl_fake_set_inits_wait(bool wait) {
-  lock();
-  g_inits_wait = wait;
+  g_settings[setting] = value;
   (void)pthread_cond_broadcast(&g_changed);
   unlock();
 }
 
-static int64_t read_number(const int64_t *number) {
+int64_t nccl_fake_num(nccl_fake_count count) {
   lock();
-  const int64_t value = *number;
+  const int64_t value = g_counts[count];
   unlock();
   return value;
-}
-
-int64_t nccl_fake_num_polls(void) {
-  return read_number(&g_num_polls);
-}
-
-int64_t nccl_fake_num_threads(void) {
-  return read_number(&g_num_threads);
 }
 
 fsdp_nccl_config nccl_fake_config(void) {
@@ -196,13 +150,6 @@ int64_t nccl_fake_num_live(void) {
   int64_t num = 0;
   lock();
   for (int64_t i = 0; i < g_num_comms; i++) num += g_comms[i].is_live ? 1 : 0;
-  unlock();
-  return num;
-}
-
-int64_t nccl_fake_num_aborts(void) {
-  lock();
-  const int64_t num = g_num_aborts;
   unlock();
   return num;
 }
@@ -274,8 +221,9 @@ static void prepare_for_forks(void) {
 
 /* A result for a call that may be in progress afterwards. */
 static int progress(fsdp_nccl_comm *comm) {
-  comm->num_polls = g_in_progress;
-  return g_in_progress > 0 ? FSDP_NCCL_IN_PROGRESS : FSDP_NCCL_SUCCESS;
+  comm->num_polls = g_settings[NCCL_FAKE_IN_PROGRESS];
+  return g_settings[NCCL_FAKE_IN_PROGRESS] > 0 ? FSDP_NCCL_IN_PROGRESS
+                                               : FSDP_NCCL_SUCCESS;
 }
 
 static int fake_get_version(int *version) {
@@ -314,7 +262,8 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
     (void)snprintf(g_net_name, sizeof g_net_name, "%s",
                    config->net_name == NULL ? "" : config->net_name);
     g_config.net_name = g_net_name;
-    while (g_inits_wait) (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
+    while (g_settings[NCCL_FAKE_INITS_WAIT] != 0)
+      (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
     made->num_inside = 0;
     result = progress(made);
   }
@@ -325,11 +274,11 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
 static int fake_async_error(fsdp_nccl_comm *comm, int *async_error) {
   int result = FSDP_NCCL_SUCCESS;
   enter(comm, "get_async_error");
-  g_num_polls++;
+  g_counts[NCCL_FAKE_POLLS]++;
   if (g_fail_polls && is_chosen()) {
     result = g_fail_result;
-  } else if (g_async_error != FSDP_NCCL_SUCCESS) {
-    *async_error = g_async_error;
+  } else if ((int)g_settings[NCCL_FAKE_ASYNC_ERROR] != FSDP_NCCL_SUCCESS) {
+    *async_error = (int)g_settings[NCCL_FAKE_ASYNC_ERROR];
   } else if (comm->num_polls > 0) {
     comm->num_polls--;
     *async_error = FSDP_NCCL_IN_PROGRESS;
@@ -379,7 +328,7 @@ static int fake_abort(fsdp_nccl_comm *comm) {
   struct timespec end = {0};
   (void)clock_gettime(CLOCK_REALTIME, &end);
   end.tv_sec += ABORT_LIMIT_S;
-  while (g_num_aborts_begun < g_aborts_awaited) {
+  while (g_num_aborts_begun < g_settings[NCCL_FAKE_ABORTS_AWAITED]) {
     if (pthread_cond_timedwait(&g_changed, &nccl_fake_lock, &end) != 0) {
       write_line("WRONG abort %" PRId64 " waits for another one\n",
                  number(comm));
@@ -388,7 +337,7 @@ static int fake_abort(fsdp_nccl_comm *comm) {
   }
   const int result = end_call(comm, "abort");
   comm->is_live = false;
-  g_num_aborts++;
+  g_counts[NCCL_FAKE_ABORTS]++;
   (void)pthread_cond_broadcast(&g_changed);
   /* Under the lock: the next test may reset while an orphan aborts. */
   if (comm->num_inside == 0) free_group_job(comm);
@@ -433,7 +382,7 @@ static int fake_group_end(void) {
   if (t_group_depth-- <= 0) write_line("WRONG group_end\n");
   write_line("group_end\n");
   if (is_chosen()) result = g_fail_result;
-  if (result == FSDP_NCCL_SUCCESS && g_in_progress > 0) {
+  if (result == FSDP_NCCL_SUCCESS && g_settings[NCCL_FAKE_IN_PROGRESS] > 0) {
     result = FSDP_NCCL_IN_PROGRESS;
   }
   unlock();
@@ -453,13 +402,15 @@ static int collect(const char *name, const char *tail, const void *send,
   int result = FSDP_NCCL_SUCCESS;
   enter(comm, name);
   if (comm->group_job == NULL) comm->group_job = malloc(1);
-  if (g_in_progress > 0) g_num_threads++; /* a group's thread in NCCL */
+  if (g_settings[NCCL_FAKE_IN_PROGRESS] > 0)
+    g_counts[NCCL_FAKE_THREADS]++; /* a group's thread in NCCL */
   if (is_chosen()) {
     result = g_fail_result;
     goto done;
   }
-  if (g_async_error != FSDP_NCCL_SUCCESS) {
-    result = g_async_error; /* as NCCL's own check of a call */
+  if ((int)g_settings[NCCL_FAKE_ASYNC_ERROR] != FSDP_NCCL_SUCCESS) {
+    result = (int)
+        g_settings[NCCL_FAKE_ASYNC_ERROR]; /* as NCCL's own check of a call */
     goto done;
   }
   if (t_group_depth == 0) nccl_fake_priv_check_settled();
@@ -467,7 +418,7 @@ static int collect(const char *name, const char *tail, const void *send,
              number(comm), dtype_name(dtype), numel,
              (const char *)send - g_base, (const char *)receive - g_base, tail,
              (intptr_t)stream / 16);
-  if (g_is_blocking) {
+  if (g_settings[NCCL_FAKE_BLOCKING] != 0) {
     while (comm->is_live && !comm->is_revoked) {
       (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
     }
@@ -509,35 +460,6 @@ static int fake_all_reduce(const void *send, void *receive, size_t numel,
   char tail[32];
   (void)snprintf(tail, sizeof tail, " op%d", op);
   return collect("all_reduce", tail, send, receive, numel, dtype, comm, stream);
-}
-
-static int fake_red_op_create(int *op, void *scalar, int dtype, int residence,
-                              fsdp_nccl_comm *comm) {
-  int result = FSDP_NCCL_SUCCESS;
-  uint32_t bits32 = 0;
-  uint16_t bits16 = 0;
-  enter(comm, "red_op_create");
-  if (is_chosen()) {
-    result = g_fail_result;
-  } else {
-    const bool is_16 =
-        dtype == FSDP_NCCL_FLOAT16 || dtype == FSDP_NCCL_BFLOAT16;
-    memcpy(&bits16, scalar, sizeof bits16);
-    memcpy(&bits32, scalar, sizeof bits32);
-    *op = g_next_op++;
-    write_line("red_op %" PRId64 " op%d %s %" PRIx32 "%s\n", number(comm), *op,
-               dtype_name(dtype), is_16 ? bits16 : bits32,
-               residence == FSDP_NCCL_SCALAR_ON_HOST ? "" : " ON DEVICE");
-  }
-  leave(comm);
-  return result;
-}
-
-static int fake_red_op_destroy(int op, fsdp_nccl_comm *comm) {
-  enter(comm, "red_op_destroy");
-  write_line("red_op_destroy %" PRId64 " op%d\n", number(comm), op);
-  leave(comm);
-  return FSDP_NCCL_SUCCESS;
 }
 
 static int fake_register(fsdp_nccl_comm *comm, void *buffer, size_t nbytes,
@@ -582,8 +504,6 @@ fsdp_nccl_library nccl_fake_library(void) {
               .all_reduce = fake_all_reduce,
               .broadcast = fake_broadcast,
               .get_last_error = fake_last_error,
-              .red_op_create_pre_mul_sum = fake_red_op_create,
-              .red_op_destroy = fake_red_op_destroy,
               .comm_register = fake_register,
               .comm_deregister = fake_deregister,
               .comm_revoke = fake_revoke,

@@ -34,29 +34,34 @@ void *nccl_fake_stream(intptr_t number);
 void nccl_fake_fail_at(int64_t index, int result, bool with_polls);
 /* Whether the injected failure came to pass. */
 bool nccl_fake_has_failed(void);
-/* Every call that may says "in progress", and so do `num_polls` polls. */
-void nccl_fake_set_in_progress(int64_t num_polls);
-/* Every poll says `result` from now on. */
-void nccl_fake_set_async_error(int result);
-/* Collectives block until their communicator is aborted (then they succeed) or
- * revoked (then they do not). */
-void nccl_fake_set_blocking(bool is_blocking);
+typedef enum nccl_fake_setting {
+  NCCL_FAKE_IN_PROGRESS = 0, /* calls, and so many polls, are in progress */
+  NCCL_FAKE_ASYNC_ERROR,     /* what every poll says */
+  /* Collectives block until their communicator is aborted (then they succeed)
+   * or revoked (then they do not). */
+  NCCL_FAKE_BLOCKING,
+  NCCL_FAKE_ABORTS_AWAITED, /* aborts wait until so many have begun */
+  NCCL_FAKE_INITS_WAIT,     /* no communicator is made while it is set */
+  NCCL_FAKE_NUM_SETTINGS
+} nccl_fake_setting;
 
-/* Aborts wait until so many have begun, as behind each other's kernels. */
-void nccl_fake_set_aborts_awaited(int64_t num_aborts);
-/* Communicators are not made before this is false again. */
-void nccl_fake_set_inits_wait(bool wait);
+/* 0 at first. */
+void nccl_fake_set(nccl_fake_setting setting, int64_t value);
 
-/* What a launch must not cost: polls of errors so far, and threads that NCCL
- * starts for launches that are in progress afterwards. */
-int64_t nccl_fake_num_polls(void);
-int64_t nccl_fake_num_threads(void);
+typedef enum nccl_fake_count {
+  NCCL_FAKE_POLLS = 0, /* of errors */
+  NCCL_FAKE_THREADS,   /* that NCCL starts for launches in progress */
+  NCCL_FAKE_ABORTS,
+  NCCL_FAKE_NUM_COUNTS
+} nccl_fake_count;
+
+int64_t nccl_fake_num(nccl_fake_count count);
+
 /* Of the last communicator that was made; net_name is "" for none. */
 fsdp_nccl_config nccl_fake_config(void);
 
 /* Communicators that were made, and not aborted or destroyed since. */
 int64_t nccl_fake_num_live(void);
-int64_t nccl_fake_num_aborts(void);
 
 /* The store. Call number `index` from now fails; -1: none. */
 fsdp_store nccl_fake_store(void);

@@ -6,6 +6,7 @@
 
 #include <time.h>
 
+#include "base/alloc.h"
 #include "nccl/nccl_priv.h"
 
 char nccl_fixture_memory[NCCL_FIXTURE_NBYTES];
@@ -29,8 +30,14 @@ fsdp_nccl_options nccl_fixture_options(void) {
   return options;
 }
 
-fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
-                                       int64_t rank, int64_t world_size) {
+fsdp_nccl_options nccl_fixture_quick_options(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  options.poll_ms = 1;
+  return options;
+}
+
+fsdp_transport *nccl_fixture_create(const fsdp_nccl_options *options,
+                                    int64_t rank, int64_t world_size) {
   const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
   fsdp_transport *transport = NULL;
@@ -38,17 +45,35 @@ fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
   const fsdp_status status = fsdp_nccl_create(&library, options, &store, rank,
                                               world_size, &transport, &error);
   if (status != FSDP_OK) printf("cannot join: %s\n", error.message);
-  CHECK(status == FSDP_OK);
+  CHECK_OK(status);
+  return transport;
+}
+
+fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
+                                       int64_t rank, int64_t world_size) {
+  fsdp_transport *transport = nccl_fixture_create(options, rank, world_size);
   nccl_fixture_connect(transport);
   return transport;
+}
+
+void nccl_fixture_leave(fsdp_transport *transport) {
+  transport->ops->destroy(transport);
+  for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
+    nccl_fixture_sleep_ms(1); /* a thread that was stuck frees the rest */
+  }
+  CHECK_I64(fsdp_alloc_live(), 0);
+  CHECK_I64(nccl_fake_num_live(), 0);
+  CHECK_I64(nccl_fake_num_events(), 0);
+  CHECK(!fsdp_nccl_priv_has_watchdog());
+  CHECK_LACKS(nccl_fake_tape(), "WRONG");
 }
 
 void nccl_fixture_connect(fsdp_transport *transport) {
   fsdp_nccl_transport *self = fsdp_nccl_priv_of(transport);
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     const fsdp_channel channel = (fsdp_channel)i;
-    CHECK(fsdp_nccl_priv_lock_channel(self, channel, NULL) == FSDP_OK);
-    CHECK(fsdp_nccl_priv_connect(self, channel, NULL) == FSDP_OK);
+    CHECK_OK(fsdp_nccl_priv_lock_channel(self, channel, NULL));
+    CHECK_OK(fsdp_nccl_priv_connect(self, channel, NULL));
     fsdp_nccl_priv_unlock_channel(self, channel);
   }
 }
@@ -56,10 +81,8 @@ void nccl_fixture_connect(fsdp_transport *transport) {
 void nccl_fixture_write_ids(void) {
   const fsdp_store store = nccl_fake_store();
   const fsdp_nccl_id id = {"id0"};
-  CHECK(store.set(store.context, "p/id/gather", &id, sizeof id, NULL) ==
-        FSDP_OK);
-  CHECK(store.set(store.context, "p/id/reduce", &id, sizeof id, NULL) ==
-        FSDP_OK);
+  CHECK_OK(store.set(store.context, "p/id/gather", &id, sizeof id, NULL));
+  CHECK_OK(store.set(store.context, "p/id/reduce", &id, sizeof id, NULL));
 }
 
 fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
@@ -102,13 +125,26 @@ fsdp_status nccl_fixture_unit(fsdp_transport *transport, bool has_reduce,
   FSDP_TRY(ops->group_end(transport, &gather, error));
   if (!has_reduce) return FSDP_OK;
   FSDP_TRY(ops->group_begin(transport, &reduce, error));
-  FSDP_TRY(ops->reduce_scatter(transport, &reduce, memory, 4, NCCL_F32, 1, NULL,
+  FSDP_TRY(ops->reduce_scatter(transport, &reduce, memory, 4, NCCL_F32, NULL,
                                error));
   FSDP_TRY(ops->reduce_scatter(transport, &reduce, memory + 64, 2, NCCL_F32,
-                               0.25, NULL, error));
+                               NULL, error));
   FSDP_TRY(ops->group_end(transport, &reduce, error));
 done:
   return status;
+}
+
+void *nccl_fixture_gather_in_thread(void *thread) {
+  nccl_fixture_thread *self = thread;
+  self->status = nccl_fixture_gather(self->transport, "unit 'b'", &self->error);
+  return NULL;
+}
+
+void nccl_fixture_wait_for_aborts(int64_t num) {
+  for (int i = 0; i < 10000 && nccl_fake_num(NCCL_FAKE_ABORTS) < num; i++) {
+    nccl_fixture_sleep_ms(1);
+  }
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), num);
 }
 
 void nccl_fixture_sleep_ms(int64_t time_ms) {

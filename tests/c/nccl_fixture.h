@@ -19,6 +19,15 @@ extern const fsdp_dtype NCCL_BF16;
  * slow, short grace, a watchdog that is asleep (it looks once an hour). */
 fsdp_nccl_options nccl_fixture_options(void);
 
+/* The same with a watchdog that looks every millisecond. */
+fsdp_nccl_options nccl_fixture_quick_options(void);
+
+/* A transport that is not connected yet. */
+fsdp_transport *nccl_fixture_create(const fsdp_nccl_options *options,
+                                    int64_t rank, int64_t world_size);
+/* Destroys the last transport; nothing is left then. */
+void nccl_fixture_leave(fsdp_transport *transport);
+
 /* Resets the fake and joins as `rank`; rank > 0 finds the ids in the store. */
 fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
                                   int64_t rank, int64_t world_size);
@@ -43,6 +52,16 @@ fsdp_status nccl_fixture_unit(fsdp_transport *transport, bool has_reduce,
 fsdp_status nccl_fixture_gather(fsdp_transport *transport, const char *label,
                                 fsdp_error *error);
 
+/* A gather of "unit 'b'" in a thread of its own. */
+typedef struct nccl_fixture_thread {
+  fsdp_transport *transport;
+  fsdp_status status;
+  fsdp_error error;
+} nccl_fixture_thread;
+void *nccl_fixture_gather_in_thread(void *thread);
+
+/* Waits up to 10 s for so many aborts. */
+void nccl_fixture_wait_for_aborts(int64_t num);
 /* Waits up to 10 s for `transport` to have failed. */
 fsdp_status nccl_fixture_wait_for_failure(fsdp_transport *transport,
                                           fsdp_error *error);

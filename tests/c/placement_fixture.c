@@ -11,10 +11,9 @@ fsdp_flat_layout *placement_layout(const fsdp_param_spec *uses,
                                    fsdp_alignment alignment) {
   fsdp_param_table *table = NULL;
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_param_table_create(uses, num_uses, &table, NULL), FSDP_OK);
-  CHECK_I64(
-      fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL),
-      FSDP_OK);
+  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
+  CHECK_OK(
+      fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL));
   fsdp_param_table_destroy(table);
   return layout;
 }
@@ -27,16 +26,14 @@ fsdp_flat_layout *placement_picture(void) {
 
 fsdp_placement *place(const fsdp_piece *pieces, int64_t num_pieces) {
   fsdp_placement *placement = NULL;
-  CHECK_I64(fsdp_placement_create(pieces, num_pieces, &placement, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_placement_create(pieces, num_pieces, &placement, NULL));
   return placement;
 }
 
 fsdp_placement *place_flat(const fsdp_flat_layout *layout, int64_t segment,
                            int64_t begin, int64_t end) {
   fsdp_placement *placement = NULL;
-  CHECK_I64(fsdp_placement_create_flat(
-                layout, segment, (fsdp_range){begin, end}, &placement, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_placement_create_flat(layout, segment, (fsdp_range){begin, end},
+                                      &placement, NULL));
   return placement;
 }

@@ -28,18 +28,18 @@ void recorder_priv_die(const char *what) {
 
 /* --- Names --------------------------------------------------------------- */
 
+static const char *name_of_dtype(fsdp_dtype dtype) {
+  static const char *const names[] = {"unknown", "f32", "bf16", "f64", "u8"};
+  return dtype.code >= 1 && dtype.code <= 4 ? names[dtype.code] : names[0];
+}
+
 const char *recorder_priv_lane_name(fsdp_lane lane) {
   static const char *const names[FSDP_NUM_LANES] = {
       "compute", "unshard", "reduce", "replicate", "upload", "download"};
   return (unsigned)lane < FSDP_NUM_LANES ? names[lane] : "unknown_lane";
 }
 
-const char *recorder_priv_dtype_name(fsdp_dtype dtype) {
-  static const char *const names[] = {"unknown", "f32", "bf16", "f64", "u8"};
-  return dtype.code >= 1 && dtype.code <= 4 ? names[dtype.code] : names[0];
-}
-
-const char *recorder_priv_view_name(fsdp_view view) {
+static const char *name_of_view(fsdp_view view) {
   static const char *const names[] = {"sharded", "unsharded", "full",
                                       "full_on_host", "partial"};
   return (unsigned)view < 5 ? names[view] : "unknown_view";
@@ -63,15 +63,6 @@ const char *recorder_priv_find_name(named_list *list, const void *pointer,
   named *item = add_named(list, pointer);
   snprintf(item->name, sizeof item->name, "%s%" PRId64, prefix, number);
   return item->name;
-}
-
-const char *recorder_priv_owner_name(recorder *self, const void *owner) {
-  return recorder_priv_find_name(&self->owners, owner, "unit", 0);
-}
-
-const char *recorder_priv_group_name(recorder *self,
-                                     const fsdp_transport *transport) {
-  return recorder_priv_find_name(&self->groups, transport, "g", 0);
 }
 
 memory *recorder_priv_add_memory(recorder *self, const void *data,
@@ -120,11 +111,62 @@ static void tape_append(recorder *self, const char *text) {
   self->tape_length += length;
 }
 
+/* One directive of a line's format; see recorder_priv_begin. */
+static void append_directive(recorder *self, char directive, char *to,
+                             size_t nbytes, va_list *arguments) {
+  const char *text = "";
+  if (directive == 'd') {
+    (void)snprintf(to, nbytes, "%" PRId64, va_arg(*arguments, int64_t));
+    return;
+  }
+  if (directive == 'g') {
+    (void)snprintf(to, nbytes, "%g", va_arg(*arguments, double));
+    return;
+  }
+  if (directive == 't' || directive == 'f') {
+    const void *data = va_arg(*arguments, const void *);
+    if (data == NULL) return;
+    (void)recorder_priv_memory_name(self, directive == 't' ? " " : " <- ", data,
+                                    to, nbytes);
+    return;
+  }
+  if (directive == 's') text = va_arg(*arguments, const char *);
+  if (directive == 'L') {
+    text = recorder_priv_lane_name((fsdp_lane)va_arg(*arguments, int));
+  }
+  if (directive == 'V') text = name_of_view((fsdp_view)va_arg(*arguments, int));
+  if (directive == 'D') text = name_of_dtype(va_arg(*arguments, fsdp_dtype));
+  if (directive == 'O' || directive == 'G') {
+    const void *pointer = va_arg(*arguments, const void *);
+    text = directive == 'O'
+               ? recorder_priv_find_name(&self->owners, pointer, "unit", 0)
+               : recorder_priv_find_name(&self->groups, pointer, "g", 0);
+  }
+  (void)snprintf(to, nbytes, "%s", text);
+}
+
+static void format_line(recorder *self, char *line, size_t nbytes,
+                        const char *format, va_list *arguments) {
+  size_t length = 0;
+  for (; *format != '\0' && length + 1 < nbytes; format++) {
+    line[length] = *format;
+    line[length + 1] = '\0';
+    if (*format == '%') {
+      line[length] = '\0';
+      append_directive(self, *++format, line + length, nbytes - length,
+                       arguments);
+      length += strlen(line + length);
+    } else {
+      length++;
+    }
+  }
+}
+
 void recorder_priv_write_line(recorder *self, const char *format, ...) {
-  char line[512];
+  char line[512] = "";
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(line, sizeof line, format, arguments);
+  format_line(self, line, sizeof line, format, &arguments);
   va_end(arguments);
   tape_append(self, line);
   tape_append(self, "\n");
@@ -132,10 +174,10 @@ void recorder_priv_write_line(recorder *self, const char *format, ...) {
 
 fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
                                 fsdp_error *error, const char *format, ...) {
-  char line[512];
+  char line[512] = "";
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(line, sizeof line, format, arguments);
+  format_line(self, line, sizeof line, format, &arguments);
   va_end(arguments);
 
   self->num_calls++;

@@ -13,7 +13,7 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
   const int64_t number = self->num_blocks_ever + 1;
   if (self->shows_memory) snprintf(name, sizeof name, " b%" PRId64, number);
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_OUT_OF_MEMORY, error, "alloc %" PRId64 "%s", nbytes, name);
+      self, FSDP_OUT_OF_MEMORY, error, "alloc %d%s", nbytes, name);
   if (status != FSDP_OK) return status;
   if (self->memory_limit > 0 &&
       nbytes > self->memory_limit - self->live_nbytes) {
@@ -96,14 +96,11 @@ static void free_known_block(recorder *self, const void *data, bool is_host,
 static void block_free(void *context, void *block, int64_t nbytes,
                        fsdp_event *last_use) {
   recorder *self = context;
-  char name[2 * RECORDER_NAME_NBYTES];
   char after[RECORDER_NAME_NBYTES] = "";
   if (last_use != NULL) {
     snprintf(after, sizeof after, " after e%" PRId64, last_use->number);
   }
-  recorder_priv_write_line(
-      self, "free %" PRId64 "%s%s", nbytes,
-      recorder_priv_memory_name(self, " ", block, name, sizeof name), after);
+  recorder_priv_write_line(self, "free %d%t%s", nbytes, block, after);
   free_known_block(self, block, false, nbytes, last_use);
 }
 
@@ -117,9 +114,8 @@ static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
   char name[RECORDER_NAME_NBYTES + 1] = "";
   const int64_t number = self->num_host_blocks_ever + 1;
   if (self->shows_memory) snprintf(name, sizeof name, " h%" PRId64, number);
-  const fsdp_status status =
-      recorder_priv_begin(self, FSDP_OUT_OF_MEMORY, error,
-                          "host_alloc %" PRId64 "%s", nbytes, name);
+  const fsdp_status status = recorder_priv_begin(
+      self, FSDP_OUT_OF_MEMORY, error, "host_alloc %d%s", nbytes, name);
   if (status != FSDP_OK) return status;
   if (nbytes < 1) recorder_priv_die("host_alloc of nothing");
   void *data = recorder_priv_must(malloc((size_t)nbytes));
@@ -136,10 +132,7 @@ static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
 
 static void host_free(void *context, void *block) {
   recorder *self = context;
-  char name[2 * RECORDER_NAME_NBYTES];
-  recorder_priv_write_line(
-      self, "host_free%s",
-      recorder_priv_memory_name(self, " ", block, name, sizeof name));
+  recorder_priv_write_line(self, "host_free%t", block);
   free_known_block(self, block, true, 0, NULL);
 }
 
@@ -148,7 +141,7 @@ static fsdp_status event_create(void *context, fsdp_event **event,
   recorder *self = context;
   const int64_t number = self->num_events_ever + 1;
   const fsdp_status status =
-      recorder_priv_begin(self, FSDP_BACKEND, error, "event e%" PRId64, number);
+      recorder_priv_begin(self, FSDP_BACKEND, error, "event e%d", number);
   if (status != FSDP_OK) return status;
   fsdp_event *created = recorder_priv_must(malloc(sizeof *created));
   *created = (fsdp_event){.number = number, .next = self->events};
@@ -161,7 +154,7 @@ static fsdp_status event_create(void *context, fsdp_event **event,
 
 static void event_destroy(void *context, fsdp_event *event) {
   recorder *self = context;
-  recorder_priv_write_line(self, "destroy e%" PRId64, event->number);
+  recorder_priv_write_line(self, "destroy e%d", event->number);
   fsdp_event **link = &self->events;
   while (*link != NULL && *link != event) link = &(*link)->next;
   if (*link == NULL) recorder_priv_die("event_destroy of an unknown event");
@@ -173,17 +166,15 @@ static void event_destroy(void *context, fsdp_event *event) {
 static fsdp_status event_record(void *context, fsdp_event *event,
                                 fsdp_lane lane, fsdp_error *error) {
   const fsdp_status status = recorder_priv_begin(
-      context, FSDP_BACKEND, error, "record e%" PRId64 " %s", event->number,
-      recorder_priv_lane_name(lane));
+      context, FSDP_BACKEND, error, "record e%d %L", event->number, lane);
   if (status == FSDP_OK) recorder_priv_record(context, event, lane);
   return status;
 }
 
 static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
                               fsdp_error *error) {
-  const fsdp_status status =
-      recorder_priv_begin(context, FSDP_BACKEND, error, "wait %s e%" PRId64,
-                          recorder_priv_lane_name(lane), event->number);
+  const fsdp_status status = recorder_priv_begin(
+      context, FSDP_BACKEND, error, "wait %L e%d", lane, event->number);
   if (status == FSDP_OK) recorder_priv_wait(context, (int)lane, event);
   return status;
 }
@@ -191,7 +182,7 @@ static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
 static fsdp_status event_synchronize(void *context, fsdp_event *event,
                                      fsdp_error *error) {
   const fsdp_status status = recorder_priv_begin(
-      context, FSDP_BACKEND, error, "synchronize e%" PRId64, event->number);
+      context, FSDP_BACKEND, error, "synchronize e%d", event->number);
   if (status == FSDP_OK) recorder_priv_wait(context, RECORDER_HOST, event);
   return status;
 }
@@ -201,15 +192,9 @@ static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
                         fsdp_dtype source_dtype, int64_t numel,
                         fsdp_error *error) {
   recorder *self = context;
-  char to[2 * RECORDER_NAME_NBYTES];
-  char from[2 * RECORDER_NAME_NBYTES];
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "cast %s %" PRId64 " %s->%s%s%s",
-      recorder_priv_lane_name(lane), numel,
-      recorder_priv_dtype_name(source_dtype),
-      recorder_priv_dtype_name(destination_dtype),
-      recorder_priv_memory_name(self, " ", destination, to, sizeof to),
-      recorder_priv_memory_name(self, " <- ", source, from, sizeof from));
+      self, FSDP_BACKEND, error, "cast %L %d %D->%D%t%f", lane, numel,
+      source_dtype, destination_dtype, destination, source);
   if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
   recorder_priv_touch(self, lane, destination,
@@ -223,13 +208,9 @@ static fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
                                   const void *host, int64_t nbytes,
                                   fsdp_error *error) {
   recorder *self = context;
-  char to[2 * RECORDER_NAME_NBYTES];
-  char from[2 * RECORDER_NAME_NBYTES];
-  const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "copy_to_device %s %" PRId64 "%s%s",
-      recorder_priv_lane_name(lane), nbytes,
-      recorder_priv_memory_name(self, " ", device, to, sizeof to),
-      recorder_priv_memory_name(self, " <- ", host, from, sizeof from));
+  const fsdp_status status =
+      recorder_priv_begin(self, FSDP_BACKEND, error, "copy_to_device %L %d%t%f",
+                          lane, nbytes, device, host);
   if (status != FSDP_OK) return status;
   touch_host(self, lane, host, nbytes, false);
   recorder_priv_touch(self, lane, device, nbytes, true);
@@ -241,13 +222,9 @@ static fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
                                 const void *device, int64_t nbytes,
                                 fsdp_error *error) {
   recorder *self = context;
-  char to[2 * RECORDER_NAME_NBYTES];
-  char from[2 * RECORDER_NAME_NBYTES];
-  const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "copy_to_host %s %" PRId64 "%s%s",
-      recorder_priv_lane_name(lane), nbytes,
-      recorder_priv_memory_name(self, " ", host, to, sizeof to),
-      recorder_priv_memory_name(self, " <- ", device, from, sizeof from));
+  const fsdp_status status =
+      recorder_priv_begin(self, FSDP_BACKEND, error, "copy_to_host %L %d%t%f",
+                          lane, nbytes, host, device);
   if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, device, nbytes, false);
   touch_host(self, lane, host, nbytes, true);
@@ -261,7 +238,6 @@ static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
                         double scale, fsdp_error *error) {
   recorder *self = context;
   char text[256] = "";
-  char to[2 * RECORDER_NAME_NBYTES];
   size_t length = 0;
   for (int64_t i = 0; i < num_items && length < sizeof text; i++) {
     length += (size_t)snprintf(
@@ -269,11 +245,9 @@ static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
         items[i].data == NULL ? "zero" : "", items[i].numel, items[i].offset,
         items[i].add ? "+" : "");
   }
-  const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "pack %s %s x%g%s%s",
-      recorder_priv_lane_name(lane),
-      recorder_priv_dtype_name(destination_dtype), scale, text,
-      recorder_priv_memory_name(self, " ", destination, to, sizeof to));
+  const fsdp_status status =
+      recorder_priv_begin(self, FSDP_BACKEND, error, "pack %L %D x%g%s%t", lane,
+                          destination_dtype, scale, text, destination);
   if (status != FSDP_OK) return status;
   for (int64_t i = 0; i < num_items; i++) {
     char *target =
@@ -293,15 +267,10 @@ static fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
                               fsdp_dtype source_dtype, int64_t numel,
                               double scale, bool add, fsdp_error *error) {
   recorder *self = context;
-  char to[2 * RECORDER_NAME_NBYTES];
-  char from[2 * RECORDER_NAME_NBYTES];
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "accumulate %s %" PRId64 " %s->%s x%g%s%s%s",
-      recorder_priv_lane_name(lane), numel,
-      recorder_priv_dtype_name(source_dtype),
-      recorder_priv_dtype_name(destination_dtype), scale, add ? " add" : "",
-      recorder_priv_memory_name(self, " ", destination, to, sizeof to),
-      recorder_priv_memory_name(self, " <- ", source, from, sizeof from));
+      self, FSDP_BACKEND, error, "accumulate %L %d %D->%D x%g%s%t%f", lane,
+      numel, source_dtype, destination_dtype, scale, add ? " add" : "",
+      destination, source);
   if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, source, numel * source_dtype.itemsize, false);
   recorder_priv_touch(self, lane, destination,
@@ -320,9 +289,9 @@ static fsdp_status all_gather_bytes(void *context, const fsdp_group *group,
                                     const void *mine, int64_t nbytes, void *all,
                                     fsdp_error *error) {
   recorder *self = context;
-  const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "all_gather_bytes %s %" PRId64,
-      recorder_priv_group_name(self, group->transport), nbytes);
+  const fsdp_status status =
+      recorder_priv_begin(self, FSDP_BACKEND, error, "all_gather_bytes %G %d",
+                          group->transport, nbytes);
   if (status != FSDP_OK) return status;
   for (int64_t rank = 0; rank < group->world_size; rank++) {
     char *slot = (char *)all + rank * nbytes;

@@ -115,13 +115,8 @@ void *recorder_priv_append_item(void *items, int64_t num_items, size_t nbytes);
 void recorder_priv_die(const char *what);
 
 const char *recorder_priv_lane_name(fsdp_lane lane);
-const char *recorder_priv_dtype_name(fsdp_dtype dtype);
-const char *recorder_priv_view_name(fsdp_view view);
 const char *recorder_priv_find_name(named_list *list, const void *pointer,
                                     const char *prefix, int64_t first_number);
-const char *recorder_priv_owner_name(recorder *self, const void *owner);
-const char *recorder_priv_group_name(recorder *self,
-                                     const fsdp_transport *transport);
 memory *recorder_priv_add_memory(recorder *self, const void *data,
                                  int64_t nbytes);
 /* "b1+16" into `text`; "" unless memory is shown. */
@@ -129,13 +124,14 @@ const char *recorder_priv_memory_name(const recorder *self, const char *before,
                                       const void *data, char *text,
                                       size_t text_nbytes);
 
-/* A line of an operation that cannot fail. */
-void recorder_priv_write_line(recorder *self, const char *format, ...)
-    FSDP_PRINTF(2, 3);
-/* Starts an operation that can fail: its line, or the injected failure. */
+/* Starts an operation that can fail: its line, or the injected failure. In the
+ * format %d is an int64_t, %g a double, %s a text, %L a lane, %D a dtype, %V a
+ * view, %O an owner, %G a transport; %t and %f are memory, as " b1" and
+ * " <- b1" where memory is shown. */
 fsdp_status recorder_priv_begin(recorder *self, fsdp_status code,
-                                fsdp_error *error, const char *format, ...)
-    FSDP_PRINTF(4, 5);
+                                fsdp_error *error, const char *format, ...);
+/* The line of an operation that cannot fail. */
+void recorder_priv_write_line(recorder *self, const char *format, ...);
 
 /* recorder_device.c */
 fsdp_device_ops recorder_priv_device_ops(recorder *self);

@@ -14,17 +14,15 @@ static fsdp_lane lane_of(const recorder *self, const fsdp_call *call) {
 static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
                                fsdp_error *error) {
   recorder *self = group_of(transport)->device;
-  return recorder_priv_begin(self, FSDP_BACKEND, error, "group_begin %s %s",
-                             recorder_priv_lane_name(lane_of(self, call)),
-                             recorder_priv_group_name(self, transport));
+  return recorder_priv_begin(self, FSDP_BACKEND, error, "group_begin %L %G",
+                             lane_of(self, call), transport);
 }
 
 static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
                              fsdp_error *error) {
   recorder *self = group_of(transport)->device;
-  return recorder_priv_begin(self, FSDP_BACKEND, error, "group_end %s %s",
-                             recorder_priv_lane_name(lane_of(self, call)),
-                             recorder_priv_group_name(self, transport));
+  return recorder_priv_begin(self, FSDP_BACKEND, error, "group_end %L %G",
+                             lane_of(self, call), transport);
 }
 
 static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
@@ -35,14 +33,9 @@ static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
   recorder *self = group->device;
   const fsdp_lane lane = lane_of(self, call);
   (void)ticket;
-  char to[2 * RECORDER_NAME_NBYTES];
-  char from[2 * RECORDER_NAME_NBYTES];
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "all_gather %s %s %" PRId64 " %s%s%s",
-      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
-      shard_numel, recorder_priv_dtype_name(dtype),
-      recorder_priv_memory_name(self, " ", output, to, sizeof to),
-      recorder_priv_memory_name(self, " <- ", input, from, sizeof from));
+      self, FSDP_BACKEND, error, "all_gather %L %G %d %D%t%f", lane, transport,
+      shard_numel, dtype, output, input);
   if (status != FSDP_OK) return status;
   const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
   recorder_priv_touch(self, lane, input, (int64_t)nbytes, false);
@@ -63,13 +56,9 @@ static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
   recorder *self = group->device;
   const fsdp_lane lane = lane_of(self, call);
   (void)ticket;
-  char to[2 * RECORDER_NAME_NBYTES];
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error,
-      "broadcast %s %s %" PRId64 " %s from %" PRId64 "%s",
-      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
-      numel, recorder_priv_dtype_name(dtype), root,
-      recorder_priv_memory_name(self, " ", buffer, to, sizeof to));
+      self, FSDP_BACKEND, error, "broadcast %L %G %d %D from %d%t", lane,
+      transport, numel, dtype, root, buffer);
   if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, buffer, numel * dtype.itemsize,
                       group->rank != root);
@@ -82,24 +71,16 @@ static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
 static fsdp_status reduce_scatter(fsdp_transport *transport,
                                   const fsdp_call *call, void *buffer,
                                   int64_t shard_numel, fsdp_dtype dtype,
-                                  double scale, uint64_t *ticket,
-                                  fsdp_error *error) {
+                                  uint64_t *ticket, fsdp_error *error) {
   const recorder_transport *group = group_of(transport);
   recorder *self = group->device;
   const fsdp_lane lane = lane_of(self, call);
   void *scratch = call->scratch;
-  (void)ticket, (void)scale;
-  char to[2 * RECORDER_NAME_NBYTES];
-  char beside[2 * RECORDER_NAME_NBYTES] = "";
-  if (scratch != NULL) {
-    (void)recorder_priv_memory_name(self, " ", scratch, beside, sizeof beside);
-  }
+  (void)ticket;
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "reduce_scatter %s %s %" PRId64 " %s%s%s%s",
-      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
-      shard_numel, recorder_priv_dtype_name(dtype),
-      recorder_priv_memory_name(self, " ", buffer, to, sizeof to),
-      scratch == NULL ? "" : " scratch", beside);
+      self, FSDP_BACKEND, error, "reduce_scatter %L %G %d %D%t%s%t", lane,
+      transport, shard_numel, dtype, buffer, scratch == NULL ? "" : " scratch",
+      scratch);
   if (status != FSDP_OK) return status;
   const size_t nbytes = (size_t)(shard_numel * dtype.itemsize);
   const int64_t scratch_nbytes =
@@ -124,18 +105,14 @@ static fsdp_status reduce_scatter(fsdp_transport *transport,
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
-                              double scale, uint64_t *ticket,
-                              fsdp_error *error) {
+                              uint64_t *ticket, fsdp_error *error) {
   const recorder_transport *group = group_of(transport);
   recorder *self = group->device;
   const fsdp_lane lane = lane_of(self, call);
-  (void)ticket, (void)scale;
-  char to[2 * RECORDER_NAME_NBYTES];
-  const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "all_reduce %s %s %" PRId64 " %s%s",
-      recorder_priv_lane_name(lane), recorder_priv_group_name(self, transport),
-      numel, recorder_priv_dtype_name(dtype),
-      recorder_priv_memory_name(self, " ", buffer, to, sizeof to));
+  (void)ticket;
+  const fsdp_status status =
+      recorder_priv_begin(self, FSDP_BACKEND, error, "all_reduce %L %G %d %D%t",
+                          lane, transport, numel, dtype, buffer);
   if (status != FSDP_OK) return status;
   recorder_priv_touch(self, lane, buffer, numel * dtype.itemsize, true);
   elements_combine(buffer, dtype, buffer, dtype, numel,
@@ -150,6 +127,7 @@ fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,
                                .ops =
                                    {
                                        .name = "recorder",
+                                       .reads_labels = true,
                                        .wants_scratch = wants_scratch,
                                        .group_begin = group_begin,
                                        .group_end = group_end,

@@ -6,9 +6,8 @@ enum { GRAD_SHARD_NBYTES = 4096 };
 static fsdp_status show_params(void *context, void *owner, fsdp_view view,
                                void *const *segments, fsdp_error *error) {
   (void)segments;
-  return recorder_priv_begin(context, FSDP_BACKEND, error, "show %s %s",
-                             recorder_priv_owner_name(context, owner),
-                             recorder_priv_view_name(view));
+  return recorder_priv_begin(context, FSDP_BACKEND, error, "show %O %V", owner,
+                             view);
 }
 
 static fsdp_status take_params(void *context, void *owner, fsdp_view view,
@@ -17,22 +16,19 @@ static fsdp_status take_params(void *context, void *owner, fsdp_view view,
   recorder *self = context;
   (void)segments;
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "take_params %s %s",
-      recorder_priv_owner_name(self, owner), recorder_priv_view_name(view));
+      self, FSDP_BACKEND, error, "take_params %O %V", owner, view);
   if (status != FSDP_OK) return status;
   *any_copied = self->params_copied;
   return FSDP_OK;
 }
 
 static void mark_params(void *context, void *owner) {
-  recorder_priv_write_line(context, "mark_params %s",
-                           recorder_priv_owner_name(context, owner));
+  recorder_priv_write_line(context, "mark_params %O", owner);
 }
 
 static bool params_changed(void *context, void *owner) {
   recorder *self = context;
-  recorder_priv_write_line(context, "params_changed %s",
-                           recorder_priv_owner_name(context, owner));
+  recorder_priv_write_line(context, "params_changed %O", owner);
   return self->params_changed;
 }
 
@@ -59,8 +55,7 @@ static fsdp_status take_grads(void *context, void *owner, bool unsharded_live,
   recorder *self = context;
   (void)unsharded_segments;
   const fsdp_status status =
-      recorder_priv_begin(self, FSDP_BACKEND, error, "take_grads %s%s",
-                          recorder_priv_owner_name(self, owner),
+      recorder_priv_begin(self, FSDP_BACKEND, error, "take_grads %O%s", owner,
                           unsharded_live ? " unsharded" : "");
   if (status != FSDP_OK) return status;
   *any_live = self->grads_live;
@@ -76,8 +71,7 @@ static fsdp_status take_full_grads(void *context, void *owner, fsdp_view view,
   recorder *self = context;
   (void)segments;
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_BACKEND, error, "take_full_grads %s %s",
-      recorder_priv_owner_name(self, owner), recorder_priv_view_name(view));
+      self, FSDP_BACKEND, error, "take_full_grads %O %V", owner, view);
   if (status != FSDP_OK) return status;
   *any_live = self->grads_live;
   return FSDP_OK;
@@ -85,23 +79,20 @@ static fsdp_status take_full_grads(void *context, void *owner, fsdp_view view,
 
 static bool grads_live(void *context, void *owner) {
   recorder *self = context;
-  recorder_priv_write_line(context, "grads_live %s",
-                           recorder_priv_owner_name(context, owner));
+  recorder_priv_write_line(context, "grads_live %O", owner);
   return self->grads_live;
 }
 
 static void grads_free(void *context, void *owner) {
-  recorder_priv_write_line(context, "grads_free %s",
-                           recorder_priv_owner_name(context, owner));
+  recorder_priv_write_line(context, "grads_free %O", owner);
   set_grad_shards_made(context, owner, false);
 }
 
 static fsdp_status show_grads(void *context, void *owner, fsdp_view view,
                               void *const *segments, fsdp_error *error) {
   (void)segments;
-  return recorder_priv_begin(context, FSDP_BACKEND, error, "show_grads %s %s",
-                             recorder_priv_owner_name(context, owner),
-                             recorder_priv_view_name(view));
+  return recorder_priv_begin(context, FSDP_BACKEND, error, "show_grads %O %V",
+                             owner, view);
 }
 
 grad_shard *recorder_priv_add_grad_shard(recorder *self, void *owner,
@@ -133,8 +124,7 @@ static fsdp_status get_grad_shard(void *context, void *owner, int64_t segment,
                                   fsdp_error *error) {
   recorder *self = context;
   const fsdp_status status = recorder_priv_begin(
-      self, FSDP_OUT_OF_MEMORY, error, "grad_shard %s %" PRId64,
-      recorder_priv_owner_name(self, owner), segment);
+      self, FSDP_OUT_OF_MEMORY, error, "grad_shard %O %d", owner, segment);
   if (status != FSDP_OK) return status;
   grad_shard *shard = find_grad_shard(self, owner, segment);
   if (!shard->is_made && is_replaced) {
@@ -161,11 +151,9 @@ static void grad_release(void *context, void *token) {
 static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
                                int64_t segment, void *buffer,
                                fsdp_error *error) {
-  char to[2 * RECORDER_NAME_NBYTES];
-  return recorder_priv_begin(
-      context, FSDP_BACKEND, error, "reduce_hook %s %s %" PRId64 "%s",
-      recorder_priv_owner_name(context, owner), recorder_priv_lane_name(lane),
-      segment, recorder_priv_memory_name(context, " ", buffer, to, sizeof to));
+  return recorder_priv_begin(context, FSDP_BACKEND, error,
+                             "reduce_hook %O %L %d%t", owner, lane, segment,
+                             buffer);
 }
 
 fsdp_view_ops recorder_priv_view_ops(recorder *self) {

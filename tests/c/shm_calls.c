@@ -113,7 +113,7 @@ static void make(char *to, fsdp_dtype dtype, int64_t rank, int64_t salt,
 
 /* Element i of the sum over the ranks, one by one. */
 static void sum_element(void *to, fsdp_dtype dtype, int64_t world_size,
-                        int64_t salt, int64_t i, double scale) {
+                        int64_t salt, int64_t i) {
   float sum32 = 0;
   double sum64 = 0;
   uint64_t integer = 0;
@@ -132,8 +132,6 @@ static void sum_element(void *to, fsdp_dtype dtype, int64_t world_size,
     sum64 = rank == 0 ? number64 : sum64 + number64;
     integer += bits;
   }
-  sum32 *= (float)scale;
-  sum64 *= scale;
   uint16_t half;
   switch (dtype.code) {
     case FSDP_DTYPE_FLOAT32:
@@ -210,19 +208,19 @@ void shm_start(const shm_rank *self, fsdp_transport *transport,
     case SCATTER:
       make(call->buffer, dtype, self->rank, call->salt, 0, numel);
       status = transport->ops->reduce_scatter(transport, &how, call->buffer,
-                                              call->numel, dtype, call->scale,
-                                              &call->ticket, &error);
+                                              call->numel, dtype, &call->ticket,
+                                              &error);
       break;
     case REDUCE:
       make(call->buffer, dtype, self->rank, call->salt, 0, numel);
       status =
           transport->ops->all_reduce(transport, &how, call->buffer, call->numel,
-                                     dtype, call->scale, &call->ticket, &error);
+                                     dtype, &call->ticket, &error);
       break;
     case NUM_KINDS:
       break;
   }
-  if (!CHECK_I64(status, FSDP_OK)) printf("%s\n", error.message);
+  if (!CHECK_OK(status)) printf("%s\n", error.message);
 }
 
 static bool is_guarded(const shm_call *call, int64_t nbytes) {
@@ -246,8 +244,7 @@ static bool is_right(const shm_rank *self, const shm_call *call) {
   for (int64_t i = begin; i < end; i++) {
     char expected[8];
     if (shm_is_sum(call->what)) {
-      sum_element(expected, dtype, self->world_size, call->salt, i,
-                  call->scale);
+      sum_element(expected, dtype, self->world_size, call->salt, i);
     } else if (call->what == BROADCAST) {
       make_element(expected, dtype, call->root, call->salt, i);
     } else {
@@ -265,9 +262,8 @@ static bool is_right(const shm_rank *self, const shm_call *call) {
 void shm_finish(const shm_rank *self, fsdp_transport *transport,
                 shm_call *call) {
   fsdp_error error = {0};
-  if (!CHECK_I64(transport->ops->wait(transport, channel_of(call), call->ticket,
-                                      &error),
-                 FSDP_OK)) {
+  if (!CHECK_OK(transport->ops->wait(transport, channel_of(call), call->ticket,
+                                     &error))) {
     printf("%s\n", error.message);
   } else if (!CHECK(is_right(self, call))) {
     printf("  rank %" PRId64 " of %" PRId64

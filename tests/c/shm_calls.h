@@ -21,7 +21,6 @@ typedef struct shm_call {
   fsdp_dtype dtype;
   int64_t numel;
   int64_t root;
-  double scale;
   int64_t salt; /* makes the elements of this call its own */
   char *memory; /* the buffer between guards */
   char *buffer;

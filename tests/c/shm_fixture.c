@@ -124,12 +124,25 @@ fsdp_transport *shm_create(const shm_rank *self,
   const fsdp_status status =
       fsdp_shm_create(&self->store, options, self->rank, self->world_size,
                       &transport, &verdict, &error);
-  if (!CHECK_I64(status, FSDP_OK) || !CHECK(verdict.is_possible)) {
+  if (!CHECK_OK(status) || !CHECK(verdict.is_possible)) {
     printf("rank %" PRId64 ": %s %s\n", self->rank, error.message,
            verdict.reason);
     exit(1);
   }
   return transport;
+}
+
+fsdp_transport *shm_join(const shm_rank *self, const char *key_prefix) {
+  const fsdp_shm_options options = shm_options(key_prefix);
+  return shm_create(self, &options);
+}
+
+void shm_check_says(const fsdp_error *error, const char *const *texts,
+                    int line) {
+  for (; *texts != NULL; texts++) {
+    if (CHECK(strstr(error->message, *texts) != NULL)) continue;
+    printf("  line %d: no \"%s\" in: %s\n", line, *texts, error->message);
+  }
 }
 
 fsdp_status shm_barrier(fsdp_transport *transport, const char *label,

@@ -49,6 +49,15 @@ fsdp_shm_options shm_options(const char *key_prefix);
 fsdp_transport *shm_create(const shm_rank *self,
                            const fsdp_shm_options *options);
 
+/* The same with shm_options(key_prefix). */
+fsdp_transport *shm_join(const shm_rank *self, const char *key_prefix);
+
+/* The message holds each of the texts. */
+#define SHM_CHECK_SAYS(error, ...) \
+  shm_check_says((error), (const char *[]){__VA_ARGS__, NULL}, __LINE__)
+void shm_check_says(const fsdp_error *error, const char *const *texts,
+                    int line);
+
 /* Waits until all ranks have come here. */
 fsdp_status shm_barrier(fsdp_transport *transport, const char *label,
                         fsdp_error *error);

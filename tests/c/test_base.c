@@ -51,7 +51,7 @@ done:
 
 TEST(test_try_leaves_at_the_first_failure) {
   int num_calls = 0;
-  CHECK_I64(try_twice(FSDP_OK, FSDP_OK, &num_calls), FSDP_OK);
+  CHECK_OK(try_twice(FSDP_OK, FSDP_OK, &num_calls));
   CHECK_I64(num_calls, 2);
   num_calls = 0;
   CHECK_I64(try_twice(FSDP_BACKEND, FSDP_OK, &num_calls), FSDP_BACKEND);
@@ -176,10 +176,10 @@ TEST(test_op_log_prints_newest_oldest_first) {
   CHECK_TEXT(fsdp_op_log_last(&log)->operation, "wait");
   CHECK_I64(fsdp_op_log_last(&log)->sequence, 2);
   const size_t length = fsdp_op_log_format(&log, 2, text, sizeof text);
-  CHECK_TEXT(text, "1 reset -\n2 wait fc2\n");
+  CHECK_LINES(text, "1 reset -; 2 wait fc2");
   CHECK_I64((int64_t)length, (int64_t)strlen(text));
   (void)fsdp_op_log_format(&log, 99, text, sizeof text);
-  CHECK_TEXT(text, "0 all_gather fc1\n1 reset -\n2 wait fc2\n");
+  CHECK_LINES(text, "0 all_gather fc1; 1 reset -; 2 wait fc2");
 }
 
 TEST(test_op_log_cuts_and_terminates) {

@@ -53,9 +53,8 @@ TEST(test_prefetch) {
  * from before the optimizer's step into the next forward. */
 TEST(test_reduced_unit_is_not_prefetched) {
   model_start_tree(&m, NULL, 2);
-  PLAY(
-      "forward; pre_backward a; grads a; state a REDUCING; clear; "
-      "pre_backward b; grads b; pre_backward root");
+  PLAY("forward; pre_backward a; grads a; state a REDUCING; clear");
+  PLAY("pre_backward b; grads b; pre_backward root");
   CHECK_SCHEDULE(
       "all_gather b; show b unsharded; show b sharded; reduce_scatter b; "
       "show root unsharded");
@@ -67,14 +66,12 @@ TEST(test_waiting_unit_is_not_prefetched) {
   model_open(NULL, "root 4; a 12; frozen 8 frozen; c 16");
   PLAY("step"); /* reduces c, a, root */
   /* of the parameters themselves; its turn is after c */
-  PLAY(
-      "forward; grads a; state a SHARDED; clear; pre_backward frozen; "
-      "grads frozen");
+  PLAY("forward; grads a; state a SHARDED; clear; pre_backward frozen");
+  PLAY("grads frozen");
   CHECK_SCHEDULE(
       "all_gather frozen; show frozen unsharded; show frozen sharded");
-  PLAY(
-      "pre_backward c; grads c; pre_backward root; grads root; finish; "
-      "check_grads; end");
+  PLAY("pre_backward c; grads c; pre_backward root; grads root; finish");
+  PLAY("check_grads; end");
 }
 
 /* A nested backward comes back to a while a's reduction waits for its turn: a
@@ -83,26 +80,22 @@ TEST(test_unsharded_again_before_its_reduction) {
   model_start_tree(&m, NULL, 2);
   PLAY("step"); /* reduces b, a, root */
   /* waits for b */
-  PLAY(
-      "zero_grad; forward; pre_backward a; grads a; state a SHARDED; "
-      "pre_backward a; pre_backward b; grads b; num_reduces 5; "
-      "state a UNSHARDED; pre_backward root; grads root; finish; "
-      "check_grads; check_sharded; check_idle; zero_grad; step; check_grads; "
-      "end");
+  PLAY("zero_grad; forward; pre_backward a; grads a; state a SHARDED");
+  PLAY("pre_backward a; pre_backward b; grads b; num_reduces 5");
+  PLAY("state a UNSHARDED; pre_backward root; grads root; finish; check_grads");
+  PLAY("check_sharded; check_idle; zero_grad; step; check_grads; end");
 }
 
 /* b is prefetched for a backward that ends without it. */
 TEST(test_prefetch_in_flight_is_dropped_at_the_end) {
   model_start_tree(&m, NULL, 2);
-  PLAY(
-      "forward; pre_backward root; state b PREFETCHED; grads root; clear; "
-      "finish");
+  PLAY("forward; pre_backward root; state b PREFETCHED; grads root; clear");
+  PLAY("finish");
   CHECK_SCHEDULE("show_grads root sharded");
   CHECK_TAPE_HAS(" unshard;");
   /* with the new values */
-  PLAY(
-      "check_sharded; check_idle; optimizer; zero_grad; step; check_grads; "
-      "end");
+  PLAY("check_sharded; check_idle; optimizer; zero_grad; step; check_grads");
+  PLAY("end");
 }
 
 /* Activation checkpointing: the recomputed unit stays until its backward. */
@@ -110,10 +103,10 @@ TEST(test_recompute_gathers_once) {
   model_start_tree(&m, NULL, 2);
   PLAY("forward; pre_backward root"); /* b in flight */
   PLAY("clear");
-  CHECK_I64(fsdp_unit_pre_forward(m.units[2].unit, true, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_post_forward(m.units[2].unit, true, true, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_pre_forward(m.units[2].unit, true, NULL));
+  CHECK_OK(fsdp_unit_post_forward(m.units[2].unit, true, true, NULL));
   PLAY("pre_backward b; grads b");
-  CHECK_I64(fsdp_unit_pre_forward(m.units[1].unit, true, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_pre_forward(m.units[1].unit, true, NULL));
   fsdp_unit_abandon_forward(m.units[1].unit, true); /* stopped early */
   PLAY("pre_backward a; grads a");
   CHECK_SCHEDULE(
@@ -121,18 +114,16 @@ TEST(test_recompute_gathers_once) {
       /* prefetched by b */
       "show b sharded; reduce_scatter b; show a unsharded; show a sharded; "
       "reduce_scatter a");
-  PLAY(
-      "grads root; finish; check_grads; num_iterations 1; num_all_gathers 5; "
-      "end");
+  PLAY("grads root; finish; check_grads; num_iterations 1; num_all_gathers 5");
+  PLAY("end");
 }
 
 /* The second call's backward comes first; gradients come with the first. */
 TEST(test_unit_called_twice) {
   model_start_tree(&m, NULL, 1);
-  PLAY(
-      "enter root; enter a; leave a; enter a; leave a; leave root; clear; "
-      "pre_backward root; pre_backward a; pre_backward a; grads a; "
-      "grads root; finish");
+  PLAY("enter root; enter a; leave a; enter a; leave a; leave root; clear");
+  PLAY("pre_backward root; pre_backward a; pre_backward a; grads a");
+  PLAY("grads root; finish");
   CHECK_SCHEDULE(
       "all_gather a; show root unsharded; show a unsharded; show a sharded; "
       "reduce_scatter a; show root sharded; reduce_scatter root; "
@@ -144,9 +135,8 @@ TEST(test_unit_called_twice) {
 TEST(test_unit_reduced_twice) {
   model_start_tree(&m, NULL, 1);
   for (int step = 0; step < 2; step++) {
-    PLAY(
-        "zero_grad; enter root; enter a; leave a; enter a; leave a; "
-        "leave root; pre_backward root");
+    PLAY("zero_grad; enter root; enter a; leave a; enter a; leave a");
+    PLAY("leave root; pre_backward root");
     for (int i = 0; i < 2; i++) {
       PLAY("pre_backward a"); /* the second time from REDUCING */
       PLAY("grads a");
@@ -179,8 +169,8 @@ static void backward_in_order(int64_t first, int64_t second, int64_t third) {
   const int64_t order[] = {first, second, third};
   PLAY("pre_backward root");
   for (int i = 0; i < 3; i++) {
-    CHECK_I64(model_pre_backward(&m, order[i], NULL), FSDP_OK);
-    CHECK_I64(model_give_grads(&m, order[i], NULL), FSDP_OK);
+    CHECK_OK(model_pre_backward(&m, order[i], NULL));
+    CHECK_OK(model_give_grads(&m, order[i], NULL));
   }
   PLAY("grads root");
 }
@@ -222,8 +212,8 @@ TEST(test_reductions_with_units_that_are_missing) {
   (void)reductions();
   PLAY("zero_grad; enter root"); /* without c */
   for (int64_t i = 1; i < 3; i++) {
-    CHECK_I64(model_enter(&m, i, NULL), FSDP_OK);
-    CHECK_I64(model_leave(&m, i, true, NULL), FSDP_OK);
+    CHECK_OK(model_enter(&m, i, NULL));
+    CHECK_OK(model_leave(&m, i, true, NULL));
   }
   PLAY("leave root; pre_backward root; pre_backward b; grads b");
   CHECK_TEXT(reductions(), "b ");
@@ -259,9 +249,8 @@ TEST(test_reductions_after_a_unit_went) {
  * reductions of the others. */
 TEST(test_unit_goes_inside_backward) {
   model_start_tree(&m, NULL, 2);
-  PLAY(
-      "forward; pre_backward root; pre_backward b; grads b; destroy a; "
-      "clear; finish");
+  PLAY("forward; pre_backward root; pre_backward b; grads b; destroy a; clear");
+  PLAY("finish");
   CHECK_TAPE_HAS("record e2 reduce; wait compute e2;");
   PLAY("state b SHARDED; end");
 }

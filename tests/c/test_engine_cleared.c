@@ -31,9 +31,8 @@ TEST(test_freed_when_the_next_iteration_begins) {
         "grads_live root; grads_free root; grads_live a; grads_free a; "
         "record e1 compute;");
     CHECK_I64(grad_nbytes(), 0);
-    PLAY(
-        "enter a; leave a; leave root; clear; pre_backward root; "
-        "pre_backward a; grads a");
+    PLAY("enter a; leave a; leave root; clear; pre_backward root");
+    PLAY("pre_backward a; grads a");
     CHECK_I64(grad_nbytes(), 8 * 4);
     CHECK_TAPE_HAS("grad_shard a 0; record e1 compute; wait reduce e1;");
     PLAY("grads root; finish");
@@ -85,9 +84,8 @@ TEST(test_of_a_unit_that_does_not_run) {
   model_start_tree(&m, NULL, 2);
   PLAY("step; zero_grad");
   for (int i = 0; i < 2; i++) {
-    PLAY(
-        "enter root; enter a; leave a; leave root; pre_backward root; "
-        "pre_backward a; grads a; grads root; finish");
+    PLAY("enter root; enter a; leave a; leave root; pre_backward root");
+    PLAY("pre_backward a; grads a; grads root; finish");
     CHECK_I64(grad_nbytes(), (4 + 8) * 4);
     PLAY("no_grads b");
   }
@@ -104,7 +102,7 @@ TEST(test_of_a_summoned_unit) {
   model_start_tree(&m, NULL, 2);
   PLAY("step");
   recorder_set_grads_live(m.device, true);
-  CHECK_I64(fsdp_unit_summon(m.units[1].unit, &with_grads, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[1].unit, &with_grads, NULL));
   recorder_set_grads_live(m.device, false);
   m.units[0].has_grads = false;
   m.units[2].has_grads = false;
@@ -203,12 +201,12 @@ TEST(test_zeros_for_a_segment_that_is_unfrozen) {
     model_options options = {.offloads = offloads != 0};
     model_open(&options, "u mixed");
     fsdp_unit *unit = m.units[0].unit;
-    CHECK_I64(fsdp_unit_set_trainable(unit, 1, true, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_set_trainable(unit, 1, true, NULL));
     PLAY("step");
-    CHECK_I64(fsdp_unit_set_trainable(unit, 1, false, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_set_trainable(unit, 1, false, NULL));
     PLAY("zero_grad; step"); /* freed, and made without segment 1 */
     CHECK_I64(grad_nbytes(), 8 * 4 + 8 * 2);
-    CHECK_I64(fsdp_unit_set_trainable(unit, 1, true, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_set_trainable(unit, 1, true, NULL));
     PLAY("clear; step");
     CHECK_TAPE_HAS("grad_shard u 1; grad_shard u 2; record e1 compute;");
     CHECK_TAPE_HAS("accumulate reduce 4 f32->f32 x0.5 add");
@@ -225,11 +223,11 @@ TEST(test_zeros_for_a_summon) {
   model_open(NULL, "u mixed");
   fsdp_unit *unit = m.units[0].unit;
   PLAY("step");
-  CHECK_I64(fsdp_unit_set_trainable(unit, 1, true, NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_summon(unit, &with_grads, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_set_trainable(unit, 1, true, NULL));
+  CHECK_OK(fsdp_unit_summon(unit, &with_grads, NULL));
   const float *whole = m.units[0].grads[1];
   for (int64_t i = 0; i < 8; i++) CHECK(whole[i] == 0);
-  CHECK_I64(fsdp_unit_dismiss(unit, true, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_dismiss(unit, true, NULL));
   PLAY("step; check_grads; end");
 }
 
@@ -250,14 +248,14 @@ TEST(test_summon_that_fails_to_make_one) {
     model_start_tree(&m, NULL, 0);
     fsdp_unit *unit = m.units[0].unit;
     recorder_set_answer(m.device, other_rank_has_some, NULL);
-    CHECK_I64(fsdp_unit_summon(unit, &with_grads, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_summon(unit, &with_grads, NULL));
     recorder_set_grads_live(m.device, true); /* the user sets some */
     memset(m.units[0].grads[0], 0, 8 * sizeof(float));
     recorder_fail_at(m.device, i);
     const fsdp_status status = fsdp_unit_dismiss(unit, true, &error);
     recorder_fail_at(m.device, -1);
     if (status != FSDP_OK) {
-      CHECK_I64(fsdp_unit_dismiss(unit, false, NULL), FSDP_OK);
+      CHECK_OK(fsdp_unit_dismiss(unit, false, NULL));
     }
     if (strstr(error.message, "grad_shard") != NULL) {
       was_refused = true;

@@ -112,7 +112,7 @@ static void fail_every_call_of_summon(const model_options *options) {
       if (status != FSDP_OK) { /* still open: the next try ends it */
         recorder_fail_at(m.device, -1);
         CHECK(fsdp_unit_is_summoned(unit));
-        CHECK_I64(fsdp_unit_dismiss(unit, true, NULL), FSDP_OK);
+        CHECK_OK(fsdp_unit_dismiss(unit, true, NULL));
       }
     }
     recorder_fail_at(m.device, -1);
@@ -155,7 +155,7 @@ TEST(test_every_call_of_a_move_can_fail) {
     failures_plan(NULL);
     model_start(&m);
     PLAY("forward");
-    CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
+    CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &other, NULL));
     recorder_fail_at(m.device, i);
     const fsdp_status status =
         fsdp_engine_add_unit(other, m.units[0].unit, NULL);

@@ -40,9 +40,8 @@ TEST(test_forward_prefetch_from_the_second_iteration) {
 TEST(test_unused_forward_prefetch_is_dropped) {
   model_options options = {.forward_prefetch = true};
   model_start_tree(&m, &options, 2);
-  PLAY(
-      "eval; clear; enter root; enter a; state b PREFETCHED; leave_eval a; "
-      "leave_eval root");
+  PLAY("eval; clear; enter root; enter a; state b PREFETCHED; leave_eval a");
+  PLAY("leave_eval root");
   CHECK_SCHEDULE(
       "all_gather root; all_gather a; show root unsharded; all_gather b; "
       "show a unsharded; show a sharded; show root sharded");
@@ -96,9 +95,8 @@ TEST(test_forward_that_raises) {
 /* A child is run on its own: it is the root of that iteration. */
 TEST(test_outermost_unit_is_the_root) {
   model_start_tree(&m, NULL, 2);
-  PLAY(
-      "enter a; leave a; state a HIDDEN; pre_backward a; grads a; finish; "
-      "num_iterations 1; num_all_gathers 1; check_sharded; end");
+  PLAY("enter a; leave a; state a HIDDEN; pre_backward a; grads a; finish");
+  PLAY("num_iterations 1; num_all_gathers 1; check_sharded; end");
 }
 
 TEST(test_unit_without_parameters) {
@@ -111,9 +109,8 @@ TEST(test_unit_without_parameters) {
       "all_gather a; show a unsharded; show a sharded; all_gather a; "
       "show a unsharded; show a sharded; reduce_scatter a; "
       "show_grads a sharded");
-  PLAY(
-      "check_grads; check_sharded; summon root; dismiss root; step; "
-      "num_units 2");
+  PLAY("check_grads; check_sharded; summon root; dismiss root; step");
+  PLAY("num_units 2");
   CHECK_I64(model_stats(&m).arena.num_clients, 2);
   PLAY("end");
 }

@@ -42,9 +42,8 @@ static void check_no_sync(const model_options *options) {
     const int64_t num_all_gathers = model_stats(&m).num_all_gathers;
     PLAY("step");
     if (keeps) CHECK_I64(model_stats(&m).num_all_gathers, num_all_gathers);
-    PLAY(
-        "grad_view root sharded; check_grads; check_sharded; check_idle; "
-        "optimizer");
+    PLAY("grad_view root sharded; check_grads; check_sharded; check_idle");
+    PLAY("optimizer");
   }
   PLAY("end");
 }
@@ -83,13 +82,11 @@ TEST(test_kept_parameters) {
   PLAY("step"); /* with the new values */
   CHECK_I64(model_stats(&m).num_all_gathers, num_before + 3);
   /* One that does not run stays: the next forward may need it. */
-  PLAY(
-      "enter root; state a KEPT; leave root; state a KEPT; reset; zero_grad; "
-      "step; check_grads");
+  PLAY("enter root; state a KEPT; leave root; state a KEPT; reset; zero_grad");
+  PLAY("step; check_grads");
   /* Kept, and destroyed, or summoned, or moved. */
-  PLAY(
-      "summon a; dismiss a; step; sync reduce; step; check_grads; "
-      "check_sharded; check_idle; end");
+  PLAY("summon a; dismiss a; step; sync reduce; step; check_grads");
+  PLAY("check_sharded; check_idle; end");
 }
 
 TEST(test_sync_then_no_sync_then_sync) {
@@ -104,21 +101,19 @@ TEST(test_sync_then_no_sync_then_sync) {
 TEST(test_cleared_unsharded_gradients_stay_cleared) {
   model_start_tree(&m, NULL, 2);
   /* b takes no part in this step */
-  PLAY(
-      "sync none; step; sync reduce; zero_grad; enter root; enter a; "
-      "leave a; leave root; pre_backward root; pre_backward a; grads a; "
-      "grads root; finish; has_grads root; has_grads a; no_grads b; "
-      "check_idle; zero_grad; step; check_grads; end");
+  PLAY("sync none; step; sync reduce; zero_grad; enter root; enter a; leave a");
+  PLAY("leave root; pre_backward root; pre_backward a; grads a; grads root");
+  PLAY("finish; has_grads root; has_grads a; no_grads b; check_idle");
+  PLAY("zero_grad; step; check_grads; end");
 }
 
 /* A unit whose gradients were kept by no_sync and that takes no part in the
  * backward that reduces: reduced at its end. */
 TEST(test_kept_gradients_are_reduced_at_the_end) {
   model_start_tree(&m, NULL, 1);
-  PLAY(
-      "sync none; step; sync reduce; enter root; leave root; "
-      "pre_backward root; grads root; finish; check_grads; check_sharded; "
-      "num_reduces 2; end");
+  PLAY("sync none; step; sync reduce; enter root; leave root");
+  PLAY("pre_backward root; grads root; finish; check_grads; check_sharded");
+  PLAY("num_reduces 2; end");
 }
 
 /* What got no gradient is zero: while kept, and when reduced. */
@@ -131,9 +126,8 @@ TEST(test_unused_parameters_are_zero) {
   model_start(&m);
   for (int i = 0; i < 2; i++) {
     fsdp_engine_set_sync(m.engine, i == 1 ? FSDP_SYNC_REDUCE : FSDP_SYNC_NONE);
-    PLAY(
-        "zero_grad; forward; pre_backward u; expect u 3; grad u 1; "
-        "pending u 2; clear; finish"); /* the other two do not come */
+    PLAY("zero_grad; forward; pre_backward u; expect u 3; grad u 1");
+    PLAY("pending u 2; clear; finish"); /* the other two do not come */
     CHECK(strstr(recorder_tape(m.device),
                  i == 0
                      ? "pack compute f32 x1 zero8@0 zero9@15\n"
@@ -164,10 +158,9 @@ TEST(test_gradients_of_one_parameter_add_up) {
   CHECK(fsdp_engine_in_backward(m.engine));
   PLAY("finish; check_grads");
   /* One that nobody announced does not stand in for one that is to come. */
-  PLAY(
-      "forward; pre_backward u; expect u 1; unexpected u 1; "
-      "state u UNSHARDED; grad u 0; state u REDUCING; finish; check_grads; "
-      "end");
+  PLAY("forward; pre_backward u; expect u 1; unexpected u 1");
+  PLAY("state u UNSHARDED; grad u 0; state u REDUCING; finish; check_grads");
+  PLAY("end");
 }
 
 /* From 1 MiB on, gradients are packed and released as they come. */
@@ -189,7 +182,7 @@ TEST(test_large_gradients_are_packed_early) {
 TEST(test_forward_inside_an_open_backward_is_refused) {
   fsdp_error error;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_engine_finish_backward(m.engine, NULL), FSDP_OK); /* nothing */
+  CHECK_OK(fsdp_engine_finish_backward(m.engine, NULL)); /* nothing */
   PLAY("forward; pre_backward root");
   CHECK_FAILS(fsdp_unit_pre_forward(m.units[0].unit, false, &error),
               FSDP_INVALID_STATE, error.message,
@@ -202,9 +195,8 @@ TEST(test_forward_inside_an_open_backward_is_refused) {
  * in units that the broken backward did not reach. */
 TEST(test_reset_in_the_middle) {
   model_start_tree(&m, NULL, 2);
-  PLAY(
-      "sync none; step; forward; pre_backward root; pre_backward b; "
-      "expect b 2; grad b 0"); /* waits to be packed */
+  PLAY("sync none; step; forward; pre_backward root; pre_backward b");
+  PLAY("expect b 2; grad b 0"); /* waits to be packed */
   PLAY("reset; check_sharded");
   CHECK_I64(m.grads[m.num_grads - 1].num_releases, 1);
   CHECK(!fsdp_engine_in_backward(m.engine));
@@ -285,9 +277,8 @@ TEST(test_memory_does_not_grow_with_depth) {
       model_plan_simple(&m, names[i], 64);
     }
     model_start(&m);
-    PLAY(
-        "zero_grad; step; check_grads; zero_grad; step; check_grads; "
-        "zero_grad; step; check_grads");
+    PLAY("zero_grad; step; check_grads; zero_grad; step; check_grads");
+    PLAY("zero_grad; step; check_grads");
     nbytes[round] = model_stats(&m).arena.nbytes;
     CHECK_I64(nbytes[round] % (128 * 4), 0);
     CHECK_I64(recorder_live_nbytes(m.device), nbytes[round]);

@@ -93,27 +93,27 @@ TEST(test_where_activations_are_largest) {
   start(NULL, 5);
   for (int i = 0; i < 3; i++) step();
   model_zero_grad(&m);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
+  CHECK_OK(model_forward(&m, true, NULL));
   CHECK_I64(model_stats(&m).arena.nbytes, 2 * BLOCK);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 5, NULL), FSDP_OK);
+  CHECK_OK(model_pre_backward(&m, 0, NULL));
+  CHECK_OK(model_pre_backward(&m, 5, NULL));
   CHECK_I64(model_stats(&m).arena.nbytes, 2 * BLOCK);
   CHECK_I64(model_state(&m, 4), FSDP_UNIT_SHARDED);
   /* Its gradients are complete: their block is where its parameters were. */
-  CHECK_I64(model_give_grads(&m, 5, NULL), FSDP_OK);
+  CHECK_OK(model_give_grads(&m, 5, NULL));
   CHECK_I64(model_stats(&m).arena.nbytes, 3 * BLOCK);
   CHECK_I64(model_state(&m, 4), FSDP_UNIT_PREFETCHED);
   for (int64_t i = 4; i >= 1; i--) {
-    CHECK_I64(model_pre_backward(&m, i, NULL), FSDP_OK);
+    CHECK_OK(model_pre_backward(&m, i, NULL));
     /* From the fourth unit on the next one is prefetched at the begin. */
     if (i > 1) {
       CHECK_I64(model_state(&m, i - 1),
                 i >= 3 ? FSDP_UNIT_SHARDED : FSDP_UNIT_PREFETCHED);
     }
-    CHECK_I64(model_give_grads(&m, i, NULL), FSDP_OK);
+    CHECK_OK(model_give_grads(&m, i, NULL));
   }
-  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
+  CHECK_OK(model_give_grads(&m, 0, NULL));
+  CHECK_OK(model_finish(&m, NULL));
   model_check_grads(&m);
   model_fini(&m);
 }
@@ -124,19 +124,19 @@ TEST(test_sharded_gradients_come_late) {
   start(NULL, 2);
   step();
   model_zero_grad(&m);
-  CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_pre_backward(&m, 2, NULL), FSDP_OK);
+  CHECK_OK(model_forward(&m, true, NULL));
+  CHECK_OK(model_pre_backward(&m, 0, NULL));
+  CHECK_OK(model_pre_backward(&m, 2, NULL));
   recorder_clear(m.device);
-  CHECK_I64(model_give_grads(&m, 2, NULL), FSDP_OK);
-  CHECK(strstr(recorder_tape(m.device), "reduce_scatter") != NULL);
-  CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
-  CHECK(strstr(recorder_tape(m.device), "grad_shard") == NULL);
-  CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
+  CHECK_OK(model_give_grads(&m, 2, NULL));
+  CHECK_TAPE_HAS("reduce_scatter");
+  CHECK_OK(model_pre_backward(&m, 1, NULL));
+  CHECK_TAPE_LACKS("grad_shard");
+  CHECK_OK(model_give_grads(&m, 1, NULL));
   const char *made = strstr(recorder_tape(m.device), "grad_shard");
   CHECK(made != NULL && strstr(made + 1, "grad_shard") == NULL);
-  CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
-  CHECK_I64(model_finish(&m, NULL), FSDP_OK);
+  CHECK_OK(model_give_grads(&m, 0, NULL));
+  CHECK_OK(model_finish(&m, NULL));
   model_check_grads(&m);
   model_fini(&m);
 }
@@ -167,17 +167,17 @@ TEST(test_a_gradient_after_the_last) {
   start(NULL, 2);
   for (int i = 0; i < 2; i++) {
     model_zero_grad(&m);
-    CHECK_I64(model_forward(&m, true, NULL), FSDP_OK);
-    CHECK_I64(model_pre_backward(&m, 0, NULL), FSDP_OK);
-    CHECK_I64(model_pre_backward(&m, 2, NULL), FSDP_OK);
-    CHECK_I64(model_give_grads(&m, 2, NULL), FSDP_OK);
+    CHECK_OK(model_forward(&m, true, NULL));
+    CHECK_OK(model_pre_backward(&m, 0, NULL));
+    CHECK_OK(model_pre_backward(&m, 2, NULL));
+    CHECK_OK(model_give_grads(&m, 2, NULL));
     CHECK(host.step != NULL);
-    CHECK_I64(model_give_grad(&m, 2, 0, false, NULL), FSDP_OK);
+    CHECK_OK(model_give_grad(&m, 2, 0, false, NULL));
     CHECK(host.step == NULL);
-    CHECK_I64(model_pre_backward(&m, 1, NULL), FSDP_OK);
-    CHECK_I64(model_give_grads(&m, 1, NULL), FSDP_OK);
-    CHECK_I64(model_give_grads(&m, 0, NULL), FSDP_OK);
-    CHECK_I64(model_finish(&m, NULL), FSDP_OK);
+    CHECK_OK(model_pre_backward(&m, 1, NULL));
+    CHECK_OK(model_give_grads(&m, 1, NULL));
+    CHECK_OK(model_give_grads(&m, 0, NULL));
+    CHECK_OK(model_finish(&m, NULL));
     model_check_grads(&m);
     CHECK_TEXT(recorder_race(m.device), "");
   }

@@ -16,9 +16,8 @@ static void finish(void) {
 
 TEST(test_frozen_unit_reshards) {
   start(NULL);
-  PLAY(
-      "pre_backward frozen; expect frozen 1; state frozen UNSHARDED; clear; "
-      "inputs frozen");
+  PLAY("pre_backward frozen; expect frozen 1; state frozen UNSHARDED; clear");
+  PLAY("inputs frozen");
   CHECK_TAPE("show frozen sharded; record e12 compute");
   PLAY("state frozen SHARDED");
   finish();
@@ -51,12 +50,11 @@ TEST(test_mixed_unit_waits) {
 TEST(test_inputs_that_never_come) {
   start(NULL);
   for (int64_t unit = 2; unit >= 1; unit--) {
-    CHECK_I64(model_pre_backward(&m, unit, NULL), FSDP_OK);
+    CHECK_OK(model_pre_backward(&m, unit, NULL));
     fsdp_unit_expect_grads(m.units[unit].unit, unit == 2 ? 3 + 1 : 1);
   }
-  PLAY(
-      "grad mixed 4; grad mixed 2; grad mixed 0; state mixed UNSHARDED; "
-      "state frozen UNSHARDED");
+  PLAY("grad mixed 4; grad mixed 2; grad mixed 0; state mixed UNSHARDED");
+  PLAY("state frozen UNSHARDED");
   finish();
   PLAY("check_grads; pending frozen 0; pending mixed 0");
   /* Too late: nothing is expected any more. */
@@ -79,11 +77,10 @@ TEST(test_mixed_unit_without_gradients) {
 /* What an earlier no_sync kept is reduced with them. */
 TEST(test_kept_gradients) {
   start(NULL);
-  PLAY(
-      "sync none; pre_backward mixed; grads mixed; state mixed SHARDED; "
-      "grads root; finish; grad_view mixed unsharded; sync reduce; forward; "
-      "pre_backward root; pre_backward mixed; expect mixed 1; inputs mixed; "
-      "state mixed REDUCING");
+  PLAY("sync none; pre_backward mixed; grads mixed; state mixed SHARDED");
+  PLAY("grads root; finish; grad_view mixed unsharded; sync reduce; forward");
+  PLAY("pre_backward root; pre_backward mixed; expect mixed 1; inputs mixed");
+  PLAY("state mixed REDUCING");
   finish();
   PLAY("check_grads; end");
 }
@@ -91,11 +88,10 @@ TEST(test_kept_gradients) {
 TEST(test_prefetch_after_them) {
   model_options options = {.backward_prefetch = PREFETCH_AFTER};
   start(&options);
-  PLAY(
-      "pre_backward mixed; expect mixed 4; grad mixed 4; grad mixed 2; "
-      "grad mixed 0; state frozen SHARDED; inputs mixed; "
-      "state frozen PREFETCHED; pre_backward frozen; expect frozen 1; "
-      "inputs frozen");
+  PLAY("pre_backward mixed; expect mixed 4; grad mixed 4; grad mixed 2");
+  PLAY("grad mixed 0; state frozen SHARDED; inputs mixed");
+  PLAY("state frozen PREFETCHED; pre_backward frozen; expect frozen 1");
+  PLAY("inputs frozen");
   finish();
   PLAY("check_grads; end");
 }

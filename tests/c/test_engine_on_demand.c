@@ -9,8 +9,8 @@ static fsdp_unit *unit_of(int64_t index) {
 }
 
 static void request(int64_t index) {
-  CHECK_I64(fsdp_unit_unshard(unit_of(index), NULL), FSDP_OK);
-  CHECK_I64(fsdp_unit_wait_unshard(unit_of(index), NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_unshard(unit_of(index), NULL));
+  CHECK_OK(fsdp_unit_wait_unshard(unit_of(index), NULL));
   CHECK_I64(fsdp_unit_get_state(unit_of(index)), FSDP_UNIT_UNSHARDED);
 }
 
@@ -18,7 +18,7 @@ static void request(int64_t index) {
 TEST(test_request_before_forward) {
   model_start_tree(&m, NULL, 2);
   request(1);
-  CHECK_I64(fsdp_unit_unshard(unit_of(1), NULL), FSDP_OK); /* held already */
+  CHECK_OK(fsdp_unit_unshard(unit_of(1), NULL)); /* held already */
   PLAY("eval");
   CHECK_SCHEDULE(
       "all_gather a; show a unsharded; all_gather root; show root unsharded; "
@@ -31,11 +31,11 @@ TEST(test_request_before_forward) {
 TEST(test_request_outlives_steps_of_others) {
   model_start_tree(&m, NULL, 2);
   request(1);
-  CHECK_I64(fsdp_unit_unshard(unit_of(2), NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_unshard(unit_of(2), NULL));
   PLAY("enter root; leave root; pre_backward root; grads root; finish");
   PLAY("state a UNSHARDED; state b UNSHARDING");
   for (int64_t i = 0; i < 3; i++) {
-    CHECK_I64(fsdp_unit_reshard(unit_of(i), NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_reshard(unit_of(i), NULL));
   }
   PLAY("check_sharded; check_idle; zero_grad; step; end");
 }
@@ -68,10 +68,10 @@ TEST(test_request_is_refused) {
   fsdp_error error = {0};
   model_start_tree(&m, NULL, 1);
   PLAY("summon a");
-  CHECK_I64(fsdp_unit_unshard(unit_of(1), &error), FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "unit 'a' cannot be unsharded or resharded inside "
-             "summon_full_params");
+  CHECK_FAILS(fsdp_unit_unshard(unit_of(1), &error), FSDP_INVALID_STATE,
+              error.message,
+              "unit 'a' cannot be unsharded or resharded inside "
+              "summon_full_params");
   PLAY("dismiss a; end");
 }
 
@@ -94,13 +94,13 @@ TEST(test_root_may_reshard) {
   fsdp_unit_options options = model_unit_options(&m, 0, segments);
   options.reshards_as_root = true;
   fsdp_unit *other = NULL;
-  CHECK_I64(fsdp_unit_create(&options, &other, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_create(&options, &other, NULL));
   fsdp_unit_set_forward_prefetch(other, true);
-  CHECK_I64(fsdp_engine_add_unit(m.engine, other, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_add_unit(m.engine, other, NULL));
   for (int reshards = 0; reshards < 2; reshards++) {
     fsdp_unit_set_reshard_after_forward(other, reshards != 0);
-    CHECK_I64(fsdp_unit_pre_forward(other, false, NULL), FSDP_OK);
-    CHECK_I64(fsdp_unit_post_forward(other, false, true, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_pre_forward(other, false, NULL));
+    CHECK_OK(fsdp_unit_post_forward(other, false, true, NULL));
     CHECK_I64(fsdp_unit_get_state(other),
               reshards ? FSDP_UNIT_SHARDED : FSDP_UNIT_HIDDEN);
   }

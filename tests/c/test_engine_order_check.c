@@ -75,8 +75,8 @@ static sent run_in_order(int64_t first, int64_t second) {
   recorder_set_answer(m.device, keep, &kept);
   PLAY("enter root");
   for (int i = 0; i < 2; i++) {
-    CHECK_I64(model_enter(&m, order[i], NULL), FSDP_OK);
-    CHECK_I64(model_leave(&m, order[i], false, NULL), FSDP_OK);
+    CHECK_OK(model_enter(&m, order[i], NULL));
+    CHECK_OK(model_leave(&m, order[i], false, NULL));
   }
   PLAY("leave_eval root; reset"); /* starts anew */
   PLAY("enter root; leave_eval root; end");

@@ -7,7 +7,7 @@
 
 static void step(fsdp_sync sync) {
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
-  CHECK_I64(failures_step(sync, &error), FSDP_OK);
+  CHECK_OK(failures_step(sync, &error));
   CHECK_TEXT(error.message, "");
 }
 
@@ -152,8 +152,8 @@ static void step_without_b(fsdp_sync sync, bool is_entered) {
   fsdp_engine_set_sync(m.engine, sync);
   PLAY("enter root");
   for (int64_t i = 1; i < (is_entered ? 3 : 2); i++) {
-    CHECK_I64(model_enter(&m, i, NULL), FSDP_OK);
-    CHECK_I64(model_leave(&m, i, true, NULL), FSDP_OK);
+    CHECK_OK(model_enter(&m, i, NULL));
+    CHECK_OK(model_leave(&m, i, true, NULL));
   }
   PLAY("leave root; pre_backward root");
   if (is_entered) PLAY("pre_backward b");
@@ -199,9 +199,8 @@ TEST(test_cleared_in_between) {
 TEST(test_reset_in_between) {
   model_start_tree(&m, NULL, 2);
   step(FSDP_SYNC_SHARD);
-  PLAY(
-      "forward; pre_backward root; pre_backward b; grads b; reset; "
-      "check_sharded");
+  PLAY("forward; pre_backward root; pre_backward b; grads b; reset");
+  PLAY("check_sharded");
   memset(m.units[0].expected[0], 0, 8 * sizeof(double));
   memset(m.units[2].expected[0], 0, 24 * sizeof(double));
   step(FSDP_SYNC_REDUCE);
@@ -213,14 +212,14 @@ TEST(test_reset_in_between) {
 TEST(test_partial_gradient_holds_the_unit) {
   fsdp_engine *other = NULL;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &other, NULL));
   step(FSDP_SYNC_SHARD);
   CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL),
             FSDP_INVALID_STATE);
   step(FSDP_SYNC_REDUCE);
-  CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_add_unit(other, m.units[1].unit, NULL));
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 4 * 4); /* of the root */
-  CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL));
   fsdp_engine_destroy(other);
   PLAY("zero_grad");
   step(FSDP_SYNC_SHARD);
@@ -231,9 +230,8 @@ TEST(test_partial_gradient_holds_the_unit) {
 /* A unit that goes while its partial gradient is still being written. */
 TEST(test_unit_goes_inside_backward) {
   model_start_tree(&m, NULL, 1);
-  PLAY(
-      "sync shard; forward; pre_backward root; pre_backward a; grads a; "
-      "clear; destroy a");
+  PLAY("sync shard; forward; pre_backward root; pre_backward a; grads a");
+  PLAY("clear; destroy a");
   CHECK_TAPE_HAS("record e1 reduce; wait compute e1;");
   CHECK_TAPE_HAS("free 32 after e");
   PLAY("reset; end");

@@ -127,10 +127,9 @@ static void check_summon(const model_options *options,
       PLAY("zero_grad; forward");
       for (int64_t i = 0; i < 2; i++) {
         replace(when == 0);
-        CHECK_I64(fsdp_unit_summon(m.units[i].unit, how, NULL), FSDP_OK);
+        CHECK_OK(fsdp_unit_summon(m.units[i].unit, how, NULL));
         replace(when == 1);
-        CHECK_I64(fsdp_unit_dismiss(m.units[i].unit, writeback != 0, NULL),
-                  FSDP_OK);
+        CHECK_OK(fsdp_unit_dismiss(m.units[i].unit, writeback != 0, NULL));
         replace(false);
       }
       PLAY("backward; check_grads");

@@ -135,8 +135,8 @@ TEST(test_grows) {
   CHECK_I64(scratch_nbytes(), 2 * 16);
   m.num_units = 2;
   const fsdp_unit_options joining = model_unit_options(&m, 1, segments);
-  CHECK_I64(fsdp_unit_create(&joining, &m.units[1].unit, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_create(&joining, &m.units[1].unit, NULL));
+  CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL));
   recorder_show_memory(m.device, true);
   PLAY("clear");
   step(); /* a, root */
@@ -195,7 +195,7 @@ TEST(test_unfreezing_fails) {
       CHECK_I64(status, FSDP_OUT_OF_MEMORY);
       num_refused++;
     }
-    CHECK_I64(fsdp_unit_set_trainable(unit, 0, true, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_set_trainable(unit, 0, true, NULL));
     step();
     CHECK_I64(scratch_nbytes(), 2 * 64 * 4);
     PLAY("end");

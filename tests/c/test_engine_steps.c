@@ -86,7 +86,7 @@ TEST(test_casts) {
       "wait compute e6; show u unsharded; event e8; alloc 64 b2; "
       "pack compute f32 x0.5 16@0 b2; release t1; show u sharded; "
       "record e7 compute; grad_shard u 0; record e1 compute; wait reduce e1; "
-      "event e9; alloc 64 b3; "
+      "event e9; alloc 32 b3; "
       /* scratch */
       "group_begin reduce g0; reduce_scatter reduce g0 8 f32 b2 scratch b3; "
       "group_end reduce g0; record e9 reduce; "

@@ -78,7 +78,7 @@ TEST(test_first_rank) {
   const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   PLAY("dismiss u");
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; record e1 compute; "
@@ -101,7 +101,7 @@ TEST(test_other_rank) {
   const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; record e1 compute; "
       "wait unshard e1; group_begin unshard g0; "
@@ -125,7 +125,7 @@ TEST(test_offloaded_on_host_with_gradients) {
   const fsdp_summon_options on_host = summon_options(ON_HOST | WITH_GRADS);
   options.offloads = true;
   start(&options);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &on_host, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &on_host, NULL));
   CHECK_TAPE(
       "take_params u sharded; alloc 64 b3; "
       "copy_to_device compute 32 b3+32 <- u.shard0; record e6 compute; "
@@ -156,7 +156,7 @@ TEST(test_resident_on_first_rank) {
   model_options options = {.world_size = 1, .num_replicas = 2};
   const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
   start(&options);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &first_only, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   PLAY("dismiss u");
   CHECK_TAPE(
       "take_params u sharded; take_params u sharded; record e1 compute; "
@@ -206,7 +206,7 @@ static void check_combination(const model_options *options, int bits,
   memcpy(grads_before, grad_shard(), sizeof grads_before);
   const int64_t num_blocks = recorder_live_blocks(m.device);
 
-  CHECK_I64(fsdp_unit_summon(unit->unit, &how, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(unit->unit, &how, NULL));
   check_shown(bits);
   const bool writes_params = unit->view != FSDP_VIEW_SHARDED;
   const bool writes_grads = unit->grad_view != FSDP_VIEW_SHARDED;
@@ -217,7 +217,7 @@ static void check_combination(const model_options *options, int bits,
     PLAY("optimizer");
     memcpy(params_before, shard(), sizeof params_before);
   }
-  CHECK_I64(fsdp_unit_dismiss(unit->unit, writeback, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_dismiss(unit->unit, writeback, NULL));
   CHECK(!fsdp_unit_is_summoned(unit->unit));
   CHECK_I64(unit->view, FSDP_VIEW_SHARDED);
   CHECK_I64(unit->grad_view, FSDP_VIEW_SHARDED);
@@ -269,7 +269,7 @@ TEST(test_gradients_of_the_first_rank) {
   const model_options options = two_ranks(1);
   const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
   start(&options);
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
   recorder_set_broadcast(m.device, 40);
   PLAY("dismiss u");
   const float *grads = grad_shard();
@@ -303,7 +303,7 @@ TEST(test_no_gradients) {
   const fsdp_summon_options how = summon_options(WITH_GRADS);
   start(&options);
   PLAY("zero_grad");
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
   PLAY("no_grads u; dismiss u; no_grads u");
   CHECK_TAPE_HAS("all_gather_bytes g0 1;");
   CHECK_TAPE_LACKS("take_full_grads");
@@ -320,14 +320,14 @@ TEST(test_gradients_of_another_rank) {
     start(&options);
     PLAY("zero_grad");
     recorder_set_answer(m.device, answer_yes, NULL);
-    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
     CHECK(strstr(recorder_tape(m.device), "pack compute f32 x1 zero8@0") !=
           NULL);
     const float *whole = m.units[0].grads[0];
     for (int64_t i = 0; i < 2 * NUMEL; i++) CHECK(whole[i] == 0);
     PLAY("drop u");
     CHECK(m.units[0].grad_view != FSDP_VIEW_SHARDED); /* not shown again */
-    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
     write_whole(m.units[0].grads[0], 0, 16);
     recorder_set_grads_live(m.device, true);
     PLAY("dismiss u; grad_view u sharded");
@@ -342,7 +342,7 @@ TEST(test_cleared_gradients) {
     const model_options options = two_ranks(rank);
     const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
     start(&options);
-    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
     PLAY("clear");
     if (rank == 0) {
       PLAY("zero_grad");
@@ -394,7 +394,7 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
       const bool is_taken =
           strstr(recorder_tape(m.device), "take_full_grads") != NULL;
       recorder_set_grads_live(m.device, !is_taken); /* not once more */
-      CHECK_I64(fsdp_unit_dismiss(unit->unit, true, NULL), FSDP_OK);
+      CHECK_OK(fsdp_unit_dismiss(unit->unit, true, NULL));
       recorder_set_grads_live(m.device, true);
     }
     const float first = (float)(PARAMS + m.options.rank * NUMEL);

@@ -26,14 +26,14 @@ TEST(test_unreduced_gradients_stay) {
   const fsdp_summon_options how = summon_options(WITH_GRADS);
   for (int i = 0; i < 2; i++) {
     model_start_tree(&m, NULL, 0);
-    CHECK_I64(failures_step(kinds[i], NULL), FSDP_OK);
+    CHECK_OK(failures_step(kinds[i], NULL));
     const fsdp_view view = m.units[0].grad_view;
-    CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+    CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
     CHECK_I64(m.units[0].grad_view, view);
     PLAY("dismiss root");
     CHECK_I64(m.units[0].grad_view, view);
     PLAY("check_grads");
-    CHECK_I64(failures_step(FSDP_SYNC_REDUCE, NULL), FSDP_OK);
+    CHECK_OK(failures_step(FSDP_SYNC_REDUCE, NULL));
     PLAY("check_grads; end");
   }
 }
@@ -45,16 +45,15 @@ TEST(test_mixed_segments) {
       const fsdp_summon_options how = summon_options(bits);
       model_open(&options, "u mixed");
       PLAY("step; check_grads");
-      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       model_check_params(&m, 0);
       if ((bits & WITH_GRADS) != 0 && is_shown_here(bits, rank)) {
         CHECK(m.units[0].grads[0] != NULL && m.units[0].grads[2] != NULL);
         CHECK(m.units[0].grads[1] == NULL && m.units[0].grads[3] == NULL);
       }
       /* Nothing is shown on the other rank that could be written back. */
-      CHECK_I64(
-          fsdp_unit_dismiss(m.units[0].unit, is_shown_here(bits, rank), NULL),
-          FSDP_OK);
+      CHECK_OK(
+          fsdp_unit_dismiss(m.units[0].unit, is_shown_here(bits, rank), NULL));
       PLAY("step; check_grads; end");
     }
   }
@@ -72,7 +71,7 @@ TEST(test_units_without_elements) {
       model_init(&m, &options);
       model_plan(&m, "u", &empty, num_params);
       model_start(&m);
-      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       PLAY("dismiss u");
       CHECK_TAPE_LACKS("alloc");
       CHECK_TAPE_LACKS("broadcast");
@@ -89,7 +88,7 @@ TEST(test_summoned_unit_goes) {
       const fsdp_summon_options how = summon_options(bits);
       model_start_tree(&m, &options, 0);
       PLAY("step");
-      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       if (is_engine) {
         fsdp_engine_destroy(m.engine);
         m.engine = NULL;
@@ -109,7 +108,7 @@ TEST(test_every_call_of_going_can_fail) {
       const fsdp_summon_options how = summon_options(bits);
       model_start_tree(&m, &options, 0);
       PLAY("step");
-      CHECK_I64(fsdp_unit_summon(m.units[0].unit, &how, NULL), FSDP_OK);
+      CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
       const int64_t num_before = recorder_num_calls(m.device);
       recorder_fail_at(m.device, i);
       fsdp_unit_destroy(m.units[0].unit);

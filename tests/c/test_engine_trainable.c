@@ -13,7 +13,7 @@ static fsdp_status set_trainable(int64_t unit, int64_t segment,
 
 static void step(fsdp_sync sync) {
   fsdp_error error = {FSDP_OK, 0, NULL, ""};
-  CHECK_I64(failures_step(sync, &error), FSDP_OK);
+  CHECK_OK(failures_step(sync, &error));
   CHECK_TEXT(error.message, "");
   PLAY("check_grads");
 }
@@ -28,8 +28,8 @@ TEST(test_frozen_unit_is_unfrozen) {
     PLAY("num_reduces 3");
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 3);
     CHECK(!fsdp_unit_is_trainable(m.units[2].unit, 0));
-    CHECK_I64(set_trainable(2, 0, true, NULL), FSDP_OK);
-    CHECK_I64(set_trainable(2, 0, true, NULL), FSDP_OK); /* is already */
+    CHECK_OK(set_trainable(2, 0, true, NULL));
+    CHECK_OK(set_trainable(2, 0, true, NULL)); /* is already */
     CHECK(fsdp_unit_is_trainable(m.units[2].unit, 0));
     CHECK_I64(model_stats(&m).arena.num_clients, 4 + 4);
     for (int i = 0; i < 2; i++) {
@@ -50,7 +50,7 @@ TEST(test_frozen_segment_is_unfrozen) {
   step(FSDP_SYNC_SHARD);
   step(FSDP_SYNC_REDUCE);
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 256 + 8 * 2);
-  CHECK_I64(set_trainable(0, 1, true, NULL), FSDP_OK);
+  CHECK_OK(set_trainable(0, 1, true, NULL));
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 0);
   CHECK_I64(model_stats(&m).arena.num_clients, 2);
   step(FSDP_SYNC_REDUCE); /* added to what the others had */
@@ -59,7 +59,7 @@ TEST(test_frozen_segment_is_unfrozen) {
   CHECK_I64(model_stats(&m).partial_grad_nbytes, 512 + 4 * 4);
   step(FSDP_SYNC_REDUCE);
   const fsdp_summon_options with_grads = {.with_grads = true};
-  CHECK_I64(fsdp_unit_summon(m.units[0].unit, &with_grads, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(m.units[0].unit, &with_grads, NULL));
   CHECK(m.units[0].grads[1] != NULL && m.units[0].grads[3] == NULL);
   PLAY("dismiss u");
   step(FSDP_SYNC_REDUCE);
@@ -70,20 +70,20 @@ TEST(test_frozen_segment_is_unfrozen) {
 TEST(test_segments_are_frozen) {
   model_open(NULL, "u mixed");
   step(FSDP_SYNC_REDUCE);
-  CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
+  CHECK_OK(set_trainable(0, 0, false, NULL));
   PLAY("zero_grad; clear");
   step(FSDP_SYNC_REDUCE);
   CHECK(strstr(recorder_tape(m.device), "reduce_scatter reduce g0 8 f32") ==
         NULL);
   CHECK(strstr(recorder_tape(m.device), "reduce_scatter reduce g0 8 bf16") !=
         NULL);
-  CHECK_I64(set_trainable(0, 2, false, NULL), FSDP_OK); /* nothing is left */
+  CHECK_OK(set_trainable(0, 2, false, NULL)); /* nothing is left */
   PLAY("zero_grad; clear");
   step(FSDP_SYNC_REDUCE);
   CHECK_TAPE_LACKS("reduce");
   PLAY("no_grads u");
   for (int64_t i = 0; i < 3; i += 2) {
-    CHECK_I64(set_trainable(0, i, true, NULL), FSDP_OK);
+    CHECK_OK(set_trainable(0, i, true, NULL));
   }
   PLAY("zero_grad");
   const int64_t num_clients = model_stats(&m).arena.num_clients;
@@ -99,7 +99,7 @@ TEST(test_held_gradients) {
     fsdp_error error;
     model_open(NULL, "u mixed");
     step(kinds[i]);
-    CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
+    CHECK_OK(set_trainable(0, 0, false, NULL));
     CHECK(fsdp_unit_is_trainable(m.units[0].unit, 0));
     CHECK_FAILS(set_trainable(0, 1, true, &error), FSDP_INVALID_STATE,
                 error.message,
@@ -107,12 +107,12 @@ TEST(test_held_gradients) {
                 "gradient accumulation (backward or no_sync): set "
                 "requires_grad between optimizer steps");
     step(FSDP_SYNC_REDUCE);
-    CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
+    CHECK_OK(set_trainable(0, 0, false, NULL));
     CHECK(!fsdp_unit_is_trainable(m.units[0].unit, 0));
     PLAY("forward; pre_backward u");
     CHECK_I64(set_trainable(0, 0, true, NULL), FSDP_INVALID_STATE);
     PLAY("reset");
-    CHECK_I64(set_trainable(0, 0, true, NULL), FSDP_OK);
+    CHECK_OK(set_trainable(0, 0, true, NULL));
     PLAY("zero_grad");
     step(FSDP_SYNC_REDUCE);
     PLAY("end");
@@ -123,10 +123,10 @@ TEST(test_held_gradients) {
 TEST(test_without_an_engine) {
   model_start_tree(&m, NULL, 1);
   fsdp_engine_destroy(m.engine);
-  CHECK_I64(set_trainable(0, 0, false, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL), FSDP_OK);
+  CHECK_OK(set_trainable(0, 0, false, NULL));
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL));
   for (int64_t i = 0; i < 2; i++) {
-    CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
+    CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL));
   }
   step(FSDP_SYNC_REDUCE);
   CHECK(!m.units[0].has_grads && m.units[1].has_grads);
@@ -135,10 +135,10 @@ TEST(test_without_an_engine) {
   failures_plan(NULL);
   model_start(&m);
   fsdp_engine_destroy(m.engine);
-  CHECK_I64(set_trainable(2, 0, true, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL), FSDP_OK);
+  CHECK_OK(set_trainable(2, 0, true, NULL));
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL));
   for (int64_t i = 0; i < 4; i++) {
-    CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
+    CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL));
   }
   step(FSDP_SYNC_REDUCE);
   PLAY("end");
@@ -151,10 +151,9 @@ TEST(test_what_does_not_fit) {
   fsdp_flat_layout *layout = NULL;
   fsdp_unit *unit = NULL;
   fsdp_error error;
-  CHECK_I64(fsdp_param_table_create(&spec, 1, &table, NULL), FSDP_OK);
-  CHECK_I64(fsdp_flat_layout_create(table, 2, (fsdp_alignment){1, true, true},
-                                    &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_param_table_create(&spec, 1, &table, NULL));
+  CHECK_OK(fsdp_flat_layout_create(table, 2, (fsdp_alignment){1, true, true},
+                                   &layout, NULL));
   const fsdp_segment_options segment = {.param_dtype = RECORDER_U8,
                                         .reduce_dtype = {9, 16},
                                         .grad_dtype = {9, 16}};
@@ -164,7 +163,7 @@ TEST(test_what_does_not_fit) {
                                      .shard_group = {.world_size = 2},
                                      .replica_group = {.world_size = 1},
                                      .prescale = 1};
-  CHECK_I64(fsdp_unit_create(&options, &unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_create(&options, &unit, NULL));
   CHECK_FAILS(fsdp_unit_set_trainable(unit, 0, true, &error), FSDP_OVERFLOW,
               error.message,
               "unit 'huge': segment 0 of 1152921504606846976 elements does not "

@@ -40,10 +40,9 @@ TEST(test_unit_refuses_what_does_not_fit) {
   const fsdp_param_spec spec = {1, INT64_MAX / 8, RECORDER_U8, true};
   fsdp_param_table *table = NULL;
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_param_table_create(&spec, 1, &table, NULL), FSDP_OK);
-  CHECK_I64(fsdp_flat_layout_create(table, 2, (fsdp_alignment){1, true, true},
-                                    &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_param_table_create(&spec, 1, &table, NULL));
+  CHECK_OK(fsdp_flat_layout_create(table, 2, (fsdp_alignment){1, true, true},
+                                   &layout, NULL));
   const fsdp_segment_options segment = {
       .param_dtype = RECORDER_U8, .reduce_dtype = {9, 16}, .shard = NULL};
   fsdp_unit_options options = {.name = "huge",
@@ -104,8 +103,8 @@ TEST(test_units_move_to_another_engine) {
   fsdp_error error;
   model_start_tree(&m, NULL, 2);
   PLAY("forward"); /* keeps the root unsharded: it is resharded by the move */
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_add_unit(other, m.units[0].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &other, NULL));
+  CHECK_OK(fsdp_engine_add_unit(other, m.units[0].unit, NULL));
   PLAY("state root SHARDED; num_units 2; check_idle");
   /* The others still work on their own, also after the first one went. */
   PLAY("enter a");
@@ -116,7 +115,7 @@ TEST(test_units_move_to_another_engine) {
               "summon_full_params)");
   PLAY("leave_eval a");
   for (int64_t i = 1; i < 3; i++) {
-    CHECK_I64(fsdp_engine_add_unit(other, m.units[i].unit, NULL), FSDP_OK);
+    CHECK_OK(fsdp_engine_add_unit(other, m.units[i].unit, NULL));
   }
   PLAY("num_units 0");
   fsdp_engine_destroy(m.engine);
@@ -128,15 +127,15 @@ TEST(test_units_cannot_be_added_inside_a_step) {
   fsdp_engine *other = NULL;
   fsdp_error error;
   model_start_tree(&m, NULL, 1);
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &other, NULL), FSDP_OK);
-  CHECK_I64(fsdp_engine_add_unit(other, m.units[1].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &other, NULL));
+  CHECK_OK(fsdp_engine_add_unit(other, m.units[1].unit, NULL));
   PLAY("enter root");
   CHECK_FAILS(fsdp_engine_add_unit(m.engine, m.units[1].unit, &error),
               FSDP_INVALID_STATE, error.message,
               "unit 'a' cannot be added in the middle of a step");
   CHECK(model_engine_of(m.units[1].unit) == other);
   PLAY("leave_eval root");
-  CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[1].unit, NULL));
   fsdp_engine_destroy(other);
   PLAY("step; end");
 }
@@ -171,7 +170,7 @@ TEST(test_engine_may_go_before_its_units) {
   CHECK_FAILS(fsdp_unit_pre_backward(m.units[0].unit, &error),
               FSDP_INVALID_STATE, error.message,
               "backward reached unit 'root' after its engine was destroyed");
-  CHECK_I64(fsdp_unit_inputs_ready(m.units[0].unit, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_inputs_ready(m.units[0].unit, NULL));
   CHECK_FAILS(fsdp_unit_summon(m.units[0].unit, NULL, &error),
               FSDP_INVALID_STATE, error.message,
               "the parameters of unit 'root' cannot be summoned "
@@ -187,9 +186,9 @@ TEST(test_unsharded_gradients_go_with_the_engine) {
   CHECK(fsdp_unit_holds_grads(m.units[1].unit));
   fsdp_engine_destroy(m.engine);
   CHECK(!fsdp_unit_holds_grads(m.units[1].unit));
-  CHECK_I64(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_create(&m.ops, &m.views, &m.engine, NULL));
   for (int64_t i = 0; i < 2; i++) {
-    CHECK_I64(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL), FSDP_OK);
+    CHECK_OK(fsdp_engine_add_unit(m.engine, m.units[i].unit, NULL));
   }
   PLAY("zero_grad; step; check_grads; end");
 }
@@ -212,7 +211,7 @@ TEST(test_summon_and_write_back) {
       RECORDER_BF16; /* summoned in master dtype all the same */
   model_open(&options, "u 8");
   fsdp_unit *unit = m.units[0].unit;
-  CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(unit, NULL, NULL));
   CHECK(fsdp_unit_is_summoned(unit));
   PLAY("view u full");
   float *full = m.units[0].params[0];
@@ -220,7 +219,7 @@ TEST(test_summon_and_write_back) {
     CHECK(full[i] == ((float *)m.units[0].shards[0])[i % 8]);
     full[i] = (float)(100 + i);
   }
-  CHECK_I64(fsdp_unit_dismiss(unit, true, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_dismiss(unit, true, NULL));
   CHECK(!fsdp_unit_is_summoned(unit));
   for (int64_t i = 0; i < 8; i++) { /* the half of rank 1 */
     CHECK(((float *)m.units[0].shards[0])[i] == (float)(100 + 8 + i));
@@ -239,10 +238,10 @@ TEST(test_summon_and_write_back) {
 TEST(test_dismiss_without_writeback) {
   model_start_tree(&m, NULL, 0);
   fsdp_unit *unit = m.units[0].unit;
-  CHECK_I64(fsdp_unit_summon(unit, NULL, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_summon(unit, NULL, NULL));
   ((float *)m.units[0].params[0])[0] = 77;
   PLAY("clear");
-  CHECK_I64(fsdp_unit_dismiss(unit, false, NULL), FSDP_OK);
+  CHECK_OK(fsdp_unit_dismiss(unit, false, NULL));
   CHECK(((float *)m.units[0].shards[0])[0] == 0);
   CHECK_TAPE("show root sharded; record e6 compute; free 32 after e6");
   PLAY("end");

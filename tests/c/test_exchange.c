@@ -4,6 +4,7 @@
  */
 #include "base/alloc.h"
 #include "check.h"
+#include "every_allocation.h"
 #include "placement_fixture.h"
 #include "state/exchange.h"
 
@@ -46,7 +47,7 @@ static fsdp_exchange *plan(const items_list *list, int64_t rank,
   const fsdp_exchange_spec spec = {list->items, list->num_items, rank,
                                    list->world_size, direct_nbytes};
   fsdp_exchange *exchange = NULL;
-  CHECK_I64(fsdp_exchange_create(&spec, &exchange, NULL), FSDP_OK);
+  CHECK_OK(fsdp_exchange_create(&spec, &exchange, NULL));
   return exchange;
 }
 
@@ -102,12 +103,12 @@ TEST(test_header_picture) {
   const fsdp_range needed[] = {{0, 5}, {3, 5}};
   items_list list = {.world_size = 2};
   add_item(&list, 4, held, needed);
-  CHECK_TEXT(text_of(plan(&list, 0, 100)),
-             "copy 0 0 -> 0, 12 bytes\nto 1, 0 bytes:\n"
-             "from 1, 8 bytes: 0[12 + 8]\n");
-  CHECK_TEXT(text_of(plan(&list, 1, 100)),
-             "copy 0 0 -> 0, 8 bytes\nto 0, 8 bytes: 0[0 + 8]\n"
-             "from 0, 0 bytes:\n");
+  CHECK_LINES(
+      text_of(plan(&list, 0, 100)),
+      "copy 0 0 -> 0, 12 bytes; to 1, 0 bytes:; from 1, 8 bytes: 0[12 + 8]");
+  CHECK_LINES(
+      text_of(plan(&list, 1, 100)),
+      "copy 0 0 -> 0, 8 bytes; to 0, 8 bytes: 0[0 + 8]; from 0, 0 bytes:");
   fsdp_exchange *exchange = plan(&list, 1, 100);
   CHECK_I64(fsdp_exchange_num_items(exchange), 1);
   CHECK_I64(fsdp_exchange_held_nbytes(exchange, 0), 8);
@@ -129,23 +130,23 @@ TEST(test_packing) {
   add_item(&list, 1, held, all);
   add_item(&list, 8, held, all);
   add_item(&list, 2, held, all);
-  CHECK_TEXT(text_of(plan(&list, 0, 16)),
-             "to 1, 16 bytes: 1[0 + 16]\nto 1, 6 bytes: 0[0 + 2] 2[0 + 4]\n"
-             "to 2, 16 bytes: 1[0 + 16]\n"
-             "to 2, 6 bytes: 0[0 + 2] 2[0 + 4] as message 1\n"
-             "from 1, 0 bytes:\nfrom 2, 0 bytes:\n");
-  CHECK_TEXT(text_of(plan(&list, 2, 16)),
-             "to 0, 0 bytes:\n"
-             "from 0, 16 bytes: 1[0 + 16]\nfrom 0, 6 bytes: 0[0 + 2] "
-             "2[0 + 4]\n");
+  CHECK_LINES(
+      text_of(plan(&list, 0, 16)),
+      "to 1, 16 bytes: 1[0 + 16]; to 1, 6 bytes: 0[0 + 2] 2[0 + 4]; "
+      "to 2, 16 bytes: 1[0 + 16]; "
+      "to 2, 6 bytes: 0[0 + 2] 2[0 + 4] as message 1; from 1, 0 bytes:; "
+      "from 2, 0 bytes:");
+  CHECK_LINES(text_of(plan(&list, 2, 16)),
+              "to 0, 0 bytes:; from 0, 16 bytes: 1[0 + 16]; "
+              "from 0, 6 bytes: 0[0 + 2] 2[0 + 4]");
   release_items(&list);
   add_item(&list, 1, held, all);
   add_item(&list, 8, held, all);
   add_item(&list, 2, held, first);
-  CHECK_TEXT(text_of(plan(&list, 0, 17)),
-             "to 1, 22 bytes: 0[0 + 2] 1[0 + 16] 2[0 + 4]\n"
-             "to 2, 18 bytes: 0[0 + 2] 1[0 + 16]\n"
-             "from 1, 0 bytes:\nfrom 2, 0 bytes:\n");
+  CHECK_LINES(
+      text_of(plan(&list, 0, 17)),
+      "to 1, 22 bytes: 0[0 + 2] 1[0 + 16] 2[0 + 4]; "
+      "to 2, 18 bytes: 0[0 + 2] 1[0 + 16]; from 1, 0 bytes:; from 2, 0 bytes:");
   release_items(&list);
 }
 
@@ -156,8 +157,8 @@ TEST(test_held_by_all) {
   items_list list = {.world_size = 2};
   add_item(&list, 4, all, parts);
   add_item(&list, 4, all, all);
-  CHECK_TEXT(text_of(plan(&list, 1, 1)),
-             "copy 0 8 -> 0, 8 bytes\ncopy 1 0 -> 0, 16 bytes\n");
+  CHECK_LINES(text_of(plan(&list, 1, 1)),
+              "copy 0 8 -> 0, 8 bytes; copy 1 0 -> 0, 16 bytes");
   release_items(&list);
 }
 
@@ -167,18 +168,17 @@ TEST(test_params_of_a_layout) {
   const int64_t numels[] = {5, 7, 3};
   fsdp_placement *flat = place_flat(layout, 0, 0, 2);
   fsdp_placement *first = NULL;
-  CHECK_I64(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){0, 1},
-                                           &first, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){0, 1}, &first,
+                                          NULL));
   const items_list list = {
       .items = {{4, 2, flat, first}, {2, 0, flat, first}, {8, 1, flat, first}},
       .num_items = 3,
       .world_size = 2};
-  CHECK_TEXT(text_of(plan(&list, 0, 100)),
-             "copy 1 0 -> 0, 8 bytes\nto 1, 0 bytes:\n"
-             "from 1, 14 bytes: 0[0 + 12] 1[8 + 2]\n");
-  CHECK_TEXT(text_of(plan(&list, 1, 100)),
-             "to 0, 14 bytes: 0[0 + 12] 1[0 + 2]\nfrom 0, 0 bytes:\n");
+  CHECK_LINES(text_of(plan(&list, 0, 100)),
+              "copy 1 0 -> 0, 8 bytes; to 1, 0 bytes:; "
+              "from 1, 14 bytes: 0[0 + 12] 1[8 + 2]");
+  CHECK_LINES(text_of(plan(&list, 1, 100)),
+              "to 0, 14 bytes: 0[0 + 12] 1[0 + 2]; from 0, 0 bytes:");
   fsdp_placement_destroy(flat);
   fsdp_placement_destroy(first);
   fsdp_flat_layout_destroy(layout);
@@ -243,27 +243,22 @@ TEST(test_too_many_bytes) {
   release_items(&list);
 }
 
+static fsdp_status create(void *spec, fsdp_error *error) {
+  fsdp_exchange *exchange = NULL;
+  const fsdp_status status = fsdp_exchange_create(spec, &exchange, error);
+  CHECK((exchange != NULL) == (status == FSDP_OK));
+  fsdp_exchange_destroy(exchange);
+  return status;
+}
+
 TEST(test_out_of_memory) {
   const fsdp_range held[] = {{0, 3}, {3, 5}};
   const fsdp_range needed[] = {{0, 5}, {0, 5}};
   items_list list = {.world_size = 2};
   add_item(&list, 4, held, needed);
   add_item(&list, 9, held, needed);
-  const fsdp_exchange_spec spec = {list.items, 2, 0, 2, 16};
-  const int64_t live = fsdp_alloc_live();
-  fsdp_status status = FSDP_OUT_OF_MEMORY;
-  int64_t index = 0;
-  for (; status == FSDP_OUT_OF_MEMORY; index++) {
-    fsdp_exchange *exchange = NULL;
-    fsdp_alloc_fail_at(index);
-    status = fsdp_exchange_create(&spec, &exchange, NULL);
-    fsdp_alloc_fail_at(-1);
-    CHECK((exchange != NULL) == (status == FSDP_OK));
-    fsdp_exchange_destroy(exchange);
-    CHECK_I64(fsdp_alloc_live(), live);
-  }
-  CHECK_I64(status, FSDP_OK);
-  CHECK_I64(index, 14);
+  fsdp_exchange_spec spec = {list.items, 2, 0, 2, 16};
+  CHECK_I64(every_allocation(create, &spec), 13);
   release_items(&list);
 }
 

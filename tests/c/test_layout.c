@@ -4,6 +4,7 @@
  */
 #include "base/alloc.h"
 #include "check.h"
+#include "every_allocation.h"
 #include "layout/flat_layout.h"
 #include "layout/param_table.h"
 
@@ -14,7 +15,7 @@ static const fsdp_dtype u8 = {3, 1};
 static fsdp_param_table *create_table(const fsdp_param_spec *uses,
                                       int64_t num_uses) {
   fsdp_param_table *table = NULL;
-  CHECK_I64(fsdp_param_table_create(uses, num_uses, &table, NULL), FSDP_OK);
+  CHECK_OK(fsdp_param_table_create(uses, num_uses, &table, NULL));
   return table;
 }
 
@@ -44,8 +45,7 @@ TEST(test_table_of_nothing) {
   fsdp_param_table *table = create_table(NULL, 0);
   CHECK_I64(fsdp_param_table_num_params(table), 0);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 0);
   fsdp_flat_layout_destroy(layout);
   fsdp_param_table_destroy(table);
@@ -124,8 +124,7 @@ TEST(test_header_picture) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}, {2, 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 2, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_world_size(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_params(layout), 2);
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 1);
@@ -157,8 +156,7 @@ TEST(test_segments_in_order_of_appearance) {
                                   {5, 2, f32, false}};
   fsdp_param_table *table = create_table(uses, 5);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
   const int64_t segments[] = {0, 1, 2, 0, 1};
   /* bf16 is aligned to 8 elements, f32 to 4. */
@@ -179,10 +177,9 @@ TEST(test_layout_refuses_wrong_arguments) {
   fsdp_param_table *table = create_table(NULL, 0);
   fsdp_flat_layout *layout = NULL;
   fsdp_error error;
-  CHECK_I64(fsdp_flat_layout_create(table, 0, aligned(4), &layout, &error),
-            FSDP_INVALID_ARGUMENT);
-  CHECK_TEXT(error.message,
-             "need world_size >= 1 and itemsize >= 1, got 0 and 4");
+  CHECK_FAILS(fsdp_flat_layout_create(table, 0, aligned(4), &layout, &error),
+              FSDP_INVALID_ARGUMENT, error.message,
+              "need world_size >= 1 and itemsize >= 1, got 0 and 4");
   CHECK_I64(fsdp_flat_layout_create(table, 2, aligned(0), &layout, &error),
             FSDP_INVALID_ARGUMENT);
   CHECK(layout == NULL);
@@ -221,8 +218,7 @@ TEST(test_largest_segment_fits) {
   const fsdp_param_spec uses[] = {{1, INT64_MAX / 4 - 3, f32, true}};
   fsdp_param_table *table = create_table(uses, 1);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(table, 1, aligned(4), &layout, NULL));
   CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padding_numel, 0);
   fsdp_flat_layout_destroy(layout);
   fsdp_param_table_destroy(table);
@@ -351,9 +347,8 @@ TEST(test_layout_matches_written_out_flat_array) {
     }
     fsdp_param_table *table = create_table(uses, num_params);
     fsdp_flat_layout *layout = NULL;
-    bool ok = CHECK_I64(
-        fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL),
-        FSDP_OK);
+    bool ok = CHECK_OK(
+        fsdp_flat_layout_create(table, world_size, alignment, &layout, NULL));
     for (int64_t i = 0; i < fsdp_flat_layout_num_segments(layout); i++) {
       ok &= check_segment(layout, table, i, alignment);
     }
@@ -393,9 +388,8 @@ static bool check_rows(int64_t num_rows, int64_t row_numel,
   }
   fsdp_param_table *table = create_table(uses, 3);
   fsdp_flat_layout *layout = NULL;
-  bool ok = CHECK_I64(fsdp_flat_layout_create_by_rows(
-                          table, row_numels, world_size, &layout, NULL),
-                      FSDP_OK);
+  bool ok = CHECK_OK(fsdp_flat_layout_create_by_rows(
+      table, row_numels, world_size, &layout, NULL));
   ok &= CHECK_I64(fsdp_flat_layout_num_segments(layout), 3);
   for (int64_t i = 0; i < 3; i++) {
     const int64_t numel = row_numels[i];
@@ -440,9 +434,8 @@ TEST(test_rows_of_nothing_and_of_a_scalar) {
   const int64_t row_numels[] = {0, 0}; /* shape [3, 0], and a scalar */
   fsdp_param_table *table = create_table(uses, 2);
   fsdp_flat_layout *layout = NULL;
-  CHECK_I64(
-      fsdp_flat_layout_create_by_rows(table, row_numels, 3, &layout, NULL),
-      FSDP_OK);
+  CHECK_OK(
+      fsdp_flat_layout_create_by_rows(table, row_numels, 3, &layout, NULL));
   CHECK_I64(fsdp_flat_layout_segment(layout, 0)->padded_numel, 0);
   CHECK_I64(fsdp_flat_layout_segment(layout, 1)->shard_numel, 1);
   CHECK_I64(fsdp_flat_layout_segment(layout, 1)->padding_numel, 2);
@@ -468,29 +461,23 @@ TEST(test_rows_refuse_wrong_arguments) {
 
 /* --- Allocation failures ------------------------------------------------- */
 
-TEST(test_every_allocation_can_fail) {
+static fsdp_status create_both(void *context, fsdp_error *error) {
   const fsdp_param_spec uses[] = {{1, 5, f32, true}, {2, 3, bf16, true}};
-  for (int64_t i = 0;; i++) {
-    fsdp_param_table *table = NULL;
-    fsdp_flat_layout *layout = NULL;
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
-    fsdp_alloc_fail_at(i);
-    fsdp_status status = fsdp_param_table_create(uses, 2, &table, &error);
-    if (status == FSDP_OK) {
-      status = fsdp_flat_layout_create(table, 2, aligned(2), &layout, &error);
-    } else {
-      CHECK(table == NULL);
-    }
-    fsdp_alloc_fail_at(-1);
-    if (status != FSDP_OK) CHECK(layout == NULL);
-    fsdp_flat_layout_destroy(layout);
-    fsdp_param_table_destroy(table);
-    CHECK_I64(fsdp_alloc_live(), 0);
-    if (status == FSDP_OK) {
-      CHECK_I64(i, 9); /* five for the table, four for the layout */
-      break;
-    }
-    CHECK_I64(status, FSDP_OUT_OF_MEMORY);
-    CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
+  fsdp_param_table *table = NULL;
+  fsdp_flat_layout *layout = NULL;
+  fsdp_status status = fsdp_param_table_create(uses, 2, &table, error);
+  (void)context;
+  CHECK((table != NULL) == (status == FSDP_OK));
+  if (status == FSDP_OK) {
+    status = fsdp_flat_layout_create(table, 2, aligned(2), &layout, error);
   }
+  CHECK((layout != NULL) == (status == FSDP_OK));
+  fsdp_flat_layout_destroy(layout);
+  fsdp_param_table_destroy(table);
+  return status;
+}
+
+TEST(test_every_allocation_can_fail) {
+  /* Five of the table, four of the layout. */
+  CHECK_I64(every_allocation(create_both, NULL), 9);
 }

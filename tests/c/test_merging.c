@@ -55,28 +55,26 @@ static fsdp_status broadcast(fsdp_transport *self, const fsdp_call *call,
   return note("broadcast", numel, ticket, error);
 }
 
-static void scale_by(float *data, int64_t numel, double scale) {
-  for (int64_t i = 0; i < numel; i++) data[i] *= (float)(WORLD_SIZE * scale);
+static void sum_up(float *data, int64_t numel) {
+  for (int64_t i = 0; i < numel; i++) data[i] *= WORLD_SIZE;
 }
 
 static fsdp_status reduce_scatter(fsdp_transport *self, const fsdp_call *call,
                                   void *buffer, int64_t numel, fsdp_dtype dtype,
-                                  double scale, uint64_t *ticket,
-                                  fsdp_error *error) {
+                                  uint64_t *ticket, fsdp_error *error) {
   (void)self, (void)dtype;
   const size_t nbytes = (size_t)numel * 4;
   memset(call->scratch, 7, WORLD_SIZE * nbytes); /* ASan sees one too small */
-  scale_by((float *)((char *)buffer + RANK * nbytes), numel, scale);
+  sum_up((float *)((char *)buffer + RANK * nbytes), numel);
   memset(buffer, 9, nbytes); /* other slots are undefined */
   return note("reduce_scatter", numel, ticket, error);
 }
 
 static fsdp_status all_reduce(fsdp_transport *self, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
-                              double scale, uint64_t *ticket,
-                              fsdp_error *error) {
+                              uint64_t *ticket, fsdp_error *error) {
   (void)self, (void)call, (void)dtype;
-  scale_by(buffer, numel, scale);
+  sum_up(buffer, numel);
   return note("all_reduce", numel, ticket, error);
 }
 
@@ -126,8 +124,7 @@ static fsdp_transport *start(void) {
   fsdp_transport *transport = NULL;
   notes[0] = '\0';
   num_calls = num_waited = fails_at = 0;
-  CHECK_I64(fsdp_merging_create(&inner, RANK, WORLD_SIZE, &transport, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_merging_create(&inner, RANK, WORLD_SIZE, &transport, NULL));
   return transport;
 }
 
@@ -145,21 +142,19 @@ TEST(test_small_gathers_are_one) {
         inputs[i][j] = (float)(100 * i + j + round);
     }
     notes[0] = '\0';
-    CHECK_I64(ops->group_begin(transport, &call, NULL), FSDP_OK);
+    CHECK_OK(ops->group_begin(transport, &call, NULL));
     for (int i = 0; i < 4; i++) {
-      CHECK_I64(ops->all_gather(transport, &call, outputs[i], inputs[i],
-                                numels[i], f32, &ticket, NULL),
-                FSDP_OK);
+      CHECK_OK(ops->all_gather(transport, &call, outputs[i], inputs[i],
+                               numels[i], f32, &ticket, NULL));
     }
     uint8_t byte[WORLD_SIZE];
-    CHECK_I64(ops->all_gather(transport, &call, byte, &byte[RANK], 1, u8,
-                              &ticket, NULL),
-              FSDP_OK); /* of another dtype */
-    CHECK_I64(ops->group_end(transport, &call, NULL), FSDP_OK);
+    CHECK_OK(ops->all_gather(transport, &call, byte, &byte[RANK], 1, u8,
+                             &ticket, NULL)); /* of another dtype */
+    CHECK_OK(ops->group_end(transport, &call, NULL));
     CHECK_TEXT(notes, "all_gather 8193; all_gather 1; all_gather 6; ");
     CHECK(!ops->is_done(transport, FSDP_CHANNEL_GATHER, ticket));
     CHECK_I64((int64_t)ticket, 3 * (round + 1));
-    CHECK_I64(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL), FSDP_OK);
+    CHECK_OK(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL));
     CHECK(ops->is_done(transport, FSDP_CHANNEL_GATHER, ticket));
     for (int i = 0; i < 4; i++) {
       for (int64_t j = 0; j < WORLD_SIZE * numels[i]; j++) {
@@ -181,26 +176,24 @@ TEST(test_small_sums_are_one) {
   float scattered[2][WORLD_SIZE * 2] = {{1, 2, 3, 4, 5, 6}, {7, 8, 9}};
   float summed[2][2] = {{1, 2}, {3, 4}};
   uint64_t ticket = 0;
-  CHECK_I64(ops->group_begin(transport, &reduce, NULL), FSDP_OK);
+  CHECK_OK(ops->group_begin(transport, &reduce, NULL));
   for (int i = 0; i < 2; i++) {
     reduce.scratch = scratch;
-    CHECK_I64(ops->reduce_scatter(transport, &reduce, scattered[i], 2 - i, f32,
-                                  0.5, &ticket, NULL),
-              FSDP_OK);
+    CHECK_OK(ops->reduce_scatter(transport, &reduce, scattered[i], 2 - i, f32,
+                                 &ticket, NULL));
   }
-  CHECK_I64(ops->group_end(transport, &reduce, NULL), FSDP_OK);
-  CHECK_I64(ops->wait(transport, FSDP_CHANNEL_REDUCE, ticket, NULL), FSDP_OK);
-  CHECK_I64((int64_t)(2 * scattered[0][2]), 9); /* 3 * 3 * 0.5 */
-  CHECK_I64((int64_t)scattered[0][3], 6);
-  CHECK_I64((int64_t)scattered[1][1], 12);
-  CHECK_I64(ops->group_begin(transport, &reduce, NULL), FSDP_OK);
+  CHECK_OK(ops->group_end(transport, &reduce, NULL));
+  CHECK_OK(ops->wait(transport, FSDP_CHANNEL_REDUCE, ticket, NULL));
+  CHECK_I64((int64_t)scattered[0][2], 9);
+  CHECK_I64((int64_t)scattered[0][3], 12);
+  CHECK_I64((int64_t)scattered[1][1], 24);
+  CHECK_OK(ops->group_begin(transport, &reduce, NULL));
   for (int i = 0; i < 2; i++) {
-    CHECK_I64(ops->all_reduce(transport, &reduce, summed[i], 2, f32, 1, &ticket,
-                              NULL),
-              FSDP_OK);
+    CHECK_OK(
+        ops->all_reduce(transport, &reduce, summed[i], 2, f32, &ticket, NULL));
   }
-  CHECK_I64(ops->group_end(transport, &reduce, NULL), FSDP_OK);
-  CHECK_I64(ops->wait(transport, FSDP_CHANNEL_REDUCE, ticket, NULL), FSDP_OK);
+  CHECK_OK(ops->group_end(transport, &reduce, NULL));
+  CHECK_OK(ops->wait(transport, FSDP_CHANNEL_REDUCE, ticket, NULL));
   CHECK_I64((int64_t)(summed[0][1] + summed[1][0]), 15);
   CHECK_TEXT(notes, "reduce_scatter 3; all_reduce 4; ");
   ops->destroy(transport);
@@ -214,21 +207,19 @@ TEST(test_calls_that_pass_through) {
   fsdp_error error = {0};
   uint64_t ticket = 0;
   fsdp_call reduce = {.channel = FSDP_CHANNEL_REDUCE, .scratch = scratch};
-  CHECK_I64(ops->all_reduce(transport, &reduce, data, 1, f32, 1, &ticket, NULL),
-            FSDP_OK); /* in no group */
-  CHECK_I64(ops->group_begin(transport, &reduce, NULL), FSDP_OK);
-  CHECK_I64(ops->broadcast(transport, &reduce, data, 1, 0, f32, &ticket, NULL),
-            FSDP_OK);
-  CHECK_I64(
-      ops->reduce_scatter(transport, &reduce, data, 1, f32, 1, &ticket, NULL),
-      FSDP_OK);                                               /* alone */
-  CHECK_I64(ops->group_end(transport, &call, NULL), FSDP_OK); /* another one */
+  CHECK_OK(ops->all_reduce(transport, &reduce, data, 1, f32, &ticket,
+                           NULL)); /* in no group */
+  CHECK_OK(ops->group_begin(transport, &reduce, NULL));
+  CHECK_OK(ops->broadcast(transport, &reduce, data, 1, 0, f32, &ticket, NULL));
+  CHECK_OK(ops->reduce_scatter(transport, &reduce, data, 1, f32, &ticket,
+                               NULL));              /* alone */
+  CHECK_OK(ops->group_end(transport, &call, NULL)); /* another one */
   CHECK_TEXT(notes, "all_reduce 1; broadcast 1; ");
-  CHECK_I64(ops->group_end(transport, &reduce, NULL), FSDP_OK);
+  CHECK_OK(ops->group_end(transport, &reduce, NULL));
   CHECK_TEXT(notes, "all_reduce 1; broadcast 1; reduce_scatter 1; ");
   CHECK_I64((int64_t)data[RANK], 6);
-  CHECK_I64(ops->check(transport, &error), FSDP_BACKEND);
-  CHECK_TEXT(error.message, "checked");
+  CHECK_FAILS(ops->check(transport, &error), FSDP_BACKEND, error.message,
+              "checked");
   ops->give_up(transport, "a cause");
   CHECK_TEXT(notes, "a cause");
   ops->destroy(transport);
@@ -258,16 +249,16 @@ TEST(test_failures) {
   fails_at = 1;
   CHECK_I64(gather(transport, data, &ticket), FSDP_BACKEND);
   fails_at = 0;
-  CHECK_I64(gather(transport, data, &ticket), FSDP_OK);
+  CHECK_OK(gather(transport, data, &ticket));
   fails_at = UINT64_MAX; /* of the wait */
   CHECK_I64(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL),
             FSDP_BACKEND);
   CHECK_I64((int64_t)data[0][0], 0); /* untouched */
   fails_at = 0;
-  CHECK_I64(gather(transport, data, &ticket), FSDP_OK);
+  CHECK_OK(gather(transport, data, &ticket));
   /* Not waited for: the next one has memory of its own. */
-  CHECK_I64(gather(transport, data, &ticket), FSDP_OK);
-  CHECK_I64(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL), FSDP_OK);
+  CHECK_OK(gather(transport, data, &ticket));
+  CHECK_OK(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL));
   CHECK_I64((int64_t)(data[0][0] + data[1][2]), 11);
   CHECK_TEXT(notes, "all_gather 2; all_gather 2; all_gather 2; all_gather 2; ");
   ops->destroy(transport);

@@ -21,22 +21,14 @@ int nanosleep(const struct timespec *time, struct timespec *left) {
   return (int)syscall(SYS_nanosleep, time, left);
 }
 
-static void leave(fsdp_transport *transport) {
-  transport->ops->destroy(transport);
-  CHECK_I64(nccl_fake_num_live(), 0);
-  CHECK_I64(nccl_fake_num_events(), 0);
-  CHECK_I64(fsdp_alloc_live(), 0);
-  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
-}
-
 static fsdp_transport *create(const fsdp_nccl_options *options, int version) {
   const fsdp_store store = nccl_fake_store();
   fsdp_nccl_library library = nccl_fake_library();
   fsdp_transport *transport = NULL;
   fsdp_error error = {0};
   library.version = version;
-  CHECK(fsdp_nccl_create(&library, options, &store, 0, 2, &transport, &error) ==
-        FSDP_OK);
+  CHECK_OK(
+      fsdp_nccl_create(&library, options, &store, 0, 2, &transport, &error));
   return transport;
 }
 
@@ -84,19 +76,19 @@ TEST(test_launch_order) {
 TEST(test_steady_state) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-  CHECK(strstr(nccl_fake_tape(), "NON-BLOCKING") == NULL);
-  CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
-  const int64_t num_polls = nccl_fake_num_polls();
+  CHECK_LACKS(nccl_fake_tape(), "NON-BLOCKING");
+  CHECK_OK(nccl_fixture_unit(transport, true, NULL));
+  const int64_t num_polls = nccl_fake_num(NCCL_FAKE_POLLS);
   const int64_t num_requests = nccl_fake_num_store_calls();
   const int64_t num_sleeps = atomic_load(&g_num_sleeps);
   for (int i = 0; i < 100; i++) {
-    CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
+    CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   }
-  CHECK_I64(nccl_fake_num_polls(), num_polls);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_POLLS), num_polls);
   CHECK_I64(nccl_fake_num_store_calls(), num_requests);
   CHECK_I64(atomic_load(&g_num_sleeps), num_sleeps);
-  CHECK_I64(nccl_fake_num_threads(), 0);
-  leave(transport);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_THREADS), 0);
+  nccl_fixture_leave(transport);
 }
 
 TEST(test_made_when_needed) {
@@ -108,33 +100,31 @@ TEST(test_made_when_needed) {
   CHECK_TEXT(nccl_fake_tape(), "");
   CHECK_I64(nccl_fake_num_store_calls(), 0);
   /* Memory that is registered before its communicators are there. */
-  CHECK(fsdp_nccl_register(transport, memory, 64, NULL) == FSDP_OK);
-  CHECK(fsdp_nccl_register(transport, memory + 64, 32, NULL) == FSDP_OK);
+  CHECK_OK(fsdp_nccl_register(transport, memory, 64, NULL));
+  CHECK_OK(fsdp_nccl_register(transport, memory + 64, 32, NULL));
   fsdp_nccl_deregister(transport, memory + 64);
   CHECK_TEXT(nccl_fake_tape(), "");
-  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
-  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
-  CHECK_TEXT(nccl_fake_tape(),
-             "init 0 id0 rank 0/2\n"
-             "register 0 +0 64\n"
-             "all_gather 0 u8 16 +0 +0 s1\n"
-             "all_gather 0 u8 16 +0 +0 s1\n");
+  CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
+  CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
+  CHECK_LINES(
+      nccl_fake_tape(),
+      "init 0 id0 rank 0/2; register 0 +0 64; all_gather 0 u8 16 +0 +0 s1; "
+      "all_gather 0 u8 16 +0 +0 s1");
   nccl_fake_clear_tape();
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 2, NULL);
-  CHECK(transport->ops->all_reduce(transport, &call, memory, 1, NCCL_F32, 1,
-                                   NULL, NULL) == FSDP_OK);
-  CHECK_TEXT(nccl_fake_tape(),
-             "init 1 id1 rank 0/2\n"
-             "register 1 +0 64\n"
-             "all_reduce 1 f32 1 +0 +0 op0 s2\n");
-  leave(transport);
+  CHECK_OK(transport->ops->all_reduce(transport, &call, memory, 1, NCCL_F32,
+                                      NULL, NULL));
+  CHECK_LINES(
+      nccl_fake_tape(),
+      "init 1 id1 rank 0/2; register 1 +0 64; all_reduce 1 f32 1 +0 +0 op0 s2");
+  nccl_fixture_leave(transport);
 }
 
 /* A group that was never used has nothing to leave. */
 TEST(test_never_used) {
   const fsdp_nccl_options options = nccl_fixture_options();
   nccl_fake_reset();
-  leave(create(&options, 22703));
+  nccl_fixture_leave(create(&options, 22703));
   CHECK_TEXT(nccl_fake_tape(), "");
 }
 
@@ -147,7 +137,7 @@ TEST(test_tuning) {
   CHECK_I64(config.max_ctas, FSDP_NCCL_CONFIG_UNDEFINED);
   CHECK_I64(config.split_share, FSDP_NCCL_CONFIG_UNDEFINED);
   CHECK_TEXT(config.net_name, "");
-  leave(transport);
+  nccl_fixture_leave(transport);
 
   char net_name[] = "Socket";
   options.tuning = (fsdp_nccl_tuning){.cga_cluster_size = 2,
@@ -158,7 +148,7 @@ TEST(test_tuning) {
   nccl_fake_reset();
   transport = create(&options, 22703);
   net_name[0] = 'X'; /* it is the caller's */
-  CHECK(nccl_fixture_gather(transport, NULL, NULL) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(transport, NULL, NULL));
   config = nccl_fake_config();
   CHECK_I64(config.blocking, 1);
   CHECK_I64(config.cga_cluster_size, 2);
@@ -166,7 +156,7 @@ TEST(test_tuning) {
   CHECK_I64(config.max_ctas, 16);
   CHECK_I64(config.split_share, 1);
   CHECK_TEXT(config.net_name, "Socket");
-  leave(transport);
+  nccl_fixture_leave(transport);
 }
 
 typedef struct meeting_case {
@@ -184,8 +174,8 @@ static void run_meeting(const meeting_case *c) {
   for (int64_t rank = 0; rank < c->world_size; rank++) {
     const int64_t before = nccl_fake_num_store_calls();
     const char *refusal = rank == c->refusing ? "has no libnccl" : "";
-    CHECK(fsdp_nccl_meeting_arrive(&store, "m", rank, c->world_size, refusal,
-                                   &error) == FSDP_OK);
+    CHECK_OK(fsdp_nccl_meeting_arrive(&store, "m", rank, c->world_size, refusal,
+                                      &error));
     const int64_t num = nccl_fake_num_store_calls() - before;
     if (num > most) most = num;
   }
@@ -195,9 +185,9 @@ static void run_meeting(const meeting_case *c) {
     const int64_t before = nccl_fake_num_store_calls();
     char reason[128];
     bool is_possible = c->refusing >= 0;
-    CHECK(fsdp_nccl_meeting_conclude(&store, "m", c->world_size, 0,
-                                     &is_possible, reason, sizeof reason,
-                                     &error) == FSDP_OK);
+    CHECK_OK(fsdp_nccl_meeting_conclude(&store, "m", c->world_size, 0,
+                                        &is_possible, reason, sizeof reason,
+                                        &error));
     CHECK(is_possible == (c->refusing < 0));
     char expected[128] = "";
     if (c->refusing >= 0) {
@@ -228,19 +218,19 @@ TEST(test_meeting_that_fails) {
   bool is_possible = false;
   char reason[64];
   nccl_fake_reset();
-  CHECK(fsdp_nccl_meeting_arrive(&store, "m", 0, 3, NULL, &error) == FSDP_OK);
-  CHECK(fsdp_nccl_meeting_arrive(&store, "m", 2, 3, NULL, &error) == FSDP_OK);
-  CHECK(fsdp_nccl_meeting_conclude(&store, "m", 3, 20, &is_possible, reason,
-                                   sizeof reason, &error) == FSDP_BACKEND);
-  CHECK_TEXT(error.message,
-             "2 of 3 ranks came to the meeting of a NCCL group within 20 ms "
-             "(no key m/verdict after 20 ms)");
+  CHECK_OK(fsdp_nccl_meeting_arrive(&store, "m", 0, 3, NULL, &error));
+  CHECK_OK(fsdp_nccl_meeting_arrive(&store, "m", 2, 3, NULL, &error));
+  CHECK_FAILS(fsdp_nccl_meeting_conclude(&store, "m", 3, 20, &is_possible,
+                                         reason, sizeof reason, &error),
+              FSDP_BACKEND, error.message,
+              "2 of 3 ranks came to the meeting of a NCCL group within 20 ms "
+              "(no key m/verdict after 20 ms)");
   /* Two refuse: either reason, the same answer. */
   nccl_fake_reset();
-  CHECK(fsdp_nccl_meeting_arrive(&store, "m", 0, 2, "a", &error) == FSDP_OK);
-  CHECK(fsdp_nccl_meeting_arrive(&store, "m", 1, 2, "b", &error) == FSDP_OK);
-  CHECK(fsdp_nccl_meeting_conclude(&store, "m", 2, 20, &is_possible, reason,
-                                   sizeof reason, &error) == FSDP_OK);
+  CHECK_OK(fsdp_nccl_meeting_arrive(&store, "m", 0, 2, "a", &error));
+  CHECK_OK(fsdp_nccl_meeting_arrive(&store, "m", 1, 2, "b", &error));
+  CHECK_OK(fsdp_nccl_meeting_conclude(&store, "m", 2, 20, &is_possible, reason,
+                                      sizeof reason, &error));
   CHECK(!is_possible);
   CHECK_TEXT(reason, "rank 1: b");
   for (int64_t i = 0; i < 6; i++) {

@@ -73,14 +73,6 @@ static fsdp_status query(void *context, void *event, bool *is_done,
   return g_fake.query(context, event, is_done, error);
 }
 
-static void leave(fsdp_transport *transport) {
-  transport->ops->destroy(transport);
-  CHECK_I64(nccl_fake_num_live(), 0);
-  CHECK_I64(nccl_fake_num_events(), 0);
-  CHECK_I64(fsdp_alloc_live(), 0);
-  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
-}
-
 static void wait_for_questions(int64_t num) {
   const int64_t before = atomic_load(&g_num_asked);
   for (int i = 0; i < 10000 && atomic_load(&g_num_asked) < before + num; i++) {
@@ -99,12 +91,12 @@ TEST(test_watchdog_beside_a_capture) {
   options.poll_ms = 1;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   nccl_fake_hold_events(true);
-  CHECK(nccl_fixture_gather(transport, "unit 'a'", NULL) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", NULL));
   wait_for_questions(5);
   CHECK_I64(atomic_load(&g_num_spoiled), 0);
-  CHECK(transport->ops->check(transport, NULL) == FSDP_OK);
+  CHECK_OK(transport->ops->check(transport, NULL));
   nccl_fake_hold_events(false);
-  leave(transport);
+  nccl_fixture_leave(transport);
 }
 
 /* Whatever a question about a capture ends with, training goes on. */
@@ -116,36 +108,36 @@ TEST(test_errors_about_captures) {
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   nccl_fake_event_set_error(CAPTURING);
   for (int i = 0; i < 10; i++) {
-    CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+    CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
     nccl_fixture_sleep_ms(2);
   }
-  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+  CHECK_OK(transport->ops->check(transport, &error));
   nccl_fake_event_set_error(NULL);
-  leave(transport);
-  CHECK_I64(nccl_fake_num_aborts(), 0); /* all was seen to be done */
+  nccl_fixture_leave(transport);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 0); /* all was seen to be done */
 
   /* An event inside a graph is never done: it does not count as a hang. */
   options.timeout_ms = 30;
   transport = nccl_fixture_join(&options, 0, 2);
   nccl_fake_event_set_error(CAPTURED);
   nccl_fake_hold_watchdog(true);
-  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   nccl_fake_hold_watchdog(false);
   nccl_fixture_sleep_ms(100);
   nccl_fake_hold_watchdog(true);
-  CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_OK);
-  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'b'", &error));
+  CHECK_OK(transport->ops->check(transport, &error));
   nccl_fake_hold_watchdog(false);
-  leave(transport);
-  CHECK_I64(nccl_fake_num_aborts(), 0);
+  nccl_fixture_leave(transport);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 0);
 
   /* Other errors end it. */
   options.timeout_ms = 0;
   transport = nccl_fixture_join(&options, 0, 1);
-  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   nccl_fake_event_set_error("CUDA error: an illegal memory access");
   CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_OK ||
         error.status == FSDP_BACKEND);
   CHECK(nccl_fixture_wait_for_failure(transport, &error) == FSDP_BACKEND);
-  leave(transport);
+  nccl_fixture_leave(transport);
 }

@@ -13,24 +13,9 @@
 #include "nccl_fixture.h"
 
 static fsdp_nccl_options quick_options(void) {
-  fsdp_nccl_options options = nccl_fixture_options();
-  options.poll_ms = 1;
+  fsdp_nccl_options options = nccl_fixture_quick_options();
   options.timeout_ms = 100;
   return options;
-}
-
-static void leave(fsdp_transport *transport) {
-  transport->ops->destroy(transport);
-  CHECK_I64(nccl_fake_num_live(), 0);
-  CHECK_I64(nccl_fake_num_events(), 0);
-  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
-}
-
-static void wait_for_aborts(int64_t num) {
-  for (int i = 0; i < 20000 && nccl_fake_num_aborts() < num; i++) {
-    nccl_fixture_sleep_ms(1);
-  }
-  CHECK_I64(nccl_fake_num_aborts(), num);
 }
 
 /* Each abort waits for the other one's kernel to end. */
@@ -38,15 +23,15 @@ TEST(test_aborts_that_wait_for_each_other) {
   const fsdp_nccl_options options = quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
-  nccl_fake_set_aborts_awaited(2);
+  nccl_fake_set(NCCL_FAKE_ABORTS_AWAITED, 2);
   nccl_fake_hold_events(true);
   nccl_fake_hold_watchdog(true);
-  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_unit(transport, true, &error));
   nccl_fake_hold_watchdog(false);
-  wait_for_aborts(2);
-  CHECK(nccl_fixture_gather(transport, "late", &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message, "did not end within 100 ms") != NULL);
-  leave(transport);
+  nccl_fixture_wait_for_aborts(2);
+  CHECK_FAILS(nccl_fixture_gather(transport, "late", &error), FSDP_BACKEND,
+              error.message, "..did not end within 100 ms");
+  nccl_fixture_leave(transport);
 }
 
 /* Of several groups, as shards and replicas are: the watchdog does not wait in
@@ -59,17 +44,17 @@ TEST(test_two_groups_that_hang) {
   fsdp_transport *first = nccl_fixture_join(&options, 0, 1);
   fsdp_transport *second = nccl_fixture_join_next(&other_options, 0, 1);
   fsdp_error error = {0};
-  nccl_fake_set_aborts_awaited(4);
+  nccl_fake_set(NCCL_FAKE_ABORTS_AWAITED, 4);
   nccl_fake_hold_events(true);
   nccl_fake_hold_watchdog(true);
-  CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(second, "unit 'b'", &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(first, "unit 'a'", &error));
+  CHECK_OK(nccl_fixture_gather(second, "unit 'b'", &error));
   nccl_fake_hold_watchdog(false);
-  wait_for_aborts(4);
-  CHECK(nccl_fixture_gather(second, "late", &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message, "(unit 'b') did not end within 400 ms") != NULL);
+  nccl_fixture_wait_for_aborts(4);
+  CHECK_FAILS(nccl_fixture_gather(second, "late", &error), FSDP_BACKEND,
+              error.message, "..(unit 'b') did not end within 400 ms");
   first->ops->destroy(first);
-  leave(second);
+  nccl_fixture_leave(second);
 }
 
 /* A store that does not answer keeps nobody from ending: aborts come first, and
@@ -84,22 +69,20 @@ TEST(test_store_that_hangs) {
   nccl_fake_store_hold(true);
   nccl_fake_hold_events(true);
   nccl_fake_hold_watchdog(true);
-  CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(second, "unit 'a'", &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(first, "unit 'a'", &error));
+  CHECK_OK(nccl_fixture_gather(second, "unit 'a'", &error));
   nccl_fake_hold_watchdog(false);
-  wait_for_aborts(4);
-  CHECK(nccl_fixture_gather(first, "late", &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message, "did not end within 100 ms") != NULL);
+  nccl_fixture_wait_for_aborts(4);
+  CHECK_FAILS(nccl_fixture_gather(first, "late", &error), FSDP_BACKEND,
+              error.message, "..did not end within 100 ms");
   nccl_fake_store_hold(false);
   first->ops->destroy(first);
-  leave(second);
+  nccl_fixture_leave(second);
 }
 
 /* Nor does one that hangs while a communicator is made. */
 TEST(test_store_that_hangs_at_the_start) {
   fsdp_nccl_options options = quick_options();
-  const fsdp_nccl_library library = nccl_fake_library();
-  const fsdp_store store = nccl_fake_store();
   options.init_timeout_ms = 100;
   options.grace_ms = 0;
   for (int64_t rank = 0; rank < 2; rank++) {
@@ -107,12 +90,11 @@ TEST(test_store_that_hangs_at_the_start) {
     fsdp_error error = {0};
     nccl_fake_reset();
     nccl_fake_store_hold(true);
-    CHECK(fsdp_nccl_create(&library, &options, &store, rank, 2, &transport,
-                           &error) == FSDP_OK);
-    CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_BACKEND);
-    CHECK(strstr(error.message,
-                 ": the exchange of a communicator's id on the host is still "
-                 "in progress after 100 ms") != NULL);
+    transport = nccl_fixture_create(&options, rank, 2);
+    CHECK_FAILS(nccl_fixture_gather(transport, "unit 'a'", &error),
+                FSDP_BACKEND, error.message,
+                "..: the exchange of a communicator's id on the host is still "
+                "in progress after 100 ms");
     transport->ops->destroy(transport);
     nccl_fake_store_hold(false);
     for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
@@ -128,8 +110,8 @@ TEST(test_destroyed_while_the_store_hangs) {
   options.grace_ms = 0;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   nccl_fake_store_hold(true);
-  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
-  wait_for_aborts(2);
+  nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
+  nccl_fixture_wait_for_aborts(2);
   transport->ops->destroy(transport);
   nccl_fake_store_hold(false);
   for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
@@ -147,40 +129,29 @@ TEST(test_last_words_of_many_ranks) {
     fsdp_error error = {0};
     const int64_t before = nccl_fake_num_store_calls();
     const int64_t begin_ms = fsdp_nccl_priv_now_ms();
-    nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
-    CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_BACKEND);
-    CHECK(strstr(error.message,
-                 "No answer from rank 1, 2, 3, 4, 5, 6, 7, 8 and more within "
-                 "300 ms. Ranks from 64 on were not asked.") != NULL);
+    nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
+    CHECK_FAILS(nccl_fixture_gather(transport, "unit 'a'", &error),
+                FSDP_BACKEND, error.message,
+                "..No answer from rank 1, 2, 3, 4, 5, 6, 7, 8 and more within "
+                "300 ms. Ranks from 64 on were not asked.");
     /* 3 to publish; rounds of 63 after 0, 5, 15, 35, 75, 155, 300 ms. */
     CHECK(nccl_fake_num_store_calls() - before <= 3 + 7 * 63);
     CHECK(fsdp_nccl_priv_now_ms() - begin_ms < 300 + 4000);
-    leave(transport);
+    nccl_fixture_leave(transport);
   }
-}
-
-typedef struct stuck_call {
-  fsdp_transport *transport;
-  fsdp_status status;
-  fsdp_error error;
-} stuck_call;
-
-static void *gather_and_be_stuck(void *argument) {
-  stuck_call *call = argument;
-  call->status = nccl_fixture_gather(call->transport, "unit 'b'", &call->error);
-  return NULL;
 }
 
 /* A thread that NCCL does not let go, with nothing else in flight: the host
  * waits for a peer's connection. */
 TEST(test_launch_that_hangs) {
   const fsdp_nccl_options options = quick_options();
-  stuck_call call = {0};
+  nccl_fixture_thread call = {0};
   pthread_t thread;
   call.transport = nccl_fixture_join(&options, 0, 1);
-  nccl_fake_set_blocking(true);
+  nccl_fake_set(NCCL_FAKE_BLOCKING, true);
   nccl_fake_hold_watchdog(true);
-  CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
+        0);
   nccl_fixture_wait_for_tape("all_gather");
   nccl_fake_hold_watchdog(false);
   CHECK(pthread_join(thread, NULL) == 0);
@@ -189,7 +160,7 @@ TEST(test_launch_that_hangs) {
              "rank 0 of 1: all_gather on the host is still in progress after "
              "100 ms, at operation 1 of the gathers (unit 'b'): another rank "
              "does not take part");
-  leave(call.transport);
+  nccl_fixture_leave(call.transport);
 }
 
 /* ---- The end of the process -----------------------------------------------*/
@@ -220,22 +191,21 @@ static bool leave_all_with_leaks(void) {
   fsdp_transport *hanging = nccl_fixture_join_next(&other_options, 0, 1);
   fsdp_transport *late = NULL;
   fsdp_error error = {0};
-  CHECK(nccl_fixture_unit(idle, true, &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_unit(idle, true, &error));
   fsdp_nccl_leave_all();
   CHECK(!fsdp_nccl_priv_has_watchdog());
   CHECK_I64(nccl_fake_num_live(), 0);
-  CHECK_I64(nccl_fake_num_aborts(), 0);
-  CHECK(nccl_fixture_gather(idle, "late", &error) == FSDP_INVALID_STATE);
-  CHECK_TEXT(error.message,
-             "rank 0 of 1: the process ends and has left its NCCL groups, "
-             "nothing can be gathered or reduced any more");
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 0);
+  CHECK_FAILS(nccl_fixture_gather(idle, "late", &error), FSDP_INVALID_STATE,
+              error.message,
+              "rank 0 of 1: the process ends and has left its NCCL groups, "
+              "nothing can be gathered or reduced any more");
   CHECK(idle->ops->check(idle, &error) == FSDP_INVALID_STATE);
-  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 1, &late, &error) ==
-        FSDP_BACKEND);
-  CHECK(strstr(error.message, "the process ends") != NULL);
+  CHECK_FAILS(fsdp_nccl_create(&library, &options, &store, 0, 1, &late, &error),
+              FSDP_BACKEND, error.message, "..the process ends");
   fsdp_nccl_leave_all();
   idle->ops->destroy(idle); /* a model that goes later still */
-  leave(hanging);
+  nccl_fixture_leave(hanging);
   CHECK_I64(fsdp_alloc_live(), 0);
   return true;
 }
@@ -243,19 +213,20 @@ static bool leave_all_with_leaks(void) {
 static bool leave_all_that_hang(void) {
   fsdp_nccl_options options = nccl_fixture_options();
   options.leave_ms = 50;
-  stuck_call call = {0};
+  nccl_fixture_thread call = {0};
   pthread_t thread;
   call.transport = nccl_fixture_join(&options, 0, 1);
-  nccl_fake_set_blocking(true);
-  CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  nccl_fake_set(NCCL_FAKE_BLOCKING, true);
+  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
+        0);
   nccl_fixture_wait_for_tape("all_gather");
   fsdp_nccl_leave_all(); /* under the call */
   CHECK_I64(nccl_fake_num_live(), 0);
   CHECK(pthread_join(thread, NULL) == 0);
   CHECK(call.status == FSDP_INVALID_STATE);
-  leave(call.transport);
+  nccl_fixture_leave(call.transport);
 
-  nccl_fake_set_blocking(false);
+  nccl_fake_set(NCCL_FAKE_BLOCKING, false);
   return true;
 }
 
@@ -264,10 +235,10 @@ static bool leave_all_in_flight(void) {
   options.leave_ms = 50;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   nccl_fake_hold_events(true);
-  CHECK(nccl_fixture_unit(transport, true, NULL) == FSDP_OK);
+  CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   fsdp_nccl_leave_all();
-  CHECK_I64(nccl_fake_num_aborts(), 2);
-  leave(transport);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);
+  nccl_fixture_leave(transport);
   return true;
 }
 

@@ -20,7 +20,7 @@ static fsdp_status run_script(const fsdp_nccl_options *options,
   FSDP_TRY(nccl_fixture_unit(*transport, true, error));
   FSDP_TRY((*transport)
                ->ops->all_reduce(*transport, &call, nccl_fixture_memory, 1,
-                                 NCCL_F32, 0.75, NULL, error));
+                                 NCCL_F32, NULL, error));
   FSDP_TRY(nccl_fixture_gather(*transport, "broadcast of 'b'", error));
 done:
   return status;
@@ -43,14 +43,6 @@ static void check_stays_failed(fsdp_transport *transport,
   CHECK_TEXT(nccl_fake_tape(), "");
 }
 
-static void check_left_nothing(void) {
-  CHECK_I64(fsdp_alloc_live(), 0);
-  CHECK_I64(nccl_fake_num_live(), 0);
-  CHECK_I64(nccl_fake_num_events(), 0);
-  CHECK(!fsdp_nccl_priv_has_watchdog());
-  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
-}
-
 TEST(test_every_nccl_call_can_fail) {
   const fsdp_nccl_options options = nccl_fixture_options();
   for (int polls = 0; polls < 2; polls++) {
@@ -59,13 +51,12 @@ TEST(test_every_nccl_call_can_fail) {
       fsdp_transport *transport = NULL;
       fsdp_error error = {0};
       nccl_fake_reset();
-      nccl_fake_set_in_progress(polls); /* polls happen then */
+      nccl_fake_set(NCCL_FAKE_IN_PROGRESS, polls); /* polls happen then */
       nccl_fake_fail_at(i, FSDP_NCCL_SYSTEM_ERROR, polls == 1);
       const fsdp_status status = run_script(&options, &transport, &error);
       if (status == FSDP_OK) {
         nccl_fake_fail_at(-1, 0, false);
-        transport->ops->destroy(transport);
-        check_left_nothing();
+        nccl_fixture_leave(transport);
         break;
       }
       CHECK(nccl_fake_has_failed());
@@ -75,13 +66,12 @@ TEST(test_every_nccl_call_can_fail) {
                    "with NCCL result 2 (some error: the wire is cut)") != NULL);
       CHECK_I64(nccl_fake_num_live(), 0); /* aborted, and not only at the end */
       check_stays_failed(transport, &error);
-      transport->ops->destroy(transport);
+      nccl_fixture_leave(transport);
       CHECK_TEXT(nccl_fake_tape(), "");
-      check_left_nothing();
     }
-    /* 2 ids, 2 communicators, 2 groups of 4, 2 operators, 2 collectives; then
+    /* 2 ids, 2 communicators, 2 groups of 4, 2 collectives; then
      * 2 polls per communicator and launch. */
-    CHECK_I64(i, polls == 0 ? 16 : 28);
+    CHECK_I64(i, polls == 0 ? 14 : 26);
   }
 }
 
@@ -89,11 +79,10 @@ TEST(test_what_an_error_says) {
   const fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
   fsdp_error error = {0};
-  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_unit(transport, true, &error));
   nccl_fake_fail_at(6, FSDP_NCCL_REMOTE_ERROR, false);
-  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_BACKEND);
-  CHECK_TEXT(
-      error.message,
+  CHECK_FAILS(
+      nccl_fixture_unit(transport, true, &error), FSDP_BACKEND, error.message,
       "rank 1 of 2: reduce_scatter failed at operation 2 of the reductions "
       "(reduce_scatter of unit 'a') with NCCL result 6 (remote error: the wire "
       "is cut). This rank is at operation 2 of the gathers (all_gather of unit "
@@ -105,8 +94,7 @@ TEST(test_what_an_error_says) {
       "2 of the reductions (reduce_scatter of unit 'a')");
   CHECK(strstr(nccl_fake_store_text("p/failed"), "rank 1 of 2: reduce_sc") !=
         NULL);
-  transport->ops->destroy(transport);
-  check_left_nothing();
+  nccl_fixture_leave(transport);
 }
 
 /* The check finds the failure; the next call tells what was collected. */
@@ -123,12 +111,12 @@ TEST(test_last_words) {
   nccl_fake_reset();
   for (int64_t i = 0; i < 4; i++) {
     ranks[i] = nccl_fixture_join_next(&options, i, 4);
-    CHECK(nccl_fixture_gather(ranks[i], "unit 'a'", &error) == FSDP_OK);
+    CHECK_OK(nccl_fixture_gather(ranks[i], "unit 'a'", &error));
   }
-  CHECK(nccl_fixture_gather(ranks[3], "unit 'c'", &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(ranks[0], "unit 'b'", &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(ranks[1], "unit 'b'", &error) == FSDP_OK);
-  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+  CHECK_OK(nccl_fixture_gather(ranks[3], "unit 'c'", &error));
+  CHECK_OK(nccl_fixture_gather(ranks[0], "unit 'b'", &error));
+  CHECK_OK(nccl_fixture_gather(ranks[1], "unit 'b'", &error));
+  nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
   fail_fully(ranks[3], &error);
   CHECK(strstr(error.message, "No answer from rank 0, 1, 2 within 300 ms.") !=
         NULL);
@@ -143,14 +131,12 @@ TEST(test_last_words) {
       "start of the reductions, as is 1 other. No answer from rank 2 within "
       "300 ms.");
   CHECK(strstr(nccl_fake_store_text("p/failed"), "rank 3 of 4") != NULL);
-  for (int i = 0; i < 4; i++) ranks[i]->ops->destroy(ranks[i]);
-  check_left_nothing();
+  for (int i = 0; i < 3; i++) ranks[i]->ops->destroy(ranks[i]);
+  nccl_fixture_leave(ranks[3]);
 }
 
 TEST(test_every_store_call_can_fail) {
   const fsdp_nccl_options options = nccl_fixture_options();
-  const fsdp_nccl_library library = nccl_fake_library();
-  const fsdp_store store = nccl_fake_store();
   for (int64_t rank = 0; rank < 2; rank++) {
     for (int64_t i = 0; i < 2; i++) {
       fsdp_transport *transport = NULL;
@@ -158,8 +144,7 @@ TEST(test_every_store_call_can_fail) {
       nccl_fake_reset();
       nccl_fixture_write_ids();
       nccl_fake_store_fail_at(i);
-      CHECK(fsdp_nccl_create(&library, &options, &store, rank, 2, &transport,
-                             &error) == FSDP_OK);
+      transport = nccl_fixture_create(&options, rank, 2);
       CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_BACKEND);
       CHECK(strstr(error.message, rank == 0
                                       ? "rank 0 of 2 cannot write the id"
@@ -169,50 +154,44 @@ TEST(test_every_store_call_can_fail) {
             NULL);
       CHECK(strstr(error.message, "injected at store") != NULL);
       check_stays_failed(transport, &error);
-      transport->ops->destroy(transport);
-      check_left_nothing();
+      nccl_fixture_leave(transport);
     }
   }
   /* The words after a failure are not essential. */
   for (int64_t i = 0; i < 4; i++) {
     fsdp_error error = {0};
     fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
-    nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+    nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
     nccl_fake_store_fail_at(i);
-    CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
-    CHECK(strstr(error.message, "with NCCL result 6") != NULL);
+    CHECK_FAILS(nccl_fixture_gather(transport, NULL, &error), FSDP_BACKEND,
+                error.message, "..with NCCL result 6");
     CHECK((strstr(error.message, "does not answer") != NULL) ==
           (i == 0 || i == 2));
-    CHECK_I64(nccl_fake_num_aborts(), 2);
-    transport->ops->destroy(transport);
-    check_left_nothing();
+    CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);
+    nccl_fixture_leave(transport);
   }
 }
 
 TEST(test_ids_that_do_not_come) {
   fsdp_nccl_options options = nccl_fixture_options();
-  const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
   fsdp_transport *transport = NULL;
   fsdp_error error = {0};
   options.init_timeout_ms = 100;
   nccl_fake_reset();
-  CHECK(fsdp_nccl_create(&library, &options, &store, 1, 2, &transport,
-                         &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message,
-               "rank 1 of 2 cannot read the id of a NCCL communicator, key "
-               "'p/id/gather' of the group's store, within 100 ms (no key "
-               "p/id/gather after ") == error.message);
+  transport = nccl_fixture_create(&options, 1, 2);
+  CHECK_FAILS(nccl_fixture_gather(transport, NULL, &error), FSDP_BACKEND,
+              error.message,
+              "..rank 1 of 2 cannot read the id of a NCCL communicator, key "
+              "'p/id/gather' of the group's store, within 100 ms (no key "
+              "p/id/gather after ");
   CHECK(strstr(error.message, " ms). Did rank 0") != NULL);
   transport->ops->destroy(transport);
-  CHECK(store.set(store.context, "p/id/gather", "short", 5, NULL) == FSDP_OK);
-  CHECK(fsdp_nccl_create(&library, &options, &store, 1, 2, &transport,
-                         &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message, "it has 5 bytes instead of 128") != NULL);
-  transport->ops->destroy(transport);
-  check_left_nothing();
+  CHECK_OK(store.set(store.context, "p/id/gather", "short", 5, NULL));
+  transport = nccl_fixture_create(&options, 1, 2);
+  CHECK_FAILS(nccl_fixture_gather(transport, NULL, &error), FSDP_BACKEND,
+              error.message, "..it has 5 bytes instead of 128");
+  nccl_fixture_leave(transport);
 }
 
 TEST(test_every_event_call_can_fail) {
@@ -226,16 +205,14 @@ TEST(test_every_event_call_can_fail) {
     nccl_fake_event_fail_at(-1);
     if (status == FSDP_OK) {
       CHECK_I64(i, 10); /* 4 launches: created, recorded; 2 asked of before */
-      transport->ops->destroy(transport);
-      check_left_nothing();
+      nccl_fixture_leave(transport);
       break;
     }
     CHECK(status == FSDP_BACKEND);
     CHECK(strstr(error.message, "injected at event") == error.message);
     CHECK_I64(nccl_fake_num_live(), 0);
     check_stays_failed(transport, &error);
-    transport->ops->destroy(transport);
-    check_left_nothing();
+    nccl_fixture_leave(transport);
   }
 }
 
@@ -245,23 +222,21 @@ TEST(test_errors_that_come_later) {
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
   fsdp_error again = {0};
-  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
-  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
-  CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_BACKEND);
-  CHECK_TEXT(error.message,
-             "rank 0 of 1: all_gather failed at operation 2 of the gathers "
-             "(unit 'b') with NCCL result 6 (remote error: the wire is cut)");
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
+  nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
+  CHECK_FAILS(nccl_fixture_gather(transport, "unit 'b'", &error), FSDP_BACKEND,
+              error.message,
+              "rank 0 of 1: all_gather failed at operation 2 of the gathers "
+              "(unit 'b') with NCCL result 6 (remote error: the wire is cut)");
   CHECK(transport->ops->check(transport, &again) == FSDP_BACKEND);
   CHECK_TEXT(again.message, error.message);
   check_stays_failed(transport, &error);
-  transport->ops->destroy(transport);
-  check_left_nothing();
+  nccl_fixture_leave(transport);
 }
 
 /* A rank that failed ends the others' wait for it; what was being made when
  * they gave up is aborted when NCCL comes out with it. */
 TEST(test_another_rank_fails_to_join) {
-  const fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
   fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = NULL;
@@ -269,20 +244,19 @@ TEST(test_another_rank_fails_to_join) {
   nccl_fake_reset();
   options.init_timeout_ms = 600000;
   options.poll_ms = 1;
-  nccl_fake_set_inits_wait(true);
-  CHECK(store.set(store.context, "p/failed", "rank 1 of 2: no memory", 22,
-                  NULL) == FSDP_OK);
-  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 2, &transport,
-                         &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message,
-               "rank 0 of 2 ends because another rank failed: rank 1 of 2: no "
-               "memory.") == error.message);
+  nccl_fake_set(NCCL_FAKE_INITS_WAIT, true);
+  CHECK_OK(
+      store.set(store.context, "p/failed", "rank 1 of 2: no memory", 22, NULL));
+  transport = nccl_fixture_create(&options, 0, 2);
+  CHECK_FAILS(nccl_fixture_gather(transport, NULL, &error), FSDP_BACKEND,
+              error.message,
+              "..rank 0 of 2 ends because another rank failed: rank 1 of 2: no "
+              "memory.");
   CHECK_I64(nccl_fake_num_live(), 1); /* NCCL still has it */
-  nccl_fake_set_inits_wait(false);
+  nccl_fake_set(NCCL_FAKE_INITS_WAIT, false);
   transport->ops->destroy(transport);
-  CHECK_I64(nccl_fake_num_aborts(), 1);
-  check_left_nothing();
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 1);
+  CHECK_I64(fsdp_alloc_live(), 0);
 }
 
 static void release(void *owner) {
@@ -291,8 +265,6 @@ static void release(void *owner) {
 
 /* The same when nobody ever comes; what the stuck thread uses is kept. */
 TEST(test_nobody_joins) {
-  const fsdp_nccl_library library = nccl_fake_library();
-  const fsdp_store store = nccl_fake_store();
   fsdp_nccl_options options = nccl_fixture_options();
   fsdp_transport *transport = NULL;
   fsdp_error error = {0};
@@ -302,22 +274,21 @@ TEST(test_nobody_joins) {
   options.grace_ms = 0;
   options.release = release;
   options.owner = &is_released;
-  nccl_fake_set_inits_wait(true);
-  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 2, &transport,
-                         &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(transport, NULL, &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message,
-               "rank 0 of 2: ncclCommInitRankConfig on the host is still in "
-               "progress after 100 ms, at the start of the gathers: another "
-               "rank does not take part") == error.message);
+  nccl_fake_set(NCCL_FAKE_INITS_WAIT, true);
+  transport = nccl_fixture_create(&options, 0, 2);
+  CHECK_FAILS(nccl_fixture_gather(transport, NULL, &error), FSDP_BACKEND,
+              error.message,
+              "..rank 0 of 2: ncclCommInitRankConfig on the host is still in "
+              "progress after 100 ms, at the start of the gathers: another "
+              "rank does not take part");
   transport->ops->destroy(transport);
   CHECK(!atomic_load(&is_released));
   CHECK_I64(nccl_fake_num_live(), 1);
-  nccl_fake_set_inits_wait(false);
+  nccl_fake_set(NCCL_FAKE_INITS_WAIT, false);
   for (int i = 0; i < 10000 && !atomic_load(&is_released); i++) {
     nccl_fixture_sleep_ms(1);
   }
   CHECK(atomic_load(&is_released));
-  CHECK_I64(nccl_fake_num_aborts(), 1);
-  check_left_nothing();
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 1);
+  CHECK_I64(fsdp_alloc_live(), 0);
 }

@@ -131,7 +131,7 @@ static fsdp_status run_step(fsdp_transport *transport, bool is_reduce,
   for (int i = 0; i < (is_group ? 2 : 1); i++) {
     if (is_reduce) {
       FSDP_TRY(
-          ops->all_reduce(transport, &call, memory, 4, dtype, 1, NULL, error));
+          ops->all_reduce(transport, &call, memory, 4, dtype, NULL, error));
     } else {
       FSDP_TRY(ops->all_gather(transport, &call, memory, memory, 4, dtype, NULL,
                                error));

@@ -11,21 +11,8 @@
 #include "nccl/nccl_priv.h"
 #include "nccl_fixture.h"
 
-static fsdp_nccl_options quick_options(void) {
-  fsdp_nccl_options options = nccl_fixture_options();
-  options.poll_ms = 1;
-  return options;
-}
-
-static void leave(fsdp_transport *transport) {
-  transport->ops->destroy(transport);
-  CHECK_I64(nccl_fake_num_live(), 0);
-  CHECK_I64(nccl_fake_num_events(), 0);
-  CHECK(strstr(nccl_fake_tape(), "WRONG") == NULL);
-}
-
 TEST(test_one_thread_for_all) {
-  const fsdp_nccl_options options = quick_options();
+  const fsdp_nccl_options options = nccl_fixture_quick_options();
   CHECK(!fsdp_nccl_priv_has_watchdog());
   for (int i = 0; i < 20; i++) { /* stops and starts */
     fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
@@ -33,128 +20,112 @@ TEST(test_one_thread_for_all) {
     fsdp_transport *second = nccl_fixture_join_next(&options, 1, 2);
     first->ops->destroy(first);
     CHECK(fsdp_nccl_priv_has_watchdog());
-    leave(second);
+    nccl_fixture_leave(second);
     CHECK(!fsdp_nccl_priv_has_watchdog());
   }
   CHECK_I64(fsdp_alloc_live(), 0);
 }
 
 TEST(test_hang) {
-  fsdp_nccl_options options = quick_options();
+  fsdp_nccl_options options = nccl_fixture_quick_options();
   options.timeout_ms = 100;
   options.grace_ms = 60000; /* until rank 0 has answered */
   fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
   const fsdp_store store = nccl_fake_store();
   fsdp_error error = {0};
   nccl_fake_hold_watchdog(true);
-  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_unit(transport, true, &error));
   nccl_fake_hold_watchdog(false);
   nccl_fixture_sleep_ms(150); /* done: no reason to end */
   nccl_fake_hold_watchdog(true);
-  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+  CHECK_OK(transport->ops->check(transport, &error));
 
-  CHECK(store.set(store.context, "p/words/0", "asleep", 6, NULL) == FSDP_OK);
+  CHECK_OK(store.set(store.context, "p/words/0", "asleep", 6, NULL));
   nccl_fake_hold_events(true);
-  CHECK(nccl_fixture_unit(transport, false, &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(transport, "unit 'b'", &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_unit(transport, false, &error));
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'b'", &error));
   nccl_fake_hold_watchdog(false);
   CHECK(nccl_fixture_wait_for_failure(transport, &error) == FSDP_BACKEND);
   /* The full text, once it is put together. */
-  CHECK(nccl_fixture_gather(transport, "late", &error) == FSDP_BACKEND);
-  CHECK_TEXT(
+  CHECK_FAILS(
+      nccl_fixture_gather(transport, "late", &error), FSDP_BACKEND,
       error.message,
       "rank 1 of 2: operation 2 of the gathers (all_gather of unit 'a') did "
       "not end within 100 ms: another rank has not come to it, or the network "
       "does not answer. Rank 0 is asleep. This rank is at operation 3 of the "
       "gathers (unit 'b'), operation 1 of the reductions (reduce_scatter of "
       "unit 'a').");
-  CHECK_I64(nccl_fake_num_aborts(), 2);
-  leave(transport);
-  CHECK_I64(nccl_fake_num_aborts(), 2);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);
+  nccl_fixture_leave(transport);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 2);
 }
 
 /* Seen while the host makes no call at all: the tape tells, not `check`. */
 TEST(test_error_while_the_host_waits) {
-  const fsdp_nccl_options options = quick_options();
+  const fsdp_nccl_options options = nccl_fixture_quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
-  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
-  nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
-  for (int i = 0; i < 10000 && nccl_fake_num_aborts() < 2; i++) {
-    nccl_fixture_sleep_ms(1);
-  }
-  CHECK_I64(nccl_fake_num_aborts(), 2);
-  CHECK(transport->ops->check(transport, &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message, "rank 0 of 1: the communicator failed at ") ==
-        error.message);
-  leave(transport);
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
+  nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
+  nccl_fixture_wait_for_aborts(2);
+  CHECK_FAILS(transport->ops->check(transport, &error), FSDP_BACKEND,
+              error.message, "..rank 0 of 1: the communicator failed at ");
+  nccl_fixture_leave(transport);
 }
 
 TEST(test_event_that_cannot_be_asked) {
-  const fsdp_nccl_options options = quick_options();
+  const fsdp_nccl_options options = nccl_fixture_quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
   nccl_fake_hold_events(true);
-  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   nccl_fake_event_fail_at(0);
-  CHECK(nccl_fixture_wait_for_failure(transport, &error) == FSDP_BACKEND);
-  CHECK_TEXT(error.message, "injected at event query");
-  leave(transport);
+  CHECK_FAILS(nccl_fixture_wait_for_failure(transport, &error), FSDP_BACKEND,
+              error.message, "injected at event query");
+  nccl_fixture_leave(transport);
 }
 
 /* More launches than places: the newest place stands for the rest. */
 TEST(test_more_operations_than_places) {
-  fsdp_nccl_options options = quick_options();
+  fsdp_nccl_options options = nccl_fixture_quick_options();
   options.timeout_ms = 0;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
   fsdp_error error = {0};
   nccl_fake_hold_events(true);
   for (int i = 0; i < 300; i++) {
-    CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
+    CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
   }
   CHECK_I64(nccl_fake_num_events(), 128);
   nccl_fixture_sleep_ms(20); /* without a limit there is none */
-  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+  CHECK_OK(transport->ops->check(transport, &error));
   nccl_fake_hold_events(false);
-  CHECK(nccl_fixture_gather(transport, "unit 'a'", &error) == FSDP_OK);
-  CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));
+  CHECK_OK(transport->ops->check(transport, &error));
   nccl_fake_clear_tape();
-  leave(transport);
-  CHECK_TEXT(nccl_fake_tape(),
-             "finalize 0\ndestroy 0\nfinalize 1\ndestroy 1\n");
-}
-
-typedef struct stuck_call {
-  fsdp_transport *transport;
-  fsdp_status status;
-  fsdp_error error;
-} stuck_call;
-
-static void *gather_and_be_stuck(void *argument) {
-  stuck_call *call = argument;
-  call->status = nccl_fixture_gather(call->transport, "unit 'b'", &call->error);
-  return NULL;
+  nccl_fixture_leave(transport);
+  CHECK_LINES(nccl_fake_tape(), "finalize 0; destroy 0; finalize 1; destroy 1");
 }
 
 /* A thread inside NCCL behind a hanging operation comes out of it. */
 static void be_stuck(bool has_revoke, const char *tape) {
-  fsdp_nccl_options options = quick_options();
+  fsdp_nccl_options options = nccl_fixture_quick_options();
   options.timeout_ms = 100;
   fsdp_nccl_library library = nccl_fake_library();
   const fsdp_store store = nccl_fake_store();
-  stuck_call call = {0};
+  nccl_fixture_thread call = {0};
   pthread_t thread;
   nccl_fake_reset();
   if (!has_revoke) library.api.comm_revoke = NULL;
-  CHECK(fsdp_nccl_create(&library, &options, &store, 0, 1, &call.transport,
-                         &call.error) == FSDP_OK);
+  CHECK_OK(fsdp_nccl_create(&library, &options, &store, 0, 1, &call.transport,
+                            &call.error));
   nccl_fake_hold_events(true);
   nccl_fake_hold_watchdog(true);
-  CHECK(nccl_fixture_gather(call.transport, "unit 'a'", NULL) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(call.transport, "unit 'a'", NULL));
   nccl_fake_clear_tape();
   nccl_fake_set_base(nccl_fixture_memory);
-  nccl_fake_set_blocking(true);
-  CHECK(pthread_create(&thread, NULL, gather_and_be_stuck, &call) == 0);
+  nccl_fake_set(NCCL_FAKE_BLOCKING, true);
+  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
+        0);
   nccl_fixture_wait_for_tape("all_gather");
   nccl_fake_hold_watchdog(false);
   CHECK(pthread_join(thread, NULL) == 0);
@@ -163,7 +134,7 @@ static void be_stuck(bool has_revoke, const char *tape) {
                "rank 0 of 1: operation 1 of the gathers (unit 'a') did not end "
                "within 100 ms") == call.error.message);
   CHECK_TEXT(nccl_fake_tape(), tape);
-  leave(call.transport);
+  nccl_fixture_leave(call.transport);
 }
 
 TEST(test_host_inside_nccl) {
@@ -177,30 +148,30 @@ TEST(test_host_inside_nccl) {
 
 /* Long before this rank's own limit. */
 TEST(test_another_rank_failed) {
-  fsdp_nccl_options options = quick_options();
+  fsdp_nccl_options options = nccl_fixture_quick_options();
   options.timeout_ms = 600000;
   fsdp_transport *first = nccl_fixture_join(&options, 0, 2);
   fsdp_transport *second = nccl_fixture_join_next(&options, 1, 2);
   fsdp_error error = {0};
   nccl_fake_hold_events(true);
-  CHECK(nccl_fixture_gather(first, "unit 'a'", &error) == FSDP_OK);
-  CHECK(nccl_fixture_gather(second, "unit 'a'", &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_gather(first, "unit 'a'", &error));
+  CHECK_OK(nccl_fixture_gather(second, "unit 'a'", &error));
   nccl_fake_fail_at(0, FSDP_NCCL_SYSTEM_ERROR, false);
   CHECK(nccl_fixture_gather(second, "unit 'b'", &error) == FSDP_BACKEND);
-  CHECK(nccl_fixture_wait_for_failure(first, &error) == FSDP_BACKEND);
-  CHECK(strstr(error.message,
-               "rank 0 of 2 ends because another rank failed: rank 1 of 2: "
-               "all_gather failed at operation 2 of the gathers (unit 'b') "
-               "with NCCL result 2") == error.message);
+  CHECK_FAILS(nccl_fixture_wait_for_failure(first, &error), FSDP_BACKEND,
+              error.message,
+              "..rank 0 of 2 ends because another rank failed: rank 1 of 2: "
+              "all_gather failed at operation 2 of the gathers (unit 'b') "
+              "with NCCL result 2");
   first->ops->destroy(first);
-  leave(second);
+  nccl_fixture_leave(second);
 }
 
 TEST(test_fork) {
-  const fsdp_nccl_options options = quick_options();
+  const fsdp_nccl_options options = nccl_fixture_quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   fsdp_error error = {0};
-  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
+  CHECK_OK(nccl_fixture_unit(transport, true, &error));
   nccl_fake_clear_tape();
   (void)fflush(stdout);
   const int64_t num_failures = check_num_failures;
@@ -230,8 +201,8 @@ TEST(test_fork) {
   int exit_status = -1;
   CHECK(child > 0 && waitpid(child, &exit_status, 0) == child);
   CHECK_I64(exit_status, 0);
-  CHECK(nccl_fixture_unit(transport, true, &error) == FSDP_OK);
-  leave(transport);
+  CHECK_OK(nccl_fixture_unit(transport, true, &error));
+  nccl_fixture_leave(transport);
 }
 
 typedef struct worker {
@@ -247,7 +218,7 @@ static void *work(void *argument) {
     self->status = self->is_reduce
                        ? self->transport->ops->all_reduce(
                              self->transport, &call, nccl_fixture_memory, 4,
-                             NCCL_F32, 1, NULL, NULL)
+                             NCCL_F32, NULL, NULL)
                        : nccl_fixture_gather(self->transport, "gather", NULL);
     if (i % 100 == 0) {
       char *memory = nccl_fixture_memory + (self->is_reduce ? 64 : 0);
@@ -261,7 +232,7 @@ static void *work(void *argument) {
 
 /* Gathers and reductions from two threads, the watchdog beside them. */
 static void run_threads(bool fails) {
-  const fsdp_nccl_options options = quick_options();
+  const fsdp_nccl_options options = nccl_fixture_quick_options();
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   worker workers[2] = {{transport, false, FSDP_OK}, {transport, true, FSDP_OK}};
   pthread_t threads[2];
@@ -269,14 +240,14 @@ static void run_threads(bool fails) {
     CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
   }
   nccl_fixture_sleep_ms(3);
-  if (fails) nccl_fake_set_async_error(FSDP_NCCL_REMOTE_ERROR);
+  if (fails) nccl_fake_set(NCCL_FAKE_ASYNC_ERROR, FSDP_NCCL_REMOTE_ERROR);
   for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int i = 0; i < 2 && !fails; i++) CHECK(workers[i].status == FSDP_OK);
   if (fails) {
     CHECK(nccl_fixture_wait_for_failure(transport, NULL) == FSDP_BACKEND);
   }
-  leave(transport);
-  CHECK_I64(nccl_fake_num_aborts(), fails ? 2 : 0);
+  nccl_fixture_leave(transport);
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), fails ? 2 : 0);
 }
 
 TEST(test_threads) {

@@ -4,6 +4,7 @@
  */
 #include "base/alloc.h"
 #include "check.h"
+#include "every_allocation.h"
 #include "placement_fixture.h"
 
 static const fsdp_dtype f32 = {1, 4};
@@ -34,10 +35,9 @@ static fsdp_placement *place_rows(const fsdp_param_rows *params,
                                   int64_t num_params, int64_t num_ranks,
                                   int64_t begin, int64_t end) {
   fsdp_placement *placement = NULL;
-  CHECK_I64(
-      fsdp_placement_create_rows(params, num_params, num_ranks,
-                                 (fsdp_range){begin, end}, &placement, NULL),
-      FSDP_OK);
+  CHECK_OK(fsdp_placement_create_rows(params, num_params, num_ranks,
+                                      (fsdp_range){begin, end}, &placement,
+                                      NULL));
   return placement;
 }
 
@@ -65,9 +65,8 @@ TEST(test_shards_of_a_segment) {
 
   const fsdp_param_range ranges[] = {{2, {1, 2}}, {0, {3, 5}}, {0, {0, 0}}};
   fsdp_placement *range = NULL;
-  CHECK_I64(
-      fsdp_placement_create_flat_range(layout, 0, ranges, 3, &range, NULL),
-      FSDP_OK);
+  CHECK_OK(
+      fsdp_placement_create_flat_range(layout, 0, ranges, 3, &range, NULL));
   check_pieces(range, "0 [3, 4) 0 3\n0 [4, 5) 1 0\n2 [1, 2) 1 2\n");
   fsdp_flat_layout_destroy(layout);
   CHECK_I64(fsdp_alloc_live(), 0);
@@ -105,9 +104,8 @@ TEST(test_layout_keeps_its_alignment) {
 TEST(test_whole_params_on_ranks) {
   const int64_t numels[] = {5, 0, 3};
   fsdp_placement *placement = NULL;
-  CHECK_I64(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){1, 3},
-                                           &placement, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_placement_create_on_ranks(numels, 3, (fsdp_range){1, 3},
+                                          &placement, NULL));
   int64_t num_pieces = -1;
   CHECK(fsdp_placement_pieces_of(placement, 1, &num_pieces) == NULL);
   CHECK_I64(num_pieces, 0);
@@ -323,74 +321,49 @@ TEST(test_shards_match_intersect) {
 
 /* --- Allocation failures ------------------------------------------------- */
 
-typedef fsdp_status (*create_fn)(const fsdp_flat_layout *layout,
-                                 fsdp_placement **placement, fsdp_error *error);
+typedef struct creation {
+  const fsdp_flat_layout *layout;
+  int how;
+} creation;
 
-static fsdp_status create_unsorted(const fsdp_flat_layout *layout,
-                                   fsdp_placement **placement,
-                                   fsdp_error *error) {
-  const fsdp_piece pieces[] = {{1, {0, 1}, 0, 0}, {0, {0, 1}, 0, 0}};
-  (void)layout;
-  return fsdp_placement_create(pieces, 2, placement, error);
-}
-
-static fsdp_status create_flat(const fsdp_flat_layout *layout,
-                               fsdp_placement **placement, fsdp_error *error) {
-  return fsdp_placement_create_flat(layout, 0, (fsdp_range){0, 2}, placement,
-                                    error);
-}
-
-static fsdp_status create_flat_range(const fsdp_flat_layout *layout,
-                                     fsdp_placement **placement,
-                                     fsdp_error *error) {
+static fsdp_status create(void *context, fsdp_error *error) {
+  const creation *self = context;
+  const fsdp_range both = {0, 2};
+  const fsdp_piece unsorted[] = {{1, {0, 1}, 0, 0}, {0, {0, 1}, 0, 0}};
   const fsdp_param_range ranges[] = {{2, {0, 1}}, {0, {0, 1}}};
-  return fsdp_placement_create_flat_range(layout, 0, ranges, 2, placement,
-                                          error);
-}
-
-static fsdp_status create_on_ranks(const fsdp_flat_layout *layout,
-                                   fsdp_placement **placement,
-                                   fsdp_error *error) {
   const int64_t numels[] = {1, 2};
-  (void)layout;
-  return fsdp_placement_create_on_ranks(numels, 2, (fsdp_range){0, 2},
-                                        placement, error);
-}
-
-static fsdp_status create_rows(const fsdp_flat_layout *layout,
-                               fsdp_placement **placement, fsdp_error *error) {
-  const fsdp_param_rows params[] = {{4, 3}};
-  (void)layout;
-  return fsdp_placement_create_rows(params, 1, 2, (fsdp_range){0, 2}, placement,
-                                    error);
-}
-
-static void check_every_allocation(create_fn create, int64_t num_allocations) {
-  fsdp_flat_layout *layout = placement_picture();
-  const int64_t live = fsdp_alloc_live();
-  for (int64_t i = 0;; i++) {
-    fsdp_placement *placement = NULL;
-    fsdp_error error = {FSDP_OK, 0, NULL, ""};
-    fsdp_alloc_fail_at(i);
-    const fsdp_status status = create(layout, &placement, &error);
-    fsdp_alloc_fail_at(-1);
-    CHECK((placement != NULL) == (status == FSDP_OK));
-    fsdp_placement_destroy(placement);
-    CHECK_I64(fsdp_alloc_live(), live);
-    if (status == FSDP_OK) {
-      CHECK_I64(i, num_allocations);
+  const fsdp_param_rows rows[] = {{4, 3}};
+  fsdp_placement *made = NULL;
+  fsdp_status status = FSDP_OK;
+  switch (self->how) {
+    case 0:
+      status = fsdp_placement_create(unsorted, 2, &made, error);
       break;
-    }
-    CHECK_I64(status, FSDP_OUT_OF_MEMORY);
-    CHECK_I64(error.status, FSDP_OUT_OF_MEMORY);
+    case 1:
+      status = fsdp_placement_create_flat(self->layout, 0, both, &made, error);
+      break;
+    case 2:
+      status = fsdp_placement_create_flat_range(self->layout, 0, ranges, 2,
+                                                &made, error);
+      break;
+    case 3:
+      status = fsdp_placement_create_on_ranks(numels, 2, both, &made, error);
+      break;
+    default:
+      status = fsdp_placement_create_rows(rows, 1, 2, both, &made, error);
+      break;
   }
-  fsdp_flat_layout_destroy(layout);
+  CHECK((made != NULL) == (status == FSDP_OK));
+  fsdp_placement_destroy(made);
+  return status;
 }
 
 TEST(test_every_allocation_of_a_placement_can_fail) {
-  check_every_allocation(create_unsorted, 3);
-  check_every_allocation(create_flat, 2);
-  check_every_allocation(create_flat_range, 3);
-  check_every_allocation(create_on_ranks, 2);
-  check_every_allocation(create_rows, 3);
+  static const int64_t num_allocations[] = {3, 2, 3, 2, 3};
+  fsdp_flat_layout *layout = placement_picture();
+  for (int how = 0; how < 5; how++) {
+    creation self = {layout, how};
+    CHECK_I64(every_allocation(create, &self), num_allocations[how]);
+  }
+  fsdp_flat_layout_destroy(layout);
 }

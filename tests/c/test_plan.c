@@ -33,12 +33,10 @@ static void add_unit(fixture *self, const char *name, bool has_frozen,
       {.key = 0, .numel = NUMEL, .dtype = FP32, .requires_grad = true},
       {.key = 1, .numel = NUMEL, .dtype = FP32, .requires_grad = !has_frozen},
   };
-  CHECK_I64(fsdp_param_table_create(specs, 2, &self->tables[index], NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_param_table_create(specs, 2, &self->tables[index], NULL));
   const fsdp_alignment alignment = {.itemsize = 4, .params = true};
-  CHECK_I64(fsdp_flat_layout_create(self->tables[index], world_size, alignment,
-                                    &self->layouts[index], NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_flat_layout_create(self->tables[index], world_size, alignment,
+                                   &self->layouts[index], NULL));
   for (int i = 0; i < 2; i++) {
     self->segments[index][i] = (fsdp_segment_options){
         .param_dtype = BF16, .reduce_dtype = BF16, .grad_dtype = FP32};
@@ -111,7 +109,7 @@ static const fsdp_step_plan_report *run(fixture *self) {
   fsdp_error error = {0};
   const fsdp_status status = fsdp_step_plan_run(&self->options, &self->report,
                                                 self->unit_seconds, &error);
-  if (!CHECK_I64(status, FSDP_OK)) printf("  %s\n", error.message);
+  if (!CHECK_OK(status)) printf("  %s\n", error.message);
   return &self->report;
 }
 

@@ -36,7 +36,6 @@ static void every_case(const shm_rank *self) {
         .dtype = dtype->dtype,
         .numel = g_numels[i / NUM_KINDS / SHM_NUM_DTYPES],
         .root = i % self->world_size,
-        .scale = dtype->dtype.code <= FSDP_DTYPE_INT64 || i % 2 == 0 ? 1 : 0.3,
         .salt = i,
     };
     if (shm_is_sum(call.what) && !dtype->is_summed) continue;
@@ -57,27 +56,22 @@ TEST(test_every_kind_dtype_and_size) {
 
 /* Elements of which there are none have no memory. */
 static void call_for_nothing(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("nothing");
   const fsdp_call call = {.channel = FSDP_CHANNEL_GATHER};
   const fsdp_dtype dtype = shm_dtypes[0].dtype;
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "nothing");
   const fsdp_transport_ops *ops = transport->ops;
   uint64_t ticket = 0;
-  CHECK_I64(ops->group_begin(transport, &call, NULL), FSDP_OK);
-  CHECK_I64(
-      ops->all_gather(transport, &call, NULL, NULL, 0, dtype, &ticket, NULL),
-      FSDP_OK);
-  CHECK_I64(ops->broadcast(transport, &call, NULL, 0, 0, dtype, &ticket, NULL),
-            FSDP_OK);
-  CHECK_I64(
-      ops->reduce_scatter(transport, &call, NULL, 0, dtype, 1, &ticket, NULL),
-      FSDP_OK);
-  CHECK_I64(ops->all_reduce(transport, &call, NULL, 0, dtype, 1, &ticket, NULL),
-            FSDP_OK);
-  CHECK_I64(ops->group_end(transport, &call, NULL), FSDP_OK);
+  CHECK_OK(ops->group_begin(transport, &call, NULL));
+  CHECK_OK(
+      ops->all_gather(transport, &call, NULL, NULL, 0, dtype, &ticket, NULL));
+  CHECK_OK(ops->broadcast(transport, &call, NULL, 0, 0, dtype, &ticket, NULL));
+  CHECK_OK(
+      ops->reduce_scatter(transport, &call, NULL, 0, dtype, &ticket, NULL));
+  CHECK_OK(ops->all_reduce(transport, &call, NULL, 0, dtype, &ticket, NULL));
+  CHECK_OK(ops->group_end(transport, &call, NULL));
   CHECK_I64((int64_t)ticket, 4);
-  CHECK_I64(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL), FSDP_OK);
-  CHECK_I64(shm_barrier(transport, NULL, NULL), FSDP_OK);
+  CHECK_OK(ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, NULL));
+  CHECK_OK(shm_barrier(transport, NULL, NULL));
   ops->destroy(transport);
 }
 
@@ -100,7 +94,6 @@ static shm_call random_call(uint64_t *seed, int64_t world_size, int64_t step) {
       .dtype = dtype->dtype,
       .root = check_random(seed, world_size),
       .numel = check_random(seed, check_random(seed, 8) == 0 ? 5000 : 300),
-      .scale = dtype->dtype.code <= FSDP_DTYPE_INT64 ? 1 : 0.25,
       .salt = step,
   };
   if (shm_is_sum(call.what) && !dtype->is_summed) {
@@ -199,8 +192,7 @@ static void *run_lane(void *argument) {
 
 /* One thread gathers and another one reduces, as autograd's and the user's. */
 static void run_two_lanes(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("lanes");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "lanes");
   lane gathers = {self, transport, GATHER};
   lane sums = {self, transport, SCATTER};
   pthread_t thread;
@@ -225,14 +217,13 @@ TEST(test_ranks_that_are_threads) {
 
 /* After it nobody has come less far than anybody before it. */
 static void meet_at_barriers(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("barriers");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "barriers");
   _Atomic int32_t *num_come = self->context;
   uint64_t seed = 99 + (uint64_t)self->rank;
   for (int32_t i = 1; i <= 50; i++) {
     pause_at_random(&seed);
     atomic_fetch_add(num_come, 1);
-    CHECK_I64(shm_barrier(transport, "all", NULL), FSDP_OK);
+    CHECK_OK(shm_barrier(transport, "all", NULL));
     CHECK(atomic_load(num_come) >= i * (int32_t)self->world_size);
   }
   transport->ops->destroy(transport);
@@ -248,18 +239,17 @@ TEST(test_barriers) {
 enum { VICTIM = 1 };
 
 static void give_up_on_one(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("give up");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "give up");
   const fsdp_transport_ops *ops = transport->ops;
   fsdp_error error = {0};
   fsdp_error later;
-  CHECK_I64(shm_barrier(transport, "first", &error), FSDP_OK);
+  CHECK_OK(shm_barrier(transport, "first", &error));
   if (self->rank == VICTIM) {
     ops->give_up(transport, "another group failed");
     ops->give_up(transport, "and later");
   }
-  CHECK_I64(shm_barrier(transport, "unit 'g'", &error), FSDP_BACKEND);
-  CHECK(strstr(error.message, "rank 1 gave up: another group failed") != NULL);
+  CHECK_FAILS(shm_barrier(transport, "unit 'g'", &error), FSDP_BACKEND,
+              error.message, "..rank 1 gave up: another group failed");
   /* The others' waits ended: they say which. */
   CHECK(self->rank == VICTIM || strstr(error.message, "unit 'g'") != NULL);
   ops->give_up(transport, "and later");

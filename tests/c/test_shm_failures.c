@@ -36,10 +36,10 @@ static fsdp_status start_call(fsdp_transport *transport, what kind,
                                         NUMEL, g_float, ticket, error);
     case SCATTER:
       return transport->ops->reduce_scatter(transport, &call, g_buffer, NUMEL,
-                                            g_float, 1, ticket, error);
+                                            g_float, ticket, error);
     case REDUCE:
       return transport->ops->all_reduce(transport, &call, g_buffer, NUMEL,
-                                        g_float, 1, ticket, error);
+                                        g_float, ticket, error);
     case BROADCAST:
       break;
   }
@@ -79,29 +79,19 @@ static fsdp_status run_call_together(fsdp_transport *transport, what kind,
   return wait_call(transport, kind, ticket, error);
 }
 
-static void check_says(const fsdp_error *error, const char *text) {
-  if (CHECK(strstr(error->message, text) != NULL)) return;
-  printf("  no \"%s\" in: %s\n", text, error->message);
-}
-
 /* ---- Ranks that go ---------------------------------------------------------
  */
 
 enum { VICTIM = 1 };
 
 static void kill_one(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("kill");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "kill");
   const what kind = *(const what *)self->context;
   fsdp_error error = {0};
-  CHECK_I64(run_call(transport, kind, "first", &error), FSDP_OK);
+  CHECK_OK(run_call(transport, kind, "first", &error));
   if (self->rank == VICTIM) (void)kill(getpid(), SIGKILL);
   CHECK_I64(run_call(transport, kind, "unit 'b'", &error), FSDP_BACKEND);
-  check_says(&error, "rank 1");
-  check_says(&error, "dead");
-  check_says(&error, "#2 ");
-  check_says(&error, "unit 'b'");
-  check_says(&error, "ended #1 ");
+  SHM_CHECK_SAYS(&error, "rank 1", "dead", "#2 ", "unit 'b'", "ended #1 ");
   const fsdp_error first = error;
   /* And so does everything after it. */
   CHECK_I64(run_call(transport, kind, "later", &error), FSDP_BACKEND);
@@ -136,17 +126,15 @@ static void stop_one(const shm_rank *self) {
   fsdp_transport *transport = shm_create(self, &options);
   _Atomic int32_t *num_failed = self->context;
   fsdp_error error = {0};
-  CHECK_I64(run_call(transport, GATHER, "first", &error), FSDP_OK);
+  CHECK_OK(run_call(transport, GATHER, "first", &error));
   if (self->rank == VICTIM) {
     (void)raise(SIGSTOP); /* until the last of the others lets it go on */
     CHECK_I64(run_call(transport, SCATTER, "unit 'c'", &error), FSDP_BACKEND);
-    check_says(&error, "failed: rank ");
+    SHM_CHECK_SAYS(&error, "failed: rank ");
   } else {
     await_stop(shm_pid(VICTIM));
     CHECK_I64(run_call(transport, SCATTER, "unit 'c'", &error), FSDP_BACKEND);
-    check_says(&error, "rank 1");
-    check_says(&error, "stopped");
-    check_says(&error, "unit 'c'");
+    SHM_CHECK_SAYS(&error, "rank 1", "stopped", "unit 'c'");
     if (atomic_fetch_add(num_failed, 1) + 1 == self->world_size - 1) {
       (void)kill(shm_pid(VICTIM), SIGCONT);
     }
@@ -175,7 +163,7 @@ static void come_late(const shm_rank *self) {
   CHECK_I64(run_call_together(transport, REDUCE, "unit 'l'", num_started,
                               (int32_t)late, &error),
             FSDP_BACKEND);
-  check_says(&error, name);
+  SHM_CHECK_SAYS(&error, name);
   atomic_fetch_add(num_failed, 1);
   transport->ops->destroy(transport);
 }
@@ -186,22 +174,20 @@ TEST(test_a_rank_that_does_not_come_is_named) {
 }
 
 static void leave(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("leave");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "leave");
   fsdp_error error = {0};
   uint64_t ticket = 0;
   _Atomic int32_t *is_started = self->context;
-  CHECK_I64(run_call(transport, REDUCE, "first", &error), FSDP_OK);
+  CHECK_OK(run_call(transport, REDUCE, "first", &error));
   if (self->rank == VICTIM) {
     /* In flight: its memory is the caller's again. */
-    CHECK_I64(start_call(transport, REDUCE, "unit 'd'", &ticket, &error),
-              FSDP_OK);
+    CHECK_OK(start_call(transport, REDUCE, "unit 'd'", &ticket, &error));
     atomic_store(is_started, 1);
   } else {
     CHECK(shm_await(is_started, 1));
     CHECK_I64(run_call(transport, REDUCE, "unit 'd'", &error), FSDP_BACKEND);
-    check_says(&error, "rank 1");
-    if (self->world_size == 2) check_says(&error, "has left the group");
+    SHM_CHECK_SAYS(&error, "rank 1");
+    if (self->world_size == 2) SHM_CHECK_SAYS(&error, "has left the group");
   }
   transport->ops->destroy(transport);
 }
@@ -218,12 +204,11 @@ static void leave_after(const shm_rank *self) {
   fsdp_transport *transport = shm_create(self, &options);
   fsdp_error error = {0};
   uint64_t ticket = 0;
-  CHECK_I64(start_call(transport, GATHER, "last", &ticket, &error), FSDP_OK);
+  CHECK_OK(start_call(transport, GATHER, "last", &ticket, &error));
   if (self->rank != VICTIM) {
     shm_sleep_ms(150);
-    CHECK_I64(
-        transport->ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, &error),
-        FSDP_OK);
+    CHECK_OK(
+        transport->ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, &error));
   }
   transport->ops->destroy(transport);
 }
@@ -239,7 +224,6 @@ typedef struct difference {
   const char *says; /* of the call that rank 0 alone makes */
   int64_t numel;
   fsdp_dtype dtype;
-  double scale;
   const char *label;
   bool is_scatter;
 } difference;
@@ -248,40 +232,36 @@ static fsdp_status reduce(fsdp_transport *transport, const difference *call,
                           fsdp_error *error) {
   const fsdp_call how = {.channel = FSDP_CHANNEL_REDUCE, .label = call->label};
   uint64_t ticket = 0;
-  fsdp_status status = call->is_scatter
-                           ? transport->ops->reduce_scatter(
-                                 transport, &how, g_buffer, call->numel,
-                                 call->dtype, call->scale, &ticket, error)
-                           : transport->ops->all_reduce(
-                                 transport, &how, g_buffer, call->numel,
-                                 call->dtype, call->scale, &ticket, error);
+  fsdp_status status =
+      call->is_scatter
+          ? transport->ops->reduce_scatter(transport, &how, g_buffer,
+                                           call->numel, call->dtype, &ticket,
+                                           error)
+          : transport->ops->all_reduce(transport, &how, g_buffer, call->numel,
+                                       call->dtype, &ticket, error);
   if (status != FSDP_OK) return status;
   return transport->ops->wait(transport, FSDP_CHANNEL_REDUCE, ticket, error);
 }
 
 static void differ(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("differ");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "differ");
   const difference *other = self->context;
-  const difference usual = {NULL, 500, g_float, 1, "unit 'e'", false};
+  const difference usual = {NULL, 500, g_float, "unit 'e'", false};
   fsdp_error error = {0};
-  CHECK_I64(reduce(transport, &usual, &error), FSDP_OK);
+  CHECK_OK(reduce(transport, &usual, &error));
   CHECK_I64(reduce(transport, self->rank == 0 ? other : &usual, &error),
             FSDP_BACKEND);
-  check_says(&error, "different calls");
-  check_says(&error, "rank 0");
-  check_says(&error, "#2 all_reduce (unit 'e') of 500 elements");
-  check_says(&error, other->says);
+  SHM_CHECK_SAYS(&error, "different calls", "rank 0",
+                 "#2 all_reduce (unit 'e') of 500 elements", other->says);
   transport->ops->destroy(transport);
 }
 
 TEST(test_different_calls_are_told) {
   const difference differences[] = {
-      {"of 501 elements", 501, g_float, 1, "unit 'e'", false},
-      {"dtype 3", 500, {FSDP_DTYPE_INT32, 4}, 1, "unit 'e'", false},
-      {"reduce_scatter", 500, g_float, 1, "unit 'e'", true},
-      {"unit 'f'", 500, g_float, 1, "unit 'f'", false},
-      {"rank 0", 500, g_float, 0.5, "unit 'e'", false},
+      {"of 501 elements", 501, g_float, "unit 'e'", false},
+      {"dtype 3", 500, {FSDP_DTYPE_INT32, 4}, "unit 'e'", false},
+      {"reduce_scatter", 500, g_float, "unit 'e'", true},
+      {"unit 'f'", 500, g_float, "unit 'f'", false},
   };
   for (size_t i = 0; i < sizeof differences / sizeof differences[0]; i++) {
     difference each = differences[i];
@@ -291,9 +271,8 @@ TEST(test_different_calls_are_told) {
 }
 
 static void differ_in_root(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("root");
   const fsdp_call how = {.channel = FSDP_CHANNEL_GATHER, .label = "states"};
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "root");
   fsdp_error error = {0};
   uint64_t ticket = 0;
   fsdp_status status = transport->ops->broadcast(
@@ -303,7 +282,7 @@ static void differ_in_root(const shm_rank *self) {
         transport->ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, &error);
   }
   CHECK_I64(status, FSDP_BACKEND);
-  check_says(&error, "different calls");
+  SHM_CHECK_SAYS(&error, "different calls");
   transport->ops->destroy(transport);
 }
 
@@ -321,10 +300,10 @@ static void diverge(const shm_rank *self) {
                               "unit 'g'", self->context, 2, &error),
             FSDP_BACKEND);
   if (strstr(error.message, "failed:") == NULL) {
-    check_says(&error, "has made no call there");
-    check_says(&error, self->rank == 0 ? "on the reduce channel is in #1"
-                                       : "on the gather channel is in #1");
-    check_says(&error, "running");
+    SHM_CHECK_SAYS(&error, "has made no call there",
+                   self->rank == 0 ? "on the reduce channel is in #1"
+                                   : "on the gather channel is in #1",
+                   "running");
   }
   transport->ops->destroy(transport);
 }
@@ -336,8 +315,7 @@ TEST(test_ranks_in_different_channels_end_too) {
 /* Lists of calls and of messages grow; a call that finds no memory has not
  * begun, and may be made again. */
 static void call_with_failing_allocations(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("calls");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "calls");
   const int64_t other = 1 - self->rank;
   fsdp_error error = {0};
   uint64_t ticket = 77;
@@ -351,12 +329,10 @@ static void call_with_failing_allocations(const shm_rank *self) {
   CHECK_I64(fsdp_shm_send(transport, other, &out, sizeof out, "m", &error),
             FSDP_OUT_OF_MEMORY);
   fsdp_alloc_fail_at(-1);
-  CHECK_I64(run_call(transport, GATHER, "calls", &error), FSDP_OK);
-  CHECK_I64(fsdp_shm_send(transport, other, &out, sizeof out, "m", &error),
-            FSDP_OK);
-  CHECK_I64(fsdp_shm_recv(transport, other, &in, sizeof in, "m", &error),
-            FSDP_OK);
-  CHECK_I64(fsdp_shm_wait_messages(transport, &error), FSDP_OK);
+  CHECK_OK(run_call(transport, GATHER, "calls", &error));
+  CHECK_OK(fsdp_shm_send(transport, other, &out, sizeof out, "m", &error));
+  CHECK_OK(fsdp_shm_recv(transport, other, &in, sizeof in, "m", &error));
+  CHECK_OK(fsdp_shm_wait_messages(transport, &error));
   CHECK_I64(in, 1);
   transport->ops->destroy(transport);
 }
@@ -369,27 +345,22 @@ TEST(test_every_allocation_of_a_call_can_fail) {
  */
 
 static void pass_bad_arguments(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("bad");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "bad");
   const fsdp_transport_ops *ops = transport->ops;
   const fsdp_call call = {.channel = FSDP_CHANNEL_REDUCE};
   const fsdp_call nowhere = {.channel = FSDP_NUM_CHANNELS};
   const fsdp_dtype boolean = {FSDP_DTYPE_BOOL, 1};
-  const fsdp_dtype integer = {FSDP_DTYPE_INT64, 8};
   const int64_t huge = INT64_MAX / 8;
   fsdp_error error = {0};
   uint64_t ticket = 5;
-  CHECK_I64(ops->all_reduce(transport, &call, g_buffer, 4, boolean, 1, &ticket,
-                            &error),
-            FSDP_INVALID_ARGUMENT);
-  check_says(&error, "dtype 11");
-  CHECK_I64(ops->all_reduce(transport, &call, g_buffer, 4, integer, 0.5,
-                            &ticket, &error),
-            FSDP_INVALID_ARGUMENT);
-  CHECK_I64(ops->all_reduce(transport, &call, g_buffer, -1, g_float, 1, &ticket,
-                            &error),
-            FSDP_INVALID_ARGUMENT);
-  CHECK_I64(ops->reduce_scatter(transport, &call, g_buffer, huge, g_float, 1,
+  CHECK_I64(
+      ops->all_reduce(transport, &call, g_buffer, 4, boolean, &ticket, &error),
+      FSDP_INVALID_ARGUMENT);
+  SHM_CHECK_SAYS(&error, "dtype 11");
+  CHECK_I64(
+      ops->all_reduce(transport, &call, g_buffer, -1, g_float, &ticket, &error),
+      FSDP_INVALID_ARGUMENT);
+  CHECK_I64(ops->reduce_scatter(transport, &call, g_buffer, huge, g_float,
                                 &ticket, &error),
             FSDP_OVERFLOW);
   CHECK_I64(ops->broadcast(transport, &call, g_buffer, 4, 2, g_float, &ticket,
@@ -408,8 +379,8 @@ static void pass_bad_arguments(const shm_rank *self) {
             FSDP_INVALID_ARGUMENT);
   CHECK_I64((int64_t)ticket, 5);
   /* None of it has begun or broken anything. */
-  CHECK_I64(ops->check(transport, &error), FSDP_OK);
-  CHECK_I64(run_call(transport, REDUCE, NULL, &error), FSDP_OK);
+  CHECK_OK(ops->check(transport, &error));
+  CHECK_OK(run_call(transport, REDUCE, NULL, &error));
   ops->destroy(transport);
   ops->destroy(NULL);
 }
@@ -422,12 +393,11 @@ TEST(test_bad_arguments_change_nothing) {
  */
 
 static void fork_one(const shm_rank *self) {
-  const fsdp_shm_options options = shm_options("fork");
-  fsdp_transport *transport = shm_create(self, &options);
+  fsdp_transport *transport = shm_join(self, "fork");
   fsdp_error error = {0};
-  CHECK_I64(run_call(transport, GATHER, "before", &error), FSDP_OK);
+  CHECK_OK(run_call(transport, GATHER, "before", &error));
   uint64_t ticket = 0; /* in flight: more than a ring holds */
-  CHECK_I64(start_call(transport, GATHER, "during", &ticket, &error), FSDP_OK);
+  CHECK_OK(start_call(transport, GATHER, "during", &ticket, &error));
   (void)fflush(stdout);
   const pid_t child = fork();
   if (child == 0) {
@@ -441,18 +411,17 @@ static void fork_one(const shm_rank *self) {
     /* It may have one of its own, which knows nothing of its parent's. */
     const fsdp_shm_options others = shm_options("children");
     transport = shm_create(self, &others);
-    CHECK_I64(run_call(transport, GATHER, "children", &error), FSDP_OK);
-    CHECK_I64(shm_barrier(transport, "children", &error), FSDP_OK);
+    CHECK_OK(run_call(transport, GATHER, "children", &error));
+    CHECK_OK(shm_barrier(transport, "children", &error));
     transport->ops->destroy(transport);
     CHECK_I64(fsdp_alloc_live(), 0);
     exit(check_num_failures == 0 ? 0 : 1);
   }
   int state = -1;
   CHECK(waitpid(child, &state, 0) == child && state == 0);
-  CHECK_I64(
-      transport->ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, &error),
-      FSDP_OK);
-  CHECK_I64(run_call(transport, REDUCE, "after", &error), FSDP_OK);
+  CHECK_OK(
+      transport->ops->wait(transport, FSDP_CHANNEL_GATHER, ticket, &error));
+  CHECK_OK(run_call(transport, REDUCE, "after", &error));
   transport->ops->destroy(transport);
 }
 

@@ -48,7 +48,7 @@ static void meet_with_little_memory(const shm_rank *self) {
     const struct rlimit limit = {.rlim_cur = 4096, .rlim_max = 4096};
     (void)setrlimit(RLIMIT_FSIZE, &limit);
   }
-  CHECK_I64(try_create(self, &options, &verdict, &error), FSDP_OK);
+  CHECK_OK(try_create(self, &options, &verdict, &error));
   note(self, &verdict);
 }
 
@@ -67,7 +67,7 @@ static void meet_without_address_space(const shm_rank *self) {
   CHECK_I64(setrlimit(RLIMIT_FSIZE, &limit), 0);
   fsdp_shm_verdict verdict = {0};
   fsdp_error error = {0};
-  CHECK_I64(try_create(self, &options, &verdict, &error), FSDP_OK);
+  CHECK_OK(try_create(self, &options, &verdict, &error));
   note(self, &verdict);
 }
 
@@ -82,7 +82,7 @@ static void meet_with_other_options(const shm_rank *self) {
   fsdp_shm_verdict verdict = {0};
   fsdp_error error = {0};
   if (self->rank == 2) options.ring_nbytes *= 2;
-  CHECK_I64(try_create(self, &options, &verdict, &error), FSDP_OK);
+  CHECK_OK(try_create(self, &options, &verdict, &error));
   note(self, &verdict);
 }
 
@@ -142,9 +142,8 @@ TEST(test_a_meeting_has_one_time_limit) {
   options.meeting_timeout_ms = 3 * SLOW_MS;
   fsdp_transport *transport = NULL;
   fsdp_shm_verdict verdict = {0};
-  CHECK_I64(fsdp_shm_create(&store, &options, 0, SLOW_RANKS, &transport,
-                            &verdict, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_shm_create(&store, &options, 0, SLOW_RANKS, &transport,
+                           &verdict, NULL));
   CHECK(!verdict.is_possible && transport == NULL);
   CHECK_I64(slow.num_gets, SLOW_GETS);
   CHECK(slow.limits_ms[0] <= 3 * SLOW_MS);
@@ -164,7 +163,7 @@ static void meet_with_failing_allocations(const shm_rank *self) {
     (void)snprintf(key, sizeof key, "memory%" PRId64, i);
     const fsdp_shm_options options = shm_options(key);
     if (self->rank == 0) fsdp_alloc_fail_at(i);
-    CHECK_I64(try_create(self, &options, &verdict, &error), FSDP_OK);
+    CHECK_OK(try_create(self, &options, &verdict, &error));
     fsdp_alloc_fail_at(-1);
     CHECK_I64(fsdp_alloc_live(), 0);
     CHECK_I64(shm_num_segments(), 0);

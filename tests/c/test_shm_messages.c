@@ -33,11 +33,6 @@ static bool is_closed(fsdp_transport *transport, int64_t peer) {
   return ((fsdp_shm *)transport)->peers[peer].is_closed;
 }
 
-static void check_says(const fsdp_error *error, const char *text) {
-  if (CHECK(strstr(error->message, text) != NULL)) return;
-  printf("  no \"%s\" in: %s\n", text, error->message);
-}
-
 /* ---- Contents --------------------------------------------------------------
  */
 
@@ -62,12 +57,10 @@ static void exchange(const shm_rank *self, const fsdp_shm_options *options) {
       for (int64_t k = 0; k < nbytes; k++) {
         sent[to][k] = message_byte(self->rank, to, k + i);
       }
-      CHECK_I64(fsdp_shm_recv(transport, to, got[to], nbytes, "m", NULL),
-                FSDP_OK);
-      CHECK_I64(fsdp_shm_send(transport, to, sent[to], nbytes, "m", NULL),
-                FSDP_OK);
+      CHECK_OK(fsdp_shm_recv(transport, to, got[to], nbytes, "m", NULL));
+      CHECK_OK(fsdp_shm_send(transport, to, sent[to], nbytes, "m", NULL));
     }
-    CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
+    CHECK_OK(fsdp_shm_wait_messages(transport, NULL));
     int64_t num_wrong = 0;
     for (int64_t from = 0; from < self->world_size; from++) {
       for (int64_t k = 0; from != self->rank && k < nbytes; k++) {
@@ -80,7 +73,7 @@ static void exchange(const shm_rank *self, const fsdp_shm_options *options) {
     free(sent[rank]);
     free(got[rank]);
   }
-  CHECK_I64(shm_barrier(transport, "end", NULL), FSDP_OK);
+  CHECK_OK(shm_barrier(transport, "end", NULL));
   transport->ops->destroy(transport);
 }
 
@@ -118,9 +111,9 @@ static void send_in_order(const shm_rank *self) {
         self->rank == 0
             ? fsdp_shm_send(transport, 1, numbers[i], nbytes, "number", NULL)
             : fsdp_shm_recv(transport, 0, numbers[i], nbytes, "number", NULL);
-    CHECK_I64(status, FSDP_OK);
+    CHECK_OK(status);
   }
-  CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
+  CHECK_OK(fsdp_shm_wait_messages(transport, NULL));
   int64_t num_wrong = 0;
   for (int64_t i = 0; i < NUM; i++) {
     for (int64_t k = 0; k <= i % 3 * 900; k++) {
@@ -128,16 +121,16 @@ static void send_in_order(const shm_rank *self) {
     }
   }
   CHECK_I64(num_wrong, 0);
-  CHECK_I64(shm_barrier(transport, "end", NULL), FSDP_OK);
+  CHECK_OK(shm_barrier(transport, "end", NULL));
   free(numbers);
   transport->ops->destroy(transport);
 }
 
 TEST(test_messages_keep_their_order) {
-  bool is_direct = false;
-  shm_run(2, send_in_order, &is_direct);
-  is_direct = true;
-  shm_run(2, send_in_order, &is_direct);
+  for (int i = 0; i < 2; i++) {
+    bool is_direct = i == 1;
+    shm_run(2, send_in_order, &is_direct);
+  }
 }
 
 /* ---- A kernel that forbids it ----------------------------------------------
@@ -172,19 +165,17 @@ static void look_which_way(const shm_rank *self) {
   if (self->rank == 1) forbid_writing();
   for (int i = 0; i < 3; i++) {
     static unsigned char data[5000];
-    CHECK_I64(
-        fsdp_shm_recv(transport, other, g_buffer, sizeof data, "way", NULL),
-        FSDP_OK);
+    CHECK_OK(
+        fsdp_shm_recv(transport, other, g_buffer, sizeof data, "way", NULL));
     memset(data, i, sizeof data);
-    CHECK_I64(fsdp_shm_send(transport, other, data, sizeof data, "way", NULL),
-              FSDP_OK);
-    CHECK_I64(fsdp_shm_wait_messages(transport, NULL), FSDP_OK);
+    CHECK_OK(fsdp_shm_send(transport, other, data, sizeof data, "way", NULL));
+    CHECK_OK(fsdp_shm_wait_messages(transport, NULL));
     CHECK_I64(g_buffer[0], i);
     CHECK_I64(g_buffer[4999], i);
   }
   CHECK_I64(is_closed(transport, other), self->rank == 1);
   CHECK(!fsdp_shm_has_writers(transport));
-  CHECK_I64(shm_barrier(transport, "end", NULL), FSDP_OK);
+  CHECK_OK(shm_barrier(transport, "end", NULL));
   transport->ops->destroy(transport);
 }
 
@@ -208,16 +199,16 @@ static void send_another_size(const shm_rank *self) {
   }
   if (status == FSDP_OK) status = fsdp_shm_wait_messages(transport, &error);
   CHECK_I64(status, FSDP_BACKEND);
-  check_says(&error, "rank 1 waits for a message of 9001 bytes (step)");
-  check_says(&error, "rank 0 sent 9000 bytes");
+  SHM_CHECK_SAYS(&error, "rank 1 waits for a message of 9001 bytes (step)",
+                 "rank 0 sent 9000 bytes");
   transport->ops->destroy(transport);
 }
 
 TEST(test_messages_of_another_size_are_told) {
-  bool is_direct = false;
-  shm_run(2, send_another_size, &is_direct);
-  is_direct = true;
-  shm_run(2, send_another_size, &is_direct);
+  for (int i = 0; i < 2; i++) {
+    bool is_direct = i == 1;
+    shm_run(2, send_another_size, &is_direct);
+  }
 }
 
 static void wait_for_a_dead_sender(const shm_rank *self) {
@@ -225,7 +216,7 @@ static void wait_for_a_dead_sender(const shm_rank *self) {
       message_options("sender", *(const bool *)self->context);
   fsdp_transport *transport = shm_create(self, &options);
   fsdp_error error = {0};
-  CHECK_I64(shm_barrier(transport, "begin", &error), FSDP_OK);
+  CHECK_OK(shm_barrier(transport, "begin", &error));
   if (self->rank == VICTIM) (void)kill(getpid(), SIGKILL);
   fsdp_status status =
       self->rank == 0
@@ -233,18 +224,16 @@ static void wait_for_a_dead_sender(const shm_rank *self) {
           : fsdp_shm_send(transport, VICTIM, g_buffer, 30000, "state", &error);
   if (status == FSDP_OK) status = fsdp_shm_wait_messages(transport, &error);
   CHECK_I64(status, FSDP_BACKEND);
-  check_says(&error, "1 message(s) (state)");
-  check_says(&error, "rank 1");
-  check_says(&error, "dead");
+  SHM_CHECK_SAYS(&error, "1 message(s) (state)", "rank 1", "dead");
   CHECK(!fsdp_shm_has_writers(transport));
   transport->ops->destroy(transport);
 }
 
 TEST(test_a_killed_partner_of_messages_is_named) {
-  bool is_direct = false;
-  shm_run_without(3, VICTIM, wait_for_a_dead_sender, &is_direct);
-  is_direct = true;
-  shm_run_without(3, VICTIM, wait_for_a_dead_sender, &is_direct);
+  for (int i = 0; i < 2; i++) {
+    bool is_direct = i == 1;
+    shm_run_without(3, VICTIM, wait_for_a_dead_sender, &is_direct);
+  }
 }
 
 /* What was offered before a failure is not written after it. */
@@ -255,8 +244,7 @@ static void withdraw_an_offer(const shm_rank *self) {
   fsdp_error error = {0};
   if (self->rank == 1) {
     memset(g_buffer, 7, sizeof g_buffer);
-    CHECK_I64(fsdp_shm_recv(transport, 0, g_buffer, 50000, "late", &error),
-              FSDP_OK);
+    CHECK_OK(fsdp_shm_recv(transport, 0, g_buffer, 50000, "late", &error));
     transport->ops->give_up(transport, "a test");
     CHECK(!fsdp_shm_has_writers(transport));
     atomic_store(turn, 1);
@@ -270,7 +258,7 @@ static void withdraw_an_offer(const shm_rank *self) {
         fsdp_shm_send(transport, 1, g_buffer, 50000, "late", &error);
     if (status == FSDP_OK) status = fsdp_shm_wait_messages(transport, &error);
     CHECK_I64(status, FSDP_BACKEND);
-    check_says(&error, "rank 1 gave up: a test");
+    SHM_CHECK_SAYS(&error, "rank 1 gave up: a test");
     atomic_store(turn, 2);
   }
   transport->ops->destroy(transport);
@@ -286,8 +274,7 @@ static void leave_a_writer(const shm_rank *self) {
   fsdp_transport *transport = shm_create(self, &options);
   const fsdp_shm *shm = (const fsdp_shm *)transport;
   if (self->rank == 1) {
-    CHECK_I64(fsdp_shm_recv(transport, 0, g_buffer, 50000, "late", NULL),
-              FSDP_OK);
+    CHECK_OK(fsdp_shm_recv(transport, 0, g_buffer, 50000, "late", NULL));
     fsdp_shm_offer *offers =
         (fsdp_shm_offer *)(void *)(fsdp_shm_priv_base(shm, 1) +
                                    shm->geometry.offers);

@@ -17,7 +17,7 @@
 
 static fsdp_shm_process get_process(void) {
   fsdp_shm_process process = {0};
-  CHECK_I64(fsdp_shm_priv_process_get(&process, NULL), FSDP_OK);
+  CHECK_OK(fsdp_shm_priv_process_get(&process, NULL));
   return process;
 }
 
@@ -79,25 +79,20 @@ TEST(test_a_segment_is_opened_by_who_knows_it) {
   const int64_t pid = getpid();
   CHECK(fsdp_shm_priv_layout(2, 4096, 1024, 4096, 0, &geometry));
   CHECK_I64(geometry.nbytes % 4096, 0);
-  CHECK_I64(fsdp_shm_priv_segment_create(&geometry, &own, &file, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_shm_priv_segment_create(&geometry, &own, &file, NULL));
   own.header->token = 5;
-  CHECK_I64(fsdp_shm_priv_segment_open(pid, 99999, geometry.nbytes, 5, &other,
-                                       &error),
-            FSDP_BACKEND);
-  CHECK(strstr(error.message, "/fd/99999 cannot be opened") != NULL);
-  CHECK_I64(fsdp_shm_priv_segment_open(pid, file, geometry.nbytes + 4096, 5,
-                                       &other, &error),
-            FSDP_BACKEND);
-  CHECK(strstr(error.message, "is not a segment of") != NULL);
-  CHECK_I64(
+  CHECK_FAILS(fsdp_shm_priv_segment_open(pid, 99999, geometry.nbytes, 5, &other,
+                                         &error),
+              FSDP_BACKEND, error.message, "../fd/99999 cannot be opened");
+  CHECK_FAILS(fsdp_shm_priv_segment_open(pid, file, geometry.nbytes + 4096, 5,
+                                         &other, &error),
+              FSDP_BACKEND, error.message, "..is not a segment of");
+  CHECK_FAILS(
       fsdp_shm_priv_segment_open(pid, file, geometry.nbytes, 6, &other, &error),
-      FSDP_BACKEND);
-  CHECK(strstr(error.message, "is not the segment that was") != NULL);
+      FSDP_BACKEND, error.message, "..is not the segment that was");
   CHECK(other.header == NULL);
-  CHECK_I64(
-      fsdp_shm_priv_segment_open(pid, file, geometry.nbytes, 5, &other, &error),
-      FSDP_OK);
+  CHECK_OK(fsdp_shm_priv_segment_open(pid, file, geometry.nbytes, 5, &other,
+                                      &error));
   /* Nobody can take the memory away again. */
   CHECK(ftruncate(file, 4096) != 0);
   atomic_store(&own.header->doorbell, 77);
@@ -122,7 +117,7 @@ static void check_every_half(int32_t code, uint16_t infinity) {
   const fsdp_dtype dtype = {code, 2};
   int64_t num_wrong = 0;
   for (int32_t i = 0; i < 65536; i++) numbers[i] = (uint16_t)i;
-  fsdp_shm_priv_sum(sums, dtype, pieces, 1, 65536, 1);
+  fsdp_shm_priv_sum(sums, dtype, pieces, 1, 65536);
   for (int32_t i = 0; i < 65536; i++) {
     const bool is_nan = (i & 0x7FFF) > infinity;
     if (is_nan ? (sums[i] & 0x7FFF) <= infinity : sums[i] != i) num_wrong++;
@@ -143,7 +138,7 @@ TEST(test_sums_of_16_bits) {
     const void *pieces[] = {&halves[i][0], &halves[i][1]};
     const fsdp_dtype dtype = {FSDP_DTYPE_FLOAT16, 2};
     uint16_t sum = 0;
-    fsdp_shm_priv_sum(&sum, dtype, pieces, 2, 1, 1);
+    fsdp_shm_priv_sum(&sum, dtype, pieces, 2, 1);
     CHECK_I64(sum, halves[i][2]);
   }
 }

@@ -36,8 +36,8 @@ TEST(test_every_transition) {
         CHECK_TEXT(error.message, message);
         CHECK_I64(state, from);
       } else {
-        CHECK_I64(status, FSDP_OK);
-        CHECK_I64(error.status, FSDP_OK);
+        CHECK_OK(status);
+        CHECK_OK(error.status);
         CHECK_TEXT(error.message, "");
         CHECK(letters[state] == expected);
       }

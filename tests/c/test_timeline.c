@@ -4,6 +4,7 @@
 #include "base/alloc.h"
 #include "base/timeline.h"
 #include "engine_fixture.h"
+#include "every_allocation.h"
 
 static int64_t now_ns; /* of the clock of these tests: one more at each look */
 
@@ -14,8 +15,7 @@ static int64_t tick(void) {
 static fsdp_timeline *make(int64_t capacity, int64_t max_steps) {
   fsdp_timeline *timeline = NULL;
   now_ns = 0;
-  CHECK_I64(fsdp_timeline_create(capacity, max_steps, tick, &timeline, NULL),
-            FSDP_OK);
+  CHECK_OK(fsdp_timeline_create(capacity, max_steps, tick, &timeline, NULL));
   return timeline;
 }
 
@@ -67,23 +67,17 @@ TEST(test_bad_sizes) {
   fsdp_timeline_destroy(NULL);
 }
 
+static fsdp_status create(void *context, fsdp_error *error) {
+  fsdp_timeline *timeline = NULL;
+  const fsdp_status status = fsdp_timeline_create(4, 1, tick, &timeline, error);
+  (void)context;
+  CHECK((timeline != NULL) == (status == FSDP_OK));
+  fsdp_timeline_destroy(timeline);
+  return status;
+}
+
 TEST(test_every_allocation_can_fail) {
-  for (int64_t i = 0;; i++) {
-    fsdp_timeline *timeline = NULL;
-    fsdp_error error = {0};
-    fsdp_alloc_fail_at(i);
-    const fsdp_status status =
-        fsdp_timeline_create(4, 1, tick, &timeline, &error);
-    fsdp_alloc_fail_at(-1);
-    if (status == FSDP_OK) {
-      fsdp_timeline_destroy(timeline);
-      CHECK_I64(i, 2);
-      return;
-    }
-    CHECK_I64(status, FSDP_OUT_OF_MEMORY);
-    CHECK(timeline == NULL);
-    CHECK_I64(fsdp_alloc_live(), 0);
-  }
+  CHECK_I64(every_allocation(create, NULL), 2);
 }
 
 TEST(test_every_kind_has_a_name) {
@@ -104,11 +98,11 @@ static fsdp_timeline *ring; /* each test makes and frees it */
 
 static void start(int64_t max_steps) {
   ring = make(256, max_steps);
-  CHECK_I64(fsdp_engine_set_timeline(m.engine, ring, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_set_timeline(m.engine, ring, NULL));
 }
 
 static void end(void) {
-  CHECK_I64(fsdp_engine_set_timeline(m.engine, NULL, NULL), FSDP_OK);
+  CHECK_OK(fsdp_engine_set_timeline(m.engine, NULL, NULL));
   fsdp_timeline_destroy(ring);
   PLAY("end");
 }

@@ -332,20 +332,18 @@ static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
 static fsdp_status reduce_scatter(fsdp_transport *transport,
                                   const fsdp_call *call, void *buffer,
                                   int64_t shard_numel, fsdp_dtype dtype,
-                                  double scale, uint64_t *ticket,
-                                  fsdp_error *error) {
-  (void)call, (void)buffer, (void)scale, (void)ticket;
+                                  uint64_t *ticket, fsdp_error *error) {
+  (void)call, (void)buffer, (void)ticket;
   return count_shards(transport, FSDP_COLLECTIVE_REDUCE_SCATTER, shard_numel,
                       dtype, error);
 }
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
-                              double scale, uint64_t *ticket,
-                              fsdp_error *error) {
+                              uint64_t *ticket, fsdp_error *error) {
   const int64_t nbytes = numel * dtype.itemsize;
   int64_t wire = 0;
-  (void)call, (void)buffer, (void)scale, (void)ticket;
+  (void)call, (void)buffer, (void)ticket;
   /* Twice all but the part that is the rank's own. */
   if (!fsdp_mul_i64(2, nbytes - nbytes / world_size_of(transport), &wire)) {
     wire = INT64_MAX;

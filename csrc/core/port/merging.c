@@ -23,7 +23,6 @@ typedef struct flight {
   bool is_flying; /* it was made and not waited for */
   call_kind kind; /* of `calls` */
   fsdp_dtype dtype;
-  double scale;
   small_call *calls;
   size_t num_calls;
   size_t capacity;
@@ -134,10 +133,10 @@ static fsdp_status make_call(merging *self, flight *channel,
                              channel->dtype, ticket, error);
     case REDUCE_SCATTER:
       return ops->reduce_scatter(self->inner, call, buffer, numel,
-                                 channel->dtype, channel->scale, ticket, error);
+                                 channel->dtype, ticket, error);
     default:
       return ops->all_reduce(self->inner, call, buffer, numel, channel->dtype,
-                             channel->scale, ticket, error);
+                             ticket, error);
   }
 }
 
@@ -189,9 +188,8 @@ static fsdp_status flush(merging *self, flight *channel, const fsdp_call *call,
 /* Collects the call if it is a small one like those before in an open group.
  * is_collected [out]. */
 static fsdp_status collect(merging_channel *channel, call_kind kind,
-                           fsdp_dtype dtype, double scale,
-                           const small_call *call, bool *is_collected,
-                           fsdp_error *error) {
+                           fsdp_dtype dtype, const small_call *call,
+                           bool *is_collected, fsdp_error *error) {
   *is_collected = false;
   if (!channel->is_open || call->nbytes > FSDP_MERGED_PIECE_NBYTES) {
     return FSDP_OK;
@@ -200,10 +198,8 @@ static fsdp_status collect(merging_channel *channel, call_kind kind,
   if (open->num_calls == 0) {
     open->kind = kind;
     open->dtype = dtype;
-    open->scale = scale;
     open->nbytes = 0;
-  } else if (open->kind != kind || open->scale < scale || open->scale > scale ||
-             !fsdp_dtype_equal(open->dtype, dtype)) {
+  } else if (open->kind != kind || !fsdp_dtype_equal(open->dtype, dtype)) {
     return FSDP_OK;
   }
   if (!fsdp_grow((void **)&open->calls, &open->capacity, open->num_calls + 1,
@@ -276,7 +272,7 @@ static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
                             NULL};
   bool is_collected = false;
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(collect(&self->channels[call->channel], ALL_GATHER, dtype, 1, &small,
+  FSDP_TRY(collect(&self->channels[call->channel], ALL_GATHER, dtype, &small,
                    &is_collected, error));
   if (is_collected) return FSDP_OK;
   status = self->inner->ops->all_gather(self->inner, call, output, input,
@@ -297,35 +293,33 @@ static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
 static fsdp_status reduce_scatter(fsdp_transport *transport,
                                   const fsdp_call *call, void *buffer,
                                   int64_t shard_numel, fsdp_dtype dtype,
-                                  double scale, uint64_t *ticket,
-                                  fsdp_error *error) {
+                                  uint64_t *ticket, fsdp_error *error) {
   merging *self = merging_of(transport);
   const small_call small = {buffer, NULL, shard_numel * dtype.itemsize, ticket,
                             call->scratch};
   bool is_collected = false;
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(collect(&self->channels[call->channel], REDUCE_SCATTER, dtype, scale,
+  FSDP_TRY(collect(&self->channels[call->channel], REDUCE_SCATTER, dtype,
                    &small, &is_collected, error));
   if (is_collected) return FSDP_OK;
-  status = self->inner->ops->reduce_scatter(
-      self->inner, call, buffer, shard_numel, dtype, scale, ticket, error);
+  status = self->inner->ops->reduce_scatter(self->inner, call, buffer,
+                                            shard_numel, dtype, ticket, error);
 done:
   return status;
 }
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
-                              double scale, uint64_t *ticket,
-                              fsdp_error *error) {
+                              uint64_t *ticket, fsdp_error *error) {
   merging *self = merging_of(transport);
   const small_call small = {buffer, NULL, numel * dtype.itemsize, ticket, NULL};
   bool is_collected = false;
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(collect(&self->channels[call->channel], ALL_REDUCE, dtype, scale,
-                   &small, &is_collected, error));
+  FSDP_TRY(collect(&self->channels[call->channel], ALL_REDUCE, dtype, &small,
+                   &is_collected, error));
   if (is_collected) return FSDP_OK;
   status = self->inner->ops->all_reduce(self->inner, call, buffer, numel, dtype,
-                                        scale, ticket, error);
+                                        ticket, error);
 done:
   return status;
 }

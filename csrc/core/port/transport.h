@@ -65,6 +65,8 @@ typedef struct fsdp_transport_ops {
   /* Whether buffers are host memory. Then a collective only starts, and `wait`
    * ends it; else it is enqueued on the stream and `wait` is NULL. */
   bool is_host;
+  /* Whether it uses the labels of calls; else they may be NULL. */
+  bool reads_labels;
   /* Whether reduce_scatter is faster with scratch memory. */
   bool wants_scratch;
 
@@ -78,8 +80,7 @@ typedef struct fsdp_transport_ops {
                            fsdp_error *error);
 
   /* ticket [out] > 0 names the call to `wait` (host only). On a host the
-   * buffers belong to the call until then. Sums are scaled by `scale` (1
-   * changes nothing).
+   * buffers belong to the call until then.
    *
    * Gathers `shard_numel` elements of each rank into `output`, which holds
    * world_size times as many. `input` is this rank's piece: its own slot of
@@ -98,12 +99,11 @@ typedef struct fsdp_transport_ops {
   fsdp_status (*reduce_scatter)(fsdp_transport *transport,
                                 const fsdp_call *call, void *buffer,
                                 int64_t shard_numel, fsdp_dtype dtype,
-                                double scale, uint64_t *ticket,
-                                fsdp_error *error);
+                                uint64_t *ticket, fsdp_error *error);
   /* Sums `buffer` over the ranks, in place. */
   fsdp_status (*all_reduce)(fsdp_transport *transport, const fsdp_call *call,
                             void *buffer, int64_t numel, fsdp_dtype dtype,
-                            double scale, uint64_t *ticket, fsdp_error *error);
+                            uint64_t *ticket, fsdp_error *error);
 
   /* Host only: ends the call `ticket` of the channel and all before it. */
   fsdp_status (*wait)(fsdp_transport *transport, fsdp_channel channel,

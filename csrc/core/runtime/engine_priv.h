@@ -13,7 +13,7 @@
  *   reduce.c  summoned.c  place.c  on_demand.c
  *   reduce_unit.c
  *   unshard.c  pack.c  scratch.c
- *   gradients.c  check_order.c
+ *   gradients.c  check_order.c  launch.c
  *   memory.c  failure.c  note.c
  */
 #ifndef FSDP_RUNTIME_ENGINE_PRIV_H

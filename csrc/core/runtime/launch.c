@@ -20,11 +20,13 @@ fsdp_status fsdp_engine_priv_open_launch(fsdp_engine *engine, fsdp_lane lane,
       .channel =
           lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE,
       .stream = ops->stream == NULL ? NULL : ops->stream(ops->context, lane),
-      .label = launch->label,
   };
-  (void)snprintf(launch->label, sizeof launch->label, "%s of unit '%s'",
-                 newest == NULL ? "collective" : newest->operation,
-                 newest == NULL || newest->unit == NULL ? "-" : newest->unit);
+  if (group->transport->ops->reads_labels) {
+    launch->call.label = launch->label;
+    (void)snprintf(launch->label, sizeof launch->label, "%s of unit '%s'",
+                   newest == NULL ? "collective" : newest->operation,
+                   newest == NULL || newest->unit == NULL ? "-" : newest->unit);
+  }
   return group->transport->ops->group_begin(group->transport, &launch->call,
                                             error);
 }

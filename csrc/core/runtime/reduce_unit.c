@@ -47,7 +47,7 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
         scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset;
     status = group->transport->ops->reduce_scatter(
         group->transport, &launch.call, unit->grad_data[i],
-        segment->layout->shard_numel, dtype, 1.0, &launch.ticket, error);
+        segment->layout->shard_numel, dtype, &launch.ticket, error);
     nbytes += segment->layout->padded_numel * dtype.itemsize;
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
@@ -77,9 +77,9 @@ static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
     const int64_t shard_numel = unit->segments[i].layout->shard_numel;
     const fsdp_dtype dtype = unit->segments[i].options.reduce_dtype;
     if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
-    status = group->transport->ops->all_reduce(
-        group->transport, &launch.call, own_slot(unit, i), shard_numel, dtype,
-        1.0, &launch.ticket, error);
+    status = group->transport->ops->all_reduce(group->transport, &launch.call,
+                                               own_slot(unit, i), shard_numel,
+                                               dtype, &launch.ticket, error);
     nbytes += shard_numel * dtype.itemsize;
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));

@@ -111,12 +111,6 @@ fsdp_status start(C10dTransport &self, const fsdp_call *call, uint64_t *ticket,
   };
 }
 
-// As what ends a sum.
-std::function<void()> scaling(const at::Tensor &sum, double scale) {
-  if (scale == 1.0) return nullptr;
-  return [sum, scale]() mutable { sum.mul_(scale); };
-}
-
 // gloo gathers through a buffer of its own and copies twice. One broadcast per
 // rank, all in flight together and in place, is faster for few ranks; with
 // many, its world_size messages of log(world_size) hops are not.
@@ -155,29 +149,23 @@ WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
 // ranks.
 // Two ranks send each other one part, and scratch holds the other's.
 Pending reduce_by_exchange(const C10dGroup &group, const at::Tensor &whole,
-                           at::Tensor received, at::Tensor own, double scale) {
+                           at::Tensor received, at::Tensor own) {
   const int64_t numel = own.numel();
   at::Tensor sent = whole.narrow(0, (1 - group.rank) * numel, numel);
   const WorkPtr work =
       all_to_all_base(*group.process_group, received, sent,
                       group.rank == 0 ? std::vector<int64_t>{0, numel}
                                       : std::vector<int64_t>{numel, 0});
-  const auto sum = [received, own, scale]() mutable {
-    own.add_(received);
-    if (scale != 1.0) own.mul_(scale);
-  };
+  const auto sum = [received, own]() mutable { own.add_(received); };
   return {{work}, sum};
 }
 
 Pending reduce_by_all_to_all(const C10dGroup &group, at::Tensor sent,
-                             at::Tensor received, at::Tensor own,
-                             double scale) {
+                             at::Tensor received, at::Tensor own) {
   const WorkPtr work =
       all_to_all_base(*group.process_group, received, sent, {});
-  const auto sum = [received, own, scale,
-                    world_size = group.world_size]() mutable {
+  const auto sum = [received, own, world_size = group.world_size]() mutable {
     at::sum_out(own, received.view({world_size, -1}), /*dim=*/{0});
-    if (scale != 1.0) own.mul_(scale);
   };
   return {{work}, sum};
 }
@@ -229,7 +217,7 @@ fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
 
 fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
                            void *buffer, int64_t shard_numel, fsdp_dtype dtype,
-                           double scale, uint64_t *ticket, fsdp_error *error) {
+                           uint64_t *ticket, fsdp_error *error) {
   C10dTransport &self = self_of(transport);
   return start(self, call, ticket, error, [&]() -> Pending {
     const int64_t numel = shard_numel * self.group.world_size;
@@ -241,21 +229,20 @@ fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
           view(self, call->scratch,
                fsdp_scratch_numel(self.group.world_size, shard_numel), dtype);
       return self.group.world_size == 2
-                 ? reduce_by_exchange(self.group, whole, scratch, own, scale)
-                 : reduce_by_all_to_all(self.group, whole, scratch, own, scale);
+                 ? reduce_by_exchange(self.group, whole, scratch, own)
+                 : reduce_by_all_to_all(self.group, whole, scratch, own);
     }
-    return {{scatter_sum(self.group, own, whole)}, scaling(own, scale)};
+    return {{scatter_sum(self.group, own, whole)}, nullptr};
   });
 }
 
 fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                        void *buffer, int64_t numel, fsdp_dtype dtype,
-                       double scale, uint64_t *ticket, fsdp_error *error) {
+                       uint64_t *ticket, fsdp_error *error) {
   C10dTransport &self = self_of(transport);
   return start(self, call, ticket, error, [&]() -> Pending {
     std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
-    return {{self.group.process_group->allreduce(tensors)},
-            scaling(tensors[0], scale)};
+    return {{self.group.process_group->allreduce(tensors)}, nullptr};
   });
 }
 

@@ -90,7 +90,7 @@ at::Tensor reduce_scalar(Provider &provider, Group &group,
     status = is_max ? ops.all_gather(transport, &call, all.data_ptr(),
                                      term.data_ptr(), 1, dtype, &ticket, &error)
                     : ops.all_reduce(transport, &call, all.data_ptr(), 1, dtype,
-                                     1.0, &ticket, &error);
+                                     &ticket, &error);
   });
   if (status == FSDP_OK && ops.is_host) {
     status = ops.wait(transport, call.channel, ticket, &error);

@@ -17,7 +17,6 @@
 _Static_assert(sizeof(ncclResult_t) == sizeof(int), "results are int");
 _Static_assert(sizeof(ncclDataType_t) == sizeof(int), "dtypes are int");
 _Static_assert(sizeof(ncclRedOp_t) == sizeof(int), "operators are int");
-_Static_assert(sizeof(ncclScalarResidence_t) == sizeof(int), "is int");
 _Static_assert(sizeof(ncclUniqueId) == sizeof(fsdp_nccl_id), "size of ids");
 _Static_assert(_Alignof(ncclUniqueId) == _Alignof(fsdp_nccl_id), "alignment");
 
@@ -40,8 +39,6 @@ SAME_NUMBER(FSDP_NCCL_FLOAT32, ncclFloat32);
 SAME_NUMBER(FSDP_NCCL_FLOAT64, ncclFloat64);
 SAME_NUMBER(FSDP_NCCL_BFLOAT16, ncclBfloat16);
 SAME_NUMBER(FSDP_NCCL_SUM, ncclSum);
-SAME_NUMBER(FSDP_NCCL_AVG, ncclAvg);
-SAME_NUMBER(FSDP_NCCL_SCALAR_ON_HOST, ncclScalarHostImmediate);
 SAME_NUMBER(FSDP_NCCL_CONFIG_UNDEFINED, NCCL_CONFIG_UNDEF_INT);
 SAME_NUMBER(FSDP_NCCL_ID_NBYTES, NCCL_UNIQUE_ID_BYTES);
 SAME_NUMBER(FSDP_NCCL_OLDEST_VERSION, NCCL_VERSION(2, 18, 0));
@@ -118,11 +115,6 @@ THEIRS(ncclBroadcast, their_result, in, void *, size_t, ncclDataType_t, int,
        ncclComm_t, cudaStream_t);
 OURS(get_last_error, const char *, our_comm);
 THEIRS(ncclGetLastError, const char *, ncclComm_t);
-OURS(red_op_create_pre_mul_sum, int, int *, void *, int, int, our_comm);
-THEIRS(ncclRedOpCreatePreMulSum, their_result, ncclRedOp_t *, void *,
-       ncclDataType_t, ncclScalarResidence_t, ncclComm_t);
-OURS(red_op_destroy, int, int, our_comm);
-THEIRS(ncclRedOpDestroy, their_result, ncclRedOp_t, ncclComm_t);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
 OURS(comm_register, int, our_comm, void *, size_t, void **);
 THEIRS(ncclCommRegister, their_result, const ncclComm_t, void *, size_t,
@@ -178,8 +170,6 @@ TEST(test_the_loader_finds_what_the_linker_finds) {
   FOUND(all_reduce, ncclAllReduce);
   FOUND(broadcast, ncclBroadcast);
   FOUND(get_last_error, ncclGetLastError);
-  FOUND(red_op_create_pre_mul_sum, ncclRedOpCreatePreMulSum);
-  FOUND(red_op_destroy, ncclRedOpDestroy);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
   FOUND(comm_register, ncclCommRegister);
   FOUND(comm_deregister, ncclCommDeregister);
@@ -195,7 +185,7 @@ TEST(test_the_loaded_copy_is_taken) {
   const fsdp_nccl_search search = {.wheel_path = "/nowhere"};
   fsdp_nccl_library library = {.version = 0};
   fsdp_error error;
-  CHECK(fsdp_nccl_library_open(&search, &library, &error) == FSDP_OK);
+  CHECK_OK(fsdp_nccl_library_open(&search, &library, &error));
   CHECK_I64(library.origin, FSDP_NCCL_LOADED);
   CHECK(library.api.all_gather == g_library.api.all_gather);
 }
@@ -211,16 +201,15 @@ TEST(test_connecting) {
   fsdp_nccl_options_init(&options);
   options.prefix = "p";
   options.init_timeout_ms = 60000;
-  CHECK(fsdp_nccl_create(&g_library, &options, &store, 0, 1, &transport,
-                         &error) == FSDP_OK);
+  CHECK_OK(
+      fsdp_nccl_create(&g_library, &options, &store, 0, 1, &transport, &error));
   fsdp_nccl_transport *self = fsdp_nccl_priv_of(transport);
-  CHECK(fsdp_nccl_priv_lock_channel(self, FSDP_CHANNEL_GATHER, &error) ==
-        FSDP_OK);
+  CHECK_OK(fsdp_nccl_priv_lock_channel(self, FSDP_CHANNEL_GATHER, &error));
   const fsdp_status status =
       fsdp_nccl_priv_connect(self, FSDP_CHANNEL_GATHER, &error);
   fsdp_nccl_priv_unlock_channel(self, FSDP_CHANNEL_GATHER);
   if (status == FSDP_OK) {
-    CHECK(transport->ops->check(transport, &error) == FSDP_OK);
+    CHECK_OK(transport->ops->check(transport, &error));
     printf("connected\n");
   } else {
     CHECK(status == FSDP_BACKEND);

@@ -43,7 +43,7 @@ enum {
   REMOTE_ERROR = 6,
   IN_PROGRESS = 7
 };
-enum { SUM = 0, AVG = 4, FIRST_OWN_OP = 5, MAX_OPS = 256 };
+enum { SUM = 0 };
 enum { VERSION = 22700, PATH_NBYTES = 128, POLL_US = 500 };
 
 SIM_API int ncclGetVersion(int *version);
@@ -67,9 +67,6 @@ SIM_API int ncclAllReduce(const void *send, void *receive, size_t numel,
                           int dtype, int op, ncclComm_t comm, void *stream);
 SIM_API int ncclBroadcast(const void *send, void *receive, size_t numel,
                           int dtype, int root, ncclComm_t comm, void *stream);
-SIM_API int ncclRedOpCreatePreMulSum(int *op, void *scalar, int dtype,
-                                     int residence, ncclComm_t comm);
-SIM_API int ncclRedOpDestroy(int op, ncclComm_t comm);
 SIM_API int ncclCommRegister(ncclComm_t comm, void *buffer, size_t nbytes,
                              void **handle);
 SIM_API int ncclCommDeregister(ncclComm_t comm, void *handle);
@@ -88,8 +85,7 @@ struct comm {
   int rank;
   int num_ranks;
   char folder[PATH_NBYTES];
-  double scales[MAX_OPS]; /* of the ops that were made; 0: free */
-  pthread_mutex_t mutex;  /* over all that follows */
+  pthread_mutex_t mutex; /* over all that follows */
   pthread_cond_t changed;
   fsdp_transport *transport; /* NULL until the ranks have met */
   int result;                /* the asynchronous one */

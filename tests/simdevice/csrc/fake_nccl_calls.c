@@ -1,4 +1,4 @@
-/* The collectives of the fake libnccl, scaled sums, registration. */
+/* The collectives of the fake libnccl, registration. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,7 +13,6 @@ typedef struct operation {
   void *receive;
   int64_t numel;
   fsdp_dtype dtype;
-  double scale;
   int root;
 } operation;
 
@@ -33,19 +32,6 @@ static bool find_dtype(int dtype, fsdp_dtype *found) {
       [8] = {FSDP_DTYPE_FLOAT64, 8}, [9] = {FSDP_DTYPE_BFLOAT16, 2}};
   if (dtype < 0 || dtype >= 10 || dtypes[dtype].itemsize == 0) return false;
   *found = dtypes[dtype];
-  return true;
-}
-
-static bool find_scale(struct comm *comm, int op, double *scale) {
-  if (op == SUM) {
-    *scale = 1.0;
-  } else if (op == AVG) {
-    *scale = 1.0 / comm->num_ranks;
-  } else if (op >= FIRST_OWN_OP && op < MAX_OPS && comm->scales[op] != 0.0) {
-    *scale = comm->scales[op];
-  } else {
-    return false;
-  }
   return true;
 }
 
@@ -69,7 +55,7 @@ static fsdp_status start(const struct comm *comm, const operation *op,
     case ALL_REDUCE:
       if (op->receive != op->send) memcpy(op->receive, op->send, nbytes);
       return ops->all_reduce(transport, &call, op->receive, op->numel,
-                             op->dtype, op->scale, ticket, error);
+                             op->dtype, ticket, error);
     default: {
       char *whole = (char *)op->receive - (size_t)comm->rank * nbytes;
       if (whole != op->send) {
@@ -77,7 +63,7 @@ static fsdp_status start(const struct comm *comm, const operation *op,
                          "the fake NCCL scatters in place only");
       }
       return ops->reduce_scatter(transport, &call, whole, op->numel, op->dtype,
-                                 op->scale, ticket, error);
+                                 ticket, error);
     }
   }
 }
@@ -182,7 +168,7 @@ int ncclReduceScatter(const void *send, void *receive, size_t numel, int dtype,
                   .receive = receive,
                   .numel = (int64_t)numel};
   if (!find_dtype(dtype, &op.dtype)) return INVALID_ARGUMENT;
-  if (!find_scale(comm, red_op, &op.scale)) return INVALID_ARGUMENT;
+  if (red_op != SUM) return INVALID_ARGUMENT;
   return add(comm, &op, stream);
 }
 
@@ -193,7 +179,7 @@ int ncclAllReduce(const void *send, void *receive, size_t numel, int dtype,
                   .receive = receive,
                   .numel = (int64_t)numel};
   if (!find_dtype(dtype, &op.dtype)) return INVALID_ARGUMENT;
-  if (!find_scale(comm, red_op, &op.scale)) return INVALID_ARGUMENT;
+  if (red_op != SUM) return INVALID_ARGUMENT;
   return add(comm, &op, stream);
 }
 
@@ -208,56 +194,7 @@ int ncclBroadcast(const void *send, void *receive, size_t numel, int dtype,
   return add(comm, &op, stream);
 }
 
-/* ---- Scaled sums, registration, counters
- * ----------------------------------------------- */
-
-static double scalar_value(const void *scalar, int dtype) {
-  float single = 0.0F;
-  double wide = 0.0;
-  uint16_t bits = 0;
-  switch (dtype) {
-    case 7:
-      memcpy(&single, scalar, sizeof single);
-      return (double)single;
-    case 8:
-      memcpy(&wide, scalar, sizeof wide);
-      return wide;
-    case 9: { /* the upper half of a float */
-      memcpy(&bits, scalar, sizeof bits);
-      const uint32_t whole = (uint32_t)bits << 16;
-      memcpy(&single, &whole, sizeof single);
-      return (double)single;
-    }
-    case 6: { /* positive and normal is what scales are */
-      memcpy(&bits, scalar, sizeof bits);
-      const uint32_t exponent = (uint32_t)(bits >> 10 & 0x1F) + 127 - 15;
-      const uint32_t whole = exponent << 23 | (uint32_t)(bits & 0x3FF) << 13;
-      memcpy(&single, &whole, sizeof single);
-      return (double)single;
-    }
-    default:
-      return 0.0;
-  }
-}
-
-int ncclRedOpCreatePreMulSum(int *op, void *scalar, int dtype, int residence,
-                             ncclComm_t comm) {
-  const double scale = scalar_value(scalar, dtype);
-  if (residence != 1 || scale == 0.0) return INVALID_ARGUMENT;
-  for (int i = FIRST_OWN_OP; i < MAX_OPS; i++) {
-    if (comm->scales[i] != 0.0) continue;
-    comm->scales[i] = scale;
-    *op = i;
-    return SUCCESS;
-  }
-  return INTERNAL_ERROR;
-}
-
-int ncclRedOpDestroy(int op, ncclComm_t comm) {
-  if (op < FIRST_OWN_OP || op >= MAX_OPS) return INVALID_ARGUMENT;
-  comm->scales[op] = 0.0;
-  return SUCCESS;
-}
+/* ---- Registration, counters ---- */
 
 int ncclCommRegister(ncclComm_t comm, void *buffer, size_t nbytes,
                      void **handle) {
