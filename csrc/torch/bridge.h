@@ -349,8 +349,7 @@ void fsdp_torch_unit_end_span(const fsdp_torch_unit *unit,
 void fsdp_torch_engine_destroy(fsdp_torch_engine *engine);
 
 /* Bytes that the transports of the engine's groups have reserved. */
-int64_t fsdp_torch_engine_ring_nbytes(const fsdp_torch_engine *engine)
-    FSDP_NOEXCEPT;
+int64_t fsdp_torch_engine_ring_nbytes(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 /* Borrowed. */
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 

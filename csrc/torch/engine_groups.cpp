@@ -71,7 +71,7 @@ void Engine::publish_abort_reason(const std::string &reason) noexcept {
 }  // namespace fsdp_torch
 
 extern "C" int64_t fsdp_torch_engine_ring_nbytes(
-    const fsdp_torch_engine *engine) noexcept {
+    fsdp_torch_engine *engine) noexcept {
   int64_t nbytes = 0;
   for (const fsdp_torch::Group *group : fsdp_torch::groups_of(*engine->self)) {
     const fsdp_transport *transport = group->transport.get();

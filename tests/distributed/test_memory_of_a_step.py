@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
 from helpers.models import Block, loss_of, vectors
 from helpers.seeds import generator
@@ -86,23 +85,26 @@ def test_blocks_in_backward(rank: int, world_size: int, transport: str) -> None:
 @distributed(world_size=2)
 def test_rings_follow_the_largest_unit(rank: int) -> None:
     """Two of a call each, at least 64 KiB; larger units on a group meet anew."""
-    with groups_destroyed():
-        group = dist.new_group(backend="gloo")
-        (x,) = vectors(generator(rank))
-        rest = 2**19  # rings for messages, counters
+    with hybrid_groups(1, 2) as (group, _):
+        _train_with_rings(rank, group)
 
-        def ring_nbytes(model: Any) -> int:
-            return _memory_stats(model)["ring_nbytes"]
 
-        small = _chain(3, process_group=group)
-        loss_of(small(x)).backward()
-        assert 2 * 2**16 <= ring_nbytes(small) <= 2 * 2**16 + rest
-        large = fsdp(nn.Linear(1024, 512, bias=False), process_group=group)
-        large(torch.ones(1, 1024)).sum().backward()
-        shard = 1024 * 512 * 4 // 2
-        assert 2 * shard <= ring_nbytes(large) <= 2 * shard + rest
-        loss_of(small(x)).backward()
-        assert ring_nbytes(small) < 2 * shard
+def _train_with_rings(rank: int, group: Any) -> None:
+    (x,) = vectors(generator(rank))
+    rest = 2**19  # rings for messages, counters
+
+    def ring_nbytes(model: Any) -> int:
+        return _memory_stats(model)["ring_nbytes"]
+
+    small = _chain(3, process_group=group)
+    loss_of(small(x)).backward()
+    assert 2 * 2**16 <= ring_nbytes(small) <= 2 * 2**16 + rest
+    large = fsdp(nn.Linear(1024, 512, bias=False), process_group=group)
+    large(torch.ones(1, 1024)).sum().backward()
+    shard = 1024 * 512 * 4 // 2
+    assert 2 * shard <= ring_nbytes(large) <= 2 * shard + rest
+    loss_of(small(x)).backward()
+    assert ring_nbytes(small) < 2 * shard
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -337,7 +337,7 @@ def test_forward_of_the_next_batch_before_this_backward(
 def test_frozen_units_are_resharded_inside_backward(use_orig_params: bool) -> None:
     """Memory does not grow with their number: not only the end gives it back."""
     arena_nbytes = []
-    for num_blocks in (4, 9):
+    for num_blocks in (6, 9):
 
         def build(num_blocks: int = num_blocks) -> nn.Module:
             model = _Chain(num_blocks=num_blocks)
