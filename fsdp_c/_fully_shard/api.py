@@ -94,6 +94,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Does nothing for a module that fully_shard() was not called on.
 
+    Args:
+        module: An FSDPModule.
+        method_name: The name of the method.
+
     Raises:
         ValueError: There is no such method.
     """
@@ -112,6 +116,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """No effect: modules over one process group share its transport anyway.
+
+    Args:
+        modules: FSDPModules.
 
     Raises:
         ValueError: One is not an FSDPModule.

@@ -106,6 +106,10 @@ class FSDPModule(TorchFSDPModule):
         """Let backward reduce gradients, or accumulate them without communication.
 
         What was accumulated is part of the next reduction.
+
+        Args:
+            requires_gradient_sync: Whether backward reduces.
+            recurse: Also for the groups inside.
         """
         for group in self._groups(recurse):
             group.syncs = group.all_reduces = requires_gradient_sync
@@ -114,7 +118,12 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
     ) -> None:
-        """With a 2-D mesh, let backward all-reduce, or only reduce-scatter."""
+        """With a 2-D mesh, let backward all-reduce, or only reduce-scatter.
+
+        Args:
+            requires_all_reduce: Whether backward all-reduces.
+            recurse: Also for the groups inside.
+        """
         for group in self._groups(recurse):
             group.all_reduces = requires_all_reduce
             group.apply_settings()
@@ -123,6 +132,10 @@ class FSDPModule(TorchFSDPModule):
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
         """Change fully_shard()'s argument of this name.
+
+        Args:
+            reshard_after_forward: Its new value.
+            recurse: Also for the groups inside.
 
         Raises:
             ValueError: Not a bool.
@@ -148,20 +161,31 @@ class FSDPModule(TorchFSDPModule):
         self._fsdp_c_group.apply_settings()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Torch's old name of :meth:`set_gradient_divide_factor`."""
+        """Torch's old name of :meth:`set_gradient_divide_factor`.
+
+        Args:
+            factor: As there.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """With a list that is not empty, gather the next unit early in forward.
 
         Which one is next is recorded: it is the one that ran next in the last step.
+
+        Args:
+            modules: FSDPModules; which ones does not matter.
         """
         _check_fsdp_modules(modules)
         self._fsdp_c_group.prefetches = bool(modules)
         self._fsdp_c_group.apply_settings()
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """No effect: backward always gathers ahead, in the reverse order of forward."""
+        """No effect: backward always gathers ahead, in the reverse order of forward.
+
+        Args:
+            modules: FSDPModules; ignored.
+        """
         _check_fsdp_modules(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -173,36 +197,72 @@ class FSDPModule(TorchFSDPModule):
     # Without effect here -----------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: each backward waits for its own reductions."""
+        """No effect: each backward waits for its own reductions.
+
+        Args:
+            is_last_backward: Ignored.
+        """
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """No effect: the parameters are freed after backward."""
+        """No effect: the parameters are freed after backward.
+
+        Args:
+            reshard_after_backward: Ignored.
+            recurse: Ignored.
+        """
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No effect: backward gathers the parameters of every unit."""
+        """No effect: backward gathers the parameters of every unit.
+
+        Args:
+            unshard_in_backward: Ignored.
+        """
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """No effect: collectives always sum, and scaling is a part of packing."""
+        """No effect: collectives always sum, and scaling is a part of packing.
+
+        Args:
+            enable: Ignored.
+        """
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """No effect: parameters without a gradient always take part, as zeros."""
+        """No effect: parameters without a gradient always take part, as zeros.
+
+        Args:
+            reduce_scatter_unused_params: Ignored.
+            recurse: Ignored.
+        """
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """No effect: the arena decides how many blocks gradients have."""
+        """No effect: the arena decides how many blocks gradients have.
+
+        Args:
+            max_input_buffers: Ignored.
+            recurse: Ignored.
+        """
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """No effect: gathers and reductions have a channel each already."""
+        """No effect: gathers and reductions have a channel each already.
+
+        Args:
+            enable: Ignored.
+            recurse: Ignored.
+        """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No effect: NCCL's memory is registered by fsdp_c's transport."""
+        """No effect: NCCL's memory is registered by fsdp_c's transport.
+
+        Args:
+            enable: Ignored.
+        """
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """No effect: all-gathers are always asynchronous."""
@@ -210,21 +270,38 @@ class FSDPModule(TorchFSDPModule):
     # Not supported -----------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not supported: raises."""
+        """Not supported: raises.
+
+        Args:
+            comm: Ignored.
+        """
         _refuse("set_custom_all_gather", "fsdp_c's transports carry the collectives")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not supported: raises."""
+        """Not supported: raises.
+
+        Args:
+            comm: Ignored.
+        """
         _refuse(
             "set_custom_reduce_scatter", "fsdp_c's transports carry the collectives"
         )
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        """Not supported: raises."""
+        """Not supported: raises.
+
+        Args:
+            hook: Ignored.
+            stream: Ignored.
+        """
         _refuse("set_all_reduce_hook", "pass a 2-D mesh (replicate, shard)")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported: raises."""
+        """Not supported: raises.
+
+        Args:
+            backend: Ignored.
+        """
         _refuse("set_symm_mem_for_comm", "leave it out")
 
     # The module --------------------------------------------------------------
