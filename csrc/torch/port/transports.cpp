@@ -52,8 +52,8 @@ struct GroupStore {
 std::vector<uint8_t> answer_of(
     const GroupStore &self,
     const std::function<std::vector<uint8_t>(c10d::Store &)> &ask) {
-  // The store has the same limit: its answer comes up to half a second later.
-  constexpr std::chrono::milliseconds kGrace(1000);
+  // The store has the same limit, which FileStore rounds up to whole seconds.
+  constexpr std::chrono::milliseconds kGrace(1250);
   if (!self.deadline) return ask(*self.store);
   struct Answer {
     std::vector<uint8_t> bytes;
