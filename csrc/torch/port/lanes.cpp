@@ -1,4 +1,7 @@
 // Lanes of a host device, and failures of the collectives on any device.
+#include <cstdlib>
+#include <cstring>
+
 #include "torch/guard.hpp"
 #include "torch/port/provider.hpp"
 
@@ -168,10 +171,18 @@ fsdp_status explain_failure(void *context, const fsdp_group *group,
   };
 }
 
+// See Note [Memory on a host] in arena.h.
+bool wants_least_memory() {
+  const char *value = std::getenv("FSDP_C_MEMORY");
+  return value != nullptr && std::strcmp(value, "least") == 0;
+}
+
 }  // namespace
 
 void add_lane_ops(fsdp_device_ops *ops) {
-  if (!provider_of(ops->context).has_streams()) ops->defer = defer;
+  if (!provider_of(ops->context).has_streams() && wants_least_memory()) {
+    ops->defer = defer;
+  }
   ops->add_call = add_call;
   ops->explain_failure = explain_failure;
 }
