@@ -15,6 +15,8 @@ from helpers.groups import groups_destroyed
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 
+pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
+
 MODELS = sorted(set(CASES) - {"scalar", "mixed_dtype", "tied"})
 
 

@@ -39,6 +39,8 @@ from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
 
+pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
+
 
 class SelfCheckpointed(Block):
     """Recomputes itself, without entering through the sharded module."""
