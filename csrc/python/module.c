@@ -71,7 +71,8 @@ PyDoc_STRVAR(
 PyDoc_STRVAR(
     plan_step_doc,
     "plan_step($module, /, units, events, shard_link, replica_link, *,\n"
-    "          num_batches=1, accumulation=SYNC_REDUCE, wants_scratch=False)\n"
+    "          num_batches=1, accumulation=SYNC_REDUCE, wants_scratch=False,\n"
+    "          is_host=False)\n"
     "--\n\n"
     "What a rank needs for a training step, by name: the engine runs over a\n"
     "port that only counts. See fsdp_c/plan and csrc/core/plan/step_plan.h.\n"
