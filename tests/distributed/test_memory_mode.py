@@ -40,3 +40,13 @@ def test_what_stays(mode: str) -> None:
         differential.run("zsu zsu")
         stats = fsdp_c.memory_stats(differential.model)
     assert (stats["arena_nbytes"] > 0) == (mode == "fast")
+
+
+@pytest.mark.cpu_only("the mode of a CPU")
+@distributed(world_size=2)
+def test_an_unknown_mode() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_C_MEMORY", "lest")
+        differential = Differential.of_model("mlp", strategy="FULL_SHARD")
+        with pytest.raises(ValueError, match="must be fast or least, got 'lest'"):
+            differential.forward()

@@ -1,6 +1,7 @@
 // Lanes of a host device, and failures of the collectives on any device.
 #include <cstdlib>
-#include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "torch/guard.hpp"
 #include "torch/port/provider.hpp"
@@ -173,8 +174,12 @@ fsdp_status explain_failure(void *context, const fsdp_group *group,
 
 // See Note [Memory on a host] in arena.h.
 bool wants_least_memory() {
-  const char *value = std::getenv("FSDP_C_MEMORY");
-  return value != nullptr && std::strcmp(value, "least") == 0;
+  const char *set = std::getenv("FSDP_C_MEMORY");
+  const std::string value = set == nullptr ? "" : set;
+  if (value == "least") return true;
+  if (value.empty() || value == "fast") return false;
+  throw std::invalid_argument("FSDP_C_MEMORY must be fast or least, got '" +
+                              value + "'");
 }
 
 }  // namespace
