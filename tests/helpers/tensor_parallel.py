@@ -22,7 +22,6 @@ from helpers.models import VOCAB, Inputs
 from helpers.reference import sgd
 from helpers.rows import Rows
 
-
 # torch caches groups, which tests destroy, by equal meshes.
 _mesh_numbers = itertools.count()
 
@@ -132,9 +131,7 @@ class ParallelRows(Rows):
         self.dp, self.tp = two_meshes(num_dp, num_tp)
         super().__init__(
             build,
-            lambda model: shard_blocks(
-                parallelize(model, self.tp), self.dp, **options
-            ),
+            lambda model: shard_blocks(parallelize(model, self.tp), self.dp, **options),
             tokens,
             optimizer=optimizer,
         )
