@@ -45,7 +45,9 @@ class Group:
     Attributes:
         modules: As passed to fully_shard().
         arguments: Likewise.
+        places: Where the modules have them.
         sharded: The sharded parameters.
+        dims: The dimension along which each is cut.
         unit: None until the first use, and after a conversion.
         running: The engine that it is part of; None until the first call.
     """
@@ -67,8 +69,8 @@ class Group:
         self.syncs = self.all_reduces = True
         self.divisor = 0.0
         self.prefetches = False
-        self._places = tuple(places)
-        self._dims = tuple(dims)
+        self.places = tuple(places)
+        self.dims = tuple(dims)
         self._plain: list[nn.Parameter] = []
         self._still_to_run: set[nn.Module] = set()
 
@@ -85,7 +87,7 @@ class Group:
         """
         if self.unit is None:
             self._take_registered()
-            self._check_memory(f"{name}." if name else "")
+            self.check_memory(f"{name}." if name else "")
             precision = self.arguments.precision
             replicas = self.arguments.replica_group
             groups = [
@@ -110,13 +112,29 @@ class Group:
                 cast_root_forward_inputs=precision.cast_forward_inputs,
                 keep_low_precision_grads=False,
                 offloads=self.arguments.offloads,
-                shard_dims=self._dims,
+                shard_dims=self.dims,
             )
             self._bind(range(len(self.sharded)))
         return self.unit
 
+    def params(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, with what the user registered instead."""
+        if self.unit is None:
+            self._take_registered()
+        else:
+            self._adopt_replaced()
+        return self.sharded
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether its engine runs forward or backward."""
+        running = self.running
+        return running is not None and (
+            running.engine.in_forward or running.engine.in_backward
+        )
+
     def _take_registered(self) -> None:
-        for place in self._places:
+        for place in self.places:
             param = place.module._parameters.get(place.name)
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
@@ -128,7 +146,7 @@ class Group:
             isinstance(param, nn.Parameter)
             and isinstance(param, DTensor)
             and param.shape == old.shape
-            and param.placements == self.arguments.placements(self._dims[place.param])
+            and param.placements == self.arguments.placements(self.dims[place.param])
         ):
             return
         raise RuntimeError(
@@ -137,10 +155,17 @@ class Group:
             "replace it by one with the same placements, or copy values into it"
         )
 
-    def _check_memory(self, prefix: str) -> None:
+    def check_memory(self, prefix: str) -> None:
+        """Check that every parameter has memory where the group computes.
+
+        ``prefix`` is that of names in messages.
+
+        Raises:
+            RuntimeError: One has none yet, or is elsewhere.
+        """
         on_meta = [
             prefix + place.fqn
-            for place in self._places
+            for place in self.places
             if self.sharded[place.param].is_meta
         ]
         if on_meta:  # torch's first words
@@ -153,7 +178,7 @@ class Group:
             )
         arguments = self.arguments
         device = torch.device("cpu") if arguments.offloads else arguments.device
-        for place in self._places:
+        for place in self.places:
             param = self.sharded[place.param]
             if local_of(param).device.type != device.type:
                 raise RuntimeError(
@@ -170,7 +195,7 @@ class Group:
             self.unit.bind_sharded(index, sharded, local_of(sharded))
         owner = weakref.ref(self)  # the unit must not keep the group
         mesh, shapes = self.arguments.mesh, [param.shape for param in self.sharded]
-        placements = [self.arguments.placements(dim) for dim in self._dims]
+        placements = [self.arguments.placements(dim) for dim in self.dims]
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
             like = torch.empty(shapes[index], device="meta")
@@ -191,7 +216,7 @@ class Group:
                     self.sharded[place.param],
                     None if _has_plain_setattr(place.module) else place.module,
                 )
-                for place in self._places
+                for place in self.places
             ],
             make_grad,
             on_replaced,
@@ -200,7 +225,7 @@ class Group:
     def _adopt_replaced(self) -> None:
         """Go on with sharded parameters that the user registered instead."""
         new: dict[int, nn.Parameter] = {}
-        for place in self._places:
+        for place in self.places:
             param = place.module._parameters.get(place.name)
             if param is self._plain[place.param] or param is self.sharded[place.param]:
                 continue
@@ -220,8 +245,7 @@ class Group:
         if self.unit is None:
             return
         if self.running is not None:
-            engine = self.running.engine
-            if engine.in_forward or engine.in_backward:
+            if self.is_in_step:
                 raise RuntimeError(
                     f"unit {self.unit.name!r} cannot be converted or moved in the "
                     "middle of a step: do it between backward and forward"
