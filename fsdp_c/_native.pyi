@@ -270,6 +270,7 @@ def plan_step(
             Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
             int,
             bool,
+            bool,
             int,
             bool,
             bool,

@@ -293,6 +293,9 @@ def test_reshard_and_export(rank: int, tmp_path: Path) -> None:
         for name, value in exported.items():
             assert torch.equal(value, weights[name]), name
     dist.barrier()
+    checkpoint.import_safetensors(tmp_path / "exported", _changed(model))
+    for name, value in _whole(model).items():
+        assert torch.equal(value, weights[name]), name
     expected = _states(optim)
     checkpoint.load(tmp_path / "of-5", _changed(model), optim)
     for name, value in _whole(model).items():
