@@ -241,13 +241,16 @@ def _of_group(group: Group, name: str) -> UnitFacts:
 def _segments(group: Group) -> list[tuple[torch.dtype, bool, int, int, int, int]]:
     """Return the segments that the unit will have: one for each parameter."""
     layout = _native.Layout(
-        [(p.numel(), p.dtype, p.requires_grad) for p in group.sharded],
+        [
+            (cut.local_shape.numel(), param.dtype, param.requires_grad)
+            for param, cut in zip(group.sharded, group.cuts, strict=True)
+        ],
         group.arguments.shard_group.size(),
         align_params=False,
         align_shards=False,
         row_numels=[
-            param.numel() // max(param.shape[dim], 1)
-            for param, dim in zip(group.sharded, group.dims, strict=True)
+            cut.local_shape.numel() // max(cut.local_shape[cut.dim], 1)
+            for cut in group.cuts
         ],
     )
     return layout.segments

@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.arguments import Arguments
-from fsdp_c._fully_shard.rows import as_dtensor, local_of, plain_param
+from fsdp_c._fully_shard.rows import (
+    Cut,
+    as_dtensor,
+    local_grad,
+    local_of,
+    parallel_param,
+    plain_param,
+)
 
 
 class Place(NamedTuple):
@@ -47,7 +54,7 @@ class Group:
         arguments: Likewise.
         places: Where the modules have them.
         sharded: The sharded parameters.
-        dims: The dimension along which each is cut.
+        cuts: How each is cut.
         unit: None until the first use, and after a conversion.
         running: The engine that it is part of; None until the first call.
     """
@@ -58,7 +65,7 @@ class Group:
         arguments: Arguments,
         places: Sequence[Place],
         sharded: Sequence[nn.Parameter],
-        dims: Sequence[int],
+        cuts: Sequence[Cut],
     ) -> None:
         self.modules = tuple(modules)
         self.arguments = arguments
@@ -70,8 +77,9 @@ class Group:
         self.divisor = 0.0
         self.prefetches = False
         self.places = tuple(places)
-        self.dims = tuple(dims)
+        self.cuts = tuple(cuts)
         self._plain: list[nn.Parameter] = []
+        self._shown: list[nn.Parameter] = []
         self._still_to_run: set[nn.Module] = set()
 
     # The unit --------------------------------------------------------------
@@ -94,7 +102,10 @@ class Group:
                 group if group is not None and group.size() > 1 else None
                 for group in (self.arguments.shard_group, replicas)
             ]
-            self._plain = [plain_param(sharded) for sharded in self.sharded]
+            self._plain = [
+                plain_param(sharded, cut)
+                for sharded, cut in zip(self.sharded, self.cuts, strict=True)
+            ]
             self.unit = _native.Unit(
                 name or type(self.modules[0]).__name__,
                 self._plain,
@@ -112,10 +123,24 @@ class Group:
                 cast_root_forward_inputs=precision.cast_forward_inputs,
                 keep_low_precision_grads=False,
                 offloads=self.arguments.offloads,
-                shard_dims=self.dims,
+                shard_dims=[cut.dim for cut in self.cuts],
             )
+            self._shown = [self._show(index) for index in range(len(self._plain))]
             self._bind(range(len(self.sharded)))
         return self.unit
+
+    def _show(self, index: int) -> nn.Parameter:
+        """Return what the modules see in forward of a parameter."""
+        assert self.unit is not None
+        plain, cut = self._plain[index], self.cuts[index]
+        if cut.parallel is None:
+            return plain
+        dtype = self.arguments.precision.param_dtype
+        if dtype is None or not plain.is_floating_point():
+            dtype = plain.dtype
+        shown = parallel_param(plain, cut, dtype)
+        self.unit.bind_parallel(index, shown, local_of(shown))
+        return shown
 
     def params(self) -> list[nn.Parameter]:
         """Return the sharded parameters, with what the user registered instead."""
@@ -146,7 +171,7 @@ class Group:
             isinstance(param, nn.Parameter)
             and isinstance(param, DTensor)
             and param.shape == old.shape
-            and param.placements == self.arguments.placements(self.dims[place.param])
+            and param.placements == self.cuts[place.param].placements
         ):
             return
         raise RuntimeError(
@@ -194,13 +219,16 @@ class Group:
             sharded = self.sharded[index]
             self.unit.bind_sharded(index, sharded, local_of(sharded))
         owner = weakref.ref(self)  # the unit must not keep the group
-        mesh, shapes = self.arguments.mesh, [param.shape for param in self.sharded]
-        placements = [self.arguments.placements(dim) for dim in self.dims]
+        cuts = self.cuts
+        is_parallel = any(cut.parallel is not None for cut in cuts)
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
-            like = torch.empty(shapes[index], device="meta")
-            grad = as_dtensor(local, like, mesh, placements[index])
+            cut = cuts[index]
+            grad = as_dtensor(local, cut.shape, cut.mesh, cut.placements)
             return grad, local_of(grad)
+
+        def take_local_grad(index: int, grad: Tensor) -> Tensor:
+            return local_grad(grad, cuts[index])
 
         def on_replaced() -> None:
             group = owner()
@@ -212,7 +240,7 @@ class Group:
                 (
                     place.module._parameters,
                     place.name,
-                    self._plain[place.param],
+                    self._shown[place.param],
                     self.sharded[place.param],
                     None if _has_plain_setattr(place.module) else place.module,
                 )
@@ -220,6 +248,7 @@ class Group:
             ],
             make_grad,
             on_replaced,
+            take_local_grad if is_parallel else None,
         )
 
     def _adopt_replaced(self) -> None:
@@ -227,7 +256,7 @@ class Group:
         new: dict[int, nn.Parameter] = {}
         for place in self.places:
             param = place.module._parameters.get(place.name)
-            if param is self._plain[place.param] or param is self.sharded[place.param]:
+            if param is self._shown[place.param] or param is self.sharded[place.param]:
                 continue
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
@@ -257,6 +286,7 @@ class Group:
                     other.running = None
         self.unit = None
         self._plain = []
+        self._shown = []
 
     # Settings --------------------------------------------------------------
 

@@ -91,8 +91,7 @@ class RowPart(ParamPart):
         num_rows = self.shape[0]
         begin, end = rows_of(num_rows, self.shard_group.size(), self.shard_group.rank())
         local = values.reshape(end - begin, *self.shape[1:])
-        like = torch.empty(self.shape, device="meta")
-        state = as_dtensor(local, like, self._mesh, self._row_placements)
+        state = as_dtensor(local, self.shape, self._mesh, self._row_placements)
         if self._own_placements != self._row_placements:
             state = state.redistribute(placements=self._own_placements)
         return state
