@@ -17,7 +17,14 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint, fully_shard
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
+from helpers.models import VOCAB
 from helpers.seeds import generator
+from helpers.tensor_parallel import (
+    ParallelModel,
+    parallelize,
+    shard_blocks,
+    two_meshes,
+)
 
 DIM = 6
 BATCH = 12  # over 1, 2, 3 and 4 ranks
@@ -234,6 +241,58 @@ def _states(optim: torch.optim.Optimizer) -> dict[str, Tensor]:
         for index, state in optim.state_dict()["state"].items()
         for name, value in state.items()
     }
+
+
+@distributed(world_size=4, timeout_s=120.0, device="cpu")
+def test_tensor_parallel(rank: int, tmp_path: Path) -> None:
+    """From (dp, tp) of (2, 2) to (4,) and to (1, 4), with parts of different sizes."""
+
+    def train(model: Any, optim: torch.optim.Optimizer, steps: range, dp: Any) -> None:
+        batches = [torch.arange(12).view(4, 3) % VOCAB + step for step in steps]
+        for batch in batches:
+            optim.zero_grad()
+            own = batch % VOCAB
+            if dp is not None:
+                own = own.chunk(dp.size())[dp.get_local_rank()]
+            model(own).square().mean().backward()
+            optim.step()
+
+    def build(num_dp: int, num_tp: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+        torch.manual_seed(5)
+        model: Any = ParallelModel(hidden=7)
+        dp = None
+        if num_tp > 1:
+            dp, tp = two_meshes(num_dp, num_tp)
+            model = shard_blocks(parallelize(model, tp), dp)
+        elif num_dp > 1:
+            names = (f"only_{tmp_path.name}",)
+            dp = init_device_mesh("cpu", (num_dp,), mesh_dim_names=names)
+            model = shard_blocks(model, dp)
+        return model, _optimizer(model), dp
+
+    reference, optim, _ = build(1, 1)
+    train(reference, optim, range(4), None)
+    with groups_destroyed():
+        model, optim, dp = build(2, 2)
+        train(model, optim, range(2), dp)
+        checkpoint.save(tmp_path / "of-2x2", model, optim)
+        for num_dp, num_tp in ((4, 1), (1, 4), (2, 2)):
+            model, optim, dp = build(num_dp, num_tp)
+            checkpoint.load(tmp_path / "of-2x2", _changed(model), optim)
+            if (num_dp, num_tp) == (4, 1):  # nothing to convert
+                checkpoint.save(tmp_path / "of-4", model, optim)
+            train(model, optim, range(2, 4), dp)
+            checkpoint.save(tmp_path / "end", model, optim)
+            other: Any = fully_shard(ParallelModel(hidden=7))
+            checkpoint.load(tmp_path / "end", other)
+            _assert_close(_whole(other), reference.state_dict())
+        model, optim, dp = build(2, 2)
+        checkpoint.load(tmp_path / "of-4", _changed(model), optim)
+        train(model, optim, range(2, 4), dp)
+        checkpoint.save(tmp_path / "end", model, optim)
+        checkpoint.load(tmp_path / "end", other)
+        _assert_close(_whole(other), reference.state_dict())
+        del model, optim, other
 
 
 @distributed(world_size=3, device="cpu")
