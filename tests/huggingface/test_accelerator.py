@@ -198,9 +198,7 @@ def test_model(rank: int, name: str, use_orig_params: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", [("llama", 1), ("gpt2", 1), ("gpt2", 2), ("lora", 2)])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_state_and_load_state(
-    rank: int, case: tuple[str, int], kind: str
-) -> None:
+def test_save_state_and_load_state(rank: int, case: tuple[str, int], kind: str) -> None:
     """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
     name, version = case
     with shared_folder() as folder, groups_destroyed():

@@ -516,7 +516,7 @@ def _unit(name: str = "a", num_params: int = 1) -> tuple[Any, ...]:
         align_shards=False,
     )
     dtypes = [(torch.float32,) * 3]
-    return (name, layout, dtypes, 1, True, _native.PREFETCH_PRE, False, False)
+    return (name, layout, dtypes, 1, True, True, _native.PREFETCH_PRE, False, False)
 
 
 def _run(units: Any, events: Any, **options: Any) -> dict[str, Any]:
