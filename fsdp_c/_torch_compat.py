@@ -85,9 +85,10 @@ def num_parts_along(value: DTensor, dim: int) -> int:
     """Return into how many parts the ranks of its mesh cut ``value`` along ``dim``."""
     num_parts = 1
     for mesh_dim, placement in enumerate(value.placements):
-        if placement.is_shard(dim) or isinstance(placement, _StridedShard):
-            if placement.dim == dim:  # type: ignore[attr-defined]
-                num_parts *= value.device_mesh.size(mesh_dim)
+        if placement.is_shard(dim) or (
+            isinstance(placement, _StridedShard) and placement.dim == dim
+        ):
+            num_parts *= value.device_mesh.size(mesh_dim)
     return num_parts
 
 

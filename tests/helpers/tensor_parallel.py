@@ -22,7 +22,6 @@ from helpers.models import VOCAB, Inputs
 from helpers.reference import sgd
 from helpers.rows import Rows
 
-
 # torch caches groups, which tests destroy, by equal meshes.
 _mesh_numbers = itertools.count()
 
