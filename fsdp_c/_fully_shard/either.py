@@ -90,6 +90,16 @@ def engines_in(model: nn.Module) -> list[_native.Engine]:
     return list({id(engine): engine for engine in engines}.values())
 
 
+def root_engine(module: nn.Module) -> _native.Engine | None:
+    """Return the engine whose root ``module`` is; None if it is not one."""
+    if isinstance(module, ShardedModule):
+        return module._engine if module._is_root else None
+    group = group_of(module)
+    if group is None or group.running is None or group.running.root() is not group:
+        return None
+    return group.running.engine
+
+
 def engines_with_units(
     model: nn.Module,
 ) -> list[tuple[_native.Engine, tuple[UnitFacts, ...]]]:

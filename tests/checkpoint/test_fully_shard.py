@@ -15,6 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint, fully_shard
+from fsdp_c.checkpoint._holders import checked_layout
+from fsdp_c.checkpoint._manifest import (
+    Manifest,
+    ParamSpec,
+    SegmentSpec,
+    UnitSpec,
+    parse_manifest,
+)
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.models import VOCAB
@@ -332,6 +340,38 @@ def test_what_cannot_be_saved(rank: int, tmp_path: Path) -> None:
     handle.remove()
     model.reset_iter_state()
     assert not (tmp_path / "none").exists()
+
+
+def _unit(**changes: Any) -> UnitSpec:
+    """Return the description of one parameter of 3 rows over 2 ranks."""
+    param = ParamSpec("w", (), (3, 4), "F32", True, 0, 0)
+    segment = SegmentSpec("F32", True, 8)
+    fields = {"segments": (segment,), "params": (param,), "by_rows": True, **changes}
+    return UnitSpec("", (0, 1), (1, False, False), **fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"by_rows": False},  # as one flat parameter it has shards of 6
+        {"segments": (SegmentSpec("F32", True, 6),)},
+        {"params": (ParamSpec("w", (), (3, 4), "F32", True, 0, 1),)},
+        {"params": (ParamSpec("w", (), (), "F32", True, 0, 0),)},
+    ],
+)
+def test_contradicting_manifest(changes: dict[str, Any]) -> None:
+    checked_layout(_unit())
+    with pytest.raises(ValueError, match="the manifest contradicts itself"):
+        checked_layout(_unit(**changes))
+
+
+def test_versions_of_the_manifest() -> None:
+    """An older fsdp_c reads what has no rows, and refuses the rest by its version."""
+    for by_rows, version in ((True, 2), (False, 1)):
+        manifest = Manifest("0" * 32, 2, (_unit(by_rows=by_rows),), ())
+        data = manifest.dump()
+        assert f'"version": {version},'.encode() in data
+        assert parse_manifest(data) == manifest
 
 
 @distributed(world_size=2, device="cpu")
