@@ -87,10 +87,14 @@ class Unit:
         ],
         make_grad: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         on_replaced: Callable[[], object],
+        local_grad: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
         /,
     ) -> None:
         """Register plain parameters in forward and backward, sharded ones else."""
     def bind_sharded(
+        self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
+    ) -> None: ...
+    def bind_parallel(
         self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
     ) -> None: ...
     def unshard(self) -> None: ...

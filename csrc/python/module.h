@@ -53,6 +53,7 @@ typedef struct unit_object {
   PyObject *places;      /* tuple of Place; NULL: not by rows, or cleared */
   PyObject *make_grad;   /* callable */
   PyObject *on_replaced; /* callable */
+  PyObject *local_grad;  /* callable; None: no parameter is parallel */
   bool is_plain;         /* the places show plain parameters */
   int num_forwards;      /* inside its forward: a module may run itself */
 } unit_object;
@@ -60,6 +61,7 @@ typedef struct unit_object {
 /* unit_rows.c */
 PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args);
+PyObject *fsdp_unit_object_bind_parallel(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_wait_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_reshard(PyObject *object, PyObject *none);

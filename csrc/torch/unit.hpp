@@ -125,6 +125,11 @@ struct ShardedParam {
 
 struct Param {
   at::Tensor tensor;
+  // A DTensor, which modules see in the place of `tensor`, and its local tensor,
+  // which shows what `tensor` does; see Note [Parallel parameters]. Undefined:
+  // they see `tensor`.
+  at::Tensor parallel;
+  at::Tensor parallel_local;
   std::vector<int64_t> sizes;
   int64_t shard_dim = 0;       // by rows: the dimension that is cut
   ShardedParam sharded_param;  // by rows
@@ -145,6 +150,8 @@ struct Param {
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
 
+  // What autograd accumulates the gradient of.
+  at::Tensor &leaf() { return parallel.defined() ? parallel : tensor; }
   int64_t numel() const { return unsharded.numel(); }
   int64_t local_numel() const { return in_param.end - in_param.begin; }
 };
@@ -280,6 +287,8 @@ bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);
 // Brings what the user wrote elsewhere into the shard. Whether there was any.
 bool take_replaced_locals(Unit &unit);
+// The local part of a gradient of a parallel parameter, placed like that.
+at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad);
 // At the first gradient of a backward and at its end; neither with the engine's
 // lock.
 void open_rows(Engine &engine);

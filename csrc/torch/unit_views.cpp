@@ -12,6 +12,9 @@ namespace {
 
 void show(Param &param, const at::Tensor &view) {
   param.tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  if (!param.parallel_local.defined()) return;
+  param.parallel_local.unsafeGetTensorImpl()->shallow_copy_from(
+      view.getIntrusivePtr());
 }
 
 // Uploads of a forward that had no backward may still read a shard in host

@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.arguments import Arguments
-from fsdp_c._fully_shard.rows import as_dtensor, local_of, plain_param
+from fsdp_c._fully_shard.rows import (
+    Cut,
+    as_dtensor,
+    local_grad,
+    local_of,
+    parallel_param,
+    plain_param,
+)
 
 
 class Place(NamedTuple):
@@ -56,7 +63,7 @@ class Group:
         arguments: Arguments,
         places: Sequence[Place],
         sharded: Sequence[nn.Parameter],
-        dims: Sequence[int],
+        cuts: Sequence[Cut],
     ) -> None:
         self.modules = tuple(modules)
         self.arguments = arguments
@@ -68,8 +75,9 @@ class Group:
         self.divisor = 0.0
         self.prefetches = False
         self._places = tuple(places)
-        self._dims = tuple(dims)
+        self._cuts = tuple(cuts)
         self._plain: list[nn.Parameter] = []
+        self._shown: list[nn.Parameter] = []
         self._still_to_run: set[nn.Module] = set()
 
     # The unit --------------------------------------------------------------
@@ -92,7 +100,10 @@ class Group:
                 group if group is not None and group.size() > 1 else None
                 for group in (self.arguments.shard_group, replicas)
             ]
-            self._plain = [plain_param(sharded) for sharded in self.sharded]
+            self._plain = [
+                plain_param(sharded, cut)
+                for sharded, cut in zip(self.sharded, self._cuts, strict=True)
+            ]
             self.unit = _native.Unit(
                 name or type(self.modules[0]).__name__,
                 self._plain,
@@ -110,10 +121,24 @@ class Group:
                 cast_root_forward_inputs=precision.cast_forward_inputs,
                 keep_low_precision_grads=False,
                 offloads=self.arguments.offloads,
-                shard_dims=self._dims,
+                shard_dims=[cut.dim for cut in self._cuts],
             )
+            self._shown = [self._show(index) for index in range(len(self._plain))]
             self._bind(range(len(self.sharded)))
         return self.unit
+
+    def _show(self, index: int) -> nn.Parameter:
+        """Return what the modules see in forward of a parameter."""
+        assert self.unit is not None
+        plain, cut = self._plain[index], self._cuts[index]
+        if cut.parallel is None:
+            return plain
+        dtype = self.arguments.precision.param_dtype
+        if dtype is None or not plain.is_floating_point():
+            dtype = plain.dtype
+        shown = parallel_param(plain, cut, dtype)
+        self.unit.bind_parallel(index, shown, local_of(shown))
+        return shown
 
     def _take_registered(self) -> None:
         for place in self._places:
@@ -128,7 +153,7 @@ class Group:
             isinstance(param, nn.Parameter)
             and isinstance(param, DTensor)
             and param.shape == old.shape
-            and param.placements == self.arguments.placements(self._dims[place.param])
+            and param.placements == self._cuts[place.param].placements
         ):
             return
         raise RuntimeError(
@@ -169,13 +194,16 @@ class Group:
             sharded = self.sharded[index]
             self.unit.bind_sharded(index, sharded, local_of(sharded))
         owner = weakref.ref(self)  # the unit must not keep the group
-        mesh, shapes = self.arguments.mesh, [param.shape for param in self.sharded]
-        placements = [self.arguments.placements(dim) for dim in self._dims]
+        cuts = self._cuts
+        is_parallel = any(cut.parallel is not None for cut in cuts)
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
-            like = torch.empty(shapes[index], device="meta")
-            grad = as_dtensor(local, like, mesh, placements[index])
+            cut = cuts[index]
+            grad = as_dtensor(local, cut.shape, cut.mesh, cut.placements)
             return grad, local_of(grad)
+
+        def take_local_grad(index: int, grad: Tensor) -> Tensor:
+            return local_grad(grad, cuts[index])
 
         def on_replaced() -> None:
             group = owner()
@@ -187,7 +215,7 @@ class Group:
                 (
                     place.module._parameters,
                     place.name,
-                    self._plain[place.param],
+                    self._shown[place.param],
                     self.sharded[place.param],
                     None if _has_plain_setattr(place.module) else place.module,
                 )
@@ -195,6 +223,7 @@ class Group:
             ],
             make_grad,
             on_replaced,
+            take_local_grad if is_parallel else None,
         )
 
     def _adopt_replaced(self) -> None:
@@ -202,7 +231,7 @@ class Group:
         new: dict[int, nn.Parameter] = {}
         for place in self._places:
             param = place.module._parameters.get(place.name)
-            if param is self._plain[place.param] or param is self.sharded[place.param]:
+            if param is self._shown[place.param] or param is self.sharded[place.param]:
                 continue
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
@@ -233,6 +262,7 @@ class Group:
                     other.running = None
         self.unit = None
         self._plain = []
+        self._shown = []
 
     # Settings --------------------------------------------------------------
 
