@@ -274,6 +274,10 @@ void add_view_ops(fsdp_view_ops *ops) {
 }
 
 void make_views(Unit &unit) {
+  unit.why_no_access =
+      "FSDP unit '" + unit.name +
+      "' is sharded now: this tensor was a view of its unsharded parameters. "
+      "Keep a clone, or read it inside summon_full_params.";
   for (Segment &segment : unit.segments) {
     segment.unsharded = empty_storage(unit.device);
     segment.full = empty_storage(unit.device);
