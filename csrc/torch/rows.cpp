@@ -112,8 +112,9 @@ void show_sharded_grads(Unit &unit) {
     if (!shown.grad.defined()) {
       make_grad(unit, param, static_cast<int64_t>(i));
     } else if (!is_over(shown.grad_local, storage_of(segment.grad_shard))) {
-      shown.grad_local.unsafeGetTensorImpl()->set_storage_keep_dtype(
-          segment.grad_shard.storage());
+      show_at(shown.grad_local,
+              segment.grad_shard.storage().getWeakStorageImpl().lock(),
+              segment.grad_shard.storage_offset() + param.in_shard.begin);
     }
     shown.param.mutable_grad() = shown.grad;
     shown.user_grad = at::Tensor();
@@ -179,10 +180,7 @@ bool take_sharded_grad(Unit &unit, Param &param) {
            c10::str("expected a DTensor with ", param.sharded.sizes(),
                     " on this rank"));
   }
-  if (!segment.grad_shard.defined()) {
-    segment.grad_shard = at::zeros({segment.layout->shard_numel},
-                                   shard_options(unit, segment.grad));
-  }
+  ensure_grad_shard(unit, segment, false);
   make_param_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
                   param.sharded.key_set(), segment.grad, param,
                   param.sharded.sizes(),

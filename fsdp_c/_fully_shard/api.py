@@ -14,6 +14,7 @@ from fsdp_c._fully_shard.arguments import Arguments, check_arguments
 from fsdp_c._fully_shard.group import Group, Place, group_of
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
+from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import note_fully_sharded
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import check_parallel, cut_of, local_of
@@ -68,6 +69,7 @@ def fully_shard(
         ``torch.distributed.fsdp.fully_shard`` (torch 2.13).
     """
     modules = _check_modules(module)
+    correct_state_dicts()
     arguments = check_arguments(
         mesh,
         reshard_after_forward,

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.shared_folder import shared_folder
@@ -241,6 +242,8 @@ def test_refusals(rank: int, world_size: int) -> None:
         model = make_2d(1, 2)
         with pytest.raises(RuntimeError, match="cannot be copied"):
             copy.deepcopy(model)
+        with pytest.raises(ValueError, match="checkpoint cannot save"):
+            checkpoint.save("never-written", model)
         _, tp = two_meshes(1, 2)
         dp, _ = two_meshes(2, 1)
         with pytest.raises(ValueError, match="device_mesh=mesh"):
