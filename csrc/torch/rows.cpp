@@ -251,8 +251,6 @@ void fsdp_torch_unit_set_face(fsdp_torch_unit *unit,
   // A graph may keep the unit; the user's objects are to be free.
   for (auto &param : self.params) {
     param.sharded_param = {};
-    if (!param.parallel.defined()) continue;
-    fsdp_torch::unhook_accumulator(param);
     param.parallel = param.parallel_local = at::Tensor();
   }
   self.grad_places.clear();
