@@ -2,8 +2,8 @@
 # environment, torch, the tools of requirements-dev.txt, the built extension.
 #
 #   make train      train a small GPT on 2 processes, or one per GPU
-#   make test       all tests: C with sanitizers, then pytest (which compiles the
-#                   CUDA kernels where there is nvcc, and runs them where there is a GPU)
+#   make test       all tests: C with sanitizers, then pytest (which runs the CUDA
+#                   kernels where there is a GPU)
 #   make help       the other targets
 #
 # A push runs .ci/run, a night `make nightly` (docs/CONTRIBUTING.md).
@@ -116,7 +116,8 @@ debug: $(TOOLS) ## the extension without optimisation, with symbols and asserts,
 
 profile: $(BUILT) ## callgrind of one training step, functions by cost, in $(OUT)/profile
 	rm -rf $(OUT)/profile && mkdir -p $(OUT)/profile
-	valgrind -q --tool=callgrind --callgrind-out-file=$(OUT)/profile/callgrind.out \
+	valgrind -q --tool=callgrind --instr-atstart=no \
+	  --callgrind-out-file=$(OUT)/profile/callgrind.out \
 	  python benchmarks/host_instructions.py --counted fsdp_c-orig --steps 1 \
 	  --warmup 3 --worker-folder $(OUT)/profile
 	callgrind_annotate $(OUT)/profile/callgrind.out.1 >$(OUT)/profile/all.txt

@@ -87,10 +87,14 @@ class Unit:
         ],
         make_grad: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         on_replaced: Callable[[], object],
+        local_grad: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
         /,
     ) -> None:
         """Register plain parameters in forward and backward, sharded ones else."""
     def bind_sharded(
+        self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
+    ) -> None: ...
+    def bind_parallel(
         self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
     ) -> None: ...
     def unshard(self) -> None: ...
@@ -172,6 +176,8 @@ class Layout:
 
     Of ``params``, each (numel, dtype, requires_grad), none is shared. ``itemsize``:
     a segment aligns to 16 bytes with the smaller of this and its own itemsize.
+    With ``row_numels``, the elements of a row of each parameter, each is a segment by
+    rows, which nothing aligns.
     """
 
     def __new__(
@@ -182,6 +188,7 @@ class Layout:
         itemsize: int = 16,
         align_params: bool,
         align_shards: bool,
+        row_numels: Sequence[int] | None = None,
     ) -> Layout: ...
     @property
     def world_size(self) -> int: ...
@@ -266,6 +273,7 @@ def plan_step(
             Layout,
             Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
             int,
+            bool,
             bool,
             int,
             bool,

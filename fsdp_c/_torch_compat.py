@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import (
@@ -26,6 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._flat_param import (
@@ -36,6 +38,8 @@ from torch.distributed.fsdp._flat_param import (
 from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -65,6 +69,39 @@ def note_fully_sharded(module: Module) -> None:
     """Tell torch's composable functions, ``replicate()`` for one, what was done."""
     registry: Any = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     registry["fully_shard"] = RegistryItem()
+
+
+def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with the dimensions of both, which are parts of one mesh.
+
+    Raises:
+        RuntimeError: They are not.
+    """
+    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return mesh
+
+
+def num_parts_along(value: DTensor, dim: int) -> int:
+    """Return into how many parts the ranks of its mesh cut ``value`` along ``dim``."""
+    num_parts = 1
+    for mesh_dim, placement in enumerate(value.placements):
+        if placement.is_shard(dim) or (
+            isinstance(placement, _StridedShard) and placement.dim == dim
+        ):
+            num_parts *= value.device_mesh.size(mesh_dim)
+    return num_parts
+
+
+def strided_shard(dim: int, num_parts: int) -> Placement:
+    """Return the placement that cuts each of ``num_parts`` parts along ``dim``."""
+    placement: Placement = _StridedShard(dim, split_factor=num_parts)
+    return placement
+
+
+def local_tensor(value: DTensor) -> Tensor:
+    """Return the local tensor itself, where ``to_local()`` may return an alias."""
+    local: Tensor = value._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

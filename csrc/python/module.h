@@ -40,6 +40,7 @@ typedef struct module_state {
   PyObject *output_hooks;     /* listed_hooks.c: the type of the dicts, */
   PyObject *pre_backward;     /* their first value */
   PyObject *first_hook_id;    /* and its key */
+  PyObject *tensor_name;      /* of the attribute of an output_hooks */
 } module_state;
 
 /* `unit` is NULL only until creation has succeeded. */
@@ -52,6 +53,7 @@ typedef struct unit_object {
   PyObject *places;      /* tuple of Place; NULL: not by rows, or cleared */
   PyObject *make_grad;   /* callable */
   PyObject *on_replaced; /* callable */
+  PyObject *local_grad;  /* callable; None: no parameter is parallel */
   bool is_plain;         /* the places show plain parameters */
   int num_forwards;      /* inside its forward: a module may run itself */
 } unit_object;
@@ -59,6 +61,7 @@ typedef struct unit_object {
 /* unit_rows.c */
 PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args);
+PyObject *fsdp_unit_object_bind_parallel(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_wait_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_reshard(PyObject *object, PyObject *none);

@@ -448,16 +448,23 @@ PyDoc_STRVAR(unit_parts_doc,
 
 PyDoc_STRVAR(
     unit_rows_doc,
-    "bind_rows($self, places, make_grad, on_replaced, /)\n--\n\n"
+    "bind_rows($self, places, make_grad, on_replaced, local_grad=None, /)\n"
+    "--\n\n"
     "Register plain parameters in forward and backward, sharded ones\n"
     "else, in all places: (dict, key, plain, sharded, module or None),\n"
     "by setattr() where there is a module. make_grad(param, local)\n"
     "returns a DTensor over `local` and its local tensor.\n"
-    "on_replaced() runs before a forward where a place holds neither.");
+    "on_replaced() runs before a forward where a place holds neither.\n"
+    "local_grad(param, grad) returns the local tensor of a gradient of a\n"
+    "parallel parameter, placed like the parameter.");
 PyDoc_STRVAR(unit_sharded_doc,
              "bind_sharded($self, param, dtensor, local, /)\n--\n\n"
              "Let `dtensor` be the sharded parameter number `param`; `local`,\n"
              "its local tensor, becomes a view of the shard.");
+PyDoc_STRVAR(unit_parallel_doc,
+             "bind_parallel($self, param, dtensor, local, /)\n--\n\n"
+             "Let modules see `dtensor` instead of parameter number `param`;\n"
+             "`local`, its local tensor, shows what that parameter does.");
 PyDoc_STRVAR(unit_unshard_doc,
              "unshard($self, /)\n--\n\n"
              "Issue the all-gather, at the user's request.");
@@ -488,6 +495,8 @@ static PyMethodDef unit_methods[] = {
     {"bind_rows", fsdp_unit_object_bind_rows, METH_VARARGS, unit_rows_doc},
     {"bind_sharded", fsdp_unit_object_bind_sharded, METH_VARARGS,
      unit_sharded_doc},
+    {"bind_parallel", fsdp_unit_object_bind_parallel, METH_VARARGS,
+     unit_parallel_doc},
     {"unshard", fsdp_unit_object_unshard, METH_NOARGS, unit_unshard_doc},
     {"wait_unshard", fsdp_unit_object_wait_unshard, METH_NOARGS, unit_wait_doc},
     {"reshard", fsdp_unit_object_reshard, METH_NOARGS, unit_reshard_doc},

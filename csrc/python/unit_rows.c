@@ -68,6 +68,11 @@ static PyObject *face_make_grad(void *context, int64_t param, PyObject *local) {
   return PyObject_CallFunction(self->make_grad, "LO", (long long)param, local);
 }
 
+static PyObject *face_local_grad(void *context, int64_t param, PyObject *grad) {
+  const unit_object *self = context;
+  return PyObject_CallFunction(self->local_grad, "LO", (long long)param, grad);
+}
+
 /* Forward ------------------------------------------------------------------ */
 
 int fsdp_unit_object_enter_forward(unit_object *self) {
@@ -119,8 +124,9 @@ static int check_places(PyObject *places) {
 PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args) {
   unit_object *self = (unit_object *)object;
   PyObject *sequence, *make_grad, *on_replaced; /* borrowed */
-  if (!PyArg_ParseTuple(args, "OOO:bind_rows", &sequence, &make_grad,
-                        &on_replaced)) {
+  PyObject *local_grad = Py_None;               /* likewise */
+  if (!PyArg_ParseTuple(args, "OOO|O:bind_rows", &sequence, &make_grad,
+                        &on_replaced, &local_grad)) {
     return NULL;
   }
   PyObject *places = PySequence_Tuple(sequence);
@@ -132,8 +138,11 @@ PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args) {
   Py_XSETREF(self->places, places);
   Py_XSETREF(self->make_grad, Py_NewRef(make_grad));
   Py_XSETREF(self->on_replaced, Py_NewRef(on_replaced));
-  const fsdp_torch_face face = {
-      .context = self, .show = face_show, .make_grad = face_make_grad};
+  Py_XSETREF(self->local_grad, Py_NewRef(local_grad));
+  const fsdp_torch_face face = {.context = self,
+                                .show = face_show,
+                                .make_grad = face_make_grad,
+                                .local_grad = face_local_grad};
   fsdp_torch_unit_set_face(self->unit, &face);
   Py_RETURN_NONE;
 }
@@ -142,6 +151,7 @@ int fsdp_unit_object_visit_rows(unit_object *self, visitproc visit, void *arg) {
   Py_VISIT(self->places);
   Py_VISIT(self->make_grad);
   Py_VISIT(self->on_replaced);
+  Py_VISIT(self->local_grad);
   return 0;
 }
 
@@ -150,22 +160,32 @@ void fsdp_unit_object_clear_rows(unit_object *self) {
   Py_CLEAR(self->places);
   Py_CLEAR(self->make_grad);
   Py_CLEAR(self->on_replaced);
+  Py_CLEAR(self->local_grad);
 }
 
-PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args) {
-  fsdp_torch_unit *unit = ((unit_object *)object)->unit;
+typedef fsdp_status (*bind_call)(fsdp_torch_unit *unit, int64_t index,
+                                 PyObject *param, PyObject *local,
+                                 fsdp_error *error);
+
+static PyObject *bind_param(PyObject *object, PyObject *args, bind_call bind) {
   FSDP_LOCAL_ERROR(error);
   long long index;
   PyObject *param, *local; /* borrowed */
-  if (!PyArg_ParseTuple(args, "LOO:bind_sharded", &index, &param, &local)) {
-    return NULL;
-  }
-  if (fsdp_torch_unit_bind_sharded(unit, index, param, local, &error) !=
+  if (!PyArg_ParseTuple(args, "LOO", &index, &param, &local)) return NULL;
+  if (bind(((unit_object *)object)->unit, index, param, local, &error) !=
       FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     return NULL;
   }
   Py_RETURN_NONE;
+}
+
+PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args) {
+  return bind_param(object, args, fsdp_torch_unit_bind_sharded);
+}
+
+PyObject *fsdp_unit_object_bind_parallel(PyObject *object, PyObject *args) {
+  return bind_param(object, args, fsdp_torch_unit_bind_parallel);
 }
 
 typedef fsdp_status (*unit_call)(fsdp_torch_unit *unit, fsdp_error *error);

@@ -192,6 +192,10 @@ typedef struct fsdp_torch_face {
    * tensor, an alias of `local`. NULL on failure. */
   struct _object *(*make_grad)(void *context, int64_t param,
                                struct _object *local);
+  /* A new reference to the local tensor of `grad`, a gradient of the parallel
+   * parameter `param`, placed like that. May communicate. NULL on failure. */
+  struct _object *(*local_grad)(void *context, int64_t param,
+                                struct _object *grad);
 } fsdp_torch_face;
 
 /* NULL: the owner is gone. GIL. */
@@ -209,6 +213,15 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit,
                                                         struct _object *param,
                                                         struct _object *local,
                                                         fsdp_error *error);
+
+/* Lets modules see `param`, a DTensor, instead of the plain parameter `index`:
+ * `local`, its local tensor, shows what that does from now on. Before the
+ * first use; see Note [Parallel parameters] in rows.cpp. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_parallel(fsdp_torch_unit *unit,
+                                                         int64_t index,
+                                                         struct _object *param,
+                                                         struct _object *local,
+                                                         fsdp_error *error);
 
 /* Whether a backward has the plain parameters registered until its end. GIL. */
 bool fsdp_torch_unit_is_shown_in_backward(const fsdp_torch_unit *unit)

@@ -14,6 +14,14 @@
 // the user has cleared it, its local tensor is emptied until the next one
 // comes, unless somebody still holds it: then it stays as it is and a new one
 // is made.
+//
+// Note [Parallel parameters]
+// A parameter may be a DTensor of a tensor parallel mesh. The unit then holds
+// its local tensor and knows nothing else. What the modules see is another
+// DTensor, made once: its local tensor shows what the plain parameter does. It
+// is the leaf of autograd, and its gradient a DTensor with placements of its own. The
+// owner of the unit brings that to the placements of the parameter: one call of
+// Python, in which the tensor parallel ranks may communicate.
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
@@ -104,8 +112,9 @@ void show_sharded_grads(Unit &unit) {
     if (!shown.grad.defined()) {
       make_grad(unit, param, static_cast<int64_t>(i));
     } else if (!is_over(shown.grad_local, storage_of(segment.grad_shard))) {
-      shown.grad_local.unsafeGetTensorImpl()->set_storage_keep_dtype(
-          segment.grad_shard.storage());
+      show_at(shown.grad_local,
+              segment.grad_shard.storage().getWeakStorageImpl().lock(),
+              segment.grad_shard.storage_offset() + param.in_shard.begin);
     }
     shown.param.mutable_grad() = shown.grad;
     shown.user_grad = at::Tensor();
@@ -148,6 +157,16 @@ at::Tensor in_memory_order(const Param &param, const at::Tensor &grad) {
       .contiguous();
 }
 
+at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto object =
+      py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+  const auto local = py::reinterpret_steal<py::object>(unit.face.local_grad(
+      unit.face.context, static_cast<int64_t>(index), object.ptr()));
+  if (!local) throw_python_error();
+  return THPVariable_Unpack(local.ptr());
+}
+
 bool take_sharded_grad(Unit &unit, Param &param) {
   ShardedParam &shown = param.sharded_param;
   const at::Tensor &grad = shown.param.grad();
@@ -161,10 +180,7 @@ bool take_sharded_grad(Unit &unit, Param &param) {
            c10::str("expected a DTensor with ", param.sharded.sizes(),
                     " on this rank"));
   }
-  if (!segment.grad_shard.defined()) {
-    segment.grad_shard = at::zeros({segment.layout->shard_numel},
-                                   shard_options(unit, segment.grad));
-  }
+  ensure_grad_shard(unit, segment, false);
   make_param_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
                   param.sharded.key_set(), segment.grad, param,
                   param.sharded.sizes(),
@@ -234,7 +250,12 @@ void fsdp_torch_unit_set_face(fsdp_torch_unit *unit,
   self.face = face == nullptr ? fsdp_torch_face{} : *face;
   if (face != nullptr) return;
   // A graph may keep the unit; the user's objects are to be free.
-  for (auto &param : self.params) param.sharded_param = {};
+  for (auto &param : self.params) {
+    param.sharded_param = {};
+    if (!param.parallel.defined()) continue;
+    fsdp_torch::unhook_accumulator(param);
+    param.parallel = param.parallel_local = at::Tensor();
+  }
   self.grad_places.clear();
 }
 
@@ -258,6 +279,22 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
       throw;
     }
     self.grad_places.clear();
+    return FSDP_OK;
+  };
+}
+
+fsdp_status fsdp_torch_unit_bind_parallel(fsdp_torch_unit *unit, int64_t index,
+                                          PyObject *param, PyObject *local,
+                                          fsdp_error *error) {
+  GUARDED(error) {
+    if (!THPVariable_Check(param) || !THPVariable_Check(local)) {
+      throw std::invalid_argument("a parallel parameter is not a tensor");
+    }
+    auto &target = unit->self->params.at(static_cast<size_t>(index));
+    target.parallel = THPVariable_Unpack(param);
+    target.parallel_local = THPVariable_Unpack(local);
+    target.parallel_local.unsafeGetTensorImpl()->shallow_copy_from(
+        target.tensor.getIntrusivePtr());
     return FSDP_OK;
   };
 }

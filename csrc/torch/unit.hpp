@@ -94,7 +94,10 @@ struct Segment {
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
   at::Tensor earlier_grad;  // of earlier backwards, while followed
-  at::Tensor flat_param;    // use_orig_params=False
+  // See Note [Sharded gradients of a unit by rows].
+  at::Tensor next_grad;
+  at::Tensor idle_grad;
+  at::Tensor flat_param;  // use_orig_params=False
   StoragePtr unsharded;
   StoragePtr full;                 // on the unit's device
   StoragePtr full_on_host;         // null until a summon needs it
@@ -122,6 +125,11 @@ struct ShardedParam {
 
 struct Param {
   at::Tensor tensor;
+  // A DTensor, which modules see in the place of `tensor`, and its local tensor,
+  // which shows what `tensor` does; see Note [Parallel parameters]. Undefined:
+  // they see `tensor`.
+  at::Tensor parallel;
+  at::Tensor parallel_local;
   std::vector<int64_t> sizes;
   int64_t shard_dim = 0;       // by rows: the dimension that is cut
   ShardedParam sharded_param;  // by rows
@@ -142,6 +150,8 @@ struct Param {
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
 
+  // What autograd accumulates the gradient of.
+  at::Tensor &leaf() { return parallel.defined() ? parallel : tensor; }
   int64_t numel() const { return unsharded.numel(); }
   int64_t local_numel() const { return in_param.end - in_param.begin; }
 };
@@ -169,6 +179,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   Unit &operator=(const Unit &) = delete;
 
   std::string name;
+  std::string why_no_access;  // to a view of whole parameters while sharded
   c10::Device device{c10::DeviceType::CPU};
   bool use_orig_params = true;
   bool offloads = false;  // shards are in host memory, the device is elsewhere
@@ -216,6 +227,8 @@ at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
 at::Tensor make_param_view(const StoragePtr &storage, c10::DispatchKeySet keys,
                            at::ScalarType dtype, const Param &param,
                            at::IntArrayRef sizes, int64_t offset);
+// Points the view, a tensor of ours, at another storage.
+void show_at(const at::Tensor &view, const StoragePtr &storage, int64_t offset);
 // Points the storage at memory that somebody else owns.
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
 // Empties it; reading it is an error that names the unit.
@@ -253,6 +266,9 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 
 // unit_grads.cpp: the functions of the port that show gradients.
 void add_grad_ops(fsdp_view_ops *ops);
+// Makes the segment's sharded gradient if there is none: zeros, unless the next
+// work on it replaces all of them.
+void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);
 // Whether the core reduces gradients of the segment.
 bool is_trainable(const Unit &unit, const Segment &segment);
 
@@ -271,6 +287,8 @@ bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);
 // Brings what the user wrote elsewhere into the shard. Whether there was any.
 bool take_replaced_locals(Unit &unit);
+// The local part of a gradient of a parallel parameter, placed like that.
+at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad);
 // At the first gradient of a backward and at its end; neither with the engine's
 // lock.
 void open_rows(Engine &engine);

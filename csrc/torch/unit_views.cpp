@@ -12,6 +12,9 @@ namespace {
 
 void show(Param &param, const at::Tensor &view) {
   param.tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  if (!param.parallel_local.defined()) return;
+  param.parallel_local.unsafeGetTensorImpl()->shallow_copy_from(
+      view.getIntrusivePtr());
 }
 
 // Uploads of a forward that had no backward may still read a shard in host
@@ -271,6 +274,10 @@ void add_view_ops(fsdp_view_ops *ops) {
 }
 
 void make_views(Unit &unit) {
+  unit.why_no_access =
+      "FSDP unit '" + unit.name +
+      "' is sharded now: this tensor was a view of its unsharded parameters. "
+      "Keep a clone, or read it inside summon_full_params.";
   for (Segment &segment : unit.segments) {
     segment.unsharded = empty_storage(unit.device);
     segment.full = empty_storage(unit.device);

@@ -7,7 +7,11 @@ from torch import nn
 
 from fsdp_c._engines.engine import ensure_engines
 from fsdp_c._engines.flat_views import follow_summon
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import (
+    ShardedModule,
+    refuse_fully_shard,
+    sharded_modules,
+)
 from fsdp_c._units.sessions import SummonSession
 
 
@@ -102,7 +106,12 @@ def summon_full_params(
 
     Raises:
         RuntimeError: Inside forward or backward, or summoned already.
+        ValueError: A module of fully_shard() is in ``module``.
     """
+    refuse_fully_shard(
+        module,
+        "call unshard() and reshard() of its modules, or full_tensor() of parameters",
+    )
     ensure_engines(module)
     modules = [each for each in sharded_modules(module) if recurse or each is module]
     for each in modules:

@@ -18,8 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
+from fsdp_c._engines.engine import engine_listeners
 from fsdp_c._fully_shard.arguments import Arguments
-from fsdp_c._fully_shard.rows import as_dtensor, local_of, plain_param
+from fsdp_c._fully_shard.rows import (
+    Cut,
+    as_dtensor,
+    local_grad,
+    local_of,
+    parallel_param,
+    plain_param,
+)
 
 
 class Place(NamedTuple):
@@ -45,7 +53,9 @@ class Group:
     Attributes:
         modules: As passed to fully_shard().
         arguments: Likewise.
+        places: Where the modules have them.
         sharded: The sharded parameters.
+        cuts: How each is cut.
         unit: None until the first use, and after a conversion.
         running: The engine that it is part of; None until the first call.
     """
@@ -56,7 +66,7 @@ class Group:
         arguments: Arguments,
         places: Sequence[Place],
         sharded: Sequence[nn.Parameter],
-        dims: Sequence[int],
+        cuts: Sequence[Cut],
     ) -> None:
         self.modules = tuple(modules)
         self.arguments = arguments
@@ -67,9 +77,10 @@ class Group:
         self.syncs = self.all_reduces = True
         self.divisor = 0.0
         self.prefetches = False
-        self._places = tuple(places)
-        self._dims = tuple(dims)
+        self.places = tuple(places)
+        self.cuts = tuple(cuts)
         self._plain: list[nn.Parameter] = []
+        self._shown: list[nn.Parameter] = []
         self._still_to_run: set[nn.Module] = set()
 
     # The unit --------------------------------------------------------------
@@ -85,14 +96,17 @@ class Group:
         """
         if self.unit is None:
             self._take_registered()
-            self._check_memory(f"{name}." if name else "")
+            self.check_memory(f"{name}." if name else "")
             precision = self.arguments.precision
             replicas = self.arguments.replica_group
             groups = [
                 group if group is not None and group.size() > 1 else None
                 for group in (self.arguments.shard_group, replicas)
             ]
-            self._plain = [plain_param(sharded) for sharded in self.sharded]
+            self._plain = [
+                plain_param(sharded, cut)
+                for sharded, cut in zip(self.sharded, self.cuts, strict=True)
+            ]
             self.unit = _native.Unit(
                 name or type(self.modules[0]).__name__,
                 self._plain,
@@ -110,13 +124,43 @@ class Group:
                 cast_root_forward_inputs=precision.cast_forward_inputs,
                 keep_low_precision_grads=False,
                 offloads=self.arguments.offloads,
-                shard_dims=self._dims,
+                shard_dims=[cut.dim for cut in self.cuts],
             )
+            self._shown = [self._show(index) for index in range(len(self._plain))]
             self._bind(range(len(self.sharded)))
         return self.unit
 
+    def _show(self, index: int) -> nn.Parameter:
+        """Return what the modules see in forward of a parameter."""
+        assert self.unit is not None
+        plain, cut = self._plain[index], self.cuts[index]
+        if cut.parallel is None:
+            return plain
+        dtype = self.arguments.precision.param_dtype
+        if dtype is None or not plain.is_floating_point():
+            dtype = plain.dtype
+        shown = parallel_param(plain, cut, dtype)
+        self.unit.bind_parallel(index, shown, local_of(shown))
+        return shown
+
+    def params(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, with what the user registered instead."""
+        if self.unit is None:
+            self._take_registered()
+        else:
+            self._adopt_replaced()
+        return self.sharded
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether its engine runs forward or backward."""
+        running = self.running
+        return running is not None and (
+            running.engine.in_forward or running.engine.in_backward
+        )
+
     def _take_registered(self) -> None:
-        for place in self._places:
+        for place in self.places:
             param = place.module._parameters.get(place.name)
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
@@ -128,7 +172,7 @@ class Group:
             isinstance(param, nn.Parameter)
             and isinstance(param, DTensor)
             and param.shape == old.shape
-            and param.placements == self.arguments.placements(self._dims[place.param])
+            and param.placements == self.cuts[place.param].placements
         ):
             return
         raise RuntimeError(
@@ -137,10 +181,17 @@ class Group:
             "replace it by one with the same placements, or copy values into it"
         )
 
-    def _check_memory(self, prefix: str) -> None:
+    def check_memory(self, prefix: str) -> None:
+        """Check that every parameter has memory where the group computes.
+
+        ``prefix`` is that of names in messages.
+
+        Raises:
+            RuntimeError: One has none yet, or is elsewhere.
+        """
         on_meta = [
             prefix + place.fqn
-            for place in self._places
+            for place in self.places
             if self.sharded[place.param].is_meta
         ]
         if on_meta:  # torch's first words
@@ -153,7 +204,7 @@ class Group:
             )
         arguments = self.arguments
         device = torch.device("cpu") if arguments.offloads else arguments.device
-        for place in self._places:
+        for place in self.places:
             param = self.sharded[place.param]
             if local_of(param).device.type != device.type:
                 raise RuntimeError(
@@ -169,13 +220,16 @@ class Group:
             sharded = self.sharded[index]
             self.unit.bind_sharded(index, sharded, local_of(sharded))
         owner = weakref.ref(self)  # the unit must not keep the group
-        mesh, shapes = self.arguments.mesh, [param.shape for param in self.sharded]
-        placements = [self.arguments.placements(dim) for dim in self._dims]
+        cuts = self.cuts
+        is_parallel = any(cut.parallel is not None for cut in cuts)
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
-            like = torch.empty(shapes[index], device="meta")
-            grad = as_dtensor(local, like, mesh, placements[index])
+            cut = cuts[index]
+            grad = as_dtensor(local, cut.shape, cut.mesh, cut.placements)
             return grad, local_of(grad)
+
+        def take_local_grad(index: int, grad: Tensor) -> Tensor:
+            return local_grad(grad, cuts[index])
 
         def on_replaced() -> None:
             group = owner()
@@ -187,22 +241,23 @@ class Group:
                 (
                     place.module._parameters,
                     place.name,
-                    self._plain[place.param],
+                    self._shown[place.param],
                     self.sharded[place.param],
                     None if _has_plain_setattr(place.module) else place.module,
                 )
-                for place in self._places
+                for place in self.places
             ],
             make_grad,
             on_replaced,
+            take_local_grad if is_parallel else None,
         )
 
     def _adopt_replaced(self) -> None:
         """Go on with sharded parameters that the user registered instead."""
         new: dict[int, nn.Parameter] = {}
-        for place in self._places:
+        for place in self.places:
             param = place.module._parameters.get(place.name)
-            if param is self._plain[place.param] or param is self.sharded[place.param]:
+            if param is self._shown[place.param] or param is self.sharded[place.param]:
                 continue
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
@@ -220,8 +275,7 @@ class Group:
         if self.unit is None:
             return
         if self.running is not None:
-            engine = self.running.engine
-            if engine.in_forward or engine.in_backward:
+            if self.is_in_step:
                 raise RuntimeError(
                     f"unit {self.unit.name!r} cannot be converted or moved in the "
                     "middle of a step: do it between backward and forward"
@@ -233,6 +287,7 @@ class Group:
                     other.running = None
         self.unit = None
         self._plain = []
+        self._shown = []
 
     # Settings --------------------------------------------------------------
 
@@ -340,3 +395,5 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
     for each in groups:
         each.running = running
         each.apply_settings()
+    for listener in engine_listeners:
+        listener(module)

@@ -34,6 +34,9 @@ class FSDPModule(TorchFSDPModule):
 
     _fsdp_c_group: Group
 
+    # transformers: generate() on one rank must go on as long as on the others.
+    _is_fsdp_managed_module = True
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make one of the module's own class: a slice of a container, for example."""
         own = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]

@@ -66,6 +66,7 @@ class Settings:
         wants_scratch: Reductions go through gloo, not shared memory or NCCL.
         rank: Whose optimizer state is counted; with use_orig_params it depends on
             the rank. The first one holds the most.
+        by_rows: Units are those of fully_shard().
     """
 
     link: Link = Link()
@@ -78,6 +79,7 @@ class Settings:
     accumulation: int = _native.SYNC_REDUCE
     wants_scratch: bool = False
     rank: int = 0
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ def plan_rank(
             dtypes[i],
             groups_of(unit.config, world_size, mesh)[1],
             unit.config.sharding_strategy in RESHARDING,
+            settings.by_rows,
             _PREFETCHES[unit.config.backward_prefetch],
             unit.config.forward_prefetch,
             offloads[i],
@@ -319,6 +322,7 @@ def _layout(
             itemsize=itemsize,
             align_params=aligns_params,
             align_shards=aligns_shards,
+            row_numels=[p.row_numel for p in unit.params] if settings.by_rows else None,
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"unit {unit.name or unit.kind!r}: {error}") from error
@@ -379,7 +383,8 @@ def _optimizer_nbytes(
     rank = settings.rank % layout.world_size
     for index, param in enumerate(unit.params):
         begin, end, _, _ = layout.intersect(index, rank)
-        if param.requires_grad and end > begin:
+        # fully_shard() shows every rank all parameters.
+        if param.requires_grad and (end > begin or settings.by_rows):
             total += num_states * (end - begin) * param.dtype.itemsize + step
     return total
 

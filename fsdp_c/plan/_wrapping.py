@@ -49,6 +49,19 @@ class Wrapping:
             )
         return f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(self.classes)}}})"
 
+    @property
+    def calls(self) -> str:
+        """The calls of fully_shard() that do the same."""
+        if self.text == NONE:
+            return "fully_shard(model)"
+        if self.text.startswith(_SIZE):
+            return "fully_shard(each) for the units above, the innermost first"
+        classes = ", ".join(self.classes)
+        return (
+            f"for each in [m for m in model.modules() if isinstance(m, ({classes},))]"
+            "[::-1] + [model]: fully_shard(each)"
+        )
+
     def policy(self, model: nn.Module) -> Any:
         """Return the policy for ``model``, or None.
 

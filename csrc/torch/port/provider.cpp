@@ -279,6 +279,10 @@ fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
 // False, with nothing done, when they do not know the dtypes.
 bool pack_on_host(void *destination, fsdp_dtype dtype,
                   const fsdp_pack_item &item, double scale) {
+  if (item.numel <= kGrainNumel) {
+    return fsdp_host_pack(destination, dtype, &item, 1, scale, nullptr) ==
+           FSDP_OK;
+  }
   fsdp_pack_item nothing = item;
   nothing.numel = 0;
   if (fsdp_host_pack(destination, dtype, &nothing, 1, scale, nullptr) !=
