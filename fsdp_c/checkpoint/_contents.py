@@ -108,6 +108,13 @@ def find_contents(model: nn.Module) -> Contents:
         ValueError: Nothing in it is sharded.
     """
     places = parts_in(model)
+    for place in places.values():
+        if place.cut is not None:
+            raise ValueError(
+                f"parameter {place.fqn!r} is a DTensor of a tensor parallel mesh in a "
+                "FullyShardedDataParallel model, which fsdp_c.checkpoint cannot save: "
+                "use torch.distributed.checkpoint, or fully_shard"
+            )
     for group in groups_in(model):
         if group.is_in_step and group.unit is not None:
             raise RuntimeError(

@@ -78,7 +78,8 @@ KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "DTensor": (
         _make_dtensor,
         "is a DTensor (S(0)): pass the data parallel part of its mesh, as "
-        "pass its full_tensor(), or list it in ignored_states, which leaves it alone",
+        "device_mesh=mesh['dp'], instead of a process group, or list it in "
+        "ignored_states, which leaves it alone",
     ),
     "wrapper subclass": (
         lambda: _Wrapper(torch.ones(3)),
