@@ -211,7 +211,9 @@ class GradHook : public torch::autograd::FunctionPostHook {
           " has a sparse gradient; use a dense one (Embedding(sparse=False))");
     }
     if (grad.requires_grad()) grad = grad.detach();
-    grad = in_memory_order(param, grad);
+    if (param.shard_dim != 0 || !grad.is_contiguous()) {
+      grad = in_memory_order(param, grad);
+    }
     hand_over(unit, std::move(grad));
   }
 

@@ -217,17 +217,17 @@ bool take_replaced_locals(Unit &unit) {
 }
 
 void open_rows(Engine &engine) {
-  if (!engine.has_rows || engine.shows_plain.exchange(true)) return;
+  if (!engine.has_faces || engine.shows_plain.exchange(true)) return;
   const pybind11::gil_scoped_acquire gil;
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
-    note_user_grads(*unit);
+    if (unit->is_by_rows) note_user_grads(*unit);
     if (unit->face.show(unit->face.context, true) < 0) throw_python_error();
   }
 }
 
 void close_rows(Engine &engine) {
-  if (!engine.has_rows || !engine.shows_plain.exchange(false)) return;
+  if (!engine.has_faces || !engine.shows_plain.exchange(false)) return;
   if (Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
   const py::error_scope kept;  // an exception on its way stays

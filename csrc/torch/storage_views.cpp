@@ -61,14 +61,6 @@ void detach(const Unit &unit, c10::StorageImpl &storage) {
   refuse_access(storage, unit.why_no_access);
 }
 
-const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
-  return tensor.storage().unsafeGetStorageImpl();
-}
-
-bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage) {
-  return tensor.has_storage() && storage_of(tensor) == storage;
-}
-
 c10::DispatchKeySet keys_of(c10::Device device) {
   return at::empty({0}, at::TensorOptions().device(device)).key_set();
 }

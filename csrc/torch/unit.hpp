@@ -68,7 +68,7 @@ struct Engine {
   // Units whose reductions were issued and that are followed; see
   // Note [Following reductions].
   std::vector<std::weak_ptr<Unit>> reduced;
-  bool has_rows = false;  // some unit is by rows
+  bool has_faces = false;  // of some unit modules see other parameters
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};
@@ -125,9 +125,9 @@ struct ShardedParam {
 
 struct Param {
   at::Tensor tensor;
-  // A DTensor, which modules see in the place of `tensor`, and its local tensor,
-  // which shows what `tensor` does; see Note [Parallel parameters]. Undefined:
-  // they see `tensor`.
+  // A DTensor, which modules see in the place of `tensor`, and its local
+  // tensor, which shows what `tensor` does; see Note [Parallel parameters].
+  // Undefined: they see `tensor`.
   at::Tensor parallel;
   at::Tensor parallel_local;
   std::vector<int64_t> sizes;
@@ -233,8 +233,13 @@ void show_at(const at::Tensor &view, const StoragePtr &storage, int64_t offset);
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
 // Empties it; reading it is an error that names the unit.
 void detach(const Unit &unit, c10::StorageImpl &storage);
-const c10::StorageImpl *storage_of(const at::Tensor &tensor);
-bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage);
+// nullptr: it has none.
+inline const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+inline bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage) {
+  return storage_of(tensor) == storage;
+}
 // The dispatch keys of a plain tensor on `device`.
 c10::DispatchKeySet keys_of(c10::Device device);
 // Options of the unit's shards and sharded gradients.

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._fully_shard.rows import Cut, as_dtensor, local_of, own_rows
+from fsdp_c._fully_shard.rows import own_rows
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.cuts import Cut, as_dtensor, local_of
 from fsdp_c._units.names import clean_name
 
 
