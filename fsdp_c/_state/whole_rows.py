@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_c._fully_shard.rows import local_of
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, exchange_in
 from fsdp_c._state.parts import ParamPart
+from fsdp_c._units.cuts import local_of
 
 # Of whole tensors in one exchange, unless one is larger.
 _BATCH_NBYTES = 256 * 1024 * 1024
