@@ -25,7 +25,7 @@ from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._units.base import Running, ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
-engine_listeners: list[Callable[[ShardedModule], object]] = []
+engine_listeners: list[Callable[[nn.Module], object]] = []
 
 
 def ensure_engine(module: ShardedModule) -> _native.Engine:

@@ -90,6 +90,16 @@ def engines_in(model: nn.Module) -> list[_native.Engine]:
     return list({id(engine): engine for engine in engines}.values())
 
 
+def root_engine(module: nn.Module) -> _native.Engine | None:
+    """Return the engine whose root ``module`` is; None if it is not one."""
+    if isinstance(module, ShardedModule):
+        return module._engine if module._is_root else None
+    group = group_of(module)
+    if group is None or group.running is None or group.running.root() is not group:
+        return None
+    return group.running.engine
+
+
 def engines_with_units(
     model: nn.Module,
 ) -> list[tuple[_native.Engine, tuple[UnitFacts, ...]]]:
@@ -138,8 +148,8 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
 
     * num_clients, num_blocks, arena_nbytes, held_nbytes, peak_nbytes, num_allocs,
       num_frees: the arena of unsharded parameters and gradients; ``held`` are the
-      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far. With
-      ``FSDP_C_MEMORY=least`` there are none between steps.
+      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far. On
+      the CPU there are none between steps.
     * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
       sharded gradients of this rank, those that are allocated now.
     * partial_grad_nbytes, scratch_nbytes: sums of ``no_sync(sharded=True)``, and what

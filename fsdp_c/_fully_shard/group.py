@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
+from fsdp_c._engines.engine import engine_listeners
 from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.rows import (
     Cut,
@@ -394,3 +395,5 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
     for each in groups:
         each.running = running
         each.apply_settings()
+    for listener in engine_listeners:
+        listener(module)

@@ -143,6 +143,11 @@ class ParamPart:
             return flat[self.begin : self.end] if is_summoned else flat
         return self.part_in(values)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether :meth:`values` is a collective of all that hold the model."""
+        return False
+
     def as_state(self, values: Tensor) -> Tensor:
         """Return an optimizer's state for this rank's part, of its 1-D values."""
         return values.reshape(self.local_shape)

@@ -1,13 +1,13 @@
 """Parts of models of fully_shard(): rows of DTensors.
 
 Note [Rows in files]
-A part is a range of the flattened parameter, so it has to be rows of dimension 0. Of a
-parameter with other placements (another dimension, a mesh for tensor parallelism) it
-is the rows that the parameter would have if only its group sharded it, along dimension
-0: DTensor converts it there and back, which communicates and copies.
+A part is a range of the flattened parameter, so it has to be rows of dimension 0. A
+parameter that is cut along another dimension, or by tensor parallel ranks, too, is
+gathered, and its part are the rows that it would have if only its group cut it.
+Loading goes the other way. That communicates, and for a moment each rank has the whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._fully_shard.rows import as_dtensor, local_of
+from fsdp_c._fully_shard.rows import Cut, as_dtensor, local_of, own_rows
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import sharded_modules
@@ -50,35 +50,41 @@ class RowPart(ParamPart):
         """Shape of what the optimizer steps: a DTensor, so of the whole."""
         return self.shape
 
-    @cached_property
-    def _mesh(self) -> DeviceMesh:
-        param: nn.Parameter = self.param
-        assert isinstance(param, DTensor)
-        return param.device_mesh
+    @property
+    def _cut(self) -> Cut:
+        return self.group.cuts[self.index]
 
     @cached_property
-    def _own_placements(self) -> tuple[Placement, ...]:
-        param: nn.Parameter = self.param
-        assert isinstance(param, DTensor)
-        return tuple(param.placements)
+    def _is_rows(self) -> bool:
+        """Whether the local tensor is the part; see Note [Rows in files]."""
+        parallel = self._cut.parallel
+        return self._cut.dim == 0 and (
+            parallel is None or all(each.is_replicate() for each in parallel[1])
+        )
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the part is not what is here."""
+        return not self._is_rows
 
     @cached_property
-    def _row_placements(self) -> tuple[Placement, ...]:
-        """See Note [Rows in files]."""
-        mesh = self._mesh
-        by_rows: list[Placement] = [Replicate()] * mesh.ndim
-        of_group = self.shard_group.group_name
-        for dim in range(mesh.ndim):
-            if mesh.get_group(dim).group_name == of_group:
-                by_rows[dim] = Shard(0)
-        return tuple(by_rows)
+    def _own_rows(self) -> tuple[int, int]:
+        group = self.shard_group
+        return rows_of(self.shape[0], group.size(), group.rank())
 
     def part_in(self, values: Tensor) -> Tensor:
         """Return this rank's part of a DTensor, 1-D, a view if it can be."""
-        assert isinstance(values, DTensor)
-        if self._own_placements != self._row_placements:
-            values = values.redistribute(placements=self._row_placements)
-        return local_of(values).reshape(-1)
+        local = local_of(values)
+        if self._is_rows:
+            return local.reshape(-1)
+        arguments, cut = self.group.arguments, self._cut
+        placements = arguments.placements(cut.dim)
+        whole = as_dtensor(local, cut.local_shape, arguments.mesh, placements)
+        tensor = whole.full_tensor()
+        if cut.parallel is not None:
+            tensor = as_dtensor(tensor, cut.shape, *cut.parallel).full_tensor()
+        begin, end = self._own_rows
+        return tensor[begin:end].reshape(-1)
 
     def values(self) -> Tensor:
         """Return this rank's part, 1-D, without gradient; a view where it can be."""
@@ -88,26 +94,43 @@ class RowPart(ParamPart):
         """Return an optimizer's state for this rank's part: a DTensor."""
         if values.is_meta:  # only tried, see OptimLoad
             return values.new_empty(self.shape)
-        num_rows = self.shape[0]
-        begin, end = rows_of(num_rows, self.shard_group.size(), self.shard_group.rank())
+        cut = self._cut
+        begin, end = self._own_rows
         local = values.reshape(end - begin, *self.shape[1:])
-        state = as_dtensor(local, self.shape, self._mesh, self._row_placements)
-        if self._own_placements != self._row_placements:
-            state = state.redistribute(placements=self._own_placements)
-        return state
+        if not self._is_rows:
+            arguments, group = self.group.arguments, self.shard_group
+            placements = arguments.placements(0)
+            rows = as_dtensor(local, self.shape, arguments.mesh, placements)
+            whole = rows.full_tensor()
+            if cut.parallel is not None:
+                whole = _parallel_part(whole, *cut.parallel)
+            local = own_rows(whole, cut.dim, group.rank(), group.size())
+        return as_dtensor(local, self.shape, cut.mesh, cut.placements)
 
     @property
     def memory(self) -> Tensor | None:
         """The local tensor, if it is rows."""
-        if self._own_placements != self._row_placements:
-            return None
         local = local_of(self.param)
-        return local if local.is_contiguous() else None
+        return local if self._is_rows and local.is_contiguous() else None
 
     def put(self, values: Tensor) -> None:
         """Copy 1-D values of this rank's part into place."""
         with torch.no_grad():
-            self.param.copy_(self.as_state(values))
+            local_of(self.param).copy_(local_of(self.as_state(values)))
+
+
+def _parallel_part(
+    whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Tensor:
+    """Return the part of this rank of a tensor parallel mesh."""
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            begin, end = rows_of(
+                whole.shape[dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            )
+            whole = whole.narrow(dim, begin, end - begin)
+    return whole
 
 
 def parts_in(model: nn.Module) -> dict[str, ParamPart]:

@@ -84,8 +84,12 @@ def collect(
     units = contents.units(ranks)
     collected = Collected(units=units)
     mine = _saved_here(contents, units, ranks)
-    for name, place in mine.items():
+    for name, place in contents.places.items():
+        if name not in mine and not place.communicates:
+            continue
         part = place.values()
+        if name not in mine:
+            continue
         if not place.is_in_unit:
             part = part.reshape(place.shape)
         collected.items.append(FileItem(model_key(name), place.begin, part))

@@ -29,13 +29,10 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class Sharding:
-    """Arguments of FullyShardedDataParallel, or what fully_shard() is to do.
+    """Arguments of FullyShardedDataParallel, or with ``fully_shard`` of that.
 
-    Attributes:
-        fully_shard: The model is sharded by fully_shard(), which has no strategies:
-            ``strategy`` says whether units reshard after forward, and whether the mesh
-            has replicas. Units keep the parameters themselves, and gradients are of
-            their dtype.
+    fully_shard() has no strategies: there ``strategy`` says whether units reshard after
+    forward, and whether the mesh has replicas.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD

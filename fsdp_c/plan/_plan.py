@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +138,7 @@ class RankPlan:
         grad_shard_nbytes: Their gradients, when backward is over.
         optimizer_nbytes: The optimizer's state.
         arena_nbytes: Blocks for unsharded parameters and gradients; on a host
-            with ``FSDP_C_MEMORY=least`` the most of a step.
+            the most of a step.
         peak_block_nbytes: They, scratch and partial sums at the busiest moment.
         scratch_nbytes: What reductions through gloo need beside them.
         partial_grad_nbytes: Sums that accumulation keeps sharded.
@@ -238,7 +237,7 @@ def plan_rank(
             num_batches=settings.num_batches,
             accumulation=settings.accumulation,
             wants_scratch=settings.wants_scratch,
-            is_host=settings.on_cpu and os.environ.get("FSDP_C_MEMORY") == "least",
+            is_host=settings.on_cpu,
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error

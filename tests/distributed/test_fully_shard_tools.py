@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_c
 from fsdp_c import MixedPrecisionPolicy, fully_shard, trace
+from fsdp_c._engines.engine import engine_listeners
+from fsdp_c.trace import _automatic
+from fsdp_c.trace._lanes import lanes_of
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.models import DIM, MLP, Block
@@ -88,6 +91,25 @@ def test_trace(rank: int, tmp_path: Path) -> None:
     assert (tmp_path / f"rank{rank}.json").exists()
     with pytest.raises(ValueError, match="pass the outermost sharded module"):
         trace.start(model.blocks[0])
+
+
+@distributed(world_size=2)
+def test_trace_of_a_script_that_cannot_be_changed(rank: int, tmp_path: Path) -> None:
+    """FSDP_C_TRACE=folder: the third, fourth and fifth step of the root."""
+    _automatic.install(str(tmp_path))
+    try:
+        model = _sharded(MLP(1))
+        _step(model.blocks[0])  # a root of its own, until the model runs
+        for _ in range(6):
+            assert not list(tmp_path.iterdir())
+            _step(model)
+    finally:
+        engine_listeners.pop()
+        _automatic._Watcher.taken = False
+    recorded = trace.load(tmp_path).recorded
+    assert [unit.name for unit in recorded[0].units] == ["", "blocks.0"]
+    assert len(lanes_of(recorded[0]).steps) == 3
+    assert vars(model._fsdp_c_group).get("run") is None
 
 
 @distributed(world_size=2)

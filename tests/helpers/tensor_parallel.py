@@ -131,7 +131,9 @@ class ParallelRows(Rows):
         self.dp, self.tp = two_meshes(num_dp, num_tp)
         super().__init__(
             build,
-            lambda model: shard_blocks(parallelize(model, self.tp), self.dp, **options),
+            lambda model: shard_blocks(
+                parallelize(model, self.tp), self.dp, **options
+            ),
             tokens,
             optimizer=optimizer,
         )

@@ -300,6 +300,8 @@ _SLOW = (
     "bf16_flat_params_no_shard",
     "cpu_offload",
     "hybrid_shard_zero2",
+    "version_2_by_string",
+    "version_2_no_wrap",
 )
 _SLOW_MODELS = (("gpt2", True), ("t5", False), ("lora", False))
 

@@ -15,9 +15,24 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint, fully_shard
+from fsdp_c.checkpoint._holders import checked_layout
+from fsdp_c.checkpoint._manifest import (
+    Manifest,
+    ParamSpec,
+    SegmentSpec,
+    UnitSpec,
+    parse_manifest,
+)
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
+from helpers.models import VOCAB
 from helpers.seeds import generator
+from helpers.tensor_parallel import (
+    ParallelModel,
+    parallelize,
+    shard_blocks,
+    two_meshes,
+)
 
 DIM = 6
 BATCH = 12  # over 1, 2, 3 and 4 ranks
@@ -236,6 +251,58 @@ def _states(optim: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
+@distributed(world_size=4, timeout_s=120.0, device="cpu")
+def test_tensor_parallel(rank: int, tmp_path: Path) -> None:
+    """From (dp, tp) of (2, 2) to (4,) and to (1, 4), with parts of different sizes."""
+
+    def train(model: Any, optim: torch.optim.Optimizer, steps: range, dp: Any) -> None:
+        batches = [torch.arange(12).view(4, 3) % VOCAB + step for step in steps]
+        for batch in batches:
+            optim.zero_grad()
+            own = batch % VOCAB
+            if dp is not None:
+                own = own.chunk(dp.size())[dp.get_local_rank()]
+            model(own).square().mean().backward()
+            optim.step()
+
+    def build(num_dp: int, num_tp: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+        torch.manual_seed(5)
+        model: Any = ParallelModel(hidden=7)
+        dp = None
+        if num_tp > 1:
+            dp, tp = two_meshes(num_dp, num_tp)
+            model = shard_blocks(parallelize(model, tp), dp)
+        elif num_dp > 1:
+            names = (f"only_{tmp_path.name}",)
+            dp = init_device_mesh("cpu", (num_dp,), mesh_dim_names=names)
+            model = shard_blocks(model, dp)
+        return model, _optimizer(model), dp
+
+    reference, optim, _ = build(1, 1)
+    train(reference, optim, range(4), None)
+    with groups_destroyed():
+        model, optim, dp = build(2, 2)
+        train(model, optim, range(2), dp)
+        checkpoint.save(tmp_path / "of-2x2", model, optim)
+        for num_dp, num_tp in ((4, 1), (1, 4), (2, 2)):
+            model, optim, dp = build(num_dp, num_tp)
+            checkpoint.load(tmp_path / "of-2x2", _changed(model), optim)
+            if (num_dp, num_tp) == (4, 1):  # nothing to convert
+                checkpoint.save(tmp_path / "of-4", model, optim)
+            train(model, optim, range(2, 4), dp)
+            checkpoint.save(tmp_path / "end", model, optim)
+            other: Any = fully_shard(ParallelModel(hidden=7))
+            checkpoint.load(tmp_path / "end", other)
+            _assert_close(_whole(other), reference.state_dict())
+        model, optim, dp = build(2, 2)
+        checkpoint.load(tmp_path / "of-4", _changed(model), optim)
+        train(model, optim, range(2, 4), dp)
+        checkpoint.save(tmp_path / "end", model, optim)
+        checkpoint.load(tmp_path / "end", other)
+        _assert_close(_whole(other), reference.state_dict())
+        del model, optim, other
+
+
 @distributed(world_size=3, device="cpu")
 def test_every_rank_has_a_state(rank: int, tmp_path: Path) -> None:
     """Also where it has no row: saving through DTensor is a collective."""
@@ -273,6 +340,38 @@ def test_what_cannot_be_saved(rank: int, tmp_path: Path) -> None:
     handle.remove()
     model.reset_iter_state()
     assert not (tmp_path / "none").exists()
+
+
+def _unit(**changes: Any) -> UnitSpec:
+    """Return the description of one parameter of 3 rows over 2 ranks."""
+    param = ParamSpec("w", (), (3, 4), "F32", True, 0, 0)
+    segment = SegmentSpec("F32", True, 8)
+    fields = {"segments": (segment,), "params": (param,), "by_rows": True, **changes}
+    return UnitSpec("", (0, 1), (1, False, False), **fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"by_rows": False},  # as one flat parameter it has shards of 6
+        {"segments": (SegmentSpec("F32", True, 6),)},
+        {"params": (ParamSpec("w", (), (3, 4), "F32", True, 0, 1),)},
+        {"params": (ParamSpec("w", (), (), "F32", True, 0, 0),)},
+    ],
+)
+def test_contradicting_manifest(changes: dict[str, Any]) -> None:
+    checked_layout(_unit())
+    with pytest.raises(ValueError, match="the manifest contradicts itself"):
+        checked_layout(_unit(**changes))
+
+
+def test_versions_of_the_manifest() -> None:
+    """An older fsdp_c reads what has no rows, and refuses the rest by its version."""
+    for by_rows, version in ((True, 2), (False, 1)):
+        manifest = Manifest("0" * 32, 2, (_unit(by_rows=by_rows),), ())
+        data = manifest.dump()
+        assert f'"version": {version},'.encode() in data
+        assert parse_manifest(data) == manifest
 
 
 @distributed(world_size=2, device="cpu")
