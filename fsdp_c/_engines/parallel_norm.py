@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._torch_compat import is_cut
+from fsdp_c._units.cuts import local_of
 
 
 def clip_parallel(
@@ -34,8 +36,9 @@ def clip_parallel(
         grad = part.param.grad
         if grad is None or part.part_numel == 0:
             continue
-        holders[grad] = None
-        norm = torch.linalg.vector_norm(part.part_in(grad), norm_type, dtype=dtype)
+        holders[local_of(grad) if isinstance(grad, DTensor) else grad] = None
+        own = local_of(grad) if isinstance(grad, DTensor) else part.part_in(grad)
+        norm = torch.linalg.vector_norm(own, norm_type, dtype=dtype)
         if math.isinf(norm_type):
             terms[groups] = torch.maximum(terms[groups], norm)
         else:
@@ -50,8 +53,11 @@ def clip_parallel(
 def _groups_of(part: ParamPart) -> tuple[ProcessGroup, ...]:
     """Return the groups over which the ranks hold other elements of a parameter."""
     groups = [] if part.shard_group is None else [part.shard_group]
-    if part.cut is not None and part.cut.parallel is not None:
-        mesh, placements = part.cut.parallel
+    parallel = None if part.cut is None else part.cut.parallel
+    if isinstance(part.param, DTensor):  # an ignored one
+        parallel = part.param.device_mesh, tuple(part.param.placements)
+    if parallel is not None:
+        mesh, placements = parallel
         groups += [
             mesh.get_group(mesh_dim)
             for mesh_dim, placement in enumerate(placements)

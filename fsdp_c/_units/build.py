@@ -43,6 +43,11 @@ def build_unit(
     )
     uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
     uses, cuts = localize(uses, device_mesh)
+    if cuts and config.full_precision_in_eval:
+        raise ValueError(
+            f"unit {name!r} has parameters that are DTensors, which forward shows in "
+            "param_dtype only: unset FSDP_USE_FULL_PREC_IN_EVAL"
+        )
     parallel = ParallelParams(cuts, config.mixed_precision.param_dtype)
     move_to_device(module, uses, device, ignored.modules)
     params = [use.param for use in uses]

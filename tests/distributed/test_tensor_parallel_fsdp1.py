@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
@@ -242,7 +243,7 @@ def test_refusals(rank: int, world_size: int) -> None:
         model = make_2d(1, 2)
         with pytest.raises(RuntimeError, match="cannot be copied"):
             copy.deepcopy(model)
-        with pytest.raises(ValueError, match="checkpoint cannot save"):
+        with pytest.raises(checkpoint.CheckpointError, match="cannot save"):
             checkpoint.save("never-written", model)
         _, tp = two_meshes(1, 2)
         dp, _ = two_meshes(2, 1)
@@ -250,3 +251,37 @@ def test_refusals(rank: int, world_size: int) -> None:
             FSDP(parallelize(ParallelModel(), tp))
         with pytest.raises(ValueError, match="not a part of the same mesh"):
             FSDP(parallelize(ParallelModel(), tp), device_mesh=dp)
+
+
+@distributed(world_size=4)
+def test_replicas_and_mixed_precision(rank: int, world_size: int) -> None:
+    """(replicate, shard, tp) = (2, 1, 2); forward shows DTensors of param_dtype."""
+    with groups_destroyed():
+        names = ("flat_replicas", "flat_shards", "flat_parallel")
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        torch.manual_seed(0)
+        reference = ParallelModel()
+        model: Any = ParallelModel()
+        model.load_state_dict(reference.state_dict())
+        model = FSDP(
+            parallelize(model, mesh["flat_parallel"]),
+            device_mesh=mesh["flat_replicas", "flat_shards"],
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+            use_orig_params=True,
+        )
+        seen: list[Any] = []
+        model.blocks[0].up.register_forward_pre_hook(
+            lambda m, _: seen.extend((m.weight.dtype, m.weight.to_local().dtype))
+        )
+        (inputs,) = tokens(torch.Generator().manual_seed(0))
+        reference(inputs).sum().backward()
+        model(inputs).sum().backward()
+        assert seen == [torch.bfloat16] * 2
+        expected = dict(reference.named_parameters())
+        with FSDP.summon_full_params(model, with_grads=True):
+            for name, param in model.named_parameters():
+                grad = param.grad.full_tensor()
+                assert param.dtype == grad.dtype == torch.float32
+                error = (grad - expected[name].grad).norm()
+                assert error < 0.03 * expected[name].grad.norm(), name
