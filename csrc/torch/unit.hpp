@@ -249,8 +249,8 @@ at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype);
                          const at::Tensor &value, const std::string &remedy);
 Unit &unit_of(void *owner);
 
-// grad_shards.cpp: makes the segment's sharded gradient if there is none: zeros,
-// unless the next work on it replaces all of them.
+// grad_shards.cpp: makes the segment's sharded gradient if there is none:
+// zeros, unless the next work on it replaces all of them.
 void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);
 // Lets go of the unit's.
 void drop_grad_shards(Unit &unit);
