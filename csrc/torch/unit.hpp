@@ -249,6 +249,12 @@ at::TensorOptions shard_options(const Unit &unit, at::ScalarType dtype);
                          const at::Tensor &value, const std::string &remedy);
 Unit &unit_of(void *owner);
 
+// grad_shards.cpp: makes the segment's sharded gradient if there is none:
+// zeros, unless the next work on it replaces all of them.
+void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);
+// Lets go of the unit's.
+void drop_grad_shards(Unit &unit);
+
 // unit_views.cpp: the functions of the port that show parameters.
 void add_view_ops(fsdp_view_ops *ops);
 // Makes the view tables. The shards exist.
@@ -271,9 +277,6 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 
 // unit_grads.cpp: the functions of the port that show gradients.
 void add_grad_ops(fsdp_view_ops *ops);
-// Makes the segment's sharded gradient if there is none: zeros, unless the next
-// work on it replaces all of them.
-void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);
 // Whether the core reduces gradients of the segment.
 bool is_trainable(const Unit &unit, const Segment &segment);
 

@@ -96,11 +96,6 @@ at::Tensor view(C10dTransport &self, const void *data, int64_t numel,
   return self.views.over(data, numel, dtype, self.group.device);
 }
 
-// The backend itself: the way through torch's dispatcher only adds a cost.
-c10d::Backend &backend_of(const C10dGroup &group) {
-  return *group.process_group->getBackend(group.device.type());
-}
-
 // Note [Python objects in thread-local state]
 // Tensor.backward() keeps a Python object in the thread-local state while it
 // runs, and gloo's work items capture that state. Whoever drops the last
@@ -171,14 +166,13 @@ Works gather_by_broadcasts(C10dTransport &self, void *output, const void *input,
   char *slots = static_cast<char *>(output);
   char *own = slots + self.group.rank * nbytes;
   if (own != input) std::memcpy(own, input, static_cast<size_t>(nbytes));
-  c10d::Backend &backend = backend_of(self.group);
   Works works;
   for (int64_t root = 0; root < self.group.world_size; root++) {
     std::vector<at::Tensor> piece = {
         view(self, slots + root * nbytes, shard_numel, dtype)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    works.push_back(backend.broadcast(piece, options));
+    works.push_back(self.group.process_group->broadcast(piece, options));
   }
   return works;
 }
@@ -186,7 +180,7 @@ Works gather_by_broadcasts(C10dTransport &self, void *output, const void *input,
 WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
                     at::Tensor &whole) {
   if (group.has_backend) {
-    return reduce_scatter_base(backend_of(group), piece, whole);
+    return reduce_scatter_base(*group.process_group, piece, whole);
   }
   std::vector<at::Tensor> outputs = {piece};
   std::vector<at::Tensor> inputs = {whole};
@@ -201,7 +195,7 @@ Pending reduce_by_exchange(const C10dGroup &group, at::Tensor sent,
                            at::Tensor received, at::Tensor own) {
   const int64_t numel = own.numel();
   const WorkPtr work =
-      all_to_all_base(backend_of(group), received, sent,
+      all_to_all_base(*group.process_group, received, sent,
                       group.rank == 0 ? std::vector<int64_t>{0, numel}
                                       : std::vector<int64_t>{numel, 0});
   const auto sum = [received, own]() mutable { own.add_(received); };
@@ -210,7 +204,8 @@ Pending reduce_by_exchange(const C10dGroup &group, at::Tensor sent,
 
 Pending reduce_by_all_to_all(const C10dGroup &group, at::Tensor sent,
                              at::Tensor received, at::Tensor own) {
-  const WorkPtr work = all_to_all_base(backend_of(group), received, sent, {});
+  const WorkPtr work =
+      all_to_all_base(*group.process_group, received, sent, {});
   const auto sum = [received, own, world_size = group.world_size]() mutable {
     at::sum_out(own, received.view({world_size, -1}), /*dim=*/{0});
   };
@@ -296,10 +291,7 @@ fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
   C10dTransport &self = self_of(transport);
   return start(self, call, ticket, error, [&]() -> Pending {
     std::vector<at::Tensor> tensors = {view(self, buffer, numel, dtype)};
-    return {
-        {self.group.has_backend ? backend_of(self.group).allreduce(tensors)
-                                : self.group.process_group->allreduce(tensors)},
-        nullptr};
+    return {{self.group.process_group->allreduce(tensors)}, nullptr};
   });
 }
 
@@ -364,7 +356,7 @@ std::string failure_of_ranks() {
 WorkPtr all_gather_over_c10d(const C10dGroup &group, at::Tensor &whole,
                              at::Tensor &piece) {
   if (group.has_backend) {
-    return all_gather_base(over_c10d::backend_of(group), whole, piece);
+    return all_gather_base(*group.process_group, whole, piece);
   }
   std::vector<at::Tensor> outputs = {whole};
   std::vector<at::Tensor> inputs = {piece};
