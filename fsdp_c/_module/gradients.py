@@ -15,8 +15,8 @@ from fsdp_c._engines.optimizer_in_backward import (
     adopt_in_backward_optimizers,
     check_no_optimizer,
 )
-from fsdp_c._engines.parallel_norm import clip_parallel
 from fsdp_c._module.attributes import Attributes
+from fsdp_c._module.parallel_norm import clip_parallel
 from fsdp_c._state.parts import find_parts
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.groups import HYBRID
