@@ -19,9 +19,9 @@
 // A parameter may be a DTensor of a tensor parallel mesh. The unit then holds
 // its local tensor and knows nothing else. What the modules see is another
 // DTensor, made once: its local tensor shows what the plain parameter does. It
-// is the leaf of autograd, and its gradient a DTensor with placements of its own. The
-// owner of the unit brings that to the placements of the parameter: one call of
-// Python, in which the tensor parallel ranks may communicate.
+// is the leaf of autograd, and its gradient a DTensor with placements of its
+// own. The owner of the unit brings that to the placements of the parameter:
+// one call of Python, in which the tensor parallel ranks may communicate.
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
@@ -159,8 +159,7 @@ at::Tensor in_memory_order(const Param &param, const at::Tensor &grad) {
 
 at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad) {
   const pybind11::gil_scoped_acquire gil;
-  const auto object =
-      py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
   const auto local = py::reinterpret_steal<py::object>(unit.face.local_grad(
       unit.face.context, static_cast<int64_t>(index), object.ptr()));
   if (!local) throw_python_error();
@@ -217,17 +216,17 @@ bool take_replaced_locals(Unit &unit) {
 }
 
 void open_rows(Engine &engine) {
-  if (!engine.has_rows || engine.shows_plain.exchange(true)) return;
+  if (!engine.has_faces || engine.shows_plain.exchange(true)) return;
   const pybind11::gil_scoped_acquire gil;
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
-    note_user_grads(*unit);
+    if (unit->is_by_rows) note_user_grads(*unit);
     if (unit->face.show(unit->face.context, true) < 0) throw_python_error();
   }
 }
 
 void close_rows(Engine &engine) {
-  if (!engine.has_rows || !engine.shows_plain.exchange(false)) return;
+  if (!engine.has_faces || !engine.shows_plain.exchange(false)) return;
   if (Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
   const py::error_scope kept;  // an exception on its way stays
@@ -252,8 +251,6 @@ void fsdp_torch_unit_set_face(fsdp_torch_unit *unit,
   // A graph may keep the unit; the user's objects are to be free.
   for (auto &param : self.params) {
     param.sharded_param = {};
-    if (!param.parallel.defined()) continue;
-    fsdp_torch::unhook_accumulator(param);
     param.parallel = param.parallel_local = at::Tensor();
   }
   self.grad_places.clear();

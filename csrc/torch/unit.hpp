@@ -68,7 +68,7 @@ struct Engine {
   // Units whose reductions were issued and that are followed; see
   // Note [Following reductions].
   std::vector<std::weak_ptr<Unit>> reduced;
-  bool has_rows = false;  // some unit is by rows
+  bool has_faces = false;  // of some unit modules see other parameters
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};

@@ -2,7 +2,8 @@
 
 Such a unit registers no flat parameter. What FSDP1 shows as ``_handle.flat_param`` is a
 view, made on request. As in FSDP1 it stays the same object while somebody holds it, and
-is unsharded, with padding, inside summon_full_params.
+is unsharded, with padding, inside summon_full_params; elsewhere ``grad`` is a view of
+the sharded gradient.
 """
 
 import weakref
@@ -42,6 +43,7 @@ def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
     """Make the views unsharded while the unit's parameters are."""
     unit = module._sharded.unit
     if not unit.is_summoned:
+        _show_grads(module, views)
         return
     uses = module._sharded.originals.uses
     params = {
@@ -54,3 +56,21 @@ def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
         # With rank0_only the other ranks keep their shards.
         if numel > 0 and param.untyped_storage().nbytes() == nbytes:
             view.data = torch.as_strided(param, (padded_numel,), (1,), 0)
+
+
+def _show_grads(module: ShardedModule, views: list[FlatParameter]) -> None:
+    """Set the gradients of the views, over those of the parameters."""
+    unit = module._sharded.unit
+    uses = module._sharded.originals.uses
+    for view in views:
+        view.grad = None
+    for index, use in zip(unit.param_of_use, uses, strict=True):
+        view, grad = views[unit.slots[index][0]], use.param.grad
+        nbytes = view.numel() * view.element_size()
+        if (
+            grad is not None
+            and grad.numel() > 0
+            and grad.dtype == view.dtype
+            and grad.untyped_storage().nbytes() == nbytes
+        ):
+            view.grad = torch.as_strided(grad, (view.numel(),), (1,), 0)

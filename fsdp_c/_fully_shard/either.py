@@ -227,7 +227,8 @@ def _of_module(module: ShardedModule, name: str) -> UnitFacts:
 
 def _of_group(group: Group, name: str) -> UnitFacts:
     arguments = group.arguments
-    reshards = group.reshards if group.reshards is not None else bool(name)
+    is_root = not name if group.running is None else group.running.root() is group
+    reshards = group.reshards if group.reshards is not None else not is_root
     return UnitFacts(
         name=name,
         strategy=_STRATEGIES[arguments.has_replicas, reshards],

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_map_only
 from fsdp_c import _native
 from fsdp_c._engines.engine import engine_listeners
 from fsdp_c._fully_shard.arguments import Arguments
-from fsdp_c._fully_shard.rows import (
+from fsdp_c._fully_shard.rows import plain_param
+from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
     local_grad,
     local_of,
     parallel_param,
-    plain_param,
 )
 
 

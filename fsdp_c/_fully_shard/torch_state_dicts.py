@@ -4,17 +4,23 @@
   them, so it loads a full one as plain tensors into DTensors, which fails.
 * With ``full_state_dict`` and ``flatten_optimizer_state_dict`` it compares the flat
   state that it is to load with the names of another flat state, which fails.
+
+And what is slow: it gathers full state dicts tensor by tensor.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_c._fully_shard.group import group_of
 from fsdp_c._torch_compat import checkpoint_state_dict
+
+# Put whole tensors in the place of DTensors: of a state dict, for one rank or all.
+gatherers: list[Callable[[Any, int | None], Any]] = []
 
 
 @functools.cache
@@ -23,6 +29,7 @@ def correct_state_dicts() -> None:
     checkpoint = checkpoint_state_dict()
     iterate = checkpoint._iterate_valid_model_state
     load = checkpoint._load_optim_state_dict
+    make_full = checkpoint._maybe_full_or_cpu_state_dict
 
     @functools.wraps(iterate)
     def iterate_all_names(
@@ -53,6 +60,16 @@ def correct_state_dicts() -> None:
             info = replace(info, flatten_optimizer_state_dict=False)
         return load(model, optims, state_dict, info)
 
+    @functools.wraps(make_full)
+    def make_full_at_once(state_dict: Any, info: Any) -> Any:
+        if info.full_state_dict and dist.is_initialized():
+            # Who gets it is torch's decision.
+            first = 0 if info.cpu_offload else None
+            for gather in gatherers:
+                state_dict = gather(state_dict, first)
+        return make_full(state_dict, info)
+
+    checkpoint._maybe_full_or_cpu_state_dict = make_full_at_once
     checkpoint._iterate_valid_model_state = iterate_all_names
     checkpoint._load_optim_state_dict = load_flat
 

@@ -100,7 +100,8 @@ def exchange(
             names = f"{names} to {last.name!r}"
         its_items = [item for unit in batch for item in unit.items]
         label = f"exchange of {what} of unit {names}"
-        yield from zip(its_items, _exchange(its_items, first, label), strict=True)
+        results = exchange_in(first.group, first.device, its_items, label)
+        yield from zip(its_items, results, strict=True)
 
 
 def _batches(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
@@ -119,8 +120,17 @@ def _batches(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
         yield batch
 
 
-def _exchange(items: Sequence[ExchangeItem], unit: _Unit, label: str) -> list[Tensor]:
-    group, device = unit.group, _exchange_device(unit)
+def exchange_in(
+    group: ProcessGroup,
+    device: torch.device,
+    items: Sequence[ExchangeItem],
+    label: str,
+) -> list[Tensor]:
+    """Return what this rank needs of each item, in one exchange of ``group``.
+
+    ``device`` is the one of the sources, ``label`` the exchange's name in errors.
+    """
+    device = _exchange_device(group, device)
     rank = group.rank()
     numels = [each.needed.numel(each.part.index, rank) for each in items]
     dtypes = [item.dtype for item in items]
@@ -165,10 +175,10 @@ def _exchange(items: Sequence[ExchangeItem], unit: _Unit, label: str) -> list[Te
     return results
 
 
-def _exchange_device(unit: _Unit) -> torch.device:
+def _exchange_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Return where messages are passed: with gloo and MPI in host memory only."""
-    if unit.device.type != "cpu":
-        backend = backends_of(unit.group).get(unit.device.type)
+    if device.type != "cpu":
+        backend = backends_of(group).get(device.type)
         if backend not in (None, "gloo", "mpi"):
-            return unit.device
+            return device
     return CPU

@@ -1,7 +1,7 @@
 """Parts: what this rank holds of every parameter of a model, and what all ranks do."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from fsdp_c import _native
 from fsdp_c._native import Placement
 from fsdp_c._units.base import ShardedModule, require_sharded
+from fsdp_c._units.cuts import Cut
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.uses import is_flat_param, is_taken, sharding_unit
 
@@ -79,6 +80,7 @@ class ParamPart:
             fully_shard(), where torch does that.
         index: The parameter's index in that unit; 0 outside.
         spread: How the unit's parameters lie over ranks, by index.
+        cut: Of a tensor parallel parameter, whose local tensor all of this is about.
     """
 
     fqn: str
@@ -92,6 +94,7 @@ class ParamPart:
     over: ShardedModule
     index: int
     spread: Spread
+    cut: Cut | None = field(default=None, kw_only=True)
 
     @property
     def numel(self) -> int:
@@ -262,7 +265,8 @@ def unit_parts(
     for index, its_uses in sorted(uses.items()):
         names = tuple(prefix + originals.uses[use].fqn for use in its_uses)
         begin, end, offset, _ = unit.intersect(index, module.shard_rank)
-        stepped: nn.Parameter = originals.uses[its_uses[0]].param
+        original: nn.Parameter = originals.uses[its_uses[0]].param
+        stepped = original
         if flat_params:
             stepped = flat_params[slots[index][0]]
         parts.append(
@@ -278,6 +282,7 @@ def unit_parts(
                 over=module,
                 index=index,
                 spread=spread,
+                cut=originals.parallel.cuts.get(original),
             )
         )
     return parts

@@ -8,7 +8,7 @@ Loading goes the other way. That communicates, and for a moment each rank has th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._fully_shard.rows import Cut, as_dtensor, local_of, own_rows
+from fsdp_c._fully_shard.rows import own_rows
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.cuts import Cut, as_dtensor, local_of
 from fsdp_c._units.names import clean_name
 
 
@@ -33,7 +34,7 @@ class RowPart(ParamPart):
         group: The group; ``index`` counts in it.
     """
 
-    group: Group
+    group: Group = field(kw_only=True)
 
     @property
     def is_in_unit(self) -> bool:

@@ -105,9 +105,17 @@ def find_contents(model: nn.Module) -> Contents:
     Raises:
         RuntimeError: It is inside forward, backward or summon_full_params.
         TypeError: ``model`` is not a module.
-        ValueError: Nothing in it is sharded.
+        ValueError: Nothing in it is sharded, or FullyShardedDataParallel wraps
+            tensor parallel parameters.
     """
     places = parts_in(model)
+    for place in places.values():
+        if place.cut is not None:
+            raise ValueError(
+                f"parameter {place.fqn!r} is cut by tensor parallel ranks, too, which "
+                "fsdp_c.checkpoint takes of fully_shard() only: use "
+                "torch.distributed.checkpoint with SHARDED_STATE_DICT"
+            )
     for group in groups_in(model):
         if group.is_in_step and group.unit is not None:
             raise RuntimeError(

@@ -51,16 +51,11 @@ class Wrapping:
 
     @property
     def calls(self) -> str:
-        """The calls of fully_shard() that do the same."""
+        """The calls of fully_shard() that do the same, in words."""
         if self.text == NONE:
             return "fully_shard(model)"
-        if self.text.startswith(_SIZE):
-            return "fully_shard(each) for the units above, the innermost first"
-        classes = ", ".join(self.classes)
-        return (
-            f"for each in [m for m in model.modules() if isinstance(m, ({classes},))]"
-            "[::-1] + [model]: fully_shard(each)"
-        )
+        units = f"each {' and '.join(self.classes)}" if self.classes else "each unit"
+        return f"fully_shard() of {units}, the innermost first, then of the model"
 
     def policy(self, model: nn.Module) -> Any:
         """Return the policy for ``model``, or None.

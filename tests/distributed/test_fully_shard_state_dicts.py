@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,12 +15,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
+from helpers.impl import FSDP, StateDictType, fsdp
 from helpers.seeds import generator
+from helpers.shared_folder import shared_folder
 
 DIM = 6
 BATCH = 12
@@ -152,7 +158,7 @@ def _of_one_process(num_steps: int) -> tuple[_Model, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("name", _OPTIONS)
-@distributed(world_size=(2, 3), device="cpu")
+@distributed(world_size=3, device="cpu")
 def test_options(rank: int, world_size: int, name: str) -> None:
     """What is got is one process's; set into another model, training goes on alike."""
     options = StateDictOptions(**_OPTIONS[name])
@@ -191,6 +197,29 @@ def test_options(rank: int, world_size: int, name: str) -> None:
     _train(reference, its_optim, 2, 0, 1)
     _train(other, other_optim, 2, rank, world_size)
     _assert_alike(_whole(other.state_dict()), reference.state_dict())
+
+
+@distributed(world_size=4, device="cpu")
+def test_full_with_replicas(rank: int) -> None:
+    """On all ranks, and on rank 0 alone, which half of the shard groups lack."""
+    with groups_destroyed():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "full"))
+        model: Any = _initial(1).bfloat16()
+        for part in model.parts:
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        expected = _initial(1).bfloat16().state_dict()
+        options = StateDictOptions(full_state_dict=True)
+        _assert_alike(get_model_state_dict(model, options=options), expected)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        got = get_model_state_dict(model, options=options)
+        _assert_alike(got, expected if rank == 0 else {})
+        for name, value in got.items():
+            if name.endswith("weight"):  # it has memory of its own
+                value.zero_()
+        got = get_model_state_dict(model, options=options)
+        _assert_alike(got, expected if rank == 0 else {})
+        del model
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -251,3 +280,52 @@ def test_optimizer_alone(rank: int) -> None:
     set_optimizer_state_dict(model, optim, state, options=options)
     _assert_alike(get_optimizer_state_dict(model, optim, options=options), expected)
     assert [group["lr"] for group in optim.param_groups] == [0.01, 0.01]
+
+
+@distributed(world_size=2, device="cpu")
+def test_files_of_the_other_api(rank: int) -> None:
+    """torch.distributed.checkpoint: what FullyShardedDataParallel saved, and back."""
+    reference, its_optim = _of_one_process(2)
+    wrapped: Any = fsdp(_initial(1), units={_Part}, use_orig_params=True)
+    optim = _optimizer(wrapped)
+    _train(wrapped, optim, 2, rank, 2)
+    kind = StateDictType.SHARDED_STATE_DICT
+    with shared_folder() as folder:
+        with FSDP.state_dict_type(wrapped, kind):
+            states = FSDP.optim_state_dict(wrapped, optim)
+            dcp.save(
+                {"model": wrapped.state_dict(), "optimizer": states},
+                checkpoint_id=folder / "wrapped",
+            )
+        model = _sharded(2)
+        its_own = _optimizer(model)
+        got = get_state_dict(model, its_own)
+        loaded: dict[str, Any] = {"model": got[0], "optimizer": got[1]}
+        dcp.load(loaded, checkpoint_id=folder / "wrapped")
+        set_state_dict(
+            model,
+            its_own,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        for each, optimizer, size in (
+            (reference, its_optim, 1),
+            (model, its_own, 2),
+        ):
+            _train(each, optimizer, 2, rank if size > 1 else 0, size)
+        _assert_alike(_whole(model.state_dict()), reference.state_dict())
+        got = get_state_dict(model, its_own)
+        dcp.save({"model": got[0], "optimizer": got[1]}, checkpoint_id=folder / "rows")
+        with FSDP.state_dict_type(wrapped, kind):
+            back: dict[str, Any] = {
+                "model": wrapped.state_dict(),
+                "optimizer": FSDP.optim_state_dict(wrapped, optim),
+            }
+            dcp.load(back, checkpoint_id=folder / "rows")
+            wrapped.load_state_dict(back["model"])
+            optim.load_state_dict(
+                FSDP.optim_state_dict_to_load(wrapped, optim, back["optimizer"])
+            )
+        _train(reference, its_optim, 1, 0, 1)
+        _train(wrapped, optim, 1, rank, 2)
+        _assert_alike(wrapped.state_dict(), reference.state_dict())

@@ -77,8 +77,9 @@ def _make_opaque() -> Tensor:
 KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "DTensor": (
         _make_dtensor,
-        "is a DTensor (S(0)): tensor parallelism cannot be combined with a unit; "
-        "pass its full_tensor(), or list it in ignored_states, which leaves it alone",
+        "is a DTensor (S(0)): pass the data parallel part of its mesh, as "
+        "device_mesh=mesh['dp'], instead of a process group, or list it in "
+        "ignored_states, which leaves it alone",
     ),
     "wrapper subclass": (
         lambda: _Wrapper(torch.ones(3)),

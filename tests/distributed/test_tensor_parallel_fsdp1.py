@@ -1,0 +1,287 @@
+"""FullyShardedDataParallel over parameters that are DTensors of a tensor mesh."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
+from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
+from helpers.shared_folder import shared_folder
+from helpers.tensor_parallel import (
+    ParallelBlock,
+    ParallelFlat,
+    ParallelModel,
+    parallelize,
+    tokens,
+    two_meshes,
+)
+
+pytestmark = pytest.mark.cpu_only("tensor parallelism has run on the CPU only")
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Return AdamW without weight decay, as flat parameters have padding."""
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> None:
+    """Train a model over the mesh and the unsharded one, with clipping."""
+    with groups_destroyed():
+        both = ParallelFlat(
+            num_dp,
+            num_tp,
+            build=functools.partial(ParallelModel, hidden=hidden),
+            optimizer=adamw,
+            **options,
+        )
+        for _ in range(3):
+            both.zero_grad()
+            both.forward_backward()
+            both.check()
+            both.clip(0.1)
+            both.check()
+            both.step()
+            both.check()
+        both.evaluate()
+        both.zero_grad()
+        both.accumulate(2, no_sync=True)
+        both.check()
+        both.clip(0.01, float("inf"))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("hidden", [10, 7])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=4)
+def test_training(
+    rank: int, world_size: int, use_orig_params: bool, hidden: int, strategy: str
+) -> None:
+    """2 x 2, with parts of equal and of different sizes."""
+    check_training(
+        2,
+        2,
+        hidden,
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_one_rank_in_a_dimension(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """1 x 2 and 2 x 1."""
+    check_training(1, 2, 7, use_orig_params=use_orig_params)
+    check_training(2, 1, 7, use_orig_params=use_orig_params)
+
+
+def make_2d(
+    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
+) -> Any:
+    """Return a wrapped model over the mesh, of values by ``seed``."""
+    dp, tp = two_meshes(num_dp, num_tp)
+    torch.manual_seed(seed)
+    model = parallelize(ParallelModel(hidden=hidden), tp)
+    policy = ModuleWrapPolicy({ParallelBlock})
+    return FSDP(model, device_mesh=dp, auto_wrap_policy=policy, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+    """Run a step on a batch that all ranks share; return the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    loss: Tensor = model(*tokens(generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def full_tensors(state: Any) -> Any:
+    """Return whole tensors for DTensors, nested dicts included."""
+    if isinstance(state, dict):
+        return {key: full_tensors(value) for key, value in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Compare nested dicts of tensors."""
+    torch.testing.assert_close(full_tensors(actual), full_tensors(expected))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@distributed(world_size=4)
+def test_state_dicts(
+    rank: int, world_size: int, use_orig_params: bool, kind: str
+) -> None:
+    """DTensors on the tensor parallel mesh, or on the mesh of both, and back."""
+    with groups_destroyed():
+        torch.manual_seed(0)
+        reference = ParallelModel(hidden=7)
+        model = make_2d(2, 2, use_orig_params=use_orig_params)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        FSDP.set_state_dict_type(model, StateDictType[kind])
+        state = model.state_dict()
+        for name, param in reference.named_parameters():
+            value = state[name]
+            assert isinstance(value, DTensor)
+            assert value.device_mesh.ndim == (1 if kind.startswith("FULL") else 2)
+            assert torch.equal(value.full_tensor(), param), name
+        step(model, optimizer, seed=0)
+        state = copy.deepcopy(model.state_dict())
+        optim_state = copy.deepcopy(FSDP.optim_state_dict(model, optimizer))
+        moment = optim_state["state"]["blocks.0.up.weight"]["exp_avg"]
+        assert isinstance(moment, DTensor)
+        assert moment.shape == reference.blocks[0].up.weight.shape
+        loss = step(model, optimizer, seed=1)
+        after = full_tensors(model.state_dict())
+        other = make_2d(2, 2, use_orig_params=use_orig_params, seed=1)
+        FSDP.set_state_dict_type(other, StateDictType[kind])
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
+        # The meshes differ in their names only.
+        names = dict(zip(state, other.state_dict().values(), strict=True))
+        other.load_state_dict({n: moved(v, names[n]) for n, v in state.items()})
+        moved_states = {
+            name: {
+                key: moved(value, names[name]) if isinstance(value, DTensor) else value
+                for key, value in each.items()
+            }
+            for name, each in optim_state["state"].items()
+        }
+        loaded = FSDP.optim_state_dict_to_load(
+            other, other_optimizer, {**optim_state, "state": moved_states}
+        )
+        other_optimizer.load_state_dict(loaded)
+        torch.testing.assert_close(step(other, other_optimizer, seed=1), loss)
+        assert_equal(other.state_dict(), after)
+        if kind.startswith("FULL"):  # plain tensors of the whole
+            other.load_state_dict(reference.state_dict())
+            assert_equal(other.state_dict(), reference.state_dict())
+
+
+def moved(value: Any, like: Any) -> Any:
+    """Return ``value`` on the mesh of ``like``."""
+    assert value.placements == like.placements
+    return DTensor.from_local(
+        value.to_local(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=4)
+def test_checkpoint_at_another_shape(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Through get_state_dict and torch.distributed.checkpoint, at 2 x 2 and 4 x 1."""
+    with groups_destroyed(), shared_folder() as folder:
+        model = make_2d(2, 2, hidden=8, use_orig_params=use_orig_params)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optimizer, seed=0)
+        state, optim_state = get_state_dict(model, optimizer)
+        path = Path(folder) / "checkpoint"
+        dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
+        loss = step(model, optimizer, seed=1)
+        other = make_2d(4, 1, hidden=8, seed=1, use_orig_params=use_orig_params)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
+        state, optim_state = get_state_dict(other, optimizer)
+        loaded = {"model": state, "optim": optim_state}
+        dcp.load(loaded, checkpoint_id=path)
+        set_state_dict(
+            other,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optim"],
+        )
+        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
+
+
+@distributed(world_size=4)
+def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
+    """Writes through DTensors are kept; rank 0's values reach its group."""
+    with groups_destroyed():
+        model = make_2d(2, 2, sync_module_states=True, seed=rank, use_orig_params=True)
+        with FSDP.summon_full_params(model):
+            whole = {n: p.to_local().clone() for n, p in model.named_parameters()}
+            gathered: list[Any] = [None] * world_size
+            torch.distributed.all_gather_object(gathered, whole)
+            for name, value in whole.items():
+                assert torch.equal(value, gathered[rank % 2][name])
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(2.0)
+        model.apply(lambda m: m.reset() if hasattr(m, "reset") else None)
+        for value in model.state_dict().values():
+            assert torch.equal(value.full_tensor(), torch.full(value.shape, 2.0))
+        model.blocks[0].up.weight = nn.Parameter(torch.zeros(3))
+        with pytest.raises(RuntimeError, match="Cannot writeback"):
+            model(*tokens(torch.Generator().manual_seed(0)))
+
+
+@distributed(world_size=2)
+def test_refusals(rank: int, world_size: int) -> None:
+    """A copy, and a mesh of another mesh."""
+    with groups_destroyed():
+        model = make_2d(1, 2)
+        with pytest.raises(RuntimeError, match="cannot be copied"):
+            copy.deepcopy(model)
+        with pytest.raises(checkpoint.CheckpointError, match="cannot save"):
+            checkpoint.save("never-written", model)
+        _, tp = two_meshes(1, 2)
+        dp, _ = two_meshes(2, 1)
+        with pytest.raises(ValueError, match="device_mesh=mesh"):
+            FSDP(parallelize(ParallelModel(), tp))
+        with pytest.raises(ValueError, match="not a part of the same mesh"):
+            FSDP(parallelize(ParallelModel(), tp), device_mesh=dp)
+
+
+@distributed(world_size=4)
+def test_replicas_and_mixed_precision(rank: int, world_size: int) -> None:
+    """(replicate, shard, tp) = (2, 1, 2); forward shows DTensors of param_dtype."""
+    with groups_destroyed():
+        names = ("flat_replicas", "flat_shards", "flat_parallel")
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        torch.manual_seed(0)
+        reference = ParallelModel()
+        model: Any = ParallelModel()
+        model.load_state_dict(reference.state_dict())
+        model = FSDP(
+            parallelize(model, mesh["flat_parallel"]),
+            device_mesh=mesh["flat_replicas", "flat_shards"],
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+            use_orig_params=True,
+        )
+        seen: list[Any] = []
+        model.blocks[0].up.register_forward_pre_hook(
+            lambda m, _: seen.extend((m.weight.dtype, m.weight.to_local().dtype))
+        )
+        (inputs,) = tokens(torch.Generator().manual_seed(0))
+        reference(inputs).sum().backward()
+        model(inputs).sum().backward()
+        assert seen == [torch.bfloat16] * 2
+        expected = dict(reference.named_parameters())
+        with FSDP.summon_full_params(model, with_grads=True):
+            for name, param in model.named_parameters():
+                grad = param.grad.full_tensor()
+                assert param.dtype == grad.dtype == torch.float32
+                error = (grad - expected[name].grad).norm()
+                assert error < 0.03 * expected[name].grad.norm(), name
