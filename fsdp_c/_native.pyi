@@ -47,6 +47,7 @@ class Unit:
         keep_low_precision_grads: bool,
         offloads: bool,
         shard_dims: Sequence[int] | None,
+        part_group: ProcessGroup | None,
     ) -> Unit: ...
     @property
     def name(self) -> str: ...
@@ -83,7 +84,14 @@ class Unit:
     def bind_rows(
         self,
         places: Sequence[
-            tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, Any | None]
+            tuple[
+                dict[str, Any],
+                str,
+                torch.Tensor,
+                torch.Tensor,
+                torch.Tensor | None,
+                Any | None,
+            ]
         ],
         make_grad: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         on_replaced: Callable[[], object],
@@ -93,6 +101,8 @@ class Unit:
     def bind_sharded(
         self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
     ) -> None: ...
+    def part_of(self, param: int, /) -> torch.Tensor:
+        """The local tensor of a parameter's part; empty while none is kept."""
     def unshard(self) -> None: ...
     def wait_unshard(self) -> None: ...
     def reshard(self) -> None: ...
@@ -103,6 +113,7 @@ class Unit:
         reshard_after_forward: int = -1,
         divisor: float = -1.0,
         forward_prefetch: int = -1,
+        keeps_part: int = -1,
     ) -> None: ...
     def bind_flat_params(self, flat_params: Sequence[torch.Tensor], /) -> None: ...
     def forward(

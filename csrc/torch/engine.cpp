@@ -183,14 +183,17 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
         const pybind11::gil_scoped_release no_gil;
         fsdp_torch::connect(unit.shard_group, unit.device, call_nbytes);
         fsdp_torch::connect(unit.replica_group, unit.device, call_nbytes);
+        fsdp_torch::connect(unit.part_group, unit.device, call_nbytes);
         if (unit.is_by_rows) {  // a call for each parameter
           fsdp_torch::merge_small_calls(unit.shard_group, mergings);
           fsdp_torch::merge_small_calls(unit.replica_group, mergings);
+          fsdp_torch::merge_small_calls(unit.part_group, mergings);
         }
       }
       if (unit.engine) unit.engine->recover();
       fsdp_unit_set_transports(unit.core, unit.shard_group.transport.get(),
-                               unit.replica_group.transport.get());
+                               unit.replica_group.transport.get(),
+                               unit.part_group.transport.get());
       status = fsdp_engine_add_unit(self->core, unit.core, error);
       if (status != FSDP_OK) break;
       if (unit.engine) {

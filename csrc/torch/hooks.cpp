@@ -180,7 +180,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
           " has a sparse gradient; use a dense one (Embedding(sparse=False))");
     }
     if (grad.requires_grad()) grad = grad.detach();
-    grad = in_memory_order(param, grad);
+    grad = in_memory_order(unit, param, grad);
     hand_over(unit, std::move(grad));
   }
 

@@ -70,10 +70,10 @@ void make_grad(Unit &unit, Param &param, int64_t index) {
   ShardedParam &shown = param.sharded_param;
   const Segment &segment = own_segment(unit, param);
   {
-    const at::Tensor view = make_param_view(
-        segment.grad_shard.storage().getWeakStorageImpl().lock(),
-        param.sharded.key_set(), segment.grad, param, param.sharded.sizes(),
-        segment.grad_shard.storage_offset() + param.in_shard.begin);
+    const at::Tensor view =
+        make_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
+                  param.sharded.key_set(), segment.grad, param.sharded.sizes(),
+                  segment.grad_shard.storage_offset() + param.in_shard.begin);
     const auto local =
         py::reinterpret_steal<py::object>(THPVariable_Wrap(view));
     const auto made = py::reinterpret_steal<py::object>(
@@ -143,11 +143,6 @@ std::vector<int64_t> local_sizes(const Param &param) {
   return sizes;
 }
 
-at::Tensor in_memory_order(const Param &param, const at::Tensor &grad) {
-  return (param.shard_dim == 0 ? grad : grad.movedim(param.shard_dim, 0))
-      .contiguous();
-}
-
 bool take_sharded_grad(Unit &unit, Param &param) {
   ShardedParam &shown = param.sharded_param;
   const at::Tensor &grad = shown.param.grad();
@@ -165,10 +160,9 @@ bool take_sharded_grad(Unit &unit, Param &param) {
     segment.grad_shard = at::zeros({segment.layout->shard_numel},
                                    shard_options(unit, segment.grad));
   }
-  make_param_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
-                  param.sharded.key_set(), segment.grad, param,
-                  param.sharded.sizes(),
-                  segment.grad_shard.storage_offset() + param.in_shard.begin)
+  make_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
+            param.sharded.key_set(), segment.grad, param.sharded.sizes(),
+            segment.grad_shard.storage_offset() + param.in_shard.begin)
       .copy_(shown.user_grad);
   return true;
 }
@@ -206,7 +200,9 @@ void open_rows(Engine &engine) {
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
     note_user_grads(*unit);
-    if (unit->face.show(unit->face.context, true) < 0) throw_python_error();
+    if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_PLAIN) < 0) {
+      throw_python_error();
+    }
   }
 }
 
@@ -217,7 +213,9 @@ void close_rows(Engine &engine) {
   const py::error_scope kept;  // an exception on its way stays
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
-    if (unit->face.show(unit->face.context, false) < 0) throw_python_error();
+    if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
+      throw_python_error();
+    }
     if (unit->grads_are_new) show_sharded_grads(*unit);
   }
 }
@@ -260,6 +258,36 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
     self.grad_places.clear();
     return FSDP_OK;
   };
+}
+
+PyObject *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(
+      unit->self->params.at(static_cast<size_t>(index)).part);
+  END_HANDLE_TH_ERRORS
+}
+
+bool fsdp_torch_unit_is_parted(fsdp_torch_unit *unit) noexcept {
+  Unit &self = *unit->self;
+  if (!self.engine || !fsdp_unit_is_parted(self.core)) return false;
+  self.engine->shows_parts = true;
+  return true;
+}
+
+int fsdp_torch_unit_hide_parts(fsdp_torch_unit *unit) noexcept {
+  const auto &engine = unit->self->engine;
+  if (!engine || !engine->shows_parts || engine->shows_plain ||
+      fsdp_engine_in_forward(engine->core)) {
+    return 0;
+  }
+  engine->shows_parts = false;
+  for (Unit *each : engine->units) {
+    if (each->face.context == nullptr) continue;
+    if (each->face.show(each->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
+      return -1;
+    }
+  }
+  return 0;
 }
 
 bool fsdp_torch_unit_is_shown_in_backward(

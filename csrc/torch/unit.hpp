@@ -72,6 +72,7 @@ struct Engine {
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};
+  bool shows_parts = false;  // some unit's parts are registered. GIL.
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_abort_reason{false};
 };
@@ -90,12 +91,14 @@ struct Segment {
   at::ScalarType compute = at::ScalarType::Undefined;
   at::ScalarType reduce = at::ScalarType::Undefined;
   at::ScalarType grad = at::ScalarType::Undefined;  // of grad_shard
+  int64_t spare_numel = 0;  // behind what is gathered; of columns
   bool wants_grad = false;  // some parameter requires grad now
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
   at::Tensor earlier_grad;  // of earlier backwards, while followed
   at::Tensor flat_param;    // use_orig_params=False
   StoragePtr unsharded;
+  StoragePtr part;                 // null: the unit keeps no parts
   StoragePtr full;                 // on the unit's device
   StoragePtr full_on_host;         // null until a summon needs it
   StoragePtr unsharded_grad;       // null until no_sync needs it
@@ -120,6 +123,12 @@ struct ShardedParam {
   int64_t grad_references[2] = {0, 0};
 };
 
+// A piece of a parameter where a gather left it, and in the parameter.
+struct ColumnCopy {
+  at::Tensor source;
+  at::Tensor target;
+};
+
 struct Param {
   at::Tensor tensor;
   std::vector<int64_t> sizes;
@@ -130,6 +139,11 @@ struct Param {
   fsdp_range in_shard = {0, 0};
   at::Tensor sharded;
   at::Tensor unsharded;
+  at::Tensor part;         // of the small group; undefined: none is kept
+  at::Tensor part_source;  // the same elements of `unsharded`
+  // By columns: copies after a gather of shards, and of parts.
+  std::vector<ColumnCopy> columns;
+  std::vector<ColumnCopy> part_columns;
   at::Tensor full;
   at::Tensor full_on_host;
   at::Tensor grad;            // view of the sharded gradient
@@ -177,6 +191,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   int32_t param_dtype_code = -1;  // -1: no cast
   Group shard_group;
   Group replica_group;
+  Group part_group;
   bool is_by_rows = false;
   fsdp_torch_face face = {};      // by rows; all null: the owner is gone
   bool grads_are_new = false;     // by rows: to be shown at the end of backward
@@ -212,10 +227,9 @@ StoragePtr empty_storage(c10::Device device);
 at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
                      at::ScalarType dtype, at::IntArrayRef sizes,
                      int64_t offset);
-// The same of a parameter, of which `sizes` are the whole ones or this rank's.
-at::Tensor make_param_view(const StoragePtr &storage, c10::DispatchKeySet keys,
-                           at::ScalarType dtype, const Param &param,
-                           at::IntArrayRef sizes, int64_t offset);
+// Likewise, over the storage of another one and of its dtype.
+at::Tensor make_strided_view(const at::Tensor &like, at::IntArrayRef sizes,
+                             at::IntArrayRef strides, int64_t offset);
 // Points the storage at memory that somebody else owns.
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
 // Empties it; reading it is an error that names the unit.
@@ -261,11 +275,29 @@ bool is_trainable(const Unit &unit, const Segment &segment);
 void show_followed_grads(Unit &unit);
 void take_followed_grads(Unit &unit);
 
+// columns.cpp: see Note [Parameters by columns].
+bool is_by_columns(const Unit &unit, const Param &param);
+// Where the whole parameter lies in the segment's memory, in elements.
+int64_t columns_offset(const Segment &segment);
+// What makes the parameter of the pieces of so many ranks.
+std::vector<ColumnCopy> column_copies(const Unit &unit, const Param &param,
+                                      int64_t num_ranks);
+// Makes the parameters that are cut so of what was gathered.
+void show_columns(Unit &unit);
+// A gradient of the parameter as its pieces lie in memory.
+at::Tensor in_memory_order(const Unit &unit, const Param &param,
+                           const at::Tensor &grad);
+// The elements of a part of the parameter, padding included; see Note [Parts of
+// a unit] in runtime/engine.h.
+int64_t part_numel_of(const Unit &unit, const Param &param);
+void make_part_views(Unit &unit);
+// Points the views of parts at `data`; fills them from the whole parameters.
+void attach_parts(Unit &unit, void *const *data);
+void copy_parts(Unit &unit);
+
 // rows.cpp: see Note [Parameters by rows].
 // Sizes of this rank's rows.
 std::vector<int64_t> local_sizes(const Param &param);
-// A gradient of the parameter as the parameter lies in memory.
-at::Tensor in_memory_order(const Param &param, const at::Tensor &grad);
 // Whether the sharded parameter has a gradient, which is in the shard then.
 bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
@@ -67,10 +67,14 @@ class Group:
         self.syncs = self.all_reduces = True
         self.divisor = 0.0
         self.prefetches = False
+        self.keeps_part = arguments.part_mesh is not None
         self._places = tuple(places)
         self._dims = tuple(dims)
         self._plain: list[nn.Parameter] = []
+        self._parts: list[nn.Parameter | None] = []
         self._still_to_run: set[nn.Module] = set()
+        if self.keeps_part:
+            self._hide_parts_from_state_dicts()
 
     # The unit --------------------------------------------------------------
 
@@ -111,7 +115,9 @@ class Group:
                 keep_low_precision_grads=False,
                 offloads=self.arguments.offloads,
                 shard_dims=self._dims,
+                part_group=self.arguments.part_group,
             )
+            self._parts = [self._part_of(each) for each in range(len(self._plain))]
             self._bind(range(len(self.sharded)))
         return self.unit
 
@@ -187,8 +193,9 @@ class Group:
                 (
                     place.module._parameters,
                     place.name,
-                    self._plain[place.param],
                     self.sharded[place.param],
+                    self._plain[place.param],
+                    self._parts[place.param],
                     None if _has_plain_setattr(place.module) else place.module,
                 )
                 for place in self._places
@@ -196,6 +203,31 @@ class Group:
             make_grad,
             on_replaced,
         )
+
+    def _hide_parts_from_state_dicts(self) -> None:
+        owner = weakref.ref(self)
+
+        def reshard(*_: Any) -> None:
+            group = owner()
+            if group is not None and group.unit and group.unit.state == "PARTED":
+                group.unit.reshard()
+
+        for module in dict.fromkeys(place.module for place in self._places):
+            add: Any = module.register_state_dict_pre_hook
+            add(reshard)
+            add = module._register_load_state_dict_pre_hook
+            add(reshard)
+
+    def _part_of(self, index: int) -> nn.Parameter | None:
+        """Make what modules show of a parameter while a small group keeps it."""
+        mesh = self.arguments.part_mesh
+        if mesh is None or self.unit is None:
+            return None
+        placements = (Replicate(), Shard(self._dims[index]))
+        local = self.unit.part_of(index)
+        sharded = self.sharded[index]
+        part = as_dtensor(local, sharded, mesh, placements)
+        return nn.Parameter(part, sharded.requires_grad)
 
     def _adopt_replaced(self) -> None:
         """Go on with sharded parameters that the user registered instead."""
@@ -233,6 +265,7 @@ class Group:
                     other.running = None
         self.unit = None
         self._plain = []
+        self._parts = []
 
     # Settings --------------------------------------------------------------
 
@@ -253,6 +286,7 @@ class Group:
             reshard_after_forward=reshards,
             divisor=self.divisor,
             forward_prefetch=self.prefetches,
+            keeps_part=self.keeps_part,
         )
 
     # SharedEngine ---------------------------------------------------------------

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from fsdp_c._fully_shard.arguments import check_reshard
 from fsdp_c._fully_shard.group import Group, ensure_engine, group_of
 
 
@@ -146,7 +145,8 @@ class FSDPModule(TorchFSDPModule):
                 f"{type(reshard_after_forward)}"
             )
         for group in self._groups(recurse):
-            group.reshards = check_reshard(reshard_after_forward, group.arguments.mesh)
+            group.reshards = reshard_after_forward
+            group.keeps_part = False
             group.apply_settings()
 
     def set_gradient_divide_factor(self, factor: float) -> None:

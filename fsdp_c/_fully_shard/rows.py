@@ -7,16 +7,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
-    """Return a copy of what torch.chunk along ``dim`` gives ``rank``.
-
-    In memory ``dim`` comes first.
-    """
+    """Return a contiguous copy of what torch.chunk along ``dim`` gives ``rank``."""
     size = param.size(dim)
     rows = -(-size // world_size)
     begin = min(rank * rows, size)
     part = param.detach().narrow(dim, begin, min(rows, size - begin))
-    first = part.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
-    return first.movedim(0, dim)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def as_dtensor(

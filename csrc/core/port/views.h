@@ -22,6 +22,8 @@ typedef enum fsdp_view {
   FSDP_VIEW_UNSHARDED,    /* a block in compute (gradients: reduce) dtype */
   FSDP_VIEW_FULL,         /* a block in master (gradients: grad) dtype */
   FSDP_VIEW_FULL_ON_HOST, /* the same in host memory */
+  FSDP_VIEW_PART,         /* parameters only: the shard, while a part of the
+                             block is kept; see Note [Parts of a unit] */
   FSDP_VIEW_PARTIAL       /* gradients only: this rank's part of the sum over
                              the micro-batches so far, in reduce dtype */
 } fsdp_view;
@@ -33,7 +35,9 @@ typedef struct fsdp_view_ops {
   /* Parameters.
    * show_params points the unit's parameters at `view`. For SHARDED `segments`
    * is NULL and the unsharded storages are emptied; for the others
-   * `segments[i]` is the memory of segment i, padded_numel elements long. */
+   * `segments[i]` is the memory of segment i, padded_numel elements long. PART
+   * follows UNSHARDED: it copies this rank's part of segment i, part_numel
+   * elements of compute dtype, into `segments[i]` first, on COMPUTE. */
   fsdp_status (*show_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, fsdp_error *error);
   /* Looks for parameters whose memory the user replaced (`param.data = ...`)

@@ -28,7 +28,8 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
     const int64_t index = fsdp_order_next_backward(engine->order, distance);
     if (index < 0) return FSDP_OK;
     const fsdp_unit *unit = engine->units[index];
-    if (unit->state == FSDP_UNIT_SHARDED && !unit->step.entered_backward) {
+    if (fsdp_unit_state_is_at_rest(unit->state) &&
+        !unit->step.entered_backward) {
       return fsdp_engine_priv_prefetch(engine, index, error);
     }
     if (fsdp_unit_state_is_in_flight(unit->state)) return FSDP_OK;
@@ -222,6 +223,9 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   /* A prefetch in flight is always dropped: it may hold old weights. */
   if (fsdp_unit_state_is_in_flight(unit->state)) {
     if (unit->is_pinned) return FSDP_OK; /* and took no part */
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  }
+  if (unit->state == FSDP_UNIT_PARTED) {
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(reshard_after_backward(unit, error));

@@ -72,6 +72,7 @@ static void detach_unit(fsdp_unit *unit) {
   unit->param_client = -1;
   unit->grad_client = -1;
   unit->full_client = -1;
+  unit->part_client = -1;
 }
 
 void fsdp_engine_destroy(fsdp_engine *engine) {
@@ -127,7 +128,8 @@ static void reset_unit(fsdp_unit *unit) {
     fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL | FSDP_GRADS_SHARDED,
                              false);
   }
-  const int64_t clients[] = {unit->param_client, unit->full_client};
+  const int64_t clients[] = {unit->param_client, unit->full_client,
+                             unit->part_client};
   for (size_t i = 0; i < sizeof clients / sizeof *clients; i++) {
     if (clients[i] < 0 || fsdp_arena_data(engine->arena, clients[i]) == NULL) {
       continue;
@@ -247,6 +249,8 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->param_client = -1;
   self->grad_client = -1;
   self->full_client = -1;
+  self->part_client = -1;
+  self->keeps_part = options->part_group.world_size > 1;
   self->reduce_position = -1;
   self->num_segments = (int64_t)num_segments;
   self->name = fsdp_strdup(options->name);
@@ -377,7 +381,8 @@ done:
 }
 
 void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
-                              fsdp_transport *replica) {
+                              fsdp_transport *replica, fsdp_transport *part) {
+  unit->options.part_group.transport = part;
   unit->options.shard_group.transport = shard;
   unit->options.replica_group.transport = replica;
 }
@@ -408,6 +413,18 @@ void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards) {
 
 void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches) {
   unit->options.forward_prefetch = prefetches;
+}
+
+void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part) {
+  unit->keeps_part = keeps_part && unit->options.part_group.world_size > 1;
+}
+
+bool fsdp_unit_is_parted(const fsdp_unit *unit) {
+  return unit->state == FSDP_UNIT_PARTED;
+}
+
+bool fsdp_unit_is_of_parts(const fsdp_unit *unit) {
+  return unit->is_of_parts;
 }
 
 void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor) {

@@ -57,7 +57,22 @@ typedef struct fsdp_segment_options {
   void *shard;             /* shard_numel elements of the segment's dtype, in
                               host memory if the unit offloads; borrowed,
                               outlives the unit */
+  int64_t spare_numel; /* elements of the block behind the gathered ones, for
+                          show_params; 0: none */
+  int64_t part_numel;  /* elements of a part, if the unit has a part_group:
+                          its ranks' parts are the segment, and some padding */
 } fsdp_segment_options;
+
+/*
+ * Note [Parts of a unit]
+ * Between forward and backward a unit may keep a part of its block instead of
+ * all or nothing of it: the shard group is divided into groups of a few ranks
+ * that are close to each other, each of which holds all of the unit. Backward
+ * then gathers within that small group. The part is cut as the shard is, for
+ * fewer ranks, in compute dtype. It does not outlive the backward, nor the next
+ * forward: the parameters may have changed. Collectives keep their order, and
+ * reductions their group.
+ */
 
 typedef struct fsdp_unit_options {
   const char *name; /* for messages; copied */
@@ -67,6 +82,7 @@ typedef struct fsdp_unit_options {
   const fsdp_segment_options *segments; /* one per segment; copied */
   fsdp_group shard_group;
   fsdp_group replica_group; /* world_size 1: no replicas */
+  fsdp_group part_group;    /* world_size < 2: the unit keeps no parts */
   bool reshard_after_forward;
   bool
       reshards_as_root; /* false: the outermost unit keeps its parameters
@@ -135,7 +151,7 @@ FSDP_NODISCARD fsdp_status fsdp_engine_add_unit(fsdp_engine *engine,
 
 /* Sets what carries the unit's groups; before it joins an engine. */
 void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
-                              fsdp_transport *replica);
+                              fsdp_transport *replica, fsdp_transport *part);
 
 /* What later backward passes do with their gradients; REDUCE at first. What
  * NONE and SHARD kept is part of the next REDUCE. */
@@ -189,6 +205,12 @@ void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync);
 /* As the options of these names, from the unit's next forward on. */
 void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards);
 void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches);
+/* Whether it keeps a part where it reshards after forward; yes at first, if it
+ * has a part_group. */
+void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part);
+bool fsdp_unit_is_parted(const fsdp_unit *unit);
+/* Whether what it last gathered were parts. */
+bool fsdp_unit_is_of_parts(const fsdp_unit *unit);
 
 /* What sums of gradients are divided by; 0: the number of ranks. */
 void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor);
