@@ -2,8 +2,8 @@
 # environment, torch, the tools of requirements-dev.txt, the built extension.
 #
 #   make train      train a small GPT on 2 processes, or one per GPU
-#   make test       all tests: C with sanitizers, then pytest (which compiles the
-#                   CUDA kernels where there is nvcc, and runs them where there is a GPU)
+#   make test       all tests: C with sanitizers, then pytest (which runs the CUDA
+#                   kernels where there is a GPU)
 #   make help       the other targets
 #
 # A push runs .ci/run, a night `make nightly` (docs/CONTRIBUTING.md).

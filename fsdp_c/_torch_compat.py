@@ -9,7 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed._composable.contract import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+)
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import (
@@ -26,7 +32,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._flat_param import (
     FlatParamShardMetadata,
@@ -36,6 +44,8 @@ from torch.distributed.fsdp._flat_param import (
 from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -61,10 +71,53 @@ def overrides_dispatch(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
-def note_fully_sharded(module: Module) -> None:
-    """Tell torch's composable functions, ``replicate()`` for one, what was done."""
+def note_fully_sharded(module: Module, state: Any) -> None:
+    """Tell torch what was done: ``replicate()``, and pipeline schedules.
+
+    ``state`` is what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
+    """
     registry: Any = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     registry["fully_shard"] = RegistryItem()
+    states: Any = module.__dict__.setdefault(STATE_KEY, {})
+    function: Any = torch_fully_shard
+    states[function.__wrapped__] = state
+
+
+def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with the dimensions of both, which are parts of one mesh.
+
+    Raises:
+        RuntimeError: They are not.
+    """
+    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return mesh
+
+
+def num_parts_along(value: DTensor, dim: int) -> int:
+    """Return into how many parts the ranks of its mesh cut ``value`` along ``dim``."""
+    num_parts = 1
+    for mesh_dim, placement in enumerate(value.placements):
+        if placement.is_shard(dim) or isinstance(placement, _StridedShard):
+            if placement.dim == dim:  # type: ignore[attr-defined]
+                num_parts *= value.device_mesh.size(mesh_dim)
+    return num_parts
+
+
+def strided_shard(dim: int, num_parts: int) -> Placement:
+    """Return the placement that cuts each of ``num_parts`` parts along ``dim``."""
+    placement: Placement = _StridedShard(dim, split_factor=num_parts)
+    return placement
+
+
+def local_tensor(value: DTensor) -> Tensor:
+    """Return the local tensor itself, where ``to_local()`` may return an alias."""
+    local: Tensor = value._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def preserved_version(tensor: Tensor) -> Any:
+    """Return a context in which writing ``tensor`` is not seen by autograd."""
+    return _unsafe_preserve_version_counter(tensor)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

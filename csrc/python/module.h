@@ -52,6 +52,8 @@ typedef struct unit_object {
   PyObject *places;       /* tuple of Place; NULL: not by rows, or cleared */
   PyObject *make_grad;    /* callable */
   PyObject *on_replaced;  /* callable */
+  PyObject *local_grad;   /* callable; None: no parameter is parallel */
+  PyObject *extend;       /* callable; None: no parameter is extended */
   fsdp_torch_shown shown; /* by the places; SHARDED at first */
   int num_forwards;       /* inside its forward: a module may run itself */
 } unit_object;
@@ -60,6 +62,7 @@ typedef struct unit_object {
 PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_part_of(PyObject *object, PyObject *index);
+PyObject *fsdp_unit_object_bind_parallel(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_wait_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_reshard(PyObject *object, PyObject *none);

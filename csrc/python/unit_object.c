@@ -33,23 +33,25 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "offloads",
                                          "shard_dims",
                                          "part_group",
+                                         "extended",
                                          NULL};
   const char *name;
   /* All borrowed. */
   PyObject *params, *shard_group, *replica_group, *device;
   PyObject *param_dtype, *reduce_dtype, *shard_dims;
-  PyObject *part_group;
+  PyObject *part_group, *extended;
   int use_orig_params, reshard_after_forward;
   int reshard_after_backward_without_sync, backward_prefetch, forward_prefetch;
   int cast_forward_inputs, cast_root_forward_inputs;
   int keep_low_precision_grads, offloads;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sO$OOOOOpppipppppOO:Unit", FSDP_KEYWORDS(keywords),
+          args, kwargs, "sO$OOOOOpppipppppOOO:Unit", FSDP_KEYWORDS(keywords),
           &name, &params, &shard_group, &replica_group, &device, &param_dtype,
           &reduce_dtype, &use_orig_params, &reshard_after_forward,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
-          &keep_low_precision_grads, &offloads, &shard_dims, &part_group)) {
+          &keep_low_precision_grads, &offloads, &shard_dims, &part_group,
+          &extended)) {
     return NULL;
   }
   if (backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -63,6 +65,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
 
   unit_object *self = NULL;
   int64_t *dims = NULL;
+  int64_t *is_extended = NULL;
   Py_ssize_t num_dims;
   PyObject *uses = PySequence_Fast(params, "params must be a sequence");
   if (uses == NULL) return NULL;
@@ -71,6 +74,15 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
     if (dims == NULL) goto done;
     if (num_dims != PySequence_Fast_GET_SIZE(uses)) {
       PyErr_Format(PyExc_ValueError, "%zd params and %zd shard_dims",
+                   PySequence_Fast_GET_SIZE(uses), num_dims);
+      goto done;
+    }
+  }
+  if (dims != NULL && extended != Py_None) {
+    is_extended = fsdp_read_int64s(extended, "extended", 1, &num_dims);
+    if (is_extended == NULL) goto done;
+    if (num_dims != PySequence_Fast_GET_SIZE(uses)) {
+      PyErr_Format(PyExc_ValueError, "%zd params and %zd extended",
                    PySequence_Fast_GET_SIZE(uses), num_dims);
       goto done;
     }
@@ -85,6 +97,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .shard_group = none_to_null(shard_group),
       .replica_group = none_to_null(replica_group),
       .part_group = none_to_null(part_group),
+      .extended = is_extended,
       .device = device,
       .param_dtype = none_to_null(param_dtype),
       .reduce_dtype = none_to_null(reduce_dtype),
@@ -106,6 +119,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
     Py_CLEAR(self);
   }
 done:
+  PyMem_Free(is_extended);
   PyMem_Free(dims);
   Py_DECREF(uses);
   return (PyObject *)self;
@@ -404,7 +418,8 @@ PyDoc_STRVAR(
     "     reduce_dtype, use_orig_params, reshard_after_forward,\n"
     "     reshard_after_backward_without_sync, backward_prefetch,\n"
     "     forward_prefetch, cast_forward_inputs, cast_root_forward_inputs,\n"
-    "     keep_low_precision_grads, offloads, shard_dims, part_group)\n"
+    "     keep_low_precision_grads, offloads, shard_dims, part_group,\n"
+    "     extended)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"
@@ -451,13 +466,18 @@ PyDoc_STRVAR(unit_parts_doc,
 
 PyDoc_STRVAR(
     unit_rows_doc,
-    "bind_rows($self, places, make_grad, on_replaced, /)\n--\n\n"
+    "bind_rows($self, places, make_grad, on_replaced, local_grad=None,\n"
+    "extend=None, /)\n"
+    "--\n\n"
     "Register plain parameters in forward and backward, sharded ones\n"
     "else, or the part that is kept between, in all places: (dict, key,\n"
     "sharded, plain, part or None, module or None), by setattr() where\n"
     "there is a module. make_grad(param, local)\n"
     "returns a DTensor over `local` and its local tensor.\n"
-    "on_replaced() runs before a forward where a place holds neither.");
+    "on_replaced() runs before a forward where a place holds neither.\n"
+    "local_grad(param, grad) returns the local tensor of a gradient of a\n"
+    "parallel parameter, placed like the parameter. extend(param, stage)\n"
+    "gathers, shows and frees an extended one.");
 PyDoc_STRVAR(unit_part_of_doc,
              "part_of($self, param, /)\n--\n\n"
              "The local tensor of a parameter's part, empty while none is\n"
@@ -466,6 +486,10 @@ PyDoc_STRVAR(unit_sharded_doc,
              "bind_sharded($self, param, dtensor, local, /)\n--\n\n"
              "Let `dtensor` be the sharded parameter number `param`; `local`,\n"
              "its local tensor, becomes a view of the shard.");
+PyDoc_STRVAR(unit_parallel_doc,
+             "bind_parallel($self, param, dtensor, local, /)\n--\n\n"
+             "Let modules see `dtensor` instead of parameter number `param`;\n"
+             "`local`, its local tensor, shows what that parameter does.");
 PyDoc_STRVAR(unit_unshard_doc,
              "unshard($self, /)\n--\n\n"
              "Issue the all-gather, at the user's request.");
@@ -497,6 +521,8 @@ static PyMethodDef unit_methods[] = {
     {"part_of", fsdp_unit_object_part_of, METH_O, unit_part_of_doc},
     {"bind_sharded", fsdp_unit_object_bind_sharded, METH_VARARGS,
      unit_sharded_doc},
+    {"bind_parallel", fsdp_unit_object_bind_parallel, METH_VARARGS,
+     unit_parallel_doc},
     {"unshard", fsdp_unit_object_unshard, METH_NOARGS, unit_unshard_doc},
     {"wait_unshard", fsdp_unit_object_wait_unshard, METH_NOARGS, unit_wait_doc},
     {"reshard", fsdp_unit_object_reshard, METH_NOARGS, unit_reshard_doc},

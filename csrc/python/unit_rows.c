@@ -77,6 +77,18 @@ static PyObject *face_make_grad(void *context, int64_t param, PyObject *local) {
   return PyObject_CallFunction(self->make_grad, "LO", (long long)param, local);
 }
 
+static PyObject *face_local_grad(void *context, int64_t param, PyObject *grad) {
+  const unit_object *self = context;
+  return PyObject_CallFunction(self->local_grad, "LO", (long long)param, grad);
+}
+
+static PyObject *face_extend(void *context, int64_t param,
+                             fsdp_torch_extension stage) {
+  const unit_object *self = context;
+  return PyObject_CallFunction(self->extend, "Li", (long long)param,
+                               (int)stage);
+}
+
 /* Forward ------------------------------------------------------------------ */
 
 int fsdp_unit_object_enter_forward(unit_object *self) {
@@ -132,8 +144,10 @@ static int check_places(PyObject *places) {
 PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args) {
   unit_object *self = (unit_object *)object;
   PyObject *sequence, *make_grad, *on_replaced; /* borrowed */
-  if (!PyArg_ParseTuple(args, "OOO:bind_rows", &sequence, &make_grad,
-                        &on_replaced)) {
+  PyObject *local_grad = Py_None;               /* likewise */
+  PyObject *extend = Py_None;                   /* likewise */
+  if (!PyArg_ParseTuple(args, "OOO|OO:bind_rows", &sequence, &make_grad,
+                        &on_replaced, &local_grad, &extend)) {
     return NULL;
   }
   PyObject *places = PySequence_Tuple(sequence);
@@ -145,8 +159,13 @@ PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args) {
   Py_XSETREF(self->places, places);
   Py_XSETREF(self->make_grad, Py_NewRef(make_grad));
   Py_XSETREF(self->on_replaced, Py_NewRef(on_replaced));
-  const fsdp_torch_face face = {
-      .context = self, .show = face_show, .make_grad = face_make_grad};
+  Py_XSETREF(self->local_grad, Py_NewRef(local_grad));
+  Py_XSETREF(self->extend, Py_NewRef(extend));
+  const fsdp_torch_face face = {.context = self,
+                                .show = face_show,
+                                .make_grad = face_make_grad,
+                                .local_grad = face_local_grad,
+                                .extend = face_extend};
   fsdp_torch_unit_set_face(self->unit, &face);
   Py_RETURN_NONE;
 }
@@ -155,6 +174,8 @@ int fsdp_unit_object_visit_rows(unit_object *self, visitproc visit, void *arg) {
   Py_VISIT(self->places);
   Py_VISIT(self->make_grad);
   Py_VISIT(self->on_replaced);
+  Py_VISIT(self->local_grad);
+  Py_VISIT(self->extend);
   return 0;
 }
 
@@ -163,22 +184,33 @@ void fsdp_unit_object_clear_rows(unit_object *self) {
   Py_CLEAR(self->places);
   Py_CLEAR(self->make_grad);
   Py_CLEAR(self->on_replaced);
+  Py_CLEAR(self->local_grad);
+  Py_CLEAR(self->extend);
 }
 
-PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args) {
-  fsdp_torch_unit *unit = ((unit_object *)object)->unit;
+typedef fsdp_status (*bind_call)(fsdp_torch_unit *unit, int64_t index,
+                                 PyObject *param, PyObject *local,
+                                 fsdp_error *error);
+
+static PyObject *bind_param(PyObject *object, PyObject *args, bind_call bind) {
   FSDP_LOCAL_ERROR(error);
   long long index;
   PyObject *param, *local; /* borrowed */
-  if (!PyArg_ParseTuple(args, "LOO:bind_sharded", &index, &param, &local)) {
-    return NULL;
-  }
-  if (fsdp_torch_unit_bind_sharded(unit, index, param, local, &error) !=
+  if (!PyArg_ParseTuple(args, "LOO", &index, &param, &local)) return NULL;
+  if (bind(((unit_object *)object)->unit, index, param, local, &error) !=
       FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     return NULL;
   }
   Py_RETURN_NONE;
+}
+
+PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args) {
+  return bind_param(object, args, fsdp_torch_unit_bind_sharded);
+}
+
+PyObject *fsdp_unit_object_bind_parallel(PyObject *object, PyObject *args) {
+  return bind_param(object, args, fsdp_torch_unit_bind_parallel);
 }
 
 typedef fsdp_status (*unit_call)(fsdp_torch_unit *unit, fsdp_error *error);
@@ -231,15 +263,17 @@ PyObject *fsdp_unit_object_part_of(PyObject *object, PyObject *index) {
 
 PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
                                PyObject *kwargs) {
-  static const char *const keywords[] = {"sync",       "reshard_after_forward",
-                                         "divisor",    "forward_prefetch",
-                                         "keeps_part", NULL};
+  static const char *const keywords[] = {
+      "sync",       "reshard_after_forward",  "divisor", "forward_prefetch",
+      "keeps_part", "reshard_after_backward", NULL};
   fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
   int sync = -1, reshards = -1, prefetches = -1, keeps_part = -1;
+  int reshards_after_backward = -1;
   double divisor = -1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidii:set",
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidiii:set",
                                    FSDP_KEYWORDS(keywords), &sync, &reshards,
-                                   &divisor, &prefetches, &keeps_part)) {
+                                   &divisor, &prefetches, &keeps_part,
+                                   &reshards_after_backward)) {
     return NULL;
   }
   if (sync > FSDP_SYNC_SHARD) {
@@ -251,6 +285,10 @@ PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
   if (sync >= 0) fsdp_unit_set_sync(unit, (fsdp_sync)sync);
   if (reshards >= 0) fsdp_unit_set_reshard_after_forward(unit, reshards != 0);
   if (divisor >= 0) fsdp_unit_set_divisor(unit, divisor);
+  if (reshards_after_backward >= 0) {
+    fsdp_unit_set_reshard_after_backward_without_sync(
+        unit, reshards_after_backward != 0);
+  }
   if (keeps_part >= 0) fsdp_unit_set_keeps_part(unit, keeps_part != 0);
   if (prefetches >= 0) fsdp_unit_set_forward_prefetch(unit, prefetches != 0);
   Py_RETURN_NONE;

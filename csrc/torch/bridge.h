@@ -86,6 +86,8 @@ typedef struct fsdp_torch_unit_options {
   struct _object *shard_group;   /* ProcessGroup, or NULL: this rank alone */
   struct _object *replica_group; /* likewise */
   struct _object *part_group;    /* NULL: the unit keeps no parts */
+  const int64_t *extended;       /* per use, of a unit by rows: not 0: its owner
+                                    extends the parameter */
   struct _object *device;        /* torch.device of compute and shards */
   struct _object *param_dtype;   /* torch.dtype, or NULL: master dtype */
   struct _object *reduce_dtype;  /* likewise: param_dtype, then master */
@@ -190,6 +192,12 @@ typedef enum fsdp_torch_shown {
   FSDP_TORCH_SHOWN_PART /* of the small group, between forward and backward */
 } fsdp_torch_shown;
 
+typedef enum fsdp_torch_extension {
+  FSDP_TORCH_EXTENSION_GATHER = 0, /* a list of (output, input) */
+  FSDP_TORCH_EXTENSION_SHOW,       /* the parameter */
+  FSDP_TORCH_EXTENSION_FREE        /* None */
+} fsdp_torch_extension;
+
 /* What the owner of a unit by rows does for it. All with the GIL; on failure a
  * Python exception is set. */
 typedef struct fsdp_torch_face {
@@ -200,6 +208,14 @@ typedef struct fsdp_torch_face {
    * tensor, an alias of `local`. NULL on failure. */
   struct _object *(*make_grad)(void *context, int64_t param,
                                struct _object *local);
+  /* A new reference to the local tensor of `grad`, a gradient of the parallel
+   * parameter `param`, placed like that. May communicate. NULL on failure. */
+  struct _object *(*local_grad)(void *context, int64_t param,
+                                struct _object *grad);
+  /* Of an extended parameter, see Note [Extended parameters]. A new object, or
+   * NULL. */
+  struct _object *(*extend)(void *context, int64_t param,
+                            fsdp_torch_extension stage);
 } fsdp_torch_face;
 
 /* NULL: the owner is gone. GIL. */
@@ -217,6 +233,15 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit,
                                                         struct _object *param,
                                                         struct _object *local,
                                                         fsdp_error *error);
+
+/* Lets modules see `param`, a DTensor, instead of the plain parameter `index`:
+ * `local`, its local tensor, shows what that does from now on. Before the
+ * first use; see Note [Parallel parameters] in rows.cpp. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_parallel(fsdp_torch_unit *unit,
+                                                         int64_t index,
+                                                         struct _object *param,
+                                                         struct _object *local,
+                                                         fsdp_error *error);
 
 /* Whether a backward has the plain parameters registered until its end. GIL. */
 bool fsdp_torch_unit_is_shown_in_backward(const fsdp_torch_unit *unit)
@@ -371,6 +396,11 @@ int64_t fsdp_torch_engine_ring_nbytes(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 
 /* Drops what an unfinished step left (see fsdp_engine_reset). may block */
+/* fsdp_engine_reduce_kept; the user then sees the gradients. GIL not held. may
+ * block */
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine, fsdp_error *error);
+
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 
 /*

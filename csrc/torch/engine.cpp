@@ -153,6 +153,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_torch::add_view_ops(&views);
     fsdp_torch::add_grad_ops(&views);
     fsdp_torch::add_hook_ops(&views);
+    fsdp_torch::add_extension_ops(&views);
     fsdp_torch::add_following_ops(&views);
     fsdp_status status =
         fsdp_engine_create(&device, &views, &self->core, error);
@@ -216,6 +217,22 @@ void fsdp_torch_engine_destroy(fsdp_torch_engine *engine) {
 
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine) {
   return engine->self->core;
+}
+
+fsdp_status fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine,
+                                          fsdp_error *error) {
+  GUARDED(error) {
+    Engine &self = *engine->self;
+    fsdp_torch::open_rows(self);
+    fsdp_status status = FSDP_OK;
+    {
+      const std::lock_guard<std::mutex> lock(self.mutex);
+      self.recover();
+      status = fsdp_engine_reduce_kept(self.core, error);
+    }
+    fsdp_torch::close_rows(self);
+    return status;
+  };
 }
 
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) noexcept {

@@ -171,9 +171,11 @@ class GradHook : public torch::autograd::FunctionPostHook {
  private:
   void take_grad(Unit &unit) {
     Param &param = unit.params[index_];
-    at::Tensor grad = std::move(param.tensor.mutable_grad());
-    param.tensor.mutable_grad() = at::Tensor();
+    at::Tensor &leaf = param.leaf();
+    at::Tensor grad = std::move(leaf.mutable_grad());
+    leaf.mutable_grad() = at::Tensor();
     if (!grad.defined()) return;
+    if (param.parallel_local.defined()) grad = local_grad(unit, index_, grad);
     if (grad.is_sparse()) {
       throw std::invalid_argument(
           "FSDP unit '" + unit.name + "': parameter " + std::to_string(index_) +
@@ -220,8 +222,8 @@ class GradHook : public torch::autograd::FunctionPostHook {
 void hook_accumulators(Unit &unit) {
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
-    if (param.accumulator || !param.tensor.requires_grad()) continue;
-    param.accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
+    if (param.accumulator || !param.leaf().requires_grad()) continue;
+    param.accumulator = torch::autograd::impl::grad_accumulator(param.leaf());
     param.hook = param.accumulator->add_post_hook(
         std::make_unique<GradHook>(unit.handle, i));
   }
@@ -267,8 +269,8 @@ bool fsdp_torch_unit_has_param(const fsdp_torch_unit *unit,
                                PyObject *tensor) noexcept {
   const at::Tensor &output = THPVariable_Unpack(tensor);
   if (!output.is_leaf()) return false;
-  for (const fsdp_torch::Param &param : unit->self->params) {
-    if (param.tensor.is_same(output)) return true;
+  for (fsdp_torch::Param &param : unit->self->params) {
+    if (param.leaf().is_same(output)) return true;
   }
   return false;
 }

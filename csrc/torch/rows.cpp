@@ -14,6 +14,14 @@
 // the user has cleared it, its local tensor is emptied until the next one
 // comes, unless somebody still holds it: then it stays as it is and a new one
 // is made.
+//
+// Note [Parallel parameters]
+// A parameter may be a DTensor of a tensor parallel mesh. The unit then holds
+// its local tensor and knows nothing else. What the modules see is another
+// DTensor, made once: its local tensor shows what the plain parameter does. It
+// is the leaf of autograd, and its gradient a DTensor with placements of its
+// own. The owner of the unit brings that to the placements of the parameter:
+// one call of Python, in which the tensor parallel ranks may communicate.
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
@@ -30,13 +38,6 @@ namespace {
 
 Segment &own_segment(Unit &unit, const Param &param) {
   return unit.segments[static_cast<size_t>(param.segment)];
-}
-
-// Throws the Python exception that is set, across threads of autograd.
-[[noreturn]] void throw_python_error() {
-  python_error raised;
-  raised.persist();
-  throw raised;
 }
 
 // Copies what `local` holds into the shard and makes it a view of it.
@@ -131,6 +132,12 @@ void note_user_grads(Unit &unit) {
 
 }  // namespace
 
+void throw_python_error() {
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
 std::vector<int64_t> local_sizes(const Param &param) {
   std::vector<int64_t> sizes = param.sizes;
   if (sizes.empty()) return {param.local_numel()};
@@ -141,6 +148,15 @@ std::vector<int64_t> local_sizes(const Param &param) {
   int64_t &rows = sizes[static_cast<size_t>(param.shard_dim)];
   rows = numel == 0 ? rows : param.local_numel() / numel;
   return sizes;
+}
+
+at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+  const auto local = py::reinterpret_steal<py::object>(unit.face.local_grad(
+      unit.face.context, static_cast<int64_t>(index), object.ptr()));
+  if (!local) throw_python_error();
+  return THPVariable_Unpack(local.ptr());
 }
 
 bool take_sharded_grad(Unit &unit, Param &param) {
@@ -187,7 +203,10 @@ bool take_replaced_locals(Unit &unit) {
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
     const at::Tensor &local = param.sharded_param.local;
-    if (!local.defined() || is_over(local, storage_of(param.sharded))) continue;
+    if (!local.defined() || param.is_extended ||
+        is_over(local, storage_of(param.sharded))) {
+      continue;
+    }
     adopt_local(unit, param, i);
     any = true;
   }
@@ -232,7 +251,12 @@ void fsdp_torch_unit_set_face(fsdp_torch_unit *unit,
   self.face = face == nullptr ? fsdp_torch_face{} : *face;
   if (face != nullptr) return;
   // A graph may keep the unit; the user's objects are to be free.
-  for (auto &param : self.params) param.sharded_param = {};
+  for (auto &param : self.params) {
+    param.sharded_param = {};
+    if (!param.parallel.defined()) continue;
+    fsdp_torch::unhook_accumulator(param);
+    param.parallel = param.parallel_local = at::Tensor();
+  }
   self.grad_places.clear();
 }
 
@@ -249,6 +273,7 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
     shown.param = THPVariable_Unpack(param);
     shown.local = THPVariable_Unpack(local);
     std::swap(target.sharded_param, shown);
+    if (target.is_extended) return FSDP_OK;  // it keeps its memory
     try {
       fsdp_torch::adopt_local(self, target, static_cast<size_t>(index));
     } catch (...) {
@@ -256,6 +281,22 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
       throw;
     }
     self.grad_places.clear();
+    return FSDP_OK;
+  };
+}
+
+fsdp_status fsdp_torch_unit_bind_parallel(fsdp_torch_unit *unit, int64_t index,
+                                          PyObject *param, PyObject *local,
+                                          fsdp_error *error) {
+  GUARDED(error) {
+    if (!THPVariable_Check(param) || !THPVariable_Check(local)) {
+      throw std::invalid_argument("a parallel parameter is not a tensor");
+    }
+    auto &target = unit->self->params.at(static_cast<size_t>(index));
+    target.parallel = THPVariable_Unpack(param);
+    target.parallel_local = THPVariable_Unpack(local);
+    target.parallel_local.unsafeGetTensorImpl()->shallow_copy_from(
+        target.tensor.getIntrusivePtr());
     return FSDP_OK;
   };
 }

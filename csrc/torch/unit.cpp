@@ -168,6 +168,8 @@ void fill_shards(Unit &unit, const fsdp_torch_unit_options &options) {
     Param param = make_param(unit, i, tensor, tensor.sizes());
     if (unit.is_by_rows) {
       param.shard_dim = options.shard_dims[use];
+      param.is_extended =
+          options.extended != nullptr && options.extended[use] != 0;
     } else if (param.local_numel() > 0) {
       unit.segments[static_cast<size_t>(param.segment)]
           .shard.slice(0, param.in_shard.begin, param.in_shard.end)
@@ -220,9 +222,11 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
     segments.push_back(item);
   }
   for (const Param &param : unit.params) {
-    if (unit.part_group.world_size < 2) break;
-    segments.at(static_cast<size_t>(param.segment)).part_numel =
-        part_numel_of(unit, param);
+    fsdp_segment_options &item =
+        segments.at(static_cast<size_t>(param.segment));
+    item.is_extended = param.is_extended;
+    if (unit.part_group.world_size < 2) continue;
+    item.part_numel = part_numel_of(unit, param);
   }
   core.name = unit.name.c_str();
   core.owner = &unit;

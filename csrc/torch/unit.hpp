@@ -131,7 +131,15 @@ struct ColumnCopy {
 
 struct Param {
   at::Tensor tensor;
+  // A DTensor, which modules see in the place of `tensor`, and its local
+  // tensor, which shows what `tensor` does; see Note [Parallel parameters].
+  // Undefined: they see `tensor`.
+  at::Tensor parallel;
+  at::Tensor parallel_local;
   std::vector<int64_t> sizes;
+  bool is_extended = false;    // by rows: see Note [Extended parameters]
+  bool is_arriving = false;    // likewise: gathered, not shown since
+  bool is_gathered = false;    // likewise: its owner holds what was gathered
   int64_t shard_dim = 0;       // by rows: the dimension that is cut
   ShardedParam sharded_param;  // by rows
   int64_t segment = 0;
@@ -156,6 +164,8 @@ struct Param {
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
 
+  // What autograd accumulates the gradient of.
+  at::Tensor &leaf() { return parallel.defined() ? parallel : tensor; }
   int64_t numel() const { return unsharded.numel(); }
   int64_t local_numel() const { return in_param.end - in_param.begin; }
 };
@@ -303,10 +313,18 @@ bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);
 // Brings what the user wrote elsewhere into the shard. Whether there was any.
 bool take_replaced_locals(Unit &unit);
+// Throws the Python exception that is set, across threads of autograd.
+[[noreturn]] void throw_python_error();
+// The local part of a gradient of a parallel parameter, placed like that.
+at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad);
 // At the first gradient of a backward and at its end; neither with the engine's
 // lock.
 void open_rows(Engine &engine);
 void close_rows(Engine &engine);
+
+// extension.cpp: see Note [Extended parameters].
+void add_extension_ops(fsdp_view_ops *ops);
+void show_extended(Unit &unit);
 
 // reduce_hook.cpp
 void add_hook_ops(fsdp_view_ops *ops);

@@ -417,6 +417,7 @@ void show_requires_grad(Unit &unit) {
     if (shown.defined() &&
         param.tensor.requires_grad() != shown.requires_grad()) {
       param.tensor.set_requires_grad(shown.requires_grad());
+      param.leaf().set_requires_grad(shown.requires_grad());
     }
   }
 }

@@ -12,6 +12,9 @@ namespace {
 
 void show(Param &param, const at::Tensor &view) {
   param.tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  if (!param.parallel_local.defined()) return;
+  param.parallel_local.unsafeGetTensorImpl()->shallow_copy_from(
+      view.getIntrusivePtr());
 }
 
 // Uploads of a forward that had no backward may still read a shard in host
@@ -184,6 +187,7 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
     }
     if (view == FSDP_VIEW_UNSHARDED && unit.is_by_rows) show_columns(unit);
     for (Param &param : unit.params) show(param, view_of(param, view));
+    if (view == FSDP_VIEW_UNSHARDED && unit.is_by_rows) show_extended(unit);
     if (view != FSDP_VIEW_UNSHARDED) show_flat_params(unit, view);
     return FSDP_OK;
   };

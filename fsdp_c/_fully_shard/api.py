@@ -9,11 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
-from fsdp_c._fully_shard.group import Group, Place, group_of
+from fsdp_c._fully_shard.group import Group, Place, StageState, group_of
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
-from fsdp_c._fully_shard.rows import shard_param
+from fsdp_c._fully_shard.rows import Cut, cut_of, local_of, shard_param
 from fsdp_c._torch_compat import note_fully_sharded
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.params import check_param
@@ -78,10 +79,11 @@ def fully_shard(
     ignored = ignored_params or set()
     _move_buffers(modules, arguments)
     group = _make_group(modules, arguments, ignored)
+    state = StageState(group)
     for each in modules:
         # Not by setattr(): the module may have one of its own.
         each.__dict__["_fsdp_c_group"] = group
-        note_fully_sharded(each)
+        note_fully_sharded(each, state)
         each.__class__ = _class_over(type(each))
     return module
 
@@ -193,18 +195,14 @@ def _make_group(
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
             if param not in found:
-                _check_param(fqn, param)
+                _check_param(fqn, param, arguments)
             places.append(Place(module, name, fqn, found.setdefault(param, len(found))))
     names = {place.param: place.fqn for place in reversed(places)}
-    dims = [arguments.choose_dim(names[index], param) for param, index in found.items()]
+    cuts = [_cut(names[index], param, arguments) for param, index in found.items()]
     sharded = []
     storage = torch.device("cpu") if arguments.offloads else arguments.device
-    for (param, _), dim in zip(found.items(), dims, strict=True):
-        if not param.is_meta and param.device != storage:
-            param.data = param.to(storage)
-        sharded.append(
-            shard_param(param, dim, arguments.mesh, arguments.placements(dim))
-        )
+    for param, cut in zip(found, cuts, strict=True):
+        sharded.append(shard_param(param, cut, arguments.mesh, storage))
     for (param, index), new in zip(found.items(), sharded, strict=True):
         mark_sharded(param, names[index])  # whoever shares it is told
         vars(new).pop("_fsdp_flattened", None)
@@ -213,10 +211,23 @@ def _make_group(
             place.module._parameters[place.name] = sharded[place.param]
         else:  # an RNN keeps lists of its parameters
             setattr(place.module, place.name, sharded[place.param])
-    return Group(modules, arguments, places, sharded, dims)
+    return Group(modules, arguments, places, sharded, cuts)
 
 
-def _check_param(fqn: str, param: nn.Parameter) -> None:
+def _cut(fqn: str, param: nn.Parameter, arguments: Arguments) -> Cut:
+    dim = arguments.choose_dim(fqn, param)
+    try:
+        return cut_of(param, dim, arguments.mesh, arguments.placements(dim))
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter {fqn!r} is a DTensor on {getattr(param, 'device_mesh', None)}, "
+            f"which is not a part of the same mesh as {arguments.mesh}: make one mesh "
+            "with init_device_mesh(), and pass its parts to parallelize_module() and "
+            "to fully_shard()"
+        ) from error
+
+
+def _check_param(fqn: str, param: nn.Parameter, arguments: Arguments) -> None:
     taken = sharding_unit(param)
     if taken is not None:
         raise ValueError(
@@ -224,23 +235,32 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             "fully_shard took: pass the modules that share it in one list, or call "
             "fully_shard only on a module that contains both"
         )
+    whole: Any = param
     if isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter {fqn!r} is a DTensor already ({param.placements}): tensor "
-            "parallelism beside fully_shard is not supported by fsdp_c; pass its "
-            "full_tensor(), or list it in ignored_params"
-        )
+        _check_parallel(fqn, param, arguments)
+        whole = local_of(param)
     if param.dim() == 0:  # torch's first words
         raise ValueError(
             "fully_shard doesn't support scalar parameters. "
             f"Change {fqn} to a 1D tensor with numel equal to 1."
         )
-    if hasattr(param, "fsdp_pre_all_gather"):
+    if is_traceable_wrapper_subclass(whole):
+        return  # with fsdp_pre_all_gather, which may be defined later
+    check_param(fqn, whole)
+
+
+def _check_parallel(fqn: str, param: DTensor, arguments: Arguments) -> None:
+    kind, expected = param.device_mesh.device_type, arguments.mesh.device_type
+    if kind != expected:  # torch's first words
         raise ValueError(
-            f"parameter {fqn!r} is a {type(param).__name__} with fsdp_pre_all_gather, "
-            "which is not supported by fsdp_c: list it in ignored_params"
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+            f"{kind} for DTensor and {expected} for FSDP: parameter {fqn!r}"
         )
-    check_param(fqn, param)
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(
+            f"parameter {fqn!r} has the placements {tuple(param.placements)}: a "
+            "parameter cannot be Partial, redistribute() it before"
+        )
 
 
 def _class_over(cls: type[nn.Module]) -> Any:

@@ -33,6 +33,9 @@ class FSDPModule(TorchFSDPModule):
 
     _fsdp_c_group: Group
 
+    # transformers: generate() on one rank must go on as long as on the others.
+    _is_fsdp_managed_module = True
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make one of the module's own class: a slice of a container, for example."""
         own = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
@@ -206,12 +209,15 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """No effect: the parameters are freed after backward.
+        """Let a backward that does not reduce keep the parameters for the next forward.
 
         Args:
-            reshard_after_backward: Ignored.
-            recurse: Ignored.
+            reshard_after_backward: False: keep them, until they are changed.
+            recurse: Also for the groups inside.
         """
+        for group in self._groups(recurse):
+            group.reshards_after_backward = reshard_after_backward
+            group.apply_settings()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No effect: backward gathers the parameters of every unit.

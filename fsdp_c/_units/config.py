@@ -100,6 +100,7 @@ class Config:
             offloads=self.cpu_offload.offload_params,
             shard_dims=None,
             part_group=None,
+            extended=None,
         )
 
 

@@ -1,10 +1,11 @@
-"""What is exchanged while installed: torch's class and the functions of others."""
+"""What is exchanged while installed: torch's names and the functions of others."""
 
 import sys
 from types import ModuleType
 
-from torch.distributed.fsdp import fully_sharded_data_parallel as torch_module
+from torch.distributed import fsdp as torch_fsdp
 
+from fsdp_c._fully_shard import api
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c.integrations._import_hook import ImportHook
 from fsdp_c.integrations._origin import comes_from_fsdp_c
@@ -30,6 +31,15 @@ PATCHES: tuple[Patch, ...] = (
     *_transformers_loading.PATCHES,
 )
 
+# Torch's, which torch.distributed.fsdp exports under the same names. Not FSDPModule:
+# ours is a subclass of torch's.
+EXCHANGED = (
+    FullyShardedDataParallel,
+    api.fully_shard,
+    api.register_fsdp_forward_method,
+    api.share_comm_ctx,
+)
+
 
 class Swap:
     """Everything that one installation changed.
@@ -41,11 +51,10 @@ class Swap:
 
     def __init__(self) -> None:
         self._applied: list[Applied] = []
-        self._class = Rebinding(
-            torch_module.FullyShardedDataParallel,
-            FullyShardedDataParallel,
-            keeps=comes_from_fsdp_c,
-        )
+        self._rebindings = [
+            Rebinding(getattr(torch_fsdp, ours.__name__), ours, comes_from_fsdp_c)
+            for ours in EXCHANGED
+        ]
         names = {patch.module for patch in PATCHES}
         self._hook = ImportHook(after=dict.fromkeys(names, self._apply))
         self._hook.add()
@@ -66,4 +75,5 @@ class Swap:
         self._hook.remove()
         while self._applied:
             self._applied.pop().undo()
-        self._class.undo()
+        for rebinding in self._rebindings:
+            rebinding.undo()

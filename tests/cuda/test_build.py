@@ -59,6 +59,7 @@ def test_all_architectures_are_known() -> None:
     assert flags[-1].endswith(f"code=compute_{archs[-1]}")  # PTX for later GPUs
 
 
+@pytest.mark.only_full
 @needs_nvcc
 def test_the_library_needs_only_the_runtimes(library: Path) -> None:
     undefined = [
@@ -73,6 +74,7 @@ def test_the_library_needs_only_the_runtimes(library: Path) -> None:
     assert not wrong, f"undefined symbols: {wrong}"
 
 
+@pytest.mark.only_full
 @needs_nvcc
 def test_only_the_table_is_exported(library: Path) -> None:
     listing = run("nm", "-D", "--defined-only", library)
@@ -91,6 +93,7 @@ class Error(ctypes.Structure):
     )
 
 
+@pytest.mark.only_full
 @needs_nvcc
 def test_the_table_or_the_reason(library: Path) -> None:
     # In a process of its own: with a driver, this makes a CUDA context.

@@ -43,7 +43,7 @@ from helpers.reference import (
     full_state_dict,
 )
 
-NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", "60"))
+NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", "40"))
 FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
 BATCH = 10
 """Cases per test: starting one costs more than a case."""

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fsdp_c import FSDPModule, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import StateDictType
 from helpers.groups import groups_destroyed
 from helpers.hf_models import build, data
 from helpers.hf_process import launched, single_process
@@ -128,7 +129,7 @@ def reference(name: str, **changes: Any) -> Record:
 
 
 def fsdp_config(**changes: Any) -> dict[str, Any]:
-    """Return a ``fsdp_config`` for FSDP1."""
+    """Return a ``fsdp_config``, of FSDP version 1 if nothing else is said."""
     return {"version": 1, **changes}
 
 
@@ -156,16 +157,27 @@ def trained(
 
 
 def root(record: Record) -> Any:
-    """Return the wrapped model of a run, which must be fsdp_c's class."""
+    """Return the sharded model of a run, which must be fsdp_c's of its version."""
     model = record.trainer.model_wrapped
-    assert type(model) is FSDP, type(model)
+    if record.trainer.accelerator.is_fsdp2:
+        assert isinstance(model, FSDPModule), type(model)
+    else:
+        assert type(model) is FSDP, type(model)
     return model
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
     """Return the full state dict, on every rank."""
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        return {n: w.detach().clone() for n, w in model.state_dict().items()}
+    is_version_2 = isinstance(model, FSDPModule)
+    settings = FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    with contextlib.nullcontext() if is_version_2 else settings:
+        state = model.state_dict()
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value)
+        .detach()
+        .clone()
+        for name, value in state.items()
+    }
 
 
 def assert_trained_alike(

@@ -33,8 +33,10 @@ def _plugin(**options: Any) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
     options.setdefault("auto_wrap_policy", "transformer_based_wrap")
-    options.setdefault("use_orig_params", True)
-    return FullyShardedDataParallelPlugin(fsdp_version=1, **options)
+    options.setdefault("fsdp_version", 1)
+    if options["fsdp_version"] == 1:
+        options.setdefault("use_orig_params", True)
+    return FullyShardedDataParallelPlugin(**options)
 
 
 def _accelerator(*, accumulate: int = 1, **options: Any) -> Any:
@@ -60,13 +62,20 @@ class _Loop:
 
     def __init__(self, accelerator: Any, model: nn.Module) -> None:
         self.accelerator = accelerator
-        self.model: Any = accelerator.prepare(model)
-        assert type(self.model) is FSDP, type(self.model)
+        self.model: Any = model
+        if not accelerator.is_fsdp2:
+            self.model = accelerator.prepare(model)
+            assert type(self.model) is FSDP, type(self.model)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 1 / (1 + step)
         )
-        self.optimizer, self.scheduler = accelerator.prepare(optimizer, scheduler)
+        if accelerator.is_fsdp2:  # wants the model and its optimizer together
+            self.model, self.optimizer = accelerator.prepare(model, optimizer)
+            assert isinstance(self.model, fsdp_c.FSDPModule), type(self.model)
+        else:
+            self.optimizer = accelerator.prepare(optimizer)
+        self.scheduler = accelerator.prepare(scheduler)
 
     def run(self, loader: Any) -> list[tuple[float, float]]:
         """Train on all batches; return loss and gradient norm of each step."""
@@ -154,6 +163,20 @@ def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
         del loop, units, accelerator
 
 
+@pytest.mark.parametrize("case", [("llama", 2), ("gpt2", 1), ("lora", 2)])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_version_2(rank: int, case: tuple[str, int]) -> None:
+    name, accumulate = case
+    expected, _ = _reference(name, 4, WORLD * accumulate)
+    with _folder(rank):
+        accelerator = _accelerator(accumulate=accumulate, fsdp_version=2)
+        loop = _Loop(accelerator, build(name))
+        _assert_alike(loop.run(_loader(name, 4 * WORLD * accumulate, BATCH)), expected)
+        # A model that is prepared already stays as it is.
+        assert accelerator.prepare(loop.model, loop.optimizer)[0] is loop.model
+        del loop, accelerator
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lora"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
@@ -173,17 +196,23 @@ def test_model(rank: int, name: str, use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", [("llama", 1), ("gpt2", 1), ("gpt2", 2), ("lora", 2)])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_state_and_load_state(rank: int, name: str, kind: str) -> None:
+def test_save_state_and_load_state(
+    rank: int, case: tuple[str, int], kind: str
+) -> None:
     """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
-    with shared_folder() as folder:
-        _save_and_load_state(rank, name, kind, folder)
+    name, version = case
+    with shared_folder() as folder, groups_destroyed():
+        options = {"state_dict_type": kind, "fsdp_version": version}
+        _save_and_load_state(rank, name, options, folder)
 
 
-def _save_and_load_state(rank: int, name: str, kind: str, folder: Path) -> None:
+def _save_and_load_state(
+    rank: int, name: str, options: dict[str, Any], folder: Path
+) -> None:
     with launched(rank, WORLD):
-        loop = _Loop(_accelerator(state_dict_type=kind), build(name))
+        loop = _Loop(_accelerator(**options), build(name))
         loop.run(_loader(name, 2 * WORLD, BATCH))
         loop.accelerator.save_state(str(folder / "state"))
         unbroken = loop.run(_loader(name, 2 * WORLD, BATCH))
@@ -196,7 +225,7 @@ def _save_and_load_state(rank: int, name: str, kind: str, folder: Path) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(1.5)
-        loop = _Loop(_accelerator(state_dict_type=kind), model)
+        loop = _Loop(_accelerator(**options), model)
         loop.accelerator.load_state(str(folder / "state"))
         assert loop.run(_loader(name, 2 * WORLD, BATCH)) == unbroken
         assert loop.scheduler.get_last_lr() == rate
@@ -206,16 +235,17 @@ def _save_and_load_state(rank: int, name: str, kind: str, folder: Path) -> None:
         del loop, model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", [(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_pretrained(rank: int, kind: str) -> None:
+def test_save_pretrained(rank: int, case: tuple[str, int]) -> None:
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
+    kind, version = case
     with _folder(rank) as folder:
-        loop = _Loop(_accelerator(state_dict_type=kind), build("llama"))
+        accelerator = _accelerator(state_dict_type=kind, fsdp_version=version)
+        loop = _Loop(accelerator, build("llama"))
         loop.run(_loader("llama", 2 * WORLD, BATCH))
-        accelerator = loop.accelerator
         accelerator.unwrap_model(loop.model).save_pretrained(
             folder / "pretrained",
             is_main_process=accelerator.is_main_process,
@@ -231,6 +261,15 @@ def test_save_pretrained(rank: int, kind: str) -> None:
         for key, value in weights.items():
             assert torch.equal(loaded[key], value), key
             assert torch.equal(saved[key], value), key
+        if kind == "SHARDED_STATE_DICT":
+            from accelerate.utils import merge_fsdp_weights
+
+            accelerator.save_state(str(folder / "state"))
+            shards = folder / "state" / "pytorch_model_fsdp_0"
+            merge_fsdp_weights(str(shards), str(folder / "merged"))
+            merged = load_file(folder / "merged" / "model.safetensors")
+            for key, value in weights.items():
+                assert torch.equal(merged[key], value), key
         accelerator.wait_for_everyone()
         del loop, accelerator
 
@@ -255,20 +294,23 @@ def test_wrapped_before_prepare(rank: int) -> None:
         del loop, model, accelerator
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_no_sync(rank: int) -> None:
+def test_no_sync(rank: int, version: int) -> None:
     """accelerator.no_sync(): no gradient is reduced inside, all are afterwards."""
     with _folder(rank):
-        accelerator = _accelerator()
-        model = accelerator.prepare(build("llama"))
+        accelerator = _accelerator(fsdp_version=version)
+        loop = _Loop(accelerator, build("llama"))
+        model = loop.model
         loader = accelerator.prepare(_loader("llama", 2 * WORLD, BATCH))
         first, second = list(loader)
         with accelerator.no_sync(model):
             accelerator.backward(model(**first).loss)
         assert fsdp_c.memory_stats(model)["num_reduces"] == 0
         accelerator.backward(model(**second).loss)
-        assert fsdp_c.memory_stats(model)["num_reduces"] == 4
-        del model, loader, accelerator
+        num_units = 4 if version == 1 else 5  # the root of version 2 has no parameter
+        assert fsdp_c.memory_stats(model)["num_reduces"] == num_units
+        del loop, model, loader, accelerator
 
 
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")

@@ -87,18 +87,26 @@ def test_within_summon_full_params(rank: int, name: str, use_orig_params: bool) 
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("case", [("llama", 1), ("llama", 2), ("lora", 2)])
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_unit_by_unit(rank: int) -> None:
-    """register_forward_method: the model is never whole on a rank."""
+def test_unit_by_unit(rank: int, case: tuple[str, int]) -> None:
+    """register_forward_method: the model is never whole on a rank.
+
+    The Trainer does this itself with version 2.
+    """
+    name, version = case
     prompt = data("llama", WORLD)[rank]["input_ids"][None]
     # Ranks end at different lengths: the others go on for their sake.
     options: dict[str, Any] = {"max_new_tokens": 3 + 4 * rank, "do_sample": False}
-    with trained("llama", rank, config=fsdp_config()) as record:
+    with trained(name, rank, config=fsdp_config(version=version)) as record:
         model = root(record).eval()
-        fsdp_c.register_forward_method(model, "generate")
+        if version == 1:
+            fsdp_c.register_forward_method(model, "generate")
+            options["synced_gpus"] = True
         with torch.no_grad():
-            actual = model.generate(input_ids=prompt, synced_gpus=True, **options)
+            actual = model.generate(input_ids=prompt, **options)
+        options.pop("synced_gpus", None)
         weights = whole_weights(model)
     with torch.no_grad():
-        expected = _unwrapped("llama", weights).generate(input_ids=prompt, **options)
+        expected = _unwrapped(name, weights).generate(input_ids=prompt, **options)
     assert torch.equal(actual, expected)

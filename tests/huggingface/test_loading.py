@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from fsdp_c import FullyShardedDataParallel as FSDP
 from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
 from helpers.hf_models import build
 from helpers.hf_process import launched
 from helpers.hf_training import (
@@ -15,32 +16,38 @@ from helpers.hf_training import (
     assert_trained_alike,
     fsdp_config,
     reference,
+    root,
     train,
 )
 from helpers.shared_folder import shared_folder
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @distributed(world_size=WORLD, timeout_s=300, device="cpu")
-def test_trainer(rank: int) -> None:
+def test_trainer(rank: int, version: int) -> None:
     """The steps are those of a model that was loaded whole."""
     from transformers import LlamaForCausalLM
 
     expected = reference("llama")
-    with shared_folder() as folder:
+    with shared_folder() as folder, groups_destroyed():
         if rank == 0:
             build("llama").save_pretrained(folder)  # type: ignore[operator]
         for efficient in ("true", "false"):
-            record = _train(rank, folder, efficient, LlamaForCausalLM)
+            record = _train(rank, folder, efficient, LlamaForCausalLM, version)
             assert_trained_alike(record, expected)
 
 
-def _train(rank: int, folder: Path, efficient: str, model_class: type) -> Record:
+def _train(
+    rank: int, folder: Path, efficient: str, model_class: type, version: int
+) -> Record:
     # Models are made before the Trainer, which sets it: accelerate launch sets it.
     with launched(rank, WORLD, ACCELERATE_USE_FSDP="true"):
         args = arguments(
             folder / "out",
             fsdp=True,
-            fsdp_config=fsdp_config(cpu_ram_efficient_loading=efficient),
+            fsdp_config=fsdp_config(
+                cpu_ram_efficient_loading=efficient, version=version
+            ),
         )
         torch.distributed.barrier()
         model = model_class.from_pretrained(folder)
@@ -54,6 +61,6 @@ def _train(rank: int, folder: Path, efficient: str, model_class: type) -> Record
         if rank == 0 or efficient == "false":
             assert difference == 0
         record = train("llama", args, model=model)
-        assert type(record.trainer.model_wrapped) is FSDP
+        root(record)  # checks its class
         record.trainer = None
     return record

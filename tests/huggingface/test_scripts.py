@@ -77,18 +77,14 @@ def _losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+ loss ([0-9.]+)", output)]
 
 
-def test_trainer_example(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """As it is; then resumed by `python -m fsdp_c launch`, without its added line.
-
-    The second launch is left to ``--full``: test_accelerate_example is launched so.
-    """
+@pytest.mark.only_full
+def test_trainer_example(tmp_path: Path) -> None:
+    """As it is; then resumed by `python -m fsdp_c launch`, without its added line."""
     script, out = EXAMPLES / "hf_trainer.py", tmp_path / "out"
     words = ["--text", REPOSITORY / "README.md", "--out", out]
     assert WRAPPED in _run(["-m", *TORCHRUN, script, "--steps", "2", *words], tmp_path)
     assert (out / "checkpoint-2" / "optimizer_0").is_dir()
     assert (out / "model" / "model.safetensors").is_file()
-    if not pytestconfig.getoption("--full"):
-        return
 
     lines = script.read_text().splitlines(keepends=True)
     kept = [line for line in lines if "(the added line)" not in line]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from helpers.distributed import distributed
@@ -44,7 +45,8 @@ def _optimizer_state(trainer: Any) -> dict[str, Any]:
         if param.numel() == 0:
             continue
         for key, value in optimizer.state.get(param, {}).items():
-            state[f"{number}.{key}"] = torch.as_tensor(value).detach().clone()
+            own = value.to_local() if isinstance(value, DTensor) else value
+            state[f"{number}.{key}"] = torch.as_tensor(own).detach().clone()
     return state
 
 
@@ -98,23 +100,30 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "activation_checkpointing": ({"activation_checkpointing": "true"}, {}),
     "bf16": ({}, {"bf16": True}),
     "gradient_accumulation": ({}, {"gradient_accumulation_steps": 2}),
+    "version_2": ({"version": 2}, {}),
+    "version_2_bf16": ({"version": 2}, {"bf16": True}),
 }
-# Model, option and state dict type; the other kind of each needs --full.
+# Model, option and state dict type; the other kind of each, and _RARE, need --full.
 _COMMON = (
-    ("llama", "default", "SHARDED_STATE_DICT"),
     ("llama", "flat_params", "FULL_STATE_DICT"),
-    ("gpt2", "default", "FULL_STATE_DICT"),
     ("t5", "default", "SHARDED_STATE_DICT"),
     ("lora", "default", "FULL_STATE_DICT"),
-    ("llama", "shard_grad_op", "SHARDED_STATE_DICT"),
-    ("llama", "no_shard", "FULL_STATE_DICT"),
     ("llama", "hybrid_shard", "SHARDED_STATE_DICT"),
     ("llama", "cpu_offload", "FULL_STATE_DICT"),
-    ("llama", "activation_checkpointing", "SHARDED_STATE_DICT"),
     ("llama", "bf16", "SHARDED_STATE_DICT"),
-    ("llama", "gradient_accumulation", "FULL_STATE_DICT"),
+    ("llama", "version_2_bf16", "SHARDED_STATE_DICT"),
+    ("gpt2", "version_2", "FULL_STATE_DICT"),
 )
-_RESUMES = [(*case[:2], kind) for case in _COMMON for kind in KINDS]
+_RARE = (
+    ("llama", "default"),
+    ("gpt2", "default"),
+    ("llama", "shard_grad_op"),
+    ("llama", "no_shard"),
+    ("llama", "activation_checkpointing"),
+    ("llama", "gradient_accumulation"),
+    ("lora", "version_2"),
+)
+_RESUMES = [(*case[:2], kind) for case in (*_COMMON, *_RARE) for kind in KINDS]
 
 
 @pytest.mark.parametrize(
@@ -146,16 +155,23 @@ def _load_unwrapped(folder: Path, name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", KINDS[1]), ("gpt2", KINDS[0]), ("t5", KINDS[1])]
+    "case",
+    [
+        ("llama", KINDS[1], 1),
+        ("gpt2", KINDS[0], 1),
+        ("t5", KINDS[1], 1),
+        ("llama", KINDS[0], 2),
+        ("gpt2", KINDS[1], 2),
+    ],
 )
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_model(rank: int, name: str, kind: str) -> None:
+def test_save_model(rank: int, case: tuple[str, str, int]) -> None:
     """Ask for FULL_STATE_DICT at the end, as the guide of transformers says."""
-    with shared_folder() as folder:
+    name, kind, version = case
+    with shared_folder() as folder, groups_destroyed():
         with launched(rank, WORLD):
-            args = arguments(
-                folder, fsdp=True, fsdp_config=fsdp_config(state_dict_type=kind)
-            )
+            config = fsdp_config(state_dict_type=kind, version=version)
+            args = arguments(folder, fsdp=True, fsdp_config=config)
             record = train(name, args)
             trainer = record.trainer
             if trainer.is_fsdp_enabled:
@@ -172,14 +188,16 @@ def test_save_model(rank: int, name: str, kind: str) -> None:
             loaded(**{key: value[None] for key, value in batch.items()})
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, KINDS[:1]))
+@pytest.mark.parametrize(
+    "case", cases([(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)], [(KINDS[0], 1)])
+)
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_of_lora(rank: int, kind: str) -> None:
+def test_save_of_lora(rank: int, case: tuple[str, int]) -> None:
     from peft import PeftModel
 
-    with shared_folder() as folder:
+    with shared_folder() as folder, groups_destroyed():
         with launched(rank, WORLD):
-            config = fsdp_config(state_dict_type=kind)
+            config = fsdp_config(state_dict_type=case[0], version=case[1])
             args = arguments(folder, fsdp=True, fsdp_config=config)
             record = train("lora", args)
             plugin = record.trainer.accelerator.state.fsdp_plugin
@@ -197,9 +215,11 @@ def test_save_of_lora(rank: int, kind: str) -> None:
         _assert_equal(dict(loaded.state_dict()), weights)
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, KINDS[1:]))
+@pytest.mark.parametrize(
+    "case", cases([(KINDS[0], 1), (KINDS[1], 1), (KINDS[0], 2)], [(KINDS[1], 1)])
+)
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_load_best_model_at_end(rank: int, kind: str) -> None:
+def test_load_best_model_at_end(rank: int, case: tuple[str, int]) -> None:
     options: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -209,10 +229,9 @@ def test_load_best_model_at_end(rank: int, kind: str) -> None:
         "metric_for_best_model": "eval_loss",
         "greater_is_better": True,  # so that the best one is not the last
     }
-    with shared_folder() as folder, launched(rank, WORLD):
-        args = arguments(
-            folder, fsdp=True, fsdp_config=fsdp_config(state_dict_type=kind), **options
-        )
+    with shared_folder() as folder, groups_destroyed(), launched(rank, WORLD):
+        config = fsdp_config(state_dict_type=case[0], version=case[1])
+        args = arguments(folder, fsdp=True, fsdp_config=config, **options)
         record = train("llama", args, eval_dataset=data("llama", 4))
         trainer = record.trainer
         best = max(record.evaluations)

@@ -15,10 +15,12 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
 )
+from torch.distributed.tensor import DTensor
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import ShardingStrategy
+from fsdp_c import MixedPrecisionPolicy, ShardingStrategy
+from fsdp_c._fully_shard.group import groups_in
 from helpers.distributed import distributed
 from helpers.hf_models import build, layer_class, numel
 from helpers.hf_training import (
@@ -105,6 +107,34 @@ def _computes_in_bf16(model: Any) -> None:
     for unit in fsdp_c.explain(model).units:
         assert unit.master_dtypes == (torch.float32,)
         assert unit.compute_dtypes == unit.reduce_dtypes == (torch.bfloat16,)
+
+
+def _groups(*units: str, reshards: bool | None = True) -> Callable[[Any], None]:
+    """Check version 2: what was sharded, and whether blocks are resharded."""
+
+    def check(model: Any) -> None:
+        groups = groups_in(model)
+        # The class of a sharded module is called FSDP and its own name.
+        found = ["+".join(type(m).__name__[4:] for m in group.modules) for group in groups]
+        assert sorted(found) == sorted(units)
+        for group in groups:
+            if type(group.modules[0]).__name__ == "FSDPLlamaDecoderLayer":
+                assert group.reshards is reshards
+        for param in model.parameters():
+            assert isinstance(param, DTensor)
+
+    return check
+
+
+_GROUPS = ("LlamaForCausalLM", "Embedding", "LlamaRMSNorm+Linear", *_BLOCKS)
+
+
+def _group_policy(attribute: str, value: object) -> Callable[[Any], None]:
+    def check(model: Any) -> None:
+        for group in groups_in(model):
+            assert getattr(group.arguments, attribute) == value
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -225,6 +255,35 @@ CASES = {
     "no_clipping": _Case(
         {}, _has_strategy("FULL_SHARD"), shared={"max_grad_norm": 0.0}
     ),
+    "version_2": _Case({"version": 2}, _groups(*_GROUPS)),
+    "version_2_by_string": _Case(
+        {"version": 2},
+        _all(_groups(*_GROUPS, reshards=False), _group_policy("offloads", True)),
+        arguments={"fsdp": "shard_grad_op auto_wrap offload"},
+    ),
+    "version_2_by_strategy": _Case(
+        {"version": 2, "sharding_strategy": "SHARD_GRAD_OP"},
+        _groups(*_GROUPS, reshards=False),
+        shared={"gradient_accumulation_steps": 2},
+    ),
+    "version_2_no_wrap": _Case(
+        {"version": 2, "auto_wrap_policy": "NO_WRAP"},
+        _groups("LlamaForCausalLM", "Embedding", "LlamaRMSNorm+Linear"),
+        shared={"max_grad_norm": 0.0},
+    ),
+    "version_2_activation_checkpointing": _Case(
+        {"version": 2, "activation_checkpointing": "true"},
+        _groups(*_GROUPS, *(("CheckpointWrapper",) * 3)),
+    ),
+    "version_2_bf16": _Case(
+        {"version": 2},
+        _group_policy(
+            "precision",
+            MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        ),
+        arguments={"bf16": True},
+        tolerance=1e-2,
+    ),
 }
 
 
@@ -306,3 +365,24 @@ def test_model(rank: int, case: tuple[str, bool]) -> None:
         assert model._use_orig_params is use_orig_params
         assert_trained_alike(record, expected)
         assert_weights_alike(model, expected, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lora"])
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_model_of_version_2(rank: int, name: str) -> None:
+    expected = reference(name)
+    with trained(name, rank, config=fsdp_config(version=2)) as record:
+        model = root(record)
+        assert len(groups_in(model)) > 3
+        assert_trained_alike(record, expected)
+        assert_weights_alike(model, expected, 2e-6)
+
+
+@distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
+def test_t5_of_version_2(rank: int) -> None:
+    """accelerate puts the embeddings, one parameter, into two groups."""
+    with (
+        pytest.raises(ValueError, match=r"'encoder.embed_tokens.weight' is shared"),
+        trained("t5", rank, config=fsdp_config(version=2)),
+    ):
+        pass

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import (
     GPT2LMHeadModel,
@@ -100,8 +100,6 @@ def test_strategy(
         ({"reshard_after_forward": False}, {}, "one of FULL_SHARD"),
         ({}, {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "is 'false'"),
         ({}, _launched("NO_SHARD", "shard_grad_op"), "set only one"),
-        ({"fsdp_version": 2}, {}, 'fsdp_config={"version": 1, ...} in Training'),
-        ({"fsdp_version": None}, {"FSDP_VERSION": "2"}, "--fsdp_version 1"),
     ],
 )
 def test_refused(
@@ -116,12 +114,14 @@ def test_refused(
         FullyShardedDataParallelPlugin(**{"fsdp_version": 1, **arguments})
 
 
-def test_version_2_runs_when_not_installed() -> None:
-    huggingface.uninstall()
-    try:
-        assert FullyShardedDataParallelPlugin(fsdp_version=2).fsdp_version == 2
-    finally:
-        huggingface.install()
+def test_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is accelerate's own: a strategy has no meaning in it."""
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    for name, value in _launched("FULL_SHARD", "false").items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, False)
+    assert plugin.sharding_strategy is None
 
 
 @pytest.mark.parametrize("key", ["sync_module_states", "cpu_ram_efficient_loading"])
@@ -196,13 +196,37 @@ def test_min_num_params(tmp_path: Path) -> None:
         _plugin(tmp_path, min_num_params=9, transformer_layer_cls_to_wrap="Block")
 
 
-def test_version_1_must_be_asked_for(tmp_path: Path) -> None:
-    for config in ({}, {"version": 2}):
-        with pytest.raises(
-            ValueError, match=re.escape('set fsdp_config={"version": 1} in')
-        ):
-            TrainingArguments(str(tmp_path), fsdp=True, fsdp_config=config)
-    TrainingArguments(str(tmp_path), use_cpu=True)  # without FSDP: nothing asked
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, True),
+        ({"version": 2, "reshard_after_forward": "false"}, False),
+        ({"sharding_strategy": "FULL_SHARD"}, True),
+        ({"fsdp": "shard_grad_op auto_wrap"}, False),
+        ({"sharding_strategy": 2, "reshard_after_forward": False}, False),
+        ({"sharding_strategy": "NO_SHARD"}, "it is FULL_SHARD or SHARD_GRAD_OP"),
+        ({"sharding_strategy": 1, "reshard_after_forward": False}, "set only one"),
+    ],
+)
+def test_version_2_of_the_trainer(
+    config: dict[str, Any], expected: bool | str, tmp_path: Path
+) -> None:
+    config = {"version": 2, **config}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            _plugin(tmp_path, **config)
+        return
+    plugin = _plugin(tmp_path, offload_params="true", min_num_params=9, **config)
+    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, expected)
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    assert plugin.auto_wrap_policy is size_based_auto_wrap_policy
+
+
+def test_version_2_is_the_default(tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path), fsdp=True, use_cpu=True, report_to=[]
+    )
+    assert arguments.fsdp_plugin_args["fsdp_version"] == 2
 
 
 def test_xla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed.checkpoint.state_dict as dcp_state_dict
@@ -21,6 +22,7 @@ from fsdp_c.integrations._swap import PATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_CLASS = torch_module.FullyShardedDataParallel
+TORCH_MODULE = torch_package.FSDPModule
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,8 @@ def test_everything_goes_back() -> None:
     pytest.importorskip("transformers")
     for patch in PATCHES:
         importlib.import_module(patch.module)
-    importlib.import_module("transformers.trainer_seq2seq")
+    for name in ("transformers.trainer_seq2seq", "torch.distributed.pipelining"):
+        importlib.import_module(name)
     torch_id = id(TORCH_CLASS)  # that name changes, too
     before = _bindings()
     with warnings.catch_warnings():
@@ -69,6 +72,14 @@ def test_everything_goes_back() -> None:
         ("transformers.trainer_seq2seq", "FullyShardedDataParallel"),
     } <= classes
     assert (dcp_state_dict.__name__, "FSDP") in classes
+    assert {
+        ("torch.distributed.fsdp", "fully_shard"),
+        ("torch.distributed.fsdp", "register_fsdp_forward_method"),
+        ("torch.distributed.fsdp", "share_comm_ctx"),
+        ("torch.distributed._composable.fsdp", "fully_shard"),
+        ("torch.distributed.pipelining.stage", "fully_shard"),
+        ("transformers.distributed.fsdp", "fully_shard"),
+    } <= changed
     assert {(patch.module, patch.function) for patch in PATCHES} <= changed
     # Those that hold a patched function by name have the new one.
     assert ("accelerate.accelerator", "load_fsdp_optimizer") in changed
@@ -76,9 +87,25 @@ def test_everything_goes_back() -> None:
     huggingface.uninstall()
     after = _bindings()
     assert {key: after.get(key) for key in before} == before
-    assert id(fsdp_c.FSDP) not in {
+    left = {
         value for (name, _), value in after.items() if not name.startswith("fsdp_c")
     }
+    assert not left & {id(fsdp_c.FSDP), id(fsdp_c.fully_shard)}
+
+
+def _imports_when_called() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard
+
+
+def test_fully_shard() -> None:
+    torch_function = _imports_when_called()
+    assert torch_function is not fsdp_c.fully_shard
+    with huggingface.installed():
+        assert _imports_when_called() is fsdp_c.fully_shard
+        assert torch_package.FSDPModule is TORCH_MODULE  # a base of fsdp_c's
+    assert _imports_when_called() is torch_function
 
 
 def test_repeated_and_nested() -> None:

@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "port/transport.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -47,6 +48,15 @@ typedef struct fsdp_view_ops {
   fsdp_status (*take_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, bool *any_copied,
                              fsdp_error *error);
+  /* Of an extended segment: issues what gathers its parameter, as a part of the
+   * launch `call` of the group, whose ticket it updates. A group of one rank:
+   * `call` is NULL, and it copies on UNSHARD. show_params follows. */
+  fsdp_status (*gather)(void *context, void *owner, int64_t segment,
+                        const fsdp_group *group, const fsdp_call *call,
+                        uint64_t *ticket, fsdp_error *error);
+  /* Of a unit with extended segments: their parameters are not used until the
+   * next gather. Cannot fail. */
+  void (*ungather)(void *context, void *owner);
   /* Whether the user changed parameters (values, or memory) since the last
    * mark_params; both while they are views of SHARDED. Cannot fail. A write
    * through `param.data` is not seen. */

@@ -278,6 +278,16 @@ done:
   return status;
 }
 
+fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine, fsdp_error *error) {
+  if (engine->in_backward || engine->depth > 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "kept gradients cannot be reduced inside a %s",
+                     engine->in_backward ? "backward" : "forward");
+  }
+  open_backward(engine);
+  return fsdp_engine_finish_backward(engine, error);
+}
+
 bool fsdp_engine_in_backward(const fsdp_engine *engine) {
   return engine->in_backward;
 }

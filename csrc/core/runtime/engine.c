@@ -136,6 +136,7 @@ static void reset_unit(fsdp_unit *unit) {
     }
     (void)!fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL);
   }
+  if (unit->is_extended) views->ungather(views->context, unit->options.owner);
   if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
     (void)!views->show_params(views->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, NULL);
@@ -421,6 +422,11 @@ void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part) {
 
 bool fsdp_unit_is_parted(const fsdp_unit *unit) {
   return unit->state == FSDP_UNIT_PARTED;
+}
+
+void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
+                                                       bool reshards) {
+  unit->options.reshard_after_backward_without_sync = reshards;
 }
 
 bool fsdp_unit_is_of_parts(const fsdp_unit *unit) {

@@ -59,6 +59,8 @@ typedef struct fsdp_segment_options {
                               outlives the unit */
   int64_t spare_numel; /* elements of the block behind the gathered ones, for
                           show_params; 0: none */
+  bool is_extended;    /* views->gather gathers its parameter, into memory
+                          that the port has; gradients are as ever */
   int64_t part_numel;  /* elements of a part, if the unit has a part_group:
                           its ranks' parts are the segment, and some padding */
 } fsdp_segment_options;
@@ -212,6 +214,9 @@ bool fsdp_unit_is_parted(const fsdp_unit *unit);
 /* Whether what it last gathered were parts. */
 bool fsdp_unit_is_of_parts(const fsdp_unit *unit);
 
+void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
+                                                       bool reshards);
+
 /* What sums of gradients are divided by; 0: the number of ranks. */
 void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor);
 
@@ -308,6 +313,15 @@ FSDP_NODISCARD fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
  */
 FSDP_NODISCARD fsdp_status fsdp_engine_join_host(fsdp_engine *engine,
                                                  fsdp_error *error);
+
+/*
+ * Reduces what backwards with FSDP_SYNC_NONE and FSDP_SYNC_SHARD kept, as the
+ * end of a backward does, where none is to come: a pipeline's schedule.
+ *
+ * FSDP_INVALID_STATE  in a forward or a backward.
+ */
+FSDP_NODISCARD fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine,
+                                                   fsdp_error *error);
 
 /* Whether a backward is open. */
 bool fsdp_engine_in_backward(const fsdp_engine *engine);

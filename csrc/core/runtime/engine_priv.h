@@ -99,6 +99,7 @@ struct fsdp_unit {
   /* place.c */
   bool is_resident; /* every segment is */
   bool has_cast;    /* some segment's parameters have another dtype */
+  bool is_extended; /* some segment is */
   /* place.c: bytes of the unit's blocks; 0: needs none. */
   int64_t param_nbytes;
   int64_t part_nbytes;

@@ -32,6 +32,12 @@ static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
                       &self->full_nbytes, &segment->full_offset)) {
     return false;
   }
+  if (segment->options.is_extended) { /* the block orders the gathers */
+    segment->is_resident = true;
+    self->is_resident = false;
+    self->is_extended = true;
+    return place_in_block(1, 1, &self->param_nbytes, &segment->param_offset);
+  }
   if (segment->is_resident) return true;
   self->is_resident = false;
   int64_t numel;

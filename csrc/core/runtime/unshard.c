@@ -155,6 +155,25 @@ done:
   return status;
 }
 
+static fsdp_status gather_extended(fsdp_unit *unit, int64_t segment,
+                                   const fsdp_call *call, uint64_t *ticket,
+                                   fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  return views->gather(views->context, unit->options.owner, segment,
+                       &unit->options.shard_group, call, ticket, error);
+}
+
+/* A group of one rank. */
+static fsdp_status gather_alone(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (!unit->segments[i].options.is_extended) continue;
+    FSDP_TRY(gather_extended(unit, i, NULL, NULL, error));
+  }
+done:
+  return status;
+}
+
 /* One grouped all-gather of all segments, of the shards or of the parts.
  * Without a cast or an upload, the shard itself is the send buffer. */
 static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
@@ -164,7 +183,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
       of_parts ? &unit->options.part_group : &unit->options.shard_group;
   fsdp_priv_launch launch;
 
-  if (group->world_size == 1) return FSDP_OK;
+  if (group->world_size == 1) return gather_alone(unit, error);
   fsdp_op_log_add(&engine->log, "all_gather", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
@@ -176,6 +195,10 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
     const fsdp_dtype dtype = param_dtype(unit, i);
     const bool sends_shard = !unit->options.offloads &&
                              fsdp_dtype_equal(dtype, segment->layout->dtype);
+    if (segment->options.is_extended) {
+      status = gather_extended(unit, i, &launch.call, &launch.ticket, error);
+      continue;
+    }
     const int64_t numel =
         of_parts ? segment->options.part_numel : segment->layout->shard_numel;
     if (numel == 0) continue;
@@ -367,6 +390,9 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
     if (!was_used) {
       FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
                                &local));
+    }
+    if (unit->is_extended) {
+      views->ungather(views->context, unit->options.owner);
     }
     FSDP_TRY(fsdp_arena_give(unit->engine->arena, param_client(unit),
                              was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,

@@ -1,8 +1,7 @@
-"""accelerate's FullyShardedDataParallelPlugin: version, strategy, no accelerator.
+"""accelerate's FullyShardedDataParallelPlugin, version 1: strategy, no accelerator.
 
 Seen in accelerate 1.15.0, ``utils/dataclasses.py``:
 
-* Version 2 is torch's ``fully_shard``, which fsdp_c does not replace: refused.
 * A strategy given as ``reshard_after_forward`` has no effect: the plugin sets
   ``sharding_strategy`` to FULL_SHARD first and then prefers it.
 * ``sync_module_states`` (also by ``cpu_ram_efficient_loading``) raises RuntimeError
@@ -18,17 +17,6 @@ from fsdp_c.integrations._patch import Function, Patch
 from fsdp_c.integrations.huggingface._accelerate_settings import (
     accelerate_setting,
     is_on,
-)
-
-VERSION_2 = (
-    "fsdp_c runs FSDP version 1 and this configuration asks for version 2, "
-    "torch's fully_shard: set {keys}; or call "
-    "fsdp_c.integrations.huggingface.uninstall() first to run version 2"
-)
-PLUGIN_KEYS = (
-    'fsdp_config={"version": 1, ...} in TrainingArguments, fsdp_version: 1 in the '
-    "YAML of accelerate, --fsdp_version 1 for accelerate launch, or fsdp_version=1 in "
-    "FullyShardedDataParallelPlugin"
 )
 
 
@@ -103,8 +91,9 @@ def _wrap_post_init(original: Function) -> Function:
         version = self.fsdp_version
         if version is None:
             version = accelerate_setting("FSDP_VERSION", "1")
-        if int(version) == 2:
-            raise ValueError(VERSION_2.format(keys=PLUGIN_KEYS))
+        if int(version) != 1:
+            original(self, *args, **kwargs)
+            return
         strategy = choose_strategy(sharding, reshard) or strategy_of_environment()
         try:
             original(self, *args, **kwargs)
@@ -126,7 +115,7 @@ PATCHES = (
         module="accelerate.utils.dataclasses",
         function="FullyShardedDataParallelPlugin.__post_init__",
         purpose=(
-            "version 2 is refused, reshard_after_forward takes effect, "
+            "with version 1 reshard_after_forward takes effect, and "
             "sync_module_states works without an accelerator"
         ),
         parameters=frozenset({"self"}),

@@ -2,9 +2,8 @@
 
 Seen in transformers 5.23.0, ``training_args.py``, ``_process_fsdp_args``:
 
-* Without ``version`` FSDP2 runs, which fsdp_c does not replace: refused.
-* ``sharding_strategy`` is not read. The default strategy is passed on as if the user
-  had set it, and would override the one given to ``accelerate launch``.
+* ``sharding_strategy`` is not read. With version 1 the default strategy is passed on
+  as if the user had set it, and would override the one given to ``accelerate launch``.
 * ``offload_params`` is not read (its new name is ``cpu_offload``), and
   ``min_num_params`` has no effect unless ``auto_wrap_policy`` asks for sizes.
 * ``xla`` without torch_xla fails later with an unrelated message.
@@ -15,8 +14,8 @@ from typing import Any
 
 from fsdp_c.integrations._patch import Function, Patch
 from fsdp_c.integrations.huggingface._accelerate_plugin import (
-    VERSION_2,
     choose_strategy,
+    strategy_named,
 )
 from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu
 
@@ -45,22 +44,48 @@ def check_xla() -> None:
         )
 
 
+def _reshards(config: dict[str, Any]) -> bool:
+    """Return what ``sharding_strategy`` means in version 2.
+
+    Raises:
+        ValueError: It has no such strategy, or ``reshard_after_forward`` differs.
+    """
+    strategy = strategy_named("sharding_strategy", config["sharding_strategy"])
+    names = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+    if strategy is None or strategy.name not in names:
+        raise ValueError(
+            f"sharding_strategy is {config['sharding_strategy']!r}; with FSDP version "
+            "2 it is FULL_SHARD or SHARD_GRAD_OP: set one of them, or version to 1"
+        )
+    reshards = names[strategy.name]
+    if _is_true(config.get("reshard_after_forward", reshards)) != reshards:
+        raise ValueError(
+            f"sharding_strategy {strategy.name} and reshard_after_forward "
+            f"{config['reshard_after_forward']!r} differ: set only one"
+        )
+    return reshards
+
+
 def complete(config: dict[str, Any], plugin: dict[str, Any]) -> None:
     """Add to ``plugin`` the settings of ``config`` that transformers does not read.
 
     Args:
         config: ``fsdp_config``, without prefixes.
-        plugin: Arguments of accelerate's plugin, of version 1.
+        plugin: Arguments of accelerate's plugin.
 
     Raises:
-        ValueError: Keys contradict each other, or a strategy is unknown.
+        ValueError: Keys contradict each other, or a strategy is unknown or does not
+            exist in this version.
     """
-    strategy = choose_strategy(
-        config.get("sharding_strategy"), config.get("reshard_after_forward")
-    )
-    plugin.pop("reshard_after_forward", None)
-    if strategy is not None:
-        plugin["reshard_after_forward"] = strategy.name
+    if plugin["fsdp_version"] == 1:
+        strategy = choose_strategy(
+            config.get("sharding_strategy"), config.get("reshard_after_forward")
+        )
+        plugin.pop("reshard_after_forward", None)
+        if strategy is not None:
+            plugin["reshard_after_forward"] = strategy.name
+    elif "sharding_strategy" in config:
+        plugin["reshard_after_forward"] = _reshards(config)
     if _is_true(config.get("offload_params", False)):
         plugin["cpu_offload"] = True
     num_params = int(config.get("min_num_params") or 0)
@@ -82,10 +107,6 @@ def _wrap_process(original: Function) -> Function:
             if isinstance(config, dict) and config.get("xla"):
                 check_xla()
             return None
-        if plugin["fsdp_version"] == 2:
-            raise ValueError(
-                VERSION_2.format(keys='fsdp_config={"version": 1} in TrainingArguments')
-            )
         if are_on_cpu() and self.parallel_mode.name == "NOT_PARALLEL":
             raise ValueError(NO_USE_CPU)
         complete(self.fsdp_config, plugin)
@@ -99,8 +120,8 @@ PATCHES = (
         module="transformers.training_args",
         function="TrainingArguments._process_fsdp_args",
         purpose=(
-            "fsdp_config without version 1 is refused; sharding_strategy, "
-            "offload_params and min_num_params in it take effect"
+            "sharding_strategy, offload_params and min_num_params in fsdp_config take "
+            "effect"
         ),
         parameters=frozenset({"self"}),
         mentions=frozenset(
