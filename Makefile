@@ -116,7 +116,8 @@ debug: $(TOOLS) ## the extension without optimisation, with symbols and asserts,
 
 profile: $(BUILT) ## callgrind of one training step, functions by cost, in $(OUT)/profile
 	rm -rf $(OUT)/profile && mkdir -p $(OUT)/profile
-	valgrind -q --tool=callgrind --callgrind-out-file=$(OUT)/profile/callgrind.out \
+	valgrind -q --tool=callgrind --instr-atstart=no \
+	  --callgrind-out-file=$(OUT)/profile/callgrind.out \
 	  python benchmarks/host_instructions.py --counted fsdp_c-orig --steps 1 \
 	  --warmup 3 --worker-folder $(OUT)/profile
 	callgrind_annotate $(OUT)/profile/callgrind.out.1 >$(OUT)/profile/all.txt

@@ -2,19 +2,23 @@
  * Logs every allocation and free of tensor memory. Loaded with LD_PRELOAD.
  *
  * torch's CPU allocator takes all its memory from posix_memalign() with an
- * alignment of 64 bytes, fsdp_c's slabs (csrc/torch/large_pages.cpp) with one of
- * a large page. Such calls, and the free() of what they returned, are
- * logged in the order in which they happen, on all threads. memory_trace.py
- * reads the log. glibc only: its own functions do the work.
+ * alignment of 64 bytes. fsdp_c's blocks and slabs (csrc/host/pages.c) are mapped
+ * and then populated. Such calls, and the free() and munmap() of what they
+ * returned, are logged in the order in which they happen, on all threads.
+ * memory_trace.py reads the log. glibc only: its own functions do the work.
  */
+#define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 enum {
   ALIGNMENT = 64,
-  LARGE_PAGE = 2 << 20,
+  POPULATE_WRITE = 23, /* MADV_POPULATE_WRITE */
   NUM_SLOTS = 1 << 20, /* of the hash table; a power of 2 */
   MAX_ENTRIES = 1 << 22,
   EMPTY = 0,
@@ -72,7 +76,7 @@ int posix_memalign(void **memory, size_t alignment, size_t nbytes) {
   void *result = __libc_memalign(alignment, nbytes);
   if (result == NULL) return ENOMEM;
   *memory = result;
-  if ((alignment == ALIGNMENT || alignment == LARGE_PAGE) && nbytes > 0) {
+  if (alignment == ALIGNMENT && nbytes > 0) {
     pthread_mutex_lock(&mutex);
     note_allocation((uintptr_t)result, (int64_t)nbytes);
     pthread_mutex_unlock(&mutex);
@@ -87,6 +91,22 @@ void free(void *memory) {
     pthread_mutex_unlock(&mutex);
   }
   __libc_free(memory);
+}
+
+int madvise(void *memory, size_t nbytes, int advice) {
+  if (advice == POPULATE_WRITE) {
+    pthread_mutex_lock(&mutex);
+    note_allocation((uintptr_t)memory, (int64_t)nbytes);
+    pthread_mutex_unlock(&mutex);
+  }
+  return (int)syscall(SYS_madvise, memory, nbytes, advice);
+}
+
+int munmap(void *memory, size_t nbytes) {
+  pthread_mutex_lock(&mutex);
+  note_free((uintptr_t)memory);
+  pthread_mutex_unlock(&mutex);
+  return (int)syscall(SYS_munmap, memory, nbytes);
 }
 
 /* Puts a mark into the log. */

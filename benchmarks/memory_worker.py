@@ -213,7 +213,6 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     os.environ["FSDP_C_SHM"] = "1" if args.transport == "shm" else "0"
-    os.environ.setdefault("FSDP_C_MEMORY", "least")
     rendezvous = (args.worker_folder / "store").as_uri()
     dist.init_process_group("gloo", rendezvous, rank=rank, world_size=args.ranks)
     trace = MemoryTrace()

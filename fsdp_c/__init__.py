@@ -43,7 +43,6 @@ except ImportError as error:
         "in the source directory"
     ) from error
 
-from fsdp_c._engines.engine import memory_stats, reset
 from fsdp_c._engines.forward_methods import register_forward_method
 from fsdp_c._engines.optimizer_in_backward import optimizer_in_backward
 from fsdp_c._fully_shard.api import (
@@ -51,6 +50,7 @@ from fsdp_c._fully_shard.api import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp_c._fully_shard.either import memory_stats, reset
 from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c._units.originals import FlatParameter

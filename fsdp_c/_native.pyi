@@ -191,6 +191,8 @@ class Layout:
 
     Of ``params``, each (numel, dtype, requires_grad), none is shared. ``itemsize``:
     a segment aligns to 16 bytes with the smaller of this and its own itemsize.
+    With ``row_numels``, the elements of a row of each parameter, each is a segment by
+    rows, which nothing aligns.
     """
 
     def __new__(
@@ -201,6 +203,7 @@ class Layout:
         itemsize: int = 16,
         align_params: bool,
         align_shards: bool,
+        row_numels: Sequence[int] | None = None,
     ) -> Layout: ...
     @property
     def world_size(self) -> int: ...
@@ -285,6 +288,7 @@ def plan_step(
             Layout,
             Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
             int,
+            bool,
             bool,
             int,
             bool,

@@ -97,10 +97,16 @@ def num_parts_along(value: DTensor, dim: int) -> int:
     """Return into how many parts the ranks of its mesh cut ``value`` along ``dim``."""
     num_parts = 1
     for mesh_dim, placement in enumerate(value.placements):
-        if placement.is_shard(dim) or isinstance(placement, _StridedShard):
-            if placement.dim == dim:  # type: ignore[attr-defined]
-                num_parts *= value.device_mesh.size(mesh_dim)
+        if is_cut(placement, dim):
+            num_parts *= value.device_mesh.size(mesh_dim)
     return num_parts
+
+
+def is_cut(placement: Placement, dim: int | None = None) -> bool:
+    """Whether ``placement`` cuts, along ``dim`` if one is given."""
+    if isinstance(placement, _StridedShard):
+        return dim is None or placement.dim == dim
+    return placement.is_shard(dim)
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:

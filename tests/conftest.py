@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-# The mode with more to go wrong; test_memory_mode.py, the C tests and the simulated
-# accelerator run the other one.
-os.environ.setdefault("FSDP_C_MEMORY", "least")
 
 from helpers.pairwise import covering
 

@@ -75,17 +75,49 @@ static fsdp_param_spec *read_params(PyObject *params, Py_ssize_t *num_params) {
   return specs;
 }
 
+/* The layout by rows if `row_numels` is not None. -1 with an exception. */
+static int make_layout(const fsdp_param_table *table, PyObject *row_numels,
+                       int64_t world_size, fsdp_alignment alignment,
+                       fsdp_flat_layout **layout) {
+  fsdp_error error = {0};
+  fsdp_status status;
+  if (row_numels == Py_None) {
+    status =
+        fsdp_flat_layout_create(table, world_size, alignment, layout, &error);
+  } else {
+    Py_ssize_t num_numels = 0;
+    int64_t *numels =
+        fsdp_read_int64s(row_numels, "row_numels", 1, &num_numels);
+    if (numels == NULL) return -1;
+    if (num_numels != fsdp_param_table_num_params(table)) {
+      PyErr_Format(PyExc_ValueError,
+                   "Layout() needs as many row_numels as params, got %zd",
+                   num_numels);
+      PyMem_Free(numels);
+      return -1;
+    }
+    status = fsdp_flat_layout_create_by_rows(table, numels, world_size, layout,
+                                             &error);
+    PyMem_Free(numels);
+  }
+  if (status == FSDP_OK) return 0;
+  fsdp_torch_set_python_error(&error);
+  return -1;
+}
+
 static PyObject *layout_new(PyTypeObject *type, PyObject *args,
                             PyObject *kwargs) {
   static const char *const keywords[] = {
-      "params", "world_size", "itemsize", "align_params", "align_shards", NULL};
-  PyObject *params; /* borrowed */
+      "params",       "world_size", "itemsize", "align_params",
+      "align_shards", "row_numels", NULL};
+  PyObject *params;               /* borrowed */
+  PyObject *row_numels = Py_None; /* borrowed */
   long long world_size;
   int itemsize = FSDP_ALIGNMENT_NBYTES;
   int align_params = -1, align_shards = -1;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OL|$ipp:Layout", FSDP_KEYWORDS(keywords), &params,
-          &world_size, &itemsize, &align_params, &align_shards)) {
+          args, kwargs, "OL|$ippO:Layout", FSDP_KEYWORDS(keywords), &params,
+          &world_size, &itemsize, &align_params, &align_shards, &row_numels)) {
     return NULL;
   }
   if (align_params < 0 || align_shards < 0) {
@@ -108,10 +140,12 @@ static PyObject *layout_new(PyTypeObject *type, PyObject *args,
       .params = align_params != 0,
       .shards = align_shards != 0,
   };
-  if (fsdp_param_table_create(specs, num_params, &table, &error) != FSDP_OK ||
-      fsdp_flat_layout_create(table, world_size, alignment, &self->owned,
-                              &error) != FSDP_OK) {
+  if (fsdp_param_table_create(specs, num_params, &table, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
+    Py_CLEAR(self);
+    goto done;
+  }
+  if (make_layout(table, row_numels, world_size, alignment, &self->owned) < 0) {
     Py_CLEAR(self);
     goto done;
   }

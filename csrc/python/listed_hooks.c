@@ -92,6 +92,8 @@ int fsdp_listed_hooks_init(PyObject *module, module_state *state) {
   if (state->pre_backward == NULL) return -1;
   state->first_hook_id = PyLong_FromLong(-1); /* torch's begin at 0 */
   if (state->first_hook_id == NULL) return -1;
+  state->tensor_name = PyUnicode_InternFromString(tensor_name);
+  if (state->tensor_name == NULL) return -1;
   state->output_hooks =
       PyType_FromSpecWithBases(&dict_spec, (PyObject *)&PyODict_Type);
   return state->output_hooks == NULL ? -1 : 0;
@@ -104,7 +106,7 @@ int fsdp_listed_hooks_add(const module_state *state, PyObject *tensor) {
   PyObject *hooks = PyObject_CallNoArgs(state->output_hooks);
   if (reference == NULL || hooks == NULL) goto done;
   if (PyODict_SetItem(hooks, state->first_hook_id, state->pre_backward) < 0 ||
-      PyObject_SetAttrString(hooks, tensor_name, reference) < 0) {
+      PyObject_SetAttr(hooks, state->tensor_name, reference) < 0) {
     goto done;
   }
   fsdp_torch_list_hooks(tensor, hooks);

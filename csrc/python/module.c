@@ -309,6 +309,7 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->output_hooks);
   Py_CLEAR(state->pre_backward);
   Py_CLEAR(state->first_hook_id);
+  Py_CLEAR(state->tensor_name);
   return 0;
 }
 

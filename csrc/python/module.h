@@ -40,6 +40,7 @@ typedef struct module_state {
   PyObject *output_hooks;     /* listed_hooks.c: the type of the dicts, */
   PyObject *pre_backward;     /* their first value */
   PyObject *first_hook_id;    /* and its key */
+  PyObject *tensor_name;      /* of the attribute of an output_hooks */
 } module_state;
 
 /* `unit` is NULL only until creation has succeeded. */

@@ -203,7 +203,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
                      others.end());
       }
       unit.engine = self;
-      self->has_rows = self->has_rows || unit.is_by_rows;
+      self->has_faces = self->has_faces || unit.face.context != nullptr;
       self->units.push_back(&unit);
     }
     if (status == FSDP_OK) *engine = new fsdp_torch_engine{self};

@@ -78,17 +78,24 @@ void queue_end_of_backward(const std::shared_ptr<Engine> &engine) {
       [end] { end->run(); });
 }
 
-// Whether the running graph task will execute `node` (not only capture what
-// flows into it, as torch.autograd.grad does).
-bool will_run(Node *node) {
-  const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (nodes == nullptr || nodes->find(node) == nodes->end()) return false;
-  const auto *infos = torch::autograd::get_current_graph_task_exec_info();
-  if (infos == nullptr || infos->empty()) return true;
-  const auto info = infos->find(node);
-  return info != infos->end() && info->second.needed_ &&
-         info->second.captures_ == nullptr;
-}
+// The nodes that the running graph task will execute (not only capture what
+// flows into them, as torch.autograd.grad does).
+class NodesToRun {
+ public:
+  bool has(Node *node) const {
+    if (nodes_ == nullptr || nodes_->find(node) == nodes_->end()) return false;
+    if (infos_ == nullptr || infos_->empty()) return true;
+    const auto info = infos_->find(node);
+    return info != infos_->end() && info->second.needed_ &&
+           info->second.captures_ == nullptr;
+  }
+
+ private:
+  decltype(torch::autograd::get_current_graph_task_nodes_in_graph()) nodes_ =
+      torch::autograd::get_current_graph_task_nodes_in_graph();
+  decltype(torch::autograd::get_current_graph_task_exec_info()) infos_ =
+      torch::autograd::get_current_graph_task_exec_info();
+};
 
 // Tells the engine, once per graph task, how many gradients will come. A
 // nested task (reentrant checkpointing of a part of the unit) may bring others,
@@ -97,10 +104,11 @@ void expect_grads(Unit &unit) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   if (unit.graph_task == graph_task) return;
   unit.graph_task = graph_task;
+  const NodesToRun nodes;
   int64_t num_grads = 0;
   bool comes_all = true;
   for (Param &param : unit.params) {
-    if (!param.accumulator || !will_run(param.accumulator.get())) {
+    if (!param.accumulator || !nodes.has(param.accumulator.get())) {
       comes_all = false;
       continue;
     }
@@ -149,11 +157,32 @@ struct ForwardCall {
   }
 };
 
+// Runs before the node that made an output.
+class OutputHook : public torch::autograd::FunctionPreHook {
+ public:
+  OutputHook(std::shared_ptr<ForwardCall> call, const Node *node)
+      : call_(std::move(call)), node_(node) {}
+
+  variable_list operator()(const variable_list &grads) override {
+    call_->on_grad(node_);
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<ForwardCall> call_;
+  const Node *node_;  // it owns the hook
+};
+
+// Not Tensor::register_hook, which makes four objects more of it.
 void hook_tensor(const at::Tensor &tensor,
                  const std::shared_ptr<ForwardCall> &call) {
-  const Node *node = tensor.grad_fn().get();
+  const NodePtr &node = tensor.grad_fn();
+  if (node) {
+    node->add_tensor_pre_hook(std::make_unique<OutputHook>(call, node.get()));
+    return;
+  }
   tensor.register_hook(
-      [call, node](const at::Tensor & /*grad*/) { call->on_grad(node); });
+      [call](const at::Tensor & /*grad*/) { call->on_grad(nullptr); });
 }
 
 // Runs after AccumulateGrad: takes the gradient off the parameter.
@@ -182,7 +211,9 @@ class GradHook : public torch::autograd::FunctionPostHook {
           " has a sparse gradient; use a dense one (Embedding(sparse=False))");
     }
     if (grad.requires_grad()) grad = grad.detach();
-    grad = in_memory_order(unit, param, grad);
+    if (param.shard_dim != 0 || !grad.is_contiguous()) {
+      grad = in_memory_order(unit, param, grad);
+    }
     hand_over(unit, std::move(grad));
   }
 

@@ -2,29 +2,25 @@
 
 #include <ATen/ATen.h>
 #include <Python.h>
-#include <sys/mman.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <cstdlib>
 #include <memory>
-#include <new>
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/port/host_memory.hpp"
 #include "torch/unit.hpp"
 
 // Note [Slabs]
-// Filling fresh memory costs a page fault per 4 KiB: for a state dict of some
-// hundred MiB that takes longer than the copies. So tensors that are made
-// together lie side by side in slabs, for which the kernel is asked for large
-// pages. A slab lives until the last of its tensors goes, hence the limit; a
-// tensor that is larger has a slab of its own.
+// Tensors that are made together lie side by side in slabs, so that also small
+// ones lie on large pages (Note [Fresh memory] in pages.h). A slab lives until
+// the last of its tensors goes, hence the limit; a tensor that is larger has a
+// slab of its own.
 
 namespace fsdp_torch {
 namespace {
 
-constexpr size_t kLargePage = size_t{2} << 20;
 constexpr size_t kSlab = size_t{64} << 20;
 constexpr size_t kAlignment = 64;
 
@@ -32,20 +28,12 @@ size_t round_up(size_t nbytes, size_t multiple) {
   return (nbytes + multiple - 1) / multiple * multiple;
 }
 
-using Slab = std::shared_ptr<void>;
-
-Slab make_slab(size_t nbytes) {
-  void *memory = nullptr;
-  if (posix_memalign(&memory, kLargePage, nbytes) != 0) throw std::bad_alloc();
-  // Only advice: without large pages everything works all the same.
-  (void)madvise(memory, nbytes, MADV_HUGEPAGE);
-  return Slab(memory, std::free);
-}
+using Slab = std::shared_ptr<c10::DataPtr>;
 
 at::Tensor tensor_in(const Slab &slab, size_t offset, const TensorSpec &spec,
                      size_t nbytes, c10::DispatchKeySet keys) {
   c10::DataPtr data(
-      static_cast<char *>(slab.get()) + offset, new Slab(slab),
+      static_cast<char *>(slab->get()) + offset, new Slab(slab),
       [](void *held) { delete static_cast<Slab *>(held); }, c10::kCPU);
   const auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), nbytes, std::move(data),
@@ -75,13 +63,7 @@ std::vector<at::Tensor> empty_tensors(const std::vector<TensorSpec> &specs) {
       total += more;
       end++;
     }
-    if (total < kLargePage) {  // of a small slab much would be wasted
-      for (; begin < end; begin++) {
-        tensors.push_back(at::empty({specs[begin].numel}, specs[begin].dtype));
-      }
-      continue;
-    }
-    const Slab slab = make_slab(total);  // its end may lie on small pages
+    const auto slab = std::make_shared<c10::DataPtr>(make_host_memory(total));
     for (size_t offset = 0; begin < end; begin++) {
       const size_t nbytes = nbytes_of(specs[begin]);
       tensors.push_back(tensor_in(slab, offset, specs[begin], nbytes, keys));

@@ -105,8 +105,9 @@ void show_sharded_grads(Unit &unit) {
     if (!shown.grad.defined()) {
       make_grad(unit, param, static_cast<int64_t>(i));
     } else if (!is_over(shown.grad_local, storage_of(segment.grad_shard))) {
-      shown.grad_local.unsafeGetTensorImpl()->set_storage_keep_dtype(
-          segment.grad_shard.storage());
+      show_at(shown.grad_local,
+              segment.grad_shard.storage().getWeakStorageImpl().lock(),
+              segment.grad_shard.storage_offset() + param.in_shard.begin);
     }
     shown.param.mutable_grad() = shown.grad;
     shown.user_grad = at::Tensor();
@@ -172,10 +173,7 @@ bool take_sharded_grad(Unit &unit, Param &param) {
            c10::str("expected a DTensor with ", param.sharded.sizes(),
                     " on this rank"));
   }
-  if (!segment.grad_shard.defined()) {
-    segment.grad_shard = at::zeros({segment.layout->shard_numel},
-                                   shard_options(unit, segment.grad));
-  }
+  ensure_grad_shard(unit, segment, false);
   make_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
             param.sharded.key_set(), segment.grad, param.sharded.sizes(),
             segment.grad_shard.storage_offset() + param.in_shard.begin)
@@ -214,11 +212,11 @@ bool take_replaced_locals(Unit &unit) {
 }
 
 void open_rows(Engine &engine) {
-  if (!engine.has_rows || engine.shows_plain.exchange(true)) return;
+  if (!engine.has_faces || engine.shows_plain.exchange(true)) return;
   const pybind11::gil_scoped_acquire gil;
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
-    note_user_grads(*unit);
+    if (unit->is_by_rows) note_user_grads(*unit);
     if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_PLAIN) < 0) {
       throw_python_error();
     }
@@ -226,7 +224,7 @@ void open_rows(Engine &engine) {
 }
 
 void close_rows(Engine &engine) {
-  if (!engine.has_rows || !engine.shows_plain.exchange(false)) return;
+  if (!engine.has_faces || !engine.shows_plain.exchange(false)) return;
   if (Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
   const py::error_scope kept;  // an exception on its way stays

@@ -30,6 +30,12 @@ at::Tensor make_strided_view(const at::Tensor &like, at::IntArrayRef sizes,
   return view;
 }
 
+void show_at(const at::Tensor &view, const StoragePtr &storage,
+             int64_t offset) {
+  view.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(storage));
+  view.unsafeGetTensorImpl()->set_storage_offset(offset);
+}
+
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes) {
   const c10::Device device = storage.device();
   allow_access(storage);
@@ -42,19 +48,7 @@ void detach(const Unit &unit, c10::StorageImpl &storage) {
   const c10::Device device = storage.device();
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device));
   storage.set_nbytes(0);
-  refuse_access(storage,
-                "FSDP unit '" + unit.name +
-                    "' is sharded now: this tensor was a view of its "
-                    "unsharded parameters. Keep a clone, or read it inside "
-                    "summon_full_params.");
-}
-
-const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
-  return tensor.storage().unsafeGetStorageImpl();
-}
-
-bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage) {
-  return tensor.has_storage() && storage_of(tensor) == storage;
+  refuse_access(storage, unit.why_no_access);
 }
 
 c10::DispatchKeySet keys_of(c10::Device device) {

@@ -68,7 +68,7 @@ struct Engine {
   // Units whose reductions were issued and that are followed; see
   // Note [Following reductions].
   std::vector<std::weak_ptr<Unit>> reduced;
-  bool has_rows = false;  // some unit is by rows
+  bool has_faces = false;  // of some unit modules see other parameters
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};
@@ -96,7 +96,10 @@ struct Segment {
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
   at::Tensor earlier_grad;  // of earlier backwards, while followed
-  at::Tensor flat_param;    // use_orig_params=False
+  // See Note [Sharded gradients of a unit by rows].
+  at::Tensor next_grad;
+  at::Tensor idle_grad;
+  at::Tensor flat_param;  // use_orig_params=False
   StoragePtr unsharded;
   StoragePtr part;                 // null: the unit keeps no parts
   StoragePtr full;                 // on the unit's device
@@ -193,6 +196,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   Unit &operator=(const Unit &) = delete;
 
   std::string name;
+  std::string why_no_access;  // to a view of whole parameters while sharded
   c10::Device device{c10::DeviceType::CPU};
   bool use_orig_params = true;
   bool offloads = false;  // shards are in host memory, the device is elsewhere
@@ -240,12 +244,19 @@ at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
 // Likewise, over the storage of another one and of its dtype.
 at::Tensor make_strided_view(const at::Tensor &like, at::IntArrayRef sizes,
                              at::IntArrayRef strides, int64_t offset);
+// Points the view, a tensor of ours, at another storage.
+void show_at(const at::Tensor &view, const StoragePtr &storage, int64_t offset);
 // Points the storage at memory that somebody else owns.
 void attach(c10::StorageImpl &storage, void *data, int64_t nbytes);
 // Empties it; reading it is an error that names the unit.
 void detach(const Unit &unit, c10::StorageImpl &storage);
-const c10::StorageImpl *storage_of(const at::Tensor &tensor);
-bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage);
+// nullptr: it has none.
+inline const c10::StorageImpl *storage_of(const at::Tensor &tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+inline bool is_over(const at::Tensor &tensor, const c10::StorageImpl *storage) {
+  return storage_of(tensor) == storage;
+}
 // The dispatch keys of a plain tensor on `device`.
 c10::DispatchKeySet keys_of(c10::Device device);
 // Options of the unit's shards and sharded gradients.
@@ -277,6 +288,9 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor);
 
 // unit_grads.cpp: the functions of the port that show gradients.
 void add_grad_ops(fsdp_view_ops *ops);
+// Makes the segment's sharded gradient if there is none: zeros, unless the next
+// work on it replaces all of them.
+void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced);
 // Whether the core reduces gradients of the segment.
 bool is_trainable(const Unit &unit, const Segment &segment);
 

@@ -27,12 +27,38 @@ int64_t nbytes_of(int64_t numel, at::ScalarType dtype) {
   return numel * static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-void ensure_grad_shard(const Unit &unit, Segment &segment, bool is_replaced) {
-  if (segment.grad_shard.defined()) return;
-  const at::TensorOptions options = shard_options(unit, segment.grad);
-  segment.grad_shard = is_replaced
-                           ? at::empty({segment.layout->shard_numel}, options)
-                           : at::zeros({segment.layout->shard_numel}, options);
+// Note [Sharded gradients of a unit by rows]
+// Its segments are many and small, so the sharded gradients of all are one
+// allocation. The first one that is needed makes it; the others wait in
+// `next_grad`. Tensors of an earlier one are used again: a step makes none.
+void make_next_grads(Unit &unit) {
+  constexpr int64_t kAlignment = 64;
+  std::vector<int64_t> begins;
+  int64_t nbytes = 0;
+  const auto is_wanted = [&](const Segment &segment) {
+    return !segment.grad_shard.defined() && is_trainable(unit, segment);
+  };
+  for (const Segment &segment : unit.segments) {
+    begins.push_back((nbytes + kAlignment - 1) / kAlignment * kAlignment);
+    if (!is_wanted(segment)) continue;
+    nbytes =
+        begins.back() + nbytes_of(segment.layout->shard_numel, segment.grad);
+  }
+  const at::Tensor all = at::empty({nbytes}, shard_options(unit, at::kByte));
+  const StoragePtr storage = all.storage().getWeakStorageImpl().lock();
+  for (size_t i = 0; i < unit.segments.size(); i++) {
+    Segment &segment = unit.segments[i];
+    if (!is_wanted(segment)) continue;
+    const int64_t begin =
+        begins[i] / static_cast<int64_t>(c10::elementSize(segment.grad));
+    if (segment.idle_grad.defined()) {
+      segment.next_grad = std::move(segment.idle_grad);
+      show_at(segment.next_grad, storage, begin);
+    } else {
+      segment.next_grad = make_view(storage, all.key_set(), segment.grad,
+                                    {segment.layout->shard_numel}, begin);
+    }
+  }
 }
 
 // The places, found once: a hot path walks them.
@@ -76,8 +102,8 @@ const at::Tensor &sharded_grad_view(Unit &unit, Param &param) {
   StoragePtr storage = segment.grad_shard.storage().getWeakStorageImpl().lock();
   if (param.idle_grad.defined()) {
     param.grad = std::move(param.idle_grad);
-    param.grad.unsafeGetTensorImpl()->set_storage_keep_dtype(
-        c10::Storage(std::move(storage)));
+    show_at(param.grad, storage,
+            segment.grad_shard.storage_offset() + param.in_shard.begin);
   } else {
     param.grad = view_of_piece(storage, segment.grad_shard.storage_offset(),
                                param.sharded.key_set(), segment.grad, param);
@@ -340,7 +366,15 @@ void grads_free(void * /*context*/, void *owner) {
     if (unit.is_by_rows) free_sharded_grad(unit, param);
     idle_grad_view(unit, param);
   }
-  for (Segment &segment : unit.segments) segment.grad_shard = at::Tensor();
+  for (Segment &segment : unit.segments) {
+    segment.next_grad = at::Tensor();
+    at::Tensor view = std::move(segment.grad_shard);
+    segment.grad_shard = at::Tensor();
+    if (!unit.is_by_rows || !view.defined() || view.use_count() > 1) continue;
+    if (!segment.no_grad) segment.no_grad = empty_storage(view.device());
+    show_at(view, segment.no_grad, 0);
+    segment.idle_grad = std::move(view);
+  }
 }
 
 void grad_release(void * /*context*/, void *token) {
@@ -350,6 +384,20 @@ void grad_release(void * /*context*/, void *token) {
 }
 
 }  // namespace
+
+void ensure_grad_shard(Unit &unit, Segment &segment, bool is_replaced) {
+  if (segment.grad_shard.defined()) return;
+  if (unit.is_by_rows) {
+    if (!segment.next_grad.defined()) make_next_grads(unit);
+    segment.grad_shard = std::move(segment.next_grad);
+    if (!is_replaced) segment.grad_shard.zero_();
+    return;
+  }
+  const at::TensorOptions options = shard_options(unit, segment.grad);
+  segment.grad_shard = is_replaced
+                           ? at::empty({segment.layout->shard_numel}, options)
+                           : at::zeros({segment.layout->shard_numel}, options);
+}
 
 bool is_trainable(const Unit &unit, const Segment &segment) {
   return fsdp_unit_is_trainable(unit.core,

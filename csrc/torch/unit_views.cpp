@@ -10,11 +10,28 @@
 namespace fsdp_torch {
 namespace {
 
+// A reference to a view that is not counted. A tensor's own pointer has another
+// type than shallow_copy_from wants, so passing it would count twice.
+class Borrowed {
+ public:
+  explicit Borrowed(const at::Tensor &view)
+      : impl_(c10::intrusive_ptr<c10::TensorImpl>::reclaim(
+            view.unsafeGetTensorImpl())) {}
+  ~Borrowed() { (void)impl_.release(); }
+  Borrowed(const Borrowed &) = delete;
+  Borrowed &operator=(const Borrowed &) = delete;
+
+  const c10::intrusive_ptr<c10::TensorImpl> &impl() const { return impl_; }
+
+ private:
+  c10::intrusive_ptr<c10::TensorImpl> impl_;
+};
+
 void show(Param &param, const at::Tensor &view) {
-  param.tensor.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  const Borrowed shown(view);
+  param.tensor.unsafeGetTensorImpl()->shallow_copy_from(shown.impl());
   if (!param.parallel_local.defined()) return;
-  param.parallel_local.unsafeGetTensorImpl()->shallow_copy_from(
-      view.getIntrusivePtr());
+  param.parallel_local.unsafeGetTensorImpl()->shallow_copy_from(shown.impl());
 }
 
 // Uploads of a forward that had no backward may still read a shard in host
@@ -286,6 +303,10 @@ void add_view_ops(fsdp_view_ops *ops) {
 }
 
 void make_views(Unit &unit) {
+  unit.why_no_access =
+      "FSDP unit '" + unit.name +
+      "' is sharded now: this tensor was a view of its unsharded parameters. "
+      "Keep a clone, or read it inside summon_full_params.";
   for (Segment &segment : unit.segments) {
     segment.unsharded = empty_storage(unit.device);
     segment.full = empty_storage(unit.device);

@@ -22,11 +22,10 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_c import _native
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
-from fsdp_c._units.base import Running, ShardedModule, require_sharded, sharded_modules
-from fsdp_c._units.sessions import LoadSession
+from fsdp_c._units.base import Running, ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
-engine_listeners: list[Callable[[ShardedModule], object]] = []
+engine_listeners: list[Callable[[nn.Module], object]] = []
 
 
 def ensure_engine(module: ShardedModule) -> _native.Engine:
@@ -66,58 +65,3 @@ def ensure_engines(module: nn.Module) -> list[_native.Engine]:
     """Return the engines of all wrapped modules in ``module``, parents first."""
     engines = [ensure_engine(each) for each in sharded_modules(module)]
     return list({id(engine): engine for engine in engines}.values())
-
-
-def memory_stats(model: nn.Module) -> dict[str, int]:
-    """Return what the engine of ``model`` holds and has done, on this rank.
-
-    Keys ending in ``_nbytes`` are bytes, those beginning with ``num_`` counts:
-
-    * num_clients, num_blocks, arena_nbytes, held_nbytes, peak_nbytes, num_allocs,
-      num_frees: the arena of unsharded parameters and gradients; ``held`` are the
-      blocks in use now, ``peak`` is the highest ``arena_nbytes`` so far. With
-      ``FSDP_C_MEMORY=least`` there are none between steps.
-    * num_units, shard_nbytes, grad_shard_nbytes: the units, and the shards and
-      sharded gradients of this rank, those that are allocated now.
-    * partial_grad_nbytes, scratch_nbytes: sums of ``no_sync(sharded=True)``, and what
-      reductions over gloo need beside the arena (on the CPU only while they run: the
-      most so far).
-    * ring_nbytes: shared memory that this rank reserves for its groups.
-    * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
-
-    Several engines (wrapped modules without a common wrapped ancestor) add up.
-
-    Args:
-        model: A wrapped module, or one that contains wrapped modules.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: Nothing in ``model`` is wrapped.
-    """
-    total: dict[str, int] = {}
-    require_sharded(model)
-    for engine in ensure_engines(model):
-        for key, value in engine.memory_stats().items():
-            total[key] = total.get(key, 0) + value
-    return total
-
-
-def reset(model: nn.Module) -> None:
-    """Make ``model`` usable again after an exception in the middle of a step.
-
-    Drops the gradients that were not reduced yet, unsharded parameters and
-    prefetches; parameters and gradients from before the step stay. All ranks must
-    call it, since the failed step may have ended elsewhere on each.
-
-    Args:
-        model: A wrapped module, or one that contains wrapped modules.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: Nothing in ``model`` is wrapped.
-    """
-    modules = require_sharded(model)
-    for engine in ensure_engines(model):
-        engine.reset()
-    for each in modules:
-        each.end_session(LoadSession)

@@ -36,7 +36,8 @@ def optimizer_in_backward(
 
     Raises:
         TypeError: ``build`` returned no optimizer.
-        ValueError: Nothing in ``model`` is wrapped, or it has such optimizers already.
+        ValueError: Nothing in ``model`` is wrapped, it is a model of fully_shard(), or
+            it has such optimizers already.
 
     Example:
         >>> optimizer = fsdp_c.optimizer_in_backward(  # doctest: +SKIP

@@ -7,7 +7,11 @@ from torch import nn
 
 from fsdp_c._engines.engine import ensure_engines
 from fsdp_c._engines.flat_views import follow_summon
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import (
+    ShardedModule,
+    refuse_fully_shard,
+    sharded_modules,
+)
 from fsdp_c._units.sessions import SummonSession
 
 
@@ -30,8 +34,12 @@ def _summon(
 
 
 @contextmanager
-def summoned(module: ShardedModule, *, writeback: bool) -> Iterator[None]:
+def summoned(
+    module: ShardedModule, *, writeback: bool, as_dtensors: bool = False
+) -> Iterator[None]:
     """Show the whole parameters of one unit, and register the original ones.
+
+    Those of a tensor parallel mesh are their local tensors, or DTensors.
 
     All ranks of the unit's group must enter. With ``writeback``, what is written
     to this rank's part is kept, after an exception too. A unit that is summoned
@@ -41,7 +49,7 @@ def summoned(module: ShardedModule, *, writeback: bool) -> Iterator[None]:
         if not module._sharded.unit.is_summoned:
             module._sharded.originals.check()
             _summon(stack, module, writeback)
-        stack.enter_context(module._sharded.originals.shown())
+        stack.enter_context(module._sharded.originals.shown(as_dtensors=as_dtensors))
         yield
 
 
@@ -102,7 +110,12 @@ def summon_full_params(
 
     Raises:
         RuntimeError: Inside forward or backward, or summoned already.
+        ValueError: A module of fully_shard() is in ``module``.
     """
+    refuse_fully_shard(
+        module,
+        "call unshard() and reshard() of its modules, or full_tensor() of parameters",
+    )
     ensure_engines(module)
     modules = [each for each in sharded_modules(module) if recurse or each is module]
     for each in modules:
@@ -120,7 +133,7 @@ def summon_full_params(
                 with_grads=with_grads,
             )
             if not rank0_only or each.is_first_in_shard_group:
-                stack.enter_context(each._sharded.originals.shown())
+                stack.enter_context(each._sharded.originals.shown(as_dtensors=True))
             if each.find_session(SummonSession) is None:
                 each.begin_session(SummonSession())
                 stack.callback(each.end_session, SummonSession)

@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
 from fsdp_c._fully_shard.group import Group, Place, StageState, group_of
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
-from fsdp_c._fully_shard.rows import Cut, cut_of, local_of, shard_param
+from fsdp_c._fully_shard.rows import shard_param
+from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import note_fully_sharded
 from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.cuts import check_parallel, cut_of, local_of
 from fsdp_c._units.params import check_param
 from fsdp_c._units.uses import mark_sharded, sharding_unit
 
@@ -68,6 +70,7 @@ def fully_shard(
         ``torch.distributed.fsdp.fully_shard`` (torch 2.13).
     """
     modules = _check_modules(module)
+    correct_state_dicts()
     arguments = check_arguments(
         mesh,
         reshard_after_forward,
@@ -198,11 +201,16 @@ def _make_group(
                 _check_param(fqn, param, arguments)
             places.append(Place(module, name, fqn, found.setdefault(param, len(found))))
     names = {place.param: place.fqn for place in reversed(places)}
-    cuts = [_cut(names[index], param, arguments) for param, index in found.items()]
+    mesh = arguments.mesh
+    cuts = []
+    for param, index in found.items():
+        dim = arguments.choose_dim(names[index], param)
+        placements = arguments.placements(dim)
+        cuts.append(cut_of(names[index], param, dim, mesh, placements))
     sharded = []
     storage = torch.device("cpu") if arguments.offloads else arguments.device
     for param, cut in zip(found, cuts, strict=True):
-        sharded.append(shard_param(param, cut, arguments.mesh, storage))
+        sharded.append(shard_param(param, cut, mesh, storage))
     for (param, index), new in zip(found.items(), sharded, strict=True):
         mark_sharded(param, names[index])  # whoever shares it is told
         vars(new).pop("_fsdp_flattened", None)
@@ -212,19 +220,6 @@ def _make_group(
         else:  # an RNN keeps lists of its parameters
             setattr(place.module, place.name, sharded[place.param])
     return Group(modules, arguments, places, sharded, cuts)
-
-
-def _cut(fqn: str, param: nn.Parameter, arguments: Arguments) -> Cut:
-    dim = arguments.choose_dim(fqn, param)
-    try:
-        return cut_of(param, dim, arguments.mesh, arguments.placements(dim))
-    except RuntimeError as error:
-        raise ValueError(
-            f"parameter {fqn!r} is a DTensor on {getattr(param, 'device_mesh', None)}, "
-            f"which is not a part of the same mesh as {arguments.mesh}: make one mesh "
-            "with init_device_mesh(), and pass its parts to parallelize_module() and "
-            "to fully_shard()"
-        ) from error
 
 
 def _check_param(fqn: str, param: nn.Parameter, arguments: Arguments) -> None:
@@ -237,7 +232,7 @@ def _check_param(fqn: str, param: nn.Parameter, arguments: Arguments) -> None:
         )
     whole: Any = param
     if isinstance(param, DTensor):
-        _check_parallel(fqn, param, arguments)
+        check_parallel(fqn, param, arguments.mesh)
         whole = local_of(param)
     if param.dim() == 0:  # torch's first words
         raise ValueError(
@@ -247,20 +242,6 @@ def _check_param(fqn: str, param: nn.Parameter, arguments: Arguments) -> None:
     if is_traceable_wrapper_subclass(whole):
         return  # with fsdp_pre_all_gather, which may be defined later
     check_param(fqn, whole)
-
-
-def _check_parallel(fqn: str, param: DTensor, arguments: Arguments) -> None:
-    kind, expected = param.device_mesh.device_type, arguments.mesh.device_type
-    if kind != expected:  # torch's first words
-        raise ValueError(
-            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
-            f"{kind} for DTensor and {expected} for FSDP: parameter {fqn!r}"
-        )
-    if any(placement.is_partial() for placement in param.placements):
-        raise ValueError(
-            f"parameter {fqn!r} has the placements {tuple(param.placements)}: a "
-            "parameter cannot be Partial, redistribute() it before"
-        )
 
 
 def _class_over(cls: type[nn.Module]) -> Any:

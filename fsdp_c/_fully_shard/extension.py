@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_c._fully_shard.rows import local_of
 from fsdp_c._torch_compat import preserved_version
+from fsdp_c._units.cuts import local_of
 
 # The stages of csrc/torch/bridge.h.
 GATHER, SHOW, FREE = range(3)

@@ -19,15 +19,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
+from fsdp_c._engines.engine import engine_listeners
 from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.extension import Extension, is_extended
-from fsdp_c._fully_shard.rows import (
+from fsdp_c._fully_shard.rows import plain_param
+from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
     local_grad,
     local_of,
     parallel_param,
-    plain_param,
 )
 
 
@@ -54,7 +55,9 @@ class Group:
     Attributes:
         modules: As passed to fully_shard().
         arguments: Likewise.
+        places: Where the modules have them.
         sharded: The sharded parameters.
+        cuts: How each is cut.
         unit: None until the first use, and after a conversion.
         running: The engine that it is part of; None until the first call.
     """
@@ -80,8 +83,8 @@ class Group:
         self.keeps_part = arguments.part_mesh is not None and all(
             cut.parallel is None for cut in cuts
         )
-        self._places = tuple(places)
-        self._cuts = tuple(cuts)
+        self.places = tuple(places)
+        self.cuts = tuple(cuts)
         self._plain: list[nn.Parameter] = []
         self._parts: list[nn.Parameter | None] = []
         self._shown: list[nn.Parameter] = []
@@ -103,7 +106,7 @@ class Group:
         """
         if self.unit is None:
             self._take_registered()
-            self._check_memory(f"{name}." if name else "")
+            self.check_memory(f"{name}." if name else "")
             precision = self.arguments.precision
             replicas = self.arguments.replica_group
             groups = [
@@ -112,7 +115,7 @@ class Group:
             ]
             self._plain = [
                 plain_param(sharded, cut)
-                for sharded, cut in zip(self.sharded, self._cuts, strict=True)
+                for sharded, cut in zip(self.sharded, self.cuts, strict=True)
             ]
             self._extensions = self._find_extensions()
             self.unit = _native.Unit(
@@ -132,7 +135,7 @@ class Group:
                 cast_root_forward_inputs=precision.cast_forward_inputs,
                 keep_low_precision_grads=False,
                 offloads=self.arguments.offloads,
-                shard_dims=[cut.dim for cut in self._cuts],
+                shard_dims=[cut.dim for cut in self.cuts],
                 part_group=self.arguments.part_group if self.keeps_part else None,
                 extended=[
                     index in self._extensions for index in range(len(self._plain))
@@ -146,7 +149,7 @@ class Group:
     def _find_extensions(self) -> dict[int, Extension]:
         """Return the parameters that have fsdp_pre_all_gather."""
         found: dict[int, Extension] = {}
-        for place in self._places:
+        for place in self.places:
             index, local = place.param, local_of(self.sharded[place.param])
             if index in found:
                 continue
@@ -158,7 +161,7 @@ class Group:
                         "them, or list it in ignored_params"
                     )
                 continue
-            if self._cuts[index].dim != 0 or self._cuts[index].parallel is not None:
+            if self.cuts[index].dim != 0 or self.cuts[index].parallel is not None:
                 raise ValueError(
                     f"parameter {place.fqn!r} has fsdp_pre_all_gather: it can be cut "
                     "along dimension 0 only, and not be tensor parallel"
@@ -190,7 +193,7 @@ class Group:
     def _show_instead(self, index: int, param: nn.Parameter) -> None:
         """Let modules see ``param`` from now on, which the first gather made."""
         old, self._shown[index] = self._shown[index], param
-        for place in self._places:
+        for place in self.places:
             if place.module._parameters.get(place.name) is not old:
                 continue
             if _has_plain_setattr(place.module):
@@ -202,7 +205,7 @@ class Group:
     def _show(self, index: int) -> nn.Parameter:
         """Return what the modules see in forward of a parameter."""
         assert self.unit is not None
-        plain, cut = self._plain[index], self._cuts[index]
+        plain, cut = self._plain[index], self.cuts[index]
         if cut.parallel is None:
             return plain
         dtype = self.arguments.precision.param_dtype
@@ -212,8 +215,24 @@ class Group:
         self.unit.bind_parallel(index, shown, local_of(shown))
         return shown
 
+    def params(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, with what the user registered instead."""
+        if self.unit is None:
+            self._take_registered()
+        else:
+            self._adopt_replaced()
+        return self.sharded
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether its engine runs forward or backward."""
+        running = self.running
+        return running is not None and (
+            running.engine.in_forward or running.engine.in_backward
+        )
+
     def _take_registered(self) -> None:
-        for place in self._places:
+        for place in self.places:
             param = place.module._parameters.get(place.name)
             self._check_replacement(place, param)
             assert isinstance(param, nn.Parameter)
@@ -225,7 +244,7 @@ class Group:
             isinstance(param, nn.Parameter)
             and isinstance(param, DTensor)
             and param.shape == old.shape
-            and param.placements == self._cuts[place.param].placements
+            and param.placements == self.cuts[place.param].placements
         ):
             return
         raise RuntimeError(
@@ -234,10 +253,17 @@ class Group:
             "replace it by one with the same placements, or copy values into it"
         )
 
-    def _check_memory(self, prefix: str) -> None:
+    def check_memory(self, prefix: str) -> None:
+        """Check that every parameter has memory where the group computes.
+
+        ``prefix`` is that of names in messages.
+
+        Raises:
+            RuntimeError: One has none yet, or is elsewhere.
+        """
         on_meta = [
             prefix + place.fqn
-            for place in self._places
+            for place in self.places
             if self.sharded[place.param].is_meta
         ]
         if on_meta:  # torch's first words
@@ -250,7 +276,7 @@ class Group:
             )
         arguments = self.arguments
         device = torch.device("cpu") if arguments.offloads else arguments.device
-        for place in self._places:
+        for place in self.places:
             param = self.sharded[place.param]
             if local_of(param).device.type != device.type:
                 raise RuntimeError(
@@ -266,7 +292,7 @@ class Group:
             sharded = self.sharded[index]
             self.unit.bind_sharded(index, sharded, local_of(sharded))
         owner = weakref.ref(self)  # the unit must not keep the group
-        cuts = self._cuts
+        cuts = self.cuts
         is_parallel = any(cut.parallel is not None for cut in cuts)
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,7 +323,7 @@ class Group:
                     self._parts[place.param],
                     None if _has_plain_setattr(place.module) else place.module,
                 )
-                for place in self._places
+                for place in self.places
             ],
             make_grad,
             on_replaced,
@@ -313,7 +339,7 @@ class Group:
             if group is not None and group.unit and group.unit.state == "PARTED":
                 group.unit.reshard()
 
-        for module in dict.fromkeys(place.module for place in self._places):
+        for module in dict.fromkeys(place.module for place in self.places):
             add: Any = module.register_state_dict_pre_hook
             add(reshard)
             add = module._register_load_state_dict_pre_hook
@@ -324,7 +350,7 @@ class Group:
         mesh = self.arguments.part_mesh
         if mesh is None or self.unit is None or not self.keeps_part:
             return None
-        placements = (Replicate(), Shard(self._cuts[index].dim))
+        placements = (Replicate(), Shard(self.cuts[index].dim))
         local = self.unit.part_of(index)
         sharded = self.sharded[index]
         part = as_dtensor(local, sharded.shape, mesh, placements)
@@ -333,7 +359,7 @@ class Group:
     def _adopt_replaced(self) -> None:
         """Go on with sharded parameters that the user registered instead."""
         new: dict[int, nn.Parameter] = {}
-        for place in self._places:
+        for place in self.places:
             param = place.module._parameters.get(place.name)
             if param is self._shown[place.param] or param is self.sharded[place.param]:
                 continue
@@ -355,8 +381,7 @@ class Group:
         if self.unit is None:
             return
         if self.running is not None:
-            engine = self.running.engine
-            if engine.in_forward or engine.in_backward:
+            if self.is_in_step:
                 raise RuntimeError(
                     f"unit {self.unit.name!r} cannot be converted or moved in the "
                     "middle of a step: do it between backward and forward"
@@ -502,3 +527,5 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
     for each in groups:
         each.running = running
         each.apply_settings()
+    for listener in engine_listeners:
+        listener(module)

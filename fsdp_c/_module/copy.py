@@ -33,6 +33,11 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
         for key, value in module.__dict__.items()
     )
     sharded = module._sharded
+    if sharded.originals.parallel:
+        raise RuntimeError(
+            f"unit {sharded.name!r} has parameters that are DTensors and cannot be "
+            "copied: build the model again and load its state dict"
+        )
     with ExitStack() as stack:
         stack.enter_context(sharded.originals.shown())  # no flat parameters
         if sharded.buffers is not None:
@@ -51,7 +56,16 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
     )
     shapes = sharded.originals.shapes
     result.adopt_unit(
-        wrapped, take_unit(wrapped, unit, sharded.config, ignored, uses, shapes)
+        wrapped,
+        take_unit(
+            wrapped,
+            unit,
+            sharded.config,
+            ignored,
+            uses,
+            shapes,
+            sharded.originals.parallel,
+        ),
     )
     result.follow_reductions(None)  # the optimizer steps the module that was copied
     return result

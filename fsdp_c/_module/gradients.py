@@ -15,7 +15,9 @@ from fsdp_c._engines.optimizer_in_backward import (
     adopt_in_backward_optimizers,
     check_no_optimizer,
 )
+from fsdp_c._engines.parallel_norm import clip_parallel
 from fsdp_c._module.attributes import Attributes
+from fsdp_c._state.parts import find_parts
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.groups import HYBRID
 from fsdp_c._units.params import unsharded_params
@@ -151,4 +153,6 @@ class GradientMethods(Attributes):
         unsharded = (param for _, param in unsharded_params(self, frozenset()))
         others = [param for param in unsharded if param.grad is not None]
         with torch.no_grad():
+            if any(each._sharded.originals.parallel for each in sharded_modules(self)):
+                return clip_parallel(find_parts(self).values(), limit, power)
             return ensure_engine(self).clip_grad_norm(others, limit, power)

@@ -137,7 +137,8 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
                 stacklevel=3,
             )
         ignored = find_ignored(module, config)
-        check_params(module, ignored.params)
+        device_mesh = arguments.get("device_mesh")
+        check_params(module, ignored.params, device_mesh)
         group = config.groups.process_group
         device = choose_device(
             config.device_id, unsharded_params(module, ignored.params), group
@@ -152,6 +153,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             device,
             name=name or type(module).__name__,
             left_out=left_out,
+            device_mesh=device_mesh,
         )
         self.process_group = as_given(group)
         self.rank = group.rank()
@@ -164,7 +166,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         self.forward_prefetch = config.forward_prefetch
         self.limit_all_gathers = config.limit_all_gathers
         self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
-        self.adopt_module(module, sharded, arguments.get("device_mesh"))
+        self.adopt_module(module, sharded, device_mesh)
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )
@@ -228,7 +230,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         """
         self._assert_state(TrainingState.IDLE)
         ensure_engine(self)
-        with summoned(self, writeback=True):
+        with summoned(self, writeback=True, as_dtensors=True):
             super().apply(fn)
         return self
 

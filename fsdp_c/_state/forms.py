@@ -24,6 +24,7 @@ from fsdp_c._state.sharded_tensors import (
 )
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.device import CPU
+from fsdp_c._units.parallel import to_state
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,13 @@ def save_tensors(
 
     All ranks must call it with the same tensors of sharded parameters, and take all.
     """
+    for part, key, value in _save_tensors(tensors, what):
+        yield part, key, value if part.cut is None else to_state(value, part.cut)
+
+
+def _save_tensors(
+    tensors: Iterable[tuple[Form, Saving]], what: str
+) -> Iterator[tuple[ParamPart, str, Any]]:
     items = []
     for form, (part, key, value, dtype) in tensors:
         if part.shard_group is not None:

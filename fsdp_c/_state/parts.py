@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from fsdp_c import _native
 from fsdp_c._native import Placement
 from fsdp_c._units.base import ShardedModule, require_sharded
+from fsdp_c._units.cuts import Cut
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.uses import is_flat_param, is_taken, sharding_unit
 
@@ -74,9 +76,11 @@ class ParamPart:
         end: It ends before this one; ``begin == end`` if the rank holds nothing.
         offset: The part's first element in ``param``, flattened.
         module: The module whose unit shards it; None outside of all units.
-        over: The module over whose process group it is exchanged.
+        over: The module over whose process group it is exchanged; None in a model of
+            fully_shard(), where torch does that.
         index: The parameter's index in that unit; 0 outside.
         spread: How the unit's parameters lie over ranks, by index.
+        cut: Of a tensor parallel parameter, whose local tensor all of this is about.
     """
 
     fqn: str
@@ -90,6 +94,7 @@ class ParamPart:
     over: ShardedModule
     index: int
     spread: Spread
+    cut: Cut | None = None
 
     @property
     def numel(self) -> int:
@@ -105,6 +110,11 @@ class ParamPart:
     def is_flat(self) -> bool:
         """Whether the optimizer steps a flat parameter that contains it."""
         return is_flat_param(self.param)
+
+    @property
+    def is_in_unit(self) -> bool:
+        """Whether a unit has it."""
+        return self.module is not None
 
     @property
     def shard_group(self) -> ProcessGroup | None:
@@ -135,6 +145,28 @@ class ParamPart:
             is_summoned = flat.numel() != self.part_numel
             return flat[self.begin : self.end] if is_summoned else flat
         return self.part_in(values)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether :meth:`values` is a collective of all that hold the model."""
+        return False
+
+    def as_state(self, values: Tensor) -> Tensor:
+        """Return an optimizer's state for this rank's part, of its 1-D values."""
+        return values.reshape(self.local_shape)
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The tensor whose contiguous memory :meth:`values` shows; None if it copies.
+
+        A copy is put back by :meth:`put`.
+        """
+        return self.param if self.param.is_contiguous() else None
+
+    def put(self, values: Tensor) -> None:
+        """Copy 1-D values of this rank's part into place."""
+        with torch.no_grad():
+            self.param.copy_(values.reshape(self.param.shape))
 
     def write(self, whole: Tensor) -> None:
         """Copy this rank's part of ``whole`` into place."""
@@ -183,22 +215,30 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
             )
         names.setdefault(param, []).append(clean_name(name))
     parts += [
-        ParamPart(
-            fqn=its_names[0],
-            names=tuple(its_names),
-            shape=param.shape,
-            param=param,
-            begin=0,
-            end=param.numel(),
-            offset=0,
-            module=None,
-            over=outermost,
-            index=0,
-            spread=Spread([param.shape], None, outermost.world_size),
-        )
-        for param, its_names in names.items()
+        whole_part(param, its_names, outermost) for param, its_names in names.items()
     ]
     return {part.fqn: part for part in parts}
+
+
+def whole_part(
+    param: nn.Parameter, names: Sequence[str], outermost: ShardedModule | None
+) -> ParamPart:
+    """Return the part of a parameter that is in no unit: all of it."""
+    return ParamPart(
+        fqn=names[0],
+        names=tuple(names),
+        shape=param.shape,
+        param=param,
+        begin=0,
+        end=param.numel(),
+        offset=0,
+        module=None,
+        over=cast("ShardedModule", outermost),
+        index=0,
+        spread=Spread(
+            [param.shape], None, 1 if outermost is None else outermost.world_size
+        ),
+    )
 
 
 def unit_parts(
@@ -225,7 +265,8 @@ def unit_parts(
     for index, its_uses in sorted(uses.items()):
         names = tuple(prefix + originals.uses[use].fqn for use in its_uses)
         begin, end, offset, _ = unit.intersect(index, module.shard_rank)
-        stepped: nn.Parameter = originals.uses[its_uses[0]].param
+        original: nn.Parameter = originals.uses[its_uses[0]].param
+        stepped = original
         if flat_params:
             stepped = flat_params[slots[index][0]]
         parts.append(
@@ -241,6 +282,7 @@ def unit_parts(
                 over=module,
                 index=index,
                 spread=spread,
+                cut=originals.parallel.cuts.get(original),
             )
         )
     return parts

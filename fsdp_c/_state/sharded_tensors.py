@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as RowShard
 
 from fsdp_c._torch_compat import (
@@ -26,6 +26,8 @@ from fsdp_c._torch_compat import (
     TensorProperties,
 )
 from fsdp_c._units.base import ShardedModule
+from fsdp_c._units.cuts import dtensor_over
+from fsdp_c._units.parallel import row_placements
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
@@ -83,21 +85,7 @@ def wrap_chunk(
         ]
         return sharded_tensor_of(module, chunk, shape, parts)
     mesh = module.dtensor_mesh
-    placements = [Replicate()] * (mesh.ndim - 1) + [RowShard(0)]
-    is_offloaded = chunk.device.type != mesh.device_type
-    # from_local() would move the chunk to the mesh's device.
-    local = torch.empty_like(chunk, device=mesh.device_type) if is_offloaded else chunk
-    result = DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    if is_offloaded:
-        result._local_tensor = chunk
-    return result
+    return dtensor_over(chunk, shape, mesh, row_placements(mesh))
 
 
 def sharded_tensor_of(

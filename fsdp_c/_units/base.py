@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -261,11 +262,26 @@ def require_sharded(model: nn.Module) -> list[ShardedModule]:
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     modules = list(sharded_modules(model))
     if not modules:
+        refuse_fully_shard(model, "pass one that FullyShardedDataParallel wraps")
         raise ValueError(
             "there is no FullyShardedDataParallel module in this "
             f"{type(model).__name__}: pass the wrapped model"
         )
     return modules
+
+
+def refuse_fully_shard(model: nn.Module, remedy: str) -> None:
+    """Refuse a model of the other API, where only this one works.
+
+    Raises:
+        ValueError: There is a module of fully_shard() in ``model``.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{type(module).__name__} {name!r} is a module of fully_shard(), which "
+                f"this function of FullyShardedDataParallel does not take: {remedy}"
+            )
 
 
 def sharded_modules(module: nn.Module) -> Iterator[ShardedModule]:

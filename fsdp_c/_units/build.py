@@ -4,13 +4,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import _native
 from fsdp_c._units.base import Ignored, ShardedUnit
 from fsdp_c._units.buffers import UnitBuffers
 from fsdp_c._units.config import Config
+from fsdp_c._units.cuts import local_of
 from fsdp_c._units.materialize import materialize
 from fsdp_c._units.originals import Originals
+from fsdp_c._units.parallel import ParallelParams, localize
 from fsdp_c._units.params import collect_uses, move_to_device, own_modules
 from fsdp_c._units.sync import broadcast_from_first
 from fsdp_c._units.uses import ParamUse, mark_sharded
@@ -24,6 +28,7 @@ def build_unit(
     *,
     name: str,
     left_out: frozenset[nn.Parameter],
+    device_mesh: DeviceMesh | None,
 ) -> ShardedUnit:
     """Shard the parameters of ``module`` that no unit in it has, on ``device``.
 
@@ -37,18 +42,23 @@ def build_unit(
         left_out=left_out,
     )
     uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
+    uses, cuts = localize(uses, device_mesh)
+    parallel = ParallelParams(cuts, config.mixed_precision.param_dtype)
     move_to_device(module, uses, device, ignored.modules)
     params = [use.param for use in uses]
     if config.sync_module_states:
         tensors: list[Tensor] = list(dict.fromkeys(params))
         for _, current in own_modules(module, ignored.modules):
-            tensors += current.buffers(recurse=False)
+            tensors += (
+                local_of(buffer) if isinstance(buffer, DTensor) else buffer
+                for buffer in current.buffers(recurse=False)
+            )
         broadcast_from_first(tensors, config.groups.process_group)
         if config.groups.inter_node_group is not None:
             broadcast_from_first(tensors, config.groups.inter_node_group)
     shapes = [param.shape for param in params]
     unit = config.make_unit(name, params, device)
-    return take_unit(module, unit, config, ignored, uses, shapes)
+    return take_unit(module, unit, config, ignored, uses, shapes, parallel)
 
 
 def take_unit(
@@ -58,6 +68,7 @@ def take_unit(
     ignored: Ignored,
     uses: Sequence[ParamUse],
     shapes: Sequence[torch.Size],
+    parallel: ParallelParams,
 ) -> ShardedUnit:
     """Let ``unit`` shard the parameters of ``uses``, whose whole shapes ``shapes`` are.
 
@@ -78,6 +89,7 @@ def take_unit(
         unit,
         uses,
         shapes,
+        parallel,
         use_orig_params=config.use_orig_params,
         rank=config.groups.shard_rank,
     )

@@ -67,10 +67,14 @@ def wait_for_uploads(modules: Iterable[Any]) -> None:
     Before the host writes shards: a forward that had no backward may have left copies
     that still read them.
     """
-    devices = {
+    synchronize(
         each.compute_device for each in modules if each.cpu_offload.offload_params
-    }
-    for device in devices - {CPU}:
+    )
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all work on devices; the host is one without."""
+    for device in set(devices) - {CPU}:
         torch.accelerator.synchronize(device)
 
 

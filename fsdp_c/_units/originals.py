@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_c import _native
 from fsdp_c._units.flat_param_facts import FlatParamFacts, SegmentFacts, find_facts
 from fsdp_c._units.names import flat_param_name
+from fsdp_c._units.parallel import ParallelParams
 from fsdp_c._units.uses import ParamUse, mark_sharded
 
 # "1": a module's own __setattr__ is never called. FSDP1's name.
@@ -66,6 +67,7 @@ class Originals:
         unit: Its native unit.
         uses: Where the parameters are, in the unit's order.
         shapes: Their unsharded shapes, by use.
+        parallel: Which of them stand for tensor parallel DTensors.
         use_orig_params: As in the constructor of FSDP.
         rank: This rank in the sharding group.
     """
@@ -76,6 +78,7 @@ class Originals:
         unit: _native.Unit,
         uses: Sequence[ParamUse],
         shapes: Sequence[torch.Size],
+        parallel: ParallelParams,
         *,
         use_orig_params: bool,
         rank: int,
@@ -85,6 +88,7 @@ class Originals:
         self._unit = unit
         self.uses = tuple(uses)
         self.shapes = tuple(shapes)
+        self.parallel = parallel
         self._hides = not use_orig_params
         self._num_shows = 0
         self._order = {use.module: tuple(use.module._parameters) for use in uses}
@@ -97,6 +101,7 @@ class Originals:
             if not is_unsafe
             and type(use.module).__setattr__ is not nn.Module.__setattr__
         )
+        parallel.bind(unit, self.uses)
         if self._hides:
             self._bind(self.make_flat_params())
         self._arrange()
@@ -112,8 +117,10 @@ class Originals:
         Flat parameters stay the same objects, unless their number changes.
         """
         self._unit = unit
+        self.parallel.bind(unit, self.uses)
         self._watch()
         if not self._hides:
+            self._arrange()
             return
         new = self.make_flat_params()
         old = self.flat_params()
@@ -174,7 +181,7 @@ class Originals:
         """
         for use in self.uses:
             if use.module in self._listeners:
-                setattr(use.module, use.name, use.param)
+                setattr(use.module, use.name, self.parallel.shown(use.param))
         if self._hides and self._num_shows == 0:
             self._arrange()
         return module(*args, **kwargs)
@@ -194,7 +201,11 @@ class Originals:
                 originals.check()
 
         self._unit.watch(
-            [(use.module._parameters, use.name, use.param) for use in self.uses],
+            [
+                (use.module._parameters, use.name, use.param)
+                for use in self.uses
+                if use.param not in self.parallel.cuts
+            ],
             check,
         )
 
@@ -209,6 +220,10 @@ class Originals:
             (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)
             for use in self.uses
         ]
+        current = [
+            use.param if self.parallel.stands_for(now, use.param) else now
+            for now, use in zip(current, self.uses, strict=True)
+        ]
         if any(
             now is not use.param for now, use in zip(current, self.uses, strict=True)
         ):
@@ -220,6 +235,7 @@ class Originals:
         for index, now, use in zip(params, current, self.uses, strict=True):
             if (
                 self._hides
+                or (now is not use.param and use.param in self.parallel.cuts)
                 or not isinstance(now, nn.Parameter)
                 or new.setdefault(index, now) is not now
             ):
@@ -250,13 +266,17 @@ class Originals:
     # What is registered -----------------------------------------------------
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Register the original parameters, in their old order, for a while."""
+    def shown(self, *, as_dtensors: bool = False) -> Iterator[None]:
+        """Register the original parameters, in their old order, for a while.
+
+        ``as_dtensors``: those that were DTensors as such; they are summoned.
+        """
         self._num_shows += 1
         if self._num_shows == 1:
             self._arrange()
         try:
-            yield
+            with self.parallel.whole(self.uses) if as_dtensors else nullcontext():
+                yield
         finally:
             self._num_shows -= 1
             if self._num_shows == 0:
@@ -298,3 +318,5 @@ class Originals:
                 params[name] = params.pop(name)  # to the end
         if not shows and not is_absent:
             self._module._parameters.update(self._flat_params)
+        if self.parallel:
+            self.parallel.place(self._unit, self.uses)

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_c._torch_compat import overrides_dispatch
 from fsdp_c._units.base import sharded_modules
+from fsdp_c._units.cuts import check_parallel
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.uses import ParamUse, is_flat_param, is_taken, sharding_unit
 
@@ -32,13 +34,20 @@ def unsharded_params(
             yield name, param
 
 
-def check_params(module: nn.Module, ignored_params: Set[nn.Parameter]) -> None:
+def check_params(
+    module: nn.Module,
+    ignored_params: Set[nn.Parameter],
+    device_mesh: DeviceMesh | None,
+) -> None:
     """Check that all parameters in ``module`` can be flattened.
 
     Before any of its modules is wrapped, and before they have memory.
     """
     for name, param in unsharded_params(module, ignored_params):
-        check_param(clean_name(name), param)
+        if isinstance(param, DTensor) and device_mesh is not None:
+            check_parallel(clean_name(name), param, device_mesh)
+        else:
+            check_param(clean_name(name), param)
 
 
 def collect_uses(
@@ -138,9 +147,9 @@ def _problem(param: nn.Parameter) -> str | None:
         )
     if isinstance(param, DTensor):
         return (
-            f"is a DTensor ({', '.join(map(str, param.placements))}): tensor "
-            "parallelism cannot be combined with a unit; pass its full_tensor(), "
-            f"{left_alone}"
+            f"is a DTensor ({', '.join(map(str, param.placements))}): pass the data "
+            "parallel part of its mesh, as device_mesh=mesh['dp'], instead of a "
+            f"process group, {left_alone}"
         )
     if param.is_nested:
         return (

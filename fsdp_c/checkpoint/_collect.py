@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,9 @@ def collect(
     rank_extra: Any,
     with_random_states: bool,
 ) -> Collected:
-    """Return what this rank saves. Communicates nothing and copies no tensor.
+    """Return what this rank saves.
+
+    Communicates nothing and copies no tensor, except as Note [Rows in files] says.
 
     Raises:
         RuntimeError: The model is in the middle of a step.
@@ -82,9 +84,13 @@ def collect(
     units = contents.units(ranks)
     collected = Collected(units=units)
     mine = _saved_here(contents, units, ranks)
-    for name, place in mine.items():
+    for name, place in contents.places.items():
+        if name not in mine and not place.communicates:
+            continue
         part = place.values()
-        if place.module is None:
+        if name not in mine:
+            continue
+        if not place.is_in_unit:
             part = part.reshape(place.shape)
         collected.items.append(FileItem(model_key(name), place.begin, part))
     if ranks.rank == 0:
@@ -189,7 +195,7 @@ def _manifest(
 
 def fingerprint(units: tuple[UnitSpec, ...]) -> str:
     """Return a digest of the units, without their ranks, to compare."""
-    same = [(u.name, u.alignment, u.segments, u.params, len(u.ranks)) for u in units]
+    same = [replace(unit, ranks=(len(unit.ranks),)) for unit in units]
     return hashlib.sha256(repr(same).encode()).hexdigest()
 
 

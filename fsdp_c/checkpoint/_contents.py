@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.parts import ParamPart, find_parts
+from fsdp_c import _native
+from fsdp_c._fully_shard.group import Group, groups_in
+from fsdp_c._state.parts import ParamPart
+from fsdp_c._state.rows import RowPart, parts_in
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.sessions import LoadSession
 from fsdp_c.checkpoint._dtypes import dtype_name
+from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
 from fsdp_c.checkpoint._ranks import Ranks
 
@@ -54,7 +58,7 @@ class Contents:
                 is_param=True,
             )
             for place in self.places.values()
-            if place.module is None
+            if not place.is_in_unit
         ]
         buffers = [
             WholeSpec(
@@ -78,11 +82,21 @@ class Contents:
         for place in self.places.values():
             if place.module is not None:
                 places.setdefault(place.module, []).append(place)
-        return tuple(
+        units = [
             _unit(clean_name(f"{name}.")[:-1], module, places[module], ranks)
             for name, module in self.model.named_modules()
             if isinstance(module, ShardedModule) and module in places
-        )
+        ]
+        rows: dict[Group, list[RowPart]] = {}
+        for place in self.places.values():
+            if isinstance(place, RowPart):
+                rows.setdefault(place.group, []).append(place)
+        names = groups_in(self.model)
+        units += [
+            _unit_of_rows(clean_name(f"{names[group]}.")[:-1], its_places, ranks)
+            for group, its_places in rows.items()
+        ]
+        return tuple(units)
 
 
 def find_contents(model: nn.Module) -> Contents:
@@ -91,9 +105,15 @@ def find_contents(model: nn.Module) -> Contents:
     Raises:
         RuntimeError: It is inside forward, backward or summon_full_params.
         TypeError: ``model`` is not a module.
-        ValueError: Nothing in it is wrapped.
+        ValueError: Nothing in it is sharded.
     """
-    places = find_parts(model)
+    places = parts_in(model)
+    for group in groups_in(model):
+        if group.is_in_step and group.unit is not None:
+            raise RuntimeError(
+                f"unit {group.unit.name!r} is inside forward or backward: save and "
+                "load between steps"
+            )
     for module in sharded_modules(model):
         if (
             module._sharded.unit.is_summoned
@@ -156,14 +176,44 @@ def _unit(
         name=name,
         ranks=tuple(ranks.positions(group) if group is not None else [0]),
         alignment=layout.alignment,
-        segments=tuple(
-            SegmentSpec(dtype_name(dtype, f"unit {name!r}"), requires_grad, shard_numel)
-            for dtype, requires_grad, _, _, shard_numel, _ in segments
-        ),
+        segments=_segments(name, layout),
         params=tuple(
             _param(place, slots, segments)
             for place in sorted(places, key=lambda place: place.index)
         ),
+    )
+
+
+def _unit_of_rows(name: str, places: list[RowPart], ranks: Ranks) -> UnitSpec:
+    group = places[0].shard_group
+    params = tuple(
+        ParamSpec(
+            name=place.fqn,
+            aliases=place.names[1:],
+            shape=tuple(place.shape),
+            dtype=dtype_name(place.param.dtype, f"parameter {place.fqn!r}"),
+            requires_grad=place.param.requires_grad,
+            segment=number,
+            offset=0,
+        )
+        for number, place in enumerate(places)
+    )
+    alignment = (1, False, False)
+    layout = make_layout(params, group.size(), alignment, by_rows=True)
+    return UnitSpec(
+        name=name,
+        ranks=tuple(ranks.positions(group)),
+        alignment=alignment,
+        segments=_segments(name, layout),
+        params=params,
+        by_rows=True,
+    )
+
+
+def _segments(name: str, layout: _native.Layout) -> tuple[SegmentSpec, ...]:
+    return tuple(
+        SegmentSpec(dtype_name(dtype, f"unit {name!r}"), requires_grad, shard_numel)
+        for dtype, requires_grad, _, _, shard_numel, _ in layout.segments
     )
 
 

@@ -1,5 +1,6 @@
 """Which ranks of a checkpoint saved which elements: arithmetic on its layout."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -82,7 +83,11 @@ class Holders:
 
 
 def make_layout(
-    params: Sequence[ParamSpec], world_size: int, alignment: tuple[int, bool, bool]
+    params: Sequence[ParamSpec],
+    world_size: int,
+    alignment: tuple[int, bool, bool],
+    *,
+    by_rows: bool,
 ) -> _native.Layout:
     """Return the layout of a unit of ``params`` over ``world_size`` ranks."""
     itemsize, align_params, align_shards = alignment
@@ -95,6 +100,7 @@ def make_layout(
         itemsize=itemsize,
         align_params=align_params,
         align_shards=align_shards,
+        row_numels=[math.prod(p.shape[1:]) for p in params] if by_rows else None,
     )
 
 
@@ -105,7 +111,9 @@ def checked_layout(unit: UnitSpec) -> _native.Layout:
         ValueError: It is not the one that the manifest says.
     """
     try:
-        layout = make_layout(unit.params, len(unit.ranks), unit.alignment)
+        layout = make_layout(
+            unit.params, len(unit.ranks), unit.alignment, by_rows=unit.by_rows
+        )
     except OverflowError as error:
         raise ValueError(f"unit {unit.name!r:.200}: {error}") from None
     slots = [(param.segment, param.offset, param.numel) for param in unit.params]

@@ -1,5 +1,6 @@
 """import_safetensors: a set of safetensors files into a wrapped model."""
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -81,12 +82,14 @@ def import_safetensors(
         raise_if_any(f"{_HEADLINE} ({os.fspath(path)})", ranks.all_gather(problems))
         assert importing is not None
         is_on = progress if ranks.rank == 0 else False
-        try:
-            with progress_bar("importing", importing.nbytes, is_on) as advance:
-                importing.run(advance)
-        except Exception as error:
-            problems = [reason(error)]
-        raise_if_any(_BROKEN, ranks.all_gather(problems))
+        with progress_bar("importing", importing.nbytes, is_on) as advance:
+            # One after the other on all ranks: finish() may communicate.
+            for step in (functools.partial(importing.run, advance), importing.finish):
+                try:
+                    step()
+                except Exception as error:
+                    problems = [reason(error)]
+                raise_if_any(_BROKEN, ranks.all_gather(problems))
         return Imported(tuple(importing.missing), tuple(importing.unexpected))
     finally:
         if importing is not None:
@@ -193,9 +196,12 @@ class _Importing:
         )
 
     def run(self, advance: Advance) -> None:
-        """Read everything into place."""
+        """Read everything."""
         for file in self._files.values():
             file.run(advance)
+
+    def finish(self) -> None:
+        """Put into place what was read beside its place."""
         self._targets.finish()
 
 

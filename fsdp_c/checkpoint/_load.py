@@ -1,5 +1,6 @@
 """load: everything is checked on all ranks before anything is changed."""
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_c._fully_shard.group import groups_in
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.device import wait_for_uploads
+from fsdp_c._units.device import synchronize, wait_for_uploads
 from fsdp_c.checkpoint._contents import Contents, find_contents
 from fsdp_c.checkpoint._errors import CheckpointError, reason
-from fsdp_c.checkpoint._files import Advance
 from fsdp_c.checkpoint._load_optim import OptimLoad
 from fsdp_c.checkpoint._model_targets import ModelTargets
 from fsdp_c.checkpoint._plain import decode, tensor_keys
@@ -105,12 +106,15 @@ def load(
             problems_of_rank[0] = ["the ranks found different checkpoints at the path"]
         raise_if_any(f"{_HEADLINE} ({os.fspath(path)})", problems_of_rank)
         assert loading is not None
-        try:
-            with progress_bar("loading", loading.source.read_nbytes, is_on) as advance:
-                loading.apply(advance)
-        except Exception as error:
-            problems = [reason(error)]
-        raise_if_any(_BROKEN, ranks.all_gather(problems))
+        with progress_bar("loading", loading.source.read_nbytes, is_on) as advance:
+            # One after the other on all ranks: install() may communicate.
+            steps = (functools.partial(loading.source.run, advance), loading.install)
+            for step in steps:
+                try:
+                    step()
+                except Exception as error:
+                    problems = [reason(error)]
+                raise_if_any(_BROKEN, ranks.all_gather(problems))
         return loading.loaded()
     finally:
         if loading is not None:
@@ -135,6 +139,8 @@ class _Loading:
         manifest = self.source.manifest
         self._contents: Contents = contents
         wait_for_uploads(m for m in model.modules() if isinstance(m, ShardedModule))
+        arguments = [group.arguments for group in groups_in(model)]
+        synchronize(each.device for each in arguments if each.offloads)
         self._targets = ModelTargets(contents)
         self._is_same_size = manifest.world_size == ranks.world_size
         self._optim: OptimLoad | None = None
@@ -236,9 +242,8 @@ class _Loading:
         elif name == "scheduler":
             _check_scheduler(self._scheduler, value)
 
-    def apply(self, advance: Advance) -> None:
-        """Read everything into place."""
-        self.source.run(advance)
+    def install(self) -> None:
+        """Put into place what was read beside its place, and what is plain."""
         if self._optim is not None:
             self._optim.install()
         self._targets.finish()

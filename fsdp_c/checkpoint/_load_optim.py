@@ -11,6 +11,7 @@ from fsdp_c._state.optim.keys import check_params, keys_of_optimizer, uses_names
 from fsdp_c._state.optim.states import ParamState, assemble, install
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart, parts_of_params
+from fsdp_c._state.rows import RowPart
 from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
 from fsdp_c.checkpoint._memory import is_direct
@@ -105,7 +106,7 @@ class OptimLoad:
     ) -> None:
         current = self._current[fqn]
         place = current.part
-        if place.part_numel == 0:
+        if place.part_numel == 0 and not isinstance(place, RowPart):
             # Nothing of it is here; what the optimizer made for no element may stay.
             self._states[fqn] = current
             return
@@ -129,7 +130,8 @@ class OptimLoad:
             )
             plan_target(self._source, target, spec, (key, name))
         if state_spec.plain:
-            elements = place.begin, place.end
+            # A rank without rows has a state, too: as all ranks have a DTensor.
+            elements = (place.begin, place.end) if place.part_numel else (0, 1)
             plain = find_plain(self._source, spec, state_spec.plain, elements)
             if plain is not None:
                 self._plain[fqn] = plain

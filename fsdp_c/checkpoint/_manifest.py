@@ -17,6 +17,8 @@ from fsdp_c.checkpoint._fields import MAX_NUMEL, Fields, integer, string
 MANIFEST = "manifest.json"
 FORMAT = "fsdp_c.checkpoint"
 VERSION = 1
+# Some units are by rows; each says whether it is.
+VERSION_WITH_ROWS = 2
 MAX_RANKS = 1 << 20
 
 _T = TypeVar("_T")
@@ -69,6 +71,8 @@ class UnitSpec:
         alignment: (itemsize, align_params, align_shards) of its layout.
         segments: Its segments.
         params: Its parameters, in the unit's order.
+        by_rows: Whether each parameter is a segment, of which a rank holds the rows
+            that torch.chunk gives it.
     """
 
     name: str
@@ -76,6 +80,7 @@ class UnitSpec:
     alignment: tuple[int, bool, bool]
     segments: tuple[SegmentSpec, ...]
     params: tuple[ParamSpec, ...]
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ class Manifest:
 
     def dump(self) -> bytes:
         """Return the manifest as a document."""
+        has_rows = any(unit.by_rows for unit in self.units)
         groups: dict[tuple[int, ...], int] = {}
         for unit in self.units:
             groups.setdefault(unit.ranks, len(groups))
@@ -170,7 +176,7 @@ class Manifest:
         return _documents.dump(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": VERSION_WITH_ROWS if has_rows else VERSION,
                 "save_id": self.save_id,
                 "versions": self.versions,
                 "world_size": self.world_size,
@@ -183,6 +189,7 @@ class Manifest:
                         "alignment": list(unit.alignment),
                         "segments": [asdict(segment) for segment in unit.segments],
                         "params": [asdict(param) for param in unit.params],
+                        **({"by_rows": unit.by_rows} if has_rows else {}),
                     }
                     for unit in self.units
                 ],
@@ -207,10 +214,12 @@ def parse_manifest(data: bytes) -> Manifest:
     if top.string("format") != FORMAT:
         raise ValueError("it is not a manifest of fsdp_c.checkpoint")
     version = top.integer("version")
-    if version != VERSION:
+    if version not in (VERSION, VERSION_WITH_ROWS):
         raise ValueError(
-            f"its format has version {version}; this fsdp_c reads {VERSION}"
+            f"its format has version {version}; this fsdp_c reads {VERSION} and "
+            f"{VERSION_WITH_ROWS}"
         )
+    has_rows = version == VERSION_WITH_ROWS
     world_size = top.integer("world_size", 1, MAX_RANKS)
 
     def ranks(value: Any, where: str) -> tuple[int, ...]:
@@ -226,7 +235,9 @@ def parse_manifest(data: bytes) -> Manifest:
     manifest = Manifest(
         save_id=_save_id(top.string("save_id")),
         world_size=world_size,
-        units=tuple(top.items("units", lambda v, where: _unit(v, where, groups))),
+        units=tuple(
+            top.items("units", lambda v, where: _unit(v, where, groups, has_rows))
+        ),
         wholes=tuple(top.items("wholes", partial(_record, WholeSpec))),
         modules=top.members("modules", lambda v, _: v),
         optim=None if optim is None else _record(OptimSpec, optim, "manifest.optim"),
@@ -271,7 +282,9 @@ def _record(cls: type[_T], value: Any, where: str) -> _T:
     return cls(**found)
 
 
-def _unit(value: Any, where: str, groups: list[tuple[int, ...]]) -> UnitSpec:
+def _unit(
+    value: Any, where: str, groups: list[tuple[int, ...]], has_rows: bool
+) -> UnitSpec:
     members = Fields(value, where)
     alignment = members.any("alignment")
     if (
@@ -286,6 +299,7 @@ def _unit(value: Any, where: str, groups: list[tuple[int, ...]]) -> UnitSpec:
         alignment=(alignment[0], alignment[1], alignment[2]),
         segments=tuple(members.items("segments", partial(_record, SegmentSpec))),
         params=tuple(members.items("params", partial(_record, ParamSpec))),
+        by_rows=has_rows and members.boolean("by_rows"),
     )
     members.end()
     for param in unit.params:

@@ -22,12 +22,15 @@ class ModelTargets:
         ]
 
     def _of_place(self, place: ParamPart) -> Target:
-        param = place.param
-        if param.is_contiguous():
+        memory = place.memory
+        if memory is not None:
             part = place.values()
-            self._finish.append(lambda: was_written(param))
+            self._finish.append(lambda: was_written(memory))
         else:
-            part = self._copied(param.detach(), param.dtype)
+            part = torch.empty(
+                place.part_numel, dtype=place.param.dtype, device=place.param.device
+            )
+            self._finish.append(lambda: place.put(part))
         return Target(
             f"parameter {place.fqn!r}",
             place.names,

@@ -130,7 +130,7 @@ def _new_manifest(old: Manifest, world_size: int) -> Manifest:
 
 
 def _new_unit(unit: UnitSpec, world_size: int) -> UnitSpec:
-    layout = make_layout(unit.params, world_size, unit.alignment)
+    layout = make_layout(unit.params, world_size, unit.alignment, by_rows=unit.by_rows)
     return replace(
         unit,
         ranks=tuple(range(world_size)),

@@ -24,11 +24,6 @@ SWITCHES = (
         "1: fsdp_c takes the place of torch's FSDP; set by python -m fsdp_c launch",
     ),
     Switch(
-        "FSDP_C_MEMORY",
-        "fast",
-        "least: on the CPU memory exists only while needed; the same on all ranks",
-    ),
-    Switch(
         "FSDP_C_NCCL",
         "1",
         "0: on a device, collectives go through c10d, not NCCL directly",

@@ -19,10 +19,10 @@ _active: "Swap | None" = None
 
 
 def install() -> None:
-    """Put fsdp_c's class in the place of torch's, in all modules that hold it.
+    """Put fsdp_c's class and fully_shard() in the place of torch's, in all modules.
 
-    Functions of accelerate, peft and transformers that would not work with FSDP
-    version 1 are changed as well; docs/guide/huggingface.md lists them. Modules that
+    Functions of accelerate, peft and transformers that would not work with fsdp_c are
+    changed as well; docs/guide/huggingface.md lists them. Modules that
     are imported later are changed then. A second call has no effect.
 
     Warns:
@@ -52,7 +52,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether fsdp_c's class is in the place of torch's."""
+    """Return whether fsdp_c's names are in the place of torch's."""
     return _active is not None
 
 

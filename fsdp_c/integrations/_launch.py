@@ -31,9 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_c launch",
         description=(
-            "Run a program with fsdp_c's FullyShardedDataParallel in the place of "
-            "torch's, in all Python processes that it starts. The program is not "
-            "changed."
+            "Run a program with fsdp_c's FullyShardedDataParallel and fully_shard in "
+            "the place of torch's, in all Python processes that it starts. The program "
+            "is not changed."
         ),
     )
     parser.add_argument(

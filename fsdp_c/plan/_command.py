@@ -123,6 +123,11 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
         help="sharding strategy (default: FULL_SHARD)",
     )
     add(
+        "--fully-shard",
+        action="store_true",
+        help="plan fully_shard() instead of FullyShardedDataParallel",
+    )
+    add(
         "--mesh",
         type=_mesh,
         metavar="RxS",
@@ -233,6 +238,7 @@ def _sharding(words: argparse.Namespace) -> Sharding:
         backward_prefetch=_PREFETCHES[words.backward_prefetch],
         forward_prefetch=words.forward_prefetch,
         cpu_offload=words.cpu_offload,
+        fully_shard=words.fully_shard,
     )
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c._units.base import ShardedModule, require_sharded
-from fsdp_c._units.names import clean_name
-from fsdp_c._units.params import own_modules
+from fsdp_c._fully_shard.either import UnitFacts, units_in
 
 
 @dataclass(frozen=True)
@@ -17,8 +15,9 @@ class UnitSummary:
     """How one unit is sharded. Its dtypes are distinct, in the order of its segments.
 
     Attributes:
-        name: Of the wrapped module in the unwrapped model; empty for the root.
-        strategy: Name of its ShardingStrategy.
+        name: Of the sharded module in the unwrapped model; empty for the root.
+        strategy: Name of its ShardingStrategy; of fully_shard(), of the one that does
+            the same.
         world_size: Ranks that its parameters are sharded over.
         master_dtypes: Of the shards.
         compute_dtypes: Of the unsharded parameters in forward and backward.
@@ -134,51 +133,38 @@ def explain(model: nn.Module) -> ModelSummary:
     Communicates nothing and changes nothing; ``print(explain(model))`` is a table.
 
     Args:
-        model: A wrapped module, or one that contains wrapped modules.
+        model: A sharded module, of either API, or one that contains some.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: Nothing in ``model`` is wrapped.
+        ValueError: Nothing in ``model`` is sharded.
     """
-    require_sharded(model)
-    return ModelSummary(
-        tuple(
-            _plan(clean_name(f"{name}.")[:-1], module)
-            for name, module in model.named_modules()
-            if isinstance(module, ShardedModule)
-        )
-    )
+    return ModelSummary(tuple(_summary(unit) for unit in units_in(model)))
 
 
-def _plan(name: str, module: ShardedModule) -> UnitSummary:
-    config = module._sharded.config
-    segments = module._sharded.unit.segments
+def _summary(unit: UnitFacts) -> UnitSummary:
+    segments = unit.segments
     masters = [dtype for dtype, *_ in segments]
     frozen = [not requires_grad for _, requires_grad, *_ in segments]
     numels = [segment[3] for segment in segments]
     shard_numels = [segment[4] for segment in segments]
     padded_numels = [segment[5] for segment in segments]
-    precision = config.mixed_precision
-    computes = [_chosen(master, precision.param_dtype) for master in masters]
-    shard_group = config.groups.shard_group
+    computes = [_chosen(master, unit.param_dtype) for master in masters]
     return UnitSummary(
-        name=name,
-        strategy=config.sharding_strategy.name,
-        world_size=1 if shard_group is None else shard_group.size(),
+        name=unit.name,
+        strategy=unit.strategy,
+        world_size=1 if unit.shard_group is None else unit.shard_group.size(),
         master_dtypes=_unique(masters),
         compute_dtypes=_unique(computes),
         reduce_dtypes=_unique(
-            _chosen(compute, precision.reduce_dtype)
+            _chosen(compute, unit.reduce_dtype)
             for compute, is_frozen in zip(computes, frozen, strict=True)
             if not is_frozen
         ),
         buffer_dtypes=_unique(
-            _chosen(buffer.dtype, precision.buffer_dtype)
-            for _, current in own_modules(
-                module.wrapped, module._sharded.ignored.modules
-            )
-            for buffer in current.buffers(recurse=False)
-            if buffer.is_floating_point()
+            _chosen(dtype, unit.buffer_dtype)
+            for dtype in unit.buffer_dtypes
+            if dtype.is_floating_point
         ),
         numel=sum(numels),
         frozen_numel=sum(n for n, is_ in zip(numels, frozen, strict=True) if is_),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,11 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class Sharding:
-    """Arguments of FullyShardedDataParallel."""
+    """Arguments of FullyShardedDataParallel, or with ``fully_shard`` of that.
+
+    fully_shard() has no strategies: there ``strategy`` says whether units reshard after
+    forward, and whether the mesh has replicas.
+    """
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     param_dtype: torch.dtype | None = None
@@ -39,6 +43,7 @@ class Sharding:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     cpu_offload: bool = False
+    fully_shard: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return them by name."""
@@ -49,7 +54,7 @@ class Sharding:
                 reduce_dtype=self.reduce_dtype,
                 keep_low_precision_grads=self.keep_low_precision_grads,
             ),
-            "use_orig_params": self.use_orig_params,
+            "use_orig_params": self.use_orig_params or self.fully_shard,
             "backward_prefetch": self.backward_prefetch,
             "forward_prefetch": self.forward_prefetch,
             "cpu_offload": CPUOffload(offload_params=self.cpu_offload),
@@ -141,6 +146,9 @@ def plan_model(
     """
     if not world_sizes:
         raise PlanError("--world-size: no number of ranks was given")
+    if sharding.fully_shard:
+        _check_fully_shard(sharding)
+        settings = replace(settings, by_rows=True)
     meshes = [_mesh_of(size, sharding.strategy, mesh) for size in world_sizes]
     if mesh is not None and len(world_sizes) == 1:
         _check_whole(world_sizes[0], mesh)
@@ -174,12 +182,12 @@ def plan_model(
         num_tokens=trace.num_tokens,
         flops=trace.flops,
         wrap=chosen.text,
-        code=chosen.code,
+        code=chosen.calls if sharding.fully_shard else chosen.code,
         why=chosen.why,
         ranks=tuple(
             plan(units, size, at) for size, at in zip(world_sizes, meshes, strict=True)
         ),
-        suggestions=_sorted(suggestions, memory_nbytes),
+        suggestions=_sorted(suggestions, memory_nbytes, by_calls=sharding.fully_shard),
         notes=_notes(trace),
     )
 
@@ -236,8 +244,26 @@ def _check_whole(world_size: int, mesh: tuple[int, int]) -> None:
         )
 
 
+def _check_fully_shard(sharding: Sharding) -> None:
+    wrong = {
+        "--strategy NO_SHARD": sharding.strategy is ShardingStrategy.NO_SHARD,
+        "--keep-low-precision-grads": sharding.keep_low_precision_grads,
+        "--backward-prefetch": sharding.backward_prefetch
+        is not BackwardPrefetch.BACKWARD_PRE,
+    }
+    for name, is_given in wrong.items():
+        if is_given:
+            raise PlanError(
+                f"{name} is of FullyShardedDataParallel, and fully_shard() has nothing "
+                "like it: leave it out, or leave --fully-shard out"
+            )
+
+
 def _sorted(
-    plans: Sequence[tuple[Wrapping, RankPlan]], memory_nbytes: int | None
+    plans: Sequence[tuple[Wrapping, RankPlan]],
+    memory_nbytes: int | None,
+    *,
+    by_calls: bool,
 ) -> tuple[Suggestion, ...]:
     """Order the candidates.
 
@@ -259,7 +285,7 @@ def _sorted(
     return tuple(
         Suggestion(
             wrap=wrapping.text,
-            code=wrapping.code,
+            code=wrapping.calls if by_calls else wrapping.code,
             why=wrapping.why,
             num_units=len(plan.units),
             peak_nbytes=plan.peak_nbytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +66,7 @@ class Settings:
         wants_scratch: Reductions go through gloo, not shared memory or NCCL.
         rank: Whose optimizer state is counted; with use_orig_params it depends on
             the rank. The first one holds the most.
+        by_rows: Units are those of fully_shard().
     """
 
     link: Link = Link()
@@ -79,6 +79,7 @@ class Settings:
     accumulation: int = _native.SYNC_REDUCE
     wants_scratch: bool = False
     rank: int = 0
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class RankPlan:
         grad_shard_nbytes: Their gradients, when backward is over.
         optimizer_nbytes: The optimizer's state.
         arena_nbytes: Blocks for unsharded parameters and gradients; on a host
-            with ``FSDP_C_MEMORY=least`` the most of a step.
+            the most of a step.
         peak_block_nbytes: They, scratch and partial sums at the busiest moment.
         scratch_nbytes: What reductions through gloo need beside them.
         partial_grad_nbytes: Sums that accumulation keeps sharded.
@@ -219,6 +220,7 @@ def plan_rank(
             dtypes[i],
             groups_of(unit.config, world_size, mesh)[1],
             unit.config.sharding_strategy in RESHARDING,
+            settings.by_rows,
             _PREFETCHES[unit.config.backward_prefetch],
             unit.config.forward_prefetch,
             offloads[i],
@@ -235,7 +237,7 @@ def plan_rank(
             num_batches=settings.num_batches,
             accumulation=settings.accumulation,
             wants_scratch=settings.wants_scratch,
-            is_host=settings.on_cpu and os.environ.get("FSDP_C_MEMORY") == "least",
+            is_host=settings.on_cpu,
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error
@@ -320,6 +322,7 @@ def _layout(
             itemsize=itemsize,
             align_params=aligns_params,
             align_shards=aligns_shards,
+            row_numels=[p.row_numel for p in unit.params] if settings.by_rows else None,
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"unit {unit.name or unit.kind!r}: {error}") from error
@@ -380,7 +383,8 @@ def _optimizer_nbytes(
     rank = settings.rank % layout.world_size
     for index, param in enumerate(unit.params):
         begin, end, _, _ = layout.intersect(index, rank)
-        if param.requires_grad and end > begin:
+        # fully_shard() shows every rank all parameters.
+        if param.requires_grad and (end > begin or settings.by_rows):
             total += num_states * (end - begin) * param.dtype.itemsize + step
     return total
 

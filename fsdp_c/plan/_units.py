@@ -37,9 +37,19 @@ class ParamInfo:
     """One parameter of a unit."""
 
     name: str  # in the unwrapped model
-    numel: int
+    shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.shape.numel()
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row of it."""
+        return self.shape[1:].numel()
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUn
             name = clean_name(f"{path}.")[:-1]
             prefix = f"{name}." if name else ""
             params = tuple(
-                ParamInfo(prefix + fqn, param.numel(), param.dtype, param.requires_grad)
+                ParamInfo(prefix + fqn, param.shape, param.dtype, param.requires_grad)
                 for param, fqn in module.params.items()
             )
             kind = type(module.wrapped).__name__

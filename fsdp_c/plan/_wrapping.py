@@ -49,6 +49,14 @@ class Wrapping:
             )
         return f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(self.classes)}}})"
 
+    @property
+    def calls(self) -> str:
+        """The calls of fully_shard() that do the same, in words."""
+        if self.text == NONE:
+            return "fully_shard(model)"
+        units = f"each {' and '.join(self.classes)}" if self.classes else "each unit"
+        return f"fully_shard() of {units}, the innermost first, then of the model"
+
     def policy(self, model: nn.Module) -> Any:
         """Return the policy for ``model``, or None.
 

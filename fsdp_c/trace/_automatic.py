@@ -9,12 +9,14 @@ program's end.
 import atexit
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from fsdp_c._engines import engine
-from fsdp_c._units.base import ShardedModule
+from fsdp_c._fully_shard.either import root_engine
+from fsdp_c._fully_shard.group import group_of
 from fsdp_c.trace._recording import Timeline, start
 
 NUM_SKIPPED = 2
@@ -26,16 +28,19 @@ class _Watcher:
 
     taken = False  # a model of this program was recorded, or is
 
-    def __init__(self, root: ShardedModule, folder: str) -> None:
-        self.engine = root._engine
+    def __init__(self, root: nn.Module, folder: str) -> None:
+        self.engine = root_engine(root)
         self.folder = folder
         self.num_forwards = 1  # the engine is made by the first
         self.timeline: Timeline | None = None
-        self.handle = root.register_forward_pre_hook(self.before_forward)
+        self.handle: Any = (
+            root.register_forward_pre_hook(self.before_forward)
+            if group_of(root) is None
+            else _BeforeRun(root, self.before_forward)
+        )
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        assert isinstance(module, ShardedModule)
-        if module._engine is not self.engine or not module._is_root:
+        if root_engine(module) is not self.engine:
             self.end()  # it is inside of another root now, which has a watcher
             return
         self.num_forwards += 1
@@ -44,7 +49,7 @@ class _Watcher:
         elif self.num_forwards == NUM_SKIPPED + NUM_STEPS + 1:
             self.end()
 
-    def begin(self, module: ShardedModule) -> None:
+    def begin(self, module: nn.Module) -> None:
         if _Watcher.taken:
             self.handle.remove()
             return
@@ -74,6 +79,31 @@ class _Watcher:
                 f"python -m fsdp_c trace summary {self.folder}",
                 file=sys.stderr,
             )
+
+
+class _BeforeRun:
+    """Calls a function before each forward of a root of fully_shard().
+
+    Hooks of such a module run when the step has begun.
+    """
+
+    def __init__(
+        self, root: nn.Module, before: Callable[[nn.Module, Any], object]
+    ) -> None:
+        group = group_of(root)
+        assert group is not None
+        self._attributes = vars(group)
+        run = group.run
+
+        def watched(module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
+            before(module, args)
+            return run(module, function, args, kwargs)
+
+        self._attributes["run"] = watched
+
+    def remove(self) -> None:
+        """Call no more."""
+        self._attributes.pop("run", None)
 
 
 def install(folder: str) -> None:

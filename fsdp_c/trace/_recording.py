@@ -13,8 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._engines.engine import ensure_engines, memory_stats
-from fsdp_c._units.base import require_sharded, sharded_modules
+from fsdp_c._fully_shard.either import (
+    UnitFacts,
+    engines_with_units,
+    memory_stats,
+    units_in,
+)
 from fsdp_c.trace._data import (
     Recorded,
     Span,
@@ -24,7 +28,7 @@ from fsdp_c.trace._data import (
     write_json,
 )
 from fsdp_c.trace._traces import Trace
-from fsdp_c.trace._units import units_of
+from fsdp_c.trace._units import unit_info
 
 # Spans of one step for each unit, parameter and peer, and a little more.
 _SPANS_PER_UNIT = 64
@@ -55,8 +59,9 @@ class Timeline:
         # Now: the program may have left its process groups when it stops.
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._device = _device_of(model)
-        self._transport = _transport_of(model)
+        facts = units_in(model)
+        self._device = facts[0].device.type
+        self._transport = _transport_of(facts)
         self._stats = memory_stats(model)
         self._begin = time.monotonic_ns()
         self._recorded: Recorded | None = None
@@ -224,37 +229,22 @@ def _clock() -> str:
     return " ".join(parts)
 
 
-def _device_of(model: nn.Module) -> str:
-    return next(each.compute_device.type for each in sharded_modules(model))
-
-
-def _transport_of(model: nn.Module) -> str:
+def _transport_of(units: list[UnitFacts]) -> str:
     """What carries the first group of several ranks, or ""."""
-    for each in sharded_modules(model):
-        group = each._sharded.config.groups.shard_group
-        if group is not None and group.size() > 1:
-            return _native.transport(group, each.compute_device)[0]
+    for unit in units:
+        if unit.shard_group is not None and unit.shard_group.size() > 1:
+            return _native.transport(unit.shard_group, unit.device)[0]
     return ""
 
 
 def _engines_with_units(
     model: nn.Module,
 ) -> dict[int, tuple[_native.Engine, tuple[UnitInfo, ...]]]:
-    """Return the engines of ``model`` by id, each with its units.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: Nothing in it is wrapped, or it is inside the root of its engine.
-    """
-    modules = require_sharded(model)
-    engines = ensure_engines(model)
-    roots = {id(each._engine): each for each in modules if each._is_root}
-    if any(id(engine) not in roots for engine in engines):
-        raise ValueError(
-            "this module is part of a larger wrapped model that has run already: pass "
-            "the outermost wrapped module"
-        )
-    return {id(engine): (engine, units_of(roots[id(engine)])) for engine in engines}
+    """Return the engines of ``model`` by id, each with its units."""
+    return {
+        id(engine): (engine, tuple(map(unit_info, units)))
+        for engine, units in engines_with_units(model)
+    }
 
 
 def _check_count(name: str, value: object) -> int:
@@ -289,7 +279,7 @@ def start(
     it: it is then the first use of the model's process groups.
 
     Args:
-        model: The wrapped model, between steps.
+        model: The sharded model, of either API, between steps.
         steps: After so many nothing more is recorded.
         folder: Where stop() writes ``rank<N>.json``; made if need be.
         capacity: Spans that are kept, 48 bytes each; the oldest go first. By default
@@ -299,7 +289,7 @@ def start(
         OSError: ``folder`` cannot be written.
         RuntimeError: The model is recorded already, or in the middle of a step.
         TypeError: An argument is of a wrong type.
-        ValueError: Nothing in ``model`` is wrapped, or a number is below 1.
+        ValueError: Nothing in ``model`` is sharded, or a number is below 1.
     """
     _check_count("steps", steps)
     if capacity is not None:

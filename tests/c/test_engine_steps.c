@@ -131,7 +131,7 @@ TEST(test_mixed_segments) {
   CHECK_TAPE(
       "take_grads u; wait compute e6; show u unsharded; event e8; alloc 288; "
       /* 64 and 32 bytes */
-      "pack compute f32 x1 2@8 6@0 zero2@6 zero6@10; "
+      "pack compute f32 x1 6@0 2@8 zero2@6 zero6@10; "
       "pack compute bf16 x1 3@0 zero13@3; release t1; release t2; release t3; "
       "show u sharded; record e7 compute; grad_shard u 0; grad_shard u 2; "
       "record e1 compute; wait reduce e1; group_begin reduce g0; "

@@ -27,7 +27,7 @@ def _unit(name: str, shapes: dict[str, tuple[int, ...]], world_size: int) -> Uni
         ParamSpec(f"{name}.{key}", (), shape, "F32", True, 0, 0)
         for key, shape in shapes.items()
     ]
-    layout = make_layout(params, world_size, ALIGNMENT)
+    layout = make_layout(params, world_size, ALIGNMENT, by_rows=False)
     return UnitSpec(
         name,
         tuple(range(world_size)),
@@ -63,7 +63,7 @@ def _plan(document: bytes, new_size: int, rank: int) -> dict[int, int]:
     holders = Holders(manifest)
     numels: dict[int, int] = {}
     for unit in manifest.units:
-        layout = make_layout(unit.params, new_size, unit.alignment)
+        layout = make_layout(unit.params, new_size, unit.alignment, by_rows=False)
         for index, param in enumerate(unit.params):
             begin, end, _, _ = layout.intersect(index, rank)
             expected = begin

@@ -119,6 +119,18 @@ def test_killed(trial: Trial, place: str) -> None:
         assert not TIME_LIMIT.search(report.message)
 
 
+@_cases(
+    "place",
+    usual={"shm": ("forward",), "c10d": ("backward",)},
+    rare={"shm": ("backward",), "c10d": ("forward",)},
+)
+def test_killed_in_fully_shard(trial: Trial, place: str) -> None:
+    for rank, report in trial.survivors("kill", place, strategy="fully_shard").items():
+        assert report.message.startswith(f"rank {rank} of 3: ")
+        assert OPERATION.search(_headline(report)), report.message
+        assert re.search(r"Dead: rank 1, process \d+ on this host", report.message)
+
+
 @_cases("place", usual={"shm": ("optimizer",)}, rare={"c10d": ("optimizer",)})
 def test_killed_between_collectives(trial: Trial, place: str) -> None:
     """The others are at the next thing that communicates: a summon."""

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +33,6 @@ from fsdp_c import (
     register_fsdp_forward_method,
 )
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
 from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
@@ -534,21 +532,10 @@ def test_tied_inside_a_group(rank: int, world_size: int) -> None:
 @distributed(world_size=2)
 def test_refusals(rank: int, world_size: int) -> None:
     """What is not supported is named."""
-    with groups_destroyed():
-        _check_refusals()
-
-
-def _check_refusals() -> None:
     linear = nn.Linear(4, 4)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-    tensor_parallel = nn.Linear(4, 4)
-    tensor_parallel.weight = nn.Parameter(
-        distribute_tensor(tensor_parallel.weight.detach(), mesh["b"], [Shard(0)])
-    )
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
-        (ValueError, "is a DTensor already", tensor_parallel, {}),
         (ValueError, "scalar parameters", scalar, {}),
         (ValueError, "containers", nn.ModuleList([linear]), {}),
         (ValueError, "dp_mesh_dims", linear, {"dp_mesh_dims": object()}),

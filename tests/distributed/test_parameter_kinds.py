@@ -77,7 +77,7 @@ def _make_opaque() -> Tensor:
 KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "DTensor": (
         _make_dtensor,
-        "is a DTensor (S(0)): tensor parallelism cannot be combined with a unit; "
+        "is a DTensor (S(0)): pass the data parallel part of its mesh, as "
         "pass its full_tensor(), or list it in ignored_states, which leaves it alone",
     ),
     "wrapper subclass": (

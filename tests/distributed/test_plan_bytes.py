@@ -18,7 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -116,6 +122,7 @@ class Case:
     order: tuple[int, ...] = (0, 1, 2)  # in which blocks run
     is_bare: bool = False  # the root returns its last unit's output; no head runs
     optimizer: str = "adamw"
+    by_rows: bool = False  # fully_shard()
 
 
 CASES = {
@@ -154,6 +161,13 @@ CASES = {
     "accumulated-grad-op": Case(
         accumulation="unsharded", strategy=ShardingStrategy.SHARD_GRAD_OP
     ),
+    "rows": Case(by_rows=True, nested=True, frozen=(1,)),
+    "rows-bf16": Case(
+        by_rows=True, tied=True, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
+    "rows-accumulated": Case(
+        by_rows=True, accumulation="unsharded", strategy=ShardingStrategy.SHARD_GRAD_OP
+    ),
 }
 
 
@@ -186,6 +200,7 @@ def _plan(
             use_orig_params=case.use_orig_params,
             backward_prefetch=case.prefetch,
             forward_prefetch=case.forward_prefetch,
+            fully_shard=case.by_rows,
         ),
         settings=Settings(
             on_cpu=TEST_DEVICE == "cpu",
@@ -232,7 +247,23 @@ def _wants_scratch() -> bool:
     return TEST_DEVICE == "cpu" and num_scratches() > 0
 
 
+def _shard_rows(case: Case) -> Any:
+    model = Net(case)
+    for module in list(model.modules())[::-1]:
+        if isinstance(module, _wrapped(case)):
+            fsdp_c.fully_shard(
+                module,
+                reshard_after_forward=case.strategy is ShardingStrategy.FULL_SHARD,
+                mp_policy=MixedPrecisionPolicy(case.param_dtype, case.reduce_dtype),
+            )
+    return fsdp_c.fully_shard(
+        model, mp_policy=MixedPrecisionPolicy(case.param_dtype, case.reduce_dtype)
+    )
+
+
 def _wrap(case: Case, groups: Any) -> Any:
+    if case.by_rows:
+        return _shard_rows(case)
     classes = _wrapped(case)
     return fsdp(
         Net(case),
@@ -266,7 +297,10 @@ def _measure(model: Any, case: Case, step: Callable[[Any], None]) -> dict[str, i
     with carried:
         step(optimizer)
     stats = fsdp_c.memory_stats(model)
-    state = tree_leaves([*optimizer.state.values()])
+    state = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for each in tree_leaves([*optimizer.state.values()])
+    ]
     return {
         **stats,
         "optimizer_nbytes": sum(x.nbytes for x in state if torch.is_tensor(x)),
@@ -279,7 +313,11 @@ def _measure(model: Any, case: Case, step: Callable[[Any], None]) -> dict[str, i
 def _step(model: Any, optimizer: Any, case: Case, rank: int) -> None:
     tokens = (torch.arange(6).view(2, 3) + rank) % VOCABULARY
     optimizer.zero_grad()
-    if case.accumulation is not None:
+    if case.accumulation is not None and case.by_rows:
+        model.set_requires_gradient_sync(False)
+        model(tokens).float().mean().backward()
+        model.set_requires_gradient_sync(True)
+    elif case.accumulation is not None:
         options = {"sharded": True} if case.accumulation == "sharded" else {}
         with model.no_sync(**options):
             model(tokens).float().mean().backward()

@@ -2,28 +2,49 @@
 
 import functools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+)
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
+from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
     ParallelModel,
     ParallelRows,
     parallelize,
     shard_blocks,
+    tokens,
     two_meshes,
+    whole_of,
 )
 
 pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
-MESHES = {(2, 2): 4, (1, 2): 2, (2, 1): 2, (1, 3): 3}
 
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -76,3 +97,177 @@ def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> Non
 def test_more_ranks_than_parts(rank: int, world_size: int) -> None:
     """A rank of the tensor parallel group that has nothing of some parameters."""
     check_training(1, 3, 4)
+
+
+def make_2d(
+    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
+) -> Any:
+    """Return a model over the mesh, of values by ``seed``."""
+    dp, tp = two_meshes(num_dp, num_tp)
+    torch.manual_seed(seed)
+    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+    """Run a step on a batch that all ranks share; return the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    loss: Tensor = model(*tokens(generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@distributed(world_size=4)
+def test_what_a_rank_holds(rank: int, world_size: int) -> None:
+    """The tensor parallel cut first, then torch.chunk of its local tensor."""
+    with groups_destroyed():
+        dp, tp = two_meshes(2, 2)
+        model = ParallelModel(hidden=7)
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        parallelize(model, tp)
+        local = {n: p.to_local().clone() for n, p in model.named_parameters()}
+        sharded: Any = shard_blocks(model, dp)
+        seen: list[Any] = []
+        up = sharded.blocks[0].up
+        up.register_forward_pre_hook(lambda m, _: seen.append(m.weight))
+        sharded(*tokens(torch.Generator().manual_seed(0))).sum().backward()
+        assert isinstance(seen[0], nn.Parameter)
+        assert seen[0].placements == (Shard(0),)
+        assert seen[0].device_mesh == tp
+        for name, param in sharded.named_parameters():
+            assert param.device_mesh.mesh_dim_names == (
+                *dp.mesh_dim_names,
+                *tp.mesh_dim_names,
+            )
+            assert param.shape == param.grad.shape == whole[name].shape
+            parts = local[name].chunk(2)
+            mine = parts[dp.get_local_rank()] if len(parts) > dp.get_local_rank() else 0
+            if isinstance(mine, Tensor):
+                assert torch.equal(param.to_local(), mine), name
+            assert torch.equal(param.full_tensor(), whole[name]), name
+            assert torch.allclose(param.grad.full_tensor(), whole_of(param.grad)), name
+        assert sharded.head.weight.placements[1] == Shard(0)
+        assert sharded.blocks[0].down.weight.placements == (Shard(0), Shard(1))
+        assert sharded.blocks[0].norm.weight.placements == (Shard(0), Replicate())
+
+
+@distributed(world_size=4)
+def test_replicas(rank: int, world_size: int) -> None:
+    """(replicate, shard, tp) = (2, 1, 2): the third dimension is tensor parallel."""
+    with groups_destroyed():
+        names = ("replicas", "shards", "parallel")
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        torch.manual_seed(0)
+        reference = ParallelModel()
+        model: Any = ParallelModel()
+        model.load_state_dict(reference.state_dict())
+        parallelize(model, mesh["parallel"])
+        shard_blocks(model, mesh["replicas", "shards"])
+        (inputs,) = tokens(torch.Generator().manual_seed(0))
+        reference(inputs).sum().backward()
+        model(inputs).sum().backward()
+        expected = dict(reference.named_parameters())
+        for name, param in model.named_parameters():
+            assert param.device_mesh.mesh_dim_names == names
+            assert param.placements[0] == Replicate()
+            torch.testing.assert_close(param.grad.full_tensor(), expected[name].grad)
+
+
+@distributed(world_size=4)
+def test_mixed_precision_and_frozen(rank: int, world_size: int) -> None:
+    """Modules see DTensors of param_dtype; frozen ones get no gradient."""
+    with groups_destroyed():
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = make_2d(2, 2, mp_policy=policy)
+        model.head.weight.requires_grad_(False)
+        seen: list[Any] = []
+        block = model.blocks[0]
+        block.up.register_forward_pre_hook(
+            lambda m, _: seen.extend((m.weight.dtype, m.weight.to_local().dtype))
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = [step(model, optimizer, seed=0) for _ in range(3)]
+        assert losses[2] < losses[0]
+        assert seen[:2] == [torch.bfloat16] * 2
+        assert block.up.weight.dtype == block.up.weight.grad.dtype == torch.float32
+        assert model.head.weight.grad is None
+        model.head.weight.requires_grad_(True)
+        step(model, optimizer, seed=0)
+        assert isinstance(model.head.weight.grad, DTensor)
+
+
+@distributed(world_size=4)
+def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
+    """Materialized after sharding, then converted and trained."""
+    with groups_destroyed():
+        dp, tp = two_meshes(2, 2)
+        with torch.device("meta"):
+            model: Any = parallelize(ParallelModel(hidden=8), tp)
+        shard_blocks(model, dp)
+        model.to_empty(device="cpu")
+        full = ParallelModel(hidden=8).state_dict()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, full if rank == 0 else {}, options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        first = step(model, optimizer, seed=0)
+        model.double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        assert step(model, optimizer, seed=0).dtype == torch.float64
+        assert step(model, optimizer, seed=0) < first
+        assert model.head.weight.dtype == model.head.weight.grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize("hidden", [8, 7])
+@distributed(world_size=4)
+def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) -> None:
+    """Saved at 2 x 2, loaded at 1 x 4 and 4 x 1, optimizer included."""
+    with groups_destroyed(), shared_folder() as folder:
+        model = make_2d(2, 2, hidden=hidden)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        state, optim_state = get_state_dict(model, optimizer)
+        path = Path(folder) / "checkpoint"
+        dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
+        full = StateDictOptions(full_state_dict=True)
+        expected = get_model_state_dict(model, options=full)
+        loss = step(model, optimizer, seed=2)
+        for shape in ((1, 4), (4, 1)):
+            other = make_2d(*shape, hidden=hidden, seed=1)
+            optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
+            state, optim_state = get_state_dict(other, optimizer)
+            loaded = {"model": state, "optim": optim_state}
+            dcp.load(loaded, checkpoint_id=path)
+            set_state_dict(
+                other,
+                optimizer,
+                model_state_dict=loaded["model"],
+                optim_state_dict=loaded["optim"],
+            )
+            for name, value in get_model_state_dict(other, options=full).items():
+                assert torch.equal(value, expected[name]), name
+            torch.testing.assert_close(step(other, optimizer, seed=2), loss)
+
+
+@distributed(world_size=2)
+def test_refusals(rank: int, world_size: int) -> None:
+    """A mesh of another mesh, and a Partial parameter."""
+    with groups_destroyed():
+        dp, tp = two_meshes(1, 2)
+        other, _ = two_meshes(2, 1)
+        module = nn.Linear(4, 4)
+        parallelize_module(module, tp, ColwiseParallel())
+        with pytest.raises(ValueError, match="not a part of the same mesh"):
+            fully_shard(module, mesh=other)
+        partial = nn.Module()
+        value = DTensor.from_local(torch.ones(2), tp, [Partial()])
+        partial.weight = nn.Parameter(value)
+        with pytest.raises(ValueError, match="cannot be Partial"):
+            fully_shard(partial, mesh=dp)
+        scalar = nn.Module()
+        scalar.scale = nn.Parameter(
+            distribute_tensor(torch.tensor(1.0), tp, [Replicate()])
+        )
+        with pytest.raises(ValueError, match="scalar parameters"):
+            fully_shard(scalar, mesh=dp)

@@ -367,7 +367,7 @@ def test_errors(rank: int, tmp_path: Path) -> None:
     step(model)
     timeline.stop()
     assert len(lanes_of(timeline.recorded).steps) == 1
-    with pytest.raises(ValueError, match="pass the outermost wrapped module"):
+    with pytest.raises(ValueError, match="pass the outermost sharded module"):
         trace.start(model.blocks[0])
     inside: list[str] = []
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from fsdp_c import FSDPModule
 from helpers.distributed import distributed
 from helpers.doc_pages import Block, blocks_of, pages
 from helpers.groups import groups_destroyed
@@ -235,7 +236,9 @@ class _Migrate(_Page):
 
     def after(self, index: int) -> None:
         names = self.names
-        assert isinstance(names["model"], FSDP)
+        if not isinstance(names["model"], FSDP):
+            assert isinstance(names["model"], FSDPModule)
+            return
         if names.get("old") is None or "state" not in names:
             return
         for model, optimizer in (

@@ -44,7 +44,7 @@ class Scenario:
     victim: int = 1
     world_size: int = 3
     store: str = "file"  # or tcp, which is in the process of rank 0
-    strategy: str = "FULL_SHARD"
+    strategy: str = "FULL_SHARD"  # or fully_shard
     transport: str = "shm"  # or c10d, which is gloo
     recovers: bool = False
     """Whether the ranks go on afterwards, in a new group."""
@@ -141,6 +141,17 @@ def _runs(pid: int) -> bool:
 # In the processes that a `Starter` has -------------------------------------------
 
 
+def _shard_rows(model: Any, process_group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fsdp_c import fully_shard
+
+    mesh = DeviceMesh.from_group(process_group, "cpu")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 class _Ranks:
     """Everything one rank has: the group, the model, the steps."""
 
@@ -169,13 +180,17 @@ class _Ranks:
             group = _hybrid_groups(rank, world_size)
         torch.manual_seed(0)
         self.reference = Blocks(self)
-        self.wrap = functools.partial(
-            fsdp,
-            sharding_strategy=ShardingStrategy[config["strategy"]],
-            auto_wrap_policy=self._policy,
-            sync_module_states=config["syncs"],
-            use_orig_params=True,
-        )
+        self.is_by_rows = config["strategy"] == "fully_shard"
+        if self.is_by_rows:
+            self.wrap: Any = _shard_rows
+        else:
+            self.wrap = functools.partial(
+                fsdp,
+                sharding_strategy=ShardingStrategy[config["strategy"]],
+                auto_wrap_policy=self._policy,
+                sync_module_states=config["syncs"],
+                use_orig_params=True,
+            )
         self.groups = group if isinstance(group, tuple) else (group,)
         self.group = group
         self.x = torch.ones(4, 6, requires_grad=True)
@@ -261,10 +276,13 @@ class _Ranks:
             out.register_hook(lambda _: self.act("backward"))
         out.sum().backward()
         self.act("clip")
-        self.model.clip_grad_norm_(1.0)
+        if not self.is_by_rows:
+            self.model.clip_grad_norm_(1.0)
         self.act("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.is_by_rows:
+            return  # the rest is torch's
         with FSDP.summon_full_params(self.model):
             self.act("summon")
         self.model.state_dict()

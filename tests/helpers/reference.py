@@ -352,7 +352,7 @@ class Differential:
         )
         norm = self.model.clip_grad_norm_(max_norm, norm_type)
         assert_same(f"norm {norm_type}", norm, expected, self.tolerance)
-        norms: list[Any] = [None] * self.world_size
+        norms: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(norms, norm.item())
         assert len(set(norms)) == 1, f"the ranks' norms differ: {norms}"
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,11 +18,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_c import fully_shard
+from fsdp_c import FullyShardedDataParallel, fully_shard
 from helpers.models import VOCAB, Inputs
-from helpers.reference import sgd
+from helpers.reference import Differential, sgd
 from helpers.rows import Rows
-
 
 # torch caches groups, which tests destroy, by equal meshes.
 _mesh_numbers = itertools.count()
@@ -132,9 +132,7 @@ class ParallelRows(Rows):
         self.dp, self.tp = two_meshes(num_dp, num_tp)
         super().__init__(
             build,
-            lambda model: shard_blocks(
-                parallelize(model, self.tp), self.dp, **options
-            ),
+            lambda model: shard_blocks(parallelize(model, self.tp), self.dp, **options),
             tokens,
             optimizer=optimizer,
         )
@@ -178,3 +176,49 @@ def whole_of(value: DTensor) -> Tensor:
     for column in columns:
         torch.testing.assert_close(column, columns[0], rtol=1e-12, atol=1e-12)
     return columns[0]
+
+
+class ParallelFlat(Differential):
+    """The same under FullyShardedDataParallel."""
+
+    def __init__(
+        self,
+        num_dp: int,
+        num_tp: int,
+        *,
+        build: Callable[[], nn.Module] = ParallelModel,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+        use_orig_params: bool = True,
+        **options: Any,
+    ) -> None:
+        """Build both; ``options`` go to the constructor."""
+        self.dp, self.tp = two_meshes(num_dp, num_tp)
+        super().__init__(
+            lambda: build().double(),
+            lambda model: FullyShardedDataParallel(
+                parallelize(model, self.tp),
+                device_mesh=self.dp,
+                auto_wrap_policy=ModuleWrapPolicy({ParallelBlock}),
+                use_orig_params=use_orig_params,
+                **options,
+            ),
+            tokens,
+            use_orig_params=use_orig_params,
+            optimizer=optimizer,
+            tolerance=1e-8,
+        )
+        self.rank, self.world_size = self.dp.get_local_rank(), num_dp
+
+    def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return whole parameters and gradients, from summoned DTensors."""
+        params: dict[str, Tensor] = {}
+        grads: dict[str, Tensor] = {}
+        with FullyShardedDataParallel.summon_full_params(self.model, with_grads=True):
+            for name, param in self.model.named_parameters():
+                assert isinstance(param, DTensor), name
+                params[name] = param.full_tensor().detach().clone()
+                grads[name] = torch.zeros_like(params[name])
+                if param.grad is not None:
+                    assert isinstance(param.grad, DTensor), name
+                    grads[name] = param.grad.full_tensor().clone()
+        return params, grads

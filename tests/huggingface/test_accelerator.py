@@ -163,7 +163,10 @@ def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
         del loop, units, accelerator
 
 
-@pytest.mark.parametrize("case", [("llama", 2), ("gpt2", 1), ("lora", 2)])
+_ACCUMULATING = [("llama", 2), ("gpt2", 1), ("lora", 2)]
+
+
+@pytest.mark.parametrize("case", cases(_ACCUMULATING, _ACCUMULATING[1:2]))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
 def test_version_2(rank: int, case: tuple[str, int]) -> None:
     name, accumulate = case
@@ -195,12 +198,13 @@ def test_model(rank: int, name: str, use_orig_params: bool) -> None:
         del loop, model, accelerator
 
 
+_SAVING = [("llama", 1), ("gpt2", 1), ("gpt2", 2), ("lora", 2)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", [("llama", 1), ("gpt2", 1), ("gpt2", 2), ("lora", 2)])
+@pytest.mark.parametrize("case", cases(_SAVING, _SAVING[3:]))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_state_and_load_state(
-    rank: int, case: tuple[str, int], kind: str
-) -> None:
+def test_save_state_and_load_state(rank: int, case: tuple[str, int], kind: str) -> None:
     """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
     name, version = case
     with shared_folder() as folder, groups_destroyed():

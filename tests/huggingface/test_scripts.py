@@ -201,6 +201,7 @@ _PERFORMANCE = [
     {},
     {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": "bf16"},
     {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_offload_params": "true"},
+    {"fsdp_version": "2", "fsdp_cpu_ram_efficient_loading": "false"},
 ]
 
 
@@ -222,13 +223,20 @@ def test_accelerate_performance(
     assert 0.0 <= results["epoch-0"] <= 1.0
 
 
-_KINDS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+_KINDS = [
+    ("SHARDED_STATE_DICT", "1"),
+    ("FULL_STATE_DICT", "1"),
+    ("SHARDED_STATE_DICT", "2"),
+]
 
 
-@pytest.mark.parametrize("kind", cases(_KINDS, slow=_KINDS))
-def test_accelerate_checkpointing(tmp_path: Path, bert: Path, kind: str) -> None:
+@pytest.mark.parametrize("case", cases(_KINDS, slow=_KINDS))
+def test_accelerate_checkpointing(
+    tmp_path: Path, bert: Path, case: tuple[str, str]
+) -> None:
     """test_checkpointing.py of accelerate: it asserts what it resumes with itself."""
-    yaml = _yaml(tmp_path, fsdp_state_dict_type=kind)
+    kind, version = case
+    yaml = _yaml(tmp_path, fsdp_state_dict_type=kind, fsdp_version=version)
     words = ["--model_name_or_path", bert, "--output_dir", tmp_path]
     launch = _launched(yaml, "external_deps/test_checkpointing.py", *words)
     output = _run([*launch, "--partial_train_epoch", "1"], tmp_path, OFFLINE)

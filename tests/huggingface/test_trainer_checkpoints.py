@@ -154,16 +154,16 @@ def _load_unwrapped(folder: Path, name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("llama", KINDS[1], 1),
-        ("gpt2", KINDS[0], 1),
-        ("t5", KINDS[1], 1),
-        ("llama", KINDS[0], 2),
-        ("gpt2", KINDS[1], 2),
-    ],
-)
+_SAVES = [
+    ("llama", KINDS[1], 1),
+    ("gpt2", KINDS[0], 1),
+    ("t5", KINDS[1], 1),
+    ("llama", KINDS[0], 2),
+    ("gpt2", KINDS[1], 2),
+]
+
+
+@pytest.mark.parametrize("case", cases(_SAVES, _SAVES[3:4]))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
 def test_save_model(rank: int, case: tuple[str, str, int]) -> None:
     """Ask for FULL_STATE_DICT at the end, as the guide of transformers says."""

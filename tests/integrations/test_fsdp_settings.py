@@ -223,9 +223,7 @@ def test_version_2_of_the_trainer(
 
 
 def test_version_2_is_the_default(tmp_path: Path) -> None:
-    arguments = TrainingArguments(
-        str(tmp_path), fsdp=True, use_cpu=True, report_to=[]
-    )
+    arguments = TrainingArguments(str(tmp_path), fsdp=True, use_cpu=True, report_to=[])
     assert arguments.fsdp_plugin_args["fsdp_version"] == 2
 
 

@@ -56,6 +56,9 @@ import torch.distributed.checkpoint.state_dict  # imports torch's FSDP in its mi
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 assert torch.distributed.checkpoint.state_dict.FSDP is FSDP
+from torch.distributed.fsdp import fully_shard
+
+assert fully_shard.__module__.startswith("fsdp_c.")
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = FSDP(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))

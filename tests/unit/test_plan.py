@@ -126,6 +126,22 @@ def test_text(capsys: Any) -> None:
     assert f"{numel:,} parameters" in out
 
 
+def test_fully_shard(capsys: Any) -> None:
+    """The calls are in the output; what fully_shard() lacks is refused."""
+    words = ("--model", SOURCE, "--world-size", "3", "--fully-shard")
+    status, out, err = run(capsys, *words)
+    assert (status, err) == (0, "")
+    assert "fully_shard() of each Block and Embedding, the innermost first" in out
+    for more in (
+        ("--strategy", "NO_SHARD"),
+        ("--keep-low-precision-grads",),
+        ("--backward-prefetch", "none"),
+    ):
+        status, _, err = run(capsys, *words, *more)
+        assert status == 2
+        assert "fully_shard() has nothing like it" in err
+
+
 def test_json_of_a_sweep_to_a_hundred_thousand_ranks(capsys: Any) -> None:
     status, out, err = run(capsys, "--model", SOURCE, "--world-size", "sweep", "--json")
     assert (status, err) == (0, "")
@@ -516,7 +532,7 @@ def _unit(name: str = "a", num_params: int = 1) -> tuple[Any, ...]:
         align_shards=False,
     )
     dtypes = [(torch.float32,) * 3]
-    return (name, layout, dtypes, 1, True, _native.PREFETCH_PRE, False, False)
+    return (name, layout, dtypes, 1, True, True, _native.PREFETCH_PRE, False, False)
 
 
 def _run(units: Any, events: Any, **options: Any) -> dict[str, Any]:
@@ -564,6 +580,23 @@ def test_native_errors(
     with pytest.raises(error) as caught:
         _run(units, events)
     assert message in str(caught.value)
+
+
+def test_native_layout_by_rows() -> None:
+    """Each parameter a segment of the rows that torch.chunk gives a rank."""
+    params = [(35, torch.float32, True), (3, torch.bfloat16, False)]
+    options: dict[str, Any] = {"align_params": False, "align_shards": False}
+    layout = _native.Layout(params, 4, row_numels=[5, 1], **options)
+    assert layout.slots == [(0, 0, 35), (1, 0, 3)]
+    assert [layout.parts(index) for index in (0, 1)] == [
+        [(0, 10), (10, 20), (20, 30), (30, 35)],
+        [(0, 1), (1, 2), (2, 3), (0, 0)],
+    ]
+    assert [segment[4:] for segment in layout.segments] == [(10, 40), (1, 4)]
+    with pytest.raises(ValueError, match="as many row_numels as params, got 1"):
+        _native.Layout(params, 4, row_numels=[5], **options)
+    with pytest.raises(ValueError, match="row"):
+        _native.Layout(params, 4, row_numels=[4, 1], **options)
 
 
 def test_native_options() -> None:

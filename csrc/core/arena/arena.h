@@ -28,9 +28,9 @@
  *
  * Note [Memory on a host]
  * A host has no streams: a block that is given back is free at once, and other
- * code can use its memory. There, on request (the port has `defer`), blocks are
- * not kept for the run: less memory at the peak, but a step allocates. A client
- * takes the free block of its exact size that was given back last, which is
+ * code can use its memory. There (the port has `defer`) blocks are not kept for
+ * the run: less memory at the peak, though a step allocates. A client takes the
+ * free block of its exact size that was given back last, which is
  * still in the caches. If there is none, all free blocks are freed, so that
  * none of another size waits while one is allocated. At the end of backward the
  * plan frees all that nobody holds. The engine takes and gives back as late and

@@ -56,6 +56,8 @@ typedef struct fsdp_step_unit {
       *segments;        /* one per segment; `shard` is not read */
   int64_t num_replicas; /* >= 1 */
   bool reshards;        /* after forward, as FULL_SHARD */
+  /* After a backward that does not reduce, too, if `reshards` is false. */
+  bool reshards_after_backward;
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   bool offloads;

@@ -139,7 +139,7 @@ struct fsdp_unit {
 
   /* pack.c */
   uint8_t *is_filled; /* per parameter: grad_data holds its gradient */
-  fsdp_grad *pending; /* handed over, not packed; num_params places */
+  fsdp_grad *pending; /* handed over, not packed; by parameter, or zeros */
   int64_t num_pending;
   int64_t pending_nbytes;
   fsdp_pack_item *items; /* scratch, 2 * num_params + num_segments */

@@ -18,10 +18,7 @@ done:
 }
 
 static bool is_pending(const fsdp_unit *unit, int64_t param) {
-  for (int64_t i = 0; i < unit->num_pending; i++) {
-    if (unit->pending[i].param == param) return true;
-  }
-  return false;
+  return unit->pending[param].dtype.itemsize > 0;
 }
 
 fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
@@ -35,11 +32,12 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
     FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
   }
   /* A second gradient of one parameter (a nested backward): add it after the
-   * first. Also keeps num_pending within the array. */
+   * first. */
   if (is_pending(unit, grad->param)) {
     FSDP_TRY(fsdp_unit_priv_pack_grads(unit, error));
   }
-  unit->pending[unit->num_pending++] = *grad;
+  unit->pending[grad->param] = *grad;
+  unit->num_pending++;
   unit->pending_nbytes += slot->numel * grad->dtype.itemsize;
   return FSDP_OK;
 done:
@@ -51,13 +49,15 @@ done:
  * from then on. */
 static int64_t pending_items(fsdp_unit *unit, int64_t segment,
                              fsdp_pack_item *items) {
+  const fsdp_flat_layout *layout = unit->options.layout;
+  const fsdp_segment *info = unit->segments[segment].layout;
+  const int64_t *params = fsdp_flat_layout_segment_params(layout, segment);
   int64_t num_items = 0;
 
-  for (int64_t i = 0; i < unit->num_pending; i++) {
-    const fsdp_grad *grad = &unit->pending[i];
-    const fsdp_param_slot *slot =
-        fsdp_flat_layout_slot(unit->options.layout, grad->param);
-    if (slot->segment != segment) continue;
+  for (int64_t i = 0; i < info->num_params; i++) {
+    if (!is_pending(unit, params[i])) continue;
+    const fsdp_grad *grad = &unit->pending[params[i]];
+    const fsdp_param_slot *slot = fsdp_flat_layout_slot(layout, grad->param);
     if (slot->numel > 0) {
       items[num_items++] = (fsdp_pack_item){
           .data = grad->data,
@@ -115,10 +115,12 @@ static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
 
 void fsdp_unit_priv_release_pending(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
-  for (int64_t i = 0; i < unit->num_pending; i++) {
+  for (int64_t i = 0; unit->num_pending > 0; i++) {
+    if (!is_pending(unit, i)) continue;
     views->grad_release(views->context, unit->pending[i].token);
+    unit->pending[i] = (fsdp_grad){0};
+    unit->num_pending--;
   }
-  unit->num_pending = 0;
   unit->pending_nbytes = 0;
 }
 

@@ -3,9 +3,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/SmallVector.h>
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <deque>
@@ -21,7 +24,7 @@ namespace fsdp_torch {
 namespace over_c10d {  // the names stand in other files, too
 namespace {
 
-using Works = std::vector<WorkPtr>;  // null ones have ended
+using Works = c10::SmallVector<WorkPtr, 1>;  // null ones have ended
 
 // A collective on a host that has started.
 struct Pending {
@@ -35,9 +38,50 @@ struct Channel {
   uint64_t num_ended = 0;
 };
 
+// Flat tensors over memory that somebody else owns. A work may keep one until
+// long after its end; those that nobody else holds are used again, so a step
+// makes none.
+class Views {
+ public:
+  at::Tensor over(const void *data, int64_t numel, fsdp_dtype dtype,
+                  c10::Device device) {
+    for (at::Tensor &view : views_) {
+      if (view.use_count() > 1 || view.storage().use_count() > 1) continue;
+      // What its last holder did with it came before.
+      std::atomic_thread_fence(std::memory_order_acquire);
+      point_at(view, const_cast<void *>(data), numel, dtype);
+      return view;
+    }
+    views_.push_back(
+        at::from_blob(const_cast<void *>(data), {numel},
+                      at::TensorOptions()
+                          .dtype(static_cast<at::ScalarType>(dtype.code))
+                          .device(device)));
+    return views_.back();
+  }
+
+ private:
+  static void point_at(const at::Tensor &view, void *data, int64_t numel,
+                       fsdp_dtype dtype) {
+    const auto type = static_cast<at::ScalarType>(dtype.code);
+    c10::TensorImpl &impl = *view.unsafeGetTensorImpl();
+    c10::StorageImpl &storage = *view.storage().unsafeGetStorageImpl();
+    storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
+    storage.set_nbytes(static_cast<size_t>(numel * dtype.itemsize));
+    if (view.scalar_type() != type) {
+      impl.set_storage_and_dtype(view.storage(),
+                                 c10::scalarTypeToTypeMeta(type));
+    }
+    if (view.numel() != numel) impl.set_sizes_contiguous({numel});
+  }
+
+  std::vector<at::Tensor> views_;
+};
+
 // On a device, c10d's works are waited for on their stream, at once.
 struct C10dTransport : fsdp_transport {
   C10dGroup group;
+  Views views;
   fsdp_transport_ops table = {};
   std::array<Channel, FSDP_NUM_CHANNELS> channels;
   fsdp_error failure = {};  // the first one of the ranks
@@ -47,12 +91,9 @@ C10dTransport &self_of(fsdp_transport *transport) {
   return *static_cast<C10dTransport *>(transport);
 }
 
-at::Tensor view(const C10dTransport &self, const void *data, int64_t numel,
+at::Tensor view(C10dTransport &self, const void *data, int64_t numel,
                 fsdp_dtype dtype) {
-  return at::from_blob(const_cast<void *>(data), {numel},
-                       at::TensorOptions()
-                           .dtype(static_cast<at::ScalarType>(dtype.code))
-                           .device(self.group.device));
+  return self.views.over(data, numel, dtype, self.group.device);
 }
 
 // Note [Python objects in thread-local state]
@@ -98,6 +139,9 @@ fsdp_status start(C10dTransport &self, const fsdp_call *call, uint64_t *ticket,
                   fsdp_error *error, Issue &&issue) {
   GUARDED(error) {
     const WithoutPythonObjects no_objects;
+    // Autograd sees neither the memory nor what a backend does with its views.
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (self.group.has_backend) below.emplace();
     if (self.table.is_host) {
       Channel &channel = self.channels[call->channel];
       channel.pending.push_back(issue());
@@ -116,9 +160,8 @@ fsdp_status start(C10dTransport &self, const fsdp_call *call, uint64_t *ticket,
 // many, its world_size messages of log(world_size) hops are not.
 constexpr int64_t kMaxBroadcastRanks = 8;
 
-Works gather_by_broadcasts(const C10dTransport &self, void *output,
-                           const void *input, int64_t shard_numel,
-                           fsdp_dtype dtype) {
+Works gather_by_broadcasts(C10dTransport &self, void *output, const void *input,
+                           int64_t shard_numel, fsdp_dtype dtype) {
   const int64_t nbytes = shard_numel * dtype.itemsize;
   char *slots = static_cast<char *>(output);
   char *own = slots + self.group.rank * nbytes;
@@ -148,10 +191,9 @@ WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
 // the time of gloo's own reduce-scatter, and the sum's order is that of the
 // ranks.
 // Two ranks send each other one part, and scratch holds the other's.
-Pending reduce_by_exchange(const C10dGroup &group, const at::Tensor &whole,
+Pending reduce_by_exchange(const C10dGroup &group, at::Tensor sent,
                            at::Tensor received, at::Tensor own) {
   const int64_t numel = own.numel();
-  at::Tensor sent = whole.narrow(0, (1 - group.rank) * numel, numel);
   const WorkPtr work =
       all_to_all_base(*group.process_group, received, sent,
                       group.rank == 0 ? std::vector<int64_t>{0, numel}
@@ -220,17 +262,24 @@ fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
                            uint64_t *ticket, fsdp_error *error) {
   C10dTransport &self = self_of(transport);
   return start(self, call, ticket, error, [&]() -> Pending {
-    const int64_t numel = shard_numel * self.group.world_size;
-    at::Tensor whole = view(self, buffer, numel, dtype);
-    at::Tensor own =
-        whole.narrow(0, self.group.rank * shard_numel, shard_numel);
+    const int64_t world_size = self.group.world_size;
+    const auto slot = [&](int64_t rank) {
+      return view(
+          self,
+          static_cast<char *>(buffer) + rank * shard_numel * dtype.itemsize,
+          shard_numel, dtype);
+    };
+    at::Tensor own = slot(self.group.rank);
+    if (call->scratch != nullptr && world_size == 2) {
+      return reduce_by_exchange(self.group, slot(1 - self.group.rank),
+                                view(self, call->scratch, shard_numel, dtype),
+                                own);
+    }
+    at::Tensor whole = view(self, buffer, shard_numel * world_size, dtype);
     if (call->scratch != nullptr) {
-      const at::Tensor scratch =
-          view(self, call->scratch,
-               fsdp_scratch_numel(self.group.world_size, shard_numel), dtype);
-      return self.group.world_size == 2
-                 ? reduce_by_exchange(self.group, whole, scratch, own)
-                 : reduce_by_all_to_all(self.group, whole, scratch, own);
+      return reduce_by_all_to_all(
+          self.group, whole,
+          view(self, call->scratch, shard_numel * world_size, dtype), own);
     }
     return {{scatter_sum(self.group, own, whole)}, nullptr};
   });

@@ -1,6 +1,4 @@
 // Lanes of a host device, and failures of the collectives on any device.
-#include <cstdlib>
-#include <stdexcept>
 #include <string>
 
 #include "torch/guard.hpp"
@@ -172,22 +170,10 @@ fsdp_status explain_failure(void *context, const fsdp_group *group,
   };
 }
 
-// See Note [Memory on a host] in arena.h.
-bool wants_least_memory() {
-  const char *set = std::getenv("FSDP_C_MEMORY");
-  const std::string value = set == nullptr ? "" : set;
-  if (value == "least") return true;
-  if (value.empty() || value == "fast") return false;
-  throw std::invalid_argument("FSDP_C_MEMORY must be fast or least, got '" +
-                              value + "'");
-}
-
 }  // namespace
 
 void add_lane_ops(fsdp_device_ops *ops) {
-  if (!provider_of(ops->context).has_streams() && wants_least_memory()) {
-    ops->defer = defer;
-  }
+  if (!provider_of(ops->context).has_streams()) ops->defer = defer;
   ops->add_call = add_call;
   ops->explain_failure = explain_failure;
 }

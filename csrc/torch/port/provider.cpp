@@ -12,6 +12,7 @@
 #include "host/kernels.h"
 #include "torch/guard.hpp"
 #include "torch/port/cuda_kernels.hpp"
+#include "torch/port/host_memory.hpp"
 #include "torch/port/nccl_group.hpp"
 
 // A point on a lane: a ticket on the host, an event of the device elsewhere.
@@ -66,10 +67,14 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
 // back stays in that stream's cache, of no use to the user's tensors, until the
 // cache is emptied (Note [Memory that blocks leave] in arena.h).
 void *Provider::allocate(int64_t nbytes) {
-  std::optional<c10::StreamGuard> guard;
-  if (has_streams_) guard.emplace(streams_[FSDP_LANE_COMPUTE]);
-  c10::DataPtr data =
-      c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(nbytes));
+  c10::DataPtr data;
+  if (has_streams_) {
+    const c10::StreamGuard guard(streams_[FSDP_LANE_COMPUTE]);
+    data = c10::GetAllocator(device_.type())
+               ->allocate(static_cast<size_t>(nbytes));
+  } else {
+    data = make_host_memory(static_cast<size_t>(nbytes));
+  }
   void *block = data.get();
   Block &made = blocks_[block];
   made.data = std::move(data);
@@ -274,6 +279,10 @@ fsdp_status copy_to_host(void *context, fsdp_lane lane, void *host,
 // False, with nothing done, when they do not know the dtypes.
 bool pack_on_host(void *destination, fsdp_dtype dtype,
                   const fsdp_pack_item &item, double scale) {
+  if (item.numel <= kGrainNumel) {
+    return fsdp_host_pack(destination, dtype, &item, 1, scale, nullptr) ==
+           FSDP_OK;
+  }
   fsdp_pack_item nothing = item;
   nothing.numel = 0;
   if (fsdp_host_pack(destination, dtype, &nothing, 1, scale, nullptr) !=

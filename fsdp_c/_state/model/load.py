@@ -37,6 +37,7 @@ from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.device import wait_for_uploads
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
+from fsdp_c._units.parallel import from_state
 from fsdp_c._units.sessions import LoadSession
 
 
@@ -118,6 +119,7 @@ def _begin_tree(
     }
     for each in modules:
         _drop_own_shards(each, state_dict, prefixes[each])
+        _localize(each, state_dict, prefixes[each])
         if is_plain:  # or a hook might change the state dict before a unit sees it
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
@@ -236,6 +238,16 @@ def _drop_own_shards(
     for name in names:
         if id(state_dict.get(f"{prefix}{name}")) in own:
             del state_dict[f"{prefix}{name}"]
+
+
+def _localize(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace values of tensor parallel parameters by what their unit has of them."""
+    originals = module._sharded.originals
+    for name, index in named_uses(module) if originals.parallel else ():
+        cut = originals.parallel.cuts.get(originals.uses[index].param)
+        key = f"{prefix}{name}"
+        if cut is not None and key in state_dict:
+            state_dict[key] = from_state(state_dict[key], cut, module.dtensor_mesh)
 
 
 # Load -------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX
+from fsdp_c._units.parallel import to_state
 from fsdp_c._units.sessions import SaveSession
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
@@ -328,6 +329,12 @@ def _replace_params(
             key = f"{prefix}{name}"
             if uses[index].module in nested and key in target:
                 target[key] = copy_once(uses[index].param.detach())
+    cuts = module._sharded.originals.parallel.cuts
+    for name, index in named_uses(module) if cuts else ():
+        cut = cuts.get(uses[index].param)
+        if cut is not None and f"{prefix}{name}" in target:
+            value = form.of_whole(module, uses[index].param.detach())
+            target[f"{prefix}{name}"] = to_state(value, cut)
 
 
 def _convert_rest(

@@ -32,6 +32,7 @@ from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
 from fsdp_c._state.sharded_tensors import find_problem
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
+from fsdp_c._units.parallel import from_state
 
 _Wanted = Mapping[str, Wanted]
 _Checked = tuple[Header, _Wanted, list[dict[str, Any]] | None]
@@ -57,6 +58,7 @@ def load(
     """
     parts = find_parts(model)
     of_param = parts_of_params(parts)
+    state_dict = _localized(state_dict, parts)
     keys = keys_of_either(model, optim, optim_input, is_named=is_named)
     modules = list(sharded_modules(model))
 
@@ -114,6 +116,30 @@ def load(
     if groups is not None:
         result["param_groups"] = groups
     return result
+
+
+def _localized(
+    state_dict: Mapping[str, Any] | None, parts: Mapping[str, ParamPart]
+) -> Mapping[str, Any] | None:
+    """Replace states of tensor parallel parameters by what their unit has of them."""
+    found = {
+        name: part
+        for part in parts.values()
+        for name in part.names
+        if part.cut is not None
+    }
+    if not found or state_dict is None or "state" not in state_dict:
+        return state_dict
+    states = {
+        name: {
+            key: from_state(value, part.cut, part.over.dtensor_mesh)
+            for key, value in state.items()
+        }
+        if (part := found.get(name)) is not None and part.cut is not None
+        else state
+        for name, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
 
 
 def _sharded_states(wanted: _Wanted) -> list[tuple[ParamPart, str, str, StateInfo]]:

@@ -22,7 +22,8 @@ from fsdp_c._state.optim.keys import (
     keys_of_optimizer,
     uses_names,
 )
-from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
+from fsdp_c._state.parts import ParamPart, parts_of_params
+from fsdp_c._state.rows import parts_in
 
 
 @dataclass
@@ -76,7 +77,7 @@ def collect(
         ValueError: Nothing in ``model`` is wrapped, or ``optim`` steps parameters
             that are not in it.
     """
-    parts = find_parts(model)
+    parts = parts_in(model)
     of_param = parts_of_params(parts)
     if state_dict is None:
         state_dict = optim.state_dict()
@@ -157,7 +158,7 @@ def install(
     """
     current = optim.state_dict()
     keys = keys_of_optimizer(model, optim, is_named=uses_names(current))
-    parts = find_parts(model)
+    parts = parts_in(model)
     of_param = parts_of_params(parts)
     check_params(keys, of_param)
     for name, state in states.items():
@@ -227,9 +228,8 @@ def assemble(
             result[key] = _flat_state(param, parts, given)
         else:
             state = present[0]
-            shape = parts[0].local_shape
             result[key] = {
-                **{n: v.reshape(shape) for n, v in state.sharded.items()},
+                **{n: parts[0].as_state(v) for n, v in state.sharded.items()},
                 **state.plain,
             }
     return result

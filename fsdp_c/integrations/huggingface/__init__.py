@@ -1,7 +1,6 @@
-"""Makes Hugging Face's Trainer and accelerate use fsdp_c's FullyShardedDataParallel.
+"""Makes Hugging Face's Trainer and accelerate use fsdp_c, with FSDP version 1 or 2.
 
-``install()`` is ``fsdp_c.install()``, which does this for all libraries. Their
-configuration must ask for FSDP version 1, as ``fsdp_config={"version": 1}``. See
+``install()`` is ``fsdp_c.install()``, which does this for all libraries. See
 docs/guide/huggingface.md.
 """
 

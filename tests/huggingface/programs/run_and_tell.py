@@ -27,6 +27,16 @@ def init(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 fsdp.FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+shard: Any = fsdp.fully_shard
+
+
+def fully_shard(*args: Any, **kwargs: Any) -> Any:
+    modules.add(shard.__module__)
+    return shard(*args, **kwargs)
+
+
+fsdp.fully_shard = fully_shard
 atexit.register(tell)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

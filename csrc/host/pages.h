@@ -1,0 +1,31 @@
+/*
+ * Host memory for large buffers: blocks, which come and go, and slabs.
+ *
+ * Note [Fresh memory]
+ * The kernel fills memory that a process uses for the first time, a page at a
+ * time: a fault per 4 KiB takes longer than writing it. malloc gives large
+ * memory back to the kernel when it is freed, so a buffer that comes and goes
+ * in every step would fault in every step. Such buffers are therefore mapped
+ * for themselves, over large pages where they cover one, the rest in one call.
+ * No memory is added: their ends lie on small pages. Smaller ones are malloc's.
+ */
+#ifndef FSDP_HOST_PAGES_H
+#define FSDP_HOST_PAGES_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Memory of `nbytes` (>= 1), whatever it contains, aligned to at least 64
+ * bytes; release with fsdp_host_pages_free(). NULL: out of memory. */
+void *fsdp_host_pages_alloc(int64_t nbytes);
+
+/* memory: of fsdp_host_pages_alloc(nbytes). Cannot fail. */
+void fsdp_host_pages_free(void *memory, int64_t nbytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FSDP_HOST_PAGES_H */

@@ -1,0 +1,11 @@
+// Host memory of csrc/host/pages.h as torch owns memory.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+namespace fsdp_torch {
+
+// Uninitialised. Throws std::bad_alloc.
+c10::DataPtr make_host_memory(size_t nbytes);
+
+}  // namespace fsdp_torch

@@ -1,0 +1,71 @@
+"""clip_grad_norm_ where units have tensor parallel parameters.
+
+Such a parameter counts once: what its tensor parallel ranks cut is summed over them,
+what they replicate is not. FSDP1 sums over the data parallel ranks only, so each tensor
+parallel rank clips by a norm of its own there.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_c._state.parts import ParamPart
+from fsdp_c._torch_compat import is_cut
+
+
+def clip_parallel(
+    parts: Iterable[ParamPart], max_norm: float, norm_type: float
+) -> Tensor:
+    """Clip the gradients of all ``parts``; return the norm. Collective."""
+    terms: dict[tuple[ProcessGroup, ...], Tensor] = {}
+    holders: dict[Tensor, None] = {}
+    dtype = torch.float32
+    parts = [part for part in parts if part.param.requires_grad]
+    if any(part.param.dtype is torch.float64 for part in parts):
+        dtype = torch.float64
+    for part in parts:
+        groups = _groups_of(part)
+        if groups not in terms:
+            terms[groups] = torch.zeros((), dtype=dtype, device=part.param.device)
+        grad = part.param.grad
+        if grad is None or part.part_numel == 0:
+            continue
+        holders[grad] = None
+        norm = torch.linalg.vector_norm(part.part_in(grad), norm_type, dtype=dtype)
+        if math.isinf(norm_type):
+            terms[groups] = torch.maximum(terms[groups], norm)
+        else:
+            terms[groups] += norm.pow(norm_type)
+    total = _total(terms, norm_type)
+    if holders:
+        scale = (max_norm / (total + 1e-6)).clamp_max(1.0)
+        torch._foreach_mul_(list(holders), scale)
+    return total
+
+
+def _groups_of(part: ParamPart) -> tuple[ProcessGroup, ...]:
+    """Return the groups over which the ranks hold other elements of a parameter."""
+    groups = [] if part.shard_group is None else [part.shard_group]
+    if part.cut is not None and part.cut.parallel is not None:
+        mesh, placements = part.cut.parallel
+        groups += [
+            mesh.get_group(mesh_dim)
+            for mesh_dim, placement in enumerate(placements)
+            if is_cut(placement)
+        ]
+    return tuple(group for group in groups if group.size() > 1)
+
+
+def _total(terms: dict[tuple[ProcessGroup, ...], Tensor], norm_type: float) -> Tensor:
+    is_max = math.isinf(norm_type)
+    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    values: Sequence[Tensor] = list(terms.values())
+    for groups, value in terms.items():
+        for group in groups:
+            dist.all_reduce(value, op, group=group)
+    stacked = torch.stack(list(values)) if values else torch.zeros(1)
+    return stacked.max() if is_max else stacked.sum().pow(1.0 / norm_type)

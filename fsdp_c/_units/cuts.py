@@ -1,0 +1,159 @@
+"""Cuts: how a parameter lies over data parallel and tensor parallel ranks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from fsdp_c._torch_compat import (
+    joined_mesh,
+    local_tensor,
+    num_parts_along,
+    strided_shard,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is cut.
+
+    Attributes:
+        dim: The dimension that the data parallel ranks cut.
+        mesh: Of the sharded parameter: with the tensor parallel mesh, if there is one.
+        placements: On it.
+        shape: Of the whole parameter.
+        local_shape: Of what the unit gathers: the part of a tensor parallel rank.
+        parallel: The mesh and the placements of a parameter that is a DTensor.
+    """
+
+    dim: int
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    local_shape: torch.Size
+    parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
+
+
+def cut_of(
+    name: str,
+    param: nn.Parameter,
+    dim: int,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+) -> Cut:
+    """Return how ``param`` is cut along ``dim``; both others are data parallel.
+
+    Raises:
+        ValueError: ``param`` is a DTensor that cannot be cut; the message names it.
+    """
+    if not isinstance(param, DTensor):
+        return Cut(dim, mesh, placements, param.shape, param.shape, None)
+    check_parallel(name, param, mesh)
+    parallel = (param.device_mesh, tuple(param.placements))
+    num_parts = num_parts_along(param, dim)
+    if num_parts > 1:
+        placements = (*placements[:-1], strided_shard(dim, num_parts))
+    return Cut(
+        dim,
+        _join(name, mesh, param.device_mesh),
+        (*placements, *param.placements),
+        param.shape,
+        local_of(param).shape,
+        parallel,
+    )
+
+
+def check_parallel(name: str, param: DTensor, mesh: DeviceMesh) -> None:
+    """Check that the DTensor ``param`` can be cut over the data parallel ``mesh``.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    kind, expected = param.device_mesh.device_type, mesh.device_type
+    if kind != expected:  # torch's first words
+        raise ValueError(
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+            f"{kind} for DTensor and {expected} for FSDP: parameter {name!r}"
+        )
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(
+            f"parameter {name!r} has the placements {tuple(param.placements)}: a "
+            "parameter cannot be Partial, redistribute() it before"
+        )
+    _join(name, mesh, param.device_mesh)
+
+
+def _join(name: str, mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
+    try:
+        return joined_mesh(mesh, parallel)
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor on {parallel}, which is not a part of "
+            f"the same mesh as {mesh}: make one mesh with init_device_mesh(), pass "
+            "one part of it to parallelize_module() and the other one here"
+        ) from error
+
+
+def as_dtensor(
+    local: Tensor,
+    shape: torch.Size,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+) -> DTensor:
+    """Return a DTensor of ``shape``, of which this rank has ``local``."""
+    with torch.no_grad():
+        return DTensor.from_local(
+            local,
+            mesh,
+            placements,
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+
+def dtensor_over(
+    local: Tensor,
+    shape: torch.Size,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+) -> DTensor:
+    """Return a DTensor over ``local``, which may be on another device than the mesh."""
+    if local.device.type == mesh.device_type:
+        return as_dtensor(local, shape, mesh, placements)
+    # from_local() would move it.
+    result = as_dtensor(
+        torch.empty_like(local, device=mesh.device_type), shape, mesh, placements
+    )
+    result._local_tensor = local
+    return result
+
+
+def parallel_param(plain: nn.Parameter, cut: Cut, dtype: torch.dtype) -> nn.Parameter:
+    """Return what modules see in the place of ``plain``: a tensor parallel DTensor.
+
+    The unit brings its memory.
+    """
+    assert cut.parallel is not None
+    mesh, placements = cut.parallel
+    empty = torch.empty(0, dtype=dtype, device=mesh.device_type)
+    dtensor = as_dtensor(empty, cut.shape, mesh, placements)
+    parallel = nn.Parameter(dtensor, plain.requires_grad)
+    vars(parallel).update(vars(plain))
+    return parallel
+
+
+def local_grad(grad: Tensor, cut: Cut) -> Tensor:
+    """Return the local part of a gradient, placed like its parameter. Collective."""
+    assert isinstance(grad, DTensor)
+    assert cut.parallel is not None
+    with torch.no_grad():
+        return local_tensor(grad.redistribute(placements=cut.parallel[1]))
+
+
+def local_of(sharded: Tensor) -> Tensor:
+    """Return the local tensor of a sharded parameter."""
+    assert isinstance(sharded, DTensor)
+    return local_tensor(sharded)

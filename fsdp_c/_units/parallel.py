@@ -1,0 +1,215 @@
+"""Parameters of a unit that are DTensors of a tensor parallel mesh.
+
+Note [Tensor parallel units]
+The unit shards the local tensors. They are plain parameters, which stand in the place
+of the DTensors from wrapping on and which optimizers step, as in FSDP1. In forward and
+backward the modules see DTensors over the whole local tensors; see Note [Parallel
+parameters] in csrc/torch/rows.cpp. Whole parameters of a summon and the values of
+state dicts are DTensors, too: whole ones on the tensor parallel mesh, sharded ones on
+the mesh of both.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as RowShard
+
+from fsdp_c import _native
+from fsdp_c._torch_compat import local_tensor
+from fsdp_c._units.cuts import (
+    Cut,
+    as_dtensor,
+    cut_of,
+    dtensor_over,
+    local_grad,
+    local_of,
+    parallel_param,
+)
+from fsdp_c._units.uses import ParamUse
+
+
+def row_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Return the placements of rows over a data parallel mesh."""
+    return (*[Replicate()] * (mesh.ndim - 1), RowShard(0))
+
+
+def localize(
+    uses: Sequence[ParamUse], mesh: DeviceMesh | None
+) -> tuple[list[ParamUse], dict[nn.Parameter, Cut]]:
+    """Register their local tensors instead of DTensors.
+
+    Returns:
+        The uses, and how those parameters are cut; both with the new parameters.
+    """
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    cuts: dict[nn.Parameter, Cut] = {}
+    for use in uses:
+        param = use.param
+        if not isinstance(param, DTensor) or param in new:
+            continue
+        assert mesh is not None
+        local = nn.Parameter(local_of(param).detach(), param.requires_grad)
+        vars(local).update(vars(param))
+        cuts[local] = cut_of(use.fqn, param, 0, mesh, row_placements(mesh))
+        new[param] = local
+    localized = [use._replace(param=new.get(use.param, use.param)) for use in uses]
+    for old, use in zip(uses, localized, strict=True):
+        if use.param is not old.param:
+            setattr(use.module, use.name, use.param)
+    return localized, cuts
+
+
+class ParallelParams:
+    """What the modules of a unit see of its tensor parallel parameters.
+
+    Args:
+        cuts: How they are cut, by parameter of the unit.
+        param_dtype: In which forward sees them; None: their own.
+    """
+
+    def __init__(
+        self, cuts: Mapping[nn.Parameter, Cut], param_dtype: torch.dtype | None
+    ) -> None:
+        self.cuts = dict(cuts)
+        self._param_dtype = param_dtype
+        self._shown: dict[nn.Parameter, nn.Parameter] = {}  # in forward
+        self._whole: dict[nn.Parameter, nn.Parameter] = {}  # in a summon
+
+    def __bool__(self) -> bool:
+        return bool(self.cuts)
+
+    def shown(self, param: nn.Parameter) -> nn.Parameter:
+        """Return what forward shows of ``param``."""
+        return self._shown.get(param, param)
+
+    def stands_for(self, shown: object, param: nn.Parameter) -> bool:
+        """Whether ``shown`` is ``param`` or a DTensor over it."""
+        return (
+            shown is param
+            or (shown is not None and shown is self._shown.get(param))
+            or (shown is not None and shown is self._whole.get(param))
+        )
+
+    def bind(self, unit: _native.Unit, uses: Sequence[ParamUse]) -> None:
+        """Make what forward shows; the unit is a new one."""
+        self._shown = {}
+        for index, use in zip(unit.param_of_use, uses, strict=True):
+            cut = self.cuts.get(use.param)
+            if cut is None or use.param in self._shown:
+                continue
+            dtype = use.param.dtype
+            if dtype.is_floating_point:
+                dtype = self._param_dtype or dtype
+            shown = parallel_param(use.param, cut, dtype)
+            unit.bind_parallel(index, shown, local_of(shown))
+            self._shown[use.param] = shown
+
+    def place(self, unit: _native.Unit, uses: Iterable[ParamUse]) -> None:
+        """Let the unit register it in forward, where the parameters are now."""
+        uses = list(uses)
+        names = {use.param: use.fqn for use in reversed(uses)}
+        by_index = {
+            index: self.cuts[use.param]
+            for index, use in zip(unit.param_of_use, uses, strict=True)
+            if use.param in self.cuts
+        }
+        places = []
+        for use in uses:
+            if use.param not in self.cuts:
+                continue
+            holder: dict[str, Any] = use.module.__dict__
+            if holder.get(use.name) is not use.param:
+                holder = use.module._parameters
+            shown = self._shown[use.param]
+            places.append((holder, use.name, use.param, shown, None, None))
+
+        def take_local_grad(index: int, grad: Tensor) -> Tensor:
+            return local_grad(grad, by_index[index])
+
+        def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
+            raise AssertionError("gradients are on the plain parameters")
+
+        whole = self._whole
+
+        def on_replaced() -> None:
+            if whole:  # a forward inside a summon
+                return
+            raise RuntimeError(
+                f"Cannot writeback to one of the parameters {list(names.values())} of "
+                f"unit {unit_name!r}: it was replaced after wrapping, which is not "
+                "supported for DTensors; copy new values into it"
+            )
+
+        unit_name = unit.name
+        unit.bind_rows(places, make_grad, on_replaced, take_local_grad)
+
+    @contextmanager
+    def whole(self, uses: Sequence[ParamUse]) -> Iterator[None]:
+        """Register DTensors over the summoned parameters, for a while."""
+        for param, cut in self.cuts.items():
+            assert cut.parallel is not None
+            dtensor = as_dtensor(param.detach(), cut.shape, *cut.parallel)
+            shown = nn.Parameter(dtensor, param.requires_grad)
+            if param.grad is not None:
+                shown.grad = as_dtensor(param.grad, cut.shape, *cut.parallel)
+            self._whole[param] = shown
+        pairs = [
+            (use, self._whole[use.param]) for use in uses if use.param in self.cuts
+        ]
+        for use, shown in pairs:
+            if use.module._parameters.get(use.name) is use.param:
+                use.module._parameters[use.name] = shown
+        try:
+            yield
+        finally:
+            for use, shown in pairs:
+                if use.module._parameters.get(use.name) is shown:
+                    use.module._parameters[use.name] = use.param
+            self._whole.clear()
+
+
+# The values of state dicts -------------------------------------------------------
+
+
+def to_state(value: Any, cut: Cut) -> DTensor:
+    """Return the DTensor for a state dict of what the unit's part of it is.
+
+    ``value`` is the whole local tensor, or a DTensor of it in rows.
+    """
+    assert cut.parallel is not None
+    if isinstance(value, DTensor):
+        return dtensor_over(local_of(value), cut.shape, cut.mesh, cut.placements)
+    return dtensor_over(value, cut.shape, *cut.parallel)
+
+
+def from_state(value: Any, cut: Cut, mesh: DeviceMesh) -> Any:
+    """Return the opposite of :func:`to_state`; also of a plain tensor of the whole.
+
+    What is of another shape stays as it is. All ranks must call it, if a DTensor has
+    other placements than :func:`to_state` gives. ``mesh`` is data parallel.
+    """
+    assert cut.parallel is not None
+    parallel_mesh, placements = cut.parallel
+    if not isinstance(value, Tensor) or value.shape != cut.shape:
+        return value
+    if not isinstance(value, DTensor):
+        plain = value.detach()
+        return local_tensor(
+            distribute_tensor(plain, parallel_mesh, placements, src_data_rank=None)
+        )
+    value = value.detach()
+    if value.device_mesh == cut.mesh:
+        rows = local_tensor(value.redistribute(placements=cut.placements))
+        return dtensor_over(rows, cut.local_shape, mesh, row_placements(mesh))
+    if value.device_mesh == parallel_mesh:
+        return local_tensor(value.redistribute(placements=placements))
+    raise ValueError(
+        f"a value of a state dict is a DTensor on {value.device_mesh}, and its "
+        f"parameter is on {cut.mesh}: read it with torch.distributed.checkpoint.load() "
+        "into model.state_dict(), which reshards it"
+    )

@@ -1,0 +1,253 @@
+"""get_state_dict() and set_state_dict() of torch: every option, against one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_c import fully_shard
+from helpers.distributed import distributed
+from helpers.seeds import generator
+
+DIM = 6
+BATCH = 12
+
+
+class _Part(nn.Module):
+    """Uneven rows, a frozen parameter, a buffer and an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 7)
+        self.down = nn.Linear(7, DIM)
+        self.down.bias.requires_grad_(False)
+        self.register_buffer("count", torch.arange(3.0))
+        self.number = 0
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        self.number = state
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = inputs + self.down(torch.tanh(self.up(inputs)))
+        return result
+
+
+class _Model(nn.Module):
+    """One part under two names, and one weight of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM, bias=False)
+        self.part = _Part()
+        self.parts = nn.ModuleList([_Part(), self.part])
+        self.last = nn.Linear(DIM, DIM, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.part(self.first(inputs))
+        for part in self.parts:
+            hidden = part(hidden)
+        result: Tensor = self.last(hidden)
+        return result
+
+
+def _initial(seed: int) -> _Model:
+    torch.manual_seed(seed)
+    model = _Model()
+    with torch.no_grad():
+        model.part.count.add_(seed)
+    model.part.number = seed
+    return model
+
+
+def _sharded(seed: int) -> Any:
+    model = _initial(seed)
+    for part in model.parts:
+        fully_shard(part, shard_placement_fn=_by_columns)
+    return fully_shard(model)
+
+
+def _by_columns(param: nn.Parameter) -> Any:
+    return Shard(1) if param.shape == (DIM, 7) else None
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    parts = [p for n, p in model.named_parameters() if "part" in n and p.requires_grad]
+    others = [p for n, p in model.named_parameters() if "part" not in n]
+    return torch.optim.AdamW(
+        [{"params": parts, "weight_decay": 0.1}, {"params": others}], lr=0.01
+    )
+
+
+def _train(
+    model: Any, optim: torch.optim.Optimizer, num_steps: int, rank: int, size: int
+) -> None:
+    for step in range(num_steps):
+        inputs = torch.randn(BATCH, DIM, generator=generator("dcp", step))
+        model(inputs.chunk(size)[rank]).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def _whole(value: Any) -> Any:
+    """Return a state dict with whole tensors; it is a collective."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _assert_alike(actual: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key, value in expected.items():
+            _assert_alike(actual[key], value, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):  # which of them, torch decides
+        assert len(actual) == len(expected), where
+        for index, (mine, wanted) in enumerate(zip(actual, expected, strict=True)):
+            _assert_alike(mine, wanted, f"{where}[{index}]")
+    elif isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6, msg=where)
+    else:
+        assert actual == expected, where
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "sharded_on_cpu": {"cpu_offload": True},
+    "full": {"full_state_dict": True},
+    "full_on_rank_0": {"full_state_dict": True, "cpu_offload": True},
+    "from_rank_0": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "flat_optimizer": {"flatten_optimizer_state_dict": True},
+    "full_flat_optimizer": {
+        "full_state_dict": True,
+        "flatten_optimizer_state_dict": True,
+    },
+    "trainable": {"ignore_frozen_params": True, "strict": False},
+    "not_strict": {"full_state_dict": True, "strict": False},
+}
+
+
+def _of_one_process(num_steps: int) -> tuple[_Model, torch.optim.Optimizer]:
+    model = _initial(1)
+    optim = _optimizer(model)
+    _train(model, optim, num_steps, 0, 1)
+    return model, optim
+
+
+@pytest.mark.parametrize("name", _OPTIONS)
+@distributed(world_size=(2, 3), device="cpu")
+def test_options(rank: int, world_size: int, name: str) -> None:
+    """What is got is one process's; set into another model, training goes on alike."""
+    options = StateDictOptions(**_OPTIONS[name])
+    reference, its_optim = _of_one_process(2)
+    # One process knows nothing of ranks.
+    plain = StateDictOptions(
+        flatten_optimizer_state_dict=options.flatten_optimizer_state_dict,
+        ignore_frozen_params=options.ignore_frozen_params,
+    )
+    expected = copy.deepcopy(get_state_dict(reference, its_optim, options=plain))
+    model = _sharded(1)
+    optim = _optimizer(model)
+    _train(model, optim, 2, rank, world_size)
+    got = get_state_dict(model, optim, options=options)
+    is_whole = options.full_state_dict
+    if is_whole and options.cpu_offload and rank > 0:
+        assert got == ({}, {})
+    else:
+        actual = got if is_whole else [_whole(each) for each in got]
+        _assert_alike(list(actual), list(expected))
+    other = _sharded(2)
+    other_optim = _optimizer(other)
+    state: list[Any] = copy.deepcopy(list(got))
+    if is_whole and options.cpu_offload:
+        dist.broadcast_object_list(state)
+    if options.broadcast_from_rank0 and rank > 0:
+        state = [{}, {}]
+    # Not set_state_dict(), which does nothing with an empty dictionary.
+    missing, unexpected = set_model_state_dict(other, state[0], options=options)
+    set_optimizer_state_dict(other, other_optim, state[1], options=options)
+    frozen = [n for n, p in reference.named_parameters() if not p.requires_grad]
+    assert list(missing) == (frozen if options.ignore_frozen_params else [])
+    assert not unexpected
+    if options.ignore_frozen_params:
+        return
+    _train(reference, its_optim, 2, 0, 1)
+    _train(other, other_optim, 2, rank, world_size)
+    _assert_alike(_whole(other.state_dict()), reference.state_dict())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@distributed(world_size=2, device="cpu")
+def test_submodules(rank: int, keeps: bool) -> None:
+    options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=keeps)
+    model, reference = _sharded(1), _initial(1)
+    got, expected = (
+        get_model_state_dict(each, submodules={each.parts[0]}, options=options)
+        for each in (model, reference)
+    )
+    assert ("parts.0.up.weight" if keeps else "up.weight") in got
+    _assert_alike(got, expected)
+    other = _sharded(2)
+    target = other if keeps else other.parts[0]
+    loaded = copy.deepcopy(got)
+    options = StateDictOptions(full_state_dict=True, strict=not keeps)
+    set_model_state_dict(target, loaded, options=options)
+    wanted = get_model_state_dict(reference.parts[0])
+    _assert_alike(_whole(other.parts[0].state_dict()), wanted)
+
+
+@distributed(world_size=2, device="cpu")
+def test_a_group_inside_a_model_on_meta(rank: int) -> None:
+    """Rank 0 has the weights, the others memory for their rows only."""
+    with torch.device("meta"):
+        model: Any = _Model()
+    for part in model.parts:
+        fully_shard(part)
+    fully_shard(model)
+    full = get_model_state_dict(_initial(1)) if rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full, options=options)
+    # torch assigns a tensor to each name: shared ones are to be shared again.
+    model.last.weight = model.first.weight
+    reference = _initial(1)
+    assert not any(each.is_meta for each in model.parameters())
+    _assert_alike(_whole(model.state_dict()), reference.state_dict())
+    optim = _optimizer(model)
+    its_optim = _optimizer(reference)
+    _train(model, optim, 2, rank, 2)
+    _train(reference, its_optim, 2, 0, 1)
+    _assert_alike(_whole(model.state_dict()), reference.state_dict())
+
+
+@distributed(world_size=2, device="cpu")
+def test_optimizer_alone(rank: int) -> None:
+    """Into an optimizer that has state, and groups with other options."""
+    model = _sharded(1)
+    optim = _optimizer(model)
+    _train(model, optim, 2, rank, 2)
+    options = StateDictOptions(full_state_dict=True)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optim, options=options))
+    expected = copy.deepcopy(state)
+    _train(model, optim, 1, rank, 2)
+    for group in optim.param_groups:
+        group["lr"] = 0.5
+    set_optimizer_state_dict(model, optim, state, options=options)
+    _assert_alike(get_optimizer_state_dict(model, optim, options=options), expected)
+    assert [group["lr"] for group in optim.param_groups] == [0.01, 0.01]

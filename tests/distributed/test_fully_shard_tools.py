@@ -1,0 +1,150 @@
+"""explain, trace, memory_stats and reset of models that fully_shard() sharded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_c
+from fsdp_c import MixedPrecisionPolicy, fully_shard, trace
+from fsdp_c._engines.engine import engine_listeners
+from fsdp_c.trace import _automatic
+from fsdp_c.trace._lanes import lanes_of
+from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
+from helpers.models import DIM, MLP, Block
+
+pytestmark = pytest.mark.bookkeeping
+
+explain: Any = fsdp_c.explain
+
+
+def _sharded(model: nn.Module, **options: Any) -> Any:
+    for module in list(model.modules()):
+        if isinstance(module, Block):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def _step(model: Any) -> None:
+    model(torch.ones(4, DIM)).sum().backward()
+    model.zero_grad()
+
+
+@distributed(world_size=(2, 3))
+def test_explain(world_size: int) -> None:
+    """The same before there are units and afterwards, and on meta."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = _sharded(MLP(2), mp_policy=policy)
+    table = explain(model)
+    assert [unit.name for unit in table.units] == ["", "blocks.0", "blocks.1"]
+    assert table.numel == sum(param.numel() for param in model.parameters())
+    for unit, name in zip(
+        table.units, ("SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD"), strict=True
+    ):
+        assert unit.strategy == name
+        assert unit.world_size == world_size
+        assert unit.master_dtypes == unit.reduce_dtypes == (torch.float32,)
+        assert unit.compute_dtypes == (torch.bfloat16,)
+        padded_numel = unit.numel + unit.padding_numel
+        assert unit.shard_nbytes * world_size == 4 * padded_numel
+    rows = [-(-param.shape[0] // world_size) for param in model.parameters()]
+    row_numels = [param[0].numel() for param in model.parameters()]
+    padded = sum(r * n for r, n in zip(rows, row_numels, strict=True)) * world_size
+    assert table.numel + table.padding_numel == padded
+    _step(model)
+    assert explain(model) == table
+    assert fsdp_c.memory_stats(model)["shard_nbytes"] == table.shard_nbytes
+    assert fsdp_c.memory_stats(model)["num_units"] == 3
+    with torch.device("meta"):
+        assert explain(_sharded(MLP(2), mp_policy=policy)) == table
+
+
+@distributed(world_size=4)
+def test_replicas() -> None:
+    with groups_destroyed():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "tools"))
+        model = _sharded(MLP(1), mesh=mesh, reshard_after_forward=False)
+        for unit in explain(model).units:
+            assert unit.strategy == "_HYBRID_SHARD_ZERO2"
+            assert unit.world_size == 2
+        del model
+
+
+@distributed(world_size=2)
+def test_trace(rank: int, tmp_path: Path) -> None:
+    model = _sharded(MLP(2))
+    _step(model)
+    with trace.record(model, steps=2, folder=tmp_path) as timeline:
+        _step(model)
+        _step(model)
+    units = timeline.recorded.units
+    assert [unit.name for unit in units] == ["", "blocks.0", "blocks.1"]
+    assert [unit.num_params for unit in units] == [4, 4, 4]
+    assert {unit.shard_ranks for unit in units} == {(0, 1)}
+    kinds = {span.kind for span in timeline.recorded.spans}
+    assert {"pre_forward", "grad_ready", "all_gather", "reduce_scatter"} <= kinds
+    assert "blocks.1" in str(timeline.summary())
+    assert (tmp_path / f"rank{rank}.json").exists()
+    with pytest.raises(ValueError, match="pass the outermost sharded module"):
+        trace.start(model.blocks[0])
+
+
+@distributed(world_size=2)
+def test_trace_of_a_script_that_cannot_be_changed(rank: int, tmp_path: Path) -> None:
+    """FSDP_C_TRACE=folder: the third, fourth and fifth step of the root."""
+    _automatic.install(str(tmp_path))
+    try:
+        model = _sharded(MLP(1))
+        _step(model.blocks[0])  # a root of its own, until the model runs
+        for _ in range(6):
+            assert not list(tmp_path.iterdir())
+            _step(model)
+    finally:
+        engine_listeners.pop()
+        _automatic._Watcher.taken = False
+    recorded = trace.load(tmp_path).recorded
+    assert [unit.name for unit in recorded[0].units] == ["", "blocks.0"]
+    assert len(lanes_of(recorded[0]).steps) == 3
+    assert vars(model._fsdp_c_group).get("run") is None
+
+
+@distributed(world_size=2)
+def test_reset() -> None:
+    """A failed forward on all ranks; the next steps are as if it had not been."""
+    model = _sharded(MLP(1))
+    _step(model)
+    handle = model.blocks[0].register_forward_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        _step(model)
+    handle.remove()
+    fsdp_c.reset(model)
+    _step(model)
+    assert fsdp_c.memory_stats(model)["num_units"] == 2
+
+
+@distributed(world_size=2)
+def test_nothing_sharded() -> None:
+    for function in (explain, fsdp_c.memory_stats, fsdp_c.reset, trace.start):
+        with pytest.raises(ValueError, match="no FullyShardedDataParallel module in"):
+            function(nn.Linear(2, 2))
+        with pytest.raises(TypeError, match="model must be a module"):
+            function(3)
+
+
+@distributed(world_size=2)
+def test_functions_of_the_other_api() -> None:
+    model = _sharded(MLP(1))
+    problem = r"FSDPMLP '' is a module of fully_shard\(\)"
+    with pytest.raises(ValueError, match=problem):
+        fsdp_c.optimizer_in_backward(model, torch.optim.SGD)
+    with (
+        pytest.raises(ValueError, match=r"call unshard\(\) and reshard\(\)"),
+        fsdp_c.FSDP.summon_full_params(model),
+    ):
+        pass
+    with pytest.raises(ValueError, match=problem):
+        fsdp_c.FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters()))
