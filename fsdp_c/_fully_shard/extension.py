@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._torch_compat import preserved_version
 from fsdp_c._units.cuts import local_of
@@ -138,6 +139,8 @@ class Extension:
             tensor = torch.as_strided(tensor, self.sharded.shape, self._stride, 0)
             self.param = nn.Parameter(tensor, self.sharded.requires_grad)
             vars(self.param).update(vars(self.sharded))
+            if self.param.requires_grad and is_traceable_wrapper_subclass(self.param):
+                self.param.register_hook(_as_plain_grad)
             self._on_made(self.param)
             return self.param
         for tensor in self._inner:
@@ -161,6 +164,11 @@ def _as_plain(tensor: Tensor) -> Tensor:
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     plain.copy_(tensor)
     return plain.view(-1)
+
+
+def _as_plain_grad(grad: Tensor) -> Tensor:
+    """Return the gradient of a tensor subclass as one that can be reduced."""
+    return _as_plain(grad).view(grad.shape)
 
 
 def _allocate(tensor: Tensor) -> None:

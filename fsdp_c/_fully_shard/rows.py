@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._units.cuts import Cut, as_dtensor, local_of
 
@@ -34,7 +35,8 @@ def shard_param(
         local = local.to(device)
     dtensor = as_dtensor(local, param.shape, cut.mesh, cut.placements)
     sharded = nn.Parameter(dtensor, param.requires_grad)
-    vars(sharded).update(vars(param))
+    if not is_traceable_wrapper_subclass(whole):  # which keeps its tensors there
+        vars(sharded).update(vars(param))
     return sharded
 
 

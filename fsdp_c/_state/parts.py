@@ -1,7 +1,7 @@
 """Parts: what this rank holds of every parameter of a model, and what all ranks do."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -94,7 +94,7 @@ class ParamPart:
     over: ShardedModule
     index: int
     spread: Spread
-    cut: Cut | None = None
+    cut: Cut | None = field(default=None, kw_only=True)
 
     @property
     def numel(self) -> int:

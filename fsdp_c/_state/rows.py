@@ -8,7 +8,7 @@ Loading goes the other way. That communicates, and for a moment each rank has th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -34,7 +34,7 @@ class RowPart(ParamPart):
         group: The group; ``index`` counts in it.
     """
 
-    group: Group
+    group: Group = field(kw_only=True)
 
     @property
     def is_in_unit(self) -> bool:
