@@ -47,6 +47,8 @@ class Unit:
         keep_low_precision_grads: bool,
         offloads: bool,
         shard_dims: Sequence[int] | None,
+        part_group: ProcessGroup | None,
+        extended: Sequence[int] | None,
     ) -> Unit: ...
     @property
     def name(self) -> str: ...
@@ -83,17 +85,27 @@ class Unit:
     def bind_rows(
         self,
         places: Sequence[
-            tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, Any | None]
+            tuple[
+                dict[str, Any],
+                str,
+                torch.Tensor,
+                torch.Tensor,
+                torch.Tensor | None,
+                Any | None,
+            ]
         ],
         make_grad: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         on_replaced: Callable[[], object],
         local_grad: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+        extend: Callable[[int, int], Any] | None = None,
         /,
     ) -> None:
         """Register plain parameters in forward and backward, sharded ones else."""
     def bind_sharded(
         self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
     ) -> None: ...
+    def part_of(self, param: int, /) -> torch.Tensor:
+        """The local tensor of a parameter's part; empty while none is kept."""
     def bind_parallel(
         self, param: int, dtensor: torch.Tensor, local: torch.Tensor, /
     ) -> None: ...
@@ -107,6 +119,8 @@ class Unit:
         reshard_after_forward: int = -1,
         divisor: float = -1.0,
         forward_prefetch: int = -1,
+        keeps_part: int = -1,
+        reshard_after_backward: int = -1,
     ) -> None: ...
     def bind_flat_params(self, flat_params: Sequence[torch.Tensor], /) -> None: ...
     def forward(
@@ -152,6 +166,7 @@ class Engine:
     @property
     def is_recording(self) -> bool: ...
     def reset(self) -> None: ...
+    def reduce_kept(self) -> None: ...
     def check_order(self, is_on: bool, /) -> None: ...
     def memory_stats(self) -> dict[str, int]: ...
     def log(self) -> str: ...

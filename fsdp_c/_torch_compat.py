@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed._composable.contract import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+)
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -29,6 +34,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._flat_param import (
     FlatParamShardMetadata,
@@ -65,10 +71,16 @@ def overrides_dispatch(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
-def note_fully_sharded(module: Module) -> None:
-    """Tell torch's composable functions, ``replicate()`` for one, what was done."""
+def note_fully_sharded(module: Module, state: Any) -> None:
+    """Tell torch what was done: ``replicate()``, and pipeline schedules.
+
+    ``state`` is what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
+    """
     registry: Any = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     registry["fully_shard"] = RegistryItem()
+    states: Any = module.__dict__.setdefault(STATE_KEY, {})
+    function: Any = torch_fully_shard
+    states[function.__wrapped__] = state
 
 
 def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
@@ -107,6 +119,11 @@ def local_tensor(value: DTensor) -> Tensor:
     """Return the local tensor itself, where ``to_local()`` may return an alias."""
     local: Tensor = value._local_tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def preserved_version(tensor: Tensor) -> Any:
+    """Return a context in which writing ``tensor`` is not seen by autograd."""
+    return _unsafe_preserve_version_counter(tensor)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

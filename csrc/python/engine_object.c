@@ -154,6 +154,22 @@ static PyObject *engine_reset(PyObject *object, PyObject *Py_UNUSED(ignored)) {
   Py_RETURN_NONE;
 }
 
+static PyObject *engine_reduce_kept(PyObject *object,
+                                    PyObject *Py_UNUSED(ignored)) {
+  fsdp_torch_engine *engine = engine_of(object);
+  FSDP_LOCAL_ERROR(error);
+  fsdp_status status;
+  if (engine == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  status = fsdp_torch_engine_reduce_kept(engine, &error);
+  Py_END_ALLOW_THREADS;
+  if (status != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
 static PyObject *engine_memory_stats(PyObject *object,
                                      PyObject *Py_UNUSED(ignored)) {
   fsdp_torch_engine *engine = engine_of(object);
@@ -318,6 +334,9 @@ PyDoc_STRVAR(engine_doc,
              "Runs the units of one module tree, given parents first.\n"
              "\n"
              "Units that belong to another engine move to this one.");
+PyDoc_STRVAR(engine_reduce_kept_doc,
+             "reduce_kept($self, /)\n--\n\n"
+             "Reduce the gradients that backwards kept, and show them.");
 PyDoc_STRVAR(engine_reset_doc,
              "reset($self, /)\n--\n\n"
              "Drop what an unfinished step left; all units are SHARDED after.");
@@ -348,6 +367,7 @@ PyDoc_STRVAR(
 
 static PyMethodDef engine_methods[] = {
     {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
+    {"reduce_kept", engine_reduce_kept, METH_NOARGS, engine_reduce_kept_doc},
     {"check_order", engine_check_order, METH_O, engine_check_order_doc},
     {"memory_stats", engine_memory_stats, METH_NOARGS, engine_memory_stats_doc},
     {"log", engine_log, METH_NOARGS, engine_log_doc},

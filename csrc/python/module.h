@@ -50,17 +50,19 @@ typedef struct unit_object {
   PyObject *watched;   /* tuple of (dict, key, value), or NULL: see watch() */
   PyObject *on_change; /* callable; NULL exactly when `watched` is */
   /* unit_rows.c, of a unit by rows: see bind_rows(). */
-  PyObject *places;      /* tuple of Place; NULL: not by rows, or cleared */
-  PyObject *make_grad;   /* callable */
-  PyObject *on_replaced; /* callable */
-  PyObject *local_grad;  /* callable; None: no parameter is parallel */
-  bool is_plain;         /* the places show plain parameters */
-  int num_forwards;      /* inside its forward: a module may run itself */
+  PyObject *places;       /* tuple of Place; NULL: not by rows, or cleared */
+  PyObject *make_grad;    /* callable */
+  PyObject *on_replaced;  /* callable */
+  PyObject *local_grad;   /* callable; None: no parameter is parallel */
+  PyObject *extend;       /* callable; None: no parameter is extended */
+  fsdp_torch_shown shown; /* by the places; SHARDED at first */
+  int num_forwards;       /* inside its forward: a module may run itself */
 } unit_object;
 
 /* unit_rows.c */
 PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args);
+PyObject *fsdp_unit_object_part_of(PyObject *object, PyObject *index);
 PyObject *fsdp_unit_object_bind_parallel(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_wait_unshard(PyObject *object, PyObject *none);

@@ -32,22 +32,26 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
                                          "keep_low_precision_grads",
                                          "offloads",
                                          "shard_dims",
+                                         "part_group",
+                                         "extended",
                                          NULL};
   const char *name;
   /* All borrowed. */
   PyObject *params, *shard_group, *replica_group, *device;
   PyObject *param_dtype, *reduce_dtype, *shard_dims;
+  PyObject *part_group, *extended;
   int use_orig_params, reshard_after_forward;
   int reshard_after_backward_without_sync, backward_prefetch, forward_prefetch;
   int cast_forward_inputs, cast_root_forward_inputs;
   int keep_low_precision_grads, offloads;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sO$OOOOOpppipppppO:Unit", FSDP_KEYWORDS(keywords),
+          args, kwargs, "sO$OOOOOpppipppppOOO:Unit", FSDP_KEYWORDS(keywords),
           &name, &params, &shard_group, &replica_group, &device, &param_dtype,
           &reduce_dtype, &use_orig_params, &reshard_after_forward,
           &reshard_after_backward_without_sync, &backward_prefetch,
           &forward_prefetch, &cast_forward_inputs, &cast_root_forward_inputs,
-          &keep_low_precision_grads, &offloads, &shard_dims)) {
+          &keep_low_precision_grads, &offloads, &shard_dims, &part_group,
+          &extended)) {
     return NULL;
   }
   if (backward_prefetch < FSDP_PREFETCH_NONE ||
@@ -61,6 +65,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
 
   unit_object *self = NULL;
   int64_t *dims = NULL;
+  int64_t *is_extended = NULL;
   Py_ssize_t num_dims;
   PyObject *uses = PySequence_Fast(params, "params must be a sequence");
   if (uses == NULL) return NULL;
@@ -69,6 +74,15 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
     if (dims == NULL) goto done;
     if (num_dims != PySequence_Fast_GET_SIZE(uses)) {
       PyErr_Format(PyExc_ValueError, "%zd params and %zd shard_dims",
+                   PySequence_Fast_GET_SIZE(uses), num_dims);
+      goto done;
+    }
+  }
+  if (dims != NULL && extended != Py_None) {
+    is_extended = fsdp_read_int64s(extended, "extended", 1, &num_dims);
+    if (is_extended == NULL) goto done;
+    if (num_dims != PySequence_Fast_GET_SIZE(uses)) {
+      PyErr_Format(PyExc_ValueError, "%zd params and %zd extended",
                    PySequence_Fast_GET_SIZE(uses), num_dims);
       goto done;
     }
@@ -82,6 +96,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
       .num_uses = PySequence_Fast_GET_SIZE(uses),
       .shard_group = none_to_null(shard_group),
       .replica_group = none_to_null(replica_group),
+      .part_group = none_to_null(part_group),
+      .extended = is_extended,
       .device = device,
       .param_dtype = none_to_null(param_dtype),
       .reduce_dtype = none_to_null(reduce_dtype),
@@ -103,6 +119,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args,
     Py_CLEAR(self);
   }
 done:
+  PyMem_Free(is_extended);
   PyMem_Free(dims);
   Py_DECREF(uses);
   return (PyObject *)self;
@@ -401,7 +418,8 @@ PyDoc_STRVAR(
     "     reduce_dtype, use_orig_params, reshard_after_forward,\n"
     "     reshard_after_backward_without_sync, backward_prefetch,\n"
     "     forward_prefetch, cast_forward_inputs, cast_root_forward_inputs,\n"
-    "     keep_low_precision_grads, offloads, shard_dims)\n"
+    "     keep_low_precision_grads, offloads, shard_dims, part_group,\n"
+    "     extended)\n"
     "--\n\n"
     "One unit: the parameters of one wrapped module, flattened and sharded.\n"
     "\n"
@@ -448,15 +466,22 @@ PyDoc_STRVAR(unit_parts_doc,
 
 PyDoc_STRVAR(
     unit_rows_doc,
-    "bind_rows($self, places, make_grad, on_replaced, local_grad=None, /)\n"
+    "bind_rows($self, places, make_grad, on_replaced, local_grad=None,\n"
+    "extend=None, /)\n"
     "--\n\n"
     "Register plain parameters in forward and backward, sharded ones\n"
-    "else, in all places: (dict, key, plain, sharded, module or None),\n"
-    "by setattr() where there is a module. make_grad(param, local)\n"
+    "else, or the part that is kept between, in all places: (dict, key,\n"
+    "sharded, plain, part or None, module or None), by setattr() where\n"
+    "there is a module. make_grad(param, local)\n"
     "returns a DTensor over `local` and its local tensor.\n"
     "on_replaced() runs before a forward where a place holds neither.\n"
     "local_grad(param, grad) returns the local tensor of a gradient of a\n"
-    "parallel parameter, placed like the parameter.");
+    "parallel parameter, placed like the parameter. extend(param, stage)\n"
+    "gathers, shows and frees an extended one.");
+PyDoc_STRVAR(unit_part_of_doc,
+             "part_of($self, param, /)\n--\n\n"
+             "The local tensor of a parameter's part, empty while none is\n"
+             "kept.");
 PyDoc_STRVAR(unit_sharded_doc,
              "bind_sharded($self, param, dtensor, local, /)\n--\n\n"
              "Let `dtensor` be the sharded parameter number `param`; `local`,\n"
@@ -493,6 +518,7 @@ static PyMethodDef unit_methods[] = {
     {"dismiss", (PyCFunction)(void (*)(void))unit_dismiss,
      METH_VARARGS | METH_KEYWORDS, unit_dismiss_doc},
     {"bind_rows", fsdp_unit_object_bind_rows, METH_VARARGS, unit_rows_doc},
+    {"part_of", fsdp_unit_object_part_of, METH_O, unit_part_of_doc},
     {"bind_sharded", fsdp_unit_object_bind_sharded, METH_VARARGS,
      unit_sharded_doc},
     {"bind_parallel", fsdp_unit_object_bind_parallel, METH_VARARGS,

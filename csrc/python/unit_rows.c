@@ -5,8 +5,18 @@
 #include "python/convert.h"
 #include "python/nested.h"
 
-enum { PLACE_DICT = 0, PLACE_KEY, PLACE_PLAIN, PLACE_SHARDED, PLACE_MODULE };
-enum { PLACE_NUM_ITEMS = PLACE_MODULE + 1 };
+/* A place: (dict, key, sharded, plain, part or None, module or None). */
+enum {
+  PLACE_DICT = 0,
+  PLACE_KEY,
+  PLACE_SHOWN, /* by fsdp_torch_shown */
+  PLACE_MODULE = PLACE_SHOWN + FSDP_TORCH_SHOWN_PART + 1,
+  PLACE_NUM_ITEMS
+};
+
+static PyObject *object_in_place(PyObject *place, fsdp_torch_shown kind) {
+  return PyTuple_GET_ITEM(place, PLACE_SHOWN + (int)kind); /* borrowed */
+}
 
 /* Registers `shown` in the place. 0, or -1 with an exception. */
 static int show_in_place(PyObject *place, PyObject *shown) {
@@ -16,41 +26,40 @@ static int show_in_place(PyObject *place, PyObject *shown) {
   return PyDict_SetItem(PyTuple_GET_ITEM(place, PLACE_DICT), key, shown);
 }
 
-/* Shows plain or sharded parameters in all places that hold the other ones.
- * num_others [out] the places that hold neither. 0, or -1 with an exception. */
-static int show_in_places(PyObject *places, bool is_plain,
-                          Py_ssize_t *num_others) {
-  const int to = is_plain ? PLACE_PLAIN : PLACE_SHARDED;
-  const int from = is_plain ? PLACE_SHARDED : PLACE_PLAIN;
+/* Shows the kind in all places that hold another one of theirs. num_others
+ * [out] the places that hold neither. 0, or -1 with an exception. */
+static int show_in_places(PyObject *places, fsdp_torch_shown from,
+                          fsdp_torch_shown to, Py_ssize_t *num_others) {
   *num_others = 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
     PyObject *place = PyTuple_GET_ITEM(places, i); /* borrowed */
     PyObject *now = PyDict_GetItemWithError(PyTuple_GET_ITEM(place, PLACE_DICT),
                                             PyTuple_GET_ITEM(place, PLACE_KEY));
     if (now == NULL && PyErr_Occurred()) return -1;
-    if (now == PyTuple_GET_ITEM(place, to)) continue;
-    if (now != PyTuple_GET_ITEM(place, from)) {
+    if (now == object_in_place(place, to)) continue;
+    if (now != object_in_place(place, from)) {
       ++*num_others;
       continue;
     }
-    if (show_in_place(place, PyTuple_GET_ITEM(place, to)) < 0) return -1;
+    if (show_in_place(place, object_in_place(place, to)) < 0) return -1;
   }
   return 0;
 }
 
-static int show(unit_object *self, bool is_plain) {
+static int show(unit_object *self, fsdp_torch_shown kind) {
   Py_ssize_t num_others;
-  if (self->places == NULL || self->is_plain == is_plain) return 0;
+  const fsdp_torch_shown from = self->shown;
+  if (self->places == NULL || from == kind) return 0;
   PyObject *places = Py_NewRef(self->places); /* on_replaced() may change it */
-  int result = show_in_places(places, is_plain, &num_others);
-  self->is_plain = is_plain; /* also in part: the way back is tried for all */
-  if (result == 0 && is_plain && num_others > 0) {
+  int result = show_in_places(places, from, kind, &num_others);
+  self->shown = kind; /* also in part: the way back is tried for all */
+  if (result == 0 && kind == FSDP_TORCH_SHOWN_PLAIN && num_others > 0) {
     PyObject *called = PyObject_CallNoArgs(self->on_replaced);
     Py_XDECREF(called);
     if (called == NULL) result = -1;
     if (result == 0) {
       Py_SETREF(places, Py_NewRef(self->places));
-      result = show_in_places(places, is_plain, &num_others);
+      result = show_in_places(places, from, kind, &num_others);
     }
   }
   Py_DECREF(places);
@@ -59,8 +68,8 @@ static int show(unit_object *self, bool is_plain) {
 
 /* The bridge's calls ------------------------------------------------------- */
 
-static int face_show(void *context, bool is_plain) {
-  return show(context, is_plain);
+static int face_show(void *context, fsdp_torch_shown kind) {
+  return show(context, kind);
 }
 
 static PyObject *face_make_grad(void *context, int64_t param, PyObject *local) {
@@ -73,14 +82,23 @@ static PyObject *face_local_grad(void *context, int64_t param, PyObject *grad) {
   return PyObject_CallFunction(self->local_grad, "LO", (long long)param, grad);
 }
 
+static PyObject *face_extend(void *context, int64_t param,
+                             fsdp_torch_extension stage) {
+  const unit_object *self = context;
+  return PyObject_CallFunction(self->extend, "Li", (long long)param,
+                               (int)stage);
+}
+
 /* Forward ------------------------------------------------------------------ */
 
 int fsdp_unit_object_enter_forward(unit_object *self) {
-  if (show(self, true) < 0) {
+  if (fsdp_torch_unit_hide_parts(self->unit) < 0) return -1;
+  if (show(self, FSDP_TORCH_SHOWN_PLAIN) < 0) {
     if (self->num_forwards == 0) {
       PyObject *type, *value, *traceback;
       PyErr_Fetch(&type, &value, &traceback);
-      if (show(self, false) < 0) PyErr_Clear(); /* the first error counts */
+      if (show(self, FSDP_TORCH_SHOWN_SHARDED) < 0)
+        PyErr_Clear(); /* the first error counts */
       PyErr_Restore(type, value, traceback);
     }
     return -1;
@@ -96,7 +114,9 @@ int fsdp_unit_object_leave_forward(unit_object *self) {
     return 0;
   }
   PyErr_Fetch(&type, &value, &traceback);
-  const int result = show(self, false);
+  const int result = show(self, fsdp_torch_unit_is_parted(self->unit)
+                                    ? FSDP_TORCH_SHOWN_PART
+                                    : FSDP_TORCH_SHOWN_SHARDED);
   if (result < 0 && type != NULL) PyErr_Clear(); /* the first error counts */
   if (type == NULL) return result;
   PyErr_Restore(type, value, traceback);
@@ -113,8 +133,8 @@ static int check_places(PyObject *places) {
       continue;
     }
     PyErr_Format(PyExc_TypeError,
-                 "places[%zd] must be a tuple (dict, key, plain, sharded, "
-                 "module or None), got %R",
+                 "places[%zd] must be a tuple (dict, key, sharded, plain, part "
+                 "or None, module or None), got %R",
                  i, place);
     return -1;
   }
@@ -125,8 +145,9 @@ PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args) {
   unit_object *self = (unit_object *)object;
   PyObject *sequence, *make_grad, *on_replaced; /* borrowed */
   PyObject *local_grad = Py_None;               /* likewise */
-  if (!PyArg_ParseTuple(args, "OOO|O:bind_rows", &sequence, &make_grad,
-                        &on_replaced, &local_grad)) {
+  PyObject *extend = Py_None;                   /* likewise */
+  if (!PyArg_ParseTuple(args, "OOO|OO:bind_rows", &sequence, &make_grad,
+                        &on_replaced, &local_grad, &extend)) {
     return NULL;
   }
   PyObject *places = PySequence_Tuple(sequence);
@@ -139,10 +160,12 @@ PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args) {
   Py_XSETREF(self->make_grad, Py_NewRef(make_grad));
   Py_XSETREF(self->on_replaced, Py_NewRef(on_replaced));
   Py_XSETREF(self->local_grad, Py_NewRef(local_grad));
+  Py_XSETREF(self->extend, Py_NewRef(extend));
   const fsdp_torch_face face = {.context = self,
                                 .show = face_show,
                                 .make_grad = face_make_grad,
-                                .local_grad = face_local_grad};
+                                .local_grad = face_local_grad,
+                                .extend = face_extend};
   fsdp_torch_unit_set_face(self->unit, &face);
   Py_RETURN_NONE;
 }
@@ -152,6 +175,7 @@ int fsdp_unit_object_visit_rows(unit_object *self, visitproc visit, void *arg) {
   Py_VISIT(self->make_grad);
   Py_VISIT(self->on_replaced);
   Py_VISIT(self->local_grad);
+  Py_VISIT(self->extend);
   return 0;
 }
 
@@ -161,6 +185,7 @@ void fsdp_unit_object_clear_rows(unit_object *self) {
   Py_CLEAR(self->make_grad);
   Py_CLEAR(self->on_replaced);
   Py_CLEAR(self->local_grad);
+  Py_CLEAR(self->extend);
 }
 
 typedef fsdp_status (*bind_call)(fsdp_torch_unit *unit, int64_t index,
@@ -212,7 +237,7 @@ PyObject *fsdp_unit_object_unshard(PyObject *object,
 PyObject *fsdp_unit_object_wait_unshard(PyObject *object,
                                         PyObject *Py_UNUSED(none)) {
   if (call_unit(object, fsdp_torch_unit_wait_unshard) < 0 ||
-      show((unit_object *)object, true) < 0) {
+      show((unit_object *)object, FSDP_TORCH_SHOWN_PLAIN) < 0) {
     return NULL;
   }
   Py_RETURN_NONE;
@@ -223,23 +248,32 @@ PyObject *fsdp_unit_object_reshard(PyObject *object,
   unit_object *self = (unit_object *)object;
   if (self->num_forwards == 0 &&
       !fsdp_torch_unit_is_shown_in_backward(self->unit) &&
-      show(self, false) < 0) {
+      show(self, FSDP_TORCH_SHOWN_SHARDED) < 0) {
     return NULL;
   }
   if (call_unit(object, fsdp_torch_unit_reshard) < 0) return NULL;
   Py_RETURN_NONE;
 }
 
+PyObject *fsdp_unit_object_part_of(PyObject *object, PyObject *index) {
+  const long long param = PyLong_AsLongLong(index);
+  if (param == -1 && PyErr_Occurred()) return NULL;
+  return fsdp_torch_unit_part_of(((unit_object *)object)->unit, param);
+}
+
 PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
                                PyObject *kwargs) {
-  static const char *const keywords[] = {"sync", "reshard_after_forward",
-                                         "divisor", "forward_prefetch", NULL};
+  static const char *const keywords[] = {
+      "sync",       "reshard_after_forward",  "divisor", "forward_prefetch",
+      "keeps_part", "reshard_after_backward", NULL};
   fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
-  int sync = -1, reshards = -1, prefetches = -1;
+  int sync = -1, reshards = -1, prefetches = -1, keeps_part = -1;
+  int reshards_after_backward = -1;
   double divisor = -1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidi:set",
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidiii:set",
                                    FSDP_KEYWORDS(keywords), &sync, &reshards,
-                                   &divisor, &prefetches)) {
+                                   &divisor, &prefetches, &keeps_part,
+                                   &reshards_after_backward)) {
     return NULL;
   }
   if (sync > FSDP_SYNC_SHARD) {
@@ -251,6 +285,11 @@ PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
   if (sync >= 0) fsdp_unit_set_sync(unit, (fsdp_sync)sync);
   if (reshards >= 0) fsdp_unit_set_reshard_after_forward(unit, reshards != 0);
   if (divisor >= 0) fsdp_unit_set_divisor(unit, divisor);
+  if (reshards_after_backward >= 0) {
+    fsdp_unit_set_reshard_after_backward_without_sync(
+        unit, reshards_after_backward != 0);
+  }
+  if (keeps_part >= 0) fsdp_unit_set_keeps_part(unit, keeps_part != 0);
   if (prefetches >= 0) fsdp_unit_set_forward_prefetch(unit, prefetches != 0);
   Py_RETURN_NONE;
 }

@@ -85,6 +85,9 @@ typedef struct fsdp_torch_unit_options {
   int64_t num_uses;
   struct _object *shard_group;   /* ProcessGroup, or NULL: this rank alone */
   struct _object *replica_group; /* likewise */
+  struct _object *part_group;    /* NULL: the unit keeps no parts */
+  const int64_t *extended;       /* per use, of a unit by rows: not 0: its owner
+                                    extends the parameter */
   struct _object *device;        /* torch.device of compute and shards */
   struct _object *param_dtype;   /* torch.dtype, or NULL: master dtype */
   struct _object *reduce_dtype;  /* likewise: param_dtype, then master */
@@ -182,12 +185,25 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_flat_params(
 /* Rows: see Note [Parameters by rows] in rows.cpp ---------------------------
  */
 
+/* Which of a parameter's objects its modules have registered. */
+typedef enum fsdp_torch_shown {
+  FSDP_TORCH_SHOWN_SHARDED = 0,
+  FSDP_TORCH_SHOWN_PLAIN,
+  FSDP_TORCH_SHOWN_PART /* of the small group, between forward and backward */
+} fsdp_torch_shown;
+
+typedef enum fsdp_torch_extension {
+  FSDP_TORCH_EXTENSION_GATHER = 0, /* a list of (output, input) */
+  FSDP_TORCH_EXTENSION_SHOW,       /* the parameter */
+  FSDP_TORCH_EXTENSION_FREE        /* None */
+} fsdp_torch_extension;
+
 /* What the owner of a unit by rows does for it. All with the GIL; on failure a
  * Python exception is set. */
 typedef struct fsdp_torch_face {
   void *context;
-  /* Registers the plain parameters, or the sharded ones. 0, or -1. */
-  int (*show)(void *context, bool is_plain);
+  /* Registers one kind of parameters. 0, or -1. */
+  int (*show)(void *context, fsdp_torch_shown kind);
   /* A new tuple: a gradient for the sharded parameter `param`, and its local
    * tensor, an alias of `local`. NULL on failure. */
   struct _object *(*make_grad)(void *context, int64_t param,
@@ -196,6 +212,10 @@ typedef struct fsdp_torch_face {
    * parameter `param`, placed like that. May communicate. NULL on failure. */
   struct _object *(*local_grad)(void *context, int64_t param,
                                 struct _object *grad);
+  /* Of an extended parameter, see Note [Extended parameters]. A new object, or
+   * NULL. */
+  struct _object *(*extend)(void *context, int64_t param,
+                            fsdp_torch_extension stage);
 } fsdp_torch_face;
 
 /* NULL: the owner is gone. GIL. */
@@ -226,6 +246,15 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_parallel(fsdp_torch_unit *unit,
 /* Whether a backward has the plain parameters registered until its end. GIL. */
 bool fsdp_torch_unit_is_shown_in_backward(const fsdp_torch_unit *unit)
     FSDP_NOEXCEPT;
+
+/* A new reference to the local tensor of the part of parameter `index`, which
+ * has memory while the unit keeps its part; NULL with an exception. GIL. */
+struct _object *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index);
+/* Whether the unit keeps a part now. The engine then remembers it. GIL. */
+bool fsdp_torch_unit_is_parted(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+/* Before a new iteration drops all parts: registers the sharded parameters
+ * where parts are. Cheap without parts. GIL. 0, or -1 with an exception. */
+int fsdp_torch_unit_hide_parts(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 
 /* fsdp_unit_unshard and its kin. may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_unshard(fsdp_torch_unit *unit,
@@ -367,6 +396,11 @@ int64_t fsdp_torch_engine_ring_nbytes(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 
 /* Drops what an unfinished step left (see fsdp_engine_reset). may block */
+/* fsdp_engine_reduce_kept; the user then sees the gradients. GIL not held. may
+ * block */
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine, fsdp_error *error);
+
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 
 /*

@@ -153,6 +153,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_torch::add_view_ops(&views);
     fsdp_torch::add_grad_ops(&views);
     fsdp_torch::add_hook_ops(&views);
+    fsdp_torch::add_extension_ops(&views);
     fsdp_torch::add_following_ops(&views);
     fsdp_status status =
         fsdp_engine_create(&device, &views, &self->core, error);
@@ -183,14 +184,17 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
         const pybind11::gil_scoped_release no_gil;
         fsdp_torch::connect(unit.shard_group, unit.device, call_nbytes);
         fsdp_torch::connect(unit.replica_group, unit.device, call_nbytes);
+        fsdp_torch::connect(unit.part_group, unit.device, call_nbytes);
         if (unit.is_by_rows) {  // a call for each parameter
           fsdp_torch::merge_small_calls(unit.shard_group, mergings);
           fsdp_torch::merge_small_calls(unit.replica_group, mergings);
+          fsdp_torch::merge_small_calls(unit.part_group, mergings);
         }
       }
       if (unit.engine) unit.engine->recover();
       fsdp_unit_set_transports(unit.core, unit.shard_group.transport.get(),
-                               unit.replica_group.transport.get());
+                               unit.replica_group.transport.get(),
+                               unit.part_group.transport.get());
       status = fsdp_engine_add_unit(self->core, unit.core, error);
       if (status != FSDP_OK) break;
       if (unit.engine) {
@@ -213,6 +217,22 @@ void fsdp_torch_engine_destroy(fsdp_torch_engine *engine) {
 
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine) {
   return engine->self->core;
+}
+
+fsdp_status fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine,
+                                          fsdp_error *error) {
+  GUARDED(error) {
+    Engine &self = *engine->self;
+    fsdp_torch::open_rows(self);
+    fsdp_status status = FSDP_OK;
+    {
+      const std::lock_guard<std::mutex> lock(self.mutex);
+      self.recover();
+      status = fsdp_engine_reduce_kept(self.core, error);
+    }
+    fsdp_torch::close_rows(self);
+    return status;
+  };
 }
 
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) noexcept {

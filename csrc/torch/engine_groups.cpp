@@ -35,6 +35,7 @@ std::vector<Group *> groups_of(const Engine &engine) {
   for (Unit *unit : engine.units) {
     add(unit->shard_group);
     add(unit->replica_group);
+    add(unit->part_group);
   }
   return groups;
 }

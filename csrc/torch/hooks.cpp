@@ -204,7 +204,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
     at::Tensor grad = std::move(leaf.mutable_grad());
     leaf.mutable_grad() = at::Tensor();
     if (!grad.defined()) return;
-    if (param.parallel.defined()) grad = local_grad(unit, index_, grad);
+    if (param.parallel_local.defined()) grad = local_grad(unit, index_, grad);
     if (grad.is_sparse()) {
       throw std::invalid_argument(
           "FSDP unit '" + unit.name + "': parameter " + std::to_string(index_) +
@@ -212,7 +212,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
     }
     if (grad.requires_grad()) grad = grad.detach();
     if (param.shard_dim != 0 || !grad.is_contiguous()) {
-      grad = in_memory_order(param, grad);
+      grad = in_memory_order(unit, param, grad);
     }
     hand_over(unit, std::move(grad));
   }

@@ -40,13 +40,6 @@ Segment &own_segment(Unit &unit, const Param &param) {
   return unit.segments[static_cast<size_t>(param.segment)];
 }
 
-// Throws the Python exception that is set, across threads of autograd.
-[[noreturn]] void throw_python_error() {
-  python_error raised;
-  raised.persist();
-  throw raised;
-}
-
 // Copies what `local` holds into the shard and makes it a view of it.
 void adopt_local(Unit &unit, Param &param, size_t index) {
   at::Tensor &local = param.sharded_param.local;
@@ -78,10 +71,10 @@ void make_grad(Unit &unit, Param &param, int64_t index) {
   ShardedParam &shown = param.sharded_param;
   const Segment &segment = own_segment(unit, param);
   {
-    const at::Tensor view = make_param_view(
-        segment.grad_shard.storage().getWeakStorageImpl().lock(),
-        param.sharded.key_set(), segment.grad, param, param.sharded.sizes(),
-        segment.grad_shard.storage_offset() + param.in_shard.begin);
+    const at::Tensor view =
+        make_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
+                  param.sharded.key_set(), segment.grad, param.sharded.sizes(),
+                  segment.grad_shard.storage_offset() + param.in_shard.begin);
     const auto local =
         py::reinterpret_steal<py::object>(THPVariable_Wrap(view));
     const auto made = py::reinterpret_steal<py::object>(
@@ -140,6 +133,12 @@ void note_user_grads(Unit &unit) {
 
 }  // namespace
 
+void throw_python_error() {
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
 std::vector<int64_t> local_sizes(const Param &param) {
   std::vector<int64_t> sizes = param.sizes;
   if (sizes.empty()) return {param.local_numel()};
@@ -150,11 +149,6 @@ std::vector<int64_t> local_sizes(const Param &param) {
   int64_t &rows = sizes[static_cast<size_t>(param.shard_dim)];
   rows = numel == 0 ? rows : param.local_numel() / numel;
   return sizes;
-}
-
-at::Tensor in_memory_order(const Param &param, const at::Tensor &grad) {
-  return (param.shard_dim == 0 ? grad : grad.movedim(param.shard_dim, 0))
-      .contiguous();
 }
 
 at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad) {
@@ -180,10 +174,9 @@ bool take_sharded_grad(Unit &unit, Param &param) {
                     " on this rank"));
   }
   ensure_grad_shard(unit, segment, false);
-  make_param_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
-                  param.sharded.key_set(), segment.grad, param,
-                  param.sharded.sizes(),
-                  segment.grad_shard.storage_offset() + param.in_shard.begin)
+  make_view(segment.grad_shard.storage().getWeakStorageImpl().lock(),
+            param.sharded.key_set(), segment.grad, param.sharded.sizes(),
+            segment.grad_shard.storage_offset() + param.in_shard.begin)
       .copy_(shown.user_grad);
   return true;
 }
@@ -208,7 +201,10 @@ bool take_replaced_locals(Unit &unit) {
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
     const at::Tensor &local = param.sharded_param.local;
-    if (!local.defined() || is_over(local, storage_of(param.sharded))) continue;
+    if (!local.defined() || param.is_extended ||
+        is_over(local, storage_of(param.sharded))) {
+      continue;
+    }
     adopt_local(unit, param, i);
     any = true;
   }
@@ -221,7 +217,9 @@ void open_rows(Engine &engine) {
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
     if (unit->is_by_rows) note_user_grads(*unit);
-    if (unit->face.show(unit->face.context, true) < 0) throw_python_error();
+    if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_PLAIN) < 0) {
+      throw_python_error();
+    }
   }
 }
 
@@ -232,7 +230,9 @@ void close_rows(Engine &engine) {
   const py::error_scope kept;  // an exception on its way stays
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
-    if (unit->face.show(unit->face.context, false) < 0) throw_python_error();
+    if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
+      throw_python_error();
+    }
     if (unit->grads_are_new) show_sharded_grads(*unit);
   }
 }
@@ -269,6 +269,7 @@ fsdp_status fsdp_torch_unit_bind_sharded(fsdp_torch_unit *unit, int64_t index,
     shown.param = THPVariable_Unpack(param);
     shown.local = THPVariable_Unpack(local);
     std::swap(target.sharded_param, shown);
+    if (target.is_extended) return FSDP_OK;  // it keeps its memory
     try {
       fsdp_torch::adopt_local(self, target, static_cast<size_t>(index));
     } catch (...) {
@@ -294,6 +295,36 @@ fsdp_status fsdp_torch_unit_bind_parallel(fsdp_torch_unit *unit, int64_t index,
         target.tensor.getIntrusivePtr());
     return FSDP_OK;
   };
+}
+
+PyObject *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(
+      unit->self->params.at(static_cast<size_t>(index)).part);
+  END_HANDLE_TH_ERRORS
+}
+
+bool fsdp_torch_unit_is_parted(fsdp_torch_unit *unit) noexcept {
+  Unit &self = *unit->self;
+  if (!self.engine || !fsdp_unit_is_parted(self.core)) return false;
+  self.engine->shows_parts = true;
+  return true;
+}
+
+int fsdp_torch_unit_hide_parts(fsdp_torch_unit *unit) noexcept {
+  const auto &engine = unit->self->engine;
+  if (!engine || !engine->shows_parts || engine->shows_plain ||
+      fsdp_engine_in_forward(engine->core)) {
+    return 0;
+  }
+  engine->shows_parts = false;
+  for (Unit *each : engine->units) {
+    if (each->face.context == nullptr) continue;
+    if (each->face.show(each->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
+      return -1;
+    }
+  }
+  return 0;
 }
 
 bool fsdp_torch_unit_is_shown_in_backward(

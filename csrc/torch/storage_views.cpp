@@ -21,21 +21,11 @@ at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
   return view;
 }
 
-at::Tensor make_param_view(const StoragePtr &storage, c10::DispatchKeySet keys,
-                           at::ScalarType dtype, const Param &param,
-                           at::IntArrayRef sizes, int64_t offset) {
-  at::Tensor view = make_view(storage, keys, dtype, sizes, offset);
-  if (param.shard_dim == 0) return view;
-  // In memory the dimension that is cut comes first.
-  const auto first = static_cast<size_t>(param.shard_dim);
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    if (i == first) continue;
-    strides[i] = stride;
-    stride *= sizes[i];
-  }
-  strides[first] = stride;
+at::Tensor make_strided_view(const at::Tensor &like, at::IntArrayRef sizes,
+                             at::IntArrayRef strides, int64_t offset) {
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(like.storage()), like.key_set(), like.dtype());
+  view.unsafeGetTensorImpl()->set_storage_offset(offset);
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return view;
 }

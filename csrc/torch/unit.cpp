@@ -168,6 +168,8 @@ void fill_shards(Unit &unit, const fsdp_torch_unit_options &options) {
     Param param = make_param(unit, i, tensor, tensor.sizes());
     if (unit.is_by_rows) {
       param.shard_dim = options.shard_dims[use];
+      param.is_extended =
+          options.extended != nullptr && options.extended[use] != 0;
     } else if (param.local_numel() > 0) {
       unit.segments[static_cast<size_t>(param.segment)]
           .shard.slice(0, param.in_shard.begin, param.in_shard.end)
@@ -216,7 +218,15 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
     item.reduce_dtype = core_dtype(segment.reduce);
     item.grad_dtype = core_dtype(segment.grad);
     item.shard = segment.shard.data_ptr();
+    item.spare_numel = segment.spare_numel;
     segments.push_back(item);
+  }
+  for (const Param &param : unit.params) {
+    fsdp_segment_options &item =
+        segments.at(static_cast<size_t>(param.segment));
+    item.is_extended = param.is_extended;
+    if (unit.part_group.world_size < 2) continue;
+    item.part_numel = part_numel_of(unit, param);
   }
   core.name = unit.name.c_str();
   core.owner = &unit;
@@ -224,6 +234,9 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
   core.segments = segments.data();
   core.shard_group = core_group(unit.shard_group);
   core.replica_group = core_group(unit.replica_group);
+  if (unit.part_group.world_size > 1) {
+    core.part_group = core_group(unit.part_group);
+  }
   return fsdp_unit_create(&core, &unit.core, error);
 }
 
@@ -293,6 +306,8 @@ fsdp_status fsdp_torch_unit_create(const fsdp_torch_unit_options *options,
         fsdp_torch::group_from(options->shard_group, self->device);
     self->replica_group =
         fsdp_torch::group_from(options->replica_group, self->device);
+    self->part_group =
+        fsdp_torch::group_from(options->part_group, self->device);
 
     const auto specs = fsdp_torch::specs_of(*self, *options);
     self->alignment = fsdp_torch::choose_alignment(*self, options->param_dtype);

@@ -72,6 +72,7 @@ struct Engine {
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};
+  bool shows_parts = false;  // some unit's parts are registered. GIL.
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_abort_reason{false};
 };
@@ -90,6 +91,7 @@ struct Segment {
   at::ScalarType compute = at::ScalarType::Undefined;
   at::ScalarType reduce = at::ScalarType::Undefined;
   at::ScalarType grad = at::ScalarType::Undefined;  // of grad_shard
+  int64_t spare_numel = 0;  // behind what is gathered; of columns
   bool wants_grad = false;  // some parameter requires grad now
   at::Tensor shard;         // [shard_numel], master
   at::Tensor grad_shard;  // likewise, grad; undefined until the first reduction
@@ -99,6 +101,7 @@ struct Segment {
   at::Tensor idle_grad;
   at::Tensor flat_param;  // use_orig_params=False
   StoragePtr unsharded;
+  StoragePtr part;                 // null: the unit keeps no parts
   StoragePtr full;                 // on the unit's device
   StoragePtr full_on_host;         // null until a summon needs it
   StoragePtr unsharded_grad;       // null until no_sync needs it
@@ -123,6 +126,12 @@ struct ShardedParam {
   int64_t grad_references[2] = {0, 0};
 };
 
+// A piece of a parameter where a gather left it, and in the parameter.
+struct ColumnCopy {
+  at::Tensor source;
+  at::Tensor target;
+};
+
 struct Param {
   at::Tensor tensor;
   // A DTensor, which modules see in the place of `tensor`, and its local
@@ -131,6 +140,9 @@ struct Param {
   at::Tensor parallel;
   at::Tensor parallel_local;
   std::vector<int64_t> sizes;
+  bool is_extended = false;    // by rows: see Note [Extended parameters]
+  bool is_arriving = false;    // likewise: gathered, not shown since
+  bool is_gathered = false;    // likewise: its owner holds what was gathered
   int64_t shard_dim = 0;       // by rows: the dimension that is cut
   ShardedParam sharded_param;  // by rows
   int64_t segment = 0;
@@ -138,6 +150,11 @@ struct Param {
   fsdp_range in_shard = {0, 0};
   at::Tensor sharded;
   at::Tensor unsharded;
+  at::Tensor part;         // of the small group; undefined: none is kept
+  at::Tensor part_source;  // the same elements of `unsharded`
+  // By columns: copies after a gather of shards, and of parts.
+  std::vector<ColumnCopy> columns;
+  std::vector<ColumnCopy> part_columns;
   at::Tensor full;
   at::Tensor full_on_host;
   at::Tensor grad;            // view of the sharded gradient
@@ -188,6 +205,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   int32_t param_dtype_code = -1;  // -1: no cast
   Group shard_group;
   Group replica_group;
+  Group part_group;
   bool is_by_rows = false;
   fsdp_torch_face face = {};      // by rows; all null: the owner is gone
   bool grads_are_new = false;     // by rows: to be shown at the end of backward
@@ -223,10 +241,9 @@ StoragePtr empty_storage(c10::Device device);
 at::Tensor make_view(const StoragePtr &storage, c10::DispatchKeySet keys,
                      at::ScalarType dtype, at::IntArrayRef sizes,
                      int64_t offset);
-// The same of a parameter, of which `sizes` are the whole ones or this rank's.
-at::Tensor make_param_view(const StoragePtr &storage, c10::DispatchKeySet keys,
-                           at::ScalarType dtype, const Param &param,
-                           at::IntArrayRef sizes, int64_t offset);
+// Likewise, over the storage of another one and of its dtype.
+at::Tensor make_strided_view(const at::Tensor &like, at::IntArrayRef sizes,
+                             at::IntArrayRef strides, int64_t offset);
 // Points the view, a tensor of ours, at another storage.
 void show_at(const at::Tensor &view, const StoragePtr &storage, int64_t offset);
 // Points the storage at memory that somebody else owns.
@@ -285,22 +302,46 @@ bool is_trainable(const Unit &unit, const Segment &segment);
 void show_followed_grads(Unit &unit);
 void take_followed_grads(Unit &unit);
 
+// columns.cpp: see Note [Parameters by columns].
+bool is_by_columns(const Unit &unit, const Param &param);
+// Where the whole parameter lies in the segment's memory, in elements.
+int64_t columns_offset(const Segment &segment);
+// What makes the parameter of the pieces of so many ranks.
+std::vector<ColumnCopy> column_copies(const Unit &unit, const Param &param,
+                                      int64_t num_ranks);
+// Makes the parameters that are cut so of what was gathered.
+void show_columns(Unit &unit);
+// A gradient of the parameter as its pieces lie in memory.
+at::Tensor in_memory_order(const Unit &unit, const Param &param,
+                           const at::Tensor &grad);
+// The elements of a part of the parameter, padding included; see Note [Parts of
+// a unit] in runtime/engine.h.
+int64_t part_numel_of(const Unit &unit, const Param &param);
+void make_part_views(Unit &unit);
+// Points the views of parts at `data`; fills them from the whole parameters.
+void attach_parts(Unit &unit, void *const *data);
+void copy_parts(Unit &unit);
+
 // rows.cpp: see Note [Parameters by rows].
 // Sizes of this rank's rows.
 std::vector<int64_t> local_sizes(const Param &param);
-// A gradient of the parameter as the parameter lies in memory.
-at::Tensor in_memory_order(const Param &param, const at::Tensor &grad);
 // Whether the sharded parameter has a gradient, which is in the shard then.
 bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);
 // Brings what the user wrote elsewhere into the shard. Whether there was any.
 bool take_replaced_locals(Unit &unit);
+// Throws the Python exception that is set, across threads of autograd.
+[[noreturn]] void throw_python_error();
 // The local part of a gradient of a parallel parameter, placed like that.
 at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad);
 // At the first gradient of a backward and at its end; neither with the engine's
 // lock.
 void open_rows(Engine &engine);
 void close_rows(Engine &engine);
+
+// extension.cpp: see Note [Extended parameters].
+void add_extension_ops(fsdp_view_ops *ops);
+void show_extended(Unit &unit);
 
 // reduce_hook.cpp
 void add_hook_ops(fsdp_view_ops *ops);

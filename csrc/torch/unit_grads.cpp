@@ -55,8 +55,8 @@ const std::vector<GradPlace> &grad_places(Unit &unit) {
 at::Tensor view_of_piece(const StoragePtr &storage, int64_t storage_offset,
                          c10::DispatchKeySet keys, at::ScalarType dtype,
                          const Param &param) {
-  return make_param_view(storage, keys, dtype, param, param.sharded.sizes(),
-                         storage_offset + param.in_shard.begin);
+  return make_view(storage, keys, dtype, param.sharded.sizes(),
+                   storage_offset + param.in_shard.begin);
 }
 
 const at::Tensor &sharded_grad_view(Unit &unit, Param &param) {

@@ -183,16 +183,28 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
       show_sharded(unit);
       return FSDP_OK;
     }
+    if (view == FSDP_VIEW_PART) {
+      attach_parts(unit, data);
+      copy_parts(unit);
+      show_sharded(unit);  // and empties them, too
+      attach_parts(unit, data);
+      return FSDP_OK;
+    }
     if (view == FSDP_VIEW_FULL_ON_HOST) make_host_views(unit);
     for (size_t i = 0; i < unit.segments.size(); i++) {
       Segment &segment = unit.segments[i];
       const at::ScalarType dtype =
           view == FSDP_VIEW_UNSHARDED ? segment.compute : segment.master;
+      const int64_t numel =
+          view == FSDP_VIEW_UNSHARDED
+              ? segment.layout->padded_numel + segment.spare_numel
+              : segment.layout->padded_numel;
       attach(*storage_of_view(segment, view), data[i],
-             segment.layout->padded_numel *
-                 static_cast<int64_t>(c10::elementSize(dtype)));
+             numel * static_cast<int64_t>(c10::elementSize(dtype)));
     }
+    if (view == FSDP_VIEW_UNSHARDED && unit.is_by_rows) show_columns(unit);
     for (Param &param : unit.params) show(param, view_of(param, view));
+    if (view == FSDP_VIEW_UNSHARDED && unit.is_by_rows) show_extended(unit);
     if (view != FSDP_VIEW_UNSHARDED) show_flat_params(unit, view);
     return FSDP_OK;
   };
@@ -305,21 +317,28 @@ void make_views(Unit &unit) {
     Param &param = unit.params[i];
     const fsdp_param_slot *slot =
         fsdp_flat_layout_slot(unit.layout, static_cast<int64_t>(i));
-    const Segment &segment = unit.segments[static_cast<size_t>(slot->segment)];
+    Segment &segment = unit.segments[static_cast<size_t>(slot->segment)];
     const std::vector<int64_t> local =
         unit.is_by_rows ? local_sizes(param)
                         : std::vector<int64_t>{param.local_numel()};
     // A lone rank holds the whole parameter and can show its shape.
-    param.sharded = make_param_view(
+    param.sharded = make_view(
         segment.shard.storage().getWeakStorageImpl().lock(),
-        segment.shard.key_set(), segment.master, param,
+        segment.shard.key_set(), segment.master,
         is_alone ? at::IntArrayRef(param.sizes) : at::IntArrayRef(local),
         segment.shard.storage_offset() + param.in_shard.begin);
-    param.unsharded = make_param_view(segment.unsharded, keys, segment.compute,
-                                      param, param.sizes, slot->offset);
-    param.full = make_param_view(segment.full, keys, segment.master, param,
-                                 param.sizes, slot->offset);
+    const bool has_columns = unit.is_by_rows && is_by_columns(unit, param);
+    param.unsharded =
+        make_view(segment.unsharded, keys, segment.compute, param.sizes,
+                  has_columns ? columns_offset(segment) : slot->offset);
+    param.full = make_view(segment.full, keys, segment.master, param.sizes,
+                           slot->offset);
+    if (!has_columns) continue;
+    segment.spare_numel = param.unsharded.storage_offset() + param.numel() -
+                          segment.layout->padded_numel;
+    param.columns = column_copies(unit, param, unit.shard_group.world_size);
   }
+  make_part_views(unit);
 }
 
 void show_sharded(Unit &unit) {
@@ -329,6 +348,7 @@ void show_sharded(Unit &unit) {
     detach(unit, *segment.unsharded);
     detach(unit, *segment.full);
     if (segment.full_on_host) detach(unit, *segment.full_on_host);
+    if (segment.part) detach(unit, *segment.part);
   }
 }
 

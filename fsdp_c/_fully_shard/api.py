@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
-from fsdp_c._fully_shard.group import Group, Place, group_of
+from fsdp_c._fully_shard.group import Group, Place, StageState, group_of
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
@@ -81,10 +82,11 @@ def fully_shard(
     ignored = ignored_params or set()
     _move_buffers(modules, arguments)
     group = _make_group(modules, arguments, ignored)
+    state = StageState(group)
     for each in modules:
         # Not by setattr(): the module may have one of its own.
         each.__dict__["_fsdp_c_group"] = group
-        note_fully_sharded(each)
+        note_fully_sharded(each, state)
         each.__class__ = _class_over(type(each))
     return module
 
@@ -208,9 +210,7 @@ def _make_group(
     sharded = []
     storage = torch.device("cpu") if arguments.offloads else arguments.device
     for param, cut in zip(found, cuts, strict=True):
-        if not param.is_meta and param.device != storage:
-            param.data = param.to(storage)
-        sharded.append(shard_param(param, cut, mesh))
+        sharded.append(shard_param(param, cut, mesh, storage))
     for (param, index), new in zip(found.items(), sharded, strict=True):
         mark_sharded(param, names[index])  # whoever shares it is told
         vars(new).pop("_fsdp_flattened", None)
@@ -239,11 +239,8 @@ def _check_param(fqn: str, param: nn.Parameter, arguments: Arguments) -> None:
             "fully_shard doesn't support scalar parameters. "
             f"Change {fqn} to a 1D tensor with numel equal to 1."
         )
-    if hasattr(param, "fsdp_pre_all_gather"):
-        raise ValueError(
-            f"parameter {fqn!r} is a {type(param).__name__} with fsdp_pre_all_gather, "
-            "which is not supported by fsdp_c: list it in ignored_params"
-        )
+    if is_traceable_wrapper_subclass(whole):
+        return  # with fsdp_pre_all_gather, which may be defined later
     check_param(fqn, whole)
 
 

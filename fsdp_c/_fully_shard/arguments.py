@@ -1,6 +1,7 @@
 """The arguments of fully_shard(), checked once."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fsdp_c._units.device import current_accelerator
 
+# By shard group and number of ranks; they go with the group.
+_part_meshes: MutableMapping[ProcessGroup, dict[int, DeviceMesh]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
@@ -27,6 +33,8 @@ class Arguments:
         mesh: 1-D, or 2-D ``(replicate, shard)``.
         device: Where the parameters are computed with.
         reshards: Whether to reshard after forward; None: unless it is the root.
+        part_mesh: 2-D; the groups of its second dimension keep the parameters
+            between forward and backward. None: no group does.
         placement_fn: Chooses the dimension in which a parameter is cut.
         precision: dtypes of compute, reduction and outputs.
         offloads: Shards and gradients stay in host memory.
@@ -35,6 +43,7 @@ class Arguments:
     mesh: DeviceMesh
     device: torch.device
     reshards: bool | None
+    part_mesh: DeviceMesh | None
     placement_fn: Callable[[nn.Parameter], Any] | None
     precision: MixedPrecisionPolicy
     offloads: bool
@@ -48,6 +57,11 @@ class Arguments:
     def replica_group(self) -> ProcessGroup | None:
         """The group of the ranks with the same rows, where the mesh is 2-D."""
         return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+    @property
+    def part_group(self) -> ProcessGroup | None:
+        """The group that keeps the parameters between forward and backward."""
+        return None if self.part_mesh is None else self.part_mesh.get_group(1)
 
     @property
     def has_replicas(self) -> bool:
@@ -123,21 +137,27 @@ def check_arguments(
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{argument} must be a {kind.__name__}, got {value!r}")
+    reshards = check_reshard(reshard_after_forward, mesh)
+    part_mesh = None
+    if isinstance(reshards, int) and not isinstance(reshards, bool):
+        part_mesh = _part_mesh(mesh, reshards)
+        reshards = True
     return Arguments(
         mesh=mesh,
         device=_device_of(mesh),
-        reshards=check_reshard(reshard_after_forward, mesh),
+        reshards=reshards,
+        part_mesh=part_mesh,
         placement_fn=shard_placement_fn,
         precision=mp_policy,
         offloads=isinstance(offload_policy, CPUOffloadPolicy),
     )
 
 
-def check_reshard(value: Any, mesh: DeviceMesh) -> bool | None:
-    """Check ``reshard_after_forward``; a number of ranks becomes a bool.
+def check_reshard(value: Any, mesh: DeviceMesh) -> bool | int | None:
+    """Check ``reshard_after_forward``; 1 and all ranks become a bool.
 
     Raises:
-        ValueError: Neither a bool nor a divisor of the ranks, or a group in between.
+        ValueError: Neither a bool nor a divisor of the ranks.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -152,13 +172,18 @@ def check_reshard(value: Any, mesh: DeviceMesh) -> bool | None:
             "If passing reshard_after_forward as an int, it should be a factor of "
             f"{num_ranks}, not {value}"
         )
-    if 1 < value < num_ranks:
-        raise ValueError(
-            f"reshard_after_forward={value}, a smaller group, is not supported by "
-            "fsdp_c: pass True to free the parameters after forward, or False to keep "
-            "them"
-        )
-    return value == num_ranks and num_ranks > 1
+    return value if 1 < value < num_ranks else value == num_ranks and num_ranks > 1
+
+
+def _part_mesh(mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
+    """Divide the shard groups into groups of ``num_ranks``; once, as it makes groups.
+
+    All ranks of the job must call.
+    """
+    made = _part_meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    if num_ranks not in made:
+        made[num_ranks] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, num_ranks))
+    return made[num_ranks]
 
 
 def _default_mesh() -> DeviceMesh:

@@ -9,17 +9,19 @@ local tensors become views of its shard. What changes the DTensors themselves, a
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
 from fsdp_c._engines.engine import engine_listeners
 from fsdp_c._fully_shard.arguments import Arguments
+from fsdp_c._fully_shard.extension import Extension, is_extended
 from fsdp_c._fully_shard.rows import plain_param
 from fsdp_c._units.cuts import (
     Cut,
@@ -77,11 +79,19 @@ class Group:
         self.syncs = self.all_reduces = True
         self.divisor = 0.0
         self.prefetches = False
+        self.reshards_after_backward = True
+        self.keeps_part = arguments.part_mesh is not None and all(
+            cut.parallel is None for cut in cuts
+        )
         self.places = tuple(places)
         self.cuts = tuple(cuts)
         self._plain: list[nn.Parameter] = []
+        self._parts: list[nn.Parameter | None] = []
         self._shown: list[nn.Parameter] = []
+        self._extensions: dict[int, Extension] = {}
         self._still_to_run: set[nn.Module] = set()
+        if self.keeps_part:
+            self._hide_parts_from_state_dicts()
 
     # The unit --------------------------------------------------------------
 
@@ -107,6 +117,7 @@ class Group:
                 plain_param(sharded, cut)
                 for sharded, cut in zip(self.sharded, self.cuts, strict=True)
             ]
+            self._extensions = self._find_extensions()
             self.unit = _native.Unit(
                 name or type(self.modules[0]).__name__,
                 self._plain,
@@ -125,10 +136,71 @@ class Group:
                 keep_low_precision_grads=False,
                 offloads=self.arguments.offloads,
                 shard_dims=[cut.dim for cut in self.cuts],
+                part_group=self.arguments.part_group if self.keeps_part else None,
+                extended=[
+                    index in self._extensions for index in range(len(self._plain))
+                ],
             )
             self._shown = [self._show(index) for index in range(len(self._plain))]
+            self._parts = [self._part_of(each) for each in range(len(self._plain))]
             self._bind(range(len(self.sharded)))
         return self.unit
+
+    def _find_extensions(self) -> dict[int, Extension]:
+        """Return the parameters that have fsdp_pre_all_gather."""
+        found: dict[int, Extension] = {}
+        for place in self.places:
+            index, local = place.param, local_of(self.sharded[place.param])
+            if index in found:
+                continue
+            if not is_extended(local):
+                if is_traceable_wrapper_subclass(local):
+                    raise RuntimeError(
+                        f"parameter {place.fqn!r} is a {type(local).__name__}, which "
+                        "has no fsdp_pre_all_gather and fsdp_post_all_gather: define "
+                        "them, or list it in ignored_params"
+                    )
+                continue
+            if self.cuts[index].dim != 0 or self.cuts[index].parallel is not None:
+                raise ValueError(
+                    f"parameter {place.fqn!r} has fsdp_pre_all_gather: it can be cut "
+                    "along dimension 0 only, and not be tensor parallel"
+                )
+            found[index] = self._make_extension(place)
+        if found:
+            self.keeps_part = False
+        return found
+
+    def _make_extension(self, place: Place) -> Extension:
+        owner = weakref.ref(self)
+
+        def show(param: nn.Parameter) -> None:
+            group = owner()
+            if group is not None:
+                group._show_instead(place.param, param)
+
+        mesh = self.arguments.mesh
+        return Extension(
+            place.fqn,
+            place.module,
+            self.sharded[place.param],
+            mesh if mesh.ndim == 1 else mesh[cast("Any", mesh.mesh_dim_names)[-1]],
+            self.arguments.device,
+            self.arguments.precision,
+            show,
+        )
+
+    def _show_instead(self, index: int, param: nn.Parameter) -> None:
+        """Let modules see ``param`` from now on, which the first gather made."""
+        old, self._shown[index] = self._shown[index], param
+        for place in self.places:
+            if place.module._parameters.get(place.name) is not old:
+                continue
+            if _has_plain_setattr(place.module):
+                place.module._parameters[place.name] = param
+            else:
+                setattr(place.module, place.name, param)
+        self._bind(())
 
     def _show(self, index: int) -> nn.Parameter:
         """Return what the modules see in forward of a parameter."""
@@ -231,6 +303,11 @@ class Group:
         def take_local_grad(index: int, grad: Tensor) -> Tensor:
             return local_grad(grad, cuts[index])
 
+        extensions = self._extensions
+
+        def extend(index: int, stage: int) -> Any:
+            return extensions[index].run(stage)
+
         def on_replaced() -> None:
             group = owner()
             if group is not None:
@@ -241,8 +318,9 @@ class Group:
                 (
                     place.module._parameters,
                     place.name,
-                    self._shown[place.param],
                     self.sharded[place.param],
+                    self._shown[place.param],
+                    self._parts[place.param],
                     None if _has_plain_setattr(place.module) else place.module,
                 )
                 for place in self.places
@@ -250,7 +328,33 @@ class Group:
             make_grad,
             on_replaced,
             take_local_grad if is_parallel else None,
+            extend if self._extensions else None,
         )
+
+    def _hide_parts_from_state_dicts(self) -> None:
+        owner = weakref.ref(self)
+
+        def reshard(*_: Any) -> None:
+            group = owner()
+            if group is not None and group.unit and group.unit.state == "PARTED":
+                group.unit.reshard()
+
+        for module in dict.fromkeys(place.module for place in self.places):
+            add: Any = module.register_state_dict_pre_hook
+            add(reshard)
+            add = module._register_load_state_dict_pre_hook
+            add(reshard)
+
+    def _part_of(self, index: int) -> nn.Parameter | None:
+        """Make what modules show of a parameter while a small group keeps it."""
+        mesh = self.arguments.part_mesh
+        if mesh is None or self.unit is None or not self.keeps_part:
+            return None
+        placements = (Replicate(), Shard(self.cuts[index].dim))
+        local = self.unit.part_of(index)
+        sharded = self.sharded[index]
+        part = as_dtensor(local, sharded.shape, mesh, placements)
+        return nn.Parameter(part, sharded.requires_grad)
 
     def _adopt_replaced(self) -> None:
         """Go on with sharded parameters that the user registered instead."""
@@ -264,6 +368,8 @@ class Group:
             new[place.param] = param
         for index, param in new.items():
             self.sharded[index] = param
+            if index in self._extensions:
+                self._extensions[index].sharded = param
         self._bind(list(new))
 
     def dissolve(self) -> None:
@@ -287,7 +393,9 @@ class Group:
                     other.running = None
         self.unit = None
         self._plain = []
+        self._parts = []
         self._shown = []
+        self._extensions = {}
 
     # Settings --------------------------------------------------------------
 
@@ -308,6 +416,8 @@ class Group:
             reshard_after_forward=reshards,
             divisor=self.divisor,
             forward_prefetch=self.prefetches,
+            keeps_part=self.keeps_part,
+            reshard_after_backward=self.reshards_after_backward,
         )
 
     # SharedEngine ---------------------------------------------------------------
@@ -347,6 +457,28 @@ class Group:
         is_root = self.running.root() is self
         reshards = not is_root if self.reshards is None else self.reshards
         self.unit.set(reshard_after_forward=reshards and not self._still_to_run)
+
+
+class StageState:
+    """What ``torch.distributed.pipelining`` uses of torch's own state of a stage.
+
+    After the last micro-batch a schedule asks each group to reduce what backwards kept,
+    and then the root to wait. The engine does all of it at once.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = weakref.ref(group)
+        self._state_ctx = self
+        self.all_states = [self]
+        self._fsdp_param_groups = [self]
+
+    def post_backward(self) -> None:
+        """Nothing: the root does it."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        group = self._group()
+        if group is not None and group.running is not None:
+            group.running.engine.reduce_kept()
 
 
 def _has_plain_setattr(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from fsdp_c._fully_shard.arguments import check_reshard
 from fsdp_c._fully_shard.group import Group, ensure_engine, group_of
 
 
@@ -149,7 +148,8 @@ class FSDPModule(TorchFSDPModule):
                 f"{type(reshard_after_forward)}"
             )
         for group in self._groups(recurse):
-            group.reshards = check_reshard(reshard_after_forward, group.arguments.mesh)
+            group.reshards = reshard_after_forward
+            group.keeps_part = False
             group.apply_settings()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -209,12 +209,15 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """No effect: the parameters are freed after backward.
+        """Let a backward that does not reduce keep the parameters for the next forward.
 
         Args:
-            reshard_after_backward: Ignored.
-            recurse: Ignored.
+            reshard_after_backward: False: keep them, until they are changed.
+            recurse: Also for the groups inside.
         """
+        for group in self._groups(recurse):
+            group.reshards_after_backward = reshard_after_backward
+            group.apply_settings()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No effect: backward gathers the parameters of every unit.

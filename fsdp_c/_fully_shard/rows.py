@@ -4,36 +4,39 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._units.cuts import Cut, as_dtensor, local_of
 
 
 def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
-    """Return a copy of what torch.chunk along ``dim`` gives ``rank``.
-
-    In memory ``dim`` comes first.
-    """
+    """Return a contiguous copy of what torch.chunk along ``dim`` gives ``rank``."""
     size = param.size(dim)
     rows = -(-size // world_size)
     begin = min(rank * rows, size)
     part = param.detach().narrow(dim, begin, min(rows, size - begin))
-    first = part.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
-    return first.movedim(0, dim)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
-def shard_param(param: nn.Parameter, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
+def shard_param(
+    param: nn.Parameter, cut: Cut, mesh: DeviceMesh, device: torch.device
+) -> nn.Parameter:
     """Return this rank's rows of ``param`` as a parameter, with its attributes.
 
-    ``mesh`` is data parallel; its last dimension shards.
+    ``mesh`` is data parallel; its last dimension shards. Only the rows are moved to
+    ``device``; on the meta device they stay there.
     """
     whole = local_of(param) if isinstance(param, DTensor) else param
     shard_dim = mesh.ndim - 1
     local = own_rows(
         whole, cut.dim, mesh.get_local_rank(shard_dim), mesh.size(shard_dim)
     )
+    if not local.is_meta:
+        local = local.to(device)
     dtensor = as_dtensor(local, param.shape, cut.mesh, cut.placements)
     sharded = nn.Parameter(dtensor, param.requires_grad)
-    vars(sharded).update(vars(param))
+    if not is_traceable_wrapper_subclass(whole):  # which keeps its tensors there
+        vars(sharded).update(vars(param))
     return sharded
 
 

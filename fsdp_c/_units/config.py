@@ -99,6 +99,8 @@ class Config:
             keep_low_precision_grads=precision.keep_low_precision_grads,
             offloads=self.cpu_offload.offload_params,
             shard_dims=None,
+            part_group=None,
+            extended=None,
         )
 
 

@@ -125,7 +125,8 @@ class ParallelParams:
             holder: dict[str, Any] = use.module.__dict__
             if holder.get(use.name) is not use.param:
                 holder = use.module._parameters
-            places.append((holder, use.name, self._shown[use.param], use.param, None))
+            shown = self._shown[use.param]
+            places.append((holder, use.name, use.param, shown, None, None))
 
         def take_local_grad(index: int, grad: Tensor) -> Tensor:
             return local_grad(grad, by_index[index])

@@ -44,8 +44,11 @@ void failures_check(fsdp_status status) {
     const bool is_kept =
         !in_backward && m.options.keeps_after_forward &&
         (fsdp_unit_state_is_hidden(state) || state == FSDP_UNIT_UNSHARDED);
+    const bool is_parted =
+        m.options.part_world_size > 0 && state == FSDP_UNIT_PARTED;
     if (!in_backward || i == m.current || m.current == -1) {
-      CHECK(is_kept || state == FSDP_UNIT_SHARDED || state == FSDP_UNIT_FAILED);
+      CHECK(is_kept || is_parted || state == FSDP_UNIT_SHARDED ||
+            state == FSDP_UNIT_FAILED);
     }
     if (state != FSDP_UNIT_FAILED) continue;
     /* It keeps the first error, and says so at every call. */

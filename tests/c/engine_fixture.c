@@ -28,6 +28,15 @@ static fsdp_status show_params(void *context, void *owner, fsdp_view view,
       context, owner, view, segments, error);
   if (status != FSDP_OK) return status;
   unit->view = view;
+  for (int64_t i = 0; view == FSDP_VIEW_PART && i < unit->num_segments; i++) {
+    const int64_t nbytes = unit->part_nbytes[i];
+    if (nbytes == 0 || unit->params[i] == segments[i]) continue;
+    recorder_touch(context, FSDP_LANE_COMPUTE, unit->params[i],
+                   nbytes * unit->world_size / 2, false);
+    recorder_touch(context, FSDP_LANE_COMPUTE, segments[i], nbytes, true);
+    memcpy(segments[i], (char *)unit->params[i] + unit->part_rank * nbytes,
+           (size_t)nbytes);
+  }
   for (int64_t i = 0; i < unit->num_segments; i++) {
     unit->params[i] = segments == NULL ? NULL : segments[i];
   }
@@ -134,6 +143,11 @@ void model_init(model *self, const model_options *options) {
                      self->options.wants_scratch);
   self->replica_group =
       recorder_group(self->device, 0, self->options.num_replicas, false);
+  if (self->options.part_world_size > 0) {
+    self->part_group = recorder_group(
+        self->device, self->options.rank % self->options.part_world_size,
+        self->options.part_world_size, false);
+  }
   self->views.show_params = show_params;
   self->views.take_params = take_params;
   self->views.grads_free = grads_free;
@@ -240,10 +254,15 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
                                                         : param_dtype,
         .grad_dtype = grad_dtype(self, segment),
         .shard = unit->shards[i]};
+    if (options->part_world_size > 0) {
+      segments[i].part_numel = segment->padded_numel / options->part_world_size;
+    }
+    unit->part_nbytes[i] = segments[i].part_numel * param_dtype.itemsize;
     unit->reduce_itemsize[i] = segments[i].reduce_dtype.itemsize;
   }
   unit->rank = options->rank;
   unit->world_size = options->world_size;
+  unit->part_rank = self->part_group.rank;
   return (fsdp_unit_options){
       .name = unit->name,
       .owner = unit,
@@ -251,6 +270,7 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .segments = segments,
       .shard_group = self->shard_group,
       .replica_group = self->replica_group,
+      .part_group = self->part_group,
       .reshard_after_forward = !options->keeps_after_forward,
       .reshard_after_backward_without_sync = !options->keeps_without_sync,
       .backward_prefetch = prefetches[options->backward_prefetch],

@@ -52,6 +52,7 @@ typedef struct model_options {
   double prescale; /* 0: 1 */
   bool wants_scratch;
   bool offloads;
+  int64_t part_world_size; /* 0: units keep no parts; divides the segments */
 } model_options;
 
 /* A gradient that was handed over; the token of its fsdp_grad. */
@@ -83,6 +84,8 @@ typedef struct model_unit {
   int32_t reduce_itemsize[MODEL_MAX_SEGMENTS];
   int64_t rank;
   int64_t world_size;
+  int64_t part_rank;
+  int64_t part_nbytes[MODEL_MAX_SEGMENTS];
   bool offloads;
 } model_unit;
 
@@ -93,6 +96,7 @@ typedef struct model {
   fsdp_view_ops views; /* likewise, with views and releases noted */
   fsdp_group shard_group;
   fsdp_group replica_group;
+  fsdp_group part_group;
   fsdp_engine *engine;
   int64_t num_units;
   model_unit units[MODEL_MAX_UNITS];

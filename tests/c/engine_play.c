@@ -23,8 +23,8 @@ static bool is(const char *word, const char *other) {
 /* A fact about a unit; false: `word` is none. */
 static bool check_fact(const char *word, const model_unit *unit,
                        const char *expected) {
-  static const char *const views[] = {"sharded", "unsharded", "full",
-                                      "full_on_host", "partial"};
+  static const char *const views[] = {"sharded",      "unsharded", "full",
+                                      "full_on_host", "part",      "partial"};
   if (is(word, "state")) {
     const fsdp_unit_state state = fsdp_unit_get_state(unit->unit);
     CHECK_TEXT(fsdp_unit_state_name(state), expected);

@@ -40,9 +40,9 @@ const char *recorder_priv_lane_name(fsdp_lane lane) {
 }
 
 static const char *name_of_view(fsdp_view view) {
-  static const char *const names[] = {"sharded", "unsharded", "full",
-                                      "full_on_host", "partial"};
-  return (unsigned)view < 5 ? names[view] : "unknown_view";
+  static const char *const names[] = {"sharded",      "unsharded", "full",
+                                      "full_on_host", "part",      "partial"};
+  return (unsigned)view < 6 ? names[view] : "unknown_view";
 }
 
 static named *add_named(named_list *list, const void *pointer) {

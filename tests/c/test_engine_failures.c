@@ -21,6 +21,15 @@ TEST(test_every_call_of_shard_grad_op_can_fail) {
   failures_every_call_of_steps(&options, NULL, failures_train);
 }
 
+TEST(test_every_call_of_units_with_parts_can_fail) {
+  model_options options = {
+      .world_size = 4, .part_world_size = 2, .forward_prefetch = true};
+  failures_every_call_of_steps(&options, NULL, failures_train);
+  options.param_dtype = RECORDER_BF16;
+  options.offloads = true;
+  failures_every_call_of_steps(&options, NULL, failures_train);
+}
+
 TEST(test_every_call_of_hybrid_can_fail) {
   model_options options = {.rank = 1, .num_replicas = 2, .prescale = 0.5};
   failures_every_call_of_steps(&options, NULL, failures_train);

@@ -6,15 +6,15 @@
 #include "unit/state.h"
 
 /* One row per event; columns SHARDED, PREFETCHED, UNSHARDING, UNSHARDED,
- * HIDDEN, KEPT, REDUCING, FAILED. The letter of the next state (G =
+ * HIDDEN, KEPT, PARTED, REDUCING, FAILED. The letter of the next state (G =
  * UNSHARDING), or '.'. */
-static const char letters[] = "SPGUHKRF";
+static const char letters[] = "SPGUHKTRF";
 static const char *const table[FSDP_NUM_UNIT_EVENTS] = {
-    [FSDP_EVENT_PREFETCH] = "P.......", [FSDP_EVENT_UNSHARD] = "G.....G.",
-    [FSDP_EVENT_WAIT] = ".UU.UU..",     [FSDP_EVENT_HIDE] = "...H....",
-    [FSDP_EVENT_RESHARD] = ".SSSSS..",  [FSDP_EVENT_REDUCE] = "R..U..R.",
-    [FSDP_EVENT_FINISH] = "S..UKKS.",   [FSDP_EVENT_FAIL] = "FFFFFFFF",
-    [FSDP_EVENT_RESET] = "SSSSSSSS",
+    [FSDP_EVENT_PREFETCH] = "P.....P..", [FSDP_EVENT_UNSHARD] = "G.....GG.",
+    [FSDP_EVENT_WAIT] = ".UU.UU...",     [FSDP_EVENT_HIDE] = "...H.....",
+    [FSDP_EVENT_RESHARD] = ".SSSSSS..",  [FSDP_EVENT_PART] = "...T.....",
+    [FSDP_EVENT_REDUCE] = "R..U...R.",   [FSDP_EVENT_FINISH] = "S..UKK.S.",
+    [FSDP_EVENT_FAIL] = "FFFFFFFFF",     [FSDP_EVENT_RESET] = "SSSSSSSSS",
 };
 
 TEST(test_every_transition) {
@@ -52,16 +52,18 @@ TEST(test_predicates) {
           (letters[i] == 'P' || letters[i] == 'G'));
     CHECK(fsdp_unit_state_is_hidden(state) ==
           (letters[i] == 'H' || letters[i] == 'K'));
+    CHECK(fsdp_unit_state_is_at_rest(state) ==
+          (letters[i] == 'S' || letters[i] == 'T'));
   }
 }
 
 TEST(test_names) {
-  static const char *const states[] = {"SHARDED",   "PREFETCHED", "UNSHARDING",
-                                       "UNSHARDED", "HIDDEN",     "KEPT",
-                                       "REDUCING",  "FAILED",     "UNKNOWN"};
-  static const char *const events[] = {"PREFETCH", "UNSHARD", "WAIT",   "HIDE",
-                                       "RESHARD",  "REDUCE",  "FINISH", "FAIL",
-                                       "RESET",    "UNKNOWN"};
+  static const char *const states[] = {
+      "SHARDED", "PREFETCHED", "UNSHARDING", "UNSHARDED", "HIDDEN",
+      "KEPT",    "PARTED",     "REDUCING",   "FAILED",    "UNKNOWN"};
+  static const char *const events[] = {
+      "PREFETCH", "UNSHARD", "WAIT", "HIDE",  "RESHARD", "PART",
+      "REDUCE",   "FINISH",  "FAIL", "RESET", "UNKNOWN"};
   for (int i = 0; i <= FSDP_NUM_UNIT_STATES; i++) {
     CHECK_TEXT(fsdp_unit_state_name((fsdp_unit_state)i), states[i]);
   }

@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "port/transport.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -22,6 +23,8 @@ typedef enum fsdp_view {
   FSDP_VIEW_UNSHARDED,    /* a block in compute (gradients: reduce) dtype */
   FSDP_VIEW_FULL,         /* a block in master (gradients: grad) dtype */
   FSDP_VIEW_FULL_ON_HOST, /* the same in host memory */
+  FSDP_VIEW_PART,         /* parameters only: the shard, while a part of the
+                             block is kept; see Note [Parts of a unit] */
   FSDP_VIEW_PARTIAL       /* gradients only: this rank's part of the sum over
                              the micro-batches so far, in reduce dtype */
 } fsdp_view;
@@ -33,7 +36,9 @@ typedef struct fsdp_view_ops {
   /* Parameters.
    * show_params points the unit's parameters at `view`. For SHARDED `segments`
    * is NULL and the unsharded storages are emptied; for the others
-   * `segments[i]` is the memory of segment i, padded_numel elements long. */
+   * `segments[i]` is the memory of segment i, padded_numel elements long. PART
+   * follows UNSHARDED: it copies this rank's part of segment i, part_numel
+   * elements of compute dtype, into `segments[i]` first, on COMPUTE. */
   fsdp_status (*show_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, fsdp_error *error);
   /* Looks for parameters whose memory the user replaced (`param.data = ...`)
@@ -43,6 +48,15 @@ typedef struct fsdp_view_ops {
   fsdp_status (*take_params)(void *context, void *owner, fsdp_view view,
                              void *const *segments, bool *any_copied,
                              fsdp_error *error);
+  /* Of an extended segment: issues what gathers its parameter, as a part of the
+   * launch `call` of the group, whose ticket it updates. A group of one rank:
+   * `call` is NULL, and it copies on UNSHARD. show_params follows. */
+  fsdp_status (*gather)(void *context, void *owner, int64_t segment,
+                        const fsdp_group *group, const fsdp_call *call,
+                        uint64_t *ticket, fsdp_error *error);
+  /* Of a unit with extended segments: their parameters are not used until the
+   * next gather. Cannot fail. */
+  void (*ungather)(void *context, void *owner);
   /* Whether the user changed parameters (values, or memory) since the last
    * mark_params; both while they are views of SHARDED. Cannot fail. A write
    * through `param.data` is not seen. */

@@ -28,7 +28,8 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
     const int64_t index = fsdp_order_next_backward(engine->order, distance);
     if (index < 0) return FSDP_OK;
     const fsdp_unit *unit = engine->units[index];
-    if (unit->state == FSDP_UNIT_SHARDED && !unit->step.entered_backward) {
+    if (fsdp_unit_state_is_at_rest(unit->state) &&
+        !unit->step.entered_backward) {
       return fsdp_engine_priv_prefetch(engine, index, error);
     }
     if (fsdp_unit_state_is_in_flight(unit->state)) return FSDP_OK;
@@ -224,6 +225,9 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
     if (unit->is_pinned) return FSDP_OK; /* and took no part */
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
+  if (unit->state == FSDP_UNIT_PARTED) {
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  }
   FSDP_TRY(reshard_after_backward(unit, error));
   if (!unit->is_pinned) FSDP_TRY(fsdp_unit_priv_hide(unit, error));
   if (unit->step.entered_backward || unit->state == FSDP_UNIT_REDUCING) {
@@ -272,6 +276,16 @@ done:
     if (error != NULL) *error = local;
   }
   return status;
+}
+
+fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine, fsdp_error *error) {
+  if (engine->in_backward || engine->depth > 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "kept gradients cannot be reduced inside a %s",
+                     engine->in_backward ? "backward" : "forward");
+  }
+  open_backward(engine);
+  return fsdp_engine_finish_backward(engine, error);
 }
 
 bool fsdp_engine_in_backward(const fsdp_engine *engine) {

@@ -72,6 +72,7 @@ static void detach_unit(fsdp_unit *unit) {
   unit->param_client = -1;
   unit->grad_client = -1;
   unit->full_client = -1;
+  unit->part_client = -1;
 }
 
 void fsdp_engine_destroy(fsdp_engine *engine) {
@@ -127,13 +128,15 @@ static void reset_unit(fsdp_unit *unit) {
     fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL | FSDP_GRADS_SHARDED,
                              false);
   }
-  const int64_t clients[] = {unit->param_client, unit->full_client};
+  const int64_t clients[] = {unit->param_client, unit->full_client,
+                             unit->part_client};
   for (size_t i = 0; i < sizeof clients / sizeof *clients; i++) {
     if (clients[i] < 0 || fsdp_arena_data(engine->arena, clients[i]) == NULL) {
       continue;
     }
     (void)!fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL);
   }
+  if (unit->is_extended) views->ungather(views->context, unit->options.owner);
   if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
     (void)!views->show_params(views->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, NULL);
@@ -247,6 +250,8 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->param_client = -1;
   self->grad_client = -1;
   self->full_client = -1;
+  self->part_client = -1;
+  self->keeps_part = options->part_group.world_size > 1;
   self->reduce_position = -1;
   self->num_segments = (int64_t)num_segments;
   self->name = fsdp_strdup(options->name);
@@ -377,7 +382,8 @@ done:
 }
 
 void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
-                              fsdp_transport *replica) {
+                              fsdp_transport *replica, fsdp_transport *part) {
+  unit->options.part_group.transport = part;
   unit->options.shard_group.transport = shard;
   unit->options.replica_group.transport = replica;
 }
@@ -408,6 +414,23 @@ void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards) {
 
 void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches) {
   unit->options.forward_prefetch = prefetches;
+}
+
+void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part) {
+  unit->keeps_part = keeps_part && unit->options.part_group.world_size > 1;
+}
+
+bool fsdp_unit_is_parted(const fsdp_unit *unit) {
+  return unit->state == FSDP_UNIT_PARTED;
+}
+
+void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
+                                                       bool reshards) {
+  unit->options.reshard_after_backward_without_sync = reshards;
+}
+
+bool fsdp_unit_is_of_parts(const fsdp_unit *unit) {
+  return unit->is_of_parts;
 }
 
 void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor) {

@@ -57,7 +57,24 @@ typedef struct fsdp_segment_options {
   void *shard;             /* shard_numel elements of the segment's dtype, in
                               host memory if the unit offloads; borrowed,
                               outlives the unit */
+  int64_t spare_numel; /* elements of the block behind the gathered ones, for
+                          show_params; 0: none */
+  bool is_extended;    /* views->gather gathers its parameter, into memory
+                          that the port has; gradients are as ever */
+  int64_t part_numel;  /* elements of a part, if the unit has a part_group:
+                          its ranks' parts are the segment, and some padding */
 } fsdp_segment_options;
+
+/*
+ * Note [Parts of a unit]
+ * Between forward and backward a unit may keep a part of its block instead of
+ * all or nothing of it: the shard group is divided into groups of a few ranks
+ * that are close to each other, each of which holds all of the unit. Backward
+ * then gathers within that small group. The part is cut as the shard is, for
+ * fewer ranks, in compute dtype. It does not outlive the backward, nor the next
+ * forward: the parameters may have changed. Collectives keep their order, and
+ * reductions their group.
+ */
 
 typedef struct fsdp_unit_options {
   const char *name; /* for messages; copied */
@@ -67,6 +84,7 @@ typedef struct fsdp_unit_options {
   const fsdp_segment_options *segments; /* one per segment; copied */
   fsdp_group shard_group;
   fsdp_group replica_group; /* world_size 1: no replicas */
+  fsdp_group part_group;    /* world_size < 2: the unit keeps no parts */
   bool reshard_after_forward;
   bool
       reshards_as_root; /* false: the outermost unit keeps its parameters
@@ -135,7 +153,7 @@ FSDP_NODISCARD fsdp_status fsdp_engine_add_unit(fsdp_engine *engine,
 
 /* Sets what carries the unit's groups; before it joins an engine. */
 void fsdp_unit_set_transports(fsdp_unit *unit, fsdp_transport *shard,
-                              fsdp_transport *replica);
+                              fsdp_transport *replica, fsdp_transport *part);
 
 /* What later backward passes do with their gradients; REDUCE at first. What
  * NONE and SHARD kept is part of the next REDUCE. */
@@ -189,6 +207,15 @@ void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync);
 /* As the options of these names, from the unit's next forward on. */
 void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards);
 void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches);
+/* Whether it keeps a part where it reshards after forward; yes at first, if it
+ * has a part_group. */
+void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part);
+bool fsdp_unit_is_parted(const fsdp_unit *unit);
+/* Whether what it last gathered were parts. */
+bool fsdp_unit_is_of_parts(const fsdp_unit *unit);
+
+void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
+                                                       bool reshards);
 
 /* What sums of gradients are divided by; 0: the number of ranks. */
 void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor);
@@ -286,6 +313,15 @@ FSDP_NODISCARD fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
  */
 FSDP_NODISCARD fsdp_status fsdp_engine_join_host(fsdp_engine *engine,
                                                  fsdp_error *error);
+
+/*
+ * Reduces what backwards with FSDP_SYNC_NONE and FSDP_SYNC_SHARD kept, as the
+ * end of a backward does, where none is to come: a pipeline's schedule.
+ *
+ * FSDP_INVALID_STATE  in a forward or a backward.
+ */
+FSDP_NODISCARD fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine,
+                                                   fsdp_error *error);
 
 /* Whether a backward is open. */
 bool fsdp_engine_in_backward(const fsdp_engine *engine);

@@ -57,6 +57,7 @@ typedef struct fsdp_unit_segment {
   /* place.c: bytes from the start of the parameter block */
   int64_t param_offset;
   int64_t param_stage_offset; /* the shard before its cast, if offloaded */
+  int64_t part_offset;        /* of the block of its part */
   /* place.c: bytes from the start of the gradient block */
   int64_t grad_offset;
   int64_t grad_stage_offset; /* the sharded gradient on the device, likewise */
@@ -98,8 +99,10 @@ struct fsdp_unit {
   /* place.c */
   bool is_resident; /* every segment is */
   bool has_cast;    /* some segment's parameters have another dtype */
+  bool is_extended; /* some segment is */
   /* place.c: bytes of the unit's blocks; 0: needs none. */
   int64_t param_nbytes;
+  int64_t part_nbytes;
   int64_t grad_nbytes;
   int64_t full_nbytes;
   int64_t full_grad_nbytes;
@@ -112,6 +115,8 @@ struct fsdp_unit {
   int64_t full_client;  /* engine.c, unshard.c: whole parameters in master
                            dtype; made at first use */
 
+  int64_t part_client; /* engine.c, unshard.c: its part; likewise */
+
   fsdp_unit_state state;  /* failure.c: along the table of unit/state.h */
   fsdp_error first_error; /* failure.c: meaningful in FAILED */
   fsdp_unit_step step;    /* backward.c, engine.c: cleared when a step ends */
@@ -119,7 +124,9 @@ struct fsdp_unit {
   fsdp_event *unsharded; /* engine.c: recorded after the all-gather */
   void **param_data;     /* unshard.c: unsharded segments; valid while held */
   bool is_full;          /* unshard.c: the last unshard was in master dtype */
+  bool is_of_parts;      /* unshard.c: the last unshard was of parts */
   bool wants_full;       /* engine.c: the next one is, if there is a cast */
+  bool keeps_part;       /* engine.c: where it reshards after forward */
 
   uint8_t grads; /* gradients.c: a set of fsdp_grads */
   /* gradients.c: valid while unsharded gradients exist. NULL entries: frozen;
@@ -322,6 +329,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit,
 /* Gives the block back: -> SHARDED. Nothing happens without one. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit,
                                                   fsdp_error *error);
+/* After forward: UNSHARDED -> PARTED if the unit keeps a part for backward; the
+ * same as reshard in other units and states. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_part(fsdp_unit *unit,
+                                               fsdp_error *error);
 /* UNSHARDED -> HIDDEN: the unit keeps its block, for a backward or the next
  * micro-batch, but between forward and backward, and between steps, the user
  * sees the shards: parameters may be stepped, saved or changed there. Nothing

@@ -125,7 +125,10 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
       expects_backward &&
       (!unit->options.reshard_after_forward ||
        (unit == engine->root && !unit->options.reshards_as_root));
-  if (!is_kept) FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  if (!is_kept) {
+    FSDP_TRY(expects_backward ? fsdp_unit_priv_part(unit, error)
+                              : fsdp_unit_priv_reshard(unit, error));
+  }
   if (engine->depth <= 1)
     FSDP_TRY(end_iteration(engine, expects_backward, error));
   if (engine->depth > 0) engine->depth--; /* last: see abandon_forward */

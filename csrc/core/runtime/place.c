@@ -32,10 +32,23 @@ static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
                       &self->full_nbytes, &segment->full_offset)) {
     return false;
   }
+  if (segment->options.is_extended) { /* the block orders the gathers */
+    segment->is_resident = true;
+    self->is_resident = false;
+    self->is_extended = true;
+    return place_in_block(1, 1, &self->param_nbytes, &segment->param_offset);
+  }
   if (segment->is_resident) return true;
   self->is_resident = false;
-  if (!place_in_block(layout->padded_numel, dtype.itemsize, &self->param_nbytes,
+  int64_t numel;
+  if (!fsdp_add_i64(layout->padded_numel, segment->options.spare_numel,
+                    &numel) ||
+      !place_in_block(numel, dtype.itemsize, &self->param_nbytes,
                       &segment->param_offset)) {
+    return false;
+  }
+  if (!place_in_block(segment->options.part_numel, dtype.itemsize,
+                      &self->part_nbytes, &segment->part_offset)) {
     return false;
   }
   return !self->options.offloads || !has_cast ||

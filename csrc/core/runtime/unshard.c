@@ -20,6 +20,13 @@ static void *own_slot(const fsdp_unit *unit, int64_t segment) {
       unit->segments[segment].layout->shard_numel, param_dtype(unit, segment));
 }
 
+/* The same of its part. */
+static void *part_slot(const fsdp_unit *unit, int64_t segment) {
+  return fsdp_priv_slot(
+      unit->param_data[segment], unit->options.part_group.rank,
+      unit->segments[segment].options.part_numel, param_dtype(unit, segment));
+}
+
 static int64_t param_client(const fsdp_unit *unit) {
   return unit->is_full ? unit->full_client : unit->param_client;
 }
@@ -37,7 +44,7 @@ static void place_segments(fsdp_unit *unit, void *block) {
 }
 
 /* Takes the block that this unshard needs. */
-static fsdp_status take_block(fsdp_unit *unit, void **block,
+static fsdp_status take_block(fsdp_unit *unit, bool of_parts, void **block,
                               fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
@@ -46,10 +53,11 @@ static fsdp_status take_block(fsdp_unit *unit, void **block,
     FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->full_nbytes,
                                    &unit->full_client, error));
   }
-  FSDP_TRY(fsdp_arena_take(
-      engine->arena, param_client(unit),
-      unit->options.offloads ? FSDP_LANE_UPLOAD : FSDP_LANE_UNSHARD, block,
-      error));
+  FSDP_TRY(fsdp_arena_take(engine->arena, param_client(unit),
+                           unit->options.offloads && !of_parts
+                               ? FSDP_LANE_UPLOAD
+                               : FSDP_LANE_UNSHARD,
+                           block, error));
 done:
   return status;
 }
@@ -104,14 +112,78 @@ done:
   return status;
 }
 
-/* One grouped all-gather of all segments. Without a cast or an upload, the
- * shard itself is the send buffer. */
-static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
+/* Brings the parts into their slots, instead of the shards, and gives their
+ * block back. */
+static fsdp_status place_parts(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_group *group = &unit->options.shard_group;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(
+      ops->event_wait(ops->context, FSDP_LANE_UNSHARD, unit->unsharded, error));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_unit_segment *segment = &unit->segments[i];
+    const fsdp_dtype dtype = param_dtype(unit, i);
+    if (segment->is_resident) continue;
+    FSDP_TRY(
+        ops->cast(ops->context, FSDP_LANE_UNSHARD, part_slot(unit, i), dtype,
+                  at_nbytes(fsdp_arena_data(engine->arena, unit->part_client),
+                            segment->part_offset),
+                  dtype, segment->options.part_numel, error));
+  }
+  FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, error));
+  FSDP_TRY(fsdp_arena_give(engine->arena, unit->part_client, FSDP_LANE_UNSHARD,
+                           error));
+done:
+  return status;
+}
+
+/* Brings the shards into their slots, where they need it. last_use [out] the
+ * lane that used the block last. */
+static fsdp_status place_shards(fsdp_unit *unit, void *block,
+                                fsdp_lane *last_use, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (unit->options.offloads) {
+    *last_use = FSDP_LANE_UPLOAD;
+    FSDP_TRY(upload_shards(unit, block, error));
+    *last_use = FSDP_LANE_UNSHARD;
+  }
+  FSDP_TRY(cast_shards(unit, block, error));
+done:
+  return status;
+}
+
+static fsdp_status gather_extended(fsdp_unit *unit, int64_t segment,
+                                   const fsdp_call *call, uint64_t *ticket,
+                                   fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  return views->gather(views->context, unit->options.owner, segment,
+                       &unit->options.shard_group, call, ticket, error);
+}
+
+/* A group of one rank. */
+static fsdp_status gather_alone(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (!unit->segments[i].options.is_extended) continue;
+    FSDP_TRY(gather_extended(unit, i, NULL, NULL, error));
+  }
+done:
+  return status;
+}
+
+/* One grouped all-gather of all segments, of the shards or of the parts.
+ * Without a cast or an upload, the shard itself is the send buffer. */
+static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
+                                   fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_group *group =
+      of_parts ? &unit->options.part_group : &unit->options.shard_group;
   fsdp_priv_launch launch;
 
-  if (group->world_size == 1) return FSDP_OK;
+  if (group->world_size == 1) return gather_alone(unit, error);
   fsdp_op_log_add(&engine->log, "all_gather", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
@@ -123,12 +195,20 @@ static fsdp_status gather_segments(fsdp_unit *unit, fsdp_error *error) {
     const fsdp_dtype dtype = param_dtype(unit, i);
     const bool sends_shard = !unit->options.offloads &&
                              fsdp_dtype_equal(dtype, segment->layout->dtype);
-    if (segment->layout->shard_numel == 0) continue;
+    if (segment->options.is_extended) {
+      status = gather_extended(unit, i, &launch.call, &launch.ticket, error);
+      continue;
+    }
+    const int64_t numel =
+        of_parts ? segment->options.part_numel : segment->layout->shard_numel;
+    if (numel == 0) continue;
+    const void *input = of_parts      ? part_slot(unit, i)
+                        : sends_shard ? segment->options.shard
+                                      : own_slot(unit, i);
     status = group->transport->ops->all_gather(
-        group->transport, &launch.call, unit->param_data[i],
-        sends_shard ? segment->options.shard : own_slot(unit, i),
-        segment->layout->shard_numel, dtype, &launch.ticket, error);
-    nbytes += segment->layout->padded_numel * dtype.itemsize;
+        group->transport, &launch.call, unit->param_data[i], input, numel,
+        dtype, &launch.ticket, error);
+    nbytes += numel * group->world_size * dtype.itemsize;
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
@@ -148,16 +228,20 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
   void *block = NULL;
   fsdp_lane last_use =
       FSDP_LANE_UNSHARD; /* of the block, if it is given back */
+  const bool of_parts = unit->state == FSDP_UNIT_PARTED;
   bool is_enqueued = false;
   bool any_copied = false;
 
-  if (unit->state != FSDP_UNIT_SHARDED && unit->state != FSDP_UNIT_REDUCING) {
+  if (!fsdp_unit_state_is_at_rest(unit->state) &&
+      unit->state != FSDP_UNIT_REDUCING) {
     return fsdp_unit_priv_check(unit, error);
   }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_UNSHARD);
-  FSDP_TRY(views->take_params(views->context, unit->options.owner,
-                              FSDP_VIEW_SHARDED, NULL, &any_copied, &local));
+  if (!of_parts) { /* those may be older than what the user writes */
+    FSDP_TRY(views->take_params(views->context, unit->options.owner,
+                                FSDP_VIEW_SHARDED, NULL, &any_copied, &local));
+  }
   if (any_copied) {
     FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
                                         FSDP_LANE_COMPUTE, engine->compute_done,
@@ -166,18 +250,19 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
   FSDP_TRY(fsdp_unit_priv_check_order(unit, "all_gather", &local));
   unit->is_full = fsdp_unit_priv_wants_full(unit);
   if (!unit->is_resident) {
-    FSDP_TRY(take_block(unit, &block, &local));
+    FSDP_TRY(take_block(unit, of_parts, &block, &local));
   }
+  unit->is_of_parts = of_parts;
   place_segments(unit, block);
   if (!unit->is_resident) {
-    if (unit->options.offloads) {
-      last_use = FSDP_LANE_UPLOAD;
-      FSDP_TRY(upload_shards(unit, block, &local));
-      last_use = FSDP_LANE_UNSHARD;
+    if (of_parts) {
+      is_enqueued = true;
+      FSDP_TRY(place_parts(unit, &local));
+    } else {
+      FSDP_TRY(place_shards(unit, block, &last_use, &local));
+      is_enqueued = true;
     }
-    FSDP_TRY(cast_shards(unit, block, &local));
-    is_enqueued = true;
-    FSDP_TRY(gather_segments(unit, &local));
+    FSDP_TRY(gather_segments(unit, of_parts, &local));
     FSDP_TRY(ops->event_record(ops->context, unit->unsharded, FSDP_LANE_UNSHARD,
                                &local));
   }
@@ -232,6 +317,52 @@ done:
   return status;
 }
 
+/* PARTED -> SHARDED. */
+static fsdp_status drop_parts(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_SHARDED, NULL, error));
+  FSDP_TRY(fsdp_arena_give(unit->engine->arena, unit->part_client,
+                           FSDP_LANE_COMPUTE, error));
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_RESHARD, error));
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_part(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
+  fsdp_status status = FSDP_OK;
+  FSDP_LOCAL_ERROR(local);
+  void *block = NULL;
+
+  if (!unit->keeps_part || unit->state != FSDP_UNIT_UNSHARDED ||
+      unit->is_full || unit->part_nbytes == 0) {
+    return fsdp_unit_priv_reshard(unit, error);
+  }
+  if (unit->part_client < 0) {
+    FSDP_TRY(fsdp_arena_add_client(engine->arena, unit->part_nbytes,
+                                   &unit->part_client, &local));
+  }
+  FSDP_TRY(fsdp_arena_take(engine->arena, unit->part_client, FSDP_LANE_COMPUTE,
+                           &block, &local));
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    unit->param_data[i] = at_nbytes(block, unit->segments[i].part_offset);
+  }
+  FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_PART, unit->param_data, &local));
+  FSDP_TRY(ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
+                             &local));
+  FSDP_TRY(fsdp_arena_give(engine->arena, unit->param_client, FSDP_LANE_COMPUTE,
+                           &local));
+  FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_PART, &local));
+done:
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
+  return status;
+}
+
 fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   const fsdp_view_ops *views = &unit->engine->views;
@@ -241,6 +372,10 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   /* Otherwise its own lane is still writing the block. */
   const bool was_used = is_shown || fsdp_unit_state_is_hidden(unit->state);
 
+  if (unit->state == FSDP_UNIT_PARTED) {
+    FSDP_TRY(drop_parts(unit, &local));
+    return FSDP_OK;
+  }
   if (!was_used && !fsdp_unit_state_is_in_flight(unit->state)) {
     return fsdp_unit_priv_check(unit, error);
   }
@@ -255,6 +390,9 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
     if (!was_used) {
       FSDP_TRY(ops->event_wait(ops->context, FSDP_LANE_COMPUTE, unit->unsharded,
                                &local));
+    }
+    if (unit->is_extended) {
+      views->ungather(views->context, unit->options.owner);
     }
     FSDP_TRY(fsdp_arena_give(unit->engine->arena, param_client(unit),
                              was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
@@ -287,7 +425,9 @@ fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,
                                       fsdp_error *error) {
   if (index < 0) return FSDP_OK;
   fsdp_unit *unit = engine->units[index];
-  if (unit->state != FSDP_UNIT_SHARDED || unit->is_summoned) return FSDP_OK;
+  if (!fsdp_unit_state_is_at_rest(unit->state) || unit->is_summoned) {
+    return FSDP_OK;
+  }
   engine->num_prefetches++;
   return unshard(unit, FSDP_EVENT_PREFETCH, error);
 }

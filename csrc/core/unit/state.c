@@ -12,6 +12,7 @@ static const char *const state_names[FSDP_NUM_UNIT_STATES] = {
     [FSDP_UNIT_UNSHARDED] = "UNSHARDED",
     [FSDP_UNIT_HIDDEN] = "HIDDEN",
     [FSDP_UNIT_KEPT] = "KEPT",
+    [FSDP_UNIT_PARTED] = "PARTED",
     [FSDP_UNIT_REDUCING] = "REDUCING",
     [FSDP_UNIT_FAILED] = "FAILED",
 };
@@ -19,9 +20,9 @@ static const char *const state_names[FSDP_NUM_UNIT_STATES] = {
 static const char *const event_names[FSDP_NUM_UNIT_EVENTS] = {
     [FSDP_EVENT_PREFETCH] = "PREFETCH", [FSDP_EVENT_UNSHARD] = "UNSHARD",
     [FSDP_EVENT_WAIT] = "WAIT",         [FSDP_EVENT_HIDE] = "HIDE",
-    [FSDP_EVENT_RESHARD] = "RESHARD",   [FSDP_EVENT_REDUCE] = "REDUCE",
-    [FSDP_EVENT_FINISH] = "FINISH",     [FSDP_EVENT_FAIL] = "FAIL",
-    [FSDP_EVENT_RESET] = "RESET",
+    [FSDP_EVENT_RESHARD] = "RESHARD",   [FSDP_EVENT_PART] = "PART",
+    [FSDP_EVENT_REDUCE] = "REDUCE",     [FSDP_EVENT_FINISH] = "FINISH",
+    [FSDP_EVENT_FAIL] = "FAIL",         [FSDP_EVENT_RESET] = "RESET",
 };
 
 /* States plus one, so that 0 means "not allowed". The columns below are in the
@@ -33,21 +34,23 @@ enum {
   U = FSDP_UNIT_UNSHARDED + 1,
   H = FSDP_UNIT_HIDDEN + 1,
   K = FSDP_UNIT_KEPT + 1,
+  T = FSDP_UNIT_PARTED + 1,
   R = FSDP_UNIT_REDUCING + 1,
   F = FSDP_UNIT_FAILED + 1
 };
 
 static const unsigned char
     transitions[FSDP_NUM_UNIT_EVENTS][FSDP_NUM_UNIT_STATES] = {
-        [FSDP_EVENT_PREFETCH] = {P, 0, 0, 0, 0, 0, 0, 0},
-        [FSDP_EVENT_UNSHARD] = {G, 0, 0, 0, 0, 0, G, 0},
-        [FSDP_EVENT_WAIT] = {0, U, U, 0, U, U, 0, 0},
-        [FSDP_EVENT_HIDE] = {0, 0, 0, H, 0, 0, 0, 0},
-        [FSDP_EVENT_RESHARD] = {0, S, S, S, S, S, 0, 0},
-        [FSDP_EVENT_REDUCE] = {R, 0, 0, U, 0, 0, R, 0},
-        [FSDP_EVENT_FINISH] = {S, 0, 0, U, K, K, S, 0},
-        [FSDP_EVENT_FAIL] = {F, F, F, F, F, F, F, F},
-        [FSDP_EVENT_RESET] = {S, S, S, S, S, S, S, S},
+        [FSDP_EVENT_PREFETCH] = {P, 0, 0, 0, 0, 0, P, 0, 0},
+        [FSDP_EVENT_UNSHARD] = {G, 0, 0, 0, 0, 0, G, G, 0},
+        [FSDP_EVENT_WAIT] = {0, U, U, 0, U, U, 0, 0, 0},
+        [FSDP_EVENT_HIDE] = {0, 0, 0, H, 0, 0, 0, 0, 0},
+        [FSDP_EVENT_RESHARD] = {0, S, S, S, S, S, S, 0, 0},
+        [FSDP_EVENT_PART] = {0, 0, 0, T, 0, 0, 0, 0, 0},
+        [FSDP_EVENT_REDUCE] = {R, 0, 0, U, 0, 0, 0, R, 0},
+        [FSDP_EVENT_FINISH] = {S, 0, 0, U, K, K, 0, S, 0},
+        [FSDP_EVENT_FAIL] = {F, F, F, F, F, F, F, F, F},
+        [FSDP_EVENT_RESET] = {S, S, S, S, S, S, S, S, S},
 };
 
 const char *fsdp_unit_state_name(fsdp_unit_state state) {

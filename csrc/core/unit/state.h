@@ -9,6 +9,8 @@
  *   HIDDEN       held   the shard       kept after forward, for backward
  *   KEPT         held   the shard       kept after a backward without sync, for
  *                                       the next micro-batch
+ *   PARTED       none   the shard       a part of the block is kept for
+ *                                       backward; see Note [Parts of a unit]
  *   REDUCING     none   the shard       this backward's gradients are on the
  *                                       reduce lane; the optimizer is about to
  *                                       step, so the unit is not prefetched
@@ -36,6 +38,7 @@ typedef enum fsdp_unit_state {
   FSDP_UNIT_UNSHARDED,
   FSDP_UNIT_HIDDEN,
   FSDP_UNIT_KEPT,
+  FSDP_UNIT_PARTED,
   FSDP_UNIT_REDUCING,
   FSDP_UNIT_FAILED,
   FSDP_NUM_UNIT_STATES
@@ -47,6 +50,7 @@ typedef enum fsdp_unit_event {
   FSDP_EVENT_WAIT,         /* the compute lane waits for it; views are set */
   FSDP_EVENT_HIDE,         /* views are of the shard again; the block stays */
   FSDP_EVENT_RESHARD,      /* the block was given back */
+  FSDP_EVENT_PART,         /* likewise, and a part of it was kept */
   FSDP_EVENT_REDUCE,       /* a reduction was issued */
   FSDP_EVENT_FINISH,       /* end of backward */
   FSDP_EVENT_FAIL,
@@ -69,15 +73,22 @@ static inline bool fsdp_unit_state_is_hidden(fsdp_unit_state state) {
   return state == FSDP_UNIT_HIDDEN || state == FSDP_UNIT_KEPT;
 }
 
+/* Whether an all-gather is needed before use. */
+static inline bool fsdp_unit_state_is_at_rest(fsdp_unit_state state) {
+  return state == FSDP_UNIT_SHARDED || state == FSDP_UNIT_PARTED;
+}
+
 /*
  * Moves `*state` along the table; untouched on failure. `name` is the unit's.
  *
  *   event     from -> to
- *   PREFETCH  SHARDED -> PREFETCHED
- *   UNSHARD   SHARDED | REDUCING -> UNSHARDING
+ *   PREFETCH  SHARDED | PARTED -> PREFETCHED
+ *   UNSHARD   SHARDED | PARTED | REDUCING -> UNSHARDING
  *   WAIT      PREFETCHED | UNSHARDING | HIDDEN | KEPT -> UNSHARDED
  *   HIDE      UNSHARDED -> HIDDEN
- *   RESHARD   PREFETCHED | UNSHARDING | UNSHARDED | HIDDEN | KEPT -> SHARDED
+ *   RESHARD   PREFETCHED | UNSHARDING | UNSHARDED | HIDDEN | KEPT | PARTED
+ *             -> SHARDED
+ *   PART      UNSHARDED -> PARTED
  *   REDUCE    SHARDED | REDUCING -> REDUCING; UNSHARDED stays: a nested
  *             backward still uses the block
  *   FINISH    REDUCING -> SHARDED; HIDDEN -> KEPT;

@@ -1,0 +1,51 @@
+/*
+ * Tests of runtime/: parts of units, which small groups keep between forward
+ * and backward. The recorder holds every access against the lanes.
+ */
+#include <string.h>
+
+#include "engine_fixture.h"
+
+static void start(bool prefetches) {
+  const model_options options = {.world_size = 4,
+                                 .rank = 3,
+                                 .part_world_size = 2,
+                                 .param_dtype = RECORDER_BF16,
+                                 .forward_prefetch = prefetches};
+  model_start_tree(&m, &options, 2);
+}
+
+TEST(test_backward_gathers_parts) {
+  start(false);
+  PLAY("enter root; enter a; leave a; state a PARTED; enter b; leave b");
+  PLAY("leave root; state b PARTED; state root HIDDEN");
+  recorder_clear(m.device);
+  PLAY("pre_backward root; pre_backward b");
+  /* In the small group, twice as much per rank as in the shard group. */
+  CHECK(strstr(recorder_tape(m.device), "all_gather unshard g1 32 ") != NULL);
+  CHECK(strstr(recorder_tape(m.device), "all_gather unshard g0") == NULL);
+  PLAY("grads b; pre_backward a; grads a; grads root; finish");
+  PLAY("check_sharded; check_grads; step; check_grads; end");
+}
+
+TEST(test_parts_do_not_outlive_a_step) {
+  for (int prefetches = 0; prefetches < 2; prefetches++) {
+    start(prefetches != 0);
+    PLAY("forward; state a PARTED; enter root");
+    CHECK(!fsdp_unit_is_parted(m.units[1].unit));
+    PLAY("reset; check_sharded");
+    PLAY("enter root; enter a; leave a; leave root; state a PARTED");
+    PLAY("pre_backward root; grads root; finish; state a SHARDED");
+    PLAY("eval; state a SHARDED; step; end");
+  }
+}
+
+TEST(test_parts_by_request) {
+  start(false);
+  PLAY("forward; state a PARTED");
+  CHECK(fsdp_unit_is_parted(m.units[1].unit));
+  CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
+  PLAY("state a SHARDED; backward; check_grads");
+  fsdp_unit_set_keeps_part(m.units[1].unit, false);
+  PLAY("forward; state a SHARDED; state b PARTED; backward; end");
+}

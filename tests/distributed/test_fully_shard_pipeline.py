@@ -1,0 +1,93 @@
+"""fully_shard beside ``torch.distributed.pipelining``: 2 stages of 2 ranks."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from fsdp_c import fully_shard
+from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
+
+pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
+
+DIM, NUM_MICRO_BATCHES = 6, 4
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a sum, so that micro-batches add up."""
+    return (output - target).square().sum()
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@distributed(world_size=4)
+def test_schedules(rank: int, world_size: int, name: str, reshards: bool) -> None:
+    """Gradients and parameters after two steps, against the whole model."""
+    with groups_destroyed():
+        # Names of their own: torch caches groups, which are destroyed, by equal meshes.
+        names = (f"pp_{name}_{reshards}", f"dp_{name}_{reshards}")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        compare(mesh[names[0]], mesh[names[1]], name, reshards)
+
+
+def compare(pp: Any, dp: Any, name: str, reshards: bool) -> None:
+    """Train both."""
+    torch.manual_seed(0)
+    num_stages = 4 if name == "interleaved" else 2
+    whole = [
+        nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)).double()
+        for _ in range(num_stages)
+    ]
+    reference = nn.Sequential(*copy.deepcopy(whole))
+    pp_rank, dp_rank = pp.get_local_rank(), dp.get_local_rank()
+    group = pp.get_group()
+    mine = range(pp_rank, num_stages, 2)
+    stages: list[Any] = []
+    for index in mine:
+        for layer in (whole[index][0], whole[index][2]):
+            fully_shard(layer, mesh=dp, reshard_after_forward=reshards)
+        fully_shard(whole[index], mesh=dp, reshard_after_forward=reshards)
+        stages.append(
+            PipelineStage(
+                whole[index], index, num_stages, torch.device("cpu"), group=group
+            )
+        )
+    if name == "interleaved":
+        schedule: Any = ScheduleInterleaved1F1B(
+            stages, NUM_MICRO_BATCHES, loss_fn=loss_fn, scale_grads=False
+        )
+    else:
+        kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
+        schedule = kind(
+            stages[0], NUM_MICRO_BATCHES, loss_fn=loss_fn, scale_grads=False
+        )
+    params = [p for index in mine for p in whole[index].parameters()]
+    expected = [p for index in mine for p in reference[index].parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.01)
+    every = torch.optim.SGD(reference.parameters(), lr=0.01)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 8, DIM, generator=generator, dtype=torch.float64)
+        y = torch.randn(2, 8, DIM, generator=generator, dtype=torch.float64)
+        (loss_fn(reference(x.flatten(0, 1)), y.flatten(0, 1)) / 2).backward()
+        args = (x[dp_rank],) if pp_rank == 0 else ()
+        has_last = num_stages - 1 in mine
+        schedule.step(*args, target=y[dp_rank] if has_last else None)
+        for param, other in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+        optimizer.step()
+        every.step()
+        for param, other in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.full_tensor(), other)
+        for each in (optimizer, every):
+            each.zero_grad()
