@@ -102,9 +102,12 @@ def as_dtensor(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
 ) -> DTensor:
-    """Return a DTensor of ``shape``, of which this rank has ``local``."""
+    """Return a DTensor of ``shape``, of which this rank has ``local``.
+
+    ``local`` is on the device of the mesh: DTensor.from_local() would move it.
+    """
     with torch.no_grad():
-        return DTensor.from_local(
+        result = DTensor.from_local(
             local,
             mesh,
             placements,
@@ -112,6 +115,9 @@ def as_dtensor(
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
+    # That is a view, which would keep the memory that `local` leaves.
+    result._local_tensor = local
+    return result
 
 
 def dtensor_over(
