@@ -4,8 +4,8 @@
 
 Full fine-tuning, also with the optimizer in backward, LoRA inside the units,
 accumulation, activation checkpointing and bf16, of one transformer with AdamW on 2 and
-4 ranks: fsdp_c over gloo (FSDP_C_SHM=0) and over shared memory, whose rings count, and
-torch's FSDP1 and FSDP2 over gloo. memory_trace.py counts.
+4 ranks: fsdp_c over gloo (FSDP_C_SHM=0) and over shared memory, whose rings count, its
+fully_shard over gloo, and torch's FSDP1 and FSDP2 over gloo. memory_trace.py counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from common import (
     run_workers,
     write_json,
 )
-from implementations import FSDP1_ORIG, FSDP2, FSDP_C_ORIG, LABELS, why_unavailable
+from implementations import (
+    FSDP1_ORIG,
+    FSDP2,
+    FSDP_C,
+    FSDP_C_FULLY,
+    FSDP_C_ORIG,
+    LABELS,
+    why_unavailable,
+)
 from memory_trace import build_counter
 from memory_worker import (
     ACCUMULATE,
@@ -81,10 +89,11 @@ def _jobs() -> list[Job]:
             row = (scenario, num_ranks, FSDP_C_ORIG, transport, way, label)
             jobs.append(Job(*row))
         for name, suffix in torchs:
-            label = LABELS[name].partition(",")[0] + suffix
+            short = LABELS[name]
+            label = (short if name in FSDP_C else short.partition(",")[0]) + suffix
             jobs.append(Job(scenario, num_ranks, name, GLOO, way, label))
 
-    both = ((FSDP1_ORIG, ""), (FSDP2, ""))
+    both = ((FSDP_C_FULLY, ", gloo"), (FSDP1_ORIG, ""), (FSDP2, ""))
     unsharded = (
         (FSDP1_ORIG, ", no_sync()"),
         (FSDP2, ", set_requires_gradient_sync(False)"),
@@ -258,7 +267,7 @@ def render(data: Json, group: str, *, markdown: bool) -> str:
     torchs = [
         row["measured"]["total"]
         for row in rows
-        if row["implementation"] != FSDP_C_ORIG and "measured" in row
+        if row["implementation"] not in FSDP_C and "measured" in row
     ]
     columns = (
         "parameters",
@@ -274,7 +283,7 @@ def render(data: Json, group: str, *, markdown: bool) -> str:
         found = row.get("measured")
         line = [row["label"]]
         line += ["-" if not found else f"{found[key] / MIB:.1f}" for key in columns]
-        is_ours = row["implementation"] == FSDP_C_ORIG and found and torchs
+        is_ours = row["implementation"] in FSDP_C and found and torchs
         line.append(f"{found['total'] / min(torchs):.3f}" if is_ours else "-")
         cells.append(line)
     headers = ["MiB per rank", *columns[:-1], "peak", "to torch's smallest"]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from common import Json, report_result
 from implementations import (
     FSDP2,
+    FSDP_C,
     FSDP_C_IMPORT_ERROR,
-    FSDP_C_ORIG,
     GPT,
     NUM_BYTES,
     Block,
@@ -201,7 +201,7 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
         "parameters": sum(storages(model.parameters()).values()),
         "optimizer state": sum(storages(_states(optimizer)).values()),
     }
-    if args.worker == FSDP_C_ORIG:
+    if args.worker in FSDP_C:
         import fsdp_c
 
         result["memory_stats"] = fsdp_c.memory_stats(model)

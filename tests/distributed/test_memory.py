@@ -108,6 +108,13 @@ def _arena_nbytes(stats: dict[str, int]) -> int:
     return stats["peak_nbytes" if ON_HOST else "arena_nbytes"]
 
 
+def _of_equal_units(param_nbytes: int, grad_nbytes: int) -> int:
+    """Return the arena of a chain: on a host the gradients follow the parameters."""
+    if ON_HOST:
+        return max(param_nbytes, grad_nbytes)
+    return 2 * (param_nbytes + grad_nbytes)
+
+
 def _scratch_nbytes(grad_nbytes: int, world_size: int, group: Any = None) -> int:
     """Return the scratch of a unit whose gradients have so many bytes."""
     return num_scratches(group) * grad_nbytes // (2 if world_size == 2 else 1)
@@ -208,11 +215,10 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
 
     Two for parameters (the unit that computes and the next one) and two for
     gradients (those that come and those on the reduce lane). Nor does the scratch.
-    On a host those that come have no block, and the next one only a prefetch.
+    On a host those that come have no block, those that are reduced take the place of
+    the parameters, and the next unit comes after them.
     """
-    num_blocks = 4
-    if ON_HOST:
-        num_blocks = 3 if prefetch == "BACKWARD_PRE" else 2
+    num_blocks = 1 if ON_HOST else 4
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
     for depth in (5, 9):
@@ -233,7 +239,10 @@ def test_arena_of_equal_units(rank: int, world_size: int, prefetch: str | None) 
 def test_arena_of_frozen_layers(
     rank: int, world_size: int, prefetch: str | None
 ) -> None:
-    """A block of parameters holds frozen ones, a block of gradients does not."""
+    """A block of parameters holds frozen ones, a block of gradients does not.
+
+    On a host they are not there at the same time.
+    """
     block = Block(6, 10)
     block.fc1.requires_grad_(False)
     segments = [
@@ -254,9 +263,7 @@ def test_arena_of_frozen_layers(
         for _ in range(3):
             loss_of(model(x)).backward()
         stats = _memory_stats(model)
-        num_blocks = 1 if ON_HOST and prefetch != "BACKWARD_PRE" else 2
-        num_grads = 1 if ON_HOST else 2
-        expected = num_blocks * _in_block(segments) + num_grads * grad_nbytes
+        expected = _of_equal_units(_in_block(segments), grad_nbytes)
         assert _arena_nbytes(stats) == expected
         assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
@@ -390,8 +397,7 @@ def test_arena_in_bf16_is_half(rank: int, world_size: int) -> None:
             )
             for itemsize in (param_itemsize, grad_itemsize)
         )
-        num_grads = 1 if ON_HOST else 2
-        assert _arena_nbytes(stats) == 2 * param_nbytes + num_grads * grad_nbytes
+        assert _arena_nbytes(stats) == _of_equal_units(param_nbytes, grad_nbytes)
         assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 
@@ -460,7 +466,7 @@ def test_no_sync_with_replicas(rank: int) -> None:
                 loss_of(model(x)).backward()
                 model.zero_grad()
             stats = _memory_stats(model)
-            # On a host a reduced unit's block is back before the first prefetch.
+            # On a host there is one unit's parameters beside the gradients.
             num_blocks = depth + (1 if ON_HOST else 2)
             assert _arena_nbytes(stats) == num_blocks * nbytes
             scratch = _scratch_nbytes(nbytes, num_shards, groups[0])
@@ -498,8 +504,7 @@ def test_sharded_no_sync(rank: int, world_size: int, itemsize: int) -> None:
         assert stats["partial_grad_nbytes"] == kept
         assert stats["grad_shard_nbytes"] == depth * shard
         assert stats["held_nbytes"] == 0
-        num_grads = 1 if ON_HOST else 2
-        assert _arena_nbytes(stats) == 2 * param_nbytes + num_grads * grad_nbytes
+        assert _arena_nbytes(stats) == _of_equal_units(param_nbytes, grad_nbytes)
         assert stats["scratch_nbytes"] == _scratch_nbytes(grad_nbytes, world_size)
 
 

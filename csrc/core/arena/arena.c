@@ -202,15 +202,10 @@ static void remove_free_blocks(fsdp_arena *arena) {
   }
 }
 
-/* See Note [Memory on a host] in arena.h. */
-static bool is_on_host(const fsdp_arena *arena) {
-  return arena->ops->defer != NULL;
-}
-
 /* The free block that fits and was given back longest ago, or NONE; on a host
  * that of the exact size that was given back last. */
 static int64_t find_free_block(const fsdp_arena *arena, int64_t nbytes) {
-  const bool wants_last = is_on_host(arena);
+  const bool wants_last = arena->ops->is_host;
   int64_t best = NONE;
   for (size_t i = 0; i < arena->num_slots; i++) {
     const block *candidate = &arena->blocks[i];
@@ -333,7 +328,7 @@ fsdp_status fsdp_arena_take(fsdp_arena *arena, int64_t client, fsdp_lane lane,
     FSDP_TRY(ops->event_wait(ops->context, lane, taken->free_event, error));
   }
 
-  if (!is_on_host(arena)) learn_conflicts(arena, client);
+  if (!arena->ops->is_host) learn_conflicts(arena, client);
   if (lane != FSDP_LANE_COMPUTE) arena->last_taker = client;
   if (!is_planned) arena->is_dirty = true;
   taker->ever_took = true;
@@ -519,7 +514,7 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
   arena->last_taker = NONE;
   arena->last_compute_giver = NONE;
   arena->last_async_giver = NONE;
-  if (is_on_host(arena)) {
+  if (arena->ops->is_host) {
     remove_free_blocks(arena);
     return FSDP_OK;
   }

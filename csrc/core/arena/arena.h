@@ -28,14 +28,15 @@
  *
  * Note [Memory on a host]
  * A host has no streams: a block that is given back is free at once, and other
- * code can use its memory. There (the port has `defer`) blocks are not kept for
- * the run: less memory at the peak, though a step allocates. A client takes the
- * free block of its exact size that was given back last, which is
- * still in the caches. If there is none, all free blocks are freed, so that
- * none of another size waits while one is allocated. At the end of backward the
- * plan frees all that nobody holds. The engine takes and gives back as late and
- * as early as it can: a gradient block when a unit's gradients are complete,
- * back when its reduction has ended.
+ * code can use its memory. There blocks are not kept for the run: less memory
+ * at the peak, though a step allocates. A client takes the free block of its
+ * exact size that was given back last, which is still in the caches. If there
+ * is none, all free blocks are freed, so that none of another size waits while
+ * one is allocated. At the end of backward the plan frees all that nobody
+ * holds. The engine takes and gives back as late and as early as it can: a
+ * gradient block when a unit's gradients are complete, back when its reduction
+ * has ended, before the next unit is gathered (Note [Least memory in backward]
+ * in backward.c).
  *
  * Note [Memory that blocks leave]
  * Blocks lie in memory that the device's allocator keeps apart from the user's

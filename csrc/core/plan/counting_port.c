@@ -114,30 +114,11 @@ static fsdp_status event_record(void *context, fsdp_event *event,
   return FSDP_OK;
 }
 
-/* Runs what waits for the end of the reduction in flight. */
-static fsdp_status run_deferred(fsdp_counting_device *self, fsdp_error *error) {
-  fsdp_status (*const step)(void *, fsdp_error *) = self->deferred_step;
-  self->deferred_step = NULL;
-  return step == NULL ? FSDP_OK : step(self->deferred_argument, error);
-}
-
-/* The engine has one reduction in flight at a time. */
-static fsdp_status defer(void *context, fsdp_lane lane,
-                         fsdp_status (*step)(void *argument, fsdp_error *error),
-                         void *argument, fsdp_error *error) {
-  fsdp_counting_device *self = context;
-  const bool is_in_flight = self->is_reducing;
-  self->deferred_step = step;
-  self->deferred_argument = argument;
-  self->deferred_lane = lane;
-  self->is_reducing = false;
-  return is_in_flight ? FSDP_OK : run_deferred(self, error);
-}
-
 static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
                               fsdp_error *error) {
   fsdp_counting_device *self = context;
   const double waited = event->at - self->clocks[lane];
+  (void)error;
   if (waited > 0) {
     self->clocks[lane] = event->at;
     if (lane == FSDP_LANE_COMPUTE) {
@@ -147,8 +128,7 @@ static fsdp_status event_wait(void *context, fsdp_lane lane, fsdp_event *event,
       }
     }
   }
-  return event->lane == self->deferred_lane ? run_deferred(self, error)
-                                            : FSDP_OK;
+  return FSDP_OK;
 }
 
 /* The host's own time counts nothing. */
@@ -271,7 +251,6 @@ static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
   count->num_launches++;
   count->seconds += seconds;
   self->is_open = false;
-  if (self->open_kind != FSDP_COLLECTIVE_ALL_GATHER) self->is_reducing = true;
   return FSDP_OK;
 }
 
@@ -495,7 +474,7 @@ fsdp_device_ops fsdp_counting_device_ops(fsdp_counting_device *device) {
       .pack = pack,
       .accumulate = accumulate,
       .stream = stream,
-      .defer = device->is_host ? defer : NULL,
+      .is_host = device->is_host,
       .all_gather_bytes = all_gather_bytes,
   };
 }

@@ -94,10 +94,6 @@ typedef struct fsdp_counting_device {
   bool is_open;              /* there were calls since group_begin: */
   fsdp_collective open_kind; /* of this kind */
   double open_bytes;         /* and so many bytes on the wire */
-  bool is_reducing;          /* a reduction was launched since the last defer */
-  fsdp_status (*deferred_step)(void *argument, fsdp_error *error); /* or NULL */
-  void *deferred_argument;
-  fsdp_lane deferred_lane;
 } fsdp_counting_device;
 
 /* The transport of a group, on the one link or the other. */

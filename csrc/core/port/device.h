@@ -8,8 +8,8 @@
  * Note [Lanes on a host device]
  * A CPU has no streams. There, collectives start in the order of the calls
  * (so that all ranks agree), cast and pack run at once, accumulate is queued
- * behind its lane's collectives, as the steps of `defer` are, and event_wait
- * runs the recording lane up to the event, whichever lane waits. The engine is
+ * behind its lane's collectives, and event_wait runs the recording lane up to
+ * the event, whichever lane waits. The engine is
  * therefore written so that cast and pack never touch memory of a collective
  * that is still in flight on their own lane; an event stands between them.
  */
@@ -40,6 +40,8 @@ typedef struct fsdp_pack_item {
 
 typedef struct fsdp_device_ops {
   void *context; /* first argument of every call */
+  bool is_host;  /* a device without streams; see Note [Memory on a host] in
+                    arena.h */
 
   /* Memory. block [out] new; aligned to at least 64 bytes; nbytes >= 1. */
   fsdp_status (*block_alloc)(void *context, int64_t nbytes, void **block,
@@ -105,13 +107,6 @@ typedef struct fsdp_device_ops {
   fsdp_status (*add_call)(void *context, fsdp_lane lane,
                           const fsdp_group *group, fsdp_channel channel,
                           uint64_t ticket, fsdp_error *error);
-  /* On a host device: runs `step` after the lane's work so far, when the lane
-   * is next waited for; at once if nothing is left of it. Not after a failure
-   * of that work. NULL: a device with streams. See Note [Memory on a host] in
-   * arena.h. */
-  fsdp_status (*defer)(void *context, fsdp_lane lane,
-                       fsdp_status (*step)(void *argument, fsdp_error *error),
-                       void *argument, fsdp_error *error);
   /* Adds to `error`, of a call of the group's transport that failed, what the
    * other ranks were doing, if it was they who failed. May wait for their
    * answers. May be NULL. Returns the status of `error`. */

@@ -4,7 +4,7 @@
 static void open_backward(fsdp_engine *engine) {
   if (engine->in_backward) return;
   engine->in_backward = true;
-  engine->num_entered = 0;
+  engine->has_entered = false;
   fsdp_order_begin_backward(engine->order);
 }
 
@@ -36,31 +36,17 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
   }
 }
 
-/* Note [Where activations are largest]
- * On a host a prefetched block is memory that activations could have. They are
- * largest when backward begins, so the first units of a backward prefetch when
- * their gradients are complete and their activations gone. The root, where it
- * comes first, prefetches as ever: the unit that runs next. The first unit's
- * reduction is waited for at once if it has scratch, which would stand beside
- * the activations of the next unit. All ranks do the same. */
-enum { NUM_LATE_UNITS = 3 };
-
+/* Note [Least memory in backward]
+ * On a host a prefetched block, or a gradient block that is being reduced, is
+ * memory that activations could have. There, a unit prefetches the next one
+ * when its own gradients are reduced. So backward holds the outermost unit and
+ * either a unit's parameters and the gradients that it has, or its gradients
+ * and their block. The root, where it comes first, prefetches as ever: the unit
+ * that runs next. */
 static bool prefetches_late(const fsdp_unit *unit) {
   const fsdp_engine *engine = unit->engine;
-  const bool is_ahead = unit == engine->root && engine->num_entered == 0;
-  return fsdp_engine_priv_is_host(engine) && !is_ahead &&
-         engine->num_entered <= NUM_LATE_UNITS;
-}
-
-/* After the unit's reduction was issued. */
-static fsdp_status settle_first(fsdp_unit *unit, fsdp_error *error) {
-  fsdp_engine *engine = unit->engine;
-  const fsdp_transport *transport = unit->options.shard_group.transport;
-  if (engine->num_entered != 1 || transport == NULL ||
-      !transport->ops->wants_scratch) {
-    return FSDP_OK;
-  }
-  return fsdp_engine_priv_settle_reduces(engine, error);
+  const bool is_ahead = unit == engine->root && !engine->has_entered;
+  return fsdp_engine_priv_is_host(engine) && !is_ahead;
 }
 
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
@@ -77,7 +63,7 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   const bool is_first = !unit->step.entered_backward;
   FSDP_TRY(enter_backward(unit, &local));
-  if (is_first && unit != engine->root) engine->num_entered++;
+  if (unit != engine->root) engine->has_entered = true;
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
 
   fsdp_order_pre_backward(engine->order, unit->index);
@@ -119,7 +105,6 @@ static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
       unit->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
   if (fsdp_engine_priv_is_host(unit->engine)) { /* first the free memory */
     FSDP_TRY(reshard_after_backward(unit, error));
-    if (reduces) FSDP_TRY(fsdp_engine_priv_settle_reduces(unit->engine, error));
   }
   FSDP_TRY(reduces ? fsdp_unit_priv_fill_grads(unit, error)
                    : fsdp_unit_priv_pack_grads(unit, error));
@@ -136,7 +121,6 @@ static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
   if (--unit->step.expected_grads > 0) return FSDP_OK;
   const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
-  FSDP_TRY(settle_first(unit, error));
   if (prefetch == FSDP_PREFETCH_POST || is_late) {
     FSDP_TRY(prefetch_backward(unit->engine, error));
   }
@@ -153,9 +137,6 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
 
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   FSDP_TRY(enter_backward(unit, &local));
-  if (unit->state == FSDP_UNIT_REDUCING) { /* one more, which has its own */
-    FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
-  }
   is_taken = true;
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->step.expected_grads > 0) {
@@ -259,7 +240,6 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   FSDP_LOCAL_ERROR(local);
 
   if (!engine->in_backward) return FSDP_OK;
-  FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
   FSDP_TRY(complete_leftovers(engine, &local));
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));

@@ -187,8 +187,7 @@ struct fsdp_engine {
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
-  int64_t num_entered; /* backward.c: units in this backward, but the root */
-  bool is_reducing;    /* reduce.c: on a host: a reduction is in flight */
+  bool has_entered;  /* backward.c: a unit of this backward, but the root */
 
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
@@ -228,7 +227,7 @@ static inline void *fsdp_priv_slot(void *segment, int64_t rank,
 
 /* Whether blocks come and go: Note [Memory on a host] in arena.h. */
 static inline bool fsdp_engine_priv_is_host(const fsdp_engine *engine) {
-  return engine->ops.defer != NULL;
+  return engine->ops.is_host;
 }
 
 /* place.c */
@@ -465,16 +464,16 @@ void fsdp_engine_priv_free_scratch(fsdp_engine *engine);
  * sharded gradient, or, with FSDP_SYNC_SHARD, to the partial one. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit,
                                                          fsdp_error *error);
+/* On a host, when COMPUTE has waited for the collectives: only now does the
+ * sharded, or partial, gradient need memory; that of the others goes. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit,
+                                                     fsdp_error *error);
 
 /* reduce.c */
 /* Says that the unit's gradient is complete. Issues its reduction, and those
  * that waited for it, when its turn in the recorded order has come. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
-/* On a host: waits for the reduction in flight, if there is one, so that its
- * gradient block is free before the next one is taken. */
-FSDP_NODISCARD fsdp_status fsdp_engine_priv_settle_reduces(fsdp_engine *engine,
-                                                           fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);

@@ -19,14 +19,8 @@ static fsdp_status wait_for_reduces(fsdp_engine *engine, fsdp_error *error) {
   FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
                                       FSDP_LANE_REPLICATE,
                                       engine->replicate_done, error));
-  engine->is_reducing = false;
 done:
   return status;
-}
-
-fsdp_status fsdp_engine_priv_settle_reduces(fsdp_engine *engine,
-                                            fsdp_error *error) {
-  return engine->is_reducing ? wait_for_reduces(engine, error) : FSDP_OK;
 }
 
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
@@ -46,9 +40,11 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
                        unit->name);
     goto done;
   }
-  FSDP_TRY(fsdp_engine_priv_settle_reduces(engine, &local));
-  engine->is_reducing = fsdp_engine_priv_is_host(engine);
   FSDP_TRY(fsdp_unit_priv_enqueue_reduce(unit, &local));
+  if (fsdp_engine_priv_is_host(engine)) {
+    FSDP_TRY(wait_for_reduces(engine, &local));
+    FSDP_TRY(fsdp_unit_priv_end_reduce(unit, &local));
+  }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
   engine->num_reduces++;
@@ -139,7 +135,6 @@ done:
 
 void fsdp_engine_priv_reset_reduces(fsdp_engine *engine) {
   engine->num_issued_reduces = 0;
-  engine->is_reducing = false;
   record_order(engine);
 }
 

@@ -292,31 +292,25 @@ done:
   return status;
 }
 
-/* On a host: the collectives have ended. Only now does the sharded, or partial,
- * gradient need memory; that of the others goes. */
-static fsdp_status settle(void *argument, fsdp_error *error) {
-  fsdp_unit *unit = argument;
+fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  FSDP_LOCAL_ERROR(local);
 
   fsdp_engine_priv_end_scratch(unit->engine);
+  if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
   if (unit->sync == FSDP_SYNC_SHARD) {
-    FSDP_TRY(end_partial(unit, FSDP_LANE_COMPUTE, &local));
-    return FSDP_OK;
+    return end_partial(unit, FSDP_LANE_COMPUTE, error);
   }
-  FSDP_TRY(use_partial(unit, FSDP_LANE_COMPUTE, &local)); /* unless it did */
+  FSDP_TRY(use_partial(unit, FSDP_LANE_COMPUTE, error)); /* unless it did */
   fsdp_unit_priv_free_partial(unit);
   set_grads_aside(unit);
-  FSDP_TRY(make_grad_shards(unit, &local));
-  FSDP_TRY(end_reduce(unit, FSDP_LANE_COMPUTE, &local));
+  FSDP_TRY(make_grad_shards(unit, error));
+  FSDP_TRY(end_reduce(unit, FSDP_LANE_COMPUTE, error));
 done:
-  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 
 fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
-  const fsdp_device_ops *ops = &engine->ops;
   const bool is_host = fsdp_engine_priv_is_host(engine);
   const bool has_hook = unit->has_reduce_hook;
   const bool has_shards = unit->options.shard_group.world_size > 1;
@@ -357,11 +351,7 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
     }
     if (has_replicas) FSDP_TRY(reduce_over_replicas(unit, &lane, error));
   }
-  if (is_host) {
-    FSDP_TRY(ops->defer(ops->context, lane, settle, unit, error));
-  } else {
-    FSDP_TRY(end_reduce(unit, lane, error));
-  }
+  if (!is_host) FSDP_TRY(end_reduce(unit, lane, error));
 done:
   return status;
 }

@@ -1,8 +1,8 @@
 /*
  * Scratch: the second buffer of a reduction, for transports that want one. Two
  * blocks take turns, so that a reduction does not wait for the one before it.
- * Each is as large as the largest unit needs. On a host one reduction is in
- * flight at a time, and its scratch ends with it.
+ * Each is as large as the largest unit needs. On a host a reduction is
+ * waited for at once, and its scratch ends with it.
  */
 #include "runtime/engine_priv.h"
 

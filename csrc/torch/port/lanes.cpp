@@ -145,18 +145,6 @@ fsdp_status add_call(void *context, fsdp_lane lane, const fsdp_group *group,
   };
 }
 
-fsdp_status defer(void *context, fsdp_lane lane,
-                  fsdp_status (*step)(void *argument, fsdp_error *error),
-                  void *argument, fsdp_error *error) {
-  GUARDED(error) {
-    provider_of(context).add_step(lane, [step, argument] {
-      fsdp_error failure;
-      if (step(argument, &failure) != FSDP_OK) throw_error(failure);
-    });
-    return FSDP_OK;
-  };
-}
-
 fsdp_status explain_failure(void *context, const fsdp_group *group,
                             fsdp_error *error) {
   GUARDED(error) {
@@ -173,7 +161,6 @@ fsdp_status explain_failure(void *context, const fsdp_group *group,
 }  // namespace
 
 void add_lane_ops(fsdp_device_ops *ops) {
-  if (!provider_of(ops->context).has_streams()) ops->defer = defer;
   ops->add_call = add_call;
   ops->explain_failure = explain_failure;
 }

@@ -404,6 +404,7 @@ fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
 fsdp_device_ops Provider::ops() {
   fsdp_device_ops table = {};
   table.context = this;
+  table.is_host = !has_streams_;
   table.block_alloc = block_alloc;
   table.block_free = block_free;
   table.memory_release = memory_release;
