@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import (
@@ -214,6 +215,21 @@ def test_eval_between_backward_and_step(rank: int, world_size: int) -> None:
         both.step()
         both.evaluate()
     both.train(1)
+
+
+@distributed(world_size=2)
+def test_memory_of_cleared_gradients(rank: int, world_size: int) -> None:
+    """The next forward frees it, before backward needs the most."""
+    both = Rows.of("mlp")
+    both.train(2)
+    both.forward_backward()
+    memory = [
+        StorageWeakRef(param.grad._local_tensor.untyped_storage())
+        for param in both.model.parameters()
+    ]
+    both.zero_grad()
+    both.evaluate()
+    assert all(each.expired() for each in memory)
 
 
 @distributed(world_size=2)
