@@ -290,7 +290,8 @@ static PyObject *layout_get_alignment(PyObject *object,
 
 PyDoc_STRVAR(
     layout_doc,
-    "Layout(params, world_size, *, itemsize=16, align_params, align_shards)\n"
+    "Layout(params, world_size, *, itemsize=16, align_params, align_shards,\n"
+    "       row_numels=None)\n"
     "--\n\n"
     "Where parameters, each (numel, dtype, requires_grad), lie in flat "
     "shards.\n"

@@ -501,7 +501,8 @@ PyDoc_STRVAR(unit_reshard_doc,
              "Give unsharded parameters up.");
 PyDoc_STRVAR(unit_set_doc,
              "set($self, /, *, sync=-1, reshard_after_forward=-1,\n"
-             "    divisor=-1.0, forward_prefetch=-1)\n"
+             "    divisor=-1.0, forward_prefetch=-1, keeps_part=-1,\n"
+             "    reshard_after_backward=-1)\n"
              "--\n\n"
              "Change what is given. divisor 0: the number of ranks.");
 
