@@ -21,6 +21,7 @@
 namespace fsdp_torch {
 namespace {
 
+constexpr size_t kLargePage = size_t{2} << 20;
 constexpr size_t kSlab = size_t{64} << 20;
 constexpr size_t kAlignment = 64;
 
@@ -62,6 +63,12 @@ std::vector<at::Tensor> empty_tensors(const std::vector<TensorSpec> &specs) {
       if (end > begin && total + more > kSlab) break;
       total += more;
       end++;
+    }
+    if (total < kLargePage) {  // no large page: torch's allocator as ever
+      for (; begin < end; begin++) {
+        tensors.push_back(at::empty({specs[begin].numel}, specs[begin].dtype));
+      }
+      continue;
     }
     const auto slab = std::make_shared<c10::DataPtr>(make_host_memory(total));
     for (size_t offset = 0; begin < end; begin++) {
