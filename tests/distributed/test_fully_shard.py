@@ -15,8 +15,6 @@ from helpers.groups import groups_destroyed
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 
-pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
 MODELS = sorted(set(CASES) - {"scalar", "mixed_dtype", "tied"})
 
 
@@ -41,6 +39,7 @@ def test_training_on_four_ranks(rank: int, world_size: int, model: str) -> None:
     both.train(2)
 
 
+@pytest.mark.cpu_only("its mesh is of the CPU")
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)
@@ -66,6 +65,7 @@ def test_hybrid_mesh(
         assert param.placements == (Replicate(), Shard(0))
 
 
+@pytest.mark.cpu_only("its mesh is of the CPU")
 @distributed(world_size=4)
 def test_all_reduce_once(rank: int, world_size: int) -> None:
     """set_requires_all_reduce(False) keeps partial sums; unused parameters too."""

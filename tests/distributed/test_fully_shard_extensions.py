@@ -11,8 +11,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
 
-pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
 
 class Scaled:
     """Sends bytes and one scale per rank, as float8 does.

@@ -16,8 +16,6 @@ from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.rows import Rows
 
-pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
 
 @contextlib.contextmanager
 def small_groups() -> Iterator[None]:

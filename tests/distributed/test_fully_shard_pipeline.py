@@ -18,8 +18,6 @@ from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 
-pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
 DIM, NUM_MICRO_BATCHES = 6, 4
 
 
@@ -28,6 +26,7 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().sum()
 
 
+@pytest.mark.cpu_only("its mesh is of the CPU")
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 @distributed(world_size=4)

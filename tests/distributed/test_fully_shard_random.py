@@ -30,8 +30,6 @@ from helpers.random_programs import (
 )
 from helpers.rows import Rows
 
-pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
 FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
 NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", "24"))
 NUM_FULL_CASES = 240
@@ -158,6 +156,7 @@ def _batches() -> Iterator[Any]:
                 )
 
 
+@pytest.mark.cpu_only("its meshes are of the CPU")
 @pytest.mark.parametrize(("world_size", "cases"), list(_batches()))
 def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
     """Parameters and gradients after each step."""

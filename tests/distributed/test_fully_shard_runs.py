@@ -38,8 +38,6 @@ from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
 
-pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
 
 class SelfCheckpointed(Block):
     """Recomputes itself, without entering through the sharded module."""
@@ -343,6 +341,7 @@ def test_other_forward_methods(rank: int, world_size: int) -> None:
     assert isinstance(model.weight.grad, DTensor)
 
 
+@pytest.mark.cpu_only("it makes values on the CPU")
 @distributed(world_size=2)
 def test_meta_device(rank: int, world_size: int) -> None:
     """Sharded on meta, then to_empty() and initialised; or loaded with assign."""
@@ -462,6 +461,7 @@ def test_optimizers(rank: int, world_size: int) -> None:
         both.train(2)
 
 
+@pytest.mark.cpu_only("plain parameters stay registered until the next step")
 @distributed(world_size=2)
 def test_recovers_from_exceptions(rank: int, world_size: int) -> None:
     """In forward and in backward; the DTensors are registered after both."""
@@ -508,6 +508,7 @@ def test_post_accumulate_hooks(rank: int, world_size: int) -> None:
     assert seen == [True, True]
 
 
+@pytest.mark.cpu_only("the simulated device has no LSTM")
 @distributed(world_size=2)
 def test_rnn(rank: int, world_size: int) -> None:
     """A module with lists of its parameters."""
@@ -545,6 +546,7 @@ def test_tied_inside_a_group(rank: int, world_size: int) -> None:
         fully_shard(model[1])
 
 
+@pytest.mark.cpu_only("it makes values on the CPU")
 @distributed(world_size=2)
 def test_refusals(rank: int, world_size: int) -> None:
     """What is not supported is named."""
