@@ -40,6 +40,7 @@ from helpers.tensor_parallel import (
     parallelize,
     shard_blocks,
     tokens,
+    train_and_check,
     two_meshes,
     whole_of,
 )
@@ -53,26 +54,12 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> None:
-    """Train a model over the mesh and the unsharded one, with clipping."""
+    """Train a model over the mesh and the unsharded one."""
+    build = functools.partial(ParallelModel, hidden=hidden)
     with groups_destroyed():
-        both = ParallelRows(
-            num_dp,
-            num_tp,
-            build=functools.partial(ParallelModel, hidden=hidden),
-            optimizer=adamw,
-            **options,
+        train_and_check(
+            ParallelRows(num_dp, num_tp, build=build, optimizer=adamw, **options)
         )
-        for _ in range(3):
-            both.zero_grad()
-            both.forward_backward()
-            both.check()
-            both.clip(0.1)
-            both.step()
-            both.check()
-        both.evaluate()
-        both.zero_grad()
-        both.accumulate(2, no_sync=True)
-        both.check()
 
 
 @pytest.mark.parametrize("hidden", [10, 7])

@@ -26,6 +26,7 @@ from helpers.tensor_parallel import (
     ParallelModel,
     parallelize,
     tokens,
+    train_and_check,
     two_meshes,
 )
 
@@ -38,27 +39,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> None:
-    """Train a model over the mesh and the unsharded one, with clipping."""
+    """Train a model over the mesh and the unsharded one."""
+    build = functools.partial(ParallelModel, hidden=hidden)
     with groups_destroyed():
-        both = ParallelFlat(
-            num_dp,
-            num_tp,
-            build=functools.partial(ParallelModel, hidden=hidden),
-            optimizer=adamw,
-            **options,
-        )
-        for _ in range(3):
-            both.zero_grad()
-            both.forward_backward()
-            both.check()
-            both.clip(0.1)
-            both.check()
-            both.step()
-            both.check()
-        both.evaluate()
-        both.zero_grad()
-        both.accumulate(2, no_sync=True)
-        both.check()
+        both = ParallelFlat(num_dp, num_tp, build=build, optimizer=adamw, **options)
+        train_and_check(both)
         both.clip(0.01, float("inf"))
 
 

@@ -222,3 +222,19 @@ class ParallelFlat(Differential):
                     assert isinstance(param.grad, DTensor), name
                     grads[name] = param.grad.full_tensor().clone()
         return params, grads
+
+
+def train_and_check(both: Differential) -> None:
+    """Train both models with clipping, evaluate, accumulate; compare all along."""
+    for _ in range(3):
+        both.zero_grad()
+        both.forward_backward()
+        both.check()
+        both.clip(0.1)
+        both.check()
+        both.step()
+        both.check()
+    both.evaluate()
+    both.zero_grad()
+    both.accumulate(2, no_sync=True)
+    both.check()
