@@ -5,13 +5,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_c import FSDPModule, fully_shard
 from helpers.models import CASES, Inputs
-from helpers.reference import Differential, assert_same, clean_name, sgd
+from helpers.reference import (
+    Differential,
+    assert_same,
+    clean_name,
+    parts_of_all_ranks,
+    sgd,
+)
 
 # fp64 on both sides.
 TOLERANCE = 1e-8
@@ -37,12 +42,11 @@ def whole_of(values: Sequence[Any]) -> list[Tensor]:
 
     Not by full_tensor(), whose answer is to be judged.
     """
-    theirs: list[Any] = [None] * dist.get_world_size()
-    mine = [value.to_local().detach().cpu() for value in values]
-    dist.all_gather_object(theirs, mine)
+    all_parts = parts_of_all_ranks(value.to_local() for value in values)
+    ranks = {mesh: mesh.mesh for mesh in {value.device_mesh for value in values}}
     return [
-        _put_together(value.device_mesh.mesh, value.placements, parts)
-        for value, parts in zip(values, zip(*theirs, strict=True), strict=True)
+        _put_together(ranks[value.device_mesh], value.placements, parts).to(value.dtype)
+        for value, parts in zip(values, all_parts, strict=True)
     ]
 
 
