@@ -374,6 +374,17 @@ static fsdp_status append(hierarchical *self, op **added, fsdp_error *error) {
   return FSDP_OK;
 }
 
+/* After a failure nothing may write into the memory of calls any more. */
+static void drain(hierarchical *self) {
+  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
+    fsdp_transport *peers = self->parts.peers[i];
+    /* The first failure is the one to report. */
+    (void)peers->ops->wait(peers, (fsdp_channel)i, self->last_tickets[i], NULL);
+  }
+  self->first = self->end;
+  self->num_ended = self->num_started;
+}
+
 static fsdp_status start(hierarchical *self, const fsdp_call *call,
                          const op *made, uint64_t *ticket, fsdp_error *error) {
   op *added = NULL;
@@ -390,23 +401,14 @@ static fsdp_status start(hierarchical *self, const fsdp_call *call,
   if (peers_channel(added) == FSDP_CHANNEL_GATHER && added->numel > 0) {
     status = start_gather(self, added, &cause);
     if (status != FSDP_OK) {
-      return fail(self, added, "between hosts", &cause, error);
+      status = fail(self, added, "between hosts", &cause, error);
+      drain(self);
+      return status;
     }
   }
   self->end++;
   *ticket = ++self->num_started;
   return FSDP_OK;
-}
-
-/* After a failure nothing may write into the memory of calls any more. */
-static void drain(hierarchical *self) {
-  for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    fsdp_transport *peers = self->parts.peers[i];
-    /* The first failure is the one to report. */
-    (void)peers->ops->wait(peers, (fsdp_channel)i, self->last_tickets[i], NULL);
-  }
-  self->first = self->end;
-  self->num_ended = self->num_started;
 }
 
 static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel channel,

@@ -29,7 +29,8 @@
  * while the rank computes, and a reduction when it ends, each over peers of
  * their own; `local` is used only when a call ends; and `wait` ends all calls
  * that were started before, on both channels, in that order. Ranks start the
- * calls of both channels in one order, as c10d demands too. A rank that has
+ * calls of both channels in one order, as c10d demands too, and so from one
+ * thread at a time. A rank that has
  * started a call must come to `wait` before it waits for the others by other
  * means.
  */
