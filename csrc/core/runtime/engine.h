@@ -242,6 +242,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
  * as it sees fit. */
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
 
+/* Which calls the port's custom_run makes: some of fsdp_custom, or 0. None at
+ * first. Between steps. */
+void fsdp_unit_set_custom(fsdp_unit *unit, unsigned kinds);
+
 /* Whether the port follows the unit's reductions: grads_set_aside and
  * grads_reduced. No at first. */
 void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed);
