@@ -60,6 +60,9 @@ class FSDPModule(TorchFSDPModule):
 
         Until backward, modules that keep their parameters have the plain ones
         registered, which have no gradients; nn.Module.zero_grad() sees only these.
+
+        Args:
+            set_to_none: Drop gradients; False: fill them with zeros.
         """
         module = cast("nn.Module", self)
         nn.Module.zero_grad(module, set_to_none)

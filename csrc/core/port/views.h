@@ -29,7 +29,6 @@ typedef enum fsdp_view {
                              the micro-batches so far, in reduce dtype */
 } fsdp_view;
 
-/* `owner` is the token that the unit was created with. */
 /* What the user does instead of the engine, or after it. */
 typedef enum fsdp_custom {
   FSDP_CUSTOM_ALL_GATHER = 1,
@@ -37,6 +36,7 @@ typedef enum fsdp_custom {
   FSDP_CUSTOM_REDUCED = 4, /* sees gradients that are reduced, and scaled */
 } fsdp_custom;
 
+/* `owner` is the token that the unit was created with. */
 typedef struct fsdp_view_ops {
   void *context; /* first argument of every call */
 
