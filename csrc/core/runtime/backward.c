@@ -241,6 +241,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
 
   if (!engine->in_backward) return FSDP_OK;
   FSDP_TRY(complete_leftovers(engine, &local));
+  FSDP_TRY(fsdp_engine_priv_end_phase(engine, &local));
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));
   /* The user reads gradients and writes shards on the host now. */

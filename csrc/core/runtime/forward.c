@@ -131,8 +131,10 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
     FSDP_TRY(expects_backward ? fsdp_unit_priv_part(unit, error)
                               : fsdp_unit_priv_reshard(unit, error));
   }
-  if (engine->depth <= 1)
+  if (engine->depth <= 1) {
+    FSDP_TRY(fsdp_engine_priv_end_phase(engine, error));
     FSDP_TRY(end_iteration(engine, expects_backward, error));
+  }
   if (engine->depth > 0) engine->depth--; /* last: see abandon_forward */
 done:
   return status;

@@ -23,11 +23,32 @@ done:
   return status;
 }
 
+/* With the check of the order on, whether all ranks issue it now. */
+static fsdp_status agree_on_reduce(fsdp_unit *unit, bool *is_put_off,
+                                   fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  fsdp_priv_turn turn = {.kind = FSDP_TURN_GO};
+  char *kinds = NULL;
+  FSDP_TRY(fsdp_priv_grad_kinds(&unit, 1, &kinds, error));
+  const fsdp_priv_next next = {
+      .op = FSDP_OP_REDUCE, .unit = unit, .detail = kinds};
+  FSDP_TRY(fsdp_engine_priv_agree(unit->engine, &next, &turn, error));
+  *is_put_off = turn.kind == FSDP_TURN_PUT_OFF;
+done:
+  fsdp_free(kinds);
+  return status;
+}
+
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
   FSDP_LOCAL_ERROR(local);
+  bool is_put_off = false;
 
+  if (fsdp_unit_priv_is_checked(unit)) {
+    FSDP_TRY(agree_on_reduce(unit, &is_put_off, &local));
+    if (is_put_off) return FSDP_OK;
+  }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE);
   unit->step.is_reduce_ready = false;
@@ -84,9 +105,16 @@ fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit, fsdp_error *error) {
   return advance_cursor(engine, false, error);
 }
 
+void fsdp_unit_priv_put_off_reduce(fsdp_unit *unit) {
+  unit->step.is_reduce_ready = true;
+}
+
 fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                            fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  if (engine->checks_order) { /* ranks that differ have come to other turns */
+    engine->reduce_cursor = engine->num_recorded_reduces;
+  }
   FSDP_TRY(advance_cursor(engine, true, error));
   for (size_t i = engine->num_units; i-- > 0;) {
     if (engine->units[i]->step.is_reduce_ready) {

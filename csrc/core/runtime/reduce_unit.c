@@ -377,7 +377,6 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
       has_shards || has_hook ? FSDP_LANE_REDUCE : FSDP_LANE_COMPUTE;
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(fsdp_unit_priv_check_order(unit, "reduce_scatter", error));
   if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
     return end_partial(unit, partial_lane, error);
   }
