@@ -249,6 +249,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
     FSDP_TRY(finish_unit(engine->units[i], &local));
   }
   engine->in_backward = false;
+  engine->ran_forward = false;
   FSDP_TRY(fsdp_arena_plan(engine->arena, &local));
 done:
   if (status != FSDP_OK) {

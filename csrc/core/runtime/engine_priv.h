@@ -184,6 +184,7 @@ struct fsdp_engine {
   bool offloads; /* some unit does */
 
   bool checks_order; /* check_order.c */
+  bool ran_forward;  /* forward.c, backward.c: since the last backward */
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */

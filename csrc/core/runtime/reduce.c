@@ -6,7 +6,8 @@
  * become ready in another. The order of the last backward is recorded. In the
  * next one a unit that stands in the record waits until every unit before it
  * that ran forward has been reduced; a unit that does not stand there, or
- * whose turn is over, is reduced as soon as it is ready.
+ * whose turn is over, is reduced as soon as it is ready. Without a forward
+ * since the last backward (retain_graph, or a second loss), any may come.
  */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
@@ -63,7 +64,8 @@ static fsdp_status advance_cursor(fsdp_engine *engine, bool skip_unready,
     if (next->step.is_reduce_ready) {
       engine->reduce_cursor++;
       FSDP_TRY(issue_reduce(next, error));
-    } else if (skip_unready || !next->step.ran_forward) {
+    } else if (skip_unready ||
+               (engine->ran_forward && !next->step.ran_forward)) {
       engine->reduce_cursor++;
     } else {
       break;
