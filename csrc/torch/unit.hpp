@@ -72,7 +72,7 @@ struct Engine {
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};
-  bool shows_parts = false;  // some unit's parts are registered. GIL.
+  bool shows_kept = false;  // of some unit, what it keeps is registered. GIL.
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_abort_reason{false};
 };

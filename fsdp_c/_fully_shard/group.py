@@ -90,8 +90,7 @@ class Group:
         self._shown: list[nn.Parameter] = []
         self._extensions: dict[int, Extension] = {}
         self._still_to_run: set[nn.Module] = set()
-        if self.keeps_part:
-            self._hide_parts_from_state_dicts()
+        self._hide_kept_from_state_dicts()
 
     # The unit --------------------------------------------------------------
 
@@ -331,12 +330,20 @@ class Group:
             extend if self._extensions else None,
         )
 
-    def _hide_parts_from_state_dicts(self) -> None:
+    @property
+    def shows_kept(self) -> bool:
+        """Whether modules have registered what is kept for backward, or unshard()ed."""
+        if self.unit is None or self.is_in_step:
+            return False
+        return self.unit.state in ("PARTED", "UNSHARDED")
+
+    def _hide_kept_from_state_dicts(self) -> None:
         owner = weakref.ref(self)
 
         def reshard(*_: Any) -> None:
             group = owner()
-            if group is not None and group.unit and group.unit.state == "PARTED":
+            if group is not None and group.shows_kept:
+                assert group.unit is not None
                 group.unit.reshard()
 
         for module in dict.fromkeys(place.module for place in self.places):

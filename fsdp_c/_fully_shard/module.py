@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from fsdp_c._fully_shard.group import Group, ensure_engine, group_of
+from fsdp_c._fully_shard.group import Group, ensure_engine, group_of, groups_in
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -52,6 +52,23 @@ class FSDPModule(TorchFSDPModule):
         """
         run: Any = super().__call__  # type: ignore[misc] # of the module's class
         return self._fsdp_c_group.run(cast("nn.Module", self), run, args, kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those of parameters that are unsharded now included.
+
+        Until backward, modules that keep their parameters have the plain ones
+        registered, which have no gradients; nn.Module.zero_grad() sees only these.
+        """
+        module = cast("nn.Module", self)
+        nn.Module.zero_grad(module, set_to_none)
+        for group in groups_in(module):
+            if not group.shows_kept:
+                continue
+            for param in group.params():
+                if param.grad is not None and not set_to_none:
+                    param.grad.zero_()
+                else:
+                    param.grad = None
 
     # On demand -------------------------------------------------------------
 

@@ -420,10 +420,6 @@ void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part) {
   unit->keeps_part = keeps_part && unit->options.part_group.world_size > 1;
 }
 
-bool fsdp_unit_is_parted(const fsdp_unit *unit) {
-  return unit->state == FSDP_UNIT_PARTED;
-}
-
 void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
                                                        bool reshards) {
   unit->options.reshard_after_backward_without_sync = reshards;

@@ -90,6 +90,8 @@ typedef struct fsdp_unit_options {
       reshards_as_root; /* false: the outermost unit keeps its parameters
                            after forward, whatever reshard_after_forward says */
   bool reshard_after_backward_without_sync;
+  bool shows_kept; /* parameters that are kept for backward stay shown: the user
+                      has other objects for the shards */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   /* Gradients are multiplied by prescale before the reduction and by
@@ -210,7 +212,6 @@ void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches);
 /* Whether it keeps a part where it reshards after forward; yes at first, if it
  * has a part_group. */
 void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part);
-bool fsdp_unit_is_parted(const fsdp_unit *unit);
 /* Whether what it last gathered were parts. */
 bool fsdp_unit_is_of_parts(const fsdp_unit *unit);
 
