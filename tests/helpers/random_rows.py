@@ -154,9 +154,7 @@ def draw_row_program(seed: int) -> RowProgram:
         "seq",
         is_unit=True,
         option=0,
-        children=tuple(
-            _draw_spec(rng, 3, without) for _ in range(rng.randint(1, 4))
-        ),
+        children=tuple(_draw_spec(rng, 3, without) for _ in range(rng.randint(1, 4))),
     )
     is_uneven = bool(root.kinds() & UNEVEN_USES)
     optimizers = ["sgd", "sgd", "foreach_sgd"]
@@ -299,9 +297,7 @@ class Part(Node):
                 (self.first if x.detach().sum() > 0 else self.second)(x)
             ),
             "single_element": lambda: x * self.gain.flatten(),
-            "strided": lambda: torch.tanh(
-                torch.einsum("bi,iko->bo", x, self.weight)
-            ),
+            "strided": lambda: torch.tanh(torch.einsum("bi,iko->bo", x, self.weight)),
         }
         found = run.get(self.spec.kind)
         return super()._leaf(x) if found is None else found()
@@ -365,10 +361,8 @@ class RowNet(nn.Module):
 
 def make_row_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     """Return the maker of an optimizer by its name in a program."""
-    kind = name.split("_")[-1]
-    how: dict[str, Any] = {"foreach": False}
-    if "_" in name:
-        how = {name.split("_")[0]: True}
+    way, _, kind = name.rpartition("_")
+    how: dict[str, Any] = {way: True} if way else {"foreach": False}
     makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "sgd": lambda params: torch.optim.SGD(params, lr=0.05, **how),
         "momentum": lambda params: torch.optim.SGD(

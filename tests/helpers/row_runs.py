@@ -88,8 +88,10 @@ class Cutter:
         ignored: set[nn.Parameter] = set()
         if program.ignores:
             # Each rank has the gradients of its own batch: only frozen ones agree.
-            ignored = {p for part in parts for p in part.parameters()
-                       if not p.requires_grad}
+            ignored = {
+                p for part in parts for p in part.parameters() if not p.requires_grad
+            }
+
         def options() -> dict[str, Any]:
             reshards = program.reshards
             if reshards and self.shape[-1] % reshards:
@@ -450,17 +452,12 @@ def whole_of(like: DTensor, locals_: list[Tensor]) -> Tensor:
             return pieces[0]
         return torch.cat(pieces, placements[0].dim)
 
-    if grid.ndim == 1 or len(placements) == grid.ndim and not _is_parallel(like):
-        return assemble(grid, placements)
-    # The last dimension is tensor parallel: outermost.
     last = grid.ndim - 1
+    names = like.device_mesh.mesh_dim_names or ("",)
+    if not names[last].startswith("tp"):
+        return assemble(grid, placements)
     order = [last, *range(last)]
     return assemble(grid.permute(order), [placements[each] for each in order])
-
-
-def _is_parallel(like: DTensor) -> bool:
-    names = like.device_mesh.mesh_dim_names or ()
-    return bool(names) and names[-1].startswith("tp")
 
 
 def run_row_program(program: RowProgram) -> None:
