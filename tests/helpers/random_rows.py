@@ -50,11 +50,21 @@ BRANCHES = (
     "list",
 )
 SYNC_MODES = ("all", "none", "some", "once", "keep")
-INSIDE = ("nothing", "nothing", "evaluate", "reshard", "unshard", "lost_forward")
+INSIDE = (
+    "nothing",
+    "nothing",
+    "nothing",
+    "evaluate",
+    "infer",
+    "reshard",
+    "unshard",
+    "lost_forward",
+)
 BETWEEN = (
     "nothing",
     "nothing",
     "evaluate",
+    "infer",
     "lost_forward",
     "state",
     "full_state",

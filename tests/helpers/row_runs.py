@@ -326,6 +326,11 @@ class RowRun(Differential):
             self.losses()
         self.is_open = True
 
+    def on_infer(self) -> None:
+        with self.evaluation(), torch.inference_mode():
+            self.losses()
+        self.is_open = True
+
     def on_lost_forward(self) -> None:
         self.losses()
         self.is_open = True
