@@ -144,6 +144,14 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_replace_param(fsdp_torch_unit *unit,
                                                          struct _object *tensor,
                                                          fsdp_error *error);
 
+/* Lets function(kind, pieces, group, rank, scale) make the unit's calls of
+ * `kinds`, some of fsdp_custom; `pieces` are pairs of 1-D tensors, see
+ * custom_add in port/views.h. Between steps. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_set_custom(fsdp_torch_unit *unit,
+                                                      struct _object *function,
+                                                      unsigned kinds,
+                                                      fsdp_error *error);
+
 /* Lets hook(state, grad) or, where the unit is sharded, hook(state, grad,
  * output) stand for the unit's reductions: `grad` is a segment's unsharded
  * gradient, `output` (1-D, shard_numel) receives this rank's piece. GIL. */

@@ -32,8 +32,8 @@ typedef enum fsdp_dtype_code {
 /* The dtype in which `numel` elements are summed: complex ones as twice as many
  * real ones, which transports know. */
 static inline fsdp_dtype fsdp_dtype_of_sum(fsdp_dtype dtype, int64_t *numel) {
-  const int is_complex = dtype.code == FSDP_DTYPE_COMPLEX64 ||
-                         dtype.code == FSDP_DTYPE_COMPLEX128;
+  const int is_complex =
+      dtype.code == FSDP_DTYPE_COMPLEX64 || dtype.code == FSDP_DTYPE_COMPLEX128;
   if (!is_complex) return dtype;
   *numel *= 2;
   dtype.code = dtype.code == FSDP_DTYPE_COMPLEX64 ? FSDP_DTYPE_FLOAT32

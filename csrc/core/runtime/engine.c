@@ -437,6 +437,10 @@ void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook) {
   unit->has_reduce_hook = has_hook;
 }
 
+void fsdp_unit_set_custom(fsdp_unit *unit, unsigned kinds) {
+  unit->custom = kinds;
+}
+
 void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed) {
   unit->is_followed = is_followed;
 }

@@ -100,6 +100,9 @@ typedef struct fsdp_unit_options {
   /* Shards and sharded gradients are in host memory, the device is elsewhere.
    * Copies run on the lanes UPLOAD and DOWNLOAD, through the unit's blocks. */
   bool offloads;
+  /* Its reduction waits for those of the units that entered forward after it,
+   * until there is a record; see Note [Order of reductions]. */
+  bool reduces_in_order;
 } fsdp_unit_options;
 
 /* A gradient that autograd has finished. */
@@ -241,6 +244,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
 /* Whether the port's reduce_hook stands for the unit's reductions; it scales
  * as it sees fit. */
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
+
+/* Which calls the port's custom_run makes: some of fsdp_custom, or 0. None at
+ * first. Between steps. */
+void fsdp_unit_set_custom(fsdp_unit *unit, unsigned kinds);
 
 /* Whether the port follows the unit's reductions: grads_set_aside and
  * grads_reduced. No at first. */

@@ -145,7 +145,9 @@ struct fsdp_unit {
   fsdp_pack_item *items; /* scratch, 2 * num_params + num_segments */
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
+  bool missed_reduce;      /* reduce.c: did not come when it was its turn */
   bool has_reduce_hook;    /* engine.c */
+  unsigned custom;         /* engine.c: fsdp_custom, what the port does */
   fsdp_sync sync;          /* engine.c: what its backward does */
   double divisor;          /* engine.c: of gradients; 0: the number of ranks */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */
@@ -475,6 +477,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit,
  * that waited for it, when its turn in the recorded order has come. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
+/* Starts a backward: completes the record; see Note [Order of reductions]. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_begin_reduces(fsdp_engine *engine,
+                                                          fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);
