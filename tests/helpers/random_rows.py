@@ -192,7 +192,7 @@ def draw_row_program(seed: int) -> RowProgram:
         offloads=rng.random() < 0.2,
         divides=rng.random() < 0.2,
         lists=rng.random() < 0.25,
-        ignores=rng.random() < 0.1,
+        ignores=precision in ("none", "reduce") and rng.random() < 0.1,
         optimizer=optimizer,
         input_requires_grad=rng.random() < 0.4,
         steps=tuple(

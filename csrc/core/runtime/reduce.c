@@ -175,9 +175,7 @@ static void record_order(fsdp_engine *engine) {
   fsdp_unit **units = engine->recorded_reduces;
   const size_t capacity = engine->recorded_capacity;
 
-  for (size_t i = 0; i < engine->num_units; i++) {
-    engine->units[i]->reduce_position = -1;
-  }
+  clear_record(engine);
   for (size_t i = 0; i < engine->num_issued_reduces; i++) {
     engine->issued_reduces[i]->reduce_position = (int64_t)i;
   }
@@ -219,11 +217,6 @@ void fsdp_engine_priv_forget_reduces(fsdp_engine *engine,
     engine->issued_reduces[num_left++] = engine->issued_reduces[i];
   }
   engine->num_issued_reduces = num_left;
-  if (engine->num_recorded_reduces > 0) { /* once, not for every unit */
-    for (size_t i = 0; i < engine->num_units; i++) {
-      engine->units[i]->reduce_position = -1;
-    }
-  }
-  engine->num_recorded_reduces = 0;
+  if (engine->num_recorded_reduces > 0) clear_record(engine); /* once for all */
   engine->reduce_cursor = 0;
 }
