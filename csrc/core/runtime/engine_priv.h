@@ -146,6 +146,7 @@ struct fsdp_unit {
   fsdp_pack_item *items; /* scratch, 2 * num_params + num_segments */
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
+  bool missed_reduce;      /* reduce.c: did not come when it was its turn */
   bool has_reduce_hook;    /* engine.c */
   unsigned custom;         /* engine.c: fsdp_custom, what the port does */
   fsdp_sync sync;          /* engine.c: what its backward does */
@@ -186,6 +187,7 @@ struct fsdp_engine {
   bool offloads; /* some unit does */
 
   bool checks_order; /* check_order.c */
+  bool ran_forward;  /* forward.c, backward.c: since the last backward */
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
@@ -537,6 +539,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
 /* The same, but it is issued at the end of backward. */
 void fsdp_unit_priv_put_off_reduce(fsdp_unit *unit);
+/* Starts a backward: completes the record; see Note [Order of reductions]. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_begin_reduces(fsdp_engine *engine,
+                                                          fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);

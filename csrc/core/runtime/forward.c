@@ -101,6 +101,7 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
   unit->step.ran_forward = true;
+  engine->ran_forward = true;
   engine->depth++; /* last: the caller leaves forward only if it entered */
 done:
   /* Not entered, so nothing stays in flight. The first error is reported. */
