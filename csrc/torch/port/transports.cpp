@@ -205,9 +205,11 @@ fsdp_store core_store(const Connection &connection) {
 }
 
 // Note [Size of rings]
-// A ring holds one call of the largest unit, so that starting a call need not
-// wait for its readers, but no more than 8 MiB: with more, a call goes in
-// turns. Where an engine with larger units comes later, its ranks meet anew.
+// Where the ranks may not read each other's memory, a ring holds one call of
+// the largest unit, so that starting a call need not wait for its readers, but
+// no more than 8 MiB: with more, a call goes in turns. Where an engine with
+// larger units comes later, its ranks meet anew. Otherwise only small calls use
+// rings.
 constexpr int64_t kMinRingNbytes = 64 << 10;
 constexpr int64_t kMaxRingNbytes = 8 << 20;
 constexpr int64_t kMaxSlotNbytes = 256 << 10;
@@ -250,6 +252,7 @@ void connect_shm(Connection &connection, c10d::ProcessGroup &group,
   connection.store->deadline = std::nullopt; /* they have met */
   connection.why_not = verdict.reason;
   if (transport == nullptr) return;
+  if (verdict.is_direct) connection.ring_nbytes = kMaxRingNbytes; /* for any */
   connection.transport = std::shared_ptr<fsdp_transport>(
       transport, [](fsdp_transport *self) { self->ops->destroy(self); });
 }
