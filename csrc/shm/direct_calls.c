@@ -47,7 +47,7 @@ static fsdp_status sum_direct(fsdp_shm *shm, const fsdp_shm_op *op,
                               int64_t end, bool *read, fsdp_error *error) {
   const int64_t line = FSDP_SHM_LINE_NBYTES;
   const int64_t room =
-      FSDP_SHM_SCRATCH_NBYTES / (shm->world_size - 1) / line * line;
+      shm->scratch_nbytes / (shm->world_size - 1) / line * line;
   for (int64_t at = begin; at < end; at += room) {
     const int64_t nbytes = min_i64(room, end - at);
     char *scratch = shm->scratch;

@@ -49,7 +49,7 @@
 
 enum {
   FSDP_SHM_NS_PER_MS = 1000000,
-  FSDP_SHM_SCRATCH_NBYTES = 128 << 10 /* of direct sums; fits into a cache */
+  FSDP_SHM_SCRATCH_NBYTES = 32 << 10 /* of direct sums, for each other rank */
 };
 
 /* A call in flight. */
@@ -138,8 +138,9 @@ typedef struct fsdp_shm {
   bool has_writers;    /* see fsdp_shm_has_writers */
   const void **pieces; /* scratch of sums, one entry per rank */
   bool reads_peers;    /* all ranks can read each other's memory */
-  char *scratch;       /* pieces of direct sums, FSDP_SHM_SCRATCH_NBYTES */
-  fsdp_error failure;  /* status FSDP_OK: none yet */
+  char *scratch;       /* pieces of direct sums; NULL: none */
+  int64_t scratch_nbytes;
+  fsdp_error failure; /* status FSDP_OK: none yet */
 } fsdp_shm;
 
 /* ---- Where things lie ---- */

@@ -19,8 +19,10 @@ enum {
   DEFAULT_SLOT_NBYTES = 256 << 10,
   DEFAULT_MESSAGE_NBYTES = 1 << 20,
   DEFAULT_DIRECT_NBYTES = 256 << 10,
-  DEFAULT_DIRECT_CALL_NBYTES = 32 << 10,
-  SLOTS_OF_DIRECT = 8, /* of a ring for calls that are not direct */
+  DEFAULT_DIRECT_CALL_NBYTES = 8 << 10,
+  MAX_SCRATCH_NBYTES = 128 << 10,
+  SMALL_SLOTS = 8,                 /* of a ring for calls that are not direct */
+  SMALL_MESSAGE_NBYTES = 16 << 10, /* likewise; larger ones are direct */
   DEFAULT_TIMEOUT_MS = 1800000,
   DEFAULT_MEETING_TIMEOUT_MS = 300000,
   DEFAULT_SPIN_US = 50
@@ -30,6 +32,10 @@ static const fsdp_transport_ops g_ops;
 
 static fsdp_shm *shm_of(fsdp_transport *transport) {
   return (fsdp_shm *)transport;
+}
+
+static int64_t min_i64(int64_t a, int64_t b) {
+  return a < b ? a : b;
 }
 
 static int64_t or_default(int64_t option, int64_t value) {
@@ -90,7 +96,9 @@ static fsdp_shm *create_memory(int64_t rank, int64_t world_size,
   shm->pieces = fsdp_calloc(num, sizeof *shm->pieces);
   bool is_whole = shm->peers != NULL && shm->pieces != NULL;
   if (is_direct) {
-    shm->scratch = fsdp_calloc(1, FSDP_SHM_SCRATCH_NBYTES);
+    shm->scratch_nbytes =
+        min_i64((world_size - 1) * FSDP_SHM_SCRATCH_NBYTES, MAX_SCRATCH_NBYTES);
+    shm->scratch = fsdp_calloc(1, (size_t)shm->scratch_nbytes);
     is_whole = is_whole && shm->scratch != NULL;
   }
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
@@ -170,20 +178,22 @@ static fsdp_status lay_out(const fsdp_shm_options *options, int64_t world_size,
   const int64_t line = FSDP_SHM_LINE_NBYTES * world_size;
   const int64_t direct_call_nbytes =
       or_default(options->direct_call_nbytes, DEFAULT_DIRECT_CALL_NBYTES);
-  const int64_t direct_nbytes =
+  int64_t direct_nbytes =
       or_default(options->direct_nbytes, DEFAULT_DIRECT_NBYTES);
+  int64_t message = or_default(options->message_nbytes, DEFAULT_MESSAGE_NBYTES);
   int64_t slot = or_default(options->slot_nbytes, DEFAULT_SLOT_NBYTES);
   int64_t ring = or_default(options->ring_nbytes, DEFAULT_RING_NBYTES);
   if (is_direct) {
-    const int64_t wanted = 2 * direct_call_nbytes / SLOTS_OF_DIRECT;
-    const int64_t small = (wanted / line + 1) * line;
-    if (small < slot) slot = small;
-    if (slot * SLOTS_OF_DIRECT < ring) ring = slot * SLOTS_OF_DIRECT;
+    const int64_t wanted = 2 * direct_call_nbytes / SMALL_SLOTS;
+    slot = min_i64(slot, (wanted / line + 1) * line);
+    ring = min_i64(ring, slot * SMALL_SLOTS);
+    if (direct_nbytes > 0) {
+      direct_nbytes = min_i64(direct_nbytes, SMALL_MESSAGE_NBYTES);
+      message = min_i64(message, SMALL_MESSAGE_NBYTES);
+    }
   }
-  if (!fsdp_shm_priv_layout(
-          world_size, ring, slot,
-          or_default(options->message_nbytes, DEFAULT_MESSAGE_NBYTES),
-          direct_nbytes < 0 ? 0 : direct_nbytes, geometry)) {
+  if (!fsdp_shm_priv_layout(world_size, ring, slot, message,
+                            direct_nbytes < 0 ? 0 : direct_nbytes, geometry)) {
     return FSDP_FAIL(error, FSDP_OVERFLOW,
                      "the segment of %" PRId64
                      " ranks with ring_nbytes %" PRId64
@@ -232,7 +242,7 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
   fsdp_shm_meeting meeting = {
       .store = store,
       .key_prefix = options->key_prefix,
-      .name = wants_direct ? "direct" : "rings",
+      .name = "first",
       .refusal = options->refusal,
       .timeout_ms =
           or_default(options->meeting_timeout_ms, DEFAULT_MEETING_TIMEOUT_MS),
@@ -247,7 +257,7 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
     close_segments(shm);
     destroy_memory(shm);
     shm = NULL;
-    meeting.name = "rings";
+    meeting.name = "second";
     FSDP_TRY(meet(&meeting, options, false, &shm, &outcome, error));
   }
   *verdict = outcome;
@@ -487,8 +497,7 @@ static void give_up(fsdp_transport *transport, const char *cause) {
 
 static int64_t reserved_nbytes(const fsdp_transport *transport) {
   const fsdp_shm *shm = (const fsdp_shm *)transport;
-  return shm->geometry.nbytes +
-         (shm->scratch == NULL ? 0 : FSDP_SHM_SCRATCH_NBYTES);
+  return shm->geometry.nbytes + shm->scratch_nbytes;
 }
 
 static const fsdp_transport_ops g_ops = {

@@ -126,9 +126,13 @@ fsdp_status store_add(void *context, const char *key, int64_t change,
   };
 }
 
-bool is_switched_off(const char *name) {
+bool has_value(const char *name, const char *wanted) {
   const char *value = std::getenv(name);
-  return value != nullptr && std::strcmp(value, "0") == 0;
+  return value != nullptr && std::strcmp(value, wanted) == 0;
+}
+
+bool is_switched_off(const char *name) {
+  return has_value(name, "0");
 }
 
 bool is_nccl(c10d::ProcessGroup &group, c10::DeviceType device) {
@@ -240,6 +244,7 @@ void connect_shm(Connection &connection, c10d::ProcessGroup &group,
   options.ring_nbytes = (connection.ring_nbytes + options.slot_nbytes - 1) /
                         options.slot_nbytes * options.slot_nbytes;
   options.message_nbytes = kMessageNbytes;
+  if (has_value("FSDP_C_SHM", "rings")) options.direct_call_nbytes = -1;
   options.timeout_ms = timeout_ms_of(group, device);
   options.meeting_timeout_ms = options.timeout_ms;
   fsdp_transport *transport = nullptr;
@@ -252,7 +257,7 @@ void connect_shm(Connection &connection, c10d::ProcessGroup &group,
   connection.store->deadline = std::nullopt; /* they have met */
   connection.why_not = verdict.reason;
   if (transport == nullptr) return;
-  if (verdict.is_direct) connection.ring_nbytes = kMaxRingNbytes; /* for any */
+  if (verdict.is_direct) connection.ring_nbytes = kMaxRingNbytes;  // for any
   connection.transport = std::shared_ptr<fsdp_transport>(
       transport, [](fsdp_transport *self) { self->ops->destroy(self); });
 }
