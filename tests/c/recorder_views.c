@@ -156,10 +156,32 @@ static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
                              buffer);
 }
 
+static fsdp_status custom_add(void *context, void *owner, void *whole,
+                              int64_t whole_numel, const void *own,
+                              int64_t own_numel, fsdp_dtype dtype,
+                              fsdp_error *error) {
+  (void)whole_numel;
+  (void)dtype;
+  return recorder_priv_begin(context, FSDP_BACKEND, error,
+                             "custom_add %O %d%t%t", owner, own_numel, whole,
+                             own);
+}
+
+static fsdp_status custom_run(void *context, void *owner, fsdp_lane lane,
+                              fsdp_custom kind, const fsdp_group *group,
+                              double scale, fsdp_error *error) {
+  (void)group;
+  (void)scale;
+  return recorder_priv_begin(context, FSDP_BACKEND, error,
+                             "custom_run %O %L %d", owner, lane, (int64_t)kind);
+}
+
 fsdp_view_ops recorder_priv_view_ops(recorder *self) {
   return (fsdp_view_ops){
       .context = self,
       .reduce_hook = reduce_hook,
+      .custom_add = custom_add,
+      .custom_run = custom_run,
       .show_params = show_params,
       .take_params = take_params,
       .mark_params = mark_params,

@@ -213,7 +213,7 @@ FAULTS = (
     # Reductions.
     _core(
         "the mean leaves out the replicas",
-        "accumulate_segments",
+        "mean_scale",
         (
             "(double)unit->options.replica_group.world_size",
             "(MUTANT ? 1.0 : (double)unit->options.replica_group.world_size)",
