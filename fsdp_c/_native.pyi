@@ -307,6 +307,7 @@ def plan_step(
     accumulation: int = ...,
     wants_scratch: bool = False,
     is_host: bool = False,
+    hosts: tuple[int, float, float] = (0, 1.0, 0.0),
 ) -> dict[str, Any]:
     """What a rank needs for a training step; see fsdp_c.plan."""
 

@@ -49,7 +49,7 @@
 
 enum {
   FSDP_SHM_NS_PER_MS = 1000000,
-  FSDP_SHM_SCRATCH_NBYTES = 32 << 10 /* of direct sums, for each other rank */
+  FSDP_SHM_SCRATCH_NBYTES = 64 << 10 /* of direct sums, for each other rank */
 };
 
 /* A call in flight. */

@@ -5,13 +5,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_c import FSDPModule, fully_shard
 from helpers.models import CASES, Inputs
-from helpers.reference import Differential, assert_same, clean_name, sgd
+from helpers.reference import (
+    Differential,
+    assert_same,
+    clean_name,
+    parts_of_all_ranks,
+    sgd,
+)
 
 # fp64 on both sides.
 TOLERANCE = 1e-8
@@ -37,22 +43,33 @@ def whole_of(values: Sequence[Any]) -> list[Tensor]:
 
     Not by full_tensor(), whose answer is to be judged.
     """
-    theirs: list[Any] = [None] * dist.get_world_size()
-    mine = [value.to_local().detach().cpu() for value in values]
-    dist.all_gather_object(theirs, mine)
+    all_parts = parts_of_all_ranks(value.to_local() for value in values)
+    ranks = {mesh: mesh.mesh for mesh in {value.device_mesh for value in values}}
     return [
-        _put_together(value.device_mesh.mesh, value.placements, parts)
-        for value, parts in zip(values, zip(*theirs, strict=True), strict=True)
+        _put_together(ranks[value.device_mesh], value.placements, parts).to(value.dtype)
+        for value, parts in zip(values, all_parts, strict=True)
     ]
 
 
 def _put_together(ranks: Tensor, placements: Any, parts: Sequence[Tensor]) -> Tensor:
-    """Undo the cuts: fully_shard's is the last one and in the first dimensions."""
+    """Undo the cuts, the last one first.
+
+    They were made from the first dimension of the mesh to the last, but for a
+    _StridedShard: it divides what all the others left.
+    """
+    order = sorted(
+        range(len(placements)),
+        key=lambda dim: isinstance(placements[dim], _StridedShard),
+    )
+    return _undo(ranks.permute(order), [placements[dim] for dim in order], parts)
+
+
+def _undo(ranks: Tensor, placements: Any, parts: Sequence[Tensor]) -> Tensor:
     if not placements:
         return parts[int(ranks)]
-    pieces = [_put_together(r, placements[:-1], parts) for r in ranks.unbind(-1)]
-    if not isinstance(placements[-1], Replicate):
-        return torch.cat(pieces, placements[-1].dim)
+    pieces = [_undo(each, placements[1:], parts) for each in ranks.unbind(0)]
+    if not isinstance(placements[0], Replicate):
+        return torch.cat(pieces, placements[0].dim)
     for piece in pieces:
         torch.testing.assert_close(piece, pieces[0], rtol=1e-12, atol=1e-12)
     return pieces[0]

@@ -35,7 +35,10 @@ def whole_state(state: dict[str, Any]) -> dict[str, Any]:
     }
     for group in dict.fromkeys(value._process_group for value in sharded.values()):
         mine = {
-            key: [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
+            key: [
+                (s.metadata.shard_offsets, s.tensor.detach().cpu().double().numpy())
+                for s in value.local_shards()
+            ]
             for key, value in sharded.items()
             if value._process_group is group
         }
@@ -55,7 +58,7 @@ def _put_together(value: ShardedTensor, shards: list[Any]) -> Tensor:
             slice(first, first + size)
             for first, size in zip(offsets, part.shape, strict=True)
         )
-        result[place] = part
+        result[place] = torch.from_numpy(part)
         num_written[place] += 1
     assert bool((num_written == 1).all()), "the shards do not tile the tensor"
     return result
