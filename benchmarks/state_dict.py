@@ -2,9 +2,10 @@
 
     python benchmarks/state_dict.py
 
-For GPTs with AdamW: full state dicts of model and optimizer on rank 0, and a checkpoint
-of both, written to disk and read back. torch's FSDP1 and FSDP2 use
-torch.distributed.checkpoint. Plain writes and reads of as many bytes show the disk.
+For GPTs with AdamW: full state dicts of model and optimizer on rank 0, sharded ones,
+both loaded again, and a checkpoint of model and optimizer, written to disk and read
+back. torch's FSDP1 and FSDP2 use torch.distributed.checkpoint. Plain writes and reads
+of as many bytes show the disk, plain copies the memory.
 """
 
 from __future__ import annotations
@@ -37,17 +38,38 @@ from implementations import (
     why_unavailable,
 )
 from memory_trace import build_counter
-from state_dict_worker import DISK, LOAD, NUM_RANKS, OPERATIONS, SAVE, WIDTHS
+from state_dict_worker import (
+    DISK,
+    LOAD,
+    MEMCPY,
+    NUM_RANKS,
+    OPERATIONS,
+    SAVE,
+    WIDTHS,
+)
 from tqdm import tqdm
 
-IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP_C_FLAT, FSDP1_ORIG, FSDP1_FLAT, FSDP2, DISK]
-NAMES = {**LABELS, DISK: "plain writes and reads"}
+IMPLEMENTATIONS = [
+    FSDP_C_ORIG,
+    FSDP_C_FLAT,
+    FSDP1_ORIG,
+    FSDP1_FLAT,
+    FSDP2,
+    DISK,
+    MEMCPY,
+]
+NAMES = {
+    **LABELS,
+    DISK: "plain writes and reads",
+    MEMCPY: "a copy of as many bytes into fresh memory",
+}
 # What a row of an operation is divided by.
 OWN = {
     FSDP1_ORIG: FSDP_C_ORIG,
     FSDP1_FLAT: FSDP_C_FLAT,
     FSDP2: FSDP_C_ORIG,
     DISK: FSDP_C_ORIG,
+    MEMCPY: FSDP_C_ORIG,
 }
 MIB = 2**20
 
@@ -138,7 +160,7 @@ def render(data: Json, size: str, *, markdown: bool) -> str:
                     f"{operation}: {label}",
                     f"{row['seconds']:.3f}",
                     ratio(row["seconds"], own) if name in OWN else "-",
-                    "-" if name == DISK else f"{row['extra'] / MIB:.1f}",
+                    "-" if name in (DISK, MEMCPY) else f"{row['extra'] / MIB:.1f}",
                 ]
             )
     headers = ["operation", "seconds", "to fsdp_c", "extra memory (MiB)"]

@@ -36,15 +36,27 @@ from torch.distributed.fsdp import (
 
 NUM_RANKS = 2
 DISK = "disk"
+MEMCPY = "memcpy"
 WIDTHS = {"50M": 512, "200M": 1024}
 NUM_BLOCKS = 16
 CHUNK_NBYTES = 2**26  # of the plain writes and reads that stand for the disk
 
 FULL_MODEL = "full state dict"
+LOAD_FULL = "load a full state dict"
+SHARDED_MODEL = "sharded state dict"
+LOAD_SHARDED = "load a sharded state dict"
 FULL_OPTIM = "full optimizer state dict"
 SAVE = "save"
 LOAD = "load"
-OPERATIONS = [FULL_MODEL, FULL_OPTIM, SAVE, LOAD]
+OPERATIONS = [
+    FULL_MODEL,
+    LOAD_FULL,
+    SHARDED_MODEL,
+    LOAD_SHARDED,
+    FULL_OPTIM,
+    SAVE,
+    LOAD,
+]
 
 
 def create_model(size: str) -> GPT:
@@ -130,7 +142,7 @@ def _empty(folder: Path) -> Callable[[], None]:
 
 
 def _time_full(clock: _Clock, model: Any, optim: torch.optim.Optimizer) -> None:
-    """Time what FSDP1's users call: everything, on rank 0."""
+    """Time what FSDP1's users call: everything, saved on rank 0, loaded on all."""
     kind = type(model)
     configs = (
         FullStateDictConfig(rank0_only=True),
@@ -139,6 +151,29 @@ def _time_full(clock: _Clock, model: Any, optim: torch.optim.Optimizer) -> None:
     with kind.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
         clock.time(FULL_MODEL, model.state_dict)
         clock.time(FULL_OPTIM, lambda: kind.optim_state_dict(model, optim))
+    with kind.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        _time_load(clock, LOAD_FULL, model)
+    with kind.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        clock.time(SHARDED_MODEL, model.state_dict)
+        _time_load(clock, LOAD_SHARDED, model)
+
+
+def _time_load(clock: _Clock, name: str, model: nn.Module) -> None:
+    state = model.state_dict()
+    clock.time(name, lambda: model.load_state_dict(state) and None)
+
+
+def _time_memcpy(clock: _Clock, size: str) -> None:
+    """Time plain copies of the bytes that a rank gets, into fresh memory."""
+    numel = num_params(size)
+    whole = torch.rand(numel)
+    state = torch.rand(2, numel)  # AdamW's
+    is_first = dist.get_rank() == 0
+    clock.time(FULL_MODEL, lambda: whole.clone() if is_first else None)
+    shard = whole[: numel // NUM_RANKS]
+    for name in (LOAD_FULL, SHARDED_MODEL, LOAD_SHARDED):
+        clock.time(name, shard.clone)
+    clock.time(FULL_OPTIM, lambda: state.clone() if is_first else None)
 
 
 def _time_native(
@@ -210,6 +245,8 @@ def run(args: argparse.Namespace) -> None:
     folder: Path = args.folder / "files"
     if args.worker == DISK:
         _time_disk(clock, args.size, folder)
+    elif args.worker == MEMCPY:
+        _time_memcpy(clock, args.size)
     else:
         model: nn.Module = parallelise(create_model(args.size), args.worker)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)

@@ -67,6 +67,7 @@ static int64_t piece_offset(const fsdp_shm *shm, int64_t writer,
 static int64_t num_slots_of(const fsdp_shm *shm, const fsdp_shm_op *op,
                             int64_t rank) {
   const fsdp_shm_geometry *g = &shm->geometry;
+  if (op->is_direct) return op->is_split ? 2 : 1;
   switch (op->descriptor.kind) {
     case FSDP_SHM_BROADCAST:
       if (rank != op->descriptor.root) return 1;
@@ -114,9 +115,11 @@ fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm, fsdp_channel channel,
   fsdp_shm_op *added = &self->ops[self->end++];
   *added = *op;
   added->descriptor.sequence = sequence;
+  added->is_direct =
+      shm->reads_peers && op->nbytes >= shm->geometry.direct_call_nbytes;
   added->is_split = op->descriptor.kind == FSDP_SHM_ALL_REDUCE &&
-                    shm->world_size >= SPLIT_WORLD_SIZE &&
-                    op->nbytes >= SPLIT_NBYTES;
+                    (added->is_direct || (shm->world_size >= SPLIT_WORLD_SIZE &&
+                                          op->nbytes >= SPLIT_NBYTES));
   added->num_slots = num_slots_of(shm, added, shm->rank);
 
   fsdp_shm_channel_header *header =
@@ -168,6 +171,14 @@ static void fill_pieces(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
   }
 }
 
+/* Copies bytes of an all_gather's input into this rank's place. */
+static void place_own_input(const fsdp_shm *shm, const fsdp_shm_op *op,
+                            span bytes) {
+  if (op->input == NULL) return;
+  copy(op->output + shm->rank * op->nbytes + bytes.begin,
+       op->input + bytes.begin, bytes.end - bytes.begin);
+}
+
 static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
                       char *slot) {
   span bytes = part_of(op->nbytes, shm->geometry.slot_nbytes, i);
@@ -175,12 +186,8 @@ static void fill_slot(const fsdp_shm *shm, const fsdp_shm_op *op, int64_t i,
   if (kind == FSDP_SHM_BROADCAST && op->descriptor.root != shm->rank) return;
   const char *from = op->output;
   if (kind == FSDP_SHM_ALL_GATHER) {
-    char *place = op->output + shm->rank * op->nbytes;
-    from = place;
-    if (op->input != NULL) {
-      from = op->input;
-      copy(place + bytes.begin, from + bytes.begin, bytes.end - bytes.begin);
-    }
+    from += shm->rank * op->nbytes;
+    place_own_input(shm, op, bytes);
   } else if (kind == FSDP_SHM_REDUCE_SCATTER ||
              (op->is_split && !holds_sum(op, i))) {
     fill_pieces(shm, op, i, slot);
@@ -202,13 +209,19 @@ static bool write_slot(fsdp_shm *shm, fsdp_channel channel) {
   }
   if (!find_room(shm, channel)) return false;
 
+  if (op->is_direct) {
+    place_own_input(shm, op, (span){0, op->nbytes});
+    op->descriptor.address = fsdp_shm_priv_direct_address(shm, op);
+  } else {
+    fill_slot(shm, op, i,
+              fsdp_shm_priv_slot(shm, shm->rank, channel, self->head));
+  }
   if (i == 0) {
     *fsdp_shm_priv_descriptor(shm, shm->rank, channel, self->head) =
         op->descriptor;
   }
-  fill_slot(shm, op, i,
-            fsdp_shm_priv_slot(shm, shm->rank, channel, self->head));
   self->head++;
+  op->end_slot = self->head;
   atomic_store(&fsdp_shm_priv_channel_of(shm, shm->rank, channel)->head,
                self->head);
   fsdp_shm_priv_ring_all(shm);
@@ -258,6 +271,7 @@ static fsdp_status meet(fsdp_shm *shm, fsdp_channel channel, int64_t rank,
       *fsdp_shm_priv_descriptor(shm, rank, channel, reader->begin);
   if (is_same_call(&op->descriptor, &theirs)) {
     reader->num_slots = num_slots_of(shm, op, rank);
+    reader->address = theirs.address;
     return FSDP_OK;
   }
   char mine[384];
@@ -294,6 +308,24 @@ static bool copy_from(fsdp_shm *shm, fsdp_channel channel, int64_t rank) {
     any = true;
   }
   return any;
+}
+
+/* Copies what `rank` gives in a direct call, once it is ready. */
+static fsdp_status copy_direct_from(fsdp_shm *shm, fsdp_channel channel,
+                                    int64_t rank, bool *any,
+                                    fsdp_error *error) {
+  const fsdp_shm_channel *self = &shm->channels[channel];
+  const fsdp_shm_reader *reader = &self->readers[rank];
+  bool is_read = false;
+  if (reader->num_slots == 0 || reader->num_read == reader->num_slots) {
+    return FSDP_OK;
+  }
+  const fsdp_status status = fsdp_shm_priv_copy_direct(
+      shm, &self->ops[self->first], rank, reader->address, &is_read, error);
+  if (status != FSDP_OK || !is_read) return status;
+  release(shm, channel, rank, 1);
+  *any = true;
+  return FSDP_OK;
 }
 
 static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
@@ -338,19 +370,32 @@ static void copy_sums(const fsdp_shm *shm, fsdp_channel channel,
   }
 }
 
-/* Sums one slot of all ranks, once all have filled it. */
-static bool reduce_slot(fsdp_shm *shm, fsdp_channel channel) {
-  fsdp_shm_channel *self = &shm->channels[channel];
-  fsdp_shm_op *op = &self->ops[self->first];
-  const int64_t i = op->num_reduced;
-  if (i == op->num_slots || op->num_written <= i) return false;
+static bool is_filled_by_all(const fsdp_shm *shm, fsdp_channel channel,
+                             int64_t i) {
+  const fsdp_shm_channel *self = &shm->channels[channel];
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     const fsdp_shm_reader *reader = &self->readers[rank];
     if (rank == shm->rank) continue;
     if (reader->num_slots == 0) return false;
     if (!is_filled(shm, channel, rank, reader->begin + i)) return false;
   }
-  if (holds_sum(op, i)) {
+  return true;
+}
+
+/* Sums one slot of all ranks, once all have filled it. */
+static fsdp_status reduce_slot(fsdp_shm *shm, fsdp_channel channel, bool *any,
+                               fsdp_error *error) {
+  fsdp_shm_channel *self = &shm->channels[channel];
+  fsdp_shm_op *op = &self->ops[self->first];
+  const int64_t i = op->num_reduced;
+  if (i == op->num_slots || op->num_written <= i) return FSDP_OK;
+  if (!is_filled_by_all(shm, channel, i)) return FSDP_OK;
+  if (op->is_direct) {
+    bool is_read = false;
+    const fsdp_status status = fsdp_shm_priv_reduce_direct(
+        shm, op, self->readers, holds_sum(op, i), &is_read, error);
+    if (status != FSDP_OK || !is_read) return status;
+  } else if (holds_sum(op, i)) {
     copy_sums(shm, channel, op, i);
   } else {
     sum_slot(shm, channel, op, i);
@@ -359,7 +404,8 @@ static bool reduce_slot(fsdp_shm *shm, fsdp_channel channel) {
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     if (rank != shm->rank) release(shm, channel, rank, 1);
   }
-  return true;
+  *any = true;
+  return FSDP_OK;
 }
 
 static bool is_reduction(const fsdp_shm_op *op) {
@@ -378,12 +424,24 @@ static fsdp_status read_slots(fsdp_shm *shm, fsdp_channel channel, bool *any,
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     if (rank == shm->rank) continue;
     FSDP_TRY(meet(shm, channel, rank, error));
-    if (!is_reduction(op)) found = copy_from(shm, channel, rank) || found;
+    if (is_reduction(op)) continue;
+    if (op->is_direct) {
+      FSDP_TRY(copy_direct_from(shm, channel, rank, &found, error));
+    } else {
+      found = copy_from(shm, channel, rank) || found;
+    }
   }
-  if (is_reduction(op)) found = reduce_slot(shm, channel);
+  if (is_reduction(op)) FSDP_TRY(reduce_slot(shm, channel, &found, error));
   *any = found;
 done:
   return status;
+}
+
+/* Whether rank `peer` may still read the memory of a direct call. */
+static bool is_read_by(const fsdp_shm *shm, fsdp_channel channel,
+                       const fsdp_shm_op *op, int64_t peer) {
+  return op->is_direct && atomic_load(fsdp_shm_priv_tail(
+                              shm, channel, peer, shm->rank)) < op->end_slot;
 }
 
 /* Takes the oldest call off the list if it has ended. */
@@ -395,7 +453,8 @@ static bool end_op(fsdp_shm *shm, fsdp_channel channel) {
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
     const fsdp_shm_reader *reader = &self->readers[rank];
     if (rank == shm->rank) continue;
-    if (reader->num_slots == 0 || reader->num_read < reader->num_slots) {
+    if (reader->num_slots == 0 || reader->num_read < reader->num_slots ||
+        is_read_by(shm, channel, op, rank)) {
       return false;
     }
   }
@@ -441,8 +500,13 @@ bool fsdp_shm_priv_channel_waits_for(const fsdp_shm *shm, fsdp_channel channel,
   const fsdp_shm_reader *reader = &self->readers[peer];
   const bool is_unread =
       reader->num_slots == 0 || reader->num_read < reader->num_slots;
+  /* What a direct call reads is gone with its owner. */
   if (is_unread &&
-      !is_filled(shm, channel, peer, reader->begin + reader->num_read)) {
+      (op->is_direct ||
+       !is_filled(shm, channel, peer, reader->begin + reader->num_read))) {
+    return true;
+  }
+  if (op->num_written == op->num_slots && is_read_by(shm, channel, op, peer)) {
     return true;
   }
   return op->num_written < op->num_slots &&

@@ -1,6 +1,7 @@
 /*
- * Long messages without staging: the receiver offers its memory, and the sender
- * writes into it.
+ * Copies between the memory of two processes. Long messages without staging:
+ * the receiver offers its memory, and the sender writes into it. Also reads of
+ * a peer's memory, for direct calls.
  *
  * Note [Direct messages]
  * A message through the ring is copied twice, once by each side, and each side
@@ -18,6 +19,9 @@
  * A message that cannot be written goes through the ring, and so does every
  * later one to that rank.
  */
+#include <errno.h>
+#include <inttypes.h>
+#include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -67,17 +71,22 @@ bool fsdp_shm_priv_is_offered(const fsdp_shm *shm,
   return atomic_load(&offer_of(shm, message)->sequence) == message->sequence;
 }
 
+/* A range of another process's memory. */
+static struct iovec range_there(uint64_t address, size_t nbytes) {
+  union {
+    uintptr_t number;
+    void *pointer;
+  } there = {.number = (uintptr_t)address};
+  return (struct iovec){.iov_base = there.pointer, .iov_len = nbytes};
+}
+
 /* Bytes written; 0 when the kernel refuses, or the memory is gone. */
 static int64_t write_piece(int64_t pid, uint64_t address, char *data,
                            int64_t nbytes) {
   const size_t piece =
       (size_t)(nbytes < PIECE_NBYTES ? nbytes : (int64_t)PIECE_NBYTES);
   const struct iovec from = {.iov_base = data, .iov_len = piece};
-  union {
-    uintptr_t number;
-    void *pointer; /* in the other process */
-  } there = {.number = (uintptr_t)address};
-  const struct iovec into = {.iov_base = there.pointer, .iov_len = piece};
+  const struct iovec into = range_there(address, piece);
   const ssize_t written = process_vm_writev((pid_t)pid, &from, 1, &into, 1, 0);
   return written > 0 ? (int64_t)written : 0;
 }
@@ -117,6 +126,42 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
     peer->is_closed = true;
     message->num_done = 0; /* all of it through the ring */
   }
+}
+
+fsdp_status fsdp_shm_priv_read_peer(fsdp_shm *shm, int64_t peer,
+                                    uint64_t address, void *to, int64_t nbytes,
+                                    bool *read, fsdp_error *error) {
+  fsdp_shm_peer *other = &shm->peers[peer];
+  int64_t num_read = 0;
+  int code = 0;
+  *read = false;
+  if (!is_there(other)) return FSDP_OK;
+  while (num_read < nbytes && code == 0) {
+    const size_t left = (size_t)(nbytes - num_read);
+    const struct iovec into = {.iov_base = (char *)to + num_read,
+                               .iov_len = left};
+    const struct iovec from = range_there(address + (uint64_t)num_read, left);
+    const ssize_t part =
+        process_vm_readv((pid_t)other->process.pid, &into, 1, &from, 1, 0);
+    if (part > 0) {
+      num_read += part;
+    } else {
+      code = part < 0 ? errno : EFAULT;
+    }
+  }
+  /* After the read: a rank says that it fails before it gives memory back. */
+  if (atomic_load(&other->segment.header->presence) != FSDP_SHM_HERE ||
+      code == ESRCH) {
+    return FSDP_OK;
+  }
+  if (code != 0) {
+    return FSDP_FAIL(error, FSDP_BACKEND,
+                     "rank %" PRId64 " cannot read the memory of rank %" PRId64
+                     " (process %" PRId64 "): %s; set FSDP_C_SHM=0",
+                     shm->rank, peer, other->process.pid, strerror(code));
+  }
+  *read = true;
+  return FSDP_OK;
 }
 
 /* Whether the sender is known to write no more into this message's memory. */

@@ -17,6 +17,7 @@ typedef struct hello {
   int64_t is_ready; /* 0: `reason` says why not */
   int64_t descriptor;
   uint64_t token;
+  uint64_t address; /* of the segment, in this rank's process */
   fsdp_shm_process process;
   fsdp_shm_geometry geometry;
   char reason[FSDP_SHM_REASON_NBYTES];
@@ -24,6 +25,7 @@ typedef struct hello {
 
 typedef struct verdict {
   int64_t is_possible;
+  int64_t is_direct; /* this rank can read the memory of all others */
   char reason[FSDP_SHM_REASON_NBYTES];
 } verdict;
 
@@ -34,8 +36,8 @@ typedef struct key {
 static key key_of(const fsdp_shm_meeting *meeting, int64_t rank,
                   const char *what) {
   key name;
-  (void)snprintf(name.text, sizeof name.text, "%s/shm/%" PRId64 "/%s",
-                 meeting->key_prefix, rank, what);
+  (void)snprintf(name.text, sizeof name.text, "%s/shm/%s/%" PRId64 "/%s",
+                 meeting->key_prefix, meeting->name, rank, what);
   return name;
 }
 
@@ -92,6 +94,7 @@ static void prepare(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
   greeting->geometry = shm->geometry;
   greeting->descriptor = *descriptor;
   greeting->token = make_token(&self->process);
+  greeting->address = (uint64_t)(uintptr_t)self->segment.header;
   self->segment.header->token = greeting->token;
 }
 
@@ -128,6 +131,14 @@ static void accept_hello(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
     (void)snprintf(why, sizeof why, "the memory of rank %" PRId64 ": %.160s",
                    rank, error.message);
     refuse(meeting, mine, why);
+    return;
+  }
+  uint64_t token = 0;
+  bool is_read = false;
+  if (fsdp_shm_priv_read_peer(shm, rank, theirs->address, &token, sizeof token,
+                              &is_read, NULL) != FSDP_OK ||
+      !is_read || token != theirs->token) {
+    mine->is_direct = 0;
   }
 }
 
@@ -158,7 +169,7 @@ static fsdp_status get_verdicts(const fsdp_shm_meeting *meeting,
                                 verdict *all, fsdp_error *error) {
   const fsdp_store *store = meeting->store;
   fsdp_status status = FSDP_OK;
-  verdict first = {.is_possible = 1};
+  verdict first = {.is_possible = 1, .is_direct = 1};
   for (int64_t rank = 0; rank < meeting->world_size; rank++) {
     verdict theirs = *mine;
     int64_t nbytes = sizeof theirs;
@@ -171,6 +182,7 @@ static fsdp_status get_verdicts(const fsdp_shm_meeting *meeting,
       theirs = (verdict){.reason = "ranks run different versions of fsdp_c"};
     }
     if (first.is_possible && !theirs.is_possible) first = theirs;
+    if (!theirs.is_direct) first.is_direct = 0;
   }
   *all = first;
 done:
@@ -183,7 +195,7 @@ fsdp_status fsdp_shm_priv_meet(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
   const int64_t begin_ms = now_ms();
   fsdp_status status = FSDP_OK;
   int descriptor = -1;
-  verdict mine = {.is_possible = 1};
+  verdict mine = {.is_possible = 1, .is_direct = 1};
   verdict all;
   hello greeting;
   memset(&greeting, 0, sizeof greeting); /* padding too: it is sent as bytes */
@@ -202,6 +214,7 @@ fsdp_status fsdp_shm_priv_meet(const fsdp_shm_meeting *meeting, fsdp_shm *shm,
   FSDP_TRY(get_verdicts(meeting, begin_ms, &mine, &all, error));
 
   outcome->is_possible = all.is_possible != 0;
+  outcome->is_direct = all.is_direct != 0;
   memcpy(outcome->reason, all.reason, sizeof outcome->reason);
   outcome->reason[sizeof outcome->reason - 1] = '\0';
 done:

@@ -15,6 +15,7 @@ enum { FSDP_SHM_PREFIX_NBYTES = 256, FSDP_SHM_KEY_NBYTES = 320 };
 typedef struct fsdp_shm_meeting {
   const fsdp_store *store;
   const char *key_prefix; /* shorter than FSDP_SHM_PREFIX_NBYTES */
+  const char *name;       /* in the keys: a transport may need two meetings */
   const char *refusal;    /* why this rank takes no part; NULL: it does */
   int64_t timeout_ms;     /* for all of it, not for each wait */
   int64_t rank;

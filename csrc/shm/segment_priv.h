@@ -19,7 +19,7 @@ enum {
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
   FSDP_SHM_OFFERS = 16,       /* per sender */
-  FSDP_SHM_VERSION = 3
+  FSDP_SHM_VERSION = 4
 };
 
 typedef enum fsdp_shm_kind {
@@ -38,6 +38,8 @@ typedef struct fsdp_shm_descriptor {
   int64_t numel;       /* the argument shard_numel or numel */
   int64_t root;        /* 0 without one */
   uint64_t label_hash; /* 0 without a label */
+  uint64_t address;    /* of a direct call: what the others read, in the
+                          caller's process */
   char label[FSDP_SHM_LABEL_NBYTES];
 } fsdp_shm_descriptor;
 
@@ -95,7 +97,8 @@ typedef struct fsdp_shm_geometry {
   int64_t slot_nbytes;
   int64_t piece_nbytes; /* of a slot, for each other rank; 0: no others */
   int64_t message_slot_nbytes;
-  int64_t direct_nbytes; /* the smallest direct message; 0: none are */
+  int64_t direct_nbytes;      /* the smallest direct message; 0: none are */
+  int64_t direct_call_nbytes; /* the smallest direct call; 0: none are */
 
   int64_t tails;           /* counters [channel][rank that wrote] */
   int64_t message_heads;   /* counters [receiver] */

@@ -23,6 +23,16 @@
  * of slots before i, and reading slot i needs only that all ranks have filled
  * theirs up to it. The channels do not need each other, since every call makes
  * progress on both.
+ *
+ * Note [Direct calls]
+ * Where one rank may read another's memory (process_vm_readv), large calls use
+ * no ring: a slot only says that the writer's buffer is ready, and a reader
+ * copies or sums straight out of that buffer. Each byte is copied once, and
+ * rings stay small. A direct call has one slot of each rank; an all_reduce has
+ * two, for the contribution and for this rank's part of the sum. It ends when
+ * the others have read this rank's slots too, since its memory belongs to the
+ * caller afterwards. A rank that fails gives its memory back at once: so what
+ * was read counts only if its owner is still there after the read.
  */
 #ifndef FSDP_SHM_PRIV_H
 #define FSDP_SHM_PRIV_H
@@ -37,7 +47,10 @@
 #include "shm/process_priv.h"
 #include "shm/segment_priv.h"
 
-enum { FSDP_SHM_NS_PER_MS = 1000000 };
+enum {
+  FSDP_SHM_NS_PER_MS = 1000000,
+  FSDP_SHM_SCRATCH_NBYTES = 64 << 10 /* of direct sums, for each other rank */
+};
 
 /* A call in flight. */
 typedef struct fsdp_shm_op {
@@ -47,6 +60,8 @@ typedef struct fsdp_shm_op {
   fsdp_dtype dtype;
   int64_t nbytes;      /* of the shard, or of the buffer */
   bool is_split;       /* all_reduce: as a reduce_scatter, then an all_gather */
+  bool is_direct;      /* Note [Direct calls] */
+  int64_t end_slot;    /* direct: the head after its last slot */
   int64_t num_slots;   /* of this rank */
   int64_t num_written; /* of them */
   int64_t num_reduced; /* slots of all ranks that were summed or copied */
@@ -57,6 +72,7 @@ typedef struct fsdp_shm_reader {
   int64_t begin;     /* the first slot of the oldest call */
   int64_t num_slots; /* of that call; 0: its first slot was not seen yet */
   int64_t num_read;
+  uint64_t address; /* of that call's descriptor */
 } fsdp_shm_reader;
 
 typedef struct fsdp_shm_channel {
@@ -121,7 +137,10 @@ typedef struct fsdp_shm {
   uint64_t message_pass;
   bool has_writers;    /* see fsdp_shm_has_writers */
   const void **pieces; /* scratch of sums, one entry per rank */
-  fsdp_error failure;  /* status FSDP_OK: none yet */
+  bool reads_peers;    /* all ranks can read each other's memory */
+  char *scratch;       /* pieces of direct sums; NULL: none */
+  int64_t scratch_nbytes;
+  fsdp_error failure; /* status FSDP_OK: none yet */
 } fsdp_shm;
 
 /* ---- Where things lie ---- */
@@ -207,7 +226,15 @@ void fsdp_shm_priv_describe_peer(const fsdp_shm *shm, int64_t peer,
                                  fsdp_channel channel, char *text,
                                  size_t text_nbytes);
 
-/* ---- direct.c: messages without staging ---- */
+/* ---- direct.c: messages without staging, and reads of peers' memory ---- */
+
+/* Copies from the memory of rank `peer`. read [out] false when the peer has
+ * failed, left or ended, which the wait reports. FSDP_BACKEND when the system
+ * refuses. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_read_peer(fsdp_shm *shm, int64_t peer,
+                                                   uint64_t address, void *to,
+                                                   int64_t nbytes, bool *read,
+                                                   fsdp_error *error);
 
 /* Offers the memory of a message to its sender, once, if an offer is free. */
 void fsdp_shm_priv_offer(fsdp_shm *shm, fsdp_shm_message *message);
@@ -225,6 +252,23 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message);
 
 /* Ends all writing into memory that this rank offered, or sets has_writers. */
 void fsdp_shm_priv_withdraw_offers(fsdp_shm *shm);
+
+/* ---- direct_calls.c: Note [Direct calls] ---- */
+
+/* The address that the others read in a direct call of this rank. */
+uint64_t fsdp_shm_priv_direct_address(const fsdp_shm *shm,
+                                      const fsdp_shm_op *op);
+
+/* Copies what rank `peer` gives in an all_gather or a broadcast. */
+FSDP_NODISCARD fsdp_status
+fsdp_shm_priv_copy_direct(fsdp_shm *shm, const fsdp_shm_op *op, int64_t peer,
+                          uint64_t address, bool *read, fsdp_error *error);
+
+/* Makes this rank's part of a sum from all ranks' buffers (`readers` has their
+ * addresses), or with is_sum copies the parts that the others made. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_reduce_direct(
+    fsdp_shm *shm, const fsdp_shm_op *op, const fsdp_shm_reader *readers,
+    bool is_sum, bool *read, fsdp_error *error);
 
 /* ---- channel.c: one channel's slots ---- */
 

@@ -44,7 +44,9 @@ typedef struct fsdp_shm_options {
   int64_t message_nbytes; /* staging memory of one rank for fsdp_shm_send */
   int64_t direct_nbytes;  /* messages of this size or more bypass the ring where
                              the system allows it; negative: none do */
-  int64_t timeout_ms;     /* of a collective without progress: 1800000 */
+  int64_t direct_call_nbytes; /* so do collectives; then a ring is only for the
+                                 smaller ones, whatever ring_nbytes says */
+  int64_t timeout_ms;         /* of a collective without progress: 1800000 */
   int64_t meeting_timeout_ms; /* for the whole meeting of all ranks: 300000 */
   int64_t spin_us; /* how long to wait before sleeping; negative: not at all */
 } fsdp_shm_options;
@@ -54,6 +56,7 @@ enum { FSDP_SHM_REASON_NBYTES = 256 };
 /* Whether the ranks can share memory; the same on every rank. */
 typedef struct fsdp_shm_verdict {
   bool is_possible;
+  bool is_direct; /* the ranks read each other's memory, so rings stay small */
   char reason[FSDP_SHM_REASON_NBYTES]; /* why not: "rank 3: ..."; else empty */
 } fsdp_shm_verdict;
 

@@ -19,6 +19,10 @@ enum {
   DEFAULT_SLOT_NBYTES = 256 << 10,
   DEFAULT_MESSAGE_NBYTES = 1 << 20,
   DEFAULT_DIRECT_NBYTES = 256 << 10,
+  DEFAULT_DIRECT_CALL_NBYTES = 8 << 10,
+  MAX_SCRATCH_NBYTES = 128 << 10,
+  SMALL_SLOTS = 8,                 /* of a ring for calls that are not direct */
+  SMALL_MESSAGE_NBYTES = 16 << 10, /* likewise; larger ones are direct */
   DEFAULT_TIMEOUT_MS = 1800000,
   DEFAULT_MEETING_TIMEOUT_MS = 300000,
   DEFAULT_SPIN_US = 50
@@ -28,6 +32,10 @@ static const fsdp_transport_ops g_ops;
 
 static fsdp_shm *shm_of(fsdp_transport *transport) {
   return (fsdp_shm *)transport;
+}
+
+static int64_t min_i64(int64_t a, int64_t b) {
+  return a < b ? a : b;
 }
 
 static int64_t or_default(int64_t option, int64_t value) {
@@ -45,6 +53,7 @@ static void destroy_memory(fsdp_shm *shm) {
   }
   fsdp_free(shm->messages);
   fsdp_free(shm->pieces);
+  fsdp_free(shm->scratch);
   fsdp_free(shm->peers);
   fsdp_free(shm);
 }
@@ -74,7 +83,8 @@ static void destroy(fsdp_transport *transport) {
 }
 
 /* NULL when memory is out. */
-static fsdp_shm *create_memory(int64_t rank, int64_t world_size) {
+static fsdp_shm *create_memory(int64_t rank, int64_t world_size,
+                               bool is_direct) {
   const size_t num = (size_t)world_size;
   fsdp_shm *shm = fsdp_calloc(1, sizeof *shm);
   if (shm == NULL) return NULL;
@@ -85,6 +95,12 @@ static fsdp_shm *create_memory(int64_t rank, int64_t world_size) {
   shm->peers = fsdp_calloc(num, sizeof *shm->peers);
   shm->pieces = fsdp_calloc(num, sizeof *shm->pieces);
   bool is_whole = shm->peers != NULL && shm->pieces != NULL;
+  if (is_direct) {
+    shm->scratch_nbytes =
+        min_i64((world_size - 1) * FSDP_SHM_SCRATCH_NBYTES, MAX_SCRATCH_NBYTES);
+    shm->scratch = fsdp_calloc(1, (size_t)shm->scratch_nbytes);
+    is_whole = is_whole && shm->scratch != NULL;
+  }
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     fsdp_shm_channel *channel = &shm->channels[i];
     channel->readers = fsdp_calloc(num, sizeof *channel->readers);
@@ -154,30 +170,79 @@ static void configure(fsdp_shm *shm, const fsdp_shm_geometry *geometry,
   shm->is_crowded = is_crowded(shm->world_size);
 }
 
-fsdp_status fsdp_shm_create(const fsdp_store *store,
-                            const fsdp_shm_options *options, int64_t rank,
-                            int64_t world_size, fsdp_transport **transport,
-                            fsdp_shm_verdict *verdict, fsdp_error *error) {
-  fsdp_status status = check_options(store, options, rank, world_size, error);
-  if (status != FSDP_OK) return status;
-
-  fsdp_shm_geometry geometry;
-  const int64_t slot = or_default(options->slot_nbytes, DEFAULT_SLOT_NBYTES);
-  const int64_t direct_nbytes =
+/* Lays out the segments: rings for all calls, or for those that are not direct.
+ */
+static fsdp_status lay_out(const fsdp_shm_options *options, int64_t world_size,
+                           bool is_direct, fsdp_shm_geometry *geometry,
+                           fsdp_error *error) {
+  const int64_t line = FSDP_SHM_LINE_NBYTES * world_size;
+  const int64_t direct_call_nbytes =
+      or_default(options->direct_call_nbytes, DEFAULT_DIRECT_CALL_NBYTES);
+  int64_t direct_nbytes =
       or_default(options->direct_nbytes, DEFAULT_DIRECT_NBYTES);
-  if (!fsdp_shm_priv_layout(
-          world_size, or_default(options->ring_nbytes, DEFAULT_RING_NBYTES),
-          slot, or_default(options->message_nbytes, DEFAULT_MESSAGE_NBYTES),
-          direct_nbytes < 0 ? 0 : direct_nbytes, &geometry)) {
+  int64_t message = or_default(options->message_nbytes, DEFAULT_MESSAGE_NBYTES);
+  int64_t slot = or_default(options->slot_nbytes, DEFAULT_SLOT_NBYTES);
+  int64_t ring = or_default(options->ring_nbytes, DEFAULT_RING_NBYTES);
+  if (is_direct) {
+    const int64_t wanted = 2 * direct_call_nbytes / SMALL_SLOTS;
+    slot = min_i64(slot, (wanted / line + 1) * line);
+    ring = min_i64(ring, slot * SMALL_SLOTS);
+    if (direct_nbytes > 0) {
+      direct_nbytes = min_i64(direct_nbytes, SMALL_MESSAGE_NBYTES);
+      message = min_i64(message, SMALL_MESSAGE_NBYTES);
+    }
+  }
+  if (!fsdp_shm_priv_layout(world_size, ring, slot, message,
+                            direct_nbytes < 0 ? 0 : direct_nbytes, geometry)) {
     return FSDP_FAIL(error, FSDP_OVERFLOW,
                      "the segment of %" PRId64
                      " ranks with ring_nbytes %" PRId64
                      " does not fit in int64",
                      world_size, options->ring_nbytes);
   }
-  const fsdp_shm_meeting meeting = {
+  geometry->direct_call_nbytes = is_direct ? direct_call_nbytes : 0;
+  return FSDP_OK;
+}
+
+/* Makes a transport and takes it to a meeting. shm [out] NULL if the ranks
+ * cannot share memory. */
+static fsdp_status meet(const fsdp_shm_meeting *meeting,
+                        const fsdp_shm_options *options, bool is_direct,
+                        fsdp_shm **shm, fsdp_shm_verdict *verdict,
+                        fsdp_error *error) {
+  fsdp_shm_geometry geometry;
+  fsdp_status status =
+      lay_out(options, meeting->world_size, is_direct, &geometry, error);
+  if (status != FSDP_OK) return status;
+  fsdp_shm_verdict outcome = {0};
+  /* With NULL the meeting tells the others that memory is out. */
+  fsdp_shm *made = create_memory(meeting->rank, meeting->world_size, is_direct);
+  if (made != NULL) configure(made, &geometry, options);
+  FSDP_TRY(fsdp_shm_priv_meet(meeting, made, &outcome, error));
+  outcome.is_direct = outcome.is_direct && is_direct;
+  *verdict = outcome;
+  if (made != NULL && outcome.is_possible) {
+    made->reads_peers = outcome.is_direct;
+    *shm = made;
+    made = NULL;
+  }
+done:
+  if (made != NULL) close_segments(made);
+  destroy_memory(made);
+  return status;
+}
+
+fsdp_status fsdp_shm_create(const fsdp_store *store,
+                            const fsdp_shm_options *options, int64_t rank,
+                            int64_t world_size, fsdp_transport **transport,
+                            fsdp_shm_verdict *verdict, fsdp_error *error) {
+  fsdp_status status = check_options(store, options, rank, world_size, error);
+  if (status != FSDP_OK) return status;
+  const bool wants_direct = options->direct_call_nbytes >= 0 && world_size > 1;
+  fsdp_shm_meeting meeting = {
       .store = store,
       .key_prefix = options->key_prefix,
+      .name = "first",
       .refusal = options->refusal,
       .timeout_ms =
           or_default(options->meeting_timeout_ms, DEFAULT_MEETING_TIMEOUT_MS),
@@ -185,20 +250,22 @@ fsdp_status fsdp_shm_create(const fsdp_store *store,
       .world_size = world_size,
   };
   fsdp_shm_verdict outcome = {0};
-  /* With NULL the meeting tells the others that memory is out. */
-  fsdp_shm *shm = create_memory(rank, world_size);
-  if (shm != NULL) configure(shm, &geometry, options);
-  FSDP_TRY(fsdp_shm_priv_meet(&meeting, shm, &outcome, error));
-  *verdict = outcome;
-  if (shm != NULL && outcome.is_possible) {
-    (void)pthread_mutex_init(&shm->mutex, NULL);
-    fsdp_shm_priv_list(shm);
-    *transport = &shm->base;
+  fsdp_shm *shm = NULL;
+  FSDP_TRY(meet(&meeting, options, wants_direct, &shm, &outcome, error));
+  if (shm != NULL && wants_direct && !shm->reads_peers) {
+    /* The system refuses: all ranks know, and meet again with large rings. */
+    close_segments(shm);
+    destroy_memory(shm);
     shm = NULL;
+    meeting.name = "second";
+    FSDP_TRY(meet(&meeting, options, false, &shm, &outcome, error));
   }
+  *verdict = outcome;
+  if (shm == NULL) goto done;
+  (void)pthread_mutex_init(&shm->mutex, NULL);
+  fsdp_shm_priv_list(shm);
+  *transport = &shm->base;
 done:
-  if (shm != NULL) close_segments(shm);
-  destroy_memory(shm);
   return status;
 }
 
@@ -429,7 +496,8 @@ static void give_up(fsdp_transport *transport, const char *cause) {
 }
 
 static int64_t reserved_nbytes(const fsdp_transport *transport) {
-  return ((const fsdp_shm *)transport)->geometry.nbytes;
+  const fsdp_shm *shm = (const fsdp_shm *)transport;
+  return shm->geometry.nbytes + shm->scratch_nbytes;
 }
 
 static const fsdp_transport_ops g_ops = {

@@ -45,6 +45,7 @@ class Move(NamedTuple):
 
     ``source`` is what this rank holds of it, on any device; None for nothing. A rank
     that holds all that it needs copies it, otherwise each element must be on one rank.
+    ``target`` is contiguous, of this dtype and in host memory, and no source's memory.
     """
 
     source: Tensor | None
@@ -52,6 +53,7 @@ class Move(NamedTuple):
     position: int  # in both placements
     held: Placement
     needed: Placement
+    target: Tensor | None = None  # where it goes; None: new memory
 
     def native(self) -> tuple[int, int, Placement, Placement]:
         """Return it as :mod:`fsdp_c._native` takes it."""
@@ -84,7 +86,7 @@ class _Unit(NamedTuple):
 def exchange(
     items: Iterable[ExchangeItem], what: str, *, over_replicas: bool = False
 ) -> Iterator[tuple[ExchangeItem, Tensor]]:
-    """Yield each item and what this rank needs of it, 1-D, with memory of its own.
+    """Yield each item and what this rank needs of it, 1-D, in its target or new memory.
 
     All ranks must call it with the same items (but for the sources), and take all
     results, which may be on the CPU. Groups are those that shard, or those that
@@ -141,15 +143,14 @@ def exchange_in(
     device = _exchange_device(group, device)
     rank = group.rank()
     numels = [each.needed.numel(each.position, rank) for each in moves]
-    dtypes = [each.dtype for each in moves]
-    results = (
-        empty_tensors(numels, dtypes)
-        if device == CPU
-        else [
-            torch.empty(numel, dtype=dtype, device=device)
-            for numel, dtype in zip(numels, dtypes, strict=True)
+    if device == CPU:
+        new = iter(_new_results(moves, numels))
+        results = [next(new) if each.target is None else each.target for each in moves]
+    else:
+        results = [
+            torch.empty(numel, dtype=each.dtype, device=device)
+            for numel, each in zip(numels, moves, strict=True)
         ]
-    )
     outgoing, incoming, copies, unpacking = prepare_exchange(
         rank,
         group.size(),
@@ -181,6 +182,12 @@ def exchange_in(
                 work.wait()
     copy_tensors(unpacking)
     return results
+
+
+def _new_results(moves: Sequence[Move], numels: list[int]) -> list[Tensor]:
+    """Return host memory for the results of moves without a target."""
+    new = [i for i, move in enumerate(moves) if move.target is None]
+    return empty_tensors([numels[i] for i in new], [moves[i].dtype for i in new])
 
 
 def _exchange_device(group: ProcessGroup, device: torch.device) -> torch.device:

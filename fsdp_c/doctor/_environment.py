@@ -61,7 +61,8 @@ SWITCHES = (
     Switch(
         "FSDP_C_SHM",
         "1",
-        "0: gloo ranks of one host talk through c10d, not through shared memory",
+        "0: gloo ranks of one host talk through c10d, not through shared memory; "
+        "rings: they do not read each other's memory (process_vm_readv)",
     ),
     Switch(
         "FSDP_C_TRACE",

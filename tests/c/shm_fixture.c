@@ -104,6 +104,8 @@ fsdp_store shm_store(void) {
                       .get = store_get};
 }
 
+int64_t shm_direct_call_nbytes = -1;
+
 fsdp_shm_options shm_options(const char *key_prefix) {
   return (fsdp_shm_options){
       .nbytes = sizeof(fsdp_shm_options),
@@ -111,6 +113,7 @@ fsdp_shm_options shm_options(const char *key_prefix) {
       .ring_nbytes = 4096,
       .slot_nbytes = 1024,
       .message_nbytes = 4096,
+      .direct_call_nbytes = shm_direct_call_nbytes,
       .timeout_ms = 20000,
       .meeting_timeout_ms = 60000,
   };

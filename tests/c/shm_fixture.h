@@ -43,6 +43,9 @@ void *shm_shared(int64_t nbytes);
 /* A store of its own, outside of shm_run. */
 fsdp_store shm_store(void);
 
+/* From how many bytes on calls read the other ranks' memory; negative: none. */
+extern int64_t shm_direct_call_nbytes;
+
 /* Options that suit tests: small rings and short times. */
 fsdp_shm_options shm_options(const char *key_prefix);
 

@@ -54,6 +54,15 @@ TEST(test_every_kind_dtype_and_size) {
   shm_run(4, every_case, &ring_nbytes);
 }
 
+TEST(test_every_kind_dtype_and_size_without_rings) {
+  int64_t ring_nbytes = 4096;
+  for (int64_t world_size = 2; world_size <= 5; world_size++) {
+    shm_direct_call_nbytes = world_size % 2 == 0 ? 1 : 1000;
+    shm_run(world_size, every_case, &ring_nbytes);
+  }
+  shm_direct_call_nbytes = -1;
+}
+
 /* Elements of which there are none have no memory. */
 static void call_for_nothing(const shm_rank *self) {
   const fsdp_call call = {.channel = FSDP_CHANNEL_GATHER};
@@ -158,7 +167,9 @@ TEST(test_random_calls_in_flight) {
   for (uint64_t seed = 1; seed <= 8; seed++) {
     const int64_t before = check_num_failures;
     uint64_t copy = seed;
+    shm_direct_call_nbytes = seed % 2 == 0 ? -1 : 500;
     shm_run((int64_t)(seed % 4 + 2), run_at_random, &copy);
+    shm_direct_call_nbytes = -1;
     if (check_num_failures > before) printf("  seed %" PRIu64 "\n", seed);
   }
 }

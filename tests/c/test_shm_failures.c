@@ -18,6 +18,13 @@ enum { NUMEL = 3000 }; /* more than a ring holds */
 
 static const fsdp_dtype g_float = {FSDP_DTYPE_FLOAT32, 4};
 
+static void with_and_without_rings(void (*check)(void)) {
+  check();
+  shm_direct_call_nbytes = 1;
+  check();
+  shm_direct_call_nbytes = -1;
+}
+
 typedef enum what { GATHER, SCATTER, REDUCE, BROADCAST } what;
 
 static float g_buffer[4 * NUMEL];
@@ -101,12 +108,16 @@ static void kill_one(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-TEST(test_a_killed_rank_is_named) {
+static void check_a_killed_rank_is_named(void) {
   for (what kind = GATHER; kind <= BROADCAST; kind++) {
     for (int64_t world_size = 2; world_size <= 4; world_size++) {
       shm_run_without(world_size, VICTIM, kill_one, &kind);
     }
   }
+}
+
+TEST(test_a_killed_rank_is_named) {
+  with_and_without_rings(check_a_killed_rank_is_named);
 }
 
 /* Waits until the process is stopped by a signal. */
@@ -142,10 +153,14 @@ static void stop_one(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-TEST(test_a_stopped_rank_is_named_after_the_time_limit) {
+static void check_a_stopped_rank_is_named_after_the_time_limit(void) {
   for (int64_t world_size = 2; world_size <= 3; world_size++) {
     shm_run(world_size, stop_one, shm_shared(sizeof(int32_t)));
   }
+}
+
+TEST(test_a_stopped_rank_is_named_after_the_time_limit) {
+  with_and_without_rings(check_a_stopped_rank_is_named_after_the_time_limit);
 }
 
 /* The others also wait for each other, and blame the one that has not come. */
@@ -168,9 +183,13 @@ static void come_late(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-TEST(test_a_rank_that_does_not_come_is_named) {
+static void check_a_rank_that_does_not_come_is_named(void) {
   shm_run(2, come_late, shm_shared(2 * sizeof(int32_t)));
   shm_run(4, come_late, shm_shared(2 * sizeof(int32_t)));
+}
+
+TEST(test_a_rank_that_does_not_come_is_named) {
+  with_and_without_rings(check_a_rank_that_does_not_come_is_named);
 }
 
 static void leave(const shm_rank *self) {
@@ -192,9 +211,13 @@ static void leave(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-TEST(test_a_rank_that_leaves_is_named) {
+static void check_a_rank_that_leaves_is_named(void) {
   shm_run(2, leave, shm_shared(sizeof(int32_t)));
   shm_run(3, leave, shm_shared(sizeof(int32_t)));
+}
+
+TEST(test_a_rank_that_leaves_is_named) {
+  with_and_without_rings(check_a_rank_that_leaves_is_named);
 }
 
 /* What a rank has written before it goes still reaches the others. */
@@ -286,8 +309,12 @@ static void differ_in_root(const shm_rank *self) {
   transport->ops->destroy(transport);
 }
 
-TEST(test_different_roots_are_told) {
+static void check_different_roots_are_told(void) {
   shm_run(2, differ_in_root, NULL);
+}
+
+TEST(test_different_roots_are_told) {
+  with_and_without_rings(check_different_roots_are_told);
 }
 
 /* Rank 0 gathers where the other reduces: neither comes, but for the time. */

@@ -157,18 +157,21 @@ TEST(test_a_meeting_has_one_time_limit) {
 /* Rank 0's allocation i fails: nobody gets a transport, nothing is lost. */
 static void meet_with_failing_allocations(const shm_rank *self) {
   char key[32];
+  const int64_t direct = *(const int64_t *)self->context;
   for (int64_t i = 0;; i++) {
     fsdp_shm_verdict verdict = {0};
     fsdp_error error = {0};
     (void)snprintf(key, sizeof key, "memory%" PRId64, i);
-    const fsdp_shm_options options = shm_options(key);
+    fsdp_shm_options options = shm_options(key);
+    options.direct_call_nbytes = direct;
     if (self->rank == 0) fsdp_alloc_fail_at(i);
     CHECK_OK(try_create(self, &options, &verdict, &error));
     fsdp_alloc_fail_at(-1);
     CHECK_I64(fsdp_alloc_live(), 0);
     CHECK_I64(shm_num_segments(), 0);
     if (verdict.is_possible) {
-      CHECK_I64(i, 5); /* another allocation needs another look */
+      CHECK_I64(i,
+                direct < 0 ? 5 : 6); /* another allocation needs another look */
       break;
     }
     CHECK(strstr(verdict.reason, "rank 0: no host memory") != NULL);
@@ -176,7 +179,9 @@ static void meet_with_failing_allocations(const shm_rank *self) {
 }
 
 TEST(test_every_allocation_of_a_meeting_can_fail) {
-  shm_run(2, meet_with_failing_allocations, NULL);
+  for (int64_t direct = -1; direct <= 1; direct += 2) {
+    shm_run(2, meet_with_failing_allocations, &direct);
+  }
 }
 
 TEST(test_bad_options_are_refused) {

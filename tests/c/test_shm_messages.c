@@ -15,6 +15,7 @@
 
 #include "check.h"
 #include "shm/shm_priv.h"
+#include "shm_calls.h"
 #include "shm_fixture.h"
 
 enum { VICTIM = 1, DIRECT_NBYTES = 600 };
@@ -136,11 +137,11 @@ TEST(test_messages_keep_their_order) {
 /* ---- A kernel that forbids it ----------------------------------------------
  */
 
-/* From now on process_vm_writev gives EPERM, as in many containers. */
-static void forbid_writing(void) {
+/* From now on the call of the kernel gives EPERM, as in many containers. */
+static void forbid(unsigned call) {
   struct sock_filter filter[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_writev, 0, 1),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
   };
@@ -150,7 +151,7 @@ static void forbid_writing(void) {
 }
 
 static void exchange_forbidden(const shm_rank *self) {
-  if (self->rank != 0) forbid_writing();
+  if (self->rank != 0) forbid(SYS_process_vm_writev);
   exchange_direct(self);
 }
 
@@ -158,11 +159,35 @@ TEST(test_a_rank_that_may_not_write_uses_the_ring) {
   shm_run(3, exchange_forbidden, NULL);
 }
 
+static void gather_forbidden(const shm_rank *self) {
+  fsdp_shm_options options = shm_options("forbidden");
+  fsdp_transport *transport = NULL;
+  fsdp_shm_verdict verdict = {0};
+  options.direct_call_nbytes = 1;
+  if (self->rank == 1) forbid(SYS_process_vm_readv);
+  CHECK_OK(fsdp_shm_create(&self->store, &options, self->rank, self->world_size,
+                           &transport, &verdict, NULL));
+  CHECK(verdict.is_possible && !verdict.is_direct);
+  for (int what = 0; what < NUM_KINDS; what++) {
+    shm_call call = {.what = (shm_kind)what,
+                     .dtype = shm_dtypes[0].dtype,
+                     .numel = 5000,
+                     .salt = what};
+    shm_start(self, transport, &call);
+    shm_finish(self, transport, &call);
+  }
+  transport->ops->destroy(transport);
+}
+
+TEST(test_where_one_rank_may_not_read_all_use_rings) {
+  shm_run(3, gather_forbidden, NULL);
+}
+
 static void look_which_way(const shm_rank *self) {
   const fsdp_shm_options options = message_options("way", true);
   fsdp_transport *transport = shm_create(self, &options);
   const int64_t other = 1 - self->rank;
-  if (self->rank == 1) forbid_writing();
+  if (self->rank == 1) forbid(SYS_process_vm_writev);
   for (int i = 0; i < 3; i++) {
     static unsigned char data[5000];
     CHECK_OK(

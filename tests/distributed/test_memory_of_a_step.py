@@ -11,7 +11,7 @@ from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
 from helpers.models import Block, loss_of, vectors
 from helpers.seeds import generator
-from helpers.transports import c10d_only
+from helpers.transports import c10d_only, over
 
 
 def _memory_stats(model: Any) -> dict[str, int]:
@@ -79,8 +79,19 @@ def test_blocks_in_backward(rank: int, world_size: int, transport: str) -> None:
 @distributed(world_size=2)
 def test_rings_follow_the_largest_unit(rank: int) -> None:
     """Two of a call each, at least 64 KiB; larger units on a group meet anew."""
-    with hybrid_groups(1, 2) as (group, _):
+    with over("rings"), hybrid_groups(1, 2) as (group, _):
         _train_with_rings(rank, group)
+
+
+@pytest.mark.cpu_only("rings are in shared memory")
+@distributed(world_size=2)
+def test_rings_are_small_where_ranks_read_each_other(rank: int) -> None:
+    """Whatever the units, unless the system refuses."""
+    with hybrid_groups(1, 2) as (group, _):
+        large = fsdp(nn.Linear(1024, 512, bias=False), process_group=group)
+        large(torch.ones(1, 1024)).sum().backward()
+        nbytes = _memory_stats(large)["ring_nbytes"]
+        assert nbytes < 2**17 or nbytes >= 1024 * 512 * 4  # the system refuses
 
 
 def _train_with_rings(rank: int, group: Any) -> None:

@@ -19,10 +19,13 @@ SWITCHES = ("FSDP_C_SHM", "FSDP_C_NCCL")
 
 @contextmanager
 def over(transport: str) -> Iterator[None]:
-    """Engines first used in here try their own, or use c10d, on ranks that do so."""
+    """Engines first used in here try their own, or use c10d, on ranks that do so.
+
+    Other values than these two are the switches' own.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in SWITCHES:
-            patch.setenv(name, {OWN: "1", "c10d": "0"}[transport])
+            patch.setenv(name, {OWN: "1", "c10d": "0"}.get(transport, transport))
         yield
 
 

@@ -129,9 +129,13 @@ fsdp_status store_add(void *context, const char *key, int64_t change,
   };
 }
 
-bool is_switched_off(const char *name) {
+bool has_value(const char *name, const char *wanted) {
   const char *value = std::getenv(name);
-  return value != nullptr && std::strcmp(value, "0") == 0;
+  return value != nullptr && std::strcmp(value, wanted) == 0;
+}
+
+bool is_switched_off(const char *name) {
+  return has_value(name, "0");
 }
 
 bool is_nccl(c10d::ProcessGroup &group, c10::DeviceType device) {
@@ -209,9 +213,11 @@ fsdp_store core_store(const Connection &connection) {
 }
 
 // Note [Size of rings]
-// A ring holds one call of the largest unit, so that starting a call need not
-// wait for its readers, but no more than 8 MiB: with more, a call goes in
-// turns. Where an engine with larger units comes later, its ranks meet anew.
+// Where the ranks may not read each other's memory, a ring holds one call of
+// the largest unit, so that starting a call need not wait for its readers, but
+// no more than 8 MiB: with more, a call goes in turns. Where an engine with
+// larger units comes later, its ranks meet anew. Otherwise only small calls use
+// rings.
 constexpr int64_t kMinRingNbytes = 64 << 10;
 constexpr int64_t kMaxRingNbytes = 8 << 20;
 constexpr int64_t kMaxSlotNbytes = 256 << 10;
@@ -246,6 +252,7 @@ std::shared_ptr<fsdp_transport> meet_in_shm(const Connection &connection,
   options.ring_nbytes = (connection.ring_nbytes + options.slot_nbytes - 1) /
                         options.slot_nbytes * options.slot_nbytes;
   options.message_nbytes = kMessageNbytes;
+  if (has_value("FSDP_C_SHM", "rings")) options.direct_call_nbytes = -1;
   options.timeout_ms = timeout_ms;
   options.meeting_timeout_ms = timeout_ms;
   fsdp_transport *transport = nullptr;
@@ -341,6 +348,7 @@ void connect_on_cpu(Connection &connection, c10d::ProcessGroup &group,
         meet_in_shm(connection, "shm/", group.getRank(), group.getSize(),
                     timeout_ms, connection.refusal, &verdict);
     connection.why_not = verdict.reason;
+    if (verdict.is_direct) connection.ring_nbytes = kMaxRingNbytes;  // for any
   } else {
     connection.why_not = hosts.why_not();
     if (connection.why_not.empty()) {

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.api import StateDictType
 from torch.overrides import is_tensor_like
 
 from fsdp_c._engines.summon import summoned
-from fsdp_c._state.exchange import exchange
+from fsdp_c._state.exchange import ExchangeItem, exchange
 from fsdp_c._state.forms import load_item
 from fsdp_c._state.model.local import find_local_problems, load_local, local_names
 from fsdp_c._state.model.plain import loads_plainly
@@ -34,7 +34,7 @@ from fsdp_c._state.sharded_tensors import (
     sharded_shape,
 )
 from fsdp_c._units.base import ShardedModule, sharded_modules
-from fsdp_c._units.device import wait_for_uploads
+from fsdp_c._units.device import CPU, wait_for_uploads
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.parallel import from_state
@@ -304,7 +304,9 @@ def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) 
         if not is_sharded(value):
             parts[params[uses[name]]].write(_as_tensor(value))
     for name, value in _exchanged(module, values, uses, are_whole=False).items():
-        parts[params[uses[name]]].values().copy_(value)
+        own = parts[params[uses[name]]].values()
+        if own.data_ptr() != value.data_ptr():
+            own.copy_(value)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -344,6 +346,8 @@ def _exchanged(
         for name, value in values.items()
         if is_sharded(value)
     ]
+    if not are_whole:
+        items = _into_place(items)
     try:
         return {item.key: value for item, value in exchange(items, "parameters")}
     except RuntimeError as error:
@@ -352,6 +356,30 @@ def _exchanged(
             f"{module._sharded.name!r} on rank {module.rank} ({error}): all ranks must "
             "load state dicts with the same keys"
         ) from error
+
+
+def _into_place(items: list[ExchangeItem]) -> list[ExchangeItem]:
+    """Return ``items`` with the parameters' own memory as targets, where it can be."""
+    storages = {
+        item.move.source.untyped_storage().data_ptr()
+        for item in items
+        if item.move.source is not None
+    }
+    places = set()  # shared parameters have several values
+    placed = []
+    for item in items:
+        own = item.part.values()
+        is_place = (
+            item.part.memory is not None
+            and own.device == CPU
+            and own.dtype == item.move.dtype
+            and own.untyped_storage().data_ptr() not in storages
+            and own.data_ptr() not in places
+        )
+        places.add(own.data_ptr())
+        move = item.move._replace(target=own if is_place else None)
+        placed.append(item._replace(move=move))
+    return placed
 
 
 def with_wrapped_metadata(module: nn.Module, state_dict: Any) -> Any:
