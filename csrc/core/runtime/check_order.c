@@ -62,7 +62,7 @@ typedef struct step {
   int64_t unit; /* its index; -1: none */
   int32_t op;
   int32_t is_full;
-  int32_t in_backward;
+  int32_t is_backward;
   int32_t obstacle;
 } step;
 
@@ -133,7 +133,7 @@ static step describe_own(const fsdp_engine *engine,
   mine.unit = next->unit == NULL ? -1 : next->unit->index;
   mine.op = (int32_t)next->op;
   mine.is_full = next->is_full;
-  mine.in_backward = engine->in_backward;
+  mine.is_backward = engine->in_backward;
   mine.obstacle = engine->num_iterations <= 1 ? OBSTACLE_FIRST_ITERATION
                   : !fsdp_engine_priv_can_serve(engine) ? OBSTACLE_UNITS
                                                         : OBSTACLE_NONE;
@@ -157,7 +157,7 @@ static obstacle find_obstacle(const step *steps, int64_t world_size) {
       return do_the_same(steps, world_size) ? OBSTACLE_FROZEN
                                             : (obstacle)steps[rank].obstacle;
     }
-    if (steps[rank].in_backward != steps[0].in_backward) return OBSTACLE_PHASE;
+    if (steps[rank].is_backward != steps[0].is_backward) return OBSTACLE_PHASE;
     if (steps[rank].history != steps[0].history) return OBSTACLE_HISTORY;
   }
   return OBSTACLE_NONE;
@@ -170,7 +170,7 @@ static const step *next_gather(const step *steps, int64_t world_size) {
   for (int64_t rank = 0; rank < world_size; rank++) {
     const step *each = &steps[rank];
     if (each->op != FSDP_OP_GATHER) continue;
-    if (found == NULL || (each->in_backward ? each->unit > found->unit
+    if (found == NULL || (each->is_backward ? each->unit > found->unit
                                             : each->unit < found->unit)) {
       found = each;
     }
