@@ -1,14 +1,20 @@
 """The only file that touches torch's private names; one place per torch version."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed._composable.contract import (
     REGISTRY_KEY,
@@ -52,6 +58,21 @@ from torch.nn import Module
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def interpreted_with_callees(function: F) -> F:
+    """Keep torch.compile out of ``function`` and of all that it calls.
+
+    As ``torch.compiler.disable``, which would import the compiler with fsdp_c: seconds.
+    """
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, strategy)
+    marked: Any = function  # where a compiled caller would inline it
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "fsdp_c makes an engine at the first call"
+    return function
 
 
 def run_policy(

@@ -25,6 +25,7 @@ from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.extension import Extension, is_extended
 from fsdp_c._fully_shard.rows import plain_param
+from fsdp_c._torch_compat import interpreted_with_callees
 from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
@@ -564,6 +565,7 @@ def _run_unit(
     return unit.forward(function, args, kwargs)
 
 
+@interpreted_with_callees
 def ensure_engine(module: nn.Module, group: Group) -> None:
     """Make an engine over all groups in ``module``, whose root it becomes.
 

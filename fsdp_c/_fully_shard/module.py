@@ -36,6 +36,8 @@ class FSDPModule(TorchFSDPModule):
 
     # transformers: generate() on one rank must go on as long as on the others.
     _is_fsdp_managed_module = True
+    # torch.compile: its parameters are inputs of graphs, not constants.
+    _fsdp_use_orig_params = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make one of the module's own class: a slice of a container, for example."""

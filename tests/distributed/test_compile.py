@@ -205,3 +205,27 @@ def test_fully_shard(rank: int, world_size: int) -> None:
     with _dynamo():
         both = Rows(MLP, shard, vectors)
         both.train(2)
+
+
+@pytest.mark.parametrize("is_compiled", ["at once", "after a step"])
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_whole_model_under_fully_shard(is_compiled: str) -> None:
+    """torch.compile of the root: graphs break at its units, keys are torch's."""
+
+    def shard(model: nn.Module) -> Any:
+        sharded = shard_units(model, [Block])
+        if is_compiled == "after a step":
+            loss_of(sharded(*vectors_of(sharded))).backward()
+            sharded.zero_grad()
+        return torch.compile(sharded, backend="aot_eager")
+
+    def vectors_of(model: nn.Module) -> Any:
+        dtype = next(model.parameters()).dtype
+        return tuple(x.to(dtype) for x in vectors(torch.Generator()))
+
+    with _dynamo():
+        both = Rows(MLP, shard, vectors)
+        keys = [f"_orig_mod.{name}" for name in both.reference.state_dict()]
+        assert list(both.model.state_dict()) == keys
+        both.train(3)
+        del both
