@@ -265,13 +265,15 @@ static fsdp_status gather_for_others(fsdp_unit *unit, bool is_full,
   place_segments(unit, block);
   FSDP_TRY(place_shards(unit, block, &last_use, error));
   FSDP_TRY(gather_segments(unit, false, error));
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                      FSDP_LANE_UNSHARD, engine->compute_done,
-                                      error));
 done:
   unit->param_data = own_data;
   unit->is_full = was_full;
-  if (block != NULL) {
+  if (block != NULL) { /* also after a failure: the lane may be writing it */
+    const bool is_first = status == FSDP_OK;
+    const fsdp_status waited = fsdp_engine_priv_wait_lane(
+        engine, FSDP_LANE_COMPUTE, last_use, engine->compute_done,
+        is_first ? error : NULL);
+    if (is_first) status = waited;
     ops->block_free(ops->context, block, nbytes, engine->compute_done);
   }
   fsdp_free(data);
