@@ -139,15 +139,16 @@ void throw_python_error() {
   throw raised;
 }
 
-std::vector<int64_t> local_sizes(const Param &param) {
+std::vector<int64_t> local_sizes(const Unit &unit, const Param &param) {
   std::vector<int64_t> sizes = param.sizes;
   if (sizes.empty()) return {param.local_numel()};
-  int64_t numel = 1;  // of a row
-  for (size_t i = 0; i < sizes.size(); i++) {
-    if (i != static_cast<size_t>(param.shard_dim)) numel *= sizes[i];
-  }
+  // Not from the part's elements: rows may have none.
+  const Group &group = unit.shard_group;
   int64_t &rows = sizes[static_cast<size_t>(param.shard_dim)];
-  rows = numel == 0 ? rows : param.local_numel() / numel;
+  const int64_t whole = rows;
+  const int64_t each = (whole + group.world_size - 1) / group.world_size;
+  const int64_t begin = std::min<int64_t>(group.rank * each, whole);
+  rows = std::min(each, whole - begin);
   return sizes;
 }
 

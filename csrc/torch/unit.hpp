@@ -331,7 +331,7 @@ void copy_parts(Unit &unit);
 
 // rows.cpp: see Note [Parameters by rows].
 // Sizes of this rank's rows.
-std::vector<int64_t> local_sizes(const Param &param);
+std::vector<int64_t> local_sizes(const Unit &unit, const Param &param);
 // Whether the sharded parameter has a gradient, which is in the shard then.
 bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);

@@ -319,7 +319,7 @@ void make_views(Unit &unit) {
         fsdp_flat_layout_slot(unit.layout, static_cast<int64_t>(i));
     Segment &segment = unit.segments[static_cast<size_t>(slot->segment)];
     const std::vector<int64_t> local =
-        unit.is_by_rows ? local_sizes(param)
+        unit.is_by_rows ? local_sizes(unit, param)
                         : std::vector<int64_t>{param.local_numel()};
     // A lone rank holds the whole parameter and can show its shape.
     param.sharded = make_view(

@@ -7,9 +7,9 @@ new engine over all units, which the others join. No root is final, so it does n
 to call or summon a submodule first.
 
 With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL`` the ranks compare what they are
-about to do before every collective. If they run their units in different orders, all
-raise an error that names the units. A rank that leaves the order of its first iteration
-warns.
+about to do before every collective. If they run their units in different orders in the
+first iteration, all raise an error that names the units. Later they serve each other. A
+rank that leaves the order of its first iteration warns.
 """
 
 import weakref

@@ -74,8 +74,9 @@ class _Watch:
             before = f"unit {expected[0]!r} ran" if expected else "no other ran"
             warnings.warn(
                 "Forward order differs from that of the first iteration on rank "
-                f"{module.rank}: unit {name!r} runs where {before}. Prefetches follow "
-                "the new order from the next iteration on. If ranks run different "
-                "orders, all ranks raise an error at the first collective that differs",
+                f"{module.rank}. Collectives are unchecked and may give incorrect "
+                "results or hang without TORCH_DISTRIBUTED_DEBUG. With it, ranks that "
+                "differ serve each other, or all raise an error before the first wrong "
+                f"collective: unit {name!r} runs where {before}",
                 stacklevel=1,
             )

@@ -195,9 +195,18 @@ def _part_mesh(value: Any, data: DataMesh) -> DeviceMesh | None:
     mesh, group = data.mesh, data.shard_group
     assert group is not None
     made = _part_meshes.setdefault(group, {})
-    if num_ranks not in made:
+    if num_ranks not in made or not _has_groups(made[num_ranks]):
         made[num_ranks] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, num_ranks))
     return made[num_ranks]
+
+
+def _has_groups(mesh: DeviceMesh) -> bool:
+    """Whether its groups exist: the world's may outlive them."""
+    try:
+        mesh.get_group(1)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _default_mesh() -> DeviceMesh:

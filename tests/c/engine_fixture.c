@@ -276,7 +276,8 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .backward_prefetch = prefetches[options->backward_prefetch],
       .forward_prefetch = options->forward_prefetch,
       .prescale = options->prescale,
-      .offloads = options->offloads};
+      .offloads = options->offloads,
+      .reduces_in_order = options->reduces_in_order};
 }
 
 fsdp_status model_build(model *self, fsdp_error *error) {

@@ -32,21 +32,21 @@ static void turn_on(void) {
   fsdp_engine_set_order_check(m.engine, true);
 }
 
-/* Before each unshard and each reduction, 8 bytes. */
+/* Before each unshard, each reduction and each end, 8 bytes. */
 TEST(test_same_order_passes) {
   other_ranks others = {.differs_at = -1};
   model_start_tree(&m, NULL, 1);
   turn_on();
   recorder_set_answer(m.device, answer, &others);
   PLAY("clear; step; check_grads");
-  CHECK_I64(others.num_exchanges, 3 + 2); /* unshards, reductions */
+  CHECK_I64(others.num_exchanges, 3 + 2 + 2); /* unshards, reductions, ends */
   CHECK_TAPE_HAS("take_params root sharded; all_gather_bytes g0 8;");
-  CHECK_TAPE_LACKS("all_gather_bytes g0 160;");
+  CHECK_TAPE_LACKS("all_gather_bytes g0 192;");
   PLAY("step");
-  CHECK_I64(others.num_exchanges, 2 * (3 + 2));
+  CHECK_I64(others.num_exchanges, 2 * (3 + 2 + 2));
   fsdp_engine_set_order_check(m.engine, false);
   PLAY("step");
-  CHECK_I64(others.num_exchanges, 2 * (3 + 2));
+  CHECK_I64(others.num_exchanges, 2 * (3 + 2 + 2));
   PLAY("end");
 }
 
@@ -80,7 +80,7 @@ static sent run_in_order(int64_t first, int64_t second) {
   }
   PLAY("leave_eval root; reset"); /* starts anew */
   PLAY("enter root; leave_eval root; end");
-  CHECK_I64(kept.num, 4);
+  CHECK_I64(kept.num, 6);
   return kept;
 }
 
@@ -93,7 +93,8 @@ TEST(test_fingerprints) {
   CHECK(ab.prints[0] == ba.prints[0]);
   CHECK(ab.prints[1] != ba.prints[1]);
   CHECK(ab.prints[2] != ba.prints[2]);
-  CHECK(ab.prints[3] == ab.prints[0]);
+  CHECK(ab.prints[3] != ba.prints[3]); /* the end */
+  CHECK(ab.prints[4] == ab.prints[0]);
 }
 
 /* A rank that gathers another unit: both say so. */
@@ -111,7 +112,7 @@ TEST(test_other_unit) {
       "different orders, first in collective 1 (iteration 1): "
       "rank 0: all_gather of unit 'a'; "
       "rank 1: all_gather of unit 'b'. All ranks must run the same "
-      "units in the same order");
+      "units in the same order in the first iteration");
   PLAY("state a SHARDED"); /* nothing was issued */
   PLAY("abandon root");
   others.differs_at = -1;
@@ -161,7 +162,7 @@ TEST(test_long_names) {
 
 /* A reduction that differs fails the unit. */
 TEST(test_other_reduction) {
-  other_ranks others = {.differs_at = 3};
+  other_ranks others = {.differs_at = 4};
   fsdp_error error;
   others.steps[1] = "reduce_scatter of unit 'root'";
   model_start_tree(&m, NULL, 1);

@@ -1,7 +1,5 @@
 """fully_shard: an integer ``reshard_after_forward``, and Shards of any dimension."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import fully_shard
-from fsdp_c._fully_shard import arguments
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 from helpers.rows import Rows
-
-
-@contextlib.contextmanager
-def small_groups() -> Iterator[None]:
-    """Destroy the groups that are made inside, and forget them."""
-    with groups_destroyed():
-        yield
-        arguments._part_meshes.clear()
 
 
 def last_dim(param: nn.Parameter) -> Shard:
@@ -35,7 +24,7 @@ def last_dim(param: nn.Parameter) -> Shard:
 @distributed(world_size=4)
 def test_training(rank: int, world_size: int, model: str, placement: Any) -> None:
     """Backward gathers in groups of 2; with accumulation and evaluation between."""
-    with small_groups():
+    with groups_destroyed():
         both = Rows.of(model, reshard_after_forward=2, shard_placement_fn=placement)
         both.train(2)
         both.zero_grad()
@@ -49,7 +38,7 @@ def test_training(rank: int, world_size: int, model: str, placement: Any) -> Non
 @distributed(world_size=4)
 def test_evaluation_before_the_step(rank: int, world_size: int) -> None:
     """No stale weights after it."""
-    with small_groups():
+    with groups_destroyed():
         both = Rows.of("mlp", reshard_after_forward=2)
         both.forward_backward()
         with torch.no_grad():
@@ -62,7 +51,7 @@ def test_evaluation_before_the_step(rank: int, world_size: int) -> None:
 @distributed(world_size=4)
 def test_what_the_modules_show(rank: int, world_size: int, dim: int) -> None:
     """Between forward and backward, DTensors over the small groups."""
-    with small_groups():
+    with groups_destroyed():
         show(rank, dim)
 
 
@@ -109,7 +98,7 @@ def show(rank: int, dim: int) -> None:
 @distributed(world_size=4)
 def test_memory_between_forward_and_backward(rank: int, world_size: int) -> None:
     """A rank holds a half of the unit, in param dtype."""
-    with small_groups():
+    with groups_destroyed():
         model: Any = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)])
         for module in model:
             fully_shard(module, reshard_after_forward=2)

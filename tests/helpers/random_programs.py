@@ -248,7 +248,8 @@ class Node(nn.Module):
     def __init__(self, spec: Spec, dim: int) -> None:
         super().__init__()
         self.spec = spec
-        self.children_ = nn.ModuleList(Node(child, dim) for child in spec.children)
+        parts = (type(self)(child, dim) for child in spec.children)
+        self.children_ = nn.ModuleList(parts)
         option = spec.option
         bias = option % 3 != 0
         kind = spec.kind

@@ -1,18 +1,19 @@
 /* Backward: from the first output's gradient to the end of backward. */
 #include "runtime/engine_priv.h"
 
-static void open_backward(fsdp_engine *engine) {
-  if (engine->in_backward) return;
+static fsdp_status open_backward(fsdp_engine *engine, fsdp_error *error) {
+  if (engine->in_backward) return FSDP_OK;
   engine->in_backward = true;
   engine->has_entered = false;
   fsdp_order_begin_backward(engine->order);
+  return fsdp_engine_priv_begin_reduces(engine, error);
 }
 
 /* The unit's first event in this backward. */
 static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
-  open_backward(unit->engine);
+  FSDP_TRY(open_backward(unit->engine, error));
   if (unit->step.entered_backward) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
   unit->step.entered_backward = true;
@@ -241,6 +242,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
 
   if (!engine->in_backward) return FSDP_OK;
   FSDP_TRY(complete_leftovers(engine, &local));
+  FSDP_TRY(fsdp_engine_priv_end_phase(engine, &local));
   FSDP_TRY(fsdp_engine_priv_flush_reduces(engine, &local));
   FSDP_TRY(fsdp_engine_priv_finish_reduces(engine, &local));
   /* The user reads gradients and writes shards on the host now. */
@@ -249,6 +251,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
     FSDP_TRY(finish_unit(engine->units[i], &local));
   }
   engine->in_backward = false;
+  engine->ran_forward = false;
   FSDP_TRY(fsdp_arena_plan(engine->arena, &local));
 done:
   if (status != FSDP_OK) {
@@ -264,8 +267,11 @@ fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine, fsdp_error *error) {
                      "kept gradients cannot be reduced inside a %s",
                      engine->in_backward ? "backward" : "forward");
   }
-  open_backward(engine);
-  return fsdp_engine_finish_backward(engine, error);
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(open_backward(engine, error));
+  status = fsdp_engine_finish_backward(engine, error);
+done:
+  return status;
 }
 
 bool fsdp_engine_in_backward(const fsdp_engine *engine) {

@@ -10,6 +10,7 @@
  *
  *   engine.c
  *   forward.c  backward.c  summon.c
+ *   end_phase.c
  *   reduce.c  summoned.c  place.c  on_demand.c
  *   reduce_unit.c
  *   unshard.c  pack.c  scratch.c
@@ -82,7 +83,7 @@ typedef struct fsdp_summoned {
 /* A unit's part in the open step. */
 typedef struct fsdp_unit_step {
   bool ran_forward;       /* forward.c: since the last end of backward */
-  bool entered_backward;  /* backward.c: in the open backward */
+  bool entered_backward;  /* backward.c, end_phase.c: in the open backward */
   int64_t expected_grads; /* backward.c: still to come in the open backward */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
 } fsdp_unit_step;
@@ -145,6 +146,7 @@ struct fsdp_unit {
   fsdp_pack_item *items; /* scratch, 2 * num_params + num_segments */
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
+  bool missed_reduce;      /* reduce.c: did not come when it was its turn */
   bool has_reduce_hook;    /* engine.c */
   unsigned custom;         /* engine.c: fsdp_custom, what the port does */
   fsdp_sync sync;          /* engine.c: what its backward does */
@@ -185,6 +187,7 @@ struct fsdp_engine {
   bool offloads; /* some unit does */
 
   bool checks_order; /* check_order.c */
+  bool ran_forward;  /* forward.c, backward.c: since the last backward */
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
@@ -232,6 +235,11 @@ static inline bool fsdp_engine_priv_is_host(const fsdp_engine *engine) {
 }
 
 /* place.c */
+/* What fsdp_unit_set_trainable() does; the segment has no gradient now. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_train(fsdp_unit *unit,
+                                                int64_t segment,
+                                                bool is_trainable,
+                                                fsdp_error *error);
 /* Lays the segments out in the unit's kinds of block. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_place_segments(fsdp_unit *self,
                                                          fsdp_error *error);
@@ -311,12 +319,54 @@ static inline void fsdp_engine_priv_end(const fsdp_engine *engine,
   }
 }
 
-/* check_order.c */
-/* Compares the unit's next collective with that of the other ranks of its
- * shard group, if the engine checks the order. */
-FSDP_NODISCARD fsdp_status fsdp_unit_priv_check_order(fsdp_unit *unit,
-                                                      const char *operation,
-                                                      fsdp_error *error);
+/* check_order.c: Note [Checking the order] */
+typedef enum fsdp_priv_op {
+  FSDP_OP_GATHER = 0,
+  FSDP_OP_REDUCE,
+  FSDP_OP_END /* of forward or backward; no collective */
+} fsdp_priv_op;
+
+/* What this rank wants to do next. */
+typedef struct fsdp_priv_next {
+  fsdp_priv_op op;
+  const fsdp_unit *unit; /* NULL: an end */
+  bool is_full;          /* of a gather: in master dtype */
+  const char *detail;    /* what must be equal, too; "": nothing */
+} fsdp_priv_next;
+
+/* What it does instead, or now, for the ranks to agree. */
+typedef struct fsdp_priv_turn {
+  enum {
+    FSDP_TURN_GO = 0,  /* this; so do all */
+    FSDP_TURN_SERVE,   /* gathers `unit` for other ranks; then it asks again */
+    FSDP_TURN_AGAIN,   /* asks again */
+    FSDP_TURN_PUT_OFF, /* its reduction waits for the end of backward */
+    FSDP_TURN_UNITE    /* all ended backward with gradients of other units */
+  } kind;
+  fsdp_unit *unit;
+  bool is_full;
+} fsdp_priv_turn;
+
+/* The group whose ranks must issue the unit's collectives in one order. */
+static inline const fsdp_group *fsdp_unit_priv_checked_group(
+    const fsdp_unit *unit) {
+  return unit->options.shard_group.world_size > 1
+             ? &unit->options.shard_group
+             : &unit->options.replica_group;
+}
+/* Whether the engine compares what they do. */
+static inline bool fsdp_unit_priv_is_checked(const fsdp_unit *unit) {
+  return unit->engine->checks_order &&
+         fsdp_unit_priv_checked_group(unit)->world_size > 1;
+}
+/* Compares with the other ranks of the group; all must call.
+ * FSDP_INVALID_STATE  the ranks cannot go on together. */
+FSDP_NODISCARD fsdp_status
+fsdp_engine_priv_compare_next(fsdp_engine *engine, const fsdp_priv_next *next,
+                              fsdp_priv_turn *turn, fsdp_error *error);
+/* Whether ranks whose orders differ can serve each other: all units have one
+ * group, and gather whole shards of plain parameters. No, in a group of one. */
+bool fsdp_engine_priv_can_serve(const fsdp_engine *engine);
 
 /* unshard.c */
 /* SHARDED or REDUCING -> UNSHARDING. Nothing happens in other states. */
@@ -344,6 +394,12 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
                                                      int64_t index,
                                                      fsdp_error *error);
+/* Compares until it is this rank's turn, and takes part in the gathers of
+ * others meanwhile. turn [out] GO, PUT_OFF or UNITE. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_agree(fsdp_engine *engine,
+                                                  const fsdp_priv_next *next,
+                                                  fsdp_priv_turn *turn,
+                                                  fsdp_error *error);
 /* Whether the unit's next unshard is in master dtype. */
 static inline bool fsdp_unit_priv_wants_full(const fsdp_unit *unit) {
   return unit->wants_full && unit->has_cast;
@@ -388,6 +444,12 @@ void fsdp_unit_priv_end_summon(fsdp_unit *unit);
 static inline bool fsdp_unit_priv_has_grads(const fsdp_unit *unit, int kinds) {
   return (unit->grads & kinds) != 0;
 }
+/* A letter for each segment of the units: what backward does with its gradient
+ * (n: none, s: shard, r: reduce); a capital if a reduction of it waits. kinds
+ * [out] new; free with fsdp_free(). */
+FSDP_NODISCARD fsdp_status fsdp_priv_grad_kinds(fsdp_unit *const *units,
+                                                size_t num_units, char **kinds,
+                                                fsdp_error *error);
 /* Says that the gradients of the set exist, or do not. */
 void fsdp_unit_priv_set_grads(fsdp_unit *unit, int kinds, bool exist);
 /* Takes a block for unsharded gradients, whatever it contains. The unit has
@@ -475,6 +537,11 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit,
  * that waited for it, when its turn in the recorded order has come. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
+/* The same, but it is issued at the end of backward. */
+void fsdp_unit_priv_put_off_reduce(fsdp_unit *unit);
+/* Starts a backward: completes the record; see Note [Order of reductions]. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_begin_reduces(fsdp_engine *engine,
+                                                          fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);
@@ -487,5 +554,11 @@ void fsdp_engine_priv_reset_reduces(fsdp_engine *engine);
  * for other units stays: its end has to wait for it. */
 void fsdp_engine_priv_forget_reduces(fsdp_engine *engine,
                                      const fsdp_unit *unit);
+
+/* end_phase.c */
+/* Before the end of a forward or backward: waits until all ranks are there, if
+ * they can serve each other. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_end_phase(fsdp_engine *engine,
+                                                      fsdp_error *error);
 
 #endif /* FSDP_RUNTIME_ENGINE_PRIV_H */

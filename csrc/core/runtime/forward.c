@@ -101,6 +101,7 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
   unit->step.ran_forward = true;
+  engine->ran_forward = true;
   engine->depth++; /* last: the caller leaves forward only if it entered */
 done:
   /* Not entered, so nothing stays in flight. The first error is reported. */
@@ -131,8 +132,10 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
     FSDP_TRY(expects_backward ? fsdp_unit_priv_part(unit, error)
                               : fsdp_unit_priv_reshard(unit, error));
   }
-  if (engine->depth <= 1)
+  if (engine->depth <= 1) {
+    FSDP_TRY(fsdp_engine_priv_end_phase(engine, error));
     FSDP_TRY(end_iteration(engine, expects_backward, error));
+  }
   if (engine->depth > 0) engine->depth--; /* last: see abandon_forward */
 done:
   return status;

@@ -2,6 +2,9 @@
  * The gradients of a unit: which exist, where their memory is, and what the
  * user sees of them.
  */
+#include <ctype.h>
+
+#include "base/alloc.h"
 #include "runtime/engine_priv.h"
 
 void fsdp_unit_priv_set_grads(fsdp_unit *unit, int kinds, bool exist) {
@@ -11,6 +14,33 @@ void fsdp_unit_priv_set_grads(fsdp_unit *unit, int kinds, bool exist) {
 bool fsdp_unit_holds_grads(const fsdp_unit *unit) {
   return fsdp_unit_priv_has_grads(unit,
                                   FSDP_GRADS_UNSHARDED | FSDP_GRADS_PARTIAL);
+}
+
+fsdp_status fsdp_priv_grad_kinds(fsdp_unit *const *units, size_t num_units,
+                                 char **kinds, fsdp_error *error) {
+  static const char letters[] = {[FSDP_SYNC_NONE] = 'n',
+                                 [FSDP_SYNC_SHARD] = 's',
+                                 [FSDP_SYNC_REDUCE] = 'r'};
+  size_t num_segments = 0;
+  for (size_t i = 0; i < num_units; i++) {
+    num_segments += (size_t)units[i]->num_segments;
+  }
+  char *text = fsdp_calloc(num_segments + 1, 1);
+  if (text == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for comparing gradients");
+  }
+  *kinds = text;
+  for (size_t i = 0; i < num_units; i++) {
+    const fsdp_unit *unit = units[i];
+    for (int64_t j = 0; j < unit->num_segments; j++) {
+      const bool is_reduced =
+          unit->step.is_reduce_ready && unit->segments[j].is_trainable;
+      const char letter = letters[unit->sync];
+      *text++ = is_reduced ? (char)toupper(letter) : letter;
+    }
+  }
+  return FSDP_OK;
 }
 
 /* Unsharded ---------------------------------------------------------------- */

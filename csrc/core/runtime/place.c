@@ -146,10 +146,21 @@ done:
   return status;
 }
 
-fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit, int64_t segment,
-                                    bool is_trainable, fsdp_error *error) {
+fsdp_status fsdp_unit_priv_train(fsdp_unit *unit, int64_t segment,
+                                 bool is_trainable, fsdp_error *error) {
   fsdp_unit_segment *self = &unit->segments[segment];
   fsdp_status status = FSDP_OK;
+  if (is_trainable && !self->has_grad_place) {
+    FSDP_TRY(add_grad_place(unit, segment, error));
+  }
+  self->is_trainable = is_trainable;
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit, int64_t segment,
+                                    bool is_trainable, fsdp_error *error) {
+  const fsdp_unit_segment *self = &unit->segments[segment];
 
   if (self->is_trainable == is_trainable) return FSDP_OK;
   if (unit->engine != NULL &&
@@ -161,12 +172,7 @@ fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit, int64_t segment,
                      "requires_grad between optimizer steps",
                      unit->name);
   }
-  if (is_trainable && !self->has_grad_place) {
-    FSDP_TRY(add_grad_place(unit, segment, error));
-  }
-  self->is_trainable = is_trainable;
-done:
-  return status;
+  return fsdp_unit_priv_train(unit, segment, is_trainable, error);
 }
 
 bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment) {

@@ -6,7 +6,14 @@
  * become ready in another. The order of the last backward is recorded. In the
  * next one a unit that stands in the record waits until every unit before it
  * that ran forward has been reduced; a unit that does not stand there, or
- * whose turn is over, is reduced as soon as it is ready.
+ * whose turn is over, is reduced as soon as it is ready. Without a forward
+ * since the last backward (retain_graph, or a second loss), any may come.
+ *
+ * Where units with the option reduces_in_order ran forward and do not stand in
+ * the record, it is made anew: the order in which units entered forward,
+ * backwards, as in torch's FSDP2. A rank that uses other parameters of a unit
+ * than the others may have its gradient earlier or later. A unit that did not
+ * come in its turn (nothing of it is part of the loss) is not waited for again.
  */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
@@ -23,11 +30,95 @@ done:
   return status;
 }
 
+/* With the check of the order on, whether all ranks issue it now. */
+static fsdp_status agree_on_reduce(fsdp_unit *unit, bool *is_put_off,
+                                   fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  fsdp_priv_turn turn = {.kind = FSDP_TURN_GO};
+  char *kinds = NULL;
+  FSDP_TRY(fsdp_priv_grad_kinds(&unit, 1, &kinds, error));
+  const fsdp_priv_next next = {
+      .op = FSDP_OP_REDUCE, .unit = unit, .detail = kinds};
+  FSDP_TRY(fsdp_engine_priv_agree(unit->engine, &next, &turn, error));
+  *is_put_off = turn.kind == FSDP_TURN_PUT_OFF;
+done:
+  fsdp_free(kinds);
+  return status;
+}
+
+static bool is_trainable(const fsdp_unit *unit) {
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->segments[i].is_trainable) return true;
+  }
+  return false;
+}
+
+/* Whether the record lacks a unit that should stand there. */
+static bool is_missing(const fsdp_unit *unit) {
+  return unit->options.reduces_in_order && unit->reduce_position < 0 &&
+         unit->sync != FSDP_SYNC_NONE && !unit->missed_reduce &&
+         is_trainable(unit);
+}
+
+static void append_to_record(fsdp_engine *engine, fsdp_unit *unit) {
+  unit->reduce_position = (int64_t)engine->num_recorded_reduces;
+  engine->recorded_reduces[engine->num_recorded_reduces++] = unit;
+}
+
+static void clear_record(fsdp_engine *engine) {
+  for (size_t i = 0; i < engine->num_units; i++) {
+    engine->units[i]->reduce_position = -1;
+  }
+  engine->num_recorded_reduces = 0;
+}
+
+static void reverse_record(fsdp_engine *engine) {
+  fsdp_unit **units = engine->recorded_reduces;
+  const size_t num_reduces = engine->num_recorded_reduces;
+  for (size_t i = 0; i < num_reduces / 2; i++) {
+    fsdp_unit *unit = units[i];
+    units[i] = units[num_reduces - 1 - i];
+    units[num_reduces - 1 - i] = unit;
+  }
+  for (size_t i = 0; i < num_reduces; i++) {
+    units[i]->reduce_position = (int64_t)i;
+  }
+}
+
+fsdp_status fsdp_engine_priv_begin_reduces(fsdp_engine *engine,
+                                           fsdp_error *error) {
+  bool is_complete = true;
+  int64_t id = 0;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    const fsdp_unit *unit = engine->units[i];
+    if (unit->step.ran_forward && is_missing(unit)) is_complete = false;
+  }
+  if (is_complete) return FSDP_OK;
+  if (!fsdp_grow((void **)&engine->recorded_reduces, &engine->recorded_capacity,
+                 engine->num_units, sizeof *engine->recorded_reduces)) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for the order of %zu reductions",
+                     engine->num_units);
+  }
+  clear_record(engine);
+  for (int64_t i = 0; (id = fsdp_order_entry(engine->order, i)) >= 0; i++) {
+    fsdp_unit *unit = engine->units[id];
+    if (is_missing(unit)) append_to_record(engine, unit); /* once */
+  }
+  reverse_record(engine);
+  return FSDP_OK;
+}
+
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   fsdp_status status = FSDP_OK;
   FSDP_LOCAL_ERROR(local);
+  bool is_put_off = false;
 
+  if (fsdp_unit_priv_is_checked(unit)) {
+    FSDP_TRY(agree_on_reduce(unit, &is_put_off, &local));
+    if (is_put_off) return FSDP_OK;
+  }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE);
   unit->step.is_reduce_ready = false;
@@ -48,6 +139,7 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
   engine->num_reduces++;
+  unit->missed_reduce = false;
   fsdp_engine_priv_end(engine, unit, span, 0, 0);
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
@@ -63,8 +155,10 @@ static fsdp_status advance_cursor(fsdp_engine *engine, bool skip_unready,
     if (next->step.is_reduce_ready) {
       engine->reduce_cursor++;
       FSDP_TRY(issue_reduce(next, error));
-    } else if (skip_unready || !next->step.ran_forward) {
+    } else if (skip_unready ||
+               (engine->ran_forward && !next->step.ran_forward)) {
       engine->reduce_cursor++;
+      if (skip_unready) next->missed_reduce = true;
     } else {
       break;
     }
@@ -84,9 +178,16 @@ fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit, fsdp_error *error) {
   return advance_cursor(engine, false, error);
 }
 
+void fsdp_unit_priv_put_off_reduce(fsdp_unit *unit) {
+  unit->step.is_reduce_ready = true;
+}
+
 fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                            fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  if (engine->checks_order) { /* ranks that differ have come to other turns */
+    engine->reduce_cursor = engine->num_recorded_reduces;
+  }
   FSDP_TRY(advance_cursor(engine, true, error));
   for (size_t i = engine->num_units; i-- > 0;) {
     if (engine->units[i]->step.is_reduce_ready) {
@@ -102,9 +203,7 @@ static void record_order(fsdp_engine *engine) {
   fsdp_unit **units = engine->recorded_reduces;
   const size_t capacity = engine->recorded_capacity;
 
-  for (size_t i = 0; i < engine->num_units; i++) {
-    engine->units[i]->reduce_position = -1;
-  }
+  clear_record(engine);
   for (size_t i = 0; i < engine->num_issued_reduces; i++) {
     engine->issued_reduces[i]->reduce_position = (int64_t)i;
   }
@@ -146,11 +245,6 @@ void fsdp_engine_priv_forget_reduces(fsdp_engine *engine,
     engine->issued_reduces[num_left++] = engine->issued_reduces[i];
   }
   engine->num_issued_reduces = num_left;
-  if (engine->num_recorded_reduces > 0) { /* once, not for every unit */
-    for (size_t i = 0; i < engine->num_units; i++) {
-      engine->units[i]->reduce_position = -1;
-    }
-  }
-  engine->num_recorded_reduces = 0;
+  if (engine->num_recorded_reduces > 0) clear_record(engine); /* once for all */
   engine->reduce_cursor = 0;
 }

@@ -10,6 +10,7 @@
  * partial gradient, which the next FSDP_SYNC_REDUCE takes in. A communication
  * hook stands for all collectives and the scaling.
  */
+#include "base/dtypes.h"
 #include "runtime/engine_priv.h"
 
 /* This rank's piece of segment `index`'s gradient. */
@@ -57,20 +58,20 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
                                         &launch, error);
   for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
-    const fsdp_dtype dtype = segment->options.reduce_dtype;
-    if (unit->grad_data[i] == NULL || segment->layout->shard_numel == 0) {
-      continue;
-    }
+    int64_t shard_numel = segment->layout->shard_numel;
+    if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
     if ((unit->custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
       status = add_custom(unit, i, error);
       continue;
     }
+    const fsdp_dtype dtype =
+        fsdp_dtype_of_sum(segment->options.reduce_dtype, &shard_numel);
     launch.call.scratch =
         scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset;
     status = group->transport->ops->reduce_scatter(
-        group->transport, &launch.call, unit->grad_data[i],
-        segment->layout->shard_numel, dtype, &launch.ticket, error);
-    nbytes += segment->layout->padded_numel * dtype.itemsize;
+        group->transport, &launch.call, unit->grad_data[i], shard_numel, dtype,
+        &launch.ticket, error);
+    nbytes += shard_numel * group->world_size * dtype.itemsize;
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
   if ((unit->custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
@@ -100,9 +101,10 @@ static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REPLICATE,
                                                     group, &launch, error);
   for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
-    const int64_t shard_numel = unit->segments[i].layout->shard_numel;
-    const fsdp_dtype dtype = unit->segments[i].options.reduce_dtype;
+    int64_t shard_numel = unit->segments[i].layout->shard_numel;
     if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
+    const fsdp_dtype dtype =
+        fsdp_dtype_of_sum(unit->segments[i].options.reduce_dtype, &shard_numel);
     status = group->transport->ops->all_reduce(group->transport, &launch.call,
                                                own_slot(unit, i), shard_numel,
                                                dtype, &launch.ticket, error);
@@ -377,7 +379,6 @@ fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
       has_shards || has_hook ? FSDP_LANE_REDUCE : FSDP_LANE_COMPUTE;
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(fsdp_unit_priv_check_order(unit, "reduce_scatter", error));
   if (is_partial && partial_lane == FSDP_LANE_COMPUTE) {
     return end_partial(unit, partial_lane, error);
   }

@@ -1,6 +1,7 @@
 /* Unshard and reshard: an all-gather fills a block; reshard gives it back. */
 #include <assert.h>
 
+#include "base/alloc.h"
 #include "runtime/engine_priv.h"
 
 static void *at_nbytes(void *base, int64_t nbytes) {
@@ -228,6 +229,79 @@ done:
   return status;
 }
 
+/* A gather that only other ranks want: into memory of its own, so that the
+ * unit's block, state and views stay as they are. */
+static fsdp_status gather_for_others(fsdp_unit *unit, bool is_full,
+                                     fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  const fsdp_view_ops *views = &engine->views;
+  const int64_t nbytes = is_full ? unit->full_nbytes : unit->param_nbytes;
+  void **own_data = unit->param_data;
+  const bool was_full = unit->is_full;
+  fsdp_status status = FSDP_OK;
+  fsdp_lane last_use = FSDP_LANE_UNSHARD;
+  void *block = NULL;
+  bool any_copied = false;
+
+  if (unit->is_resident) return FSDP_OK;
+  void **data = fsdp_calloc((size_t)unit->num_segments, sizeof *data);
+  if (data == NULL) {
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "unit '%s': out of host memory for gathering it for other "
+                     "ranks",
+                     unit->name);
+  }
+  if (unit->state != FSDP_UNIT_UNSHARDED && !unit->is_summoned) {
+    FSDP_TRY(views->take_params(views->context, unit->options.owner,
+                                FSDP_VIEW_SHARDED, NULL, &any_copied, error));
+  }
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_UNSHARD,
+                                      FSDP_LANE_COMPUTE, engine->compute_done,
+                                      error));
+  FSDP_TRY(fsdp_engine_priv_alloc(engine, nbytes, &block, error));
+  unit->param_data = data;
+  unit->is_full = is_full;
+  place_segments(unit, block);
+  FSDP_TRY(place_shards(unit, block, &last_use, error));
+  FSDP_TRY(gather_segments(unit, false, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
+                                      FSDP_LANE_UNSHARD, engine->compute_done,
+                                      error));
+done:
+  unit->param_data = own_data;
+  unit->is_full = was_full;
+  if (block != NULL) {
+    ops->block_free(ops->context, block, nbytes, engine->compute_done);
+  }
+  fsdp_free(data);
+  return status;
+}
+
+fsdp_status fsdp_engine_priv_agree(fsdp_engine *engine,
+                                   const fsdp_priv_next *next,
+                                   fsdp_priv_turn *turn, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  do {
+    FSDP_TRY(fsdp_engine_priv_compare_next(engine, next, turn, error));
+    if (turn->kind == FSDP_TURN_SERVE) {
+      FSDP_TRY(gather_for_others(turn->unit, turn->is_full, error));
+    }
+  } while (turn->kind == FSDP_TURN_SERVE || turn->kind == FSDP_TURN_AGAIN);
+done:
+  return status;
+}
+
+/* With the check of the order on: all ranks gather the unit now. */
+static fsdp_status agree_on_gather(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_priv_next next = {.op = FSDP_OP_GATHER,
+                               .unit = unit,
+                               .is_full = fsdp_unit_priv_wants_full(unit),
+                               .detail = ""};
+  fsdp_priv_turn turn;
+  return fsdp_engine_priv_agree(unit->engine, &next, &turn, error);
+}
+
 /* event: UNSHARD or PREFETCH. */
 static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
                            fsdp_error *error) {
@@ -258,7 +332,7 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
                                         FSDP_LANE_COMPUTE, engine->compute_done,
                                         &local));
   }
-  FSDP_TRY(fsdp_unit_priv_check_order(unit, "all_gather", &local));
+  if (fsdp_unit_priv_is_checked(unit)) FSDP_TRY(agree_on_gather(unit, &local));
   unit->is_full = fsdp_unit_priv_wants_full(unit);
   if (!unit->is_resident) {
     FSDP_TRY(take_block(unit, of_parts, &block, &local));

@@ -1,0 +1,168 @@
+"""Ranks that run different units under the check of the order train on correctly.
+
+Every rank runs its own path through the blocks; the reference runs every rank's batch
+on that rank's path.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.distributed import distributed, every_strategy
+from helpers.groups import hybrid_groups
+from helpers.impl import fsdp
+from helpers.models import BATCH, DIM, Block, vectors
+from helpers.orders import debugging
+from helpers.reference import Differential, Inputs
+from helpers.rows import Rows, shard_units
+
+NUM_BLOCKS = 4
+COMMON = (0, 1, 2, 3)
+# In each iteration, the path of each rank; ranks past the last one run that.
+STEPS = [
+    (COMMON,),
+    ((0, 1), (0, 2)),
+    ((0, 1), (0, 2)),
+    (COMMON,),
+    ((0, 1, 2, 3), (3, 2, 1, 0)),
+    ((3, 0), (1,), (1, 2, 3)),
+    ((), (0, 1, 2, 3)),
+    ((2, 2, 1), (1, 2)),
+    (COMMON,),
+    ((0, 1, 2), (1, 2, 3), (0, 3)),
+    (COMMON,),
+]
+
+
+class Paths(nn.Module):
+    """Runs the blocks that an input names, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.out = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor, path: Tensor) -> Tensor:
+        x = self.inp(x)
+        for index in path.tolist():
+            x = self.blocks[index](x)
+        return self.out(x)
+
+
+class Diverging(Differential):
+    """Adds each rank's path to its batch."""
+
+    paths: tuple[tuple[int, ...], ...] = (COMMON,)
+
+    def batches(self) -> list[Inputs]:
+        """Return the next batch of every rank, with its path."""
+        last = len(self.paths) - 1
+        return [
+            (x.double(), torch.tensor(self.paths[min(rank, last)], dtype=torch.long))
+            for rank, (x,) in enumerate(super().batches())
+        ]
+
+
+class DivergingRows(Diverging, Rows):
+    """The same under ``fully_shard``."""
+
+
+def _build() -> nn.Module:
+    return Paths().double()
+
+
+def _make(**kwargs: Any) -> Diverging:
+    return Diverging.of_units(_build, {Block}, **kwargs)
+
+
+@every_strategy
+@pytest.mark.parametrize("prefetch", [True, False])
+@distributed(world_size=(2, 3))
+def test_training(
+    rank: int, strategy: str, use_orig_params: bool, prefetch: bool
+) -> None:
+    """Gradients and parameters are the unsharded model's after every step."""
+    with debugging("DETAIL"):
+        differential = _make(
+            strategy=strategy,
+            use_orig_params=use_orig_params,
+            forward_prefetch=prefetch,
+        )
+        for differential.paths in STEPS:
+            differential.train(1)
+            differential.evaluate()
+        del differential
+
+
+@pytest.mark.parametrize("schedule", ["znsu", "znnsu", "zpsu", "zpnsu"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@distributed(world_size=2)
+def test_accumulation(strategy: str, schedule: str) -> None:
+    """What no_sync kept on one rank only is reduced by all."""
+    with debugging("INFO"):
+        differential = _make(strategy=strategy)
+        for differential.paths in STEPS[:6]:
+            differential.run(schedule)
+        differential.paths = (COMMON,)
+        differential.train(1)
+        del differential
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@distributed(world_size=(2, 3))
+def test_fully_shard(reshards: bool) -> None:
+    """DTensors have the same gradients."""
+    with debugging("INFO"):
+        differential = DivergingRows(
+            _build,
+            lambda model: shard_units(model, {Block}, reshard_after_forward=reshards),
+            vectors,
+        )
+        for differential.paths in STEPS:
+            differential.train(1)
+        del differential
+
+
+def _failure(model: nn.Module, path: tuple[int, ...]) -> str:
+    x = torch.ones(BATCH, DIM, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as caught:
+        model(x, torch.tensor(path, dtype=torch.long)).sum().backward()
+    return str(caught.value)
+
+
+@distributed(world_size=4)
+def test_replicas_are_refused(rank: int) -> None:
+    """Other shard groups would not learn of the difference."""
+    with hybrid_groups(2, 2) as groups, debugging("INFO"):
+        model = fsdp(
+            _build(),
+            process_group=groups,
+            strategy="HYBRID_SHARD",
+            units={Block},
+            use_orig_params=True,
+        )
+        x = torch.ones(BATCH, DIM, dtype=torch.float64)
+        model(x, torch.arange(NUM_BLOCKS)).sum().backward()
+        message = _failure(model, (3, 2) if rank % 2 else (0, 1))
+        assert "some units have shards and replicas" in message
+        assert "blocks.0" in message
+        del model
+
+
+@distributed(world_size=2)
+def test_no_sync_on_one_rank_is_refused(rank: int) -> None:
+    """All ranks must do the same with a gradient."""
+    with debugging("INFO"):
+        differential = _make()
+        differential.train(1)
+        model = differential.model
+        if rank == 0:
+            with model.no_sync():
+                message = _failure(model, COMMON)
+        else:
+            message = _failure(model, COMMON)
+        assert "all ranks must be in no_sync or none" in message
+        del differential, model

@@ -1,0 +1,386 @@
+"""Random programs for ``fully_shard``: what is drawn, and the kinds of modules.
+
+They add to helpers.random_programs what this API has beside FSDP1's: meshes, tensor
+parallelism, options per module, settings between micro-batches.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers.random_programs import DTYPE, Node, Spec
+
+LEAVES = (
+    "linear",
+    "low_rank",
+    "scale",
+    "norm",
+    "tied",
+    "unused",
+    "frozen",
+    "adapter",
+    "single",
+    "conv",
+    "lstm",
+    "embedding",
+    "void",
+    "complex",
+    "sometimes",
+    "single_element",
+    "strided",
+)
+# Their values depend on single bits or on which rank uses what.
+UNEVEN_USES = {"unused", "sometimes", "never", "void", "frozen", "adapter", "embedding"}
+BRANCHES = (
+    "seq",
+    "residual",
+    "parallel",
+    "twice",
+    "packed",
+    "never",
+    "checkpoint",
+    "checkpoint",
+    "keywords",
+    "record",
+    "list",
+)
+SYNC_MODES = ("all", "none", "some", "once", "keep")
+INSIDE = (
+    "nothing",
+    "nothing",
+    "nothing",
+    "evaluate",
+    "infer",
+    "reshard",
+    "unshard",
+    "lost_forward",
+)
+BETWEEN = (
+    "nothing",
+    "nothing",
+    "evaluate",
+    "infer",
+    "lost_forward",
+    "state",
+    "full_state",
+    "optimizer_state",
+    "fresh",
+    "unshard",
+    "reshard",
+    "write",
+    "toggle",
+    "convert",
+    "set_reshards",
+    "prefetch",
+)
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One optimizer step."""
+
+    sync: str
+    num_micro_batches: int
+    num_forwards: int
+    losses: str
+    """"one", "two" (two backwards of one graph) or "retain" (the same one twice)."""
+    inside: str
+    """What happens between forward and backward."""
+    before_step: str
+    clips: tuple[float, float] | None
+    set_to_none: bool
+    after: str
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """A whole case."""
+
+    seed: int
+    world_size: int
+    mesh: tuple[int, ...]
+    """(shard,) or (replicate, shard); all dimensions with ``num_tp`` last."""
+    num_tp: int
+    dim: int
+    root: Spec
+    reshards: Any
+    reshards_of_units: bool
+    """Whether units have a reshard_after_forward of their own."""
+    dims: str
+    precision: str
+    offloads: bool
+    divides: bool
+    lists: bool
+    """Whether neighbours are one group."""
+    ignores: bool
+    optimizer: str
+    input_requires_grad: bool
+    steps: tuple[RowStep, ...] = field(default=())
+
+    @property
+    def is_single(self) -> bool:
+        """Whether something is computed or reduced in fp32."""
+        return self.precision != "none" or "single" in self.root.kinds()
+
+    @property
+    def tolerance(self) -> float:
+        """Of every comparison, as a part of the largest element."""
+        return 2e-3 if self.is_single else 1e-8
+
+    def show(self) -> str:
+        """Return everything that reproduces the case."""
+        facts = {k: v for k, v in vars(self).items() if k not in ("root", "steps")}
+        steps = "\n".join(f"  {step}" for step in self.steps)
+        return f"{facts}\n{self.root.show()}\nsteps:\n{steps}"
+
+
+def draw_row_program(seed: int) -> RowProgram:
+    """Return the program of ``seed``."""
+    rng = random.Random(seed)
+    world_size = rng.choice([2, 3, 4, 4])
+    num_tp = 1
+    if world_size != 3 and rng.random() < 0.25:
+        num_tp = 2 if world_size == 4 else rng.choice([1, 2])
+    num_dp = world_size // num_tp
+    mesh: tuple[int, ...] = (num_dp,)
+    if rng.random() < 0.35:
+        sizes = [n for n in range(1, num_dp + 1) if num_dp % n == 0]
+        num_replicas = rng.choice(sizes)
+        mesh = (num_replicas, num_dp // num_replicas)
+    num_shards = mesh[-1]
+    divisors = [n for n in range(1, num_shards + 1) if num_shards % n == 0]
+    precision = rng.choice(["none"] * 5 + ["param", "reduce", "mixed"])
+    without: set[str] = set()
+    if rng.random() < 0.75:
+        without |= {"single"}
+    if precision != "none":
+        without |= {"complex", "single"}
+    root = Spec(
+        "seq",
+        is_unit=True,
+        option=0,
+        children=tuple(_draw_spec(rng, 3, without) for _ in range(rng.randint(1, 4))),
+    )
+    is_uneven = bool(root.kinds() & UNEVEN_USES)
+    optimizers = ["sgd", "sgd", "foreach_sgd"]
+    if "sometimes" not in root.kinds():
+        optimizers += ["momentum", "foreach_momentum"]
+        if precision == "none" and not root.kinds() & {"single", "complex"}:
+            optimizers += ["adam", "foreach_adam", "fused_adam"]
+            if not is_uneven:
+                optimizers += ["adamw", "adamw"]
+    optimizer = rng.choice(optimizers)
+    if num_tp > 1:  # foreach refuses parameters on several meshes
+        optimizer = optimizer.removeprefix("foreach_").removeprefix("fused_")
+    toggles = optimizer in ("sgd", "foreach_sgd")
+    return RowProgram(
+        seed=seed,
+        world_size=world_size,
+        mesh=mesh,
+        num_tp=num_tp,
+        dim=rng.choice([2, 3, 5, 8, 13]),
+        root=root,
+        reshards=rng.choice([None, True, False, *divisors]),
+        reshards_of_units=rng.random() < 0.3,
+        dims=rng.choice(["rows", "rows", "last", "mixed"]),
+        precision=precision,
+        offloads=rng.random() < 0.2,
+        divides=rng.random() < 0.2,
+        lists=rng.random() < 0.25,
+        ignores=precision in ("none", "reduce") and rng.random() < 0.1,
+        optimizer=optimizer,
+        input_requires_grad=rng.random() < 0.4,
+        steps=tuple(
+            _draw_step(rng, mesh, num_tp, toggles) for _ in range(rng.randint(2, 4))
+        ),
+    )
+
+
+def _draw_spec(rng: random.Random, depth: int, without: set[str]) -> Spec:
+    is_branch = depth > 0 and rng.random() < 0.7
+    kind = rng.choice(
+        [k for k in (BRANCHES if is_branch else LEAVES) if k not in without]
+    )
+    num_children = 0
+    if is_branch:
+        many = ("seq", "parallel", "list")
+        num_children = rng.randint(1, 4) if kind in many else 1
+    children = tuple(_draw_spec(rng, depth - 1, without) for _ in range(num_children))
+    return Spec(kind, rng.random() < 0.45, None, rng.randrange(1 << 16), children)
+
+
+def _draw_step(
+    rng: random.Random, mesh: tuple[int, ...], num_tp: int, toggles: bool
+) -> RowStep:
+    modes = [m for m in SYNC_MODES if m != "once" or len(mesh) == 2]
+    sync = rng.choice(["all", *modes])
+    clips = None
+    if num_tp == 1 and rng.random() < 0.3:
+        # Not inf: torch has no such norm of a rank's empty part.
+        norm_type = rng.choice([1.0, 2.0, 2.0, 3.0])
+        clips = (10 ** rng.uniform(-2, 1), norm_type)
+    between = [each for each in BETWEEN if each != "toggle" or toggles]
+    return RowStep(
+        sync=sync,
+        num_micro_batches=rng.choice([1, 1, 2]) if sync == "all" else rng.randint(2, 3),
+        num_forwards=rng.choice([1, 1, 1, 2, 3]),
+        losses=rng.choice(["one", "one", "one", "two", "retain"]),
+        inside=rng.choice(INSIDE),
+        before_step=rng.choice(["nothing", "nothing", "evaluate", "lost_forward"]),
+        clips=clips,
+        set_to_none=rng.random() < 0.6,
+        after=rng.choice(between),
+    )
+
+
+@dataclass
+class Record:
+    """An output that is a dataclass."""
+
+    out: Tensor
+    aside: list[Any]
+
+
+class Part(Node):
+    """A node with the kinds that only these programs have."""
+
+    def __init__(self, spec: Spec, dim: int) -> None:
+        super().__init__(spec, dim)
+        option, kind = spec.option, spec.kind
+        if kind == "conv":
+            self.conv = nn.Conv1d(1, option % 5 + 1, 3, padding=1, dtype=DTYPE)
+            self.mix = nn.Parameter(torch.randn(option % 5 + 1, dtype=DTYPE))
+        if kind == "lstm":
+            self.lstm = nn.LSTM(dim, dim, option % 2 + 1, dtype=DTYPE)
+        if kind == "embedding":
+            self.table = nn.Embedding(option % 11 + 1, dim, dtype=DTYPE)
+        if kind == "void":
+            self.fc = nn.Linear(dim, dim, dtype=DTYPE)
+            self.nothing = nn.Parameter(torch.randn(option % 2 * 3, 0, dtype=DTYPE))
+        if kind == "complex":
+            self.turn = nn.Parameter(torch.randn(dim, dtype=torch.complex128))
+        if kind == "sometimes":
+            self.first = nn.Linear(dim, dim, dtype=DTYPE)
+            self.second = nn.Linear(dim, dim, dtype=DTYPE)
+        if kind == "single_element":
+            self.gain = nn.Parameter(torch.randn(*[1] * (option % 3 + 1), dtype=DTYPE))
+        if kind == "strided":
+            weight = torch.randn(dim, option % 3 + 1, dim, dtype=DTYPE) / dim
+            self.weight = nn.Parameter(weight.transpose(0, 2) if option % 2 else weight)
+
+    def forward(self, x: Tensor) -> Any:
+        own = next((p for p in self.own_params() if p.is_floating_point()), None)
+        dtype = x.dtype
+        if own is not None and self.spec.kind != "single" and own.numel() > 0:
+            x = x.to(own.dtype)
+        out = super().forward(x)
+        kind = self.spec.kind
+        if kind == "record":
+            return Record(out, [out * 0.5, None])
+        if kind == "list":
+            return [None, (out, {"x": out.tanh()}), 3]
+        return out.to(dtype) if isinstance(out, Tensor) else out
+
+    def own_params(self) -> list[nn.Parameter]:
+        """Return the parameters of this node, without its children's."""
+        return [
+            param
+            for name, child in (("", self), *self.named_children())
+            if name != "children_"
+            for param in child.parameters(recurse=name != "")
+        ]
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        run: dict[str, Callable[[], Tensor]] = {
+            "conv": lambda: torch.tanh(
+                torch.einsum("bcd,c->bd", self.conv(x.unsqueeze(1)), self.mix)
+            ),
+            "lstm": lambda: self.lstm(x.unsqueeze(0))[0].squeeze(0),
+            "embedding": lambda: x + self._look_up(x),
+            "complex": lambda: (x * self.turn).imag,
+            "sometimes": lambda: torch.tanh(
+                (self.first if x.detach().sum() > 0 else self.second)(x)
+            ),
+            "single_element": lambda: x * self.gain.flatten(),
+            "strided": lambda: torch.tanh(torch.einsum("bi,iko->bo", x, self.weight)),
+        }
+        found = run.get(self.spec.kind)
+        return super()._leaf(x) if found is None else found()
+
+    def _look_up(self, x: Tensor) -> Tensor:
+        num = self.table.num_embeddings
+        index = (x.detach().double().sum(1).sigmoid() * num).long().clamp(0, num - 1)
+        found: Tensor = self.table(index)
+        return found
+
+    def _branch(self, x: Tensor) -> Tensor:
+        kind = self.spec.kind
+        if kind == "checkpoint":
+            reentrant = self.spec.option % 2 == 0
+            return checkpoint(call_part, self.children_[0], x, use_reentrant=reentrant)
+        if kind == "keywords":
+            return unpack(self.children_[0](x=x))
+        if kind == "never":
+            return torch.sin(x)
+        if kind == "parallel":
+            return torch.stack([call_part(c, x) for c in self.children_]).mean(0)
+        y = x
+        for child in self.children_:
+            y = call_part(child, y)
+        if kind == "twice":
+            y = call_part(self.children_[0], torch.tanh(y))
+        return x + y if kind == "residual" else y
+
+
+def call_part(module: nn.Module, x: Tensor) -> Tensor:
+    """Return a part's output as a tensor."""
+    return unpack(module(x))
+
+
+def unpack(out: Any) -> Tensor:
+    """Return the sum of what a part's output holds."""
+    if isinstance(out, Record):
+        out = vars(out)
+    if isinstance(out, dict):
+        return out["out"] + out["aside"][0]
+    if isinstance(out, list):
+        return out[1][0] - out[1][1]["x"]
+    result: Tensor = out
+    return result
+
+
+class RowNet(nn.Module):
+    """The root: an input layer, so that every case has a trained parameter."""
+
+    def __init__(self, program: RowProgram) -> None:
+        super().__init__()
+        self.inp = nn.Linear(program.dim, program.dim, dtype=DTYPE)
+        self.body = Part(program.root, program.dim)
+        self.aside = nn.Linear(program.dim, 2, dtype=DTYPE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.to(self.inp.weight.dtype)
+        hidden = self.inp(x)
+        return call_part(self.body, hidden), self.aside(hidden.to(x.dtype))
+
+
+def make_row_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return the maker of an optimizer by its name in a program."""
+    way, _, kind = name.rpartition("_")
+    how: dict[str, Any] = {way: True} if way else {"foreach": False}
+    makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.05, **how),
+        "momentum": lambda params: torch.optim.SGD(
+            params, lr=0.05, momentum=0.9, **how
+        ),
+        "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4, **how),
+        "adamw": lambda params: torch.optim.AdamW(
+            params, lr=0.01, eps=1e-4, weight_decay=0.1, **how
+        ),
+    }
+    return makers[kind]
