@@ -121,7 +121,8 @@ Made by
 on {machine}.
 
 {num_ranks} ranks of one host, GPTs with AdamW, smallest of {rounds} medians of
-{steps} of the slowest rank. Full state dicts are made on rank 0 (`rank0_only`). A
+{steps} of the slowest rank. Full state dicts are made on rank 0 (`rank0_only`) and
+loaded on all ranks. A copy is one `Tensor.clone()` of the bytes that a rank gets. A
 checkpoint holds model and optimizer. It is made by `fsdp_c.checkpoint`, by
 torch.distributed.checkpoint from torch's state dicts, and by plain writes (with
 fsync) and reads of as many bytes. Reads come from the page cache. "To fsdp_c"

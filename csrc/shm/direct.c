@@ -31,6 +31,7 @@ enum {
   PIECE_NBYTES = 4 << 20,
   WITHDRAW_MS = 1000,
   SEEN_MS = 10,
+  READ_SEEN_MS = 50, /* longer: a read changes nothing in the other process */
 };
 
 enum { FREE = 0, WRITING, WITHDRAWN };
@@ -91,12 +92,11 @@ static int64_t write_piece(int64_t pid, uint64_t address, char *data,
   return written > 0 ? (int64_t)written : 0;
 }
 
-/* Whether the pid is still the peer's. It is asked every SEEN_MS: the kernel
- * does not use a pid again that soon. */
-static bool is_there(fsdp_shm_peer *peer) {
+/* Whether the pid is still the peer's. It is asked every `ms`: the kernel does
+ * not use a pid again that soon. */
+static bool is_there(fsdp_shm_peer *peer, int64_t ms) {
   const int64_t now_ns = fsdp_shm_priv_now();
-  if (now_ns - peer->seen_ns < (int64_t)SEEN_MS * FSDP_SHM_NS_PER_MS)
-    return true;
+  if (now_ns - peer->seen_ns < ms * FSDP_SHM_NS_PER_MS) return true;
   if (fsdp_shm_priv_process_look(&peer->process) == FSDP_SHM_PROCESS_DEAD) {
     return false;
   }
@@ -112,7 +112,7 @@ void fsdp_shm_priv_write_direct(fsdp_shm *shm, fsdp_shm_message *message) {
   /* Where the sizes differ, the receiver reports it, from the slot. */
   if (offer->nbytes == message->nbytes &&
       atomic_compare_exchange_strong(&offer->lock, &free_state, WRITING)) {
-    if (is_there(peer)) {
+    if (is_there(peer, SEEN_MS)) {
       written = write_piece(peer->process.pid,
                             offer->address + (uint64_t)message->num_done,
                             message->data + message->num_done,
@@ -135,7 +135,7 @@ fsdp_status fsdp_shm_priv_read_peer(fsdp_shm *shm, int64_t peer,
   int64_t num_read = 0;
   int code = 0;
   *read = false;
-  if (!is_there(other)) return FSDP_OK;
+  if (!is_there(other, READ_SEEN_MS)) return FSDP_OK;
   while (num_read < nbytes && code == 0) {
     const size_t left = (size_t)(nbytes - num_read);
     const struct iovec into = {.iov_base = (char *)to + num_read,

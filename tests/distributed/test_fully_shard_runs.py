@@ -557,7 +557,7 @@ def test_refusals(rank: int, world_size: int) -> None:
     cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         (ValueError, "scalar parameters", scalar, {}),
         (ValueError, "containers", nn.ModuleList([linear]), {}),
-        (ValueError, "dp_mesh_dims", linear, {"dp_mesh_dims": object()}),
+        (TypeError, "dp_mesh_dims", linear, {"dp_mesh_dims": object()}),
         (ValueError, "should be a factor of 2", linear, {"reshard_after_forward": 3}),
         (TypeError, "mesh", linear, {"mesh": 3}),
         (TypeError, "mp_policy", linear, {"mp_policy": None}),

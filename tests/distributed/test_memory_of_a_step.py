@@ -91,7 +91,7 @@ def test_rings_are_small_where_ranks_read_each_other(rank: int) -> None:
         large = fsdp(nn.Linear(1024, 512, bias=False), process_group=group)
         large(torch.ones(1, 1024)).sum().backward()
         nbytes = _memory_stats(large)["ring_nbytes"]
-        assert nbytes < 2**17 or nbytes >= 1024 * 512 * 4  # the system refuses
+        assert nbytes < 2**18 or nbytes >= 1024 * 512 * 4  # the system refuses
 
 
 def _train_with_rings(rank: int, group: Any) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -39,6 +39,7 @@ from helpers.random_rows import (
     make_row_optimizer,
 )
 from helpers.reference import Differential, assert_same
+from helpers.rows import whole_of
 
 # torch caches groups, which tests destroy, by equal meshes.
 _mesh_numbers = itertools.count()
@@ -191,35 +192,23 @@ class RowRun(Differential):
             assert named.keys() == self.sharded.keys()
             assert all(param is self.sharded[name] for name, param in named.items())
         named = self.sharded
-        mine: dict[str, tuple[Tensor, Tensor | None]] = {}
+        values: dict[tuple[str, bool], DTensor] = {}
         for name, param in named.items():
+            params[name] = param.detach()
+            grads[name] = torch.zeros(param.shape, dtype=param.dtype)
             if not isinstance(param, DTensor):
                 assert not param.requires_grad, name
-                params[name] = param.detach()
-                grads[name] = torch.zeros_like(param)
                 continue
-            grad: Any = param.grad
-            if grad is not None:
-                assert isinstance(grad, DTensor), name
-                assert grad.placements == param.placements, name
-                assert grad.dtype == param.dtype, name
-                grad = grad.to_local().detach()
-            mine[name] = (param.to_local().detach(), grad)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-        for name in mine:
-            like: Any = named[name]
-            has_grad = {part[name][1] is not None for part in parts}
-            assert len(has_grad) == 1, f"{name}: some ranks have no gradient"
-            params[name] = whole_of(like, [part[name][0] for part in parts])
-            if True in has_grad:
-                grads[name] = whole_of(like, [part[name][1] for part in parts])
-            else:
-                grads[name] = torch.zeros_like(params[name])
-        return (
-            {name: params[name] for name in named},
-            {name: grads[name] for name in named},
-        )
+            values[name, False] = param
+            if param.grad is not None:
+                assert isinstance(param.grad, DTensor), name
+                assert param.grad.placements == param.placements, name
+                assert param.grad.dtype == param.dtype, name
+                values[name, True] = param.grad
+        whole = whole_of(list(values.values()))
+        for (name, is_grad), value in zip(values, whole, strict=True):
+            (grads if is_grad else params)[name] = value
+        return params, grads
 
     def losses(self) -> tuple[list[Tensor], list[Tensor]]:
         """Run a forward of both; return two losses of each."""
@@ -437,32 +426,6 @@ class RowRun(Differential):
         for module in modules:
             module.set_modules_to_forward_prefetch(self.rng.sample(modules, 1))
             module.set_modules_to_backward_prefetch(self.rng.sample(modules, 1))
-
-
-def whole_of(like: DTensor, locals_: list[Tensor]) -> Tensor:
-    """Put the ranks' parts together: tensor parallel cut first, then data parallel.
-
-    Not by full_tensor(), whose answer is to be judged. Replicas must be equal.
-    """
-    grid = like.device_mesh.mesh
-    placements = list(like.placements)
-
-    def assemble(ranks: Tensor, placements: list[Any]) -> Tensor:
-        if not placements:
-            return locals_[int(ranks)]
-        pieces = [assemble(each, placements[1:]) for each in ranks]
-        if isinstance(placements[0], Replicate):
-            for piece in pieces:
-                torch.testing.assert_close(piece, pieces[0], rtol=1e-9, atol=1e-9)
-            return pieces[0]
-        return torch.cat(pieces, placements[0].dim)
-
-    last = grid.ndim - 1
-    names = like.device_mesh.mesh_dim_names or ("",)
-    if not names[last].startswith("tp"):
-        return assemble(grid, placements)
-    order = [last, *range(last)]
-    return assemble(grid.permute(order), [placements[each] for each in order])
 
 
 def run_row_program(program: RowProgram) -> None:
