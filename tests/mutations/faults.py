@@ -126,7 +126,7 @@ FAULTS = (
     _core(
         "backward prefetches units that it has left",
         "prefetch_backward",
-        ("!unit->step.entered_backward", "(!unit->step.entered_backward || MUTANT)"),
+        ("fsdp_unit_priv_is_needed_in_backward(unit)", "(!unit->step.entered_backward || MUTANT)"),
         "test_prefetch.py",
     ),
     _core(
