@@ -110,6 +110,7 @@ def run_workers(
     *,
     num_ranks: int,
     environ: Mapping[str, str] | None = None,
+    prefix: Callable[[int], Sequence[str]] = lambda _: (),
 ) -> Json:
     """Run one implementation in fresh processes and return rank 0's result.
 
@@ -117,6 +118,7 @@ def run_workers(
         arguments: Command line after the interpreter; ``--worker-folder`` is added.
         num_ranks: Processes to start, each with RANK and WORLD_SIZE set.
         environ: More environment variables of theirs.
+        prefix: The words before a rank's command, which it must end up as.
 
     Raises:
         RuntimeError: A rank failed or timed out; the message ends with its output.
@@ -138,7 +140,12 @@ def run_workers(
                 }
                 with log.open("wb") as output:
                     processes.append(
-                        subprocess.Popen(command, env=env, stdout=output, stderr=output)
+                        subprocess.Popen(
+                            [*prefix(rank), *command],
+                            env=env,
+                            stdout=output,
+                            stderr=output,
+                        )
                     )
             failed = _wait_for_all(processes)
         finally:

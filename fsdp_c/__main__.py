@@ -26,6 +26,11 @@ COMMANDS = {
         "torchrun|accelerate|SCRIPT.py ...",
         "run a program with fsdp_c in place of torch's FSDP",
     ),
+    "bench": (
+        "fsdp_c.bench._command",
+        "[--device cuda|cpu] [--seconds S] ...",
+        "measure fsdp_c, FSDP1, FSDP2 and DDP on this machine",
+    ),
     "plan": (
         "fsdp_c.plan._command",
         "--model MODEL --world-size N ...",

@@ -16,6 +16,9 @@ PLAN_LEAVE: int
 SYNC_NONE: int
 SYNC_REDUCE: int
 SYNC_SHARD: int
+CUSTOM_ALL_GATHER: int
+CUSTOM_REDUCE_SCATTER: int
+CUSTOM_REDUCED: int
 TIMELINE_IS_AHEAD: int
 TIMELINE_IS_KEPT: int
 TIMELINE_IS_UNUSED: int
@@ -148,6 +151,7 @@ class Unit:
         """Let forward call on_change() if, of an item, dict[key] is not value."""
     def replace_param(self, param: int, tensor: torch.Tensor, /) -> None: ...
     def set_reduce_hook(self, state: Any, hook: Callable[..., object], /) -> None: ...
+    def set_custom(self, function: Callable[..., object], kinds: int, /) -> None: ...
     def follow_reductions(self, function: Callable[[], object] | None, /) -> None: ...
     def clone(self, params: Sequence[torch.Tensor], /) -> Unit: ...
 
@@ -305,6 +309,7 @@ def plan_step(
     accumulation: int = ...,
     wants_scratch: bool = False,
     is_host: bool = False,
+    hosts: tuple[int, float, float] = (0, 1.0, 0.0),
 ) -> dict[str, Any]:
     """What a rank needs for a training step; see fsdp_c.plan."""
 

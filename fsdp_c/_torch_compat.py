@@ -48,6 +48,9 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
+# No class is one, where torch has none (2.11).
+DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
+
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
@@ -89,8 +92,22 @@ def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     Raises:
         RuntimeError: They are not.
     """
-    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return joined_meshes([first, second])
+
+
+def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh with the dimensions of all, which are parts of one mesh."""
+    mesh: DeviceMesh = DeviceMesh._concatenate(meshes)
     return mesh
+
+
+def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the dimensions ``names`` of ``mesh`` as one; makes a group of several."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    part: Any = mesh[names]
+    flat: DeviceMesh = part._flatten("_".join(names))
+    return flat
 
 
 def num_parts_along(value: DTensor, dim: int) -> int:

@@ -72,7 +72,7 @@ PyDoc_STRVAR(
     plan_step_doc,
     "plan_step($module, /, units, events, shard_link, replica_link, *,\n"
     "          num_batches=1, accumulation=SYNC_REDUCE, wants_scratch=False,\n"
-    "          is_host=False)\n"
+    "          is_host=False, hosts=(0, 1.0, 0.0))\n"
     "--\n\n"
     "What a rank needs for a training step, by name: the engine runs over a\n"
     "port that only counts. See fsdp_c/plan and csrc/core/plan/step_plan.h.\n"
@@ -81,7 +81,7 @@ PyDoc_STRVAR(
     "reshards, backward_prefetch, forward_prefetch, offloads), root first.\n"
     "events: (kind, unit, param, nbytes, forward_seconds, backward_seconds),\n"
     "kind one of the PLAN constants. links: (bytes per second, latency in\n"
-    "seconds).");
+    "seconds); hosts: (ranks of a host or 0, and the same of a host's link).");
 
 PyDoc_STRVAR(
     empty_tensors_doc,
@@ -202,6 +202,9 @@ static int add_constants(PyObject *module) {
       {"SYNC_NONE", FSDP_SYNC_NONE},
       {"SYNC_REDUCE", FSDP_SYNC_REDUCE},
       {"SYNC_SHARD", FSDP_SYNC_SHARD},
+      {"CUSTOM_ALL_GATHER", FSDP_CUSTOM_ALL_GATHER},
+      {"CUSTOM_REDUCE_SCATTER", FSDP_CUSTOM_REDUCE_SCATTER},
+      {"CUSTOM_REDUCED", FSDP_CUSTOM_REDUCED},
       {"TIMELINE_IS_AHEAD", FSDP_TIMELINE_IS_AHEAD},
       {"TIMELINE_IS_KEPT", FSDP_TIMELINE_IS_KEPT},
       {"TIMELINE_IS_UNUSED", FSDP_TIMELINE_IS_UNUSED},

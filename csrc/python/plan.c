@@ -292,22 +292,27 @@ static PyObject *report_dict(const fsdp_step_plan_report *report,
 
 PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
                                 PyObject *kwargs) {
-  static const char *const keywords[] = {
-      "units",         "events",      "shard_link",
-      "replica_link",  "num_batches", "accumulation",
-      "wants_scratch", "is_host",     NULL};
+  static const char *const keywords[] = {"units",         "events",
+                                         "shard_link",    "replica_link",
+                                         "num_batches",   "accumulation",
+                                         "wants_scratch", "is_host",
+                                         "hosts",         NULL};
   PyObject *units, *events; /* borrowed */
   fsdp_step_plan_options options = {.num_batches = 1};
   long long num_batches = 1;
+  long long num_local = 0;
   int accumulation = FSDP_SYNC_REDUCE, wants_scratch = 0;
   int is_host = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OO(dd)(dd)|$Lipp:plan_step", FSDP_KEYWORDS(keywords),
-          &units, &events, &options.shard_link.bytes_per_second,
+          args, kwargs, "OO(dd)(dd)|$Lipp(Ldd):plan_step",
+          FSDP_KEYWORDS(keywords), &units, &events,
+          &options.shard_link.bytes_per_second,
           &options.shard_link.latency_seconds,
           &options.replica_link.bytes_per_second,
           &options.replica_link.latency_seconds, &num_batches, &accumulation,
-          &wants_scratch, &is_host)) {
+          &wants_scratch, &is_host, &num_local,
+          &options.host_link.bytes_per_second,
+          &options.host_link.latency_seconds)) {
     return NULL;
   }
   if (accumulation < FSDP_SYNC_NONE || accumulation > FSDP_SYNC_SHARD) {
@@ -336,6 +341,7 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   options.accumulation = (fsdp_sync)accumulation;
   options.wants_scratch = wants_scratch != 0;
   options.is_host = is_host != 0;
+  options.num_local = num_local;
   if (fsdp_step_plan_run(&options, &report, unit_seconds, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     goto done;

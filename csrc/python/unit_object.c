@@ -288,6 +288,19 @@ static PyObject *unit_set_reduce_hook(PyObject *object, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *unit_set_custom(PyObject *object, PyObject *args) {
+  FSDP_LOCAL_ERROR(error);
+  PyObject *function; /* borrowed */
+  unsigned kinds;
+  if (!PyArg_ParseTuple(args, "OI:set_custom", &function, &kinds)) return NULL;
+  if (fsdp_torch_unit_set_custom(unit_of(object), function, kinds, &error) !=
+      FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
 static PyObject *unit_follow_reductions(PyObject *object, PyObject *function) {
   FSDP_LOCAL_ERROR(error);
   if (fsdp_torch_unit_follow_reductions(unit_of(object), function, &error) !=
@@ -442,6 +455,11 @@ PyDoc_STRVAR(unit_replace_doc,
 PyDoc_STRVAR(unit_hook_doc,
              "set_reduce_hook($self, state, hook, /)\n--\n\n"
              "Let hook(state, grad[, output]) reduce the gradients.");
+PyDoc_STRVAR(
+    unit_custom_doc,
+    "set_custom($self, function, kinds, /)\n--\n\n"
+    "Let function(kind, pieces, group, rank, scale) make the calls of\n"
+    "`kinds`, a sum of CUSTOM_*.");
 PyDoc_STRVAR(unit_follow_doc,
              "follow_reductions($self, function, /)\n--\n\n"
              "Let function() run whenever the sharded gradients are complete,\n"
@@ -519,6 +537,7 @@ static PyMethodDef unit_methods[] = {
     {"watch", unit_watch, METH_VARARGS, unit_watch_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
     {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},
+    {"set_custom", unit_set_custom, METH_VARARGS, unit_custom_doc},
     {"follow_reductions", unit_follow_reductions, METH_O, unit_follow_doc},
     {"clone", unit_clone, METH_O, unit_clone_doc},
     {"dismiss", (PyCFunction)(void (*)(void))unit_dismiss,

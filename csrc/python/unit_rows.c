@@ -92,7 +92,7 @@ static PyObject *face_extend(void *context, int64_t param,
 /* Forward ------------------------------------------------------------------ */
 
 int fsdp_unit_object_enter_forward(unit_object *self) {
-  if (fsdp_torch_unit_hide_parts(self->unit) < 0) return -1;
+  if (fsdp_torch_unit_hide_kept(self->unit) < 0) return -1;
   if (show(self, FSDP_TORCH_SHOWN_PLAIN) < 0) {
     if (self->num_forwards == 0) {
       PyObject *type, *value, *traceback;
@@ -114,9 +114,8 @@ int fsdp_unit_object_leave_forward(unit_object *self) {
     return 0;
   }
   PyErr_Fetch(&type, &value, &traceback);
-  const int result = show(self, fsdp_torch_unit_is_parted(self->unit)
-                                    ? FSDP_TORCH_SHOWN_PART
-                                    : FSDP_TORCH_SHOWN_SHARDED);
+  const int result =
+      show(self, fsdp_torch_unit_shown_after_forward(self->unit));
   if (result < 0 && type != NULL) PyErr_Clear(); /* the first error counts */
   if (type == NULL) return result;
   PyErr_Restore(type, value, traceback);

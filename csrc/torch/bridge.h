@@ -144,6 +144,14 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_replace_param(fsdp_torch_unit *unit,
                                                          struct _object *tensor,
                                                          fsdp_error *error);
 
+/* Lets function(kind, pieces, group, rank, scale) make the unit's calls of
+ * `kinds`, some of fsdp_custom; `pieces` are pairs of 1-D tensors, see
+ * custom_add in port/views.h. Between steps. GIL. */
+FSDP_NODISCARD fsdp_status fsdp_torch_unit_set_custom(fsdp_torch_unit *unit,
+                                                      struct _object *function,
+                                                      unsigned kinds,
+                                                      fsdp_error *error);
+
 /* Lets hook(state, grad) or, where the unit is sharded, hook(state, grad,
  * output) stand for the unit's reductions: `grad` is a segment's unsharded
  * gradient, `output` (1-D, shard_numel) receives this rank's piece. GIL. */
@@ -250,11 +258,14 @@ bool fsdp_torch_unit_is_shown_in_backward(const fsdp_torch_unit *unit)
 /* A new reference to the local tensor of the part of parameter `index`, which
  * has memory while the unit keeps its part; NULL with an exception. GIL. */
 struct _object *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index);
-/* Whether the unit keeps a part now. The engine then remembers it. GIL. */
-bool fsdp_torch_unit_is_parted(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
-/* Before a new iteration drops all parts: registers the sharded parameters
- * where parts are. Cheap without parts. GIL. 0, or -1 with an exception. */
-int fsdp_torch_unit_hide_parts(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+/* What the modules have registered until backward: the part or the parameters
+ * that the unit keeps, which the engine remembers then. GIL. */
+fsdp_torch_shown fsdp_torch_unit_shown_after_forward(fsdp_torch_unit *unit)
+    FSDP_NOEXCEPT;
+/* Before a new iteration drops what units keep: registers the sharded
+ * parameters again. Cheap if nothing is kept. GIL. 0, or -1 with an
+ * exception. */
+int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 
 /* fsdp_unit_unshard and its kin. may block */
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_unshard(fsdp_torch_unit *unit,

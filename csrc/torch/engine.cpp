@@ -153,6 +153,7 @@ fsdp_status fsdp_torch_engine_create(fsdp_torch_unit *const *units,
     fsdp_torch::add_view_ops(&views);
     fsdp_torch::add_grad_ops(&views);
     fsdp_torch::add_hook_ops(&views);
+    fsdp_torch::add_custom_ops(&views);
     fsdp_torch::add_extension_ops(&views);
     fsdp_torch::add_following_ops(&views);
     fsdp_status status =

@@ -16,6 +16,7 @@ void Engine::recover() {
   fsdp_engine_reset(core);
   for (Unit *unit : units) {
     unit->graph_task = -1;
+    unit->custom_pieces.clear();
     for (Segment &segment : unit->segments) segment.earlier_grad.reset();
   }
   reduced.clear();

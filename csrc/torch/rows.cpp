@@ -309,20 +309,26 @@ PyObject *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index) {
   END_HANDLE_TH_ERRORS
 }
 
-bool fsdp_torch_unit_is_parted(fsdp_torch_unit *unit) noexcept {
+fsdp_torch_shown fsdp_torch_unit_shown_after_forward(
+    fsdp_torch_unit *unit) noexcept {
   Unit &self = *unit->self;
-  if (!self.engine || !fsdp_unit_is_parted(self.core)) return false;
-  self.engine->shows_parts = true;
-  return true;
+  if (!self.engine) return FSDP_TORCH_SHOWN_SHARDED;
+  const fsdp_unit_state state = fsdp_unit_get_state(self.core);
+  if (state != FSDP_UNIT_PARTED && state != FSDP_UNIT_UNSHARDED) {
+    return FSDP_TORCH_SHOWN_SHARDED;
+  }
+  self.engine->shows_kept = true;
+  return state == FSDP_UNIT_PARTED ? FSDP_TORCH_SHOWN_PART
+                                   : FSDP_TORCH_SHOWN_PLAIN;
 }
 
-int fsdp_torch_unit_hide_parts(fsdp_torch_unit *unit) noexcept {
+int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
   const auto &engine = unit->self->engine;
-  if (!engine || !engine->shows_parts || engine->shows_plain ||
+  if (!engine || !engine->shows_kept || engine->shows_plain ||
       fsdp_engine_in_forward(engine->core)) {
     return 0;
   }
-  engine->shows_parts = false;
+  engine->shows_kept = false;
   for (Unit *each : engine->units) {
     if (each->face.context == nullptr) continue;
     if (each->face.show(each->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {

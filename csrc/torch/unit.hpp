@@ -72,7 +72,7 @@ struct Engine {
   // Their plain parameters are registered, from the first gradient of a
   // backward to its end.
   std::atomic<bool> shows_plain{false};
-  bool shows_parts = false;  // some unit's parts are registered. GIL.
+  bool shows_kept = false;  // of some unit, what it keeps is registered. GIL.
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_abort_reason{false};
 };
@@ -189,6 +189,11 @@ struct UnitHandle {
 // The user's communication hook: hook(state, grad[, output]). Needs the GIL.
 struct ReduceHook;
 
+// custom.cpp: the user's own collectives, and what the next one is about: of
+// each segment all ranks' elements and this rank's.
+struct CustomCalls;
+using CustomPieces = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
 struct Unit : std::enable_shared_from_this<Unit> {
   Unit() = default;
   ~Unit();
@@ -224,8 +229,10 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::shared_ptr<UnitHandle> handle;
   int graph_task = -1;  // in which the expected gradients were counted
   std::shared_ptr<ReduceHook> reduce_hook;  // null: none
-  std::shared_ptr<Follower> follower;       // likewise
-  std::shared_ptr<fsdp_event> reduced;      // following.cpp; null until needed
+  std::shared_ptr<CustomCalls> custom;      // likewise
+  CustomPieces custom_pieces;
+  std::shared_ptr<Follower> follower;   // likewise
+  std::shared_ptr<fsdp_event> reduced;  // following.cpp; null until needed
   // Forward calls whose inputs are hooked; see Note [Leaving a unit in
   // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
@@ -345,6 +352,9 @@ void show_extended(Unit &unit);
 
 // reduce_hook.cpp
 void add_hook_ops(fsdp_view_ops *ops);
+
+// custom.cpp
+void add_custom_ops(fsdp_view_ops *ops);
 
 // following.cpp
 void add_following_ops(fsdp_view_ops *ops);

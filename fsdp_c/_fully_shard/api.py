@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
 from fsdp_c._fully_shard.group import Group, Place, StageState, group_of
+from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
 from fsdp_c._torch_compat import note_fully_sharded
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import check_parallel, cut_of, local_of
+from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.params import check_param
 from fsdp_c._units.uses import mark_sharded, sharding_unit
 
@@ -46,15 +47,19 @@ def fully_shard(
 
     Args:
         module: The module, or modules that are one group.
-        mesh: 1-D, or 2-D ``(replicate, shard)`` with names; all ranks if None.
+        mesh: 1-D, or 2-D ``(replicate, shard)`` with names, or, with ``dp_mesh_dims``,
+            the one that all parameters are on; all ranks if None.
         reshard_after_forward: Free the parameters after forward and gather them again
             for backward. If None, all but the root's.
-        shard_placement_fn: The dimension in which a parameter is cut, as a Shard.
+        shard_placement_fn: The dimension in which a parameter is cut, as a Shard, or
+            a ShardPlacementResult, which has a mesh, too: parameters of one mesh are a
+            unit.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients in host
             memory; on the CPU they are there anyway.
         ignored_params: Parameters to leave alone.
-        dp_mesh_dims: Not supported.
+        dp_mesh_dims: A DataParallelMeshDims: the dimensions of ``mesh`` that shard and
+            replicate. Parameters are DTensors on ``mesh``, and modules see them so.
 
     Returns:
         ``module``, whose class, and that of each module in a list, is a subclass of
@@ -81,11 +86,11 @@ def fully_shard(
     )
     ignored = ignored_params or set()
     _move_buffers(modules, arguments)
-    group = _make_group(modules, arguments, ignored)
-    state = StageState(group)
+    groups = _make_groups(modules, arguments, ignored)
+    state = StageState(groups[0])
     for each in modules:
         # Not by setattr(): the module may have one of its own.
-        each.__dict__["_fsdp_c_group"] = group
+        each.__dict__["_fsdp_c_groups"] = groups
         note_fully_sharded(each, state)
         each.__class__ = _class_over(type(each))
     return module
@@ -114,7 +119,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return module._fsdp_c_group.run(cast("nn.Module", module), method, args, kwargs)
+        group = module._fsdp_c_groups[0]
+        return group.run(cast("nn.Module", module), method, args, kwargs)
 
     setattr(module, method_name, run)
 
@@ -187,42 +193,80 @@ def _move_buffers(modules: Sequence[nn.Module], arguments: Arguments) -> None:
                 buffer.data = buffer.to(arguments.device)
 
 
-def _make_group(
+def _make_groups(
     modules: Sequence[nn.Module], arguments: Arguments, ignored: set[nn.Parameter]
-) -> Group:
-    places: list[Place] = []
-    found: dict[nn.Parameter, int] = {}
+) -> tuple[Group, ...]:
+    """Shard the parameters; those of one mesh are a group."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for prefix, module in _own_modules(modules):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
             if param not in found:
-                _check_param(fqn, param, arguments)
-            places.append(Place(module, name, fqn, found.setdefault(param, len(found))))
-    names = {place.param: place.fqn for place in reversed(places)}
-    mesh = arguments.mesh
-    cuts = []
-    for param, index in found.items():
-        dim = arguments.choose_dim(names[index], param)
-        placements = arguments.placements(dim)
-        cuts.append(cut_of(names[index], param, dim, mesh, placements))
-    sharded = []
+                _check_param(fqn, param)
+            found.setdefault(param, []).append((module, name, fqn))
+    makings: dict[Any, _Making] = {}
+    for param, uses in found.items():
+        fqn = uses[0][2]
+        dim, info = arguments.choose(fqn, param)
+        making = _making_for(makings, arguments, fqn, info)
+        data = making.arguments.data
+        making.params[param] = data.cut(fqn, param, dim)
     storage = torch.device("cpu") if arguments.offloads else arguments.device
-    for param, cut in zip(found, cuts, strict=True):
-        sharded.append(shard_param(param, cut, mesh, storage))
-    for (param, index), new in zip(found.items(), sharded, strict=True):
-        mark_sharded(param, names[index])  # whoever shares it is told
-        vars(new).pop("_fsdp_flattened", None)
-    for place in places:
-        if type(place.module).__setattr__ is nn.Module.__setattr__:
-            place.module._parameters[place.name] = sharded[place.param]
-        else:  # an RNN keeps lists of its parameters
-            setattr(place.module, place.name, sharded[place.param])
-    return Group(modules, arguments, places, sharded, cuts)
+    for making in makings.values():
+        data = making.arguments.data
+        for param, cut in making.params.items():
+            making.sharded.append(
+                shard_param(param, cut, data.shard_rank, data.num_shards, storage)
+            )
+    groups = []
+    for making in makings.values():
+        places: list[Place] = []
+        for index, (param, new) in enumerate(
+            zip(making.params, making.sharded, strict=True)
+        ):
+            mark_sharded(param, found[param][0][2])  # whoever shares it is told
+            vars(new).pop("_fsdp_flattened", None)
+            for module, name, fqn in found[param]:
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[name] = new
+                else:  # an RNN keeps lists of its parameters
+                    setattr(module, name, new)
+                places.append(Place(module, name, fqn, index))
+        cuts = tuple(making.params.values())
+        groups.append(Group(modules, making.arguments, places, making.sharded, cuts))
+    return tuple(groups) or (Group(modules, arguments, (), (), ()),)
 
 
-def _check_param(fqn: str, param: nn.Parameter, arguments: Arguments) -> None:
+class _Making:
+    """A group that is being made."""
+
+    def __init__(self, arguments: Arguments, info: Any) -> None:
+        self.arguments = arguments
+        self.info = info  # torch's object of its mesh; None: the argument
+        self.params: dict[nn.Parameter, Cut] = {}
+        self.sharded: list[nn.Parameter] = []
+
+
+def _making_for(
+    makings: dict[Any, _Making], arguments: Arguments, fqn: str, info: Any
+) -> _Making:
+    """Return the group of a parameter by its mesh, added if there is none."""
+    data = arguments.data if info is None else data_mesh_from(info, fqn)
+    key = data.shard_group, data.replica_group
+    if key not in makings:
+        its_own = arguments if info is None else arguments.over(data)
+        makings[key] = _Making(its_own, info)
+    elif makings[key].info is not info:  # torch's first words
+        raise ValueError(
+            "Params sharing the same process group must use the same FSDPMeshInfo "
+            f"object, but shard_placement_fn returned another one for parameter {fqn!r}"
+        )
+    return makings[key]
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
     taken = sharding_unit(param)
     if taken is not None:
         raise ValueError(
@@ -230,10 +274,7 @@ def _check_param(fqn: str, param: nn.Parameter, arguments: Arguments) -> None:
             "fully_shard took: pass the modules that share it in one list, or call "
             "fully_shard only on a module that contains both"
         )
-    whole: Any = param
-    if isinstance(param, DTensor):
-        check_parallel(fqn, param, arguments.mesh)
-        whole = local_of(param)
+    whole: Any = local_of(param) if isinstance(param, DTensor) else param
     if param.dim() == 0:  # torch's first words
         raise ValueError(
             "fully_shard doesn't support scalar parameters. "

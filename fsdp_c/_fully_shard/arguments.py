@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Shard
 
+from fsdp_c._fully_shard.meshes import DataMesh, data_mesh_of
 from fsdp_c._units.device import current_accelerator
 
 # By shard group and number of ranks; they go with the group.
@@ -27,36 +28,35 @@ _part_meshes: MutableMapping[ProcessGroup, dict[int, DeviceMesh]] = (
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What fully_shard() was told, for one group of modules.
+    """What fully_shard() was told, for one group of parameters.
 
     Attributes:
-        mesh: 1-D, or 2-D ``(replicate, shard)``.
-        device: Where the parameters are computed with.
-        reshards: Whether to reshard after forward; None: unless it is the root.
+        data: Over which ranks they are cut and replicated.
+        device: Where they are computed with.
+        reshard_after_forward: As passed.
         part_mesh: 2-D; the groups of its second dimension keep the parameters
             between forward and backward. None: no group does.
-        placement_fn: Chooses the dimension in which a parameter is cut.
+        placement_fn: Chooses the dimension in which a parameter is cut, and its mesh.
         precision: dtypes of compute, reduction and outputs.
         offloads: Shards and gradients stay in host memory.
     """
 
-    mesh: DeviceMesh
+    data: DataMesh
     device: torch.device
-    reshards: bool | None
+    reshard_after_forward: bool | int | None
     part_mesh: DeviceMesh | None
     placement_fn: Callable[[nn.Parameter], Any] | None
     precision: MixedPrecisionPolicy
     offloads: bool
 
     @property
-    def shard_group(self) -> ProcessGroup:
-        """The group over which parameters are cut."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
-
-    @property
-    def replica_group(self) -> ProcessGroup | None:
-        """The group of the ranks with the same rows, where the mesh is 2-D."""
-        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+    def reshards(self) -> bool | None:
+        """Whether to reshard after forward; None: unless it is the root."""
+        if self.part_mesh is not None:
+            return True
+        value = check_reshard(self.reshard_after_forward, self.data)
+        assert value is None or isinstance(value, bool)
+        return value
 
     @property
     def part_group(self) -> ProcessGroup | None:
@@ -66,26 +66,38 @@ class Arguments:
     @property
     def has_replicas(self) -> bool:
         """Whether gradients are all-reduced after the reduce-scatter."""
-        return self.mesh.ndim == 2 and self.mesh.size(0) > 1
+        group = self.data.replica_group
+        return group is not None and group.size() > 1
 
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """The placements of a parameter that is cut along ``dim``."""
-        return (Shard(dim),) if self.mesh.ndim == 1 else (Replicate(), Shard(dim))
-
-    def choose_dim(self, name: str, param: nn.Parameter) -> int:
-        """Ask ``shard_placement_fn`` along which dimension ``param`` is cut.
+    def over(self, data: DataMesh) -> "Arguments":
+        """Return the same over another mesh. All ranks of it must call.
 
         Raises:
-            ValueError: It did not answer with a Shard of one of the dimensions.
+            ValueError: ``reshard_after_forward`` does not fit it.
         """
-        placement = None if self.placement_fn is None else self.placement_fn(param)
+        return replace(
+            self, data=data, part_mesh=_part_mesh(self.reshard_after_forward, data)
+        )
+
+    def choose(self, name: str, param: nn.Parameter) -> tuple[int, Any]:
+        """Ask ``shard_placement_fn`` how ``param`` is cut.
+
+        Returns:
+            The dimension, and torch's FSDPMeshInfo of a mesh of its own, or None.
+
+        Raises:
+            ValueError: It answered with something else.
+        """
+        answer: Any = None if self.placement_fn is None else self.placement_fn(param)
+        placement, info = answer, None
+        if hasattr(answer, "mesh_info"):  # a ShardPlacementResult
+            placement, info = answer.placement, answer.mesh_info
         if placement is None:
-            return 0
-        if not isinstance(placement, Shard):
+            return 0, info
+        if not isinstance(placement, Shard):  # torch's first words
             raise ValueError(
-                f"shard_placement_fn returned {placement!r} for parameter {name!r}: "
-                "return a Shard or None (a mesh for single parameters is not "
-                "supported by fsdp_c: call fully_shard on their modules instead)"
+                f"Invalid shard_placement_fn result: {answer!r} for parameter {name!r}:"
+                " return a Shard, a ShardPlacementResult or None"
             )
         dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < param.ndim:
@@ -93,7 +105,7 @@ class Arguments:
                 f"shard_placement_fn returned {placement} for parameter {name!r}, "
                 f"which has {param.ndim} dimensions"
             )
-        return dim
+        return dim, info
 
 
 def check_arguments(
@@ -110,50 +122,45 @@ def check_arguments(
         TypeError: One is of a wrong type.
         ValueError: One has a wrong value, or is not supported.
         AssertionError: A 2-D mesh has no names, as in torch.
+        NotImplementedError: As torch, a number in ``reshard_after_forward`` with
+            ``dp_mesh_dims``.
     """
-    if dp_mesh_dims is not None:
-        raise ValueError(
-            "dp_mesh_dims is not supported by fsdp_c: pass the data parallel part of "
-            "the mesh, as mesh=mesh['dp']; parameters that are DTensors already are "
-            "refused"
-        )
     if mesh is None:
         mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim not in (1, 2):  # torch's first words, in both
-        raise ValueError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: pass a "
-            "1-D one, or (replicate, shard)"
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError(
-            "Please init the 2D mesh for HSDP with mesh_dim_names specified, as "
-            "('replicate', 'shard')"
-        )
+    data = data_mesh_of(mesh, dp_mesh_dims)
     for argument, value, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{argument} must be a {kind.__name__}, got {value!r}")
-    reshards = check_reshard(reshard_after_forward, mesh)
-    part_mesh = None
-    if isinstance(reshards, int) and not isinstance(reshards, bool):
-        part_mesh = _part_mesh(mesh, reshards)
-        reshards = True
+    is_number = isinstance(reshard_after_forward, int) and not isinstance(
+        reshard_after_forward, bool
+    )
+    if is_number and data.spmd is not None and data.shards:  # torch's first words
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh "
+            "(dp_mesh_dims): pass True or False"
+        )
+    if shard_placement_fn is not None and not data.shards:
+        raise ValueError(
+            "Per-param mesh via shard_placement_fn is not supported with DDPMeshInfo: "
+            "dp_mesh_dims names no dimension that shards"
+        )
     return Arguments(
-        mesh=mesh,
+        data=data,
         device=_device_of(mesh),
-        reshards=reshards,
-        part_mesh=part_mesh,
+        reshard_after_forward=reshard_after_forward,
+        part_mesh=_part_mesh(reshard_after_forward, data),
         placement_fn=shard_placement_fn,
         precision=mp_policy,
         offloads=isinstance(offload_policy, CPUOffloadPolicy),
     )
 
 
-def check_reshard(value: Any, mesh: DeviceMesh) -> bool | int | None:
+def check_reshard(value: Any, data: DataMesh) -> bool | int | None:
     """Check ``reshard_after_forward``; 1 and all ranks become a bool.
 
     Raises:
@@ -161,7 +168,9 @@ def check_reshard(value: Any, mesh: DeviceMesh) -> bool | int | None:
     """
     if value is None or isinstance(value, bool):
         return value
-    num_ranks = mesh.size(mesh.ndim - 1)
+    if not data.shards:  # as torch, which frees nothing then
+        return None
+    num_ranks = data.num_shards
     if not isinstance(value, int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group "
@@ -175,12 +184,17 @@ def check_reshard(value: Any, mesh: DeviceMesh) -> bool | int | None:
     return value if 1 < value < num_ranks else value == num_ranks and num_ranks > 1
 
 
-def _part_mesh(mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
-    """Divide the shard groups into groups of ``num_ranks``; once, as it makes groups.
+def _part_mesh(value: Any, data: DataMesh) -> DeviceMesh | None:
+    """Divide the shard groups, if ``reshard_after_forward`` is a number of ranks.
 
-    All ranks of the job must call.
+    Once, as it makes groups. All ranks of the job must call.
     """
-    made = _part_meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    num_ranks = check_reshard(value, data)
+    if num_ranks is None or isinstance(num_ranks, bool):
+        return None
+    mesh, group = data.mesh, data.shard_group
+    assert group is not None
+    made = _part_meshes.setdefault(group, {})
     if num_ranks not in made:
         made[num_ranks] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, num_ranks))
     return made[num_ranks]

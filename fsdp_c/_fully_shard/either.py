@@ -95,7 +95,7 @@ def root_engine(module: nn.Module) -> _native.Engine | None:
     if isinstance(module, ShardedModule):
         return module._engine if module._is_root else None
     group = group_of(module)
-    if group is None or group.running is None or group.running.root() is not group:
+    if group is None or group.running is None or not group.is_root:
         return None
     return group.running.engine
 
@@ -227,14 +227,14 @@ def _of_module(module: ShardedModule, name: str) -> UnitFacts:
 
 def _of_group(group: Group, name: str) -> UnitFacts:
     arguments = group.arguments
-    is_root = not name if group.running is None else group.running.root() is group
+    is_root = not name if group.running is None else group.is_root
     reshards = group.reshards if group.reshards is not None else not is_root
     return UnitFacts(
-        name=name,
+        name=group.label(name),
         strategy=_STRATEGIES[arguments.has_replicas, reshards],
         device=arguments.device,
-        shard_group=arguments.shard_group,
-        replica_group=arguments.replica_group,
+        shard_group=arguments.data.shard_group,
+        replica_group=arguments.data.replica_group,
         segments=_segments(group) if group.unit is None else group.unit.segments,
         param_dtype=arguments.precision.param_dtype,
         reduce_dtype=arguments.precision.reduce_dtype,
@@ -256,7 +256,7 @@ def _segments(group: Group) -> list[tuple[torch.dtype, bool, int, int, int, int]
             (cut.local_shape.numel(), param.dtype, param.requires_grad)
             for param, cut in zip(group.sharded, group.cuts, strict=True)
         ],
-        group.arguments.shard_group.size(),
+        group.arguments.data.num_shards,
         align_params=False,
         align_shards=False,
         row_numels=[
@@ -268,8 +268,12 @@ def _segments(group: Group) -> list[tuple[torch.dtype, bool, int, int, int, int]
 
 
 def _own_modules(group: Group) -> Iterator[nn.Module]:
-    """Yield the group's modules, and those in them that are in no other group."""
-    stack = list(group.modules)
+    """Yield the group's modules, and those in them that are in no other group.
+
+    A module's further groups have none.
+    """
+    is_first = group_of(group.modules[0]) is group
+    stack = list(group.modules) if is_first else []
     while stack:
         module = stack.pop()
         yield module

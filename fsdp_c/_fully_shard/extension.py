@@ -65,6 +65,8 @@ class Extension:
         self._policy = policy
         self._on_made = on_made
         self._stride = torch.empty(sharded.shape, device="meta").stride()
+        self._local_class: type | None = None
+        self._num_arguments = 0  # of its fsdp_pre_all_gather
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
         self._inputs: list[Tensor] = []
@@ -102,14 +104,16 @@ class Extension:
         if local.device != self._device:
             local = local.to(self._device, non_blocking=True)
         function = local.fsdp_pre_all_gather
-        num_arguments = len(inspect.signature(function).parameters)
-        if num_arguments == 1:
+        if type(local) is not self._local_class:  # once: it takes long
+            self._num_arguments = len(inspect.signature(function).parameters)
+            self._local_class = type(local)
+        if self._num_arguments == 1:
             return function(self._mesh)
-        if num_arguments != 5:
+        if self._num_arguments != 5:
             raise AssertionError(
                 f"Invalid fsdp_pre_all_gather of parameter {self._fqn!r}: it takes "
                 "(mesh, outer_size, outer_stride, module, mp_policy), or the mesh "
-                f"alone, not {num_arguments} arguments"
+                f"alone, not {self._num_arguments} arguments"
             )
         shape = self.sharded.shape
         result = function(self._mesh, shape, self._stride, self._module, self._policy)

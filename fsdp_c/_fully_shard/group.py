@@ -7,9 +7,10 @@ local tensors become views of its shard. What changes the DTensors themselves, a
 ``to()`` and ``to_empty()`` do, dissolves the unit before; the next use makes another.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_c import _native
 from fsdp_c._engines.engine import engine_listeners
 from fsdp_c._fully_shard.arguments import Arguments
+from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.extension import Extension, is_extended
 from fsdp_c._fully_shard.rows import plain_param
 from fsdp_c._units.cuts import (
@@ -88,13 +90,13 @@ class Group:
         )
         self.places = tuple(places)
         self.cuts = tuple(cuts)
+        self.comms = Comms()
         self._plain: list[nn.Parameter] = []
         self._parts: list[nn.Parameter | None] = []
         self._shown: list[nn.Parameter] = []
         self._extensions: dict[int, Extension] = {}
         self._still_to_run: set[nn.Module] = set()
-        if self.keeps_part:
-            self._hide_parts_from_state_dicts()
+        self._hide_kept_from_state_dicts()
 
     # The unit --------------------------------------------------------------
 
@@ -111,10 +113,10 @@ class Group:
             self._take_registered()
             self.check_memory(f"{name}." if name else "")
             precision = self.arguments.precision
-            replicas = self.arguments.replica_group
+            data = self.arguments.data
             groups = [
                 group if group is not None and group.size() > 1 else None
-                for group in (self.arguments.shard_group, replicas)
+                for group in (data.shard_group, data.replica_group)
             ]
             self._plain = [
                 plain_param(sharded, cut)
@@ -122,7 +124,7 @@ class Group:
             ]
             self._extensions = self._find_extensions()
             self.unit = _native.Unit(
-                name or type(self.modules[0]).__name__,
+                self.label(name or type(self.modules[0]).__name__),
                 self._plain,
                 shard_group=groups[0],
                 replica_group=groups[1],
@@ -144,6 +146,7 @@ class Group:
                     index in self._extensions for index in range(len(self._plain))
                 ],
             )
+            self.comms.apply(self.unit)
             self._shown = [self._show(index) for index in range(len(self._plain))]
             self._parts = [self._part_of(each) for each in range(len(self._plain))]
             self._bind(range(len(self.sharded)))
@@ -182,12 +185,11 @@ class Group:
             if group is not None:
                 group._show_instead(place.param, param)
 
-        mesh = self.arguments.mesh
         return Extension(
             place.fqn,
             place.module,
             self.sharded[place.param],
-            mesh if mesh.ndim == 1 else mesh[cast("Any", mesh.mesh_dim_names)[-1]],
+            self.arguments.data.shard_mesh,
             self.arguments.device,
             self.arguments.precision,
             show,
@@ -217,6 +219,21 @@ class Group:
         shown = parallel_param(plain, cut, dtype)
         self.unit.bind_parallel(index, shown, local_of(shown))
         return shown
+
+    def label(self, name: str) -> str:
+        """Return the unit's name; ``name`` is its module's, which may have several."""
+        groups = groups_of(self.modules[0])
+        number = groups.index(self) if self in groups else 0
+        if number == 0:
+            return name
+        dims = self.arguments.data.mesh.mesh_dim_names or (str(number),)
+        return f"{name} ({'_'.join(dims)})".lstrip()
+
+    @property
+    def is_root(self) -> bool:
+        """Whether its modules are the root of its engine."""
+        root = None if self.running is None else self.running.root()
+        return root is not None and root.modules == self.modules
 
     def params(self) -> list[nn.Parameter]:
         """Return the sharded parameters, with what the user registered instead."""
@@ -334,12 +351,20 @@ class Group:
             extend if self._extensions else None,
         )
 
-    def _hide_parts_from_state_dicts(self) -> None:
+    @property
+    def shows_kept(self) -> bool:
+        """Whether modules have registered what is kept for backward, or unshard()ed."""
+        if self.unit is None or self.is_in_step:
+            return False
+        return self.unit.state in ("PARTED", "UNSHARDED")
+
+    def _hide_kept_from_state_dicts(self) -> None:
         owner = weakref.ref(self)
 
         def reshard(*_: Any) -> None:
             group = owner()
-            if group is not None and group.unit and group.unit.state == "PARTED":
+            if group is not None and group.shows_kept:
+                assert group.unit is not None
                 group.unit.reshard()
 
         for module in dict.fromkeys(place.module for place in self.places):
@@ -406,14 +431,13 @@ class Group:
         """Tell the unit what was set; after each change, and in a new engine."""
         if self.unit is None:
             return
-        is_root = self.running is not None and self.running.root() is self
         if not self.syncs:
             sync = _native.SYNC_NONE
         elif not self.all_reduces and self.arguments.has_replicas:
             sync = _native.SYNC_SHARD
         else:
             sync = _native.SYNC_REDUCE
-        reshards = not is_root if self.reshards is None else self.reshards
+        reshards = not self.is_root if self.reshards is None else self.reshards
         self.unit.set(
             sync=sync,
             reshard_after_forward=reshards,
@@ -424,7 +448,7 @@ class Group:
         )
         if self.running is None:
             return
-        if is_root:
+        if self.running.root() is self:
             self.running.engine.wait_for_reduces(self.is_last_backward)
         for in_backward, refs in enumerate(self.prefetches):
             others = [ref() for ref in refs]
@@ -435,6 +459,22 @@ class Group:
             ]
             self.unit.set_prefetches(bool(in_backward), units)
 
+    def set_comm(self, **changes: Any) -> None:
+        """Set attributes of ``comms``; raises in the middle of a step.
+
+        Raises:
+            RuntimeError: Its engine runs forward or backward.
+        """
+        if self.is_in_step:
+            raise RuntimeError(
+                f"the collectives of unit {type(self.modules[0]).__name__!r} cannot be "
+                "changed in the middle of a step: do it between backward and forward"
+            )
+        for name, value in changes.items():
+            setattr(self.comms, name, value)
+        if self.unit is not None:
+            self.comms.apply(self.unit)
+
     # SharedEngine ---------------------------------------------------------------
 
     def run(
@@ -444,12 +484,20 @@ class Group:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run ``function``, the forward of ``module``, with whole parameters."""
+        """Run ``function``, the forward of ``module``, with whole parameters.
+
+        The group is the first one of its modules, and the others run with it: their
+        units are around each other, as if of nested modules.
+        """
         if self.running is None:
             ensure_engine(module, self)
         assert self.unit is not None
+        for group in groups_of(module)[1:]:
+            assert group.unit is not None
+            function = functools.partial(_run_unit, group.unit, function)
         if len(self.modules) > 1:
-            self._note_run(module)
+            for group in groups_of(module):
+                group._note_run(module)
         output = self.unit.forward(function, args, kwargs)
         dtype = self.arguments.precision.output_dtype
         if dtype is not None:
@@ -469,8 +517,7 @@ class Group:
         if not self._still_to_run:
             self._still_to_run = set(self.modules)
         self._still_to_run.discard(module)
-        is_root = self.running.root() is self
-        reshards = not is_root if self.reshards is None else self.reshards
+        reshards = not self.is_root if self.reshards is None else self.reshards
         self.unit.set(reshard_after_forward=reshards and not self._still_to_run)
 
 
@@ -501,20 +548,35 @@ def _has_plain_setattr(module: nn.Module) -> bool:
     return type(module).__setattr__ is nn.Module.__setattr__
 
 
+def groups_of(module: Any) -> tuple[Group, ...]:
+    """Return the groups of a module that fully_shard() was called on.
+
+    Several, if its parameters are on several meshes.
+    """
+    groups: tuple[Group, ...] = getattr(module, "__dict__", {}).get(
+        "_fsdp_c_groups", ()
+    )
+    return groups
+
+
 def group_of(module: Any) -> Group | None:
-    """Return the group of a module that fully_shard() was called on."""
-    group: Group | None = getattr(module, "__dict__", {}).get("_fsdp_c_group")
-    return group
+    """Return the first of them; None: it was not called on the module."""
+    return next(iter(groups_of(module)), None)
 
 
 def groups_in(module: nn.Module) -> dict[Group, str]:
     """Return the groups in ``module``, parents first, with the names of modules."""
     groups: dict[Group, str] = {}
     for name, submodule in module.named_modules():
-        group = group_of(submodule)
-        if group is not None:
+        for group in groups_of(submodule):
             groups.setdefault(group, name)
     return groups
+
+
+def _run_unit(
+    unit: _native.Unit, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return unit.forward(function, args, kwargs)
 
 
 def ensure_engine(module: nn.Module, group: Group) -> None:

@@ -1,28 +1,29 @@
 """FSDPModule: the class that fully_shard() mixes into a module's own."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from fsdp_c._fully_shard.group import Group, ensure_engine, group_of
+from fsdp_c._fully_shard.group import Group, ensure_engine, groups_in
 
 
 class UnshardHandle(TorchUnshardHandle):
     """Waits for what :meth:`FSDPModule.unshard` issued."""
 
-    def __init__(self, group: Group) -> None:
-        self._group: Group | None = group
+    def __init__(self, groups: tuple[Group, ...]) -> None:
+        self._groups = groups
 
     def wait(self) -> None:
         """Wait for the all-gather; the module then has plain parameters registered."""
-        group, self._group = self._group, None
-        if group is not None and group.unit is not None:
-            group.unit.wait_unshard()
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            if group.unit is not None:
+                group.unit.wait_unshard()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -32,7 +33,7 @@ class FSDPModule(TorchFSDPModule):
     torch's runtime runs.
     """
 
-    _fsdp_c_group: Group
+    _fsdp_c_groups: tuple[Group, ...]
 
     # transformers: generate() on one rank must go on as long as on the others.
     _is_fsdp_managed_module = True
@@ -52,15 +53,36 @@ class FSDPModule(TorchFSDPModule):
                 no memory, or a collective failed.
         """
         run: Any = super().__call__  # type: ignore[misc] # of the module's class
-        return self._fsdp_c_group.run(cast("nn.Module", self), run, args, kwargs)
+        group = self._fsdp_c_groups[0]
+        return group.run(cast("nn.Module", self), run, args, kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those of parameters that are unsharded now included.
+
+        Until backward, modules that keep their parameters have the plain ones
+        registered, which have no gradients; nn.Module.zero_grad() sees only these.
+
+        Args:
+            set_to_none: Drop gradients; False: fill them with zeros.
+        """
+        module = cast("nn.Module", self)
+        nn.Module.zero_grad(module, set_to_none)
+        for group in groups_in(module):
+            if not group.shows_kept:
+                continue
+            for param in group.params():
+                if param.grad is not None and not set_to_none:
+                    param.grad.zero_()
+                else:
+                    param.grad = None
 
     # On demand -------------------------------------------------------------
 
     def reshard(self) -> None:
         """Free the whole parameters and register the sharded ones. Not recursive."""
-        unit = self._fsdp_c_group.unit
-        if unit is not None:
-            unit.reshard()
+        for group in self._fsdp_c_groups:
+            if group.unit is not None:
+                group.unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather the parameters and register the plain ones. Not recursive.
@@ -72,11 +94,11 @@ class FSDPModule(TorchFSDPModule):
             async_op: Return a handle whose ``wait()`` does the second part; the
                 module's forward waits too.
         """
-        group = self._fsdp_c_group
-        ensure_engine(cast("nn.Module", self), group)
-        assert group.unit is not None
-        group.unit.unshard()
-        handle = UnshardHandle(group)
+        ensure_engine(cast("nn.Module", self), self._fsdp_c_groups[0])
+        for group in self._fsdp_c_groups:
+            assert group.unit is not None
+            group.unit.unshard()
+        handle = UnshardHandle(self._fsdp_c_groups)
         if async_op:
             return handle
         handle.wait()
@@ -91,15 +113,15 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: Called on a module that is not the root.
         """
-        running = self._fsdp_c_group.running
-        if running is None:
+        group = self._fsdp_c_groups[0]
+        if group.running is None:
             return
-        if running.root() is not self._fsdp_c_group:
+        if not group.is_root:
             raise RuntimeError(
                 "reset_iter_state() must be called on the root, the module that was "
                 f"called first, not on {type(self).__name__} inside it"
             )
-        running.engine.reset()
+        group.running.engine.reset()
 
     # Settings --------------------------------------------------------------
 
@@ -161,8 +183,9 @@ class FSDPModule(TorchFSDPModule):
         """
         if not factor > 0:
             raise ValueError(f"factor must be > 0, got {factor!r}")
-        self._fsdp_c_group.divisor = float(factor)
-        self._fsdp_c_group.apply_settings()
+        for group in self._fsdp_c_groups:
+            group.divisor = float(factor)
+            group.apply_settings()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Torch's old name of :meth:`set_gradient_divide_factor`.
@@ -198,16 +221,25 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_prefetches(self, in_backward: int, modules: Sequence[Any]) -> None:
         _check_fsdp_modules(modules)
-        refs = [weakref.ref(module._fsdp_c_group) for module in modules]
-        group, lists = self._fsdp_c_group, list(self._fsdp_c_group.prefetches)
-        lists[in_backward] = refs
-        group.prefetches = tuple(lists)
-        group.apply_settings()
+        # A module's groups enter like nested modules; see Group.run().
+        first, *others = self._fsdp_c_groups
+        targets = [first, *reversed(others)]
+        if in_backward:
+            targets.reverse()
+        for module in modules:
+            groups = module._fsdp_c_groups
+            targets += reversed(groups) if in_backward else groups
+        refs = [weakref.ref(group) for group in targets] if modules else []
+        for group in self._fsdp_c_groups:
+            lists = list(group.prefetches)
+            lists[in_backward] = refs
+            group.prefetches = tuple(lists)
+            group.apply_settings()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the current stream wait for ``event``, as the next all-gather does it."""
         wait = getattr(event, "wait", None)
-        if wait is not None and self._fsdp_c_group.arguments.device.type != "cpu":
+        if wait is not None and self._fsdp_c_groups[0].arguments.device.type != "cpu":
             wait()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -220,7 +252,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             is_last_backward: Whether the coming backwards wait for their reductions.
         """
-        group = self._fsdp_c_group
+        group = self._fsdp_c_groups[0]
         root = group if group.running is None else group.running.root()
         if root is not None:
             root.is_last_backward = is_last_backward
@@ -248,8 +280,9 @@ class FSDPModule(TorchFSDPModule):
         Args:
             unshard_in_backward: Whether backward gathers them.
         """
-        self._fsdp_c_group.unshards_in_backward = unshard_in_backward
-        self._fsdp_c_group.apply_settings()
+        for group in self._fsdp_c_groups:
+            group.unshards_in_backward = unshard_in_backward
+            group.apply_settings()
 
     # Without effect here -----------------------------------------------------
 
@@ -305,52 +338,93 @@ class FSDPModule(TorchFSDPModule):
             recurse: Ignored.
         """
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """No effect: all-gathers are always asynchronous."""
+
+    # Collectives of the user's own --------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Let ``comm`` gather this module's parameters, in one call.
+
+        Args:
+            comm: torch's AllGather: it allocates the buffer and fills it.
+
+        Raises:
+            RuntimeError: In the middle of a step.
+            ValueError: The parameters are on several meshes.
+        """
+        self._only_group("set_custom_all_gather").set_comm(all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Let ``comm`` reduce this module's gradients, in one call.
+
+        Args:
+            comm: torch's ReduceScatter. Its ``op`` is always a sum, which the engine
+                divides.
+
+        Raises:
+            RuntimeError: In the middle of a step.
+            ValueError: The parameters are on several meshes.
+        """
+        self._only_group("set_custom_reduce_scatter").set_comm(reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], object], *, stream: Any = None
+    ) -> None:
+        """Call ``hook`` with the reduced gradients of this module, which it may change.
+
+        They are one 1-D tensor per dtype, the mean over the ranks of the mesh, without
+        what earlier backwards left in ``.grad``.
+
+        Args:
+            hook: Takes the tensor.
+            stream: On which it runs; None: that of the reduction.
+
+        Raises:
+            RuntimeError: In the middle of a step.
+            ValueError: The parameters are on several meshes, or ``stream`` was passed
+                for a mesh with replicas.
+        """
+        group = self._only_group("set_all_reduce_hook")
+        if stream is not None and group.arguments.data.replica_group is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
+        group.set_comm(hook=hook, stream=stream)
+
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """No effect: NCCL's memory is registered by fsdp_c's transport.
 
         Args:
             enable: Ignored.
+
+        Raises:
+            AssertionError: A custom collective was set.
         """
+        for group in self._fsdp_c_groups:
+            group.comms.check_own_memory("set_allocate_memory_from_process_group")
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No effect: all-gathers are always asynchronous."""
-
-    # Not supported -----------------------------------------------------------
-
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not supported: raises.
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """No effect: NCCL's memory is registered by fsdp_c's transport.
 
         Args:
-            comm: Ignored.
+            backend: ``"NCCL"``, the only one.
+
+        Raises:
+            AssertionError: A custom collective was set.
+            ValueError: Another backend.
         """
-        _refuse("set_custom_all_gather", "fsdp_c's transports carry the collectives")
+        if backend != "NCCL":
+            raise ValueError(f"backend must be 'NCCL', got {backend!r}")
+        for group in self._fsdp_c_groups:
+            group.comms.check_own_memory("set_symm_mem")
 
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not supported: raises.
-
-        Args:
-            comm: Ignored.
-        """
-        _refuse(
-            "set_custom_reduce_scatter", "fsdp_c's transports carry the collectives"
-        )
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        """Not supported: raises.
-
-        Args:
-            hook: Ignored.
-            stream: Ignored.
-        """
-        _refuse("set_all_reduce_hook", "pass a 2-D mesh (replicate, shard)")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported: raises.
-
-        Args:
-            backend: Ignored.
-        """
-        _refuse("set_symm_mem_for_comm", "leave it out")
+    def _only_group(self, method: str) -> Group:
+        if len(self._fsdp_c_groups) > 1:  # torch's first words
+            raise ValueError(
+                f"{method} is not supported with multiple param groups (from per-param "
+                "mesh via shard_placement_fn): the parameters are on "
+                f"{len(self._fsdp_c_groups)} meshes"
+            )
+        return self._fsdp_c_groups[0]
 
     # The module --------------------------------------------------------------
 
@@ -379,18 +453,9 @@ class FSDPModule(TorchFSDPModule):
 
     def _groups(self, recurse: bool) -> Iterator[Group]:
         if not recurse:
-            yield self._fsdp_c_group
-            return
-        seen = set()
-        for module in cast("nn.Module", self).modules():
-            group = group_of(module)
-            if group is not None and group not in seen:
-                seen.add(group)
-                yield group
-
-
-def _refuse(name: str, remedy: str) -> NoReturn:
-    raise NotImplementedError(f"{name}() is not supported by fsdp_c: {remedy}")
+            yield from self._fsdp_c_groups
+        else:
+            yield from groups_in(cast("nn.Module", self))
 
 
 def _check_fsdp_modules(modules: Iterable[Any]) -> None:

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -19,18 +18,14 @@ def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
 
 
 def shard_param(
-    param: nn.Parameter, cut: Cut, mesh: DeviceMesh, device: torch.device
+    param: nn.Parameter, cut: Cut, rank: int, world_size: int, device: torch.device
 ) -> nn.Parameter:
     """Return this rank's rows of ``param`` as a parameter, with its attributes.
 
-    ``mesh`` is data parallel; its last dimension shards. Only the rows are moved to
-    ``device``; on the meta device they stay there.
+    Only the rows are moved to ``device``; on the meta device they stay there.
     """
     whole = local_of(param) if isinstance(param, DTensor) else param
-    shard_dim = mesh.ndim - 1
-    local = own_rows(
-        whole, cut.dim, mesh.get_local_rank(shard_dim), mesh.size(shard_dim)
-    )
+    local = own_rows(whole, cut.dim, rank, world_size)
     if not local.is_meta:
         local = local.to(device)
     dtensor = as_dtensor(local, param.shape, cut.mesh, cut.placements)

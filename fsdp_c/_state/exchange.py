@@ -40,23 +40,30 @@ from fsdp_c._units.failures import naming_ranks
 DIRECT_NBYTES = 1024 * 1024
 
 
-class ExchangeItem(NamedTuple):
-    """A parameter, or one of its states: from where the ranks hold it to where needed.
+class Move(NamedTuple):
+    """A tensor, from how the ranks hold it to how they need it.
 
     ``source`` is what this rank holds of it, on any device; None for nothing. A rank
     that holds all that it needs copies it, otherwise each element must be on one rank.
     """
 
-    key: Any  # the caller's
     source: Tensor | None
     dtype: torch.dtype
-    part: ParamPart
+    position: int  # in both placements
     held: Placement
     needed: Placement
 
     def native(self) -> tuple[int, int, Placement, Placement]:
         """Return it as :mod:`fsdp_c._native` takes it."""
-        return self.dtype.itemsize, self.part.index, self.held, self.needed
+        return self.dtype.itemsize, self.position, self.held, self.needed
+
+
+class ExchangeItem(NamedTuple):
+    """A parameter, or one of its states, and its move."""
+
+    key: Any  # the caller's
+    part: ParamPart
+    move: Move
 
 
 class _Unit(NamedTuple):
@@ -69,7 +76,7 @@ class _Unit(NamedTuple):
 
     def size(self) -> tuple[int, int]:
         """Return its bytes, and how many of them are extra memory at most."""
-        items = [each.native() for each in self.items]
+        items = [each.move.native() for each in self.items]
         nbytes, packed_nbytes = exchange_size(items, direct_nbytes=DIRECT_NBYTES)
         return nbytes, packed_nbytes if self.device == CPU else nbytes
 
@@ -100,7 +107,8 @@ def exchange(
             names = f"{names} to {last.name!r}"
         its_items = [item for unit in batch for item in unit.items]
         label = f"exchange of {what} of unit {names}"
-        results = exchange_in(first.group, first.device, its_items, label)
+        moves = [item.move for item in its_items]
+        results = exchange_in(first.group, first.device, moves, label)
         yield from zip(its_items, results, strict=True)
 
 
@@ -123,17 +131,17 @@ def _batches(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
 def exchange_in(
     group: ProcessGroup,
     device: torch.device,
-    items: Sequence[ExchangeItem],
+    moves: Sequence[Move],
     label: str,
 ) -> list[Tensor]:
-    """Return what this rank needs of each item, in one exchange of ``group``.
+    """Return what this rank needs of each, in one exchange of ``group``.
 
     ``device`` is the one of the sources, ``label`` the exchange's name in errors.
     """
     device = _exchange_device(group, device)
     rank = group.rank()
-    numels = [each.needed.numel(each.part.index, rank) for each in items]
-    dtypes = [item.dtype for item in items]
+    numels = [each.needed.numel(each.position, rank) for each in moves]
+    dtypes = [each.dtype for each in moves]
     results = (
         empty_tensors(numels, dtypes)
         if device == CPU
@@ -145,8 +153,8 @@ def exchange_in(
     outgoing, incoming, copies, unpacking = prepare_exchange(
         rank,
         group.size(),
-        [each.native() for each in items],
-        [each.source for each in items],
+        [each.native() for each in moves],
+        [each.source for each in moves],
         results,
         direct_nbytes=DIRECT_NBYTES,
     )

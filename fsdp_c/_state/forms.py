@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_c._native import Placement
-from fsdp_c._state.exchange import ExchangeItem, exchange
+from fsdp_c._state.exchange import ExchangeItem, Move, exchange
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import (
     has_rows,
@@ -105,10 +105,8 @@ def _save_tensors(
     for form, (part, key, value, dtype) in tensors:
         if part.shard_group is not None:
             held = part.spread.sharded(part.index)
-            its_key = form, key
-            items.append(
-                ExchangeItem(its_key, value, dtype, part, held, form.needed(part))
-            )
+            move = Move(value, dtype, part.index, held, form.needed(part))
+            items.append(ExchangeItem((form, key), part, move))
         elif form.is_wanted:
             assert value is not None  # each rank has the whole
             yield part, key, form.of_whole(part.module, value.reshape(part.shape))
@@ -125,11 +123,7 @@ def load_item(
     needed = part.spread.sharded(part.index)
     if is_whole:
         needed = part.spread.whole(0, part.over.world_size)
-    return ExchangeItem(
-        key,
-        local_part(value),
-        sharded_dtype(value),
-        part,
-        part.spread.rows(part.index),
-        needed,
-    )
+    held = part.spread.rows(part.index)
+    dtype = sharded_dtype(value)
+    move = Move(local_part(value), dtype, part.index, held, needed)
+    return ExchangeItem(key, part, move)

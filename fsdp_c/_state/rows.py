@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_c._fully_shard.group import Group, groups_in
+from fsdp_c._fully_shard.meshes import DataMesh
 from fsdp_c._fully_shard.rows import own_rows
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
@@ -42,9 +43,13 @@ class RowPart(ParamPart):
         return True
 
     @property
-    def shard_group(self) -> ProcessGroup:
-        """The group over which it is sharded; it may have one rank."""
-        return self.group.arguments.shard_group
+    def shard_group(self) -> ProcessGroup | None:
+        """The group over which it is sharded; it may have one rank, or be None."""
+        return self._data.shard_group
+
+    @property
+    def _data(self) -> DataMesh:
+        return self.group.arguments.data
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -70,17 +75,16 @@ class RowPart(ParamPart):
 
     @cached_property
     def _own_rows(self) -> tuple[int, int]:
-        group = self.shard_group
-        return rows_of(self.shape[0], group.size(), group.rank())
+        return rows_of(self.shape[0], self._data.num_shards, self._data.shard_rank)
 
     def part_in(self, values: Tensor) -> Tensor:
         """Return this rank's part of a DTensor, 1-D, a view if it can be."""
         local = local_of(values)
         if self._is_rows:
             return local.reshape(-1)
-        arguments, cut = self.group.arguments, self._cut
-        placements = arguments.placements(cut.dim)
-        whole = as_dtensor(local, cut.local_shape, arguments.mesh, placements)
+        data, cut = self._data, self._cut
+        placements = data.placements(cut.dim)
+        whole = as_dtensor(local, cut.local_shape, data.mesh, placements)
         tensor = whole.full_tensor()
         if cut.parallel is not None:
             tensor = as_dtensor(tensor, cut.shape, *cut.parallel).full_tensor()
@@ -99,13 +103,12 @@ class RowPart(ParamPart):
         begin, end = self._own_rows
         local = values.reshape(end - begin, *self.shape[1:])
         if not self._is_rows:
-            arguments, group = self.group.arguments, self.shard_group
-            placements = arguments.placements(0)
-            rows = as_dtensor(local, self.shape, arguments.mesh, placements)
+            data = self._data
+            rows = as_dtensor(local, self.shape, data.mesh, data.placements(0))
             whole = rows.full_tensor()
             if cut.parallel is not None:
                 whole = _parallel_part(whole, *cut.parallel)
-            local = own_rows(whole, cut.dim, group.rank(), group.size())
+            local = own_rows(whole, cut.dim, data.shard_rank, data.num_shards)
         return as_dtensor(local, self.shape, cut.mesh, cut.placements)
 
     @property
@@ -183,8 +186,8 @@ def _row_parts(model: nn.Module, groups: Mapping[Group, str]) -> dict[str, Param
 def _row_part(group: Group, index: int, names: list[str]) -> ParamPart:
     param = group.params()[index]
     shape = param.shape
-    shards = group.arguments.shard_group
-    begin, end = rows_of(shape[0], shards.size(), shards.rank())
+    data = group.arguments.data
+    begin, end = rows_of(shape[0], data.num_shards, data.shard_rank)
     row_numel = shape[1:].numel()
     whole = whole_part(param, names, None)
     return RowPart(
@@ -193,7 +196,7 @@ def _row_part(group: Group, index: int, names: list[str]) -> ParamPart:
             "begin": begin * row_numel,
             "end": end * row_numel,
             "index": index,
-            "spread": Spread([shape], None, shards.size()),
+            "spread": Spread([shape], None, data.num_shards),
             "group": group,
         }
     )

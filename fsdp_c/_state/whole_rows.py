@@ -5,8 +5,7 @@ the ranks that want them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,19 +13,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c._native import Placement
-from fsdp_c._state.exchange import ExchangeItem, exchange_in
-from fsdp_c._state.parts import ParamPart
+from fsdp_c._state.exchange import Move, exchange_in
 from fsdp_c._units.cuts import local_of
 
 # Of whole tensors in one exchange, unless one is larger.
 _BATCH_NBYTES = 256 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class _Index:
-    """Stands for a part, of which an exchange looks at the number alone."""
-
-    index: int
 
 
 def with_whole_rows(state: Any, first: int | None) -> Any:
@@ -112,19 +103,18 @@ def _gather(
         end = begin + 1
     held = Placement.rows([value.shape for value in values], group.size())
     needed = Placement.on_ranks([value.numel() for value in values], begin, end)
-    items = [
-        ExchangeItem(
-            None,
+    moves = [
+        Move(
             local_of(value).detach().contiguous().reshape(-1),
             value.dtype,
-            cast("ParamPart", _Index(index)),
+            index,
             held,
             needed,
         )
         for index, value in enumerate(values)
     ]
     device = local_of(values[0]).device
-    results = exchange_in(group, device, items, "exchange of a full state dict")
+    results = exchange_in(group, device, moves, "exchange of a full state dict")
     is_wanted = begin <= group.rank() < end
     return [
         result.to(device).view(value.shape) if is_wanted else result

@@ -26,6 +26,7 @@ class Cut:
         shape: Of the whole parameter.
         local_shape: Of what the unit gathers: the part of a tensor parallel rank.
         parallel: The mesh and the placements of a parameter that is a DTensor.
+        data_dims: Dimensions of that mesh that are data parallel; see dp_mesh_dims.
     """
 
     dim: int
@@ -34,6 +35,7 @@ class Cut:
     shape: torch.Size
     local_shape: torch.Size
     parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
+    data_dims: frozenset[int] = frozenset()
 
 
 def cut_of(
@@ -77,12 +79,21 @@ def check_parallel(name: str, param: DTensor, mesh: DeviceMesh) -> None:
             "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
             f"{kind} for DTensor and {expected} for FSDP: parameter {name!r}"
         )
+    check_placements(name, param)
+    _join(name, mesh, param.device_mesh)
+
+
+def check_placements(name: str, param: DTensor) -> None:
+    """Check that no placement of ``param`` is Partial.
+
+    Raises:
+        ValueError: One is.
+    """
     if any(placement.is_partial() for placement in param.placements):
         raise ValueError(
             f"parameter {name!r} has the placements {tuple(param.placements)}: a "
             "parameter cannot be Partial, redistribute() it before"
         )
-    _join(name, mesh, param.device_mesh)
 
 
 def _join(name: str, mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
@@ -152,11 +163,20 @@ def parallel_param(plain: nn.Parameter, cut: Cut, dtype: torch.dtype) -> nn.Para
 
 
 def local_grad(grad: Tensor, cut: Cut) -> Tensor:
-    """Return the local part of a gradient, placed like its parameter. Collective."""
+    """Return the local part of a gradient, placed like its parameter. Collective.
+
+    What is Partial over data parallel ranks stays so: the unit reduces it.
+    """
     assert isinstance(grad, DTensor)
     assert cut.parallel is not None
+    wanted = [
+        given if index in cut.data_dims and given.is_partial() else placement
+        for index, (given, placement) in enumerate(
+            zip(grad.placements, cut.parallel[1], strict=True)
+        )
+    ]
     with torch.no_grad():
-        return local_tensor(grad.redistribute(placements=cut.parallel[1]))
+        return local_tensor(grad.redistribute(placements=wanted))
 
 
 def local_of(sharded: Tensor) -> Tensor:

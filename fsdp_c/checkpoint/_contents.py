@@ -93,7 +93,9 @@ class Contents:
                 rows.setdefault(place.group, []).append(place)
         names = groups_in(self.model)
         units += [
-            _unit_of_rows(clean_name(f"{names[group]}.")[:-1], its_places, ranks)
+            _unit_of_rows(
+                group.label(clean_name(f"{names[group]}.")[:-1]), its_places, ranks
+            )
             for group, its_places in rows.items()
         ]
         return tuple(units)
@@ -207,10 +209,11 @@ def _unit_of_rows(name: str, places: list[RowPart], ranks: Ranks) -> UnitSpec:
         for number, place in enumerate(places)
     )
     alignment = (1, False, False)
-    layout = make_layout(params, group.size(), alignment, by_rows=True)
+    num_ranks = 1 if group is None else group.size()
+    layout = make_layout(params, num_ranks, alignment, by_rows=True)
     return UnitSpec(
         name=name,
-        ranks=tuple(ranks.positions(group)),
+        ranks=tuple([0] if group is None else ranks.positions(group)),
         alignment=alignment,
         segments=_segments(name, layout),
         params=params,

@@ -189,6 +189,10 @@ def _kernels_row(machine: Machine) -> Row:
 _SECTION = "transports"
 _NOT_RUN = "not run on a GPU by its authors yet"
 _GLOO = (
+    "c10d's gloo; with as many ranks of the group on each host, shared memory in a "
+    "host and gloo between hosts"
+)
+_FLAT_GLOO = (
     "c10d's gloo: a broadcast per rank to gather (up to 8 ranks), one all-to-all "
     "to reduce"
 )
@@ -219,7 +223,11 @@ def _gloo_rows(machine: Machine) -> Iterator[Row]:
             "shared memory, where it works between all ranks of the group: 17 MiB a "
             "rank and group at most, if that is half of the memory available or less",
         )
-    yield Row(_SECTION, "gloo, several hosts", _GLOO)
+    is_flat = "0" in (
+        machine.env.get("FSDP_C_SHM"),
+        machine.env.get("FSDP_C_HIERARCHICAL"),
+    )
+    yield Row(_SECTION, "gloo, several hosts", _FLAT_GLOO if is_flat else _GLOO)
 
 
 def _nccl_rows(machine: Machine) -> Iterator[Row]:

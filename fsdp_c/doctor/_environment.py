@@ -19,6 +19,16 @@ SWITCHES = (
         "0: ATen's kernels on CUDA tensors, not those of fsdp_c",
     ),
     Switch(
+        "FSDP_C_HIERARCHICAL",
+        "1",
+        "0: gloo groups on several hosts use c10d alone, no shared memory in each",
+    ),
+    Switch(
+        "FSDP_C_HOST_ID",
+        "the machine's start and PID namespace",
+        "a name of this rank's host; ranks with one name share a host",
+    ),
+    Switch(
         "FSDP_C_INSTALL",
         "0",
         "1: fsdp_c takes the place of torch's FSDP; set by python -m fsdp_c launch",

@@ -1,6 +1,7 @@
 """Where a module has a name from: torch's FSDP, or fsdp_c itself."""
 
 import ast
+import functools
 import inspect
 import sys
 from types import ModuleType
@@ -33,17 +34,22 @@ def _comes_from_fsdp_c(binding: Binding, seen: set[tuple[str, str]]) -> bool:
     return False
 
 
+@functools.cache
+def _imports_in(source: str) -> list[ast.ImportFrom]:
+    """Return every ``from ... import`` of a source; parsing takes milliseconds."""
+    nodes = ast.walk(ast.parse(source))
+    return [node for node in nodes if isinstance(node, ast.ImportFrom)]
+
+
 def _imports_of(module: ModuleType, name: str) -> list[tuple[str, str]]:
     """Return the modules and names that ``from ... import`` binds to ``name``."""
     try:
-        tree = ast.parse(inspect.getsource(module))
+        imports = _imports_in(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return []
     package = getattr(module, "__package__", None) or ""
     found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom):
-            continue
+    for node in imports:
         source = node.module or ""
         if node.level:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1]

@@ -9,22 +9,25 @@ from typing import Any
 Binding = tuple[ModuleType, str]
 
 
-def bindings_of(value: object) -> Iterator[Binding]:
-    """Yield every name of an imported module that is bound to ``value`` itself.
+def bindings_of(*values: object) -> Iterator[tuple[Binding, object]]:
+    """Yield every name of an imported module that is bound to one of ``values`` itself.
 
     fsdp_c's own modules are left out.
     """
+    wanted = {id(value) for value in values}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "fsdp_c":
             continue
         # Only what is stored: a module's __getattr__ may import things.
         try:
-            names = list(object.__getattribute__(module, "__dict__").items())
+            names = object.__getattribute__(module, "__dict__").copy()
         except AttributeError:  # not a module: anything may be in sys.modules
             continue
-        for name, bound in names:
-            if bound is value:
-                yield module, name
+        if wanted.isdisjoint(map(id, names.values())):
+            continue
+        for name, bound in names.items():
+            if id(bound) in wanted:
+                yield (module, name), bound
 
 
 class Rebinding:
@@ -47,13 +50,18 @@ class Rebinding:
         self._new = new
         self._keeps = keeps
         # By the modules' identity: they may be replaced in sys.modules.
-        self._had_new = {(id(module), name) for module, name in bindings_of(new)}
-        for binding in bindings_of(old):
-            self._bind(binding, new)
+        self._had_new: set[tuple[int, str]] = set()
+        # All are found before any changes: a module may have two names.
+        for binding, value in list(bindings_of(old, new)):
+            module, name = binding
+            if value is new:
+                self._had_new.add((id(module), name))
+            else:
+                self._bind(binding, new)
 
     def undo(self) -> None:
         """Give ``old`` back to all who held it, and to those imported since."""
-        for binding in bindings_of(self._new):
+        for binding, _ in bindings_of(self._new):
             module, name = binding
             if (id(module), name) in self._had_new or self._keeps(binding):
                 continue

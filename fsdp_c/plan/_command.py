@@ -215,6 +215,23 @@ def _add_estimates(group: argparse._ArgumentGroup) -> None:
         help="latency between replicas (default: --latency-us)",
     )
     add(
+        "--ranks-per-host",
+        type=_count,
+        metavar="N",
+        help="collectives of a sharding group go by hosts of N ranks (default: all "
+        "ranks use --link-gbps)",
+    )
+    add(
+        "--host-link-gbps",
+        type=_number,
+        help="link bandwidth of a host, which its ranks share (default: --link-gbps)",
+    )
+    add(
+        "--host-latency-us",
+        type=_latency,
+        help="latency between hosts (default: --latency-us)",
+    )
+    add(
         "--tflops",
         type=_number,
         default=400.0,
@@ -244,13 +261,18 @@ def _sharding(words: argparse.Namespace) -> Sharding:
 
 def _settings(words: argparse.Namespace) -> Settings:
     link = Link(words.link_gbps, words.latency_us)
-    gbps, latency = words.replica_link_gbps, words.replica_latency_us
-    return Settings(
-        link=link,
-        replica_link=Link(
+
+    def other(gbps: float | None, latency: float | None) -> Link:
+        return Link(
             link.gbps if gbps is None else gbps,
             link.latency_us if latency is None else latency,
-        ),
+        )
+
+    return Settings(
+        link=link,
+        replica_link=other(words.replica_link_gbps, words.replica_latency_us),
+        ranks_per_host=words.ranks_per_host or 0,
+        host_link=other(words.host_link_gbps, words.host_latency_us),
         tflops=words.tflops,
         optimizer=words.optimizer,
         on_cpu=words.device == "cpu",

@@ -55,6 +55,9 @@ class Settings:
     Attributes:
         link: Of the sharding group.
         replica_link: Of the replicas.
+        ranks_per_host: Of the sharding group, whose collectives go by hosts; 0: all
+            ranks share a host, or ``link`` is that of the slowest hop.
+        host_link: Of a host, which its ranks share.
         tflops: 1e12 operations per second that a device achieves.
         optimizer: A key of OPTIMIZERS.
         on_cpu: Train on the CPU (FSDP1's shapes); else on an accelerator, where
@@ -71,6 +74,8 @@ class Settings:
 
     link: Link = Link()
     replica_link: Link = Link()
+    ranks_per_host: int = 0
+    host_link: Link = Link()
     tflops: float = 400.0
     optimizer: str = "adamw"
     on_cpu: bool = False
@@ -238,6 +243,7 @@ def plan_rank(
             accumulation=settings.accumulation,
             wants_scratch=settings.wants_scratch,
             is_host=settings.on_cpu,
+            hosts=(settings.ranks_per_host, *settings.host_link.in_seconds()),
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error

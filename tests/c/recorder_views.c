@@ -1,4 +1,6 @@
 /* The recorder's views, in the order of the table. */
+#include <string.h>
+
 #include "recorder_priv.h"
 
 enum { GRAD_SHARD_NBYTES = 4096 };
@@ -156,10 +158,38 @@ static fsdp_status reduce_hook(void *context, void *owner, fsdp_lane lane,
                              buffer);
 }
 
+/* All ranks have the same elements, as in a gather of the transport. */
+static fsdp_status custom_add(void *context, void *owner, void *whole,
+                              int64_t whole_numel, const void *own,
+                              int64_t own_numel, fsdp_dtype dtype,
+                              fsdp_error *error) {
+  const fsdp_status status =
+      recorder_priv_begin(context, FSDP_BACKEND, error, "custom_add %O %d%t",
+                          owner, own_numel, whole);
+  if (status != FSDP_OK) return status;
+  const size_t nbytes = (size_t)(own_numel * dtype.itemsize);
+  for (int64_t i = 0; i < whole_numel / own_numel; i++) {
+    char *slot = (char *)whole + (size_t)i * nbytes;
+    if (slot != own) memcpy(slot, own, nbytes); /* no partial overlap */
+  }
+  return FSDP_OK;
+}
+
+static fsdp_status custom_run(void *context, void *owner, fsdp_lane lane,
+                              fsdp_custom kind, const fsdp_group *group,
+                              double scale, fsdp_error *error) {
+  (void)group;
+  (void)scale;
+  return recorder_priv_begin(context, FSDP_BACKEND, error,
+                             "custom_run %O %L %d", owner, lane, (int64_t)kind);
+}
+
 fsdp_view_ops recorder_priv_view_ops(recorder *self) {
   return (fsdp_view_ops){
       .context = self,
       .reduce_hook = reduce_hook,
+      .custom_add = custom_add,
+      .custom_run = custom_run,
       .show_params = show_params,
       .take_params = take_params,
       .mark_params = mark_params,

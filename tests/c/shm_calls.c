@@ -111,46 +111,69 @@ static void make(char *to, fsdp_dtype dtype, int64_t rank, int64_t salt,
   }
 }
 
-/* Element i of the sum over the ranks, one by one. */
-static void sum_element(void *to, fsdp_dtype dtype, int64_t world_size,
-                        int64_t salt, int64_t i) {
-  float sum32 = 0;
-  double sum64 = 0;
-  uint64_t integer = 0;
-  for (int64_t rank = 0; rank < world_size; rank++) {
-    char element[8] = {0};
-    float number32 = 0;
-    double number64 = 0;
-    uint64_t bits = 0;
-    make_element(element, dtype, rank, salt, i);
-    if (dtype.code == FSDP_DTYPE_FLOAT32) memcpy(&number32, element, 4);
-    if (dtype.code == FSDP_DTYPE_BFLOAT16) number32 = read_bf16(element);
-    if (dtype.code == FSDP_DTYPE_FLOAT16) number32 = read_fp16(element);
-    memcpy(&number64, element, 8);
-    memcpy(&bits, element, 8);
-    sum32 = rank == 0 ? number32 : sum32 + number32;
-    sum64 = rank == 0 ? number64 : sum64 + number64;
-    integer += bits;
-  }
+/* A sum, kept as each kind of dtype needs it. */
+typedef struct sum {
+  float sum32;
+  double sum64;
+  uint64_t integer;
+  bool is_begun;
+} sum;
+
+static void add(sum *total, fsdp_dtype dtype, const char *element) {
+  float number32 = 0;
+  double number64 = 0;
+  uint64_t bits = 0;
+  if (dtype.code == FSDP_DTYPE_FLOAT32) memcpy(&number32, element, 4);
+  if (dtype.code == FSDP_DTYPE_BFLOAT16) number32 = read_bf16(element);
+  if (dtype.code == FSDP_DTYPE_FLOAT16) number32 = read_fp16(element);
+  memcpy(&number64, element, 8);
+  memcpy(&bits, element, 8);
+  total->sum32 = total->is_begun ? total->sum32 + number32 : number32;
+  total->sum64 = total->is_begun ? total->sum64 + number64 : number64;
+  total->integer += bits;
+  total->is_begun = true;
+}
+
+static void write_sum(void *to, fsdp_dtype dtype, const sum *total) {
   uint16_t half;
   switch (dtype.code) {
     case FSDP_DTYPE_FLOAT32:
-      memcpy(to, &sum32, sizeof sum32);
+      memcpy(to, &total->sum32, sizeof total->sum32);
       break;
     case FSDP_DTYPE_FLOAT64:
-      memcpy(to, &sum64, sizeof sum64);
+      memcpy(to, &total->sum64, sizeof total->sum64);
       break;
     case FSDP_DTYPE_BFLOAT16:
-      half = nearest(sum32, read_bf16);
+      half = nearest(total->sum32, read_bf16);
       memcpy(to, &half, sizeof half);
       break;
     case FSDP_DTYPE_FLOAT16:
-      half = nearest(sum32, read_fp16);
+      half = nearest(total->sum32, read_fp16);
       memcpy(to, &half, sizeof half);
       break;
     default:
-      memcpy(to, &integer, (size_t)dtype.itemsize);
+      memcpy(to, &total->integer, (size_t)dtype.itemsize);
   }
+}
+
+/* Element i of the sum over the ranks, one by one: over those of each host, and
+ * then over the hosts. */
+static void sum_element(void *to, fsdp_dtype dtype, const shm_rank *self,
+                        int64_t salt, int64_t i) {
+  const int64_t num_local =
+      self->num_local == 0 ? self->world_size : self->num_local;
+  sum total = {0};
+  for (int64_t host = 0; host < self->world_size / num_local; host++) {
+    sum of_host = {0};
+    char element[8] = {0};
+    for (int64_t local = 0; local < num_local; local++) {
+      make_element(element, dtype, host * num_local + local, salt, i);
+      add(&of_host, dtype, element);
+    }
+    write_sum(element, dtype, &of_host);
+    add(&total, dtype, element);
+  }
+  write_sum(to, dtype, &total);
 }
 
 /* ---- One call of any kind --------------------------------------------------
@@ -177,11 +200,15 @@ void shm_start(const shm_rank *self, fsdp_transport *transport,
   const int64_t shard_nbytes = call->numel * dtype.itemsize;
   call->memory = malloc((size_t)(nbytes + 2 * GUARD));
   call->input = malloc((size_t)(shard_nbytes + 1));
-  if (call->memory == NULL || call->input == NULL) abort();
+  call->scratch = malloc((size_t)(self->world_size * shard_nbytes + 1));
+  if (call->memory == NULL || call->input == NULL || call->scratch == NULL) {
+    abort();
+  }
   memset(call->memory, 0x5A, (size_t)(nbytes + 2 * GUARD));
   call->buffer = call->memory + GUARD;
   char *own = call->buffer + self->rank * shard_nbytes;
-  const fsdp_call how = {.channel = channel_of(call), .label = "a call"};
+  const fsdp_call how = {
+      .channel = channel_of(call), .label = "a call", .scratch = call->scratch};
   fsdp_error error = {0};
   fsdp_status status = FSDP_OK;
   switch (call->what) {
@@ -244,7 +271,7 @@ static bool is_right(const shm_rank *self, const shm_call *call) {
   for (int64_t i = begin; i < end; i++) {
     char expected[8];
     if (shm_is_sum(call->what)) {
-      sum_element(expected, dtype, self->world_size, call->salt, i);
+      sum_element(expected, dtype, self, call->salt, i);
     } else if (call->what == BROADCAST) {
       make_element(expected, dtype, call->root, call->salt, i);
     } else {
@@ -273,4 +300,5 @@ void shm_finish(const shm_rank *self, fsdp_transport *transport,
   }
   free(call->memory);
   free(call->input);
+  free(call->scratch);
 }

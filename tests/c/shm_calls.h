@@ -25,6 +25,7 @@ typedef struct shm_call {
   char *memory; /* the buffer between guards */
   char *buffer;
   char *input;
+  char *scratch;
   uint64_t ticket;
 } shm_call;
 

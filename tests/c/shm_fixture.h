@@ -16,6 +16,7 @@
 typedef struct shm_rank {
   int64_t rank;
   int64_t world_size;
+  int64_t num_local; /* ranks of a host whose sums are rounded first; 0: all */
   fsdp_store store;
   void *context; /* the test's own */
 } shm_rank;

@@ -39,6 +39,42 @@ TEST(test_mixed_segments) {
   PLAY("check_grads; end");
 }
 
+static void set_custom(unsigned kinds) {
+  for (int64_t i = 0; i < m.num_units; i++) {
+    fsdp_unit_set_custom(m.units[i].unit, kinds);
+  }
+}
+
+/* The user's own reduce-scatter, and the hook on what it reduced: the mean, so
+ * the accumulation does not scale. */
+TEST(test_custom_reductions) {
+  model_options options = {.rank = 1, .num_replicas = 2, .prescale = 0.5};
+  model_start_tree(&m, &options, 0);
+  set_custom(FSDP_CUSTOM_REDUCE_SCATTER | FSDP_CUSTOM_REDUCED);
+  PLAY("forward; clear; backward");
+  const char *tape = recorder_tape(m.device);
+  CHECK_HAS(tape,
+            "custom_add root 4; group_end reduce g0; "
+            "custom_run root reduce 2;");
+  CHECK_HAS(tape,
+            "custom_add root 4; custom_run root replicate 4; "
+            "accumulate replicate 4 f32->f32 x1;");
+  CHECK_HAS(tape, "all_reduce");
+  CHECK_LACKS(tape, "reduce_scatter");
+  PLAY("end");
+}
+
+/* The user's own all-gather, one call for the segments of a unit. */
+TEST(test_custom_gather) {
+  model_open(NULL, "u mixed");
+  set_custom(FSDP_CUSTOM_ALL_GATHER);
+  PLAY("clear; forward");
+  const char *tape = recorder_tape(m.device);
+  CHECK_HAS(tape, "custom_run u unshard 1;");
+  CHECK_LACKS(tape, "all_gather");
+  PLAY("backward; end");
+}
+
 /* In micro-batches of every kind. */
 static void check_numbers(model_options options) {
   model_start_tree(&m, &options, 2);

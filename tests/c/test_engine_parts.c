@@ -32,7 +32,7 @@ TEST(test_parts_do_not_outlive_a_step) {
   for (int prefetches = 0; prefetches < 2; prefetches++) {
     start(prefetches != 0);
     PLAY("forward; state a PARTED; enter root");
-    CHECK(!fsdp_unit_is_parted(m.units[1].unit));
+    CHECK(fsdp_unit_get_state(m.units[1].unit) != FSDP_UNIT_PARTED);
     PLAY("reset; check_sharded");
     PLAY("enter root; enter a; leave a; leave root; state a PARTED");
     PLAY("pre_backward root; grads root; finish; state a SHARDED");
@@ -43,7 +43,7 @@ TEST(test_parts_do_not_outlive_a_step) {
 TEST(test_parts_by_request) {
   start(false);
   PLAY("forward; state a PARTED");
-  CHECK(fsdp_unit_is_parted(m.units[1].unit));
+  CHECK(fsdp_unit_get_state(m.units[1].unit) == FSDP_UNIT_PARTED);
   CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
   PLAY("state a SHARDED; backward; check_grads");
   fsdp_unit_set_keeps_part(m.units[1].unit, false);

@@ -261,6 +261,31 @@ TEST(test_bandwidth) {
   fini(&self);
 }
 
+/* 2 hosts of 2 ranks: half of the payload on each link, and a hop each. */
+TEST(test_hosts) {
+  fixture self;
+  init_options(&self);
+  add_unit(&self, "root", false, WORLD_SIZE);
+  run_unit(&self, 0, 0);
+  const double payload = 2 * NUMEL * 2;
+  self.options.shard_link = (fsdp_link){payload / 2, 0.25};
+  self.options.host_link = (fsdp_link){payload / 4, 0.5};
+  self.options.num_local = 2;
+  check_close(run(&self)->step_seconds, 3.75 + 1 + 2 + 3.75);
+  self.options.num_local = 4; /* all on one host */
+  check_close(run(&self)->step_seconds, 2 + 1 + 2 + 2);
+  self.options.num_local = 3; /* flat: three ranks' ring over a host's link */
+  check_close(run(&self)->step_seconds, 10 + 1 + 2 + 10);
+  self.options.num_local = -1;
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT),
+               "-1 ranks of a host") != NULL);
+  self.options.num_local = 2;
+  self.options.host_link.bytes_per_second = 0;
+  CHECK(strstr(message_of(&self, FSDP_INVALID_ARGUMENT), "hosts' group") !=
+        NULL);
+  fini(&self);
+}
+
 TEST(test_replicas) {
   fixture self;
   init_tree(&self, 2);

@@ -119,6 +119,18 @@ def test_killed(trial: Trial, place: str) -> None:
         assert not TIME_LIMIT.search(report.message)
 
 
+@pytest.mark.parametrize("transport", ["hierarchical"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_killed_on_another_host(trial: Trial, place: str) -> None:
+    """The ranks of both hosts end, and name the rank."""
+    told = trial.survivors("kill", place, victim=3, world_size=4)
+    for rank, report in told.items():
+        assert report.message.startswith(f"rank {rank} of 4: ")
+        assert WAITED_IN.search(_headline(report)), report.message
+        assert re.search(r"Dead: rank 3, process \d+ on this host", report.message)
+        assert not TIME_LIMIT.search(report.message)
+
+
 @_cases(
     "place",
     usual={"shm": ("forward",), "c10d": ("backward",)},

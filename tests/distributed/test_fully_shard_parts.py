@@ -119,10 +119,10 @@ def test_memory_between_forward_and_backward(rank: int, world_size: int) -> None
             assert (
                 module.weight.to_local().untyped_storage().nbytes() == 64 * 64 * 4 // 2
             )
-            assert module._fsdp_c_group.unit.state == "PARTED"
+            assert module._fsdp_c_groups[0].unit.state == "PARTED"
         output.sum().backward()
         for module in model:
-            assert module._fsdp_c_group.unit.state == "SHARDED"
+            assert module._fsdp_c_groups[0].unit.state == "SHARDED"
 
 
 @distributed(world_size=3)

@@ -49,7 +49,6 @@ from helpers.state_dicts import (
     load,
     local_part,
     save,
-    whole,
     whole_state,
     wrap_everything,
 )
@@ -298,7 +297,7 @@ def test_mixed_precision(use_orig_params: bool, kind: Any) -> None:
             assert_same_tensors(name, {"": state[name]}, {"": buffers[name]}, 1e-2)
         if kind is not LOCAL:
             params = dict(reference.named_parameters())
-            actual = {name: whole(state[name]) for name in params}
+            actual = whole_state({name: state[name] for name in params})
             assert_same_tensors("state", actual, params, 0.0)
         model(torch.randn(3, WIDTH))
     _, other = everything(1, mixed_precision=precision, use_orig_params=use_orig_params)

@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
+from helpers.rows import whole_of
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
     ParallelModel,
@@ -42,7 +43,6 @@ from helpers.tensor_parallel import (
     tokens,
     train_and_check,
     two_meshes,
-    whole_of,
 )
 
 pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
@@ -133,7 +133,8 @@ def test_what_a_rank_holds(rank: int, world_size: int) -> None:
             if isinstance(mine, Tensor):
                 assert torch.equal(param.to_local(), mine), name
             assert torch.equal(param.full_tensor(), whole[name]), name
-            assert torch.allclose(param.grad.full_tensor(), whole_of(param.grad)), name
+            (grad,) = whole_of([param.grad])
+            assert torch.allclose(param.grad.full_tensor(), grad), name
         assert sharded.head.weight.placements[1] == Shard(0)
         assert sharded.blocks[0].down.weight.placements == (Shard(0), Shard(1))
         assert sharded.blocks[0].norm.weight.placements == (Shard(0), Replicate())

@@ -20,9 +20,11 @@ test that ran out of time are shown by the stacks of all their threads, which
 collectives may be out of step. Only processes started here are ended, by pid.
 """
 
+import ast
 import contextlib
 import functools
 import inspect
+import marshal
 import multiprocessing
 import os
 import pickle
@@ -67,6 +69,8 @@ class Task:
     number: int
     path: str
     module: str
+    code: bytes
+    """Of the module, with pytest's plain-assert messages, as marshal writes it."""
     qualname: str
     arguments: bytes
     """Pickled keyword arguments, without ``rank``."""
@@ -300,6 +304,19 @@ def describe_failures(outcomes: dict[int, Outcome], world_size: int) -> str:
     return "\n\n".join(parts)
 
 
+@functools.cache
+def _code_of(path: str) -> bytes:
+    """Compile a test module: once, and not in every worker."""
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
+    # pytest's own rewriting, private: without it asserts only lose detail.
+    with contextlib.suppress(Exception):
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source)
+    return marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
+
+
 _pools: dict[tuple[int, str], Pool] = {}
 
 
@@ -329,6 +346,7 @@ def run_task(
         number=pool.num_tasks,
         path=path,
         module=body.__module__,
+        code=_code_of(path),
         qualname=body.__qualname__,
         arguments=pickle.dumps({**arguments, "world_size": world_size}),
         seed=seed_of(body.__module__, body.__qualname__),

@@ -45,7 +45,7 @@ class Scenario:
     world_size: int = 3
     store: str = "file"  # or tcp, which is in the process of rank 0
     strategy: str = "FULL_SHARD"  # or fully_shard
-    transport: str = "shm"  # or c10d, which is gloo
+    transport: str = "shm"  # or c10d, which is gloo; hierarchical: hosts of 2 ranks
     recovers: bool = False
     """Whether the ranks go on afterwards, in a new group."""
     syncs: bool = False
@@ -425,7 +425,9 @@ def _fork_rank(config: dict[str, Any], rank: int) -> int:
     if pid != 0:
         return pid
     _die_with_parent()
-    os.environ["FSDP_C_SHM"] = str(int(config["transport"] == "shm"))
+    os.environ["FSDP_C_SHM"] = str(int(config["transport"] != "c10d"))
+    if config["transport"] == "hierarchical":
+        os.environ["FSDP_C_HOST_ID"] = f"host{rank // 2}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     stderr = os.open(Path(config["folder"]) / "stderr", flags)
     os.dup2(stderr, 1)

@@ -1,10 +1,31 @@
-"""Process groups of tests, destroyed at the end."""
+"""Process groups of tests: destroyed at the end, or kept for all tests of a worker."""
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+kept_groups: list[dist.ProcessGroup] = []
+
+
+@functools.cache
+def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh of this shape on the CPU, the same one for all tests.
+
+    What torch finds out about operators of DTensors it remembers by mesh, and finding
+    it out is most of a short test's time.
+    """
+    before = list(dist.distributed_c10d._world.pg_map)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for name in names:
+        mesh[name]
+    kept_groups.extend(
+        g for g in dist.distributed_c10d._world.pg_map if g not in before
+    )
+    return mesh
 
 
 @contextlib.contextmanager
@@ -44,5 +65,5 @@ def groups_destroyed() -> Iterator[None]:
     finally:
         gc.collect()  # models hold groups
         for group in list(dist.distributed_c10d._world.pg_map):
-            if group not in before:
+            if group not in before and group not in kept_groups:
                 dist.destroy_process_group(group)

@@ -1,6 +1,6 @@
 """State dicts of every kind: saving them, and putting sharded tensors together.
 
-`whole` knows only what a sharded tensor says of itself, so it is a check of that.
+`whole_state` knows only what a sharded tensor says of itself, so it is a check of that.
 """
 
 import contextlib
@@ -23,32 +23,45 @@ LOCAL = StateDictType.LOCAL_STATE_DICT
 WIDTH = 5
 
 
-def whole(value: Any) -> Any:
-    """Return the whole tensor of a sharded one; anything else as it is. Collective."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    if not isinstance(value, ShardedTensor):
-        return value
-    group = value._process_group
-    mine = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
-    theirs: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(theirs, mine, group=group)
+def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with whole tensors for sharded ones. Collective.
+
+    There is one exchange for all ShardedTensors of a group.
+    """
+    sharded = {k: v for k, v in state.items() if isinstance(v, ShardedTensor)}
+    found = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in state.items()
+    }
+    for group in dict.fromkeys(value._process_group for value in sharded.values()):
+        mine = {
+            key: [
+                (s.metadata.shard_offsets, s.tensor.detach().cpu().double().numpy())
+                for s in value.local_shards()
+            ]
+            for key, value in sharded.items()
+            if value._process_group is group
+        }
+        theirs: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(theirs, mine, group=group)
+        for key in mine:
+            shards = [shard for each in theirs for shard in each[key]]
+            found[key] = _put_together(sharded[key], shards)
+    return found
+
+
+def _put_together(value: ShardedTensor, shards: list[Any]) -> Tensor:
     result = torch.zeros(value.size(), dtype=value.dtype)
     num_written = torch.zeros(value.size(), dtype=torch.int64)
-    for offsets, part in (shard for shards in theirs for shard in shards):
+    for offsets, part in shards:
         place = tuple(
             slice(first, first + size)
             for first, size in zip(offsets, part.shape, strict=True)
         )
-        result[place] = part
+        result[place] = torch.from_numpy(part)
         num_written[place] += 1
     assert bool((num_written == 1).all()), "the shards do not tile the tensor"
     return result
-
-
-def whole_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with whole tensors. Collective."""
-    return {key: whole(value) for key, value in state.items()}
 
 
 def local_part(value: Any) -> Tensor | None:

@@ -1,16 +1,14 @@
 """Models on a mesh of data and tensor parallel ranks, beside the unsharded ones."""
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -19,12 +17,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_c import FullyShardedDataParallel, fully_shard
+from helpers.groups import kept_mesh
 from helpers.models import VOCAB, Inputs
 from helpers.reference import Differential, sgd
 from helpers.rows import Rows
-
-# torch caches groups, which tests destroy, by equal meshes.
-_mesh_numbers = itertools.count()
 
 
 class Replicated(ParallelStyle):
@@ -102,10 +98,8 @@ def tokens(generator: torch.Generator) -> Inputs:
 
 def two_meshes(num_dp: int, num_tp: int) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the data parallel and the tensor parallel part of one mesh."""
-    number = next(_mesh_numbers)
-    names = (f"dp{number}", f"tp{number}")
-    mesh = init_device_mesh("cpu", (num_dp, num_tp), mesh_dim_names=names)
-    return mesh[names[0]], mesh[names[1]]
+    mesh = kept_mesh((num_dp, num_tp), ("dp", "tp"))
+    return mesh["dp"], mesh["tp"]
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
@@ -138,44 +132,6 @@ class ParallelRows(Rows):
         )
         # Ranks of one tensor parallel group have the same batch.
         self.rank, self.world_size = self.dp.get_local_rank(), num_dp
-
-    def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return whole parameters and gradients, put together here."""
-        params: dict[str, Tensor] = {}
-        grads: dict[str, Tensor] = {}
-        for name, param in self.model.named_parameters():
-            assert param is self.sharded[name], name
-            assert isinstance(param, DTensor), name
-            params[name] = whole_of(param)
-            grads[name] = torch.zeros_like(params[name])
-            if param.grad is not None:
-                assert isinstance(param.grad, DTensor), name
-                assert param.grad.placements == param.placements
-                grads[name] = whole_of(param.grad)
-        return params, grads
-
-
-def whole_of(value: DTensor) -> Tensor:
-    """Put (dp, tp) parts together, as fully_shard cut them: tp first, then dp.
-
-    Not by full_tensor(), whose answer is to be judged.
-    """
-    mesh = value.device_mesh
-    num_dp, num_tp = mesh.size(0), mesh.size(1)
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value.to_local().detach().clone())
-    dim = value.placements[0].dim  # type: ignore[attr-defined]
-    columns = [
-        torch.cat([parts[int(mesh.mesh[dp, tp])] for dp in range(num_dp)], dim)
-        for tp in range(num_tp)
-    ]
-    placement = value.placements[1]
-    if isinstance(placement, Shard):
-        return torch.cat(columns, placement.dim)
-    assert isinstance(placement, Replicate)
-    for column in columns:
-        torch.testing.assert_close(column, columns[0], rtol=1e-12, atol=1e-12)
-    return columns[0]
 
 
 class ParallelFlat(Differential):

@@ -1,12 +1,12 @@
 """A worker process of `helpers.distributed`: one rank, many tests."""
 
-import ast
 import contextlib
 import ctypes
 import faulthandler
 import gc
 import importlib.util
 import inspect
+import marshal
 import os
 import pickle
 import signal
@@ -18,7 +18,6 @@ import types
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,32 +25,26 @@ import torch
 import torch.distributed as dist
 
 from helpers.distributed import Outcome, Task, WorkerConfig
+from helpers.groups import kept_groups
 from helpers.one_gpu import gpu_of_rank
 from helpers.seeds import seed_everything
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _load(path: str, name: str) -> types.ModuleType:
-    """Import a test module by path, once, with pytest's plain-assert messages."""
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == path:
+def _load(task: Task) -> types.ModuleType:
+    """Make the test's module of the code that came with the task, once."""
+    loaded = sys.modules.get(task.module)
+    if loaded is not None and getattr(loaded, "__file__", None) == task.path:
         return loaded
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, path
+    spec = importlib.util.spec_from_file_location(task.module, task.path)
+    assert spec is not None, task.path
     module = importlib.util.module_from_spec(spec)
-    source = Path(path).read_bytes()
-    tree = ast.parse(source, filename=path)
-    # pytest's own rewriting, private: without it asserts only lose detail.
-    with contextlib.suppress(Exception):
-        from _pytest.assertion.rewrite import rewrite_asserts
-
-        rewrite_asserts(tree, source)
-    sys.modules[name] = module
+    sys.modules[task.module] = module
     try:
-        exec(compile(tree, path, "exec", dont_inherit=True), vars(module))
+        exec(marshal.loads(task.code), vars(module))
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[task.module]
         raise
     gc.collect()
     gc.freeze()  # what was imported is not looked at again
@@ -89,6 +82,11 @@ def _num_units(fsdp: type) -> int:
     return num_units
 
 
+def _num_groups() -> int:
+    """Return how many process groups there are that a test must destroy."""
+    return len(dist.distributed_c10d._world.pg_map) - len(kept_groups)
+
+
 def _leftovers(num_groups: int) -> list[str]:
     """Name what a test must not leave behind."""
     gc.collect()
@@ -112,7 +110,7 @@ def _leftovers(num_groups: int) -> list[str]:
         left.append(f"threads are running: {threads}")
     if sys.getprofile() is not None:
         left.append("a profile function is set")
-    if len(dist.distributed_c10d._world.pg_map) != num_groups:
+    if _num_groups() != num_groups:
         left.append("process groups were not destroyed")
     return left
 
@@ -130,7 +128,7 @@ def _check_in_step(number: int) -> None:
 
 def _run(task: Task, rank: int) -> Outcome:
     try:
-        module = _load(task.path, task.module)
+        module = _load(task)
         body = _find(module, task.qualname)
         arguments = pickle.loads(task.arguments)
     except pytest.skip.Exception as error:
@@ -138,7 +136,7 @@ def _run(task: Task, rank: int) -> Outcome:
     except BaseException:
         return Outcome("failed", traceback.format_exc())
     seed_everything(task.seed)
-    num_groups = len(dist.distributed_c10d._world.pg_map)
+    num_groups = _num_groups()
     outcome = Outcome("passed")
     try:
         call(body, {"rank": rank, **arguments})

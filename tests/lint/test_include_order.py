@@ -10,7 +10,7 @@ import pytest
 from helpers.rooms import CSRC, FILES, ROOMS, ROOT, room_of
 
 # The Python package likewise. The tools use nothing of each other.
-TOOLS = ("checkpoint", "doctor", "integrations", "plan", "trace")
+TOOLS = ("bench", "checkpoint", "doctor", "integrations", "plan", "trace")
 PYTHON_ROOMS = (
     "_native",
     "_torch_compat",

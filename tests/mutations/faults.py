@@ -126,7 +126,10 @@ FAULTS = (
     _core(
         "backward prefetches units that it has left",
         "prefetch_backward",
-        ("fsdp_unit_priv_is_needed_in_backward(unit)", "(!unit->step.entered_backward || MUTANT)"),
+        (
+            "fsdp_unit_priv_is_needed_in_backward(unit)",
+            "(fsdp_unit_priv_is_needed_in_backward(unit) || MUTANT)",
+        ),
         "test_prefetch.py",
     ),
     _core(
@@ -213,7 +216,7 @@ FAULTS = (
     # Reductions.
     _core(
         "the mean leaves out the replicas",
-        "accumulate_segments",
+        "mean_scale",
         (
             "(double)unit->options.replica_group.world_size",
             "(MUTANT ? 1.0 : (double)unit->options.replica_group.world_size)",
@@ -276,7 +279,7 @@ FAULTS = (
     ),
     _core(
         "compute does not wait for reductions",
-        "wait_for_reduces",
+        "fsdp_engine_priv_wait_reduces",
         _skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
         "test_strategies.py",
     ),

@@ -36,7 +36,7 @@ from helpers.models import CASES, loss_of
 from helpers.reference import assert_same, assert_same_tensors
 from helpers.seeds import generator
 from helpers.shared_folder import shared_folder
-from helpers.state_dicts import whole
+from helpers.state_dicts import whole_state
 
 CPU = torch.device("cpu")
 STEPS = 2
@@ -135,14 +135,15 @@ def assert_alike(actual: Any, expected: Any, *, is_same_form: bool = True) -> No
     """Compare two state dicts: keys, forms and values. Collective."""
     actual, expected = flatten(actual), flatten(expected)
     assert sorted(actual) == sorted(expected)
-    for key in sorted(expected):
-        if is_same_form:
-            assert describe(actual[key]) == describe(expected[key]), key
-        theirs, ours = whole(expected[key]), whole(actual[key])
-        if isinstance(theirs, Tensor):
-            assert_same(key, ours, theirs)
+    if is_same_form:
+        for key, value in expected.items():
+            assert describe(actual[key]) == describe(value), key
+    theirs, ours = whole_state(expected), whole_state(actual)
+    for key, value in theirs.items():
+        if isinstance(value, Tensor):
+            assert_same(key, ours[key], value)
         else:
-            assert ours == theirs, key
+            assert ours[key] == value, key
 
 
 # Getting -----------------------------------------------------------------------

@@ -420,6 +420,16 @@ def test_time_follows_the_link() -> None:
     assert result.all_gather.seconds == pytest.approx(seconds)
 
 
+def test_time_by_hosts(capsys: Any) -> None:
+    """2 hosts of 2 ranks: half of each launch's payload on each link."""
+    words = ("--model", SOURCE, "--world-size", "4", "--json", "--latency-us", "0")
+    links = ("--link-gbps", "8", "--ranks-per-host", "2", "--host-link-gbps", "1")
+    _, out, _ = run(capsys, *words, *links)
+    gather = json.loads(out)["ranks"][0]["all_gather"]
+    half = gather["payload_nbytes"] / 2
+    assert gather["seconds"] == pytest.approx(half / 1e9 + half / 0.125e9)
+
+
 def test_frozen_parameters_have_no_gradients(capsys: Any) -> None:
     words = ("--model", SOURCE, "--world-size", "4", "--json")
     _, out, _ = run(capsys, *words, "--freeze", "blocks.*", "--device", "cpu")

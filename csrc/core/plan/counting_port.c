@@ -230,6 +230,31 @@ static double num_hops(int64_t world_size) {
   return hops;
 }
 
+/* A launch in which a rank of a ring sends `wire` bytes. */
+static double launch_seconds(const fsdp_link *link, int64_t num_ranks,
+                             double wire) {
+  return link->latency_seconds * num_hops(num_ranks) +
+         wire / link->bytes_per_second;
+}
+
+static double shard_launch_seconds(const fsdp_counting_device *self,
+                                   int64_t num_ranks, double wire) {
+  const int64_t num_local = self->num_local;
+  if (num_local == 0 || num_ranks <= num_local) {
+    return launch_seconds(&self->shard_link, num_ranks, wire);
+  }
+  if (num_ranks % num_local != 0) { /* flat, as fast as the slower link */
+    return launch_seconds(&self->host_link, num_ranks,
+                          wire * (double)num_local);
+  }
+  const double num_hosts = (double)(num_ranks / num_local);
+  const double payload = wire * (double)num_ranks / (double)(num_ranks - 1);
+  return launch_seconds(&self->shard_link, num_local,
+                        payload * (1 - 1 / (double)num_local)) +
+         launch_seconds(&self->host_link, num_ranks / num_local,
+                        payload * (1 - 1 / num_hosts));
+}
+
 static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
                              fsdp_error *error) {
   fsdp_counting_device *self = device_of(transport);
@@ -237,13 +262,14 @@ static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
   if (!self->is_open) return FSDP_OK;
   const bool is_replica =
       ((const fsdp_counting_transport *)transport)->is_replica;
-  const fsdp_link *link = is_replica ? &self->replica_link : &self->shard_link;
   double *free_at = &self->link_clocks[is_replica ? 1 : 0];
   double *clock = call->stream;
   fsdp_collective_count *count = &self->collectives[self->open_kind];
+  const int64_t num_ranks = world_size_of(transport);
   const double seconds =
-      link->latency_seconds * num_hops(world_size_of(transport)) +
-      self->open_bytes / link->bytes_per_second;
+      is_replica
+          ? launch_seconds(&self->replica_link, num_ranks, self->open_bytes)
+          : shard_launch_seconds(self, num_ranks, self->open_bytes);
   const double begin = *clock > *free_at ? *clock : *free_at;
 
   *clock = begin + seconds;

@@ -10,7 +10,10 @@
  *
  *   latency * ceil(log2(ranks)) + wire bytes / (bytes per second)
  *
- * where the wire bytes of a rank are those of a ring. There are two links: that
+ * where the wire bytes of a rank are those of a ring. With num_local ranks on
+ * each host, a launch of a shard group on several hosts is one among the ranks
+ * of a host and then one among the hosts, over the link of a host, for the same
+ * payload (port/hierarchical.h). There are two links: that
  * of the shard group and that of the replica group; the launches of one link
  * take turns, in the order in which the engine issues them. An event carries
  * the clock of its lane, waiting for it moves the waiting lane's clock. A stall
@@ -75,6 +78,8 @@ typedef struct fsdp_counting_device {
   bool is_host; /* blocks come and go; set it before `ops` */
   fsdp_link shard_link;
   fsdp_link replica_link;
+  int64_t num_local;   /* ranks of the shard group on a host; 0: one host */
+  fsdp_link host_link; /* of a host, which its ranks share; with num_local */
   bool params_changed; /* the optimizer stepped since mark_params */
   /* The unit charged for COMPUTE's stalls; NULL: none. Borrowed. */
   fsdp_counted_unit *charged_unit;

@@ -57,6 +57,15 @@ static fsdp_status check_options(const fsdp_step_plan_options *options,
   fsdp_status status = FSDP_OK;
   FSDP_TRY(check_link("shard", &options->shard_link, error));
   FSDP_TRY(check_link("replica", &options->replica_link, error));
+  if (options->num_local < 0) {
+    status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                       "%" PRId64 " ranks of a host: need 0 (one host) or more",
+                       options->num_local);
+    goto done;
+  }
+  if (options->num_local > 0) {
+    FSDP_TRY(check_link("hosts'", &options->host_link, error));
+  }
   if (options->num_units < 1 || options->num_batches < 1 ||
       options->num_events < 0) {
     status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
@@ -228,6 +237,8 @@ static fsdp_status run_init(plan_run *run,
   FSDP_TRY(check_options(options, error));
   fsdp_counting_device_init(&run->device, options->shard_link,
                             options->replica_link, options->wants_scratch);
+  run->device.num_local = options->num_local;
+  run->device.host_link = options->host_link;
   run->device.is_host = options->is_host;
   run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
   run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));

@@ -71,6 +71,8 @@ typedef struct fsdp_step_plan_options {
   int64_t num_events;
   fsdp_link shard_link;
   fsdp_link replica_link;
+  int64_t num_local;      /* ranks of the shard group on a host; 0: one host */
+  fsdp_link host_link;    /* of a host, which its ranks share; with num_local */
   bool wants_scratch;     /* reductions do, as through gloo */
   bool is_host;           /* the device is one: blocks come and go */
   int64_t num_batches;    /* of a step; >= 1 */

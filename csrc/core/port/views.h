@@ -29,6 +29,13 @@ typedef enum fsdp_view {
                              the micro-batches so far, in reduce dtype */
 } fsdp_view;
 
+/* What the user does instead of the engine, or after it. */
+typedef enum fsdp_custom {
+  FSDP_CUSTOM_ALL_GATHER = 1,
+  FSDP_CUSTOM_REDUCE_SCATTER = 2,
+  FSDP_CUSTOM_REDUCED = 4, /* sees gradients that are reduced, and scaled */
+} fsdp_custom;
+
 /* `owner` is the token that the unit was created with. */
 typedef struct fsdp_view_ops {
   void *context; /* first argument of every call */
@@ -109,6 +116,18 @@ typedef struct fsdp_view_ops {
    * rank's piece of the result in its slot of `buffer`. */
   fsdp_status (*reduce_hook)(void *context, void *owner, fsdp_lane lane,
                              int64_t segment, void *buffer, fsdp_error *error);
+
+  /* The user's own collectives, see fsdp_unit_set_custom. custom_add hands over
+   * one segment: `whole` of all ranks, and `own`, this rank's piece, which may
+   * lie in it. custom_run makes one call for all that were added, on `lane`.
+   * REDUCED has the pieces only; they are multiplied by `scale` before. */
+  fsdp_status (*custom_add)(void *context, void *owner, void *whole,
+                            int64_t whole_numel, const void *own,
+                            int64_t own_numel, fsdp_dtype dtype,
+                            fsdp_error *error);
+  fsdp_status (*custom_run)(void *context, void *owner, fsdp_lane lane,
+                            fsdp_custom kind, const fsdp_group *group,
+                            double scale, fsdp_error *error);
 } fsdp_view_ops;
 
 #ifdef __cplusplus

@@ -430,10 +430,6 @@ void fsdp_unit_set_unshard_in_backward(fsdp_unit *unit, bool unshards) {
   unit->unshards_in_backward = unshards;
 }
 
-bool fsdp_unit_is_parted(const fsdp_unit *unit) {
-  return unit->state == FSDP_UNIT_PARTED;
-}
-
 void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
                                                        bool reshards) {
   unit->options.reshard_after_backward_without_sync = reshards;
@@ -449,6 +445,10 @@ void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor) {
 
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook) {
   unit->has_reduce_hook = has_hook;
+}
+
+void fsdp_unit_set_custom(fsdp_unit *unit, unsigned kinds) {
+  unit->custom = kinds;
 }
 
 void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed) {

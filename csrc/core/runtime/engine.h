@@ -96,6 +96,8 @@ typedef struct fsdp_unit_options {
       reshards_as_root; /* false: the outermost unit keeps its parameters
                            after forward, whatever reshard_after_forward says */
   bool reshard_after_backward_without_sync;
+  bool shows_kept; /* parameters that are kept for backward stay shown: the user
+                      has other objects for the shards */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   /* Gradients are multiplied by prescale before the reduction and by
@@ -230,7 +232,6 @@ void fsdp_unit_set_unshard_in_backward(fsdp_unit *unit, bool unshards);
 /* Whether it keeps a part where it reshards after forward; yes at first, if it
  * has a part_group. */
 void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part);
-bool fsdp_unit_is_parted(const fsdp_unit *unit);
 /* Whether what it last gathered were parts. */
 bool fsdp_unit_is_of_parts(const fsdp_unit *unit);
 
@@ -260,6 +261,10 @@ FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
 /* Whether the port's reduce_hook stands for the unit's reductions; it scales
  * as it sees fit. */
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
+
+/* Which calls the port's custom_run makes: some of fsdp_custom, or 0. None at
+ * first. Between steps. */
+void fsdp_unit_set_custom(fsdp_unit *unit, unsigned kinds);
 
 /* Whether the port follows the unit's reductions: grads_set_aside and
  * grads_reduced. No at first. */

@@ -157,6 +157,7 @@ struct fsdp_unit {
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool has_reduce_hook;    /* engine.c */
+  unsigned custom;         /* engine.c: fsdp_custom, what the port does */
   fsdp_sync sync;          /* engine.c: what its backward does */
   double divisor;          /* engine.c: of gradients; 0: the number of ranks */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */

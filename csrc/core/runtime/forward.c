@@ -44,8 +44,9 @@ done:
 }
 
 /* The outermost unit leaves: unused prefetches are dropped, blocks kept for
- * backward are hidden. The user may write the shards on the host next, so the
- * host waits for the uploads, unless a backward follows, which does. */
+ * backward are hidden if they share objects with the shards. The user may write
+ * the shards on the host next, so the host waits for the uploads, unless a
+ * backward follows, which does. */
 static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
                                  fsdp_error *error) {
   fsdp_status status = FSDP_OK;
@@ -55,6 +56,7 @@ static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
     if (fsdp_unit_state_is_in_flight(unit->state)) {
       FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
+    if (unit->options.shows_kept) continue;
     FSDP_TRY(fsdp_unit_priv_hide(unit, error));
   }
   if (!expects_backward) FSDP_TRY(fsdp_engine_join_host(engine, error));

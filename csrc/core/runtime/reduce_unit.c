@@ -20,6 +20,24 @@ static void *own_slot(const fsdp_unit *unit, int64_t index) {
                         segment->options.reduce_dtype);
 }
 
+/* Hands over segment `index`'s gradient and this rank's piece of it. */
+static fsdp_status add_custom(fsdp_unit *unit, int64_t index,
+                              fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  const fsdp_segment *layout = unit->segments[index].layout;
+  return views->custom_add(views->context, unit->options.owner,
+                           unit->grad_data[index], layout->padded_numel,
+                           own_slot(unit, index), layout->shard_numel,
+                           unit->segments[index].options.reduce_dtype, error);
+}
+
+static fsdp_status run_custom(fsdp_unit *unit, fsdp_lane lane, fsdp_custom kind,
+                              double scale, fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  return views->custom_run(views->context, unit->options.owner, lane, kind,
+                           &unit->options.shard_group, scale, error);
+}
+
 static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_group *group = &unit->options.shard_group;
@@ -43,6 +61,10 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
     if (unit->grad_data[i] == NULL || segment->layout->shard_numel == 0) {
       continue;
     }
+    if ((unit->custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
+      status = add_custom(unit, i, error);
+      continue;
+    }
     launch.call.scratch =
         scratch == NULL ? NULL : (char *)scratch + segment->scratch_offset;
     status = group->transport->ops->reduce_scatter(
@@ -51,6 +73,10 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
     nbytes += segment->layout->padded_numel * dtype.itemsize;
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
+  if ((unit->custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
+    FSDP_TRY(run_custom(unit, FSDP_LANE_REDUCE, FSDP_CUSTOM_REDUCE_SCATTER, 1.0,
+                        error));
+  }
   fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
 done:
   if (scratch != NULL) { /* also after a failure: REDUCE may be writing it */
@@ -194,17 +220,39 @@ static fsdp_event *lane_event(const fsdp_engine *engine, fsdp_lane lane) {
                                   : engine->replicate_done;
 }
 
+/* From the sum over all ranks to the mean. */
+static double mean_scale(const fsdp_unit *unit) {
+  const double num_ranks = (double)unit->options.shard_group.world_size *
+                           (double)unit->options.replica_group.world_size;
+  const double divisor = unit->divisor > 0 ? unit->divisor : num_ranks;
+  if (unit->has_reduce_hook) return 1.0;
+  return 1.0 / (unit->options.prescale * divisor);
+}
+
+/* Scales the reduced pieces and shows them to the user. */
+static fsdp_status show_reduced(fsdp_unit *unit, fsdp_lane lane,
+                                fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+
+  fsdp_op_log_add(&unit->engine->log, "all_reduce_hook", unit->name);
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->grad_data[i] == NULL) continue;
+    FSDP_TRY(add_custom(unit, i, error));
+  }
+  FSDP_TRY(
+      run_custom(unit, lane, FSDP_CUSTOM_REDUCED, mean_scale(unit), error));
+done:
+  return status;
+}
+
 /* Adds the reduced pieces to the sharded gradient, scaled to the mean over all
  * ranks. last_use [out] the lane after which the gradient block is free. */
 static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
                                        fsdp_lane *last_use, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
-  const double num_ranks = (double)unit->options.shard_group.world_size *
-                           (double)unit->options.replica_group.world_size;
-  const double divisor = unit->divisor > 0 ? unit->divisor : num_ranks;
-  const double scale =
-      unit->has_reduce_hook ? 1.0 : 1.0 / (unit->options.prescale * divisor);
+  const bool is_scaled = (unit->custom & FSDP_CUSTOM_REDUCED) != 0;
+  const double scale = is_scaled ? 1.0 : mean_scale(unit);
   fsdp_status status = FSDP_OK;
 
   if (unit->options.offloads &&
@@ -282,6 +330,9 @@ static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
   fsdp_lane last_use = lane;
   fsdp_status status = FSDP_OK;
 
+  if ((unit->custom & FSDP_CUSTOM_REDUCED) != 0) {
+    FSDP_TRY(show_reduced(unit, lane, error));
+  }
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
   if (unit->is_followed) {

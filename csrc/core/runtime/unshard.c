@@ -179,6 +179,7 @@ done:
 static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
                                    fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
+  const fsdp_view_ops *views = &engine->views;
   const fsdp_group *group =
       of_parts ? &unit->options.part_group : &unit->options.shard_group;
   fsdp_priv_launch launch;
@@ -187,6 +188,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
   fsdp_op_log_add(&engine->log, "all_gather", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
+  const bool is_custom = (unit->custom & FSDP_CUSTOM_ALL_GATHER) != 0;
   int64_t nbytes = 0;
   fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD,
                                                     group, &launch, error);
@@ -205,12 +207,21 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
     const void *input = of_parts      ? part_slot(unit, i)
                         : sends_shard ? segment->options.shard
                                       : own_slot(unit, i);
-    status = group->transport->ops->all_gather(
-        group->transport, &launch.call, unit->param_data[i], input, numel,
-        dtype, &launch.ticket, error);
+    status = is_custom
+                 ? views->custom_add(
+                       views->context, unit->options.owner, unit->param_data[i],
+                       numel * group->world_size, input, numel, dtype, error)
+                 : group->transport->ops->all_gather(
+                       group->transport, &launch.call, unit->param_data[i],
+                       input, numel, dtype, &launch.ticket, error);
     nbytes += numel * group->world_size * dtype.itemsize;
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
+  if (is_custom) {
+    FSDP_TRY(views->custom_run(views->context, unit->options.owner,
+                               FSDP_LANE_UNSHARD, FSDP_CUSTOM_ALL_GATHER, group,
+                               1.0, error));
+  }
   fsdp_engine_priv_end(engine, unit, span, nbytes, 0);
   engine->num_all_gathers++;
 done:

@@ -5,12 +5,11 @@
 #include "torch/port/provider.hpp"
 
 namespace fsdp_torch {
-namespace {
 
 // A receive that runs out of time makes gloo end everything in flight on the
 // same connections, and close them. Groups with several devices spread tags
 // over them.
-void break_gloo(c10d::ProcessGroup &process_group) {
+void break_gloo(c10d::ProcessGroup &process_group) noexcept {
   constexpr int kFirstTag = 1 << 30;
   constexpr int kNumTags = 4;
   const int world_size = process_group.getSize();
@@ -25,8 +24,6 @@ void break_gloo(c10d::ProcessGroup &process_group) {
     }
   }
 }
-
-}  // namespace
 
 bool is_gloo(c10d::ProcessGroup &process_group, c10::DeviceType device) {
   return process_group.getBackend(device)->getBackendName() == "gloo";

@@ -14,6 +14,10 @@ struct Group;
 // Whether `device`'s collectives go through gloo. Throws where there are none.
 bool is_gloo(c10d::ProcessGroup &process_group, c10::DeviceType device);
 
+// Ends what a gloo group has in flight on all ranks, and its connections.
+// Cannot fail.
+void break_gloo(c10d::ProcessGroup &process_group) noexcept;
+
 // Ends what the group has in flight on all ranks: over a transport that can
 // tell them `cause`, and over gloo. The group cannot be used any more. Cannot
 // fail.

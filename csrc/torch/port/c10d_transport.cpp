@@ -18,6 +18,7 @@
 
 #include "torch/compat.hpp"
 #include "torch/guard.hpp"
+#include "torch/port/break_group.hpp"
 #include "torch/port/nccl_group.hpp"
 
 namespace fsdp_torch {
@@ -338,6 +339,11 @@ fsdp_status check(fsdp_transport *transport, fsdp_error *error) {
   return self.failure.status;
 }
 
+// Of gloo: the others' calls end, too.
+void give_up(fsdp_transport *transport, const char * /*cause*/) {
+  break_gloo(*self_of(transport).group.process_group);
+}
+
 }  // namespace
 }  // namespace over_c10d
 
@@ -381,6 +387,7 @@ std::shared_ptr<fsdp_transport> make_c10d_transport(const C10dGroup &group) {
     self->table.is_done = over_c10d::is_done;
   }
   self->table.check = over_c10d::check;
+  if (group.is_gloo) self->table.give_up = over_c10d::give_up;
   self->ops = &self->table;
   return {self.release(), over_c10d::destroy};
 }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <vector>
@@ -55,6 +56,13 @@ bool is_here(const Process &process) {
 }
 
 }  // namespace
+
+std::string this_host() {
+  const char *name = std::getenv("FSDP_C_HOST_ID");
+  if (name != nullptr && *name != '\0') return name;
+  const std::string system = this_system();
+  return system.empty() ? this_process().host : system;
+}
 
 Process this_process() {
   static std::atomic<int64_t> num_instances{0};

@@ -20,6 +20,10 @@ struct Process {
 
 enum class ProcessState { kUnknown, kRuns, kStopped, kEnded };
 
+// Names this process's host: FSDP_C_HOST_ID, or what is the same where process
+// ids mean the same.
+std::string this_host();
+
 // This process; `instance` is new with each call.
 Process this_process();
 

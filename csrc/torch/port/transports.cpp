@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -15,9 +16,11 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/dtypes.h"
+#include "port/hierarchical.h"
 #include "port/merging.h"
 #include "shm/shm_transport.h"
 #include "torch/guard.hpp"
+#include "torch/port/hosts.hpp"
 #include "torch/port/nccl_group.hpp"
 #include "torch/port/within.hpp"
 
@@ -193,6 +196,7 @@ struct Connection {
   std::string why_not;
   const char *refusal = nullptr;  // of this rank, when the ranks met
   int64_t ring_nbytes = 0;        // of shared memory, per channel
+  bool spans_hosts = false;
 };
 
 fsdp_store core_store(const Connection &connection) {
@@ -225,33 +229,65 @@ int64_t slot_nbytes_for(int64_t ring_nbytes, int64_t world_size) {
   return (wanted + line - 1) / line * line;
 }
 
-void connect_shm(Connection &connection, c10d::ProcessGroup &group,
-                 c10::Device device, const char *refusal) {
+// Shared memory of `world_size` ranks; null: the verdict [out] says why not.
+std::shared_ptr<fsdp_transport> meet_in_shm(const Connection &connection,
+                                            const std::string &key_prefix,
+                                            int64_t rank, int64_t world_size,
+                                            int64_t timeout_ms,
+                                            const char *refusal,
+                                            fsdp_shm_verdict *verdict) {
   const fsdp_store store = core_store(connection);
   fsdp_shm_options options = {};
   options.nbytes = sizeof(options);
-  options.key_prefix = "shm/";
+  options.key_prefix = key_prefix.c_str();
   options.refusal = refusal;
-  options.slot_nbytes =
-      slot_nbytes_for(connection.ring_nbytes, group.getSize());
+  options.slot_nbytes = slot_nbytes_for(connection.ring_nbytes, world_size);
   // Whole slots.
   options.ring_nbytes = (connection.ring_nbytes + options.slot_nbytes - 1) /
                         options.slot_nbytes * options.slot_nbytes;
   options.message_nbytes = kMessageNbytes;
-  options.timeout_ms = timeout_ms_of(group, device);
-  options.meeting_timeout_ms = options.timeout_ms;
+  options.timeout_ms = timeout_ms;
+  options.meeting_timeout_ms = timeout_ms;
   fsdp_transport *transport = nullptr;
-  fsdp_shm_verdict verdict = {};
   fsdp_error error = {};
-  if (fsdp_shm_create(&store, &options, group.getRank(), group.getSize(),
-                      &transport, &verdict, &error) != FSDP_OK) {
+  if (fsdp_shm_create(&store, &options, rank, world_size, &transport, verdict,
+                      &error) != FSDP_OK) {
     throw_error(error);
   }
-  connection.store->deadline = std::nullopt; /* they have met */
-  connection.why_not = verdict.reason;
-  if (transport == nullptr) return;
+  if (transport == nullptr) return nullptr;
+  return {transport, [](fsdp_transport *self) { self->ops->destroy(self); }};
+}
+
+// Shared memory in each host, and gloo between them.
+void connect_hosts(Connection &connection, c10d::ProcessGroup &group,
+                   const Hosts &hosts, int64_t timeout_ms,
+                   std::chrono::milliseconds limit) {
+  const int64_t num_local = hosts.layout.num_local;
+  const int64_t rank = group.getRank();
+  fsdp_shm_verdict verdict = {};
+  const std::shared_ptr<fsdp_transport> local =
+      meet_in_shm(connection, "host" + std::to_string(rank / num_local) + "/",
+                  rank % num_local, num_local, timeout_ms, nullptr, &verdict);
+  connection.why_not = agree_on_hosts(core_store(connection), hosts, rank,
+                                      verdict.reason, timeout_ms);
+  if (!connection.why_not.empty()) return;
+  const std::string keys = connection.store->prefix;
+  const std::array<std::shared_ptr<fsdp_transport>, FSDP_NUM_CHANNELS> peers = {
+      connect_peers(group, hosts, connection.store->store, keys + "gathers/",
+                    limit),
+      connect_peers(group, hosts, connection.store->store, keys + "sums/",
+                    limit)};
+  const fsdp_hierarchical_parts parts = {local.get(),
+                                         {peers[0].get(), peers[1].get()}};
+  fsdp_transport *transport = nullptr;
+  fsdp_error error = {};
+  if (fsdp_hierarchical_create(&parts, hosts.layout, rank, &transport,
+                               &error) != FSDP_OK) {
+    throw_error(error);
+  }
   connection.transport = std::shared_ptr<fsdp_transport>(
-      transport, [](fsdp_transport *self) { self->ops->destroy(self); });
+      transport,
+      [local, peers](fsdp_transport *self) { self->ops->destroy(self); });
 }
 
 enum class Kind { kC10d, kShm, kNccl };
@@ -275,14 +311,43 @@ Kind kind_for(const Group &group, c10::Device device, std::string *why_not) {
 
 // The reason if a switch turns the transport off on this rank. The ranks tell
 // each other when they meet, and none uses it then.
-const char *refusal_of(Kind kind) {
+const char *refusal_of(Kind kind, bool spans_hosts) {
   if (kind == Kind::kShm && is_switched_off("FSDP_C_SHM")) {
     return "switched off by FSDP_C_SHM=0";
+  }
+  if (kind == Kind::kShm && spans_hosts &&
+      is_switched_off("FSDP_C_HIERARCHICAL")) {
+    return "switched off by FSDP_C_HIERARCHICAL=0";
   }
   if (kind == Kind::kNccl && is_switched_off("FSDP_C_NCCL")) {
     return "switched off by FSDP_C_NCCL=0";
   }
   return nullptr;
+}
+
+// Shared memory where the ranks share a host. On several hosts, where each has
+// as many ranks as the others, shared memory in each and gloo between them.
+void connect_on_cpu(Connection &connection, c10d::ProcessGroup &group,
+                    c10::Device device, std::chrono::milliseconds limit) {
+  const int64_t timeout_ms = timeout_ms_of(group, device);
+  const Hosts hosts =
+      meet_hosts(core_store(connection), group.getRank(), group.getSize(),
+                 refusal_of(Kind::kShm, true), timeout_ms);
+  connection.spans_hosts = hosts.layout.num_hosts > 1;
+  connection.refusal = refusal_of(Kind::kShm, connection.spans_hosts);
+  if (!connection.spans_hosts) {
+    fsdp_shm_verdict verdict = {};
+    connection.transport =
+        meet_in_shm(connection, "shm/", group.getRank(), group.getSize(),
+                    timeout_ms, connection.refusal, &verdict);
+    connection.why_not = verdict.reason;
+  } else {
+    connection.why_not = hosts.why_not();
+    if (connection.why_not.empty()) {
+      connect_hosts(connection, group, hosts, timeout_ms, limit);
+    }
+  }
+  connection.store->deadline = std::nullopt; /* they have met */
 }
 
 void choose(Connection &connection, Kind kind,
@@ -319,13 +384,13 @@ void choose(Connection &connection, Kind kind,
     connection.store->store = store->clone();
   }
   if (kind == Kind::kShm) {
-    connect_shm(connection, process_group, device, refusal_of(kind));
+    connect_on_cpu(connection, process_group, device, limit);
     return;
   }
   connection.transport = join_nccl(
       core_store(connection), connection.store, process_group.getRank(),
       process_group.getSize(), device, timeout_ms_of(process_group, device),
-      tuning, refusal_of(kind), &connection.why_not);
+      tuning, connection.refusal, &connection.why_not);
 }
 
 // A rank did not come: throws a report like that of a failed collective.
@@ -406,7 +471,8 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   Registry &all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   Connection *found = all.find(*group.process_group, device.type());
-  const char *refusal = refusal_of(kind);
+  const char *refusal =
+      refusal_of(kind, found != nullptr && found->spans_hosts);
   const int64_t ring_nbytes = ring_nbytes_for(call_nbytes);
   // Switched on again since, on all ranks or none; or too small.
   const bool is_too_small = found != nullptr && kind == Kind::kShm &&
@@ -439,6 +505,7 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   }
   // A switch that was set after the ranks met applies to this user of the
   // group.
+  refusal = refusal_of(kind, found->spans_hosts);
   if (refusal == nullptr && found->transport) {
     group.transport = found->transport;
   }

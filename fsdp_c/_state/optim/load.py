@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fsdp_c._native import Placement
-from fsdp_c._state.exchange import ExchangeItem, exchange
+from fsdp_c._state.exchange import ExchangeItem, Move, exchange
 from fsdp_c._state.forms import load_item
 from fsdp_c._state.optim.agreement import gather_reports
 from fsdp_c._state.optim.groups import groups_for_optimizer
@@ -282,7 +282,8 @@ def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
         held, needed = part.spread.whole(0, 1), part.spread.sharded(part.index)
         for key, info in each.infos.items() if _is_in_first_replica(over) else ():
             whole = state_dict["state"][each.name][key] if _is_first(over) else None
-            items.append(ExchangeItem(key, whole, info.dtype, part, held, needed))
+            move = Move(whole, info.dtype, part.index, held, needed)
+            items.append(ExchangeItem(key, part, move))
     _receive(wanted, items)
     for each in wanted.values():
         part = each.state.part
@@ -293,7 +294,6 @@ def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
             needed = Placement.on_ranks(numels, 0, replicas.size())
             for key, own in each.state.sharded.items():
                 source = own if _is_in_first_replica(part.over) else None
-                replicated.append(
-                    ExchangeItem(key, source, own.dtype, part, held, needed)
-                )
+                move = Move(source, own.dtype, part.index, held, needed)
+                replicated.append(ExchangeItem(key, part, move))
     _receive(wanted, replicated, over_replicas=True)

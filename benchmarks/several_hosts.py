@@ -1,0 +1,382 @@
+"""Time of a training step on 2 hosts of 2 ranks: network namespaces of one machine.
+
+    python benchmarks/several_hosts.py
+
+A link of limited rate (tc tbf) joins the two namespaces, with a delay where the kernel
+has netem. Needs root, ip and tc. FSDP_C_HOST_ID makes a host of each namespace: fsdp_c
+shares memory in a host and uses gloo between them, or gloo alone ("flat"). The
+namespaces are removed at the end, also after a failure.
+
+The last lines compare fsdp_c.plan's time of a step's collectives with the step's time
+above the bare model. Its links are measured: a host's by broadcasts between peers, the
+one in a host by the same step with shards in each host only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import (
+    Json,
+    add_common_arguments,
+    command_line,
+    environment,
+    environment_line,
+    format_table,
+    median_ms,
+    ratio,
+    report_result,
+    run_workers,
+    write_json,
+)
+from implementations import (
+    BARE,
+    FSDP1_ORIG,
+    FSDP2,
+    FSDP_C_ORIG,
+    LABELS,
+    Block,
+    NativeFullyShardedDataParallel,
+    parallelise,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from train_step import BATCH, MODELS, NUM_BYTES, TIME, describe
+
+NUM_HOSTS = 2
+NUM_LOCAL = 2
+NUM_RANKS = NUM_HOSTS * NUM_LOCAL
+DELAY = "1ms"
+RATES = ("1gbit", "10gbit")
+FLAT = "flat"
+IN_HOST = "in-host"
+LINK = "link"
+LINK_NUMEL = 1 << 20
+LABELS = {
+    **LABELS,
+    FSDP_C_ORIG: "fsdp_c, by hosts",
+    FLAT: "fsdp_c, flat (FSDP_C_HIERARCHICAL=0)",
+    IN_HOST: "fsdp_c, shards in each host only",
+}
+IMPLEMENTATIONS = [BARE, FSDP_C_ORIG, FLAT, FSDP1_ORIG, FSDP2, IN_HOST]
+LOSS_TOLERANCE = 1e-3
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def _namespace(host: int) -> str:
+    return f"fsdpc{os.getpid()}h{host}"
+
+
+def _interface(host: int) -> str:
+    return f"fc{os.getpid() % 100000}h{host}"
+
+
+@contextlib.contextmanager
+def linked_hosts() -> Iterator[None]:
+    """Make a namespace per host and a link between them; remove them at the end."""
+    # A signal ends Python without its clean-up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    try:
+        for host in range(NUM_HOSTS):
+            _run("ip", "netns", "add", _namespace(host))
+        ends = [_interface(host) for host in range(NUM_HOSTS)]
+        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for host, end in enumerate(ends):
+            name = _namespace(host)
+            _run("ip", "link", "set", end, "netns", name)
+            _run("ip", "-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", end)
+            _run("ip", "-n", name, "link", "set", end, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        yield
+    finally:  # interfaces go with their namespaces
+        for host in range(NUM_HOSTS):
+            subprocess.run(
+                ["ip", "netns", "del", _namespace(host)],
+                capture_output=True,
+                check=False,
+            )
+        with contextlib.suppress(RuntimeError):
+            _run("ip", "link", "del", _interface(0))
+
+
+def limit_links(rate: str) -> str:
+    """Limit both directions to ``rate``; return what was set, for the table."""
+    netem = ["netem", "delay", DELAY, "rate", rate, "limit", "100000"]
+    tbf = ["tbf", "rate", rate, "burst", "1mb", "latency", "50ms"]
+    for words in (netem, tbf):
+        try:
+            for host in range(NUM_HOSTS):
+                in_host = ["ip", "netns", "exec", _namespace(host)]
+                change = [*in_host, "tc", "qdisc", "replace", "dev", _interface(host)]
+                _run(*change, "root", *words)
+        except RuntimeError as error:
+            refused = str(error)
+        else:
+            delay = DELAY if words is netem else "0 (this kernel has no netem)"
+            return f"{rate}, delay {delay}"
+    raise RuntimeError(refused)
+
+
+def time_link(args: argparse.Namespace) -> Json:
+    """Return the bytes per second that come to a host, and the seconds of a call."""
+    rank = dist.get_rank()
+    local = rank % NUM_LOCAL
+    groups = [
+        dist.new_group(range(first, NUM_RANKS, NUM_LOCAL)) for first in range(NUM_LOCAL)
+    ]
+
+    def exchange(numel: int) -> float:
+        tensors = [torch.zeros(numel) for _ in range(NUM_HOSTS)]
+
+        def call() -> None:
+            works = [
+                dist.broadcast(
+                    tensor, host * NUM_LOCAL + local, groups[local], async_op=True
+                )
+                for host, tensor in enumerate(tensors)
+            ]
+            for work in works:
+                work.wait()
+
+        return median_ms(call, num_steps=args.steps, num_warmup=args.warmup) / 1e3
+
+    latency = exchange(1)
+    seconds = exchange(LINK_NUMEL) - latency
+    nbytes = 4 * LINK_NUMEL * NUM_LOCAL * (NUM_HOSTS - 1)
+    return {"bytes_per_second": nbytes / seconds, "latency_s": latency}
+
+
+def make_model(args: argparse.Namespace) -> torch.nn.Module:
+    """Return the model, sharded as asked for."""
+    model = MODELS[args.model].create()
+    if args.worker != IN_HOST:
+        name = FSDP_C_ORIG if args.worker == FLAT else args.worker
+        return parallelise(model, name)
+    groups = [
+        dist.new_group(range(host * NUM_LOCAL, (host + 1) * NUM_LOCAL))
+        for host in range(NUM_HOSTS)
+    ]
+    sharded: torch.nn.Module = NativeFullyShardedDataParallel(
+        model,
+        process_group=groups[dist.get_rank() // NUM_LOCAL],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    return sharded
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """Join the other ranks and time what is asked for."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    store = (args.worker_folder / "store").as_uri()
+    dist.init_process_group("gloo", store, rank=rank, world_size=NUM_RANKS)
+    result = time_link(args) if args.worker == LINK else time_step(args)
+    if rank == 0:
+        report_result(args.worker_folder, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_step(args: argparse.Namespace) -> Json:
+    """Time training steps of one implementation."""
+    rank = dist.get_rank()
+    model = make_model(args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=True)
+    generator = torch.Generator().manual_seed(1 + rank)
+    tokens = torch.randint(NUM_BYTES, (BATCH, TIME + 1), generator=generator)
+    loss = torch.zeros(())
+
+    def step() -> None:
+        nonlocal loss
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
+    if args.worker in (FSDP_C_ORIG, FLAT):
+        from fsdp_c import _native
+
+        carrier = _native.transport(dist.group.WORLD, torch.device("cpu"))[0]
+        expected = "c10d" if args.worker == FLAT else "hierarchical"
+        if carrier != expected:
+            raise RuntimeError(f"the group uses {carrier}, expected {expected}")
+    mean_loss = loss.detach().clone()
+    dist.all_reduce(mean_loss)
+    return {"step_ms": median, "loss": mean_loss.item() / NUM_RANKS}
+
+
+def run_once(name: str, args: argparse.Namespace) -> Json:
+    """Run one implementation on both hosts."""
+
+    def prefix(rank: int) -> Sequence[str]:
+        host = rank // NUM_LOCAL
+        return [
+            *("ip", "netns", "exec", _namespace(host), "env"),
+            f"FSDP_C_HOST_ID=host{host}",
+            f"GLOO_SOCKET_IFNAME={_interface(host)}",
+            f"FSDP_C_HIERARCHICAL={int(name != FLAT)}",
+        ]
+
+    arguments = [__file__, "--worker", name, "--model", args.model]
+    arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    return run_workers(arguments, num_ranks=NUM_RANKS, prefix=prefix)
+
+
+def measure(args: argparse.Namespace) -> Json:
+    """Run all implementations at all rates.
+
+    Raises:
+        RuntimeError: A command or a rank failed, or the losses differ.
+    """
+    rows: list[Json] = []
+    links: Json = {}
+    with linked_hosts():
+        for rate in args.rates:
+            link = limit_links(rate)
+            runs: dict[str, list[Json]] = {name: [] for name in IMPLEMENTATIONS}
+            for round_index in range(args.rounds):
+                for name in IMPLEMENTATIONS[:: 1 if round_index % 2 == 0 else -1]:
+                    runs[name].append(run_once(name, args))
+            links[rate] = {"link": link, **run_once(LINK, args)}
+            losses = [
+                each[0]["loss"]
+                for name, each in runs.items()
+                if name not in (BARE, IN_HOST)
+            ]
+            if not max(losses) - min(losses) <= LOSS_TOLERANCE:
+                raise RuntimeError(f"{rate}: losses differ: {losses}")
+            rows += [
+                {
+                    "rate": rate,
+                    "implementation": name,
+                    "step_ms": min(run["step_ms"] for run in each),
+                    "all_medians_ms": [run["step_ms"] for run in each],
+                }
+                for name, each in runs.items()
+            ]
+    return {
+        "benchmark": "several_hosts",
+        "command": command_line(),
+        "environment": environment(),
+        "model": args.model,
+        "links": links,
+        "results": rows,
+    }
+
+
+def render(data: Json, rate: str, *, markdown: bool) -> str:
+    """Return the step times at one rate as a table."""
+    results = [row for row in data["results"] if row["rate"] == rate]
+    times = {row["implementation"]: row["step_ms"] for row in results}
+    rows = [
+        [
+            LABELS[row["implementation"]],
+            f"{row['step_ms']:.1f}",
+            f"{max(row['all_medians_ms']):.1f}",
+            f"{row['step_ms'] - times[BARE]:.1f}",
+            ratio(row["step_ms"], times[FSDP_C_ORIG]),
+        ]
+        for row in results
+    ]
+    headers = ["implementation", "step (ms)", "slowest round"]
+    headers += ["above the bare model (ms)", "to by hosts"]
+    return format_table(headers, rows, markdown=markdown)
+
+
+def planned_seconds(args: argparse.Namespace, ranks: int, **links: object) -> Json:
+    """Return fsdp_c.plan's bytes and seconds of a step's collectives."""
+    from fsdp_c.plan import ModelSource, Settings, Sharding, plan_model
+
+    def make(batch: int, sequence: int) -> tuple[torch.nn.Module, object]:
+        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+        return MODELS[args.model].create(), (tokens, tokens)
+
+    plan = plan_model(
+        ModelSource(args.model, make, BATCH, TIME),
+        [ranks],
+        sharding=Sharding(use_orig_params=True),
+        settings=Settings(on_cpu=True, **links),
+        wrap="Block",
+    ).ranks[0]
+    calls = (plan.all_gather, plan.reduce_scatter)
+    return {
+        "wire_nbytes": sum(each.wire_nbytes for each in calls),
+        "seconds": sum(each.seconds for each in calls),
+    }
+
+
+def compare_with_plan(data: Json, rate: str, args: argparse.Namespace) -> str:
+    """Return the planned and the measured time of communication."""
+    from fsdp_c.plan import Link
+
+    times = {
+        row["implementation"]: row["step_ms"]
+        for row in data["results"]
+        if row["rate"] == rate
+    }
+    found = data["links"][rate]
+    in_host_s = max(times[IN_HOST] - times[BARE], 0.1) / 1e3
+    in_host = planned_seconds(args, NUM_LOCAL)["wire_nbytes"] / in_host_s
+    planned = planned_seconds(
+        args,
+        NUM_RANKS,
+        link=Link(in_host * 8e-9, 0),
+        ranks_per_host=NUM_LOCAL,
+        host_link=Link(found["bytes_per_second"] * 8e-9, found["latency_s"] * 1e6),
+    )
+    planned_ms = planned["seconds"] * 1e3
+    measured_ms = times[FSDP_C_ORIG] - times[BARE]
+    return (
+        f"planned communication {planned_ms:.1f} ms, measured {measured_ms:.1f} ms "
+        f"({100 * (planned_ms / measured_ms - 1):+.0f} %); links: a host's "
+        f"{found['bytes_per_second'] * 8e-9:.2f} Gbit/s and "
+        f"{found['latency_s'] * 1e6:.0f} us, in a host {in_host * 8e-9:.1f} Gbit/s"
+    )
+
+
+def main() -> int:
+    """Run the benchmark, or one worker of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_common_arguments(parser, steps=5, warmup=2, rounds=2)
+    parser.add_argument("--model", choices=list(MODELS), default="small")
+    parser.add_argument(
+        "--rates", nargs="+", choices=RATES, default=RATES, metavar="RATE"
+    )
+    args = parser.parse_args()
+    if args.worker is not None:
+        run_worker(args)
+        return 0
+    data = measure(args)
+    print(environment_line(data["environment"]))
+    print(
+        f"{NUM_HOSTS} hosts of {NUM_LOCAL} ranks, {BATCH} x {TIME} bytes per rank, "
+        f"{describe(args.model)} parameters; smallest of {args.rounds} medians of "
+        f"{args.steps} steps"
+    )
+    for rate in args.rates:
+        print(f"\nlink of {data['links'][rate]['link']}")
+        print(render(data, rate, markdown=args.markdown))
+        print(compare_with_plan(data, rate, args))
+    if args.json is not None:
+        write_json(Path(args.json), data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""One rank of one implementation: trains, measures, reports.
+
+    python -m fsdp_c.bench._worker IMPLEMENTATION WORKLOAD FOLDER RANK
+
+Rank 0 writes ``result.json`` into the folder, in which the ranks also meet.
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c._fully_shard.api import fully_shard
+from fsdp_c._module.sharded_module import FullyShardedDataParallel
+from fsdp_c.bench._workload import (
+    DDP,
+    FSDP1,
+    FSDP2,
+    OURS,
+    OURS_FULLY,
+    Block,
+    Workload,
+)
+
+# Implementations that train alike have alike losses in the first steps; later ones
+# are chaotic in low precision.
+NUM_LOSSES = 4
+MIN_GROUPS = 5
+MAX_GROUPS = 100_000
+# Steps of which the time is taken together: a GPU's host runs ahead of it.
+GROUP_SIZE = {"cuda": 10, "cpu": 1}
+
+
+def parallelise(model: nn.Module, name: str, workload: Workload) -> nn.Module:
+    """Return ``model`` run by the implementation, a unit per block; it is used up."""
+    device = torch.device(workload.device)
+    if workload.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    dtype = workload.compute_dtype
+    if name in (OURS, FSDP1):
+        wrapper: Any = FullyShardedDataParallel
+        if name == FSDP1:
+            wrapper = fsdp.FullyShardedDataParallel
+        wrapped: nn.Module = wrapper(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=fsdp.MixedPrecision(dtype, dtype) if dtype else None,
+            use_orig_params=True,
+            device_id=device,
+        )
+        return wrapped
+    model = model.to(device)
+    if name in (OURS_FULLY, FSDP2):
+        shard: Any = fully_shard if name == OURS_FULLY else fsdp.fully_shard
+        mesh = init_device_mesh(device.type, (workload.num_ranks,))
+        options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(dtype, dtype)}
+        for module in model.modules():
+            if isinstance(module, Block):
+                shard(module, **options)
+        shard(model, **options)
+        return model
+    assert name == DDP
+    return nn.parallel.DistributedDataParallel(model)
+
+
+class Trainer:
+    """A model, its optimizer and this rank's batch."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        self.workload = workload
+        self.on_gpu = workload.device == "cuda"
+        self.uses_autocast = name == DDP and workload.compute_dtype is not None
+        self.model = parallelise(workload.model(), name, workload)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=3e-4, foreach=True
+        )
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        shape = (workload.batch, workload.length + 1)
+        tokens = torch.randint(workload.vocabulary, shape, generator=generator)
+        tokens = tokens.to("cuda" if self.on_gpu else "cpu")
+        self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
+
+    def step(self) -> Tensor:
+        """Train one step; return the loss."""
+        with torch.autocast(
+            self.workload.device, self.workload.compute_dtype, self.uses_autocast
+        ):
+            loss: Tensor = self.model(self.inputs, self.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def wait(self) -> None:
+        """Wait until the GPU has done all of it."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def first_losses(self) -> list[float]:
+        """Train; return the mean over the ranks of each loss."""
+        losses = []
+        for _ in range(NUM_LOSSES):
+            mean = self.step().float()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / dist.get_world_size())
+        return losses
+
+    def times(self, num_groups: int) -> tuple[list[float], list[float]]:
+        """Return the time of a step and the host's part of it, in ms, of each group."""
+        size = GROUP_SIZE[self.workload.device]
+        steps, hosts = [], []
+        for _ in range(num_groups):
+            begin = time.perf_counter_ns()
+            for _ in range(size):
+                self.step()
+            hosts.append((time.perf_counter_ns() - begin) / 1e6 / size)
+            self.wait()
+            steps.append((time.perf_counter_ns() - begin) / 1e6 / size)
+        return steps, hosts
+
+
+def _num_groups(trainer: Trainer, seconds: float) -> int:
+    """Return how many groups take so long; the same on all ranks."""
+    trainer.wait()
+    steps, _ = trainer.times(MIN_GROUPS)
+    size = GROUP_SIZE[trainer.workload.device]
+    count = int(seconds * 1e3 / (statistics.median(steps) * size))
+    wanted = torch.tensor(min(max(count, MIN_GROUPS), MAX_GROUPS))
+    wanted = wanted.to("cuda" if trainer.on_gpu else "cpu")
+    dist.broadcast(wanted, 0)
+    return int(wanted.item())
+
+
+def _process_nbytes() -> int:
+    """Return the most memory that this process had so far, libraries included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(name: str, workload: Workload) -> dict[str, Any]:
+    """Train for some seconds; return what this rank saw."""
+    without_model = _process_nbytes()
+    trainer = Trainer(name, workload)
+    losses = trainer.first_losses()
+    count = _num_groups(trainer, workload.seconds)
+    if trainer.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    steps, hosts = trainer.times(count)
+    if trainer.on_gpu:
+        peak_nbytes = torch.cuda.max_memory_allocated()
+    else:
+        peak_nbytes = _process_nbytes() - without_model
+    return {
+        "losses": losses,
+        "num_steps": count * GROUP_SIZE[workload.device],
+        "step_ms": statistics.median(steps),
+        "host_ms": statistics.median(hosts),
+        "peak_nbytes": peak_nbytes,
+    }
+
+
+def main(words: list[str]) -> int:
+    """Run one rank; return the exit status."""
+    name, text, folder, rank_text = words
+    workload = Workload(**json.loads(text))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workload.num_ranks))
+    rank = int(rank_text)
+    backend = "gloo"
+    if workload.device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    dist.init_process_group(
+        backend,
+        (Path(folder) / "store").as_uri(),
+        rank=rank,
+        world_size=workload.num_ranks,
+    )
+    result = measure(name, workload)
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""Groups on several hosts: shared memory in each, gloo between them.
+
+FSDP_C_HOST_ID makes hosts of the ranks of this machine.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_c
+from fsdp_c import fully_shard
+from helpers.distributed import distributed
+from helpers.groups import groups_destroyed, hybrid_groups
+from helpers.impl import fsdp
+from helpers.reference import Differential
+from helpers.transports import transport_of
+
+pytestmark = pytest.mark.cpu_only("hosts are told apart on the CPU")
+
+
+@contextlib.contextmanager
+def on_hosts(*hosts: str) -> Iterator[dist.ProcessGroup]:
+    """Yield a group of all ranks; rank i is on the i-th host while it meets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_C_HOST_ID", hosts[dist.get_rank()])
+        group = dist.new_group()
+        try:
+            yield group
+        finally:
+            gc.collect()  # models hold the group
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@distributed(world_size=4)
+def test_training_on_two_hosts(strategy: str, use_orig_params: bool) -> None:
+    """As the unsharded model, with uneven parameters and accumulation."""
+    for model in ("transformer", "uneven", "mixed_dtype"):
+        with on_hosts("a", "a", "b", "b") as group:
+            differential = Differential.of_model(
+                model,
+                strategy=strategy,
+                use_orig_params=use_orig_params,
+                process_group=group,
+            )
+            differential.train(2)
+            differential.accumulate(2, no_sync=True)
+            assert transport_of(group) == ("hierarchical", "")
+            del differential
+
+
+@distributed(world_size=4)
+def test_low_precision_on_two_hosts() -> None:
+    """bf16 is summed in fp32 on each level."""
+    with on_hosts("a", "a", "b", "b") as group:
+        precision = torch.distributed.fsdp.MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+        )
+        differential = Differential.of_model(
+            "transformer",
+            process_group=group,
+            mixed_precision=precision,
+            param_dtype=torch.bfloat16,
+        )
+        differential.train(2)
+        assert transport_of(group)[0] == "hierarchical"
+        del differential
+
+
+@distributed(world_size=4)
+def test_replicas_on_two_hosts(rank: int) -> None:
+    """A replica in each host, and replicas of one rank on all hosts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_C_HOST_ID", f"host{rank // 2}")
+        for shape, carriers in (
+            ((2, 2), ("shm", "c10d")),
+            ((4, 1), ("c10d", "hierarchical")),
+        ):
+            with hybrid_groups(*shape) as groups:
+                differential = Differential.of_model(
+                    "transformer", strategy="HYBRID_SHARD", process_group=groups
+                )
+                differential.train(2)
+                assert tuple(transport_of(each)[0] for each in groups) == carriers
+                del differential
+
+
+@distributed(world_size=4)
+def test_fully_shard_on_two_hosts(rank: int) -> None:
+    """Over the merging of small calls, against a mean by hand."""
+    with pytest.MonkeyPatch.context() as patch, groups_destroyed():
+        patch.setenv("FSDP_C_HOST_ID", f"host{rank // 2}")
+        mesh = dist.device_mesh.DeviceMesh("cpu", torch.arange(4))
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        weights = [p.detach().clone() for p in model.parameters()]
+        fully_shard(model, mesh=mesh)
+        inputs = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(1))
+        model(inputs[rank]).sum().backward()
+        for p in weights:
+            p.requires_grad_()
+        hidden = torch.nn.functional.linear(inputs.flatten(0, 1), *weights[:2])
+        (torch.nn.functional.linear(hidden, *weights[2:]).sum() / 4).backward()
+        for mine, p in zip(model.parameters(), weights, strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), p.grad)
+        assert transport_of(mesh.get_group())[0] == "hierarchical"
+        del model
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why"),
+    [
+        ("aab", "the group's 2 hosts hold different numbers of its ranks"),
+        ("aba", "the group's 2 hosts hold different numbers of its ranks"),
+        ("abc", "each of the group's 3 hosts holds one of its ranks"),
+    ],
+)
+@distributed(world_size=3)
+def test_other_layouts_are_flat(hosts: str, why: str) -> None:
+    """They train over gloo alone."""
+    with on_hosts(*hosts) as group:
+        differential = Differential.of_model("uneven", process_group=group)
+        differential.train(2)
+        name, reason = transport_of(group)
+        assert name == "c10d"
+        assert why in reason
+        del differential
+
+
+@distributed(world_size=4)
+def test_ranks_that_do_not_follow_each_other_are_flat() -> None:
+    """Hosts that take turns."""
+    with on_hosts("a", "b", "a", "b") as group:
+        model = fsdp(torch.nn.Linear(4, 4), process_group=group)
+        model(torch.ones(2, 4)).sum().backward()
+        name, reason = transport_of(group)
+        assert name == "c10d"
+        assert "do not follow each other" in reason
+        del model
+
+
+@pytest.mark.parametrize("switch", ["FSDP_C_HIERARCHICAL", "FSDP_C_SHM"])
+@distributed(world_size=4)
+def test_a_switch_on_one_rank_keeps_all_flat(rank: int, switch: str) -> None:
+    """The others hear of it."""
+    with on_hosts("a", "a", "b", "b") as group:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setenv(switch, "0")
+            model = fsdp(torch.nn.Linear(4, 4), process_group=group)
+            model(torch.ones(2, 4)).sum().backward()
+        assert transport_of(group) == ("c10d", f"rank 2: switched off by {switch}=0")
+        del model
+
+
+@distributed(world_size=4)
+def test_all_ranks_are_switched_off_and_on() -> None:
+    """It holds for the engines that come later, also once the ranks have met."""
+    with on_hosts("a", "a", "b", "b") as group:
+        for name in ("0", "1", "0"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("FSDP_C_HIERARCHICAL", name)
+                model = fsdp(torch.nn.Linear(4, 4), process_group=group)
+                model(torch.ones(2, 4)).sum().backward()
+                nbytes = fsdp_c.memory_stats(model)["ring_nbytes"]
+                assert (nbytes > 0) == (name == "1")
+                del model
