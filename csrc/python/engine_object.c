@@ -145,6 +145,15 @@ static PyObject *engine_check_order(PyObject *object, PyObject *value) {
   Py_RETURN_NONE;
 }
 
+static PyObject *engine_wait_for_reduces(PyObject *object, PyObject *value) {
+  fsdp_torch_engine *engine = engine_of(object);
+  if (engine == NULL) return NULL;
+  const int waits = PyObject_IsTrue(value);
+  if (waits < 0) return NULL;
+  fsdp_engine_set_waits_for_reduces(fsdp_torch_engine_core(engine), waits != 0);
+  Py_RETURN_NONE;
+}
+
 static PyObject *engine_reset(PyObject *object, PyObject *Py_UNUSED(ignored)) {
   fsdp_torch_engine *engine = engine_of(object);
   if (engine == NULL) return NULL;
@@ -340,6 +349,10 @@ PyDoc_STRVAR(engine_reduce_kept_doc,
 PyDoc_STRVAR(engine_reset_doc,
              "reset($self, /)\n--\n\n"
              "Drop what an unfinished step left; all units are SHARDED after.");
+PyDoc_STRVAR(engine_wait_for_reduces_doc,
+             "wait_for_reduces($self, is_on, /)\n--\n\n"
+             "Whether a backward ends with the compute stream waiting for its\n"
+             "reductions (default), or leaves that to the next one.");
 PyDoc_STRVAR(engine_check_order_doc,
              "check_order($self, is_on, /)\n--\n\n"
              "Whether to compare the ranks before every collective.");
@@ -369,6 +382,8 @@ static PyMethodDef engine_methods[] = {
     {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
     {"reduce_kept", engine_reduce_kept, METH_NOARGS, engine_reduce_kept_doc},
     {"check_order", engine_check_order, METH_O, engine_check_order_doc},
+    {"wait_for_reduces", engine_wait_for_reduces, METH_O,
+     engine_wait_for_reduces_doc},
     {"memory_stats", engine_memory_stats, METH_NOARGS, engine_memory_stats_doc},
     {"log", engine_log, METH_NOARGS, engine_log_doc},
     {"start_timeline", engine_start_timeline, METH_VARARGS,

@@ -69,6 +69,7 @@ PyObject *fsdp_unit_object_wait_unshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_reshard(PyObject *object, PyObject *none);
 PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
                                PyObject *kwargs);
+PyObject *fsdp_unit_object_set_prefetches(PyObject *object, PyObject *args);
 int fsdp_unit_object_visit_rows(unit_object *self, visitproc visit, void *arg);
 void fsdp_unit_object_clear_rows(unit_object *self);
 /* Registers plain parameters for a forward: 0, or -1 with an exception. */

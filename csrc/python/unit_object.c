@@ -519,10 +519,15 @@ PyDoc_STRVAR(unit_reshard_doc,
              "Give unsharded parameters up.");
 PyDoc_STRVAR(unit_set_doc,
              "set($self, /, *, sync=-1, reshard_after_forward=-1,\n"
-             "    divisor=-1.0, forward_prefetch=-1, keeps_part=-1,\n"
+             "    divisor=-1.0, unshard_in_backward=-1, keeps_part=-1,\n"
              "    reshard_after_backward=-1)\n"
              "--\n\n"
              "Change what is given. divisor 0: the number of ranks.");
+
+PyDoc_STRVAR(unit_prefetches_doc,
+             "set_prefetches($self, in_backward, units, /)\n--\n\n"
+             "Say which units are gathered right after this one; none: those\n"
+             "that the recorded order says.");
 
 static PyMethodDef unit_methods[] = {
     {"forward", (PyCFunction)(void (*)(void))fsdp_unit_object_forward,
@@ -548,6 +553,8 @@ static PyMethodDef unit_methods[] = {
     {"reshard", fsdp_unit_object_reshard, METH_NOARGS, unit_reshard_doc},
     {"set", (PyCFunction)(void (*)(void))fsdp_unit_object_set,
      METH_VARARGS | METH_KEYWORDS, unit_set_doc},
+    {"set_prefetches", fsdp_unit_object_set_prefetches, METH_VARARGS,
+     unit_prefetches_doc},
     {"bind_flat_params", unit_bind_flat_params, METH_O, unit_bind_doc},
     {"intersect", (PyCFunction)(void (*)(void))unit_intersect,
      METH_VARARGS | METH_KEYWORDS, unit_intersect_doc},

@@ -263,15 +263,15 @@ PyObject *fsdp_unit_object_part_of(PyObject *object, PyObject *index) {
 PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
                                PyObject *kwargs) {
   static const char *const keywords[] = {
-      "sync",       "reshard_after_forward",  "divisor", "forward_prefetch",
+      "sync",       "reshard_after_forward",  "divisor", "unshard_in_backward",
       "keeps_part", "reshard_after_backward", NULL};
   fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
-  int sync = -1, reshards = -1, prefetches = -1, keeps_part = -1;
+  int sync = -1, reshards = -1, unshards = -1, keeps_part = -1;
   int reshards_after_backward = -1;
   double divisor = -1;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidiii:set",
                                    FSDP_KEYWORDS(keywords), &sync, &reshards,
-                                   &divisor, &prefetches, &keeps_part,
+                                   &divisor, &unshards, &keeps_part,
                                    &reshards_after_backward)) {
     return NULL;
   }
@@ -289,6 +289,46 @@ PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
         unit, reshards_after_backward != 0);
   }
   if (keeps_part >= 0) fsdp_unit_set_keeps_part(unit, keeps_part != 0);
-  if (prefetches >= 0) fsdp_unit_set_forward_prefetch(unit, prefetches != 0);
+  if (unshards >= 0) fsdp_unit_set_unshard_in_backward(unit, unshards != 0);
   Py_RETURN_NONE;
+}
+
+PyObject *fsdp_unit_object_set_prefetches(PyObject *object, PyObject *args) {
+  fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
+  FSDP_LOCAL_ERROR(error);
+  PyObject *sequence; /* borrowed */
+  PyObject *result = NULL;
+  fsdp_unit **units = NULL;
+  int in_backward;
+  if (!PyArg_ParseTuple(args, "pO:set_prefetches", &in_backward, &sequence)) {
+    return NULL;
+  }
+  PyObject *items = PySequence_Fast(sequence, "units must be a sequence");
+  if (items == NULL) return NULL;
+  const Py_ssize_t num_units = PySequence_Fast_GET_SIZE(items);
+  units = PyMem_New(fsdp_unit *, (size_t)num_units + 1);
+  if (units == NULL) {
+    (void)PyErr_NoMemory(); /* returns NULL */
+    goto done;
+  }
+  for (Py_ssize_t i = 0; i < num_units; i++) {
+    PyObject *item = PySequence_Fast_GET_ITEM(items, i); /* borrowed */
+    if (!Py_IS_TYPE(item, Py_TYPE(object))) {
+      PyErr_Format(PyExc_TypeError, "units[%zd] must be a Unit, got %.200s", i,
+                   Py_TYPE(item)->tp_name);
+      goto done;
+    }
+    units[i] = fsdp_torch_unit_settings(((unit_object *)item)->unit);
+  }
+  if (fsdp_unit_set_prefetches(
+          unit, in_backward ? FSDP_PASS_BACKWARD : FSDP_PASS_FORWARD, units,
+          (size_t)num_units, &error) != FSDP_OK) {
+    fsdp_torch_set_python_error(&error);
+    goto done;
+  }
+  result = Py_NewRef(Py_None);
+done:
+  PyMem_Free(units);
+  Py_DECREF(items);
+  return result;
 }

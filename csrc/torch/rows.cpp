@@ -112,7 +112,12 @@ void show_sharded_grads(Unit &unit) {
     shown.param.mutable_grad() = shown.grad;
     shown.user_grad = at::Tensor();
     const auto &hook = torch::autograd::impl::post_acc_grad_hooks(shown.param);
-    if (hook != nullptr) (*hook)(shown.param);
+    if (hook == nullptr) continue;
+    FSDP_LOCAL_ERROR(error);  // it reads the gradient
+    if (fsdp_engine_join_reduces(unit.engine->core, &error) != FSDP_OK) {
+      throw_error(error);
+    }
+    (*hook)(shown.param);
   }
 }
 

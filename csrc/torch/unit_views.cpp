@@ -190,6 +190,10 @@ fsdp_status show_params(void * /*context*/, void *owner, fsdp_view view,
       attach_parts(unit, data);
       return FSDP_OK;
     }
+    if (data == nullptr) {  // shapes only
+      for (Param &param : unit.params) show(param, param.unsharded);
+      return FSDP_OK;
+    }
     if (view == FSDP_VIEW_FULL_ON_HOST) make_host_views(unit);
     for (size_t i = 0; i < unit.segments.size(); i++) {
       Segment &segment = unit.segments[i];

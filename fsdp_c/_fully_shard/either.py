@@ -244,7 +244,7 @@ def _of_group(group: Group, name: str) -> UnitFacts:
             for module in _own_modules(group)
             for buffer in module.buffers(recurse=False)
         ),
-        forward_prefetch=group.prefetches,
+        forward_prefetch=bool(group.prefetches[0]),
         backward_prefetch="BACKWARD_PRE",
     )
 

@@ -63,6 +63,7 @@ class Group:
         cuts: How each is cut.
         unit: None until the first use, and after a conversion.
         running: The engine that it is part of; None until the first call.
+        prefetches: The groups to gather ahead, in forward and in backward.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Group:
         self.reshards = arguments.reshards
         self.syncs = self.all_reduces = True
         self.divisor = 0.0
-        self.prefetches = False
+        self.prefetches: tuple[Sequence[weakref.ref[Group]], ...] = ((), ())
+        self.unshards_in_backward = True
+        self.is_last_backward = True
         self.reshards_after_backward = True
         self.keeps_part = arguments.part_mesh is not None and all(
             cut.parallel is None for cut in cuts
@@ -440,10 +443,22 @@ class Group:
             sync=sync,
             reshard_after_forward=reshards,
             divisor=self.divisor,
-            forward_prefetch=self.prefetches,
+            unshard_in_backward=self.unshards_in_backward,
             keeps_part=self.keeps_part,
             reshard_after_backward=self.reshards_after_backward,
         )
+        if self.running is None:
+            return
+        if self.running.root() is self:
+            self.running.engine.wait_for_reduces(self.is_last_backward)
+        for in_backward, refs in enumerate(self.prefetches):
+            others = [ref() for ref in refs]
+            units = [
+                other.unit
+                for other in others
+                if other and other.unit and other.running is self.running
+            ]
+            self.unit.set_prefetches(bool(in_backward), units)
 
     def set_comm(self, **changes: Any) -> None:
         """Set attributes of ``comms``; raises in the middle of a step.
@@ -590,6 +605,7 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
     )
     for each in groups:
         each.running = running
+    for each in groups:
         each.apply_settings()
     for listener in engine_listeners:
         listener(module)

@@ -1,6 +1,7 @@
 """FSDPModule: the class that fully_shard() mixes into a module's own."""
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -197,25 +198,45 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """With a list that is not empty, gather the next unit early in forward.
-
-        Which one is next is recorded: it is the one that ran next in the last step.
+        """Gather these modules' parameters right after the module's own, in forward.
 
         Args:
-            modules: FSDPModules; which ones does not matter.
+            modules: FSDPModules, in the order of their gathers; those that are in
+                another root are passed over. Empty: none is gathered early.
+
+        Raises:
+            ValueError: One is not an FSDPModule.
         """
-        _check_fsdp_modules(modules)
-        for group in self._fsdp_c_groups:
-            group.prefetches = bool(modules)
-            group.apply_settings()
+        self._set_prefetches(0, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """No effect: backward always gathers ahead, in the reverse order of forward.
+        """Gather these modules' parameters right after the module's own, in backward.
 
         Args:
-            modules: FSDPModules; ignored.
+            modules: As there. Empty: the one whose backward comes next, by the order of
+                forward; on the CPU when the module's gradients are reduced.
+
+        Raises:
+            ValueError: One is not an FSDPModule.
         """
+        self._set_prefetches(1, modules)
+
+    def _set_prefetches(self, in_backward: int, modules: Sequence[Any]) -> None:
         _check_fsdp_modules(modules)
+        # A module's groups enter like nested modules; see Group.run().
+        first, *others = self._fsdp_c_groups
+        targets = [first, *reversed(others)]
+        if in_backward:
+            targets.reverse()
+        for module in modules:
+            groups = module._fsdp_c_groups
+            targets += reversed(groups) if in_backward else groups
+        refs = [weakref.ref(group) for group in targets] if modules else []
+        for group in self._fsdp_c_groups:
+            lists = list(group.prefetches)
+            lists[in_backward] = refs
+            group.prefetches = tuple(lists)
+            group.apply_settings()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the current stream wait for ``event``, as the next all-gather does it."""
@@ -223,14 +244,21 @@ class FSDPModule(TorchFSDPModule):
         if wait is not None and self._fsdp_c_groups[0].arguments.device.type != "cpu":
             wait()
 
-    # Without effect here -----------------------------------------------------
-
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: each backward waits for its own reductions.
+        """Let backward end before its reductions have, until the last micro-batch.
+
+        The next backward waits for them. Until then ``.grad`` must not be used, except
+        by hooks of ``register_post_accumulate_grad_hook``. On the CPU every backward
+        waits. Also for all modules of the root.
 
         Args:
-            is_last_backward: Ignored.
+            is_last_backward: Whether the coming backwards wait for their reductions.
         """
+        group = self._fsdp_c_groups[0]
+        root = group if group.running is None else group.running.root()
+        if root is not None:
+            root.is_last_backward = is_last_backward
+            root.apply_settings()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -246,11 +274,19 @@ class FSDPModule(TorchFSDPModule):
             group.apply_settings()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No effect: backward gathers the parameters of every unit.
+        """Let backward leave the module's parameters sharded.
+
+        For modules whose gradients do not depend on their parameters: an embedding. A
+        recomputed forward gathers them all the same.
 
         Args:
-            unshard_in_backward: Ignored.
+            unshard_in_backward: Whether backward gathers them.
         """
+        for group in self._fsdp_c_groups:
+            group.unshards_in_backward = unshard_in_backward
+            group.apply_settings()
+
+    # Without effect here -----------------------------------------------------
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: collectives always sum, and scaling is a part of packing.
@@ -277,7 +313,22 @@ class FSDPModule(TorchFSDPModule):
         Args:
             max_input_buffers: Ignored.
             recurse: Ignored.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is not an int.
+            ValueError: It is not positive.
         """
+        if isinstance(max_input_buffers, bool) or not isinstance(
+            max_input_buffers, int
+        ):
+            raise TypeError(
+                "max_input_buffers must be an int, got "
+                f"{type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"max_input_buffers must be a positive int, got {max_input_buffers}"
+            )
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

@@ -95,7 +95,6 @@ TEST(test_root_may_reshard) {
   options.reshards_as_root = true;
   fsdp_unit *other = NULL;
   CHECK_OK(fsdp_unit_create(&options, &other, NULL));
-  fsdp_unit_set_forward_prefetch(other, true);
   CHECK_OK(fsdp_engine_add_unit(m.engine, other, NULL));
   for (int reshards = 0; reshards < 2; reshards++) {
     fsdp_unit_set_reshard_after_forward(other, reshards != 0);

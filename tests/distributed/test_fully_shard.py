@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import FSDPModule, fully_shard
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.groups import groups_destroyed
 from helpers.models import CASES, MLP, Block, vectors
 from helpers.rows import Rows, shard_units
@@ -39,7 +39,6 @@ def test_training_on_four_ranks(rank: int, world_size: int, model: str) -> None:
     both.train(2)
 
 
-@pytest.mark.cpu_only("its mesh is of the CPU")
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)
@@ -52,7 +51,7 @@ def test_hybrid_mesh(
     """
     with groups_destroyed():
         mesh = init_device_mesh(
-            "cpu", shape, mesh_dim_names=("replicate", f"shard_{no_sync}")
+            TEST_DEVICE, shape, mesh_dim_names=("replicate", f"shard_{no_sync}")
         )
         both = Rows.of("uneven", mesh=mesh)
         both.train(2)
@@ -65,12 +64,13 @@ def test_hybrid_mesh(
         assert param.placements == (Replicate(), Shard(0))
 
 
-@pytest.mark.cpu_only("its mesh is of the CPU")
 @distributed(world_size=4)
 def test_all_reduce_once(rank: int, world_size: int) -> None:
     """set_requires_all_reduce(False) keeps partial sums; unused parameters too."""
     with groups_destroyed():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "once"))
+        mesh = init_device_mesh(
+            TEST_DEVICE, (2, 2), mesh_dim_names=("replicate", "once")
+        )
         both = Rows.of("unused", mesh=mesh)
         for _ in range(2):
             both.zero_grad()

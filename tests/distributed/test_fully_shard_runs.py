@@ -33,7 +33,7 @@ from fsdp_c import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from helpers.distributed import distributed
+from helpers.distributed import TEST_DEVICE, distributed
 from helpers.models import CASES, MLP, Block, TransformerBlock, vectors
 from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
@@ -341,7 +341,6 @@ def test_other_forward_methods(rank: int, world_size: int) -> None:
     assert isinstance(model.weight.grad, DTensor)
 
 
-@pytest.mark.cpu_only("it makes values on the CPU")
 @distributed(world_size=2)
 def test_meta_device(rank: int, world_size: int) -> None:
     """Sharded on meta, then to_empty() and initialised; or loaded with assign."""
@@ -363,7 +362,7 @@ def test_meta_device(rank: int, world_size: int) -> None:
         assigned = CASES["uneven"].build().double()
     shard_units(assigned, [Block])
     assigned.load_state_dict(copy.deepcopy(state), assign=True)
-    model.to_empty(device="cpu")
+    model.to_empty(device=TEST_DEVICE)
     model.load_state_dict(state)
     (inputs,) = CASES["uneven"].inputs(torch.Generator().manual_seed(0))
     inputs = inputs.double()

@@ -126,7 +126,10 @@ FAULTS = (
     _core(
         "backward prefetches units that it has left",
         "prefetch_backward",
-        ("!unit->step.entered_backward", "(!unit->step.entered_backward || MUTANT)"),
+        (
+            "fsdp_unit_priv_is_needed_in_backward(unit)",
+            "(fsdp_unit_priv_is_needed_in_backward(unit) || MUTANT)",
+        ),
         "test_prefetch.py",
     ),
     _core(
@@ -276,7 +279,7 @@ FAULTS = (
     ),
     _core(
         "compute does not wait for reductions",
-        "wait_for_reduces",
+        "fsdp_engine_priv_wait_reduces",
         _skip("FSDP_TRY(fsdp_engine_priv_wait_lane("),
         "test_strategies.py",
     ),

@@ -43,7 +43,8 @@ typedef struct fsdp_view_ops {
   /* Parameters.
    * show_params points the unit's parameters at `view`. For SHARDED `segments`
    * is NULL and the unsharded storages are emptied; for the others
-   * `segments[i]` is the memory of segment i, padded_numel elements long. PART
+   * `segments[i]` is the memory of segment i, padded_numel elements long;
+   * UNSHARDED with NULL gives them its shapes, but no memory. PART
    * follows UNSHARDED: it copies this rank's part of segment i, part_numel
    * elements of compute dtype, into `segments[i]` first, on COMPUTE. */
   fsdp_status (*show_params)(void *context, void *owner, fsdp_view view,

@@ -15,6 +15,7 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
 
   FSDP_TRY(open_backward(unit->engine, error));
   if (unit->step.entered_backward) return FSDP_OK;
+  FSDP_TRY(fsdp_engine_join_reduces(unit->engine, error));
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
   unit->step.entered_backward = true;
 done:
@@ -30,7 +31,7 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
     if (index < 0) return FSDP_OK;
     const fsdp_unit *unit = engine->units[index];
     if (fsdp_unit_state_is_at_rest(unit->state) &&
-        !unit->step.entered_backward) {
+        fsdp_unit_priv_is_needed_in_backward(unit)) {
       return fsdp_engine_priv_prefetch(engine, index, error);
     }
     if (fsdp_unit_state_is_in_flight(unit->state)) return FSDP_OK;
@@ -48,6 +49,15 @@ static bool prefetches_late(const fsdp_unit *unit) {
   const fsdp_engine *engine = unit->engine;
   const bool is_ahead = unit == engine->root && !engine->has_entered;
   return fsdp_engine_priv_is_host(engine) && !is_ahead;
+}
+
+/* What the unit holds is of use in any case. */
+static fsdp_status begin_unshard(fsdp_unit *unit, fsdp_error *error) {
+  const bool holds_none = fsdp_unit_state_is_at_rest(unit->state) ||
+                          unit->state == FSDP_UNIT_REDUCING;
+  return holds_none && !unit->unshards_in_backward
+             ? fsdp_unit_priv_show_shapes(unit, error)
+             : fsdp_unit_priv_unshard(unit, error);
 }
 
 fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
@@ -68,9 +78,11 @@ fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit, fsdp_error *error) {
   if (!is_first && unit->state == FSDP_UNIT_UNSHARDED) return FSDP_OK;
 
   fsdp_order_pre_backward(engine->order, unit->index);
-  FSDP_TRY(fsdp_unit_priv_unshard(unit, &local));
-  if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE &&
-      !prefetches_late(unit)) {
+  FSDP_TRY(begin_unshard(unit, &local));
+  if (fsdp_unit_priv_has_prefetches(unit, FSDP_PASS_BACKWARD)) {
+    FSDP_TRY(fsdp_unit_priv_prefetch_listed(unit, FSDP_PASS_BACKWARD, &local));
+  } else if (unit->options.backward_prefetch == FSDP_PREFETCH_PRE &&
+             !prefetches_late(unit)) {
     FSDP_TRY(prefetch_backward(engine, &local));
   }
   FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, &local));
@@ -90,12 +102,16 @@ void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads) {
 
 /* Reshards, unless the unit keeps its block between micro-batches. */
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_hide_shapes(unit, error));
   if (unit->is_pinned && !unit->step.entered_backward) return FSDP_OK;
   if (unit->sync == FSDP_SYNC_NONE &&
       !unit->options.reshard_after_backward_without_sync) {
     return FSDP_OK;
   }
-  return fsdp_unit_priv_reshard(unit, error);
+  FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+done:
+  return status;
 }
 
 /* All gradients of the unit have come, or no more will. */
@@ -122,6 +138,7 @@ static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
   if (--unit->step.expected_grads > 0) return FSDP_OK;
   const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
+  if (fsdp_unit_priv_has_prefetches(unit, FSDP_PASS_BACKWARD)) return FSDP_OK;
   if (prefetch == FSDP_PREFETCH_POST || is_late) {
     FSDP_TRY(prefetch_backward(unit->engine, error));
   }

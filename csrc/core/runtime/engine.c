@@ -55,10 +55,12 @@ static void detach_unit(fsdp_unit *unit) {
   fsdp_engine *engine = unit->engine;
   if (engine == NULL) return;
   fsdp_unit_priv_end_summon(unit);
+  (void)!fsdp_engine_join_reduces(engine, NULL); /* or another reset follows */
   /* If the record fails, the older event is what is left to wait for. */
   (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
   fsdp_unit_priv_free_partial(unit);
   forget_unit(engine, unit);
+  fsdp_engine_priv_forget_prefetches(engine, unit);
   destroy_event(engine, unit->unsharded);
   unit->unsharded = NULL;
   engine->timeline = NULL; /* its entries hold indices */
@@ -100,6 +102,10 @@ void fsdp_engine_destroy(fsdp_engine *engine) {
 void fsdp_engine_set_sync(fsdp_engine *engine, fsdp_sync sync) {
   engine->sync = sync;
   for (size_t i = 0; i < engine->num_units; i++) engine->units[i]->sync = sync;
+}
+
+void fsdp_engine_set_waits_for_reduces(fsdp_engine *engine, bool waits) {
+  engine->leaves_reduces_open = !waits;
 }
 
 void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync) {
@@ -252,6 +258,7 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->full_client = -1;
   self->part_client = -1;
   self->keeps_part = options->part_group.world_size > 1;
+  self->unshards_in_backward = true;
   self->reduce_position = -1;
   self->num_segments = (int64_t)num_segments;
   self->name = fsdp_strdup(options->name);
@@ -301,6 +308,9 @@ void fsdp_unit_destroy(fsdp_unit *unit) {
     join_lanes(unit->engine);
     reset_unit(unit);
     detach_unit(unit);
+  }
+  for (int i = 0; i < FSDP_NUM_PASSES; i++) {
+    fsdp_free(unit->prefetches[i].units);
   }
   fsdp_free(unit->items);
   fsdp_free(unit->pending);
@@ -412,12 +422,12 @@ void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards) {
   unit->options.reshard_after_forward = reshards;
 }
 
-void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches) {
-  unit->options.forward_prefetch = prefetches;
-}
-
 void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part) {
   unit->keeps_part = keeps_part && unit->options.part_group.world_size > 1;
+}
+
+void fsdp_unit_set_unshard_in_backward(fsdp_unit *unit, bool unshards) {
+  unit->unshards_in_backward = unshards;
 }
 
 void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,

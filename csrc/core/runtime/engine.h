@@ -41,6 +41,12 @@ typedef enum fsdp_prefetch {
   FSDP_PREFETCH_POST /* after them */
 } fsdp_prefetch;
 
+typedef enum fsdp_pass {
+  FSDP_PASS_FORWARD = 0,
+  FSDP_PASS_BACKWARD,
+  FSDP_NUM_PASSES
+} fsdp_pass;
+
 /* What a backward does with its gradients. */
 typedef enum fsdp_sync {
   FSDP_SYNC_NONE = 0, /* keeps them unsharded, without communication */
@@ -209,9 +215,23 @@ bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
 /* The same of one unit, until the engine is told again. */
 void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync);
 
-/* As the options of these names, from the unit's next forward on. */
+/* As the option of this name, from the unit's next forward on. */
 void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards);
-void fsdp_unit_set_forward_prefetch(fsdp_unit *unit, bool prefetches);
+/*
+ * Lets the unit unshard `units` (copied), in this order, right after itself in
+ * forward or backward, instead of what the recorded order says; none: that
+ * again. A unit that leaves the engine leaves the lists.
+ *
+ * FSDP_INVALID_STATE  one is not in the same engine.
+ */
+FSDP_NODISCARD fsdp_status fsdp_unit_set_prefetches(fsdp_unit *unit,
+                                                    fsdp_pass pass,
+                                                    fsdp_unit *const *units,
+                                                    size_t num_units,
+                                                    fsdp_error *error);
+/* Whether backward gathers the unit's parameters; yes at first. Without it they
+ * have their shapes there, for the gradients, but no memory. */
+void fsdp_unit_set_unshard_in_backward(fsdp_unit *unit, bool unshards);
 /* Whether it keeps a part where it reshards after forward; yes at first, if it
  * has a part_group. */
 void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part);
@@ -321,6 +341,16 @@ FSDP_NODISCARD fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
  */
 FSDP_NODISCARD fsdp_status fsdp_engine_join_host(fsdp_engine *engine,
                                                  fsdp_error *error);
+
+/*
+ * Whether a backward ends with COMPUTE waiting for its reductions; yes at
+ * first. If not, the next backward does: until then nobody may read or write
+ * sharded gradients on COMPUTE, unless fsdp_engine_join_reduces() was called.
+ * On a host reductions have ended in any case.
+ */
+void fsdp_engine_set_waits_for_reduces(fsdp_engine *engine, bool waits);
+FSDP_NODISCARD fsdp_status fsdp_engine_join_reduces(fsdp_engine *engine,
+                                                    fsdp_error *error);
 
 /*
  * Reduces what backwards with FSDP_SYNC_NONE and FSDP_SYNC_SHARD kept, as the

@@ -11,7 +11,7 @@
  *   engine.c
  *   forward.c  backward.c  summon.c
  *   end_phase.c
- *   reduce.c  summoned.c  place.c  on_demand.c
+ *   reduce.c  summoned.c  place.c  on_demand.c  prefetch.c
  *   reduce_unit.c
  *   unshard.c  pack.c  scratch.c
  *   gradients.c  check_order.c  launch.c
@@ -80,12 +80,20 @@ typedef struct fsdp_summoned {
   bool is_live;  /* summon.c: of gradients that the user saw: any at the end */
 } fsdp_summoned;
 
+/* prefetch.c: see fsdp_unit_set_prefetches(). */
+typedef struct fsdp_prefetch_list {
+  fsdp_unit **units; /* borrowed, of the same engine */
+  size_t num_units;
+  size_t capacity;
+} fsdp_prefetch_list;
+
 /* A unit's part in the open step. */
 typedef struct fsdp_unit_step {
   bool ran_forward;       /* forward.c: since the last end of backward */
   bool entered_backward;  /* backward.c, end_phase.c: in the open backward */
   int64_t expected_grads; /* backward.c: still to come in the open backward */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
+  bool shows_shapes;    /* unshard.c: see fsdp_unit_set_unshard_in_backward() */
 } fsdp_unit_step;
 
 struct fsdp_unit {
@@ -128,6 +136,9 @@ struct fsdp_unit {
   bool is_of_parts;      /* unshard.c: the last unshard was of parts */
   bool wants_full;       /* engine.c: the next one is, if there is a cast */
   bool keeps_part;       /* engine.c: where it reshards after forward */
+  bool unshards_in_backward; /* engine.c */
+
+  fsdp_prefetch_list prefetches[FSDP_NUM_PASSES]; /* prefetch.c, engine.c */
 
   uint8_t grads; /* gradients.c: a set of fsdp_grads */
   /* gradients.c: valid while unsharded gradients exist. NULL entries: frozen;
@@ -192,6 +203,8 @@ struct fsdp_engine {
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
   bool has_entered;  /* backward.c: a unit of this backward, but the root */
+  bool leaves_reduces_open; /* engine.c: see set_waits_for_reduces */
+  bool has_open_reduces;    /* gradients.c, reduce.c */
 
   fsdp_event *compute_done; /* recorded on COMPUTE, waited for at once */
   fsdp_event *reduce_done;
@@ -389,6 +402,12 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_part(fsdp_unit *unit,
  * happens in other states, or to a resident unit. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
                                                fsdp_error *error);
+/* Of a unit without a block: the parameters have the shapes that they have
+ * unsharded, and no memory, until an unshard or hide_shapes. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_shapes(fsdp_unit *unit,
+                                                      fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide_shapes(fsdp_unit *unit,
+                                                      fsdp_error *error);
 /* Unshards `engine->units[index]` ahead of its use, if it is SHARDED; an index
  * below 0 is fine. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine,
@@ -404,6 +423,23 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_agree(fsdp_engine *engine,
 static inline bool fsdp_unit_priv_wants_full(const fsdp_unit *unit) {
   return unit->wants_full && unit->has_cast;
 }
+
+/* prefetch.c */
+/* Whether a prefetch for backward makes sense: not when the unit entered it. */
+static inline bool fsdp_unit_priv_is_needed_in_backward(const fsdp_unit *unit) {
+  return unit->unshards_in_backward && !unit->step.entered_backward;
+}
+/* Whether the user has said what the unit prefetches. */
+static inline bool fsdp_unit_priv_has_prefetches(const fsdp_unit *unit,
+                                                 fsdp_pass pass) {
+  return unit->prefetches[pass].num_units > 0;
+}
+/* Unshards the units of its list. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_prefetch_listed(fsdp_unit *unit,
+                                                          fsdp_pass pass,
+                                                          fsdp_error *error);
+/* Empties the unit's lists and takes it off those of others. */
+void fsdp_engine_priv_forget_prefetches(fsdp_engine *engine, fsdp_unit *unit);
 
 /* on_demand.c */
 /* Whether the unit keeps the block that the user asked for; not if the user
@@ -440,6 +476,8 @@ void fsdp_unit_priv_end_summon(fsdp_unit *unit);
 
 /* gradients.c: which gradients of a unit exist, their memory, and what the user
  * sees of them. */
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_wait_reduces(fsdp_engine *engine,
+                                                         fsdp_error *error);
 /* Whether any gradient of the set exists. */
 static inline bool fsdp_unit_priv_has_grads(const fsdp_unit *unit, int kinds) {
   return (unit->grads & kinds) != 0;
@@ -545,7 +583,8 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_begin_reduces(fsdp_engine *engine,
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);
-/* Makes the compute lane wait for all reductions and starts a new record. */
+/* Makes the compute lane wait for all reductions, unless they stay open, and
+ * starts a new record. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_finish_reduces(fsdp_engine *engine,
                                                            fsdp_error *error);
 /* Forgets the reductions of an unfinished backward and the recorded order. */

@@ -95,7 +95,9 @@ fsdp_status fsdp_unit_pre_forward(fsdp_unit *unit, bool in_backward,
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
-  if (unit->options.forward_prefetch) {
+  if (fsdp_unit_priv_has_prefetches(unit, FSDP_PASS_FORWARD)) {
+    FSDP_TRY(fsdp_unit_priv_prefetch_listed(unit, FSDP_PASS_FORWARD, error));
+  } else if (unit->options.forward_prefetch) {
     FSDP_TRY(fsdp_engine_priv_prefetch(
         engine, fsdp_order_next_forward(engine->order, 1), error));
   }

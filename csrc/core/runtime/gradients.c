@@ -43,6 +43,31 @@ fsdp_status fsdp_priv_grad_kinds(fsdp_unit *const *units, size_t num_units,
   return FSDP_OK;
 }
 
+/* COMPUTE waits for the lanes of reductions. */
+fsdp_status fsdp_engine_priv_wait_reduces(fsdp_engine *engine,
+                                          fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_engine_priv_wait_lane(
+      engine, FSDP_LANE_COMPUTE, FSDP_LANE_REDUCE, engine->reduce_done, error));
+  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
+                                      FSDP_LANE_REPLICATE,
+                                      engine->replicate_done, error));
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_join_reduces(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (!engine->has_open_reduces) return FSDP_OK;
+  const fsdp_priv_span span =
+      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_WAIT_REDUCES);
+  FSDP_TRY(fsdp_engine_priv_wait_reduces(engine, error));
+  fsdp_engine_priv_end(engine, NULL, span, 0, 0);
+  engine->has_open_reduces = false;
+done:
+  return status;
+}
+
 /* Unsharded ---------------------------------------------------------------- */
 
 fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
@@ -93,6 +118,7 @@ void fsdp_unit_priv_free_partial(fsdp_unit *unit) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_PARTIAL, false);
   if (unit->partial_block == NULL) return;
+  (void)!fsdp_engine_join_reduces(unit->engine, NULL); /* best effort */
   /* If the record fails, the older event is what is left to wait for. */
   (void)!ops->event_record(ops->context, unit->unsharded, FSDP_LANE_COMPUTE,
                            NULL);
@@ -118,6 +144,7 @@ fsdp_status fsdp_unit_priv_make_grad_shard(fsdp_unit *unit, int64_t segment,
 
 void fsdp_unit_drop_sharded_grads(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
+  (void)!fsdp_engine_join_reduces(unit->engine, NULL); /* best effort */
   fsdp_unit_priv_set_grads(unit, FSDP_GRADS_SHARDED, false);
   views->grads_free(views->context, unit->options.owner);
   for (int64_t i = 0; i < unit->num_segments; i++) {

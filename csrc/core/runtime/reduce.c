@@ -18,18 +18,6 @@
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
 
-/* Makes COMPUTE wait for the lanes of reductions. */
-static fsdp_status wait_for_reduces(fsdp_engine *engine, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(fsdp_engine_priv_wait_lane(
-      engine, FSDP_LANE_COMPUTE, FSDP_LANE_REDUCE, engine->reduce_done, error));
-  FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                      FSDP_LANE_REPLICATE,
-                                      engine->replicate_done, error));
-done:
-  return status;
-}
-
 /* With the check of the order on, whether all ranks issue it now. */
 static fsdp_status agree_on_reduce(fsdp_unit *unit, bool *is_put_off,
                                    fsdp_error *error) {
@@ -133,7 +121,7 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   }
   FSDP_TRY(fsdp_unit_priv_enqueue_reduce(unit, &local));
   if (fsdp_engine_priv_is_host(engine)) {
-    FSDP_TRY(wait_for_reduces(engine, &local));
+    FSDP_TRY(fsdp_engine_priv_wait_reduces(engine, &local));
     FSDP_TRY(fsdp_unit_priv_end_reduce(unit, &local));
   }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
@@ -219,15 +207,13 @@ static void record_order(fsdp_engine *engine) {
 fsdp_status fsdp_engine_priv_finish_reduces(fsdp_engine *engine,
                                             fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  if (engine->num_issued_reduces == 0) {
-    engine->reduce_cursor = 0;
-    return FSDP_OK;
+  const bool any = engine->num_issued_reduces > 0;
+  engine->has_open_reduces = engine->has_open_reduces || any;
+  if (!engine->leaves_reduces_open) {
+    FSDP_TRY(fsdp_engine_join_reduces(engine, error));
   }
-  const fsdp_priv_span span =
-      fsdp_engine_priv_begin(engine, FSDP_TIMELINE_WAIT_REDUCES);
-  FSDP_TRY(wait_for_reduces(engine, error));
-  fsdp_engine_priv_end(engine, NULL, span, 0, 0);
-  record_order(engine);
+  if (any) record_order(engine);
+  engine->reduce_cursor = 0;
 done:
   return status;
 }

@@ -304,6 +304,14 @@ static fsdp_status agree_on_gather(fsdp_unit *unit, fsdp_error *error) {
   return fsdp_engine_priv_agree(unit->engine, &next, &turn, error);
 }
 
+fsdp_status fsdp_unit_priv_hide_shapes(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  if (!unit->step.shows_shapes) return FSDP_OK;
+  unit->step.shows_shapes = false;
+  return views->show_params(views->context, unit->options.owner,
+                            FSDP_VIEW_SHARDED, NULL, error);
+}
+
 /* event: UNSHARD or PREFETCH. */
 static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
                            fsdp_error *error) {
@@ -325,6 +333,7 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
   }
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_UNSHARD);
+  FSDP_TRY(fsdp_unit_priv_hide_shapes(unit, &local));
   if (!of_parts) { /* those may be older than what the user writes */
     FSDP_TRY(views->take_params(views->context, unit->options.owner,
                                 FSDP_VIEW_SHARDED, NULL, &any_copied, &local));
@@ -490,6 +499,18 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
                        was_used ? 0 : FSDP_TIMELINE_IS_UNUSED);
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_show_shapes(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  fsdp_status status = FSDP_OK;
+  if (unit->is_resident) return fsdp_unit_priv_unshard(unit, error);
+  FSDP_TRY(fsdp_unit_priv_reshard(unit, error)); /* a part of the block */
+  FSDP_TRY(views->show_params(views->context, unit->options.owner,
+                              FSDP_VIEW_UNSHARDED, NULL, error));
+  unit->step.shows_shapes = true;
+done:
   return status;
 }
 
