@@ -16,7 +16,7 @@ from helpers.groups import groups_destroyed
 from helpers.random_rows import draw_row_program
 from helpers.row_runs import run_row_program
 
-FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
+FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "1000"))
 NUM_SHORT_CASES = 8
 NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", NUM_SHORT_CASES))
 NUM_FULL_CASES = 1000
@@ -36,7 +36,7 @@ def run_case(rank: int, world_size: int, seed: int) -> None:
 
 def _batches() -> Iterator[Any]:
     """Yield (world size, cases); all but the first cases only with --full."""
-    is_all = FIRST_CASE == 0 and NUM_CASES == NUM_SHORT_CASES
+    is_all = "FSDP_C_RANDOM_FIRST" not in os.environ and NUM_CASES == NUM_SHORT_CASES
     count = NUM_FULL_CASES if is_all else NUM_CASES
     sizes = {
         seed: draw_row_program(seed).world_size
