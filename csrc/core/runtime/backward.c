@@ -15,7 +15,6 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
 
   FSDP_TRY(open_backward(unit->engine, error));
   if (unit->step.entered_backward) return FSDP_OK;
-  FSDP_TRY(fsdp_engine_join_reduces(unit->engine, error));
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
   unit->step.entered_backward = true;
 done:

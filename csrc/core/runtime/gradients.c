@@ -171,6 +171,7 @@ fsdp_status fsdp_unit_priv_take_user_grads(fsdp_unit *unit, fsdp_error *error) {
   bool any_live = false;
 
   if (unit->grad_nbytes == 0) return FSDP_OK;
+  FSDP_TRY(fsdp_engine_join_reduces(unit->engine, error));
   FSDP_TRY(views->take_grads(views->context, unit->options.owner, holds,
                              holds ? unit->grad_data : NULL, &any_live, error));
   if (any_live) {

@@ -252,7 +252,8 @@ static fsdp_status gather_for_others(fsdp_unit *unit, bool is_full,
                      "ranks",
                      unit->name);
   }
-  if (unit->state != FSDP_UNIT_UNSHARDED && !unit->is_summoned) {
+  if (unit->state != FSDP_UNIT_UNSHARDED && !unit->is_summoned &&
+      !unit->step.shows_shapes) {
     FSDP_TRY(views->take_params(views->context, unit->options.owner,
                                 FSDP_VIEW_SHARDED, NULL, &any_copied, error));
   }
