@@ -1,5 +1,6 @@
 """The only file that touches torch's private names; one place per torch version."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,8 +55,11 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
-# No class is one, where torch has none (2.11).
-DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
+# Nothing is one where torch has none (2.11). Not an attribute of torch.distributed, which
+# has no fsdp yet if install() runs in the middle of an import.
+DataParallelMeshDims: Any = getattr(
+    sys.modules["torch.distributed.fsdp"], "DataParallelMeshDims", ()
+)
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 

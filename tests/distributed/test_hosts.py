@@ -95,7 +95,9 @@ def test_fully_shard_on_two_hosts(rank: int) -> None:
     """Over the merging of small calls, against a mean by hand."""
     with pytest.MonkeyPatch.context() as patch, groups_destroyed():
         patch.setenv("FSDP_C_HOST_ID", f"host{rank // 2}")
-        mesh = dist.device_mesh.DeviceMesh("cpu", torch.arange(4))
+        # A group of its own: that of the world may have met before.
+        group = dist.new_group(list(range(4)))
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
         weights = [p.detach().clone() for p in model.parameters()]
