@@ -55,8 +55,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Module
 
-# Nothing is one where torch has none (2.11). Not an attribute of torch.distributed, which
-# has no fsdp yet if install() runs in the middle of an import.
+# Nothing is one where torch has none (2.11). Not by attribute: torch.distributed has no
+# fsdp yet if install() runs in the middle of an import.
 DataParallelMeshDims: Any = getattr(
     sys.modules["torch.distributed.fsdp"], "DataParallelMeshDims", ()
 )
