@@ -182,8 +182,9 @@ std::string describe_ranks(const RankAnswers &answers, int rank) {
     if (!difference.empty()) {
       text << "they first differ at " << difference;
       list_difference(text, difference, answers.positions);
-      text << ", and values may be mixed up since; "
-              "TORCH_DISTRIBUTED_DEBUG=INFO stops all ranks before that.";
+      text << ", and values may be mixed up since; with "
+              "TORCH_DISTRIBUTED_DEBUG=INFO the ranks serve each other, or all "
+              "raise before that.";
     } else {
       text << "TORCH_DISTRIBUTED_DEBUG=INFO finds the first difference.";
     }
