@@ -420,7 +420,7 @@ fsdp_status model_give_grads(model *self, int64_t index, fsdp_error *error) {
     num_trainable += is_trainable(unit, i);
   }
   const bool has_frozen = num_trainable < num_params;
-  fsdp_unit_expect_grads(unit->unit, num_trainable + has_frozen);
+  fsdp_unit_expect_grads(unit->unit, num_trainable + has_frozen, 0);
   for (int64_t i = num_params; i-- > 0;) {
     if (!is_trainable(unit, i)) continue;
     FSDP_TRY(model_give_grad(self, index, i, true, error));

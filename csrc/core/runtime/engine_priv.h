@@ -91,7 +91,9 @@ typedef struct fsdp_prefetch_list {
 typedef struct fsdp_unit_step {
   bool ran_forward;       /* forward.c: since the last end of backward */
   bool entered_backward;  /* backward.c, end_phase.c: in the open backward */
-  int64_t expected_grads; /* backward.c: still to come in the open backward */
+  /* backward.c: still to come in the open backward */
+  int64_t expected_grads;  /* until the unit is resharded */
+  int64_t expected_inputs; /* and then until it is reduced */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
   bool shows_shapes;    /* unshard.c: see fsdp_unit_set_unshard_in_backward() */
 } fsdp_unit_step;
@@ -151,6 +153,7 @@ struct fsdp_unit {
 
   /* pack.c */
   uint8_t *is_filled; /* per parameter: grad_data holds its gradient */
+  bool is_whole;      /* every element of the block was written */
   fsdp_grad *pending; /* handed over, not packed; by parameter, or zeros */
   int64_t num_pending;
   int64_t pending_nbytes;
