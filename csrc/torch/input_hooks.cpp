@@ -142,7 +142,9 @@ struct fsdp_torch_inputs {
 
 extern "C" {
 
-bool fsdp_torch_wants_inputs() noexcept { return c10::GradMode::is_enabled(); }
+bool fsdp_torch_wants_inputs() noexcept {
+  return c10::GradMode::is_enabled();
+}
 
 fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
                                      fsdp_torch_inputs **inputs,

@@ -276,8 +276,7 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .backward_prefetch = prefetches[options->backward_prefetch],
       .forward_prefetch = options->forward_prefetch,
       .prescale = options->prescale,
-      .offloads = options->offloads,
-      .reduces_in_order = options->reduces_in_order};
+      .offloads = options->offloads};
 }
 
 fsdp_status model_build(model *self, fsdp_error *error) {

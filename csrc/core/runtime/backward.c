@@ -1,19 +1,18 @@
 /* Backward: from the first output's gradient to the end of backward. */
 #include "runtime/engine_priv.h"
 
-static fsdp_status open_backward(fsdp_engine *engine, fsdp_error *error) {
-  if (engine->in_backward) return FSDP_OK;
+static void open_backward(fsdp_engine *engine) {
+  if (engine->in_backward) return;
   engine->in_backward = true;
   engine->has_entered = false;
   fsdp_order_begin_backward(engine->order);
-  return fsdp_engine_priv_begin_reduces(engine, error);
 }
 
 /* The unit's first event in this backward. */
 static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(open_backward(unit->engine, error));
+  open_backward(unit->engine);
   if (unit->step.entered_backward) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
   unit->step.entered_backward = true;
@@ -302,11 +301,8 @@ fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine, fsdp_error *error) {
                      "kept gradients cannot be reduced inside a %s",
                      engine->in_backward ? "backward" : "forward");
   }
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(open_backward(engine, error));
-  status = fsdp_engine_finish_backward(engine, error);
-done:
-  return status;
+  open_backward(engine);
+  return fsdp_engine_finish_backward(engine, error);
 }
 
 bool fsdp_engine_in_backward(const fsdp_engine *engine) {

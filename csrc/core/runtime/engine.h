@@ -106,9 +106,6 @@ typedef struct fsdp_unit_options {
   /* Shards and sharded gradients are in host memory, the device is elsewhere.
    * Copies run on the lanes UPLOAD and DOWNLOAD, through the unit's blocks. */
   bool offloads;
-  /* Its reduction waits for those of the units that entered forward after it,
-   * until there is a record; see Note [Order of reductions]. */
-  bool reduces_in_order;
 } fsdp_unit_options;
 
 /* A gradient that autograd has finished. */
