@@ -66,16 +66,26 @@ HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def interpreted_with_callees(function: F) -> F:
-    """Keep torch.compile out of ``function`` and of all that it calls.
+def interpreted(function: F) -> F:
+    """Let torch.compile leave ``function`` to Python, but compile what it calls.
 
-    As ``torch.compiler.disable``, which would import the compiler with fsdp_c: seconds.
+    A compiled caller breaks its graph at the call. As a non-recursive
+    ``torch.compiler.disable``, which would import the compiler with fsdp_c: seconds.
     """
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    return _interpreted(function, _FrameAction.DEFAULT)
+
+
+def interpreted_with_callees(function: F) -> F:
+    """Let torch.compile leave ``function`` and all that it calls to Python."""
+    return _interpreted(function, _FrameAction.SKIP)
+
+
+def _interpreted(function: F, callees: _FrameAction) -> F:
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(function.__code__, strategy)
     marked: Any = function  # where a compiled caller would inline it
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "fsdp_c makes an engine at the first call"
+    marked._torchdynamo_disable_msg = "fsdp_c gathers parameters and hooks tensors"
     return function
 
 
