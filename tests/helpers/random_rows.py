@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.random_programs import DTYPE, Node, Spec
+from helpers.random_programs import DTYPE, Node, Spec, left_out
 
 LEAVES = (
     "linear",
@@ -105,7 +105,8 @@ class RowProgram:
     world_size: int
     mesh: tuple[int, ...]
     """(shard,) or (replicate, shard); all dimensions with ``num_tp`` last."""
-    num_tp: int
+    num_tp: int | None
+    """Tensor parallel ranks; None: no such mesh."""
     dim: int
     root: Spec
     reshards: Any
@@ -143,19 +144,14 @@ def draw_row_program(seed: int) -> RowProgram:
     """Return the program of ``seed``."""
     rng = random.Random(seed)
     world_size = rng.choice([2, 3, 4, 4])
-    num_tp = 1
-    if world_size != 3 and rng.random() < 0.25:
-        num_tp = 2 if world_size == 4 else rng.choice([1, 2])
-    num_dp = world_size // num_tp
+    num_tp = draw_num_tp(rng, world_size) if rng.random() < 0.4 else None
+    num_dp = world_size // (num_tp or 1)
     mesh: tuple[int, ...] = (num_dp,)
     if rng.random() < 0.35:
-        sizes = [n for n in range(1, num_dp + 1) if num_dp % n == 0]
-        num_replicas = rng.choice(sizes)
+        num_replicas = rng.choice(divisors_of(num_dp))
         mesh = (num_replicas, num_dp // num_replicas)
-    num_shards = mesh[-1]
-    divisors = [n for n in range(1, num_shards + 1) if num_shards % n == 0]
     precision = rng.choice(["none"] * 5 + ["param", "reduce", "mixed"])
-    without: set[str] = set()
+    without = set(left_out())
     if rng.random() < 0.75:
         without |= {"single"}
     if precision != "none":
@@ -175,7 +171,7 @@ def draw_row_program(seed: int) -> RowProgram:
             if not is_uneven:
                 optimizers += ["adamw", "adamw"]
     optimizer = rng.choice(optimizers)
-    if num_tp > 1:  # foreach refuses parameters on several meshes
+    if num_tp is not None:  # foreach refuses parameters on several meshes
         optimizer = optimizer.removeprefix("foreach_").removeprefix("fused_")
     toggles = optimizer in ("sgd", "foreach_sgd")
     return RowProgram(
@@ -185,7 +181,7 @@ def draw_row_program(seed: int) -> RowProgram:
         num_tp=num_tp,
         dim=rng.choice([2, 3, 5, 8, 13]),
         root=root,
-        reshards=rng.choice([None, True, False, *divisors]),
+        reshards=rng.choice([None, True, False, *divisors_of(mesh[-1])]),
         reshards_of_units=rng.random() < 0.3,
         dims=rng.choice(["rows", "rows", "last", "mixed"]),
         precision=precision,
@@ -196,9 +192,19 @@ def draw_row_program(seed: int) -> RowProgram:
         optimizer=optimizer,
         input_requires_grad=rng.random() < 0.4,
         steps=tuple(
-            _draw_step(rng, mesh, num_tp, toggles) for _ in range(rng.randint(2, 4))
+            _draw_step(rng, mesh, toggles) for _ in range(rng.randint(2, 4))
         ),
     )
+
+
+def divisors_of(number: int) -> list[int]:
+    """Return what divides ``number``."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def draw_num_tp(rng: random.Random, world_size: int) -> int:
+    """Return a number of tensor parallel ranks, 2 of 4 in most cases."""
+    return rng.choice([*divisors_of(world_size), 2 if world_size == 4 else 1])
 
 
 def _draw_spec(rng: random.Random, depth: int, without: set[str]) -> Spec:
@@ -214,13 +220,11 @@ def _draw_spec(rng: random.Random, depth: int, without: set[str]) -> Spec:
     return Spec(kind, rng.random() < 0.45, None, rng.randrange(1 << 16), children)
 
 
-def _draw_step(
-    rng: random.Random, mesh: tuple[int, ...], num_tp: int, toggles: bool
-) -> RowStep:
+def _draw_step(rng: random.Random, mesh: tuple[int, ...], toggles: bool) -> RowStep:
     modes = [m for m in SYNC_MODES if m != "once" or len(mesh) == 2]
     sync = rng.choice(["all", *modes])
     clips = None
-    if num_tp == 1 and rng.random() < 0.3:
+    if rng.random() < 0.3:
         # Not inf: torch has no such norm of a rank's empty part.
         norm_type = rng.choice([1.0, 2.0, 2.0, 3.0])
         clips = (10 ** rng.uniform(-2, 1), norm_type)

@@ -21,11 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard.group import groups_in
@@ -36,10 +32,13 @@ from helpers.random_rows import (
     RowNet,
     RowProgram,
     RowStep,
+    divisors_of,
+    draw_num_tp,
     make_row_optimizer,
 )
 from helpers.reference import Differential, assert_same
 from helpers.rows import whole_of
+from helpers.tensor_parallel import plan_of_part
 
 # torch caches groups, which tests destroy, by equal meshes.
 _mesh_numbers = itertools.count()
@@ -62,23 +61,22 @@ _MIXED = (
 class Cutter:
     """Calls parallelize_module and fully_shard as a program says."""
 
-    def __init__(self, program: RowProgram, mesh: tuple[int, ...]) -> None:
+    def __init__(
+        self, program: RowProgram, mesh: tuple[int, ...], num_tp: int | None
+    ) -> None:
         self.program = program
         self.shape = mesh
+        self.num_tp = num_tp
         number = next(_mesh_numbers)
-        dp_names = ("replicate", "shard")[-len(mesh) :]
-        names = tuple(f"{name}{number}" for name in (*dp_names, "tp"))
-        if program.num_tp == 1:
-            names = names[:-1]
-        sizes = (*mesh, *([program.num_tp] if program.num_tp > 1 else []))
-        whole = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        dp_names = tuple(f"{n}{number}" for n in ("replicate", "shard")[-len(mesh) :])
         self.tp: DeviceMesh | None = None
-        self.dp = whole
-        if program.num_tp > 1:
-            self.tp = whole[names[-1]]
-            self.dp = whole[names[:-1]] if len(mesh) == 2 else whole[names[0]]
-        divisors = [n for n in range(1, mesh[-1] + 1) if mesh[-1] % n == 0]
-        self.reshards = [None, True, False, *divisors]
+        if num_tp is None:
+            self.dp = init_device_mesh("cpu", mesh, mesh_dim_names=dp_names)
+        else:
+            names = (*dp_names, f"tp{number}")
+            whole = init_device_mesh("cpu", (*mesh, num_tp), mesh_dim_names=names)
+            self.dp, self.tp = whole[dp_names], whole[names[-1]]
+        self.reshards = [None, True, False, *divisors_of(mesh[-1])]
 
     def __call__(self, model: nn.Module) -> Any:
         """Shard some parts from the leaves up, then the model."""
@@ -128,12 +126,10 @@ class Cutter:
 
     def _parallelize(self, model: nn.Module) -> None:
         for part in model.modules():
-            if isinstance(part, Part) and part.spec.kind == "low_rank":
-                plan = {
-                    "down": ColwiseParallel(use_local_output=False),
-                    "up": RowwiseParallel(),
-                }
+            if isinstance(part, Part) and (plan := plan_of_part(part)):
                 parallelize_module(part, self.tp, plan)
+                if part.spec.kind == "tied":
+                    part.second.weight = part.first.weight
 
 
 class RowRun(Differential):
@@ -143,7 +139,7 @@ class RowRun(Differential):
         """Build both."""
         self.program = program
         self.rng = random.Random(program.seed + 1)
-        self.cutter = Cutter(program, program.mesh)
+        self.cutter = Cutter(program, program.mesh, program.num_tp)
 
         def inputs(generator: torch.Generator) -> Inputs:
             x = torch.randn(3, program.dim, generator=generator, dtype=DTYPE)
@@ -157,9 +153,6 @@ class RowRun(Differential):
             optimizer=make_row_optimizer(program.optimizer),
             tolerance=program.tolerance,
         )
-        num_dp = program.world_size // program.num_tp
-        self.rank = dist.get_rank() // program.num_tp
-        self.world_size = num_dp
         self.ratios: dict[str, float] = {}
         # After a forward without a backward whole ones may be registered.
         self.is_open = False
@@ -168,6 +161,10 @@ class RowRun(Differential):
 
     def _note_sharded(self) -> None:
         self.sharded = dict(self.model.named_parameters())
+        # Ranks of one tensor parallel group have the same batch.
+        num_tp = self.cutter.num_tp or 1
+        self.rank = dist.get_rank() // num_tp
+        self.world_size = self.program.world_size // num_tp
 
     def _set_divisors(self) -> None:
         if not self.program.divides:
@@ -270,16 +267,24 @@ class RowRun(Differential):
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> None:
         """Clip both; with parameters that are not sharded, do nothing."""
-        sharded = list(self.sharded.values())
-        if all(isinstance(p, DTensor) for p in sharded):
-            tolerance = max(1e-8, self.tolerance)
-            expected = nn.utils.clip_grad_norm_(
-                self.reference.parameters(), max_norm, norm_type
-            )
-            norm: Any = nn.utils.clip_grad_norm_(sharded, max_norm, norm_type)
-            if isinstance(norm, DTensor):
-                norm = norm.full_tensor()
-            assert_same("norm", norm, expected, tolerance)
+        by_mesh: dict[DeviceMesh, list[Tensor]] = {}
+        for param in self.sharded.values():
+            if not isinstance(param, DTensor):
+                return
+            by_mesh.setdefault(param.device_mesh, []).append(param)
+        expected = nn.utils.clip_grad_norm_(
+            self.reference.parameters(), max_norm, norm_type
+        )
+        # torch takes the parameters of one mesh at a time.
+        norms = []
+        for params in by_mesh.values():
+            grads = [param.grad for param in params if param.grad is not None]
+            norm: Any = nn.utils.get_total_norm(grads, norm_type)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        assert_same("norm", total, expected, max(1e-8, self.tolerance))
+        for params in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(params, max_norm, total)
 
     def set_sync(self, mode: str, is_last: bool) -> None:
         """Choose what the next backward reduces."""
@@ -372,14 +377,17 @@ class RowRun(Differential):
                 self.model, self.optimizer, options=full
             )
         wants = [param.requires_grad for param in self.reference.parameters()]
-        num_dp = self.world_size
+        num_tp = self.cutter.num_tp
+        if num_tp is not None:
+            num_tp = draw_num_tp(self.rng, self.program.world_size)
+        num_dp = self.program.world_size // (num_tp or 1)
         shapes: list[tuple[int, ...]] = [(num_dp,)]
-        shapes += [(n, num_dp // n) for n in range(1, num_dp + 1) if num_dp % n == 0]
+        shapes += [(n, num_dp // n) for n in divisors_of(num_dp)]
         shape = self.rng.choice(shapes)
         if len(self.program.mesh) == 2 and len(shape) == 1:
             shape = (1, num_dp)
         self.is_open = False
-        self.cutter = Cutter(self.program, shape)
+        self.cutter = Cutter(self.program, shape, num_tp)
         self.model = self.cutter(RowNet(self.program))
         for param, want in zip(self.model.parameters(), wants, strict=True):
             param.requires_grad_(want)

@@ -1,5 +1,6 @@
 """Models on a mesh of data and tensor parallel ranks, beside the unsharded ones."""
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,17 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
 from fsdp_c import FullyShardedDataParallel, fully_shard
 from helpers.groups import kept_mesh
 from helpers.models import VOCAB, Inputs
+from helpers.random_programs import Node
 from helpers.reference import Differential, sgd
 from helpers.rows import Rows
 
@@ -41,6 +46,45 @@ class Replicated(ParallelStyle):
             input_fn=wrap_inputs,  # type: ignore[arg-type]
             output_fn=unwrap,  # type: ignore[arg-type]
         )
+
+
+class InSequence(ParallelStyle):
+    """Sequence parallelism of one module; inputs and outputs are plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        styles: tuple[ParallelStyle, ...] = (
+            PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(0)
+            ),
+            SequenceParallel(sequence_dim=0),
+            PrepareModuleOutput(
+                output_layouts=Shard(0), desired_output_layouts=Replicate()
+            ),
+        )
+        for style in styles:
+            module = style._apply(module, device_mesh)
+        return module
+
+
+def plan_of_part(part: Node) -> dict[str, ParallelStyle]:
+    """Return how a node of a random program is cut; some stay plain."""
+    rng = random.Random(part.spec.option)
+    columns = ColwiseParallel(output_layouts=Replicate())
+    rows = RowwiseParallel(input_layouts=Replicate())
+    either = rng.choice([columns, rows])
+    # Uneven parts must stay DTensors: a plain tensor has no global shape.
+    pair = {"down": ColwiseParallel(use_local_output=False), "up": RowwiseParallel()}
+    plans: dict[str, dict[str, ParallelStyle]] = {
+        "low_rank": {**pair},
+        "adapter": {"fc": either, **pair},
+        "norm": {"norm": rng.choice([Replicated(), InSequence()])},
+        "tied": {"first": columns, "second": columns},
+        "sometimes": {"first": columns, "second": rows},
+        "embedding": {"table": either},
+    }
+    is_plain = rng.random() < 0.2
+    others = {"fc": either} if hasattr(part, "fc") else {}
+    return {} if is_plain else plans.get(part.spec.kind, others)
 
 
 class ParallelBlock(nn.Module):
