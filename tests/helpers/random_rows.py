@@ -188,7 +188,9 @@ def draw_row_program(seed: int) -> RowProgram:
         offloads=rng.random() < 0.2,
         divides=rng.random() < 0.2,
         lists=rng.random() < 0.25,
-        ignores=precision in ("none", "reduce") and rng.random() < 0.1,
+        ignores=precision in ("none", "reduce")
+        and num_tp is None
+        and rng.random() < 0.1,
         optimizer=optimizer,
         input_requires_grad=rng.random() < 0.4,
         steps=tuple(
@@ -278,10 +280,12 @@ class Part(Node):
             self.weight = nn.Parameter(weight.transpose(0, 2) if option % 2 else weight)
 
     def forward(self, x: Tensor) -> Any:
-        own = next((p for p in self.own_params() if p.is_floating_point()), None)
         dtype = x.dtype
-        if own is not None and self.spec.kind != "single" and own.numel() > 0:
-            x = x.to(own.dtype)
+        for own in self.own_params():
+            is_real = own.is_floating_point() and own.numel() > 0
+            if is_real and self.spec.kind != "single":
+                x = x.to(own.dtype)
+                break
         out = super().forward(x)
         kind = self.spec.kind
         if kind == "record":
