@@ -22,9 +22,7 @@ def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def part_of(
-    whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> Tensor:
+def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Return a contiguous copy of what this rank has of ``whole``."""
     order = sorted(range(mesh.ndim), key=lambda dim: is_strided(placements[dim]))
     for dim in order:

@@ -98,7 +98,7 @@ def correct_state_dicts() -> None:
         done = {}
         for name, value in full.items():
             like = local.get(name)
-            if _is_strided(like) and isinstance(value, Tensor):
+            if isinstance(like, DTensor) and _is_strided(like):
                 done[name] = _distributed(value.to(like.device), like)
         rest = {name: value for name, value in full.items() if name not in done}
         distribute(rest, local, *args, **kwargs)
@@ -122,8 +122,8 @@ def correct_state_dicts() -> None:
     checkpoint._verify_options = verify_sharded
 
 
-def _is_strided(value: Any) -> bool:
-    return isinstance(value, DTensor) and any(map(is_strided, value.placements))
+def _is_strided(value: DTensor) -> bool:
+    return any(map(is_strided, value.placements))
 
 
 def _distributed(whole: Tensor, like: DTensor) -> DTensor:

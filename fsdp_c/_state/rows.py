@@ -42,6 +42,11 @@ class RowPart(ParamPart):
         return True
 
     @property
+    def is_rows(self) -> bool:
+        """Whether each rank has rows: yes."""
+        return True
+
+    @property
     def shard_group(self) -> ProcessGroup | None:
         """The group over which it is sharded; it may have one rank, or be None."""
         return self._data.shard_group

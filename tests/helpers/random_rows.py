@@ -193,9 +193,7 @@ def draw_row_program(seed: int) -> RowProgram:
         and rng.random() < 0.1,
         optimizer=optimizer,
         input_requires_grad=rng.random() < 0.4,
-        steps=tuple(
-            _draw_step(rng, mesh, toggles) for _ in range(rng.randint(2, 4))
-        ),
+        steps=tuple(_draw_step(rng, mesh, toggles) for _ in range(rng.randint(2, 4))),
     )
 
 
