@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.random_programs import DTYPE, Node, Spec, left_out
+from helpers.random_programs import (
+    DTYPE,
+    Node,
+    Spec,
+    divisors_of,
+    draw_num_tp,
+    left_out,
+)
 
 LEAVES = (
     "linear",
@@ -197,16 +204,6 @@ def draw_row_program(seed: int) -> RowProgram:
     )
 
 
-def divisors_of(number: int) -> list[int]:
-    """Return what divides ``number``."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def draw_num_tp(rng: random.Random, world_size: int) -> int:
-    """Return a number of tensor parallel ranks, 2 of 4 in most cases."""
-    return rng.choice([*divisors_of(world_size), 2 if world_size == 4 else 1])
-
-
 def _draw_spec(rng: random.Random, depth: int, without: set[str]) -> Spec:
     is_branch = depth > 0 and rng.random() < 0.7
     kind = rng.choice(
@@ -268,9 +265,6 @@ class Part(Node):
             self.nothing = nn.Parameter(torch.randn(option % 2 * 3, 0, dtype=DTYPE))
         if kind == "complex":
             self.turn = nn.Parameter(torch.randn(dim, dtype=torch.complex128))
-        if kind == "sometimes":
-            self.first = nn.Linear(dim, dim, dtype=DTYPE)
-            self.second = nn.Linear(dim, dim, dtype=DTYPE)
         if kind == "single_element":
             self.gain = nn.Parameter(torch.randn(*[1] * (option % 3 + 1), dtype=DTYPE))
         if kind == "strided":
@@ -309,9 +303,6 @@ class Part(Node):
             "lstm": lambda: self.lstm(x.unsqueeze(0))[0].squeeze(0),
             "embedding": lambda: x + self._look_up(x),
             "complex": lambda: (x * self.turn).imag,
-            "sometimes": lambda: torch.tanh(
-                (self.first if x.detach().sum() > 0 else self.second)(x)
-            ),
             "single_element": lambda: x * self.gain.flatten(),
             "strided": lambda: torch.tanh(torch.einsum("bi,iko->bo", x, self.weight)),
         }

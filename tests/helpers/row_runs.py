@@ -1,6 +1,5 @@
 """Runs a program of helpers.random_rows beside the unsharded model."""
 
-import itertools
 import random
 from typing import Any
 
@@ -14,34 +13,29 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard.group import groups_in
 from helpers.models import Inputs
-from helpers.random_programs import DTYPE
+from helpers.random_programs import DTYPE, divisors_of, draw_num_tp
 from helpers.random_rows import (
     Part,
     RowNet,
     RowProgram,
     RowStep,
-    divisors_of,
-    draw_num_tp,
     make_row_optimizer,
 )
 from helpers.reference import Differential, assert_same
 from helpers.rows import whole_of
-from helpers.tensor_parallel import plan_of_part
+from helpers.tensor_parallel import new_meshes, parallelize_nodes
 
-# torch caches groups, which tests destroy, by equal meshes.
-_mesh_numbers = itertools.count()
 _POLICIES = {
     "none": MixedPrecisionPolicy(),
     "param": MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=DTYPE),
@@ -67,22 +61,14 @@ class Cutter:
         self.program = program
         self.shape = mesh
         self.num_tp = num_tp
-        number = next(_mesh_numbers)
-        dp_names = tuple(f"{n}{number}" for n in ("replicate", "shard")[-len(mesh) :])
-        self.tp: DeviceMesh | None = None
-        if num_tp is None:
-            self.dp = init_device_mesh("cpu", mesh, mesh_dim_names=dp_names)
-        else:
-            names = (*dp_names, f"tp{number}")
-            whole = init_device_mesh("cpu", (*mesh, num_tp), mesh_dim_names=names)
-            self.dp, self.tp = whole[dp_names], whole[names[-1]]
+        self.dp, self.tp = new_meshes(mesh, num_tp)
         self.reshards = [None, True, False, *divisors_of(mesh[-1])]
 
     def __call__(self, model: nn.Module) -> Any:
         """Shard some parts from the leaves up, then the model."""
         program, rng = self.program, random.Random(self.program.seed)
         if self.tp is not None:
-            self._parallelize(model)
+            parallelize_nodes(model, self.tp)
         parts = [each for each in model.modules() if isinstance(each, Part)]
         ignored: set[nn.Parameter] = set()
         if program.ignores:
@@ -123,13 +109,6 @@ class Cutter:
             return None
         is_last = dims == "last" or param.numel() % 2 == 0
         return Shard(param.ndim - 1 if is_last else 0)
-
-    def _parallelize(self, model: nn.Module) -> None:
-        for part in model.modules():
-            if isinstance(part, Part) and (plan := plan_of_part(part)):
-                parallelize_module(part, self.tp, plan)
-                if part.spec.kind == "tied":
-                    part.second.weight = part.first.weight
 
 
 class RowRun(Differential):
