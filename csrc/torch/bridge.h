@@ -302,8 +302,8 @@ struct _object *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
  * the unit: see Note [Leaving a unit in backward]. */
 typedef struct fsdp_torch_inputs fsdp_torch_inputs;
 
-/* Whether the unit needs that. GIL. */
-bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+/* Whether a forward now needs that: autograd records. */
+bool fsdp_torch_wants_inputs(void) FSDP_NOEXCEPT;
 /* inputs [out] new reference; the hooks share its content. GIL. */
 FSDP_NODISCARD fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
                                                     fsdp_torch_inputs **inputs,

@@ -115,13 +115,11 @@ void expect_grads(Unit &unit) {
     param.expected_in = graph_task;
     num_grads++;
   }
-  // One more that never comes keeps the unit to the end of backward.
-  if (!comes_all) num_grads += std::max<int64_t>(count_input_calls(unit), 1);
-  unit.has_silent_params =
-      !comes_all || (unit.has_run_backward && unit.has_silent_params);
-  unit.has_run_backward = true;
+  // One that never comes keeps the unit to the end of backward.
+  const int64_t num_inputs = std::max<int64_t>(count_input_calls(unit), 1);
   note_followers(unit);
-  fsdp_unit_expect_grads(unit.core, num_grads);
+  fsdp_unit_expect_grads(unit.core, num_grads + (comes_all ? 0 : num_inputs),
+                         comes_all ? num_inputs : 0);
 }
 
 void run_pre_backward(Unit &unit) {

@@ -236,10 +236,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   // Forward calls whose inputs are hooked; see Note [Leaving a unit in
   // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
-  bool has_run_backward = false;
   bool ran_as_root = false;  // in its last forward; a recomputation follows it
-  // Some parameter was not announced in a backward, or none has run yet.
-  bool has_silent_params = true;
 };
 
 // storage_views.cpp: views over storages that come and go.
