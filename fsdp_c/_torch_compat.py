@@ -104,6 +104,11 @@ def checkpoint_state_dict() -> Any:
     return import_module("torch.distributed.checkpoint.state_dict")
 
 
+def state_dict_utils() -> Any:
+    """Return the module that cuts whole tensors for it."""
+    return import_module("torch.distributed._state_dict_utils")
+
+
 def overrides_dispatch(tensor: Tensor) -> bool:
     """Whether the tensor's class has a ``__torch_dispatch__`` of its own."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
@@ -159,6 +164,11 @@ def is_cut(placement: Placement, dim: int | None = None) -> bool:
     if isinstance(placement, _StridedShard):
         return dim is None or placement.dim == dim
     return placement.is_shard(dim)
+
+
+def is_strided(placement: Placement) -> bool:
+    """Whether ``placement`` cuts what all others have left."""
+    return isinstance(placement, _StridedShard)
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:

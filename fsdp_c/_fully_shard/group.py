@@ -361,14 +361,19 @@ class Group:
             return False
         return self.unit.state in ("PARTED", "UNSHARDED")
 
+    def hide_kept(self) -> None:
+        """Have modules register the sharded parameters, if they are between steps."""
+        if self.shows_kept:
+            assert self.unit is not None
+            self.unit.reshard()
+
     def _hide_kept_from_state_dicts(self) -> None:
         owner = weakref.ref(self)
 
         def reshard(*_: Any) -> None:
             group = owner()
-            if group is not None and group.shows_kept:
-                assert group.unit is not None
-                group.unit.reshard()
+            if group is not None:
+                group.hide_kept()
 
         for module in dict.fromkeys(place.module for place in self.places):
             add: Any = module.register_state_dict_pre_hook
