@@ -57,10 +57,12 @@ def localize(
         vars(local).update(vars(param))
         cuts[local] = cut_of(use.fqn, param, 0, mesh, row_placements(mesh))
         new[param] = local
-    localized = [use._replace(param=new.get(use.param, use.param)) for use in uses]
-    for old, use in zip(uses, localized, strict=True):
-        if use.param is not old.param:
-            setattr(use.module, use.name, use.param)
+    localized = []
+    for use in uses:
+        own = new.get(use.param, use.param)
+        if own is not use.param:
+            setattr(use.module, use.name, own)
+        localized.append(use._replace(param=own, shape=own.shape))
     return localized, cuts
 
 
@@ -98,7 +100,7 @@ class ParallelParams:
     def bind(self, unit: _native.Unit, uses: Sequence[ParamUse]) -> None:
         """Make what forward shows; the unit is a new one."""
         self._shown = {}
-        for index, use in zip(unit.param_of_use, uses, strict=True):
+        for use in uses:
             cut = self.cuts.get(use.param)
             if cut is None or use.param in self._shown:
                 continue
@@ -106,7 +108,7 @@ class ParallelParams:
             if dtype.is_floating_point:
                 dtype = self._param_dtype or dtype
             shown = parallel_param(use.param, cut, dtype)
-            unit.bind_parallel(index, shown, local_of(shown))
+            unit.bind_parallel(use.slot, shown, local_of(shown))
             self._shown[use.param] = shown
 
     def place(self, unit: _native.Unit, uses: Iterable[ParamUse]) -> None:
@@ -114,9 +116,7 @@ class ParallelParams:
         uses = list(uses)
         names = {use.param: use.fqn for use in reversed(uses)}
         by_index = {
-            index: self.cuts[use.param]
-            for index, use in zip(unit.param_of_use, uses, strict=True)
-            if use.param in self.cuts
+            use.slot: self.cuts[use.param] for use in uses if use.param in self.cuts
         }
         places = []
         for use in uses:

@@ -39,6 +39,7 @@ from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.parallel import from_state
 from fsdp_c._units.sessions import LoadSession
+from fsdp_c._units.uses import ParamUse
 
 
 def begin_load(
@@ -158,7 +159,6 @@ def _find_problems(
     prefix: str,
 ) -> list[str]:
     """Return what of ``state_dict`` does not fit the parameters of one unit."""
-    shapes = module._sharded.originals.shapes
     given = [
         (f"{prefix}{name}", use)
         for name, use in named_uses(module)
@@ -181,7 +181,7 @@ def _find_problems(
         ]
     problems = []
     for key, use in given:
-        problem = _find_mismatch(module, kind, state_dict[key], shapes[use])
+        problem = _find_mismatch(module, kind, state_dict[key], use.shape)
         if problem is not None:
             problems.append(problem.format(key=key))
     return problems
@@ -242,9 +242,9 @@ def _drop_own_shards(
 
 def _localize(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace values of tensor parallel parameters by what their unit has of them."""
-    originals = module._sharded.originals
-    for name, index in named_uses(module) if originals.parallel else ():
-        cut = originals.parallel.cuts.get(originals.uses[index].param)
+    parallel = module._sharded.originals.parallel
+    for name, use in named_uses(module) if parallel else ():
+        cut = parallel.cuts.get(use.param)
         key = f"{prefix}{name}"
         if cut is not None and key in state_dict:
             state_dict[key] = from_state(state_dict[key], cut, module.dtensor_mesh)
@@ -294,17 +294,18 @@ def _load_unit(
     session.stack.enter_context(module._sharded.originals.absent())
 
 
-def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:
+def _write(
+    module: ShardedModule, values: dict[str, Any], uses: dict[str, ParamUse]
+) -> None:
     """Copy values, by name, into the parameters of one unit."""
     if module._sharded.unit.is_summoned:
         values = _whole(module, values, uses)
     parts = unit_parts(module, as_shown=True)
-    params = module._sharded.unit.param_of_use
     for name, value in values.items():
         if not is_sharded(value):
-            parts[params[uses[name]]].write(_as_tensor(value))
+            parts[uses[name].slot].write(_as_tensor(value))
     for name, value in _exchanged(module, values, uses, are_whole=False).items():
-        own = parts[params[uses[name]]].values()
+        own = parts[uses[name].slot].values()
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
 
@@ -320,7 +321,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _whole(
-    module: ShardedModule, values: dict[str, Any], uses: dict[str, int]
+    module: ShardedModule, values: dict[str, Any], uses: dict[str, ParamUse]
 ) -> dict[str, Any]:
     """Return ``values`` with whole tensors for sharded ones."""
     found = _exchanged(module, values, uses, are_whole=True)
@@ -334,15 +335,14 @@ def _whole(
 def _exchanged(
     module: ShardedModule,
     values: dict[str, Any],
-    uses: dict[str, int],
+    uses: dict[str, ParamUse],
     *,
     are_whole: bool,
 ) -> dict[str, Tensor]:
     """Return the sharded ones of ``values``, whole or this rank's parts, 1-D."""
     parts = unit_parts(module, as_shown=True)
-    params = module._sharded.unit.param_of_use
     items = [
-        load_item(parts[params[uses[name]]], name, value, is_whole=are_whole)
+        load_item(parts[uses[name].slot], name, value, is_whole=are_whole)
         for name, value in values.items()
         if is_sharded(value)
     ]

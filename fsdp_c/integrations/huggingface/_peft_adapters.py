@@ -81,13 +81,9 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             prefix = clean_name(f"{name}.") if name else ""
-            shapes = module._sharded.originals.shapes
             for key, use in named_uses(module):
-                dtype = module._sharded.originals.uses[use].param.dtype
-                yield (
-                    f"{prefix}{key}",
-                    torch.empty(shapes[use], dtype=dtype, device="meta"),
-                )
+                whole = torch.empty(use.shape, dtype=use.param.dtype, device="meta")
+                yield f"{prefix}{key}", whole
     for name, param in model.named_parameters():
         if not is_taken(param):
             yield clean_name(name), param.detach().to("meta")
