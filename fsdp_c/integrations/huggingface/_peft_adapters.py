@@ -120,18 +120,16 @@ PATCHES = (
         module="peft.utils.save_and_load",
         function="get_peft_model_state_dict",
         purpose="adapters of wrapped models are saved",
-        parameters=frozenset({"model", "state_dict", "adapter_name"}),
-        mentions=frozenset({"named_modules", "_get_adapter_state_dict"}),
+        parameters="model state_dict adapter_name",
+        mentions="named_modules _get_adapter_state_dict",
         wrap=_wrap_get,
     ),
     Patch(
         module="peft.utils.save_and_load",
         function="set_peft_model_state_dict",
         purpose="adapters of wrapped models are loaded",
-        parameters=frozenset({"model", "peft_model_state_dict", "adapter_name"}),
-        mentions=frozenset(
-            {"named_parameters", "_remap_adapter_state_dict_for_load", "strict"}
-        ),
+        parameters="model peft_model_state_dict adapter_name",
+        mentions="named_parameters _remap_adapter_state_dict_for_load strict",
         wrap=_wrap_set,
     ),
 )
