@@ -27,14 +27,7 @@ from common import (
     run_benchmark,
     run_workers,
 )
-from implementations import (
-    FSDP1_ORIG,
-    FSDP2,
-    FSDP_C,
-    FSDP_C_FULLY,
-    FSDP_C_ORIG,
-    LABELS,
-)
+from implementations import FSDP1_ORIG, FSDP2, FSDP_C, FSDP_C_FULLY, FSDP_C_ORIG, LABELS
 from memory_trace import build_counter
 from memory_worker import (
     ACCUMULATE,

@@ -38,14 +38,7 @@ from common import (
     run_interleaved,
     timed_row,
 )
-from implementations import (
-    BARE,
-    FSDP1_ORIG,
-    FSDP2,
-    FSDP_C_ORIG,
-    LABELS,
-    parallelise,
-)
+from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_ORIG, LABELS, parallelise
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from train_step import BATCH, MODELS, TIME, describe, time_step
 

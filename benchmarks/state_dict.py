@@ -35,15 +35,7 @@ from implementations import (
     LABELS,
 )
 from memory_trace import build_counter
-from state_dict_worker import (
-    DISK,
-    LOAD,
-    MEMCPY,
-    NUM_RANKS,
-    OPERATIONS,
-    SAVE,
-    WIDTHS,
-)
+from state_dict_worker import DISK, LOAD, MEMCPY, NUM_RANKS, OPERATIONS, SAVE, WIDTHS
 
 IMPLEMENTATIONS = [
     FSDP_C_ORIG,

@@ -9,7 +9,7 @@ local tensors become views of its shard. What changes the DTensors themselves, a
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from fsdp_c._units.cuts import (
     local_of,
     parallel_param,
 )
+from fsdp_c._units.weakly import weakly
 
 
 class Place(NamedTuple):
@@ -179,13 +180,7 @@ class Group:
         return found
 
     def _make_extension(self, place: Place) -> Extension:
-        owner = weakref.ref(self)
-
-        def show(param: nn.Parameter) -> None:
-            group = owner()
-            if group is not None:
-                group._show_instead(place.param, param)
-
+        show = functools.partial(weakly(self._show_instead), place.param)
         return Extension(
             place.fqn,
             place.module,
@@ -312,8 +307,7 @@ class Group:
         for index in params:
             sharded = self.sharded[index]
             self.unit.bind_sharded(index, sharded, local_of(sharded))
-        owner = weakref.ref(self)  # the unit must not keep the group
-        cuts = self.cuts
+        cuts = self.cuts  # the unit must not keep the group
         is_parallel = any(cut.parallel is not None for cut in cuts)
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
@@ -329,11 +323,6 @@ class Group:
         def extend(index: int, stage: int) -> Any:
             return extensions[index].run(stage)
 
-        def on_replaced() -> None:
-            group = owner()
-            if group is not None:
-                group._adopt_replaced()
-
         self.unit.bind_rows(
             [
                 (
@@ -347,7 +336,7 @@ class Group:
                 for place in self.places
             ],
             make_grad,
-            on_replaced,
+            weakly(self._adopt_replaced),
             take_local_grad if is_parallel else None,
             extend if self._extensions else None,
         )
@@ -360,19 +349,17 @@ class Group:
         return self.unit.state in ("PARTED", "UNSHARDED")
 
     def _hide_kept_from_state_dicts(self) -> None:
-        owner = weakref.ref(self)
-
-        def reshard(*_: Any) -> None:
-            group = owner()
-            if group is not None and group.shows_kept:
-                assert group.unit is not None
-                group.unit.reshard()
-
+        reshard = weakly(self._reshard_kept)
         for module in dict.fromkeys(place.module for place in self.places):
             add: Any = module.register_state_dict_pre_hook
             add(reshard)
             add = module._register_load_state_dict_pre_hook
             add(reshard)
+
+    def _reshard_kept(self, *_: Any) -> None:
+        if self.shows_kept:
+            assert self.unit is not None
+            self.unit.reshard()
 
     def _part_of(self, index: int) -> nn.Parameter | None:
         """Make what modules show of a parameter while a small group keeps it."""
@@ -563,6 +550,23 @@ def groups_of(module: Any) -> tuple[Group, ...]:
 def group_of(module: Any) -> Group | None:
     """Return the first of them; None: it was not called on the module."""
     return next(iter(groups_of(module)), None)
+
+
+def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of one call, and what is in them and in no other group."""
+    seen = set()
+    stack = [("", module) for module in reversed(modules)]
+    while stack:
+        prefix, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield prefix, module
+        stack.extend(
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in reversed(list(module.named_children()))
+            if group_of(child) is None
+        )
 
 
 def groups_in(module: nn.Module) -> dict[Group, str]:

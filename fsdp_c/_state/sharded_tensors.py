@@ -26,7 +26,7 @@ from fsdp_c._torch_compat import (
     TensorProperties,
 )
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import dtensor_over
+from fsdp_c._units.cuts import as_dtensor, rows_of
 from fsdp_c._units.parallel import row_placements
 
 
@@ -55,12 +55,6 @@ def has_rows(shape: torch.Size) -> bool:
     return len(shape) > 0 and shape.numel() > 0
 
 
-def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the rows ``[begin, end)`` that ``rank`` holds."""
-    step = -(-num_rows // world_size)
-    return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
-
-
 def wrap_chunk(
     module: ShardedModule,
     chunk: Tensor,
@@ -85,7 +79,7 @@ def wrap_chunk(
         ]
         return sharded_tensor_of(module, chunk, shape, parts)
     mesh = module.dtensor_mesh
-    return dtensor_over(chunk, shape, mesh, row_placements(mesh))
+    return as_dtensor(chunk, shape, mesh, row_placements(mesh))
 
 
 def sharded_tensor_of(

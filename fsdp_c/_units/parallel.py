@@ -25,7 +25,6 @@ from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
     cut_of,
-    dtensor_over,
     local_grad,
     local_of,
     parallel_param,
@@ -183,8 +182,8 @@ def to_state(value: Any, cut: Cut) -> DTensor:
     """
     assert cut.parallel is not None
     if isinstance(value, DTensor):
-        return dtensor_over(local_of(value), cut.shape, cut.mesh, cut.placements)
-    return dtensor_over(value, cut.shape, *cut.parallel)
+        return as_dtensor(local_of(value), cut.shape, cut.mesh, cut.placements)
+    return as_dtensor(value, cut.shape, *cut.parallel)
 
 
 def from_state(value: Any, cut: Cut, mesh: DeviceMesh) -> Any:
@@ -205,7 +204,7 @@ def from_state(value: Any, cut: Cut, mesh: DeviceMesh) -> Any:
     value = value.detach()
     if value.device_mesh == cut.mesh:
         rows = local_tensor(value.redistribute(placements=cut.placements))
-        return dtensor_over(rows, cut.local_shape, mesh, row_placements(mesh))
+        return as_dtensor(rows, cut.local_shape, mesh, row_placements(mesh))
     if value.device_mesh == parallel_mesh:
         return local_tensor(value.redistribute(placements=placements))
     raise ValueError(
