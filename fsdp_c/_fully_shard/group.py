@@ -33,7 +33,6 @@ from fsdp_c._units.cuts import (
     local_of,
     parallel_param,
 )
-from fsdp_c._units.weakly import weakly
 
 
 class Place(NamedTuple):
@@ -180,7 +179,13 @@ class Group:
         return found
 
     def _make_extension(self, place: Place) -> Extension:
-        show = functools.partial(weakly(self._show_instead), place.param)
+        owner = weakref.ref(self)
+
+        def show(param: nn.Parameter) -> None:
+            group = owner()
+            if group is not None:
+                group._show_instead(place.param, param)
+
         return Extension(
             place.fqn,
             place.module,
@@ -307,7 +312,8 @@ class Group:
         for index in params:
             sharded = self.sharded[index]
             self.unit.bind_sharded(index, sharded, local_of(sharded))
-        cuts = self.cuts  # the unit must not keep the group
+        owner = weakref.ref(self)  # the unit must not keep the group
+        cuts = self.cuts
         is_parallel = any(cut.parallel is not None for cut in cuts)
 
         def make_grad(index: int, local: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,6 +329,11 @@ class Group:
         def extend(index: int, stage: int) -> Any:
             return extensions[index].run(stage)
 
+        def on_replaced() -> None:
+            group = owner()
+            if group is not None:
+                group._adopt_replaced()
+
         self.unit.bind_rows(
             [
                 (
@@ -336,7 +347,7 @@ class Group:
                 for place in self.places
             ],
             make_grad,
-            weakly(self._adopt_replaced),
+            on_replaced,
             take_local_grad if is_parallel else None,
             extend if self._extensions else None,
         )
@@ -349,17 +360,19 @@ class Group:
         return self.unit.state in ("PARTED", "UNSHARDED")
 
     def _hide_kept_from_state_dicts(self) -> None:
-        reshard = weakly(self._reshard_kept)
+        owner = weakref.ref(self)
+
+        def reshard(*_: Any) -> None:
+            group = owner()
+            if group is not None and group.shows_kept:
+                assert group.unit is not None
+                group.unit.reshard()
+
         for module in dict.fromkeys(place.module for place in self.places):
             add: Any = module.register_state_dict_pre_hook
             add(reshard)
             add = module._register_load_state_dict_pre_hook
             add(reshard)
-
-    def _reshard_kept(self, *_: Any) -> None:
-        if self.shows_kept:
-            assert self.unit is not None
-            self.unit.reshard()
 
     def _part_of(self, index: int) -> nn.Parameter | None:
         """Make what modules show of a parameter while a small group keeps it."""

@@ -1,11 +1,20 @@
 """Sharded parameters: DTensors over this rank's rows."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_c._units.cuts import Cut, as_dtensor, local_of, part_along
+from fsdp_c._units.cuts import Cut, as_dtensor, local_of
+
+
+def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
+    """Return a contiguous copy of what torch.chunk along ``dim`` gives ``rank``."""
+    size = param.size(dim)
+    rows = -(-size // world_size)
+    begin = min(rank * rows, size)
+    part = param.detach().narrow(dim, begin, min(rows, size - begin))
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def shard_param(
@@ -16,8 +25,7 @@ def shard_param(
     Only the rows are moved to ``device``; on the meta device they stay there.
     """
     whole = local_of(param) if isinstance(param, DTensor) else param
-    local = part_along(whole.detach(), cut.dim, world_size, rank)
-    local = local.clone(memory_format=torch.contiguous_format)
+    local = own_rows(whole, cut.dim, rank, world_size)
     if not local.is_meta:
         local = local.to(device)
     dtensor = as_dtensor(local, param.shape, cut.mesh, cut.placements)

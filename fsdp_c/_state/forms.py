@@ -18,11 +18,11 @@ from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import (
     has_rows,
     local_part,
+    rows_of,
     sharded_dtype,
     wrap_chunk,
 )
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import part_along
 from fsdp_c._units.device import CPU
 from fsdp_c._units.parallel import to_state
 
@@ -73,7 +73,8 @@ class Form:
         device = CPU if self.offload_to_cpu else whole.device
         if module is None or not self.shards or not has_rows(whole.shape):
             return whole.to(device, copy=True)
-        rows = part_along(whole, 0, module.world_size, module.rank)
+        begin, end = rows_of(whole.shape[0], module.world_size, module.rank)
+        rows = whole[begin:end]
         chunk = torch.empty_like(
             rows, device=device, memory_format=torch.contiguous_format
         )

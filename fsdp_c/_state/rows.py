@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._fully_shard.meshes import DataMesh
+from fsdp_c._fully_shard.rows import own_rows
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
+from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import sharded_modules
-from fsdp_c._units.cuts import Cut, as_dtensor, local_of, part_along, rows_of
+from fsdp_c._units.cuts import Cut, as_dtensor, local_of
 from fsdp_c._units.names import clean_name
 
 
@@ -106,8 +108,7 @@ class RowPart(ParamPart):
             whole = rows.full_tensor()
             if cut.parallel is not None:
                 whole = _parallel_part(whole, *cut.parallel)
-            local = part_along(whole, cut.dim, data.num_shards, data.shard_rank)
-            local = local.clone(memory_format=torch.contiguous_format)
+            local = own_rows(whole, cut.dim, data.shard_rank, data.num_shards)
         return as_dtensor(local, self.shape, cut.mesh, cut.placements)
 
     @property
@@ -128,8 +129,11 @@ def _parallel_part(
     """Return the part of this rank of a tensor parallel mesh."""
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            rank = mesh.get_local_rank(mesh_dim)
-            whole = part_along(whole, placement.dim, mesh.size(mesh_dim), rank)
+            dim = placement.dim
+            begin, end = rows_of(
+                whole.shape[dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            )
+            whole = whole.narrow(dim, begin, end - begin)
     return whole
 
 

@@ -134,18 +134,6 @@ def as_dtensor(
     return result
 
 
-def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the rows ``[begin, end)`` that torch.chunk gives ``rank``."""
-    step = -(-num_rows // world_size)
-    return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
-
-
-def part_along(whole: Tensor, dim: int, world_size: int, rank: int) -> Tensor:
-    """Return a view of what torch.chunk along ``dim`` gives ``rank``."""
-    begin, end = rows_of(whole.shape[dim], world_size, rank)
-    return whole.narrow(dim, begin, end - begin)
-
-
 def parallel_param(plain: nn.Parameter, cut: Cut, dtype: torch.dtype) -> nn.Parameter:
     """Return what modules see in the place of ``plain``: a tensor parallel DTensor.
 

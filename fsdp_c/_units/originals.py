@@ -1,6 +1,7 @@
 """Original and flat parameters of a unit: which of them the module registers."""
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,7 +14,6 @@ from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.parallel import ParallelParams
 from fsdp_c._units.uses import ParamUse, mark_sharded
-from fsdp_c._units.weakly import weakly
 
 # "1": a module's own __setattr__ is never called. FSDP1's name.
 UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
@@ -189,13 +189,20 @@ class Originals:
         """
         if self._hides or not self.uses:
             return
+        owner = weakref.ref(self)  # the unit must not keep this object
+
+        def check() -> None:
+            originals = owner()
+            if originals is not None:
+                originals.check()
+
         self._unit.watch(
             [
                 (use.module._parameters, use.name, use.param)
                 for use in self.uses
                 if use.param not in self.parallel.cuts
             ],
-            weakly(self.check),  # the unit must not keep this object
+            check,
         )
 
     def check(self) -> None:
