@@ -1,5 +1,6 @@
 """register_forward_method: other methods than forward, with whole parameters."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -77,10 +78,16 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     module.add_forward_method(method_name)
 
 
-def run_method(
+def bind_forward_method(
+    module: ShardedModule, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return ``method`` of the wrapped module, to be run by the module's unit."""
+    return functools.partial(_run, module, method)
+
+
+def _run(
     module: ShardedModule, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run ``method`` of the wrapped module by the module's unit."""
     if module._running is None:
         ensure_engine(module)
     return module._sharded.unit.forward(method, args, kwargs)
