@@ -17,11 +17,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed._composable.contract import (
-    REGISTRY_KEY,
-    STATE_KEY,
-    RegistryItem,
-)
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -126,17 +122,12 @@ def note_fully_sharded(module: Module, state: Any) -> None:
     states[function.__wrapped__] = state
 
 
-def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the dimensions of both, which are parts of one mesh.
+def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh with the dimensions of all, which are parts of one mesh.
 
     Raises:
         RuntimeError: They are not.
     """
-    return joined_meshes([first, second])
-
-
-def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the dimensions of all, which are parts of one mesh."""
     mesh: DeviceMesh = DeviceMesh._concatenate(meshes)
     return mesh
 

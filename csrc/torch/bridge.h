@@ -175,9 +175,6 @@ void fsdp_torch_unit_destroy(fsdp_torch_unit *unit);
 /* Borrowed. */
 const fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit);
 const fsdp_flat_layout *fsdp_torch_unit_layout(const fsdp_torch_unit *unit);
-/* num_uses param indices. Borrowed. */
-const int64_t *fsdp_torch_unit_param_of_use(const fsdp_torch_unit *unit,
-                                            int64_t *num_uses);
 
 /* New reference to the shard of `segment` as a 1-D torch.Tensor, or NULL with
  * a Python exception. GIL. */

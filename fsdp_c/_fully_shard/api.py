@@ -1,7 +1,7 @@
 """fully_shard() and the functions beside it."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
-from fsdp_c._fully_shard.group import Group, Place, StageState, group_of
+from fsdp_c._fully_shard.group import Group, Place, StageState, group_of, own_modules
 from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
@@ -169,26 +169,8 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(each for each in dict.fromkeys(given) if each not in inside)
 
 
-def _own_modules(
-    modules: Sequence[nn.Module],
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules and what is in them, but for what has a group already."""
-    seen: set[nn.Module] = set()
-    stack = [("", module) for module in reversed(modules)]
-    while stack:
-        prefix, current = stack.pop()
-        if current in seen or group_of(current) is not None:
-            continue
-        seen.add(current)
-        yield prefix, current
-        stack.extend(
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in reversed(list(current.named_children()))
-        )
-
-
 def _move_buffers(modules: Sequence[nn.Module], arguments: Arguments) -> None:
-    for _, module in _own_modules(modules):
+    for _, module in own_modules(modules):
         for buffer in module.buffers(recurse=False):
             if buffer.device != arguments.device and not buffer.is_meta:
                 buffer.data = buffer.to(arguments.device)
@@ -199,7 +181,7 @@ def _make_groups(
 ) -> tuple[Group, ...]:
     """Shard the parameters; those of one mesh are a group."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
-    for prefix, module in _own_modules(modules):
+    for prefix, module in own_modules(modules):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue

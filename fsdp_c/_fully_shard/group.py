@@ -9,7 +9,7 @@ local tensors become views of its shard. What changes the DTensors themselves, a
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -565,6 +565,23 @@ def groups_of(module: Any) -> tuple[Group, ...]:
 def group_of(module: Any) -> Group | None:
     """Return the first of them; None: it was not called on the module."""
     return next(iter(groups_of(module)), None)
+
+
+def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of one call, and what is in them and in no other group."""
+    seen = set()
+    stack = [("", module) for module in reversed(modules)]
+    while stack:
+        prefix, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield prefix, module
+        stack.extend(
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in reversed(list(module.named_children()))
+            if group_of(child) is None
+        )
 
 
 def groups_in(module: nn.Module) -> dict[Group, str]:
