@@ -230,7 +230,6 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
   }
   core.name = unit.name.c_str();
   core.owner = &unit;
-  core.reduces_in_order = unit.is_by_rows;
   core.layout = unit.layout;
   core.segments = segments.data();
   core.shard_group = core_group(unit.shard_group);

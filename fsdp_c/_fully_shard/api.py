@@ -17,7 +17,7 @@ from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
-from fsdp_c._torch_compat import note_fully_sharded
+from fsdp_c._torch_compat import interpreted, note_fully_sharded
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.params import check_param
@@ -117,6 +117,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
 
+    @interpreted
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         group = module._fsdp_c_groups[0]

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fsdp_c._fully_shard.group import Group, ensure_engine, groups_in
+from fsdp_c._torch_compat import interpreted
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -47,6 +48,7 @@ class FSDPModule(TorchFSDPModule):
         module.__init__(*args, **kwargs)
         return module
 
+    @interpreted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, hooks included, with whole parameters.
 

@@ -27,7 +27,7 @@ from fsdp_c._module.torch_class import TorchClass
 from fsdp_c._state import kinds
 from fsdp_c._state.model import load, save
 from fsdp_c._state.optim.methods import OptimStateMethods
-from fsdp_c._torch_compat import Policy, TrainingState
+from fsdp_c._torch_compat import Policy, TrainingState, interpreted
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.build import build_unit
 from fsdp_c._units.config import DEFAULTS, make_config
@@ -177,6 +177,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
 
     # Running ---------------------------------------------------------------
 
+    @interpreted
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole parameters.
 

@@ -117,6 +117,11 @@ class ParamPart:
         return self.module is not None
 
     @property
+    def is_rows(self) -> bool:
+        """Whether each rank has rows and, even with none, a state: of DTensors."""
+        return False
+
+    @property
     def shard_group(self) -> ProcessGroup | None:
         """The group over which it is sharded; None if each rank has the whole."""
         if self.module is None:

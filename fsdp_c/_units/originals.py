@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
+from fsdp_c._torch_compat import interpreted, interpreted_with_callees
 from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.parallel import ParallelParams
@@ -166,6 +167,7 @@ class Originals:
         """Whether a module has a ``__setattr__`` of its own."""
         return bool(self._listeners)
 
+    @interpreted
     def call_announced(
         self, module: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -191,6 +193,7 @@ class Originals:
             return
         owner = weakref.ref(self)  # the unit must not keep this object
 
+        @interpreted_with_callees
         def check() -> None:
             originals = owner()
             if originals is not None:
