@@ -33,18 +33,24 @@ void check(Body &&body) {
 // destroys the callback without running it: then this object's destructor
 // tells the engine, which resets itself at its next use. So the callback is
 // queued before the engine opens the backward.
+//
+// On an accelerator the destructor runs in a thread of autograd, a moment after
+// the caller got the exception. Then the destructor and the next use both want
+// to register the sharded parameters, and the first to hold the GIL does: from
+// the next use on, the engine is no longer aborted and the destructor leaves
+// the parameters alone.
 class BackwardEnd {
  public:
   explicit BackwardEnd(std::shared_ptr<Engine> engine)
       : engine_(std::move(engine)) {}
   ~BackwardEnd() {
     if (has_succeeded_) return;
+    engine_->publish_abort_reason("left backward by an exception");
+    engine_->is_aborted = true;
     try {
-      close_rows(*engine_);
+      close_failed_rows(*engine_);
     } catch (...) {  // the exception that ended the backward is the one to see
     }
-    engine_->is_aborted = true;
-    engine_->publish_abort_reason("left backward by an exception");
   }
   BackwardEnd(const BackwardEnd &) = delete;
   BackwardEnd &operator=(const BackwardEnd &) = delete;

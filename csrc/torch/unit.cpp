@@ -411,12 +411,6 @@ const fsdp_flat_layout *fsdp_torch_unit_layout(const fsdp_torch_unit *unit) {
   return unit->self->layout;
 }
 
-const int64_t *fsdp_torch_unit_param_of_use(const fsdp_torch_unit *unit,
-                                            int64_t *num_uses) {
-  *num_uses = static_cast<int64_t>(unit->self->param_of_use.size());
-  return unit->self->param_of_use.data();
-}
-
 PyObject *fsdp_torch_unit_shard(const fsdp_torch_unit *unit, int64_t segment) {
   HANDLE_TH_ERRORS
   return THPVariable_Wrap(

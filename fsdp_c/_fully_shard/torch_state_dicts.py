@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_c._fully_shard.group import group_of, groups_in
 from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._torch_compat import checkpoint_state_dict, is_strided, state_dict_utils
-from fsdp_c._units.cuts import dtensor_over
+from fsdp_c._units.cuts import as_dtensor
 
 # Put whole tensors in the place of DTensors: of a state dict, for one rank or all.
 gatherers: list[Callable[[Any, int | None], Any]] = []
@@ -129,7 +129,7 @@ def _is_strided(value: DTensor) -> bool:
 def _distributed(whole: Tensor, like: DTensor) -> DTensor:
     """Return this rank's part of ``whole``, placed as ``like``."""
     part = part_of(whole, like.device_mesh, like.placements)
-    return dtensor_over(part, like.shape, like.device_mesh, like.placements)
+    return as_dtensor(part, like.shape, like.device_mesh, like.placements)
 
 
 def _is_ours(model: nn.Module) -> bool:
