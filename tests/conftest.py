@@ -64,13 +64,13 @@ def _one_of_each(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _every_pair(_: str, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return items that hold every pair of parameter values."""
+    """Return items that hold every pair of parameter values, and every world size."""
     rows = []
     for item in items:
         call = getattr(item, "callspec", None)
         params = {} if call is None else call.params
         rows.append({name: repr(value) for name, value in params.items()})
-    return [items[index] for index in covering(rows)]
+    return [items[index] for index in covering(rows, spread="world_size")]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,7 +41,7 @@ from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard import arguments
 from fsdp_c._fully_shard.either import units_in
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import groups_destroyed, groups_kept, kept_mesh
 from helpers.models import VOCAB, Inputs
 from helpers.rows import Rows
 from helpers.shared_folder import shared_folder
@@ -122,12 +122,15 @@ class SpmdRows(Rows):
         **options: Any,
     ) -> None:
         """Build both; ``options`` go to ``fully_shard``."""
-        mesh, name_of = make_mesh(**sizes)
+        names = list(sizes)
+        # By place: meshes of one shape are one, whatever their dimensions are for.
+        of_mesh = tuple(f"dim{index}" for index in range(len(names)))
+        name_of = dict(zip(names, of_mesh, strict=True)).__getitem__
+        mesh = kept_mesh(tuple(sizes.values()), of_mesh)
         dims = DataParallelMeshDims(
             shard=tuple(map(name_of, shard)) or None,
             replicate=tuple(map(name_of, replicate)) or None,
         )
-        names = list(sizes)
         self.mesh = mesh
         batch = [names.index(name) for name in (*replicate, *shard)]
         tp = names.index("tp") if "tp" in names else None
@@ -169,7 +172,7 @@ def test_named_dimensions(
     replicate: tuple[str, ...],
 ) -> None:
     """Dimensions that shard or replicate, in any place, one or several."""
-    with groups_destroyed():
+    with groups_kept():
         both = SpmdRows(sizes, shard, replicate)
         train_and_check(both)
         seen: list[Any] = []
@@ -185,7 +188,7 @@ def test_named_dimensions(
 @distributed(world_size=2)
 def test_named_dimensions_of_two_ranks(rank: int, world_size: int) -> None:
     """One rank in a dimension, parts of different sizes, other dimensions."""
-    with groups_destroyed():
+    with groups_kept():
         train_and_check(SpmdRows({"dp": 1, "tp": 2}, ("dp",)))
         train_and_check(SpmdRows({"dp": 2, "tp": 1}, ("dp",), hidden=7))
         train_and_check(

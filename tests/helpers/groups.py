@@ -11,6 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 kept_groups: list[dist.ProcessGroup] = []
 
 
+@contextlib.contextmanager
+def groups_kept() -> Iterator[None]:
+    """Keep the groups made inside for all tests of the worker."""
+    before = list(dist.distributed_c10d._world.pg_map)
+    yield
+    made = [g for g in dist.distributed_c10d._world.pg_map if g not in before]
+    kept_groups.extend(g for g in made if g not in kept_groups)
+
+
 @functools.cache
 def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of this shape on the CPU, the same one for all tests.
@@ -18,13 +27,10 @@ def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     What torch finds out about operators of DTensors it remembers by mesh, and finding
     it out is most of a short test's time.
     """
-    before = list(dist.distributed_c10d._world.pg_map)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for name in names:
-        mesh[name]
-    kept_groups.extend(
-        g for g in dist.distributed_c10d._world.pg_map if g not in before
-    )
+    with groups_kept():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for name in names:
+            mesh[name]
     return mesh
 
 

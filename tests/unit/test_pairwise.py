@@ -40,3 +40,13 @@ def test_one_column_keeps_all_its_values() -> None:
 def test_without_columns_one_row_is_left() -> None:
     assert covering([{}]) == [0]
     assert covering([]) == []
+
+
+def test_values_of_the_spread_column_take_turns() -> None:
+    rows = _table(6, 3, 2)
+    chosen = [rows[index] for index in covering(rows, spread="column 1")]
+    others = [{k: v for k, v in row.items() if k != "column 1"} for row in chosen]
+    assert len(others) == len(_pairs(others)) == 12
+    assert [sum(row["column 1"] == each for row in chosen) for each in range(3)] == [
+        4
+    ] * 3
