@@ -1,17 +1,22 @@
 """A frozen language model with trainable cross-attention, as open_flamingo.
 
 Each part is wrapped by hand, twice, and nothing around them is: every part is a root of
-its own. Frozen blocks pass gradients on. A step takes two backwards, of two data sets.
-Each part clips by its own norm. With checkpointing, a layer that holds two roots runs
-again in backward. What it passes as HYBRID_SHARD's groups on one host is a mesh (n, 1)
-for torch's FSDP1, which does not reduce over it.
+its own, and decoders and cross-attention are registered in two places. Decoders are
+either frozen, so they pass gradients on, or only left out of the optimizer, so their
+gradients pile up. An update takes two steps, a step two backwards, of two data sets
+with different weights. After each step the gradient of most embeddings is cleared, and
+each part clips by its own norm. With checkpointing, a layer that holds two roots runs
+again in backward. HYBRID_SHARD runs over groups of one rank, which torch's FSDP1 does
+not reduce over, and over 2 x 2 ranks.
 """
 
-from collections.abc import Callable
+import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -23,10 +28,14 @@ from torch.nn import functional
 
 from helpers.distributed import distributed
 from helpers.groups import hybrid_groups
-from helpers.impl import FSDP, ShardingStrategy
+from helpers.impl import FSDP, MixedPrecision, ShardingStrategy
+from helpers.reference import assert_same_tensors, clean_name
 from programs.unsharded import check_weights, draw, mean_over_ranks
 
 DIM, VOCAB = 8, 12
+NEW_TOKENS = [10, 11]  # the only rows of the embedding that are trained
+STEPS_PER_UPDATE = 2
+LOSS_WEIGHTS = (0.2, 1.0)  # by data set
 
 
 class _Decoder(nn.Module):
@@ -74,8 +83,14 @@ class _Flamingo(nn.Module):
         self.perceiver = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU())
         self.embedding = nn.Embedding(VOCAB, DIM)
         crosses = [_GatedCrossAttention(), None, _GatedCrossAttention()]
-        self.layers = nn.ModuleList(_Layer(cross, _Decoder()) for cross in crosses)
+        self.decoders = nn.ModuleList(_Decoder() for _ in crosses)
+        self.crosses = nn.ModuleList(crosses)  # type: ignore[arg-type]
         self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.make_layers()
+
+    def make_layers(self) -> None:
+        pairs = zip(self.crosses, self.decoders, strict=True)
+        self.layers = nn.ModuleList(_Layer(*pair) for pair in pairs)
 
     def plain_layers(self) -> list[_Layer]:
         return [module for module in self.modules() if isinstance(module, _Layer)]
@@ -93,31 +108,30 @@ class _Flamingo(nn.Module):
 
 
 def _trainable(model: _Flamingo) -> list[nn.Module]:
-    crosses = [layer.cross for layer in model.plain_layers()]
-    return [
-        model.perceiver,
-        model.embedding,
-        *(cross for cross in crosses if cross is not None),
-    ]
+    crosses = [cross for cross in model.crosses if cross is not None]
+    return [model.perceiver, model.embedding, *crosses]
 
 
-def _build() -> _Flamingo:
+def _build(*, thawed: bool = False) -> _Flamingo:
     torch.manual_seed(0)
     model = _Flamingo().double()
     model.requires_grad_(False)
+    model.decoders.requires_grad_(thawed)
     for part in _trainable(model):
         part.requires_grad_(True)
     return model
 
 
-def _wrap(model: _Flamingo, checkpointing: str, **kwargs: Any) -> _Flamingo:
-    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True, **kwargs):
+def _wrap(
+    model: _Flamingo, checkpointing: str, wrapper: Any = FSDP, **kwargs: Any
+) -> _Flamingo:
+    with enable_wrap(wrapper_cls=wrapper, use_orig_params=True, **kwargs):
         for name in ("vision", "perceiver", "embedding", "head"):
             setattr(model, name, wrap(wrap(getattr(model, name))))
-        for layer in model.plain_layers():
-            layer.decoder = wrap(wrap(layer.decoder))
-            if layer.cross is not None:
-                layer.cross = wrap(wrap(layer.cross))
+        for modules in (model.decoders, model.crosses):
+            for i, module in enumerate(modules):
+                modules[i] = None if module is None else wrap(wrap(module))
+    model.make_layers()
     again: Any = lambda module: checkpoint_wrapper(  # noqa: E731
         module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
     )
@@ -132,16 +146,15 @@ def _wrap(model: _Flamingo, checkpointing: str, **kwargs: Any) -> _Flamingo:
     return model
 
 
-def _losses(model: nn.Module, step: int, rank: int) -> list[Callable[[], Tensor]]:
-    def loss(seed: int) -> Tensor:
-        tokens = torch.randint(
-            0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(seed)
-        )
-        logits = model(draw(2, 4, DIM, seed=seed), tokens[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    seeds = [100 * step + 10 * rank + data for data in range(2)]
-    return [lambda seed=seed: loss(seed) for seed in seeds]  # type: ignore[misc]
+def _loss(model: nn.Module, step: int, rank: int, data: int) -> Tensor:
+    seed = 100 * step + 10 * rank + data
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
+    dtype = next(model.parameters()).dtype
+    logits = model(draw(2, 4, DIM, seed=seed).to(dtype), tokens[:, :-1])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    loss = functional.cross_entropy(logits, tokens[:, 1:].flatten())
+    return loss * LOSS_WEIGHTS[data] / STEPS_PER_UPDATE
 
 
 def _optimizer(model: _Flamingo) -> torch.optim.Optimizer:
@@ -157,44 +170,124 @@ def _optimizer(model: _Flamingo) -> torch.optim.Optimizer:
     )
 
 
-def _train(rank: int, model: _Flamingo) -> None:
-    reference = _build()
+def _clear_old_rows(embedding: Any) -> None:
+    old = torch.ones(VOCAB, dtype=torch.bool)
+    old[NEW_TOKENS] = False
+    embedding.weight.grad[old] = 0.0
+
+
+def _train(rank: int, model: _Flamingo, *, thawed: bool) -> None:
+    reference = _build(thawed=thawed)
     mine, expected = _optimizer(model), _optimizer(reference)
-    for step in range(3):
-        mine.zero_grad()
-        expected.zero_grad()
+    for step in range(3 * STEPS_PER_UPDATE):
         for data in range(2):
-            _losses(model, step, rank)[data]().backward()
+            _loss(model, step, rank, data).backward()
             mean_over_ranks(
-                lambda r, data=data, step=step: _losses(reference, step, r)[data]()
+                lambda r, data=data, step=step: _loss(reference, step, r, data)
             ).backward()
+        with FSDP.summon_full_params(model.embedding, with_grads=True):
+            _clear_old_rows(model.embedding)
+        _clear_old_rows(reference.embedding)
         for part in _trainable(model):
             part.clip_grad_norm_(0.1)
         for part in _trainable(reference):
             nn.utils.clip_grad_norm_(part.parameters(), 0.1)
-        mine.step()
-        expected.step()
+        if (step + 1) % STEPS_PER_UPDATE == 0:
+            for optimizer in (mine, expected):
+                optimizer.step()
+                optimizer.zero_grad()
     check_weights(model, reference)
+    actual, gradients = _gradients(model), _gradients(reference)
+    assert bool(gradients) == thawed  # of the decoders, which nobody cleared
+    assert_same_tensors("gradient", actual, gradients, 1e-9)
 
 
+def _gradients(model: nn.Module, wrapper: Any = FSDP) -> dict[str, Tensor]:
+    with wrapper.summon_full_params(model, with_grads=True, writeback=False):
+        return {
+            clean_name(name): param.grad.double().clone()
+            for name, param in model.named_parameters()
+            if param.grad is not None
+        }
+
+
+@pytest.mark.parametrize("thawed", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "inside", "around", "both"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
-def test_weights(rank: int, strategy: str, checkpointing: str) -> None:
+def test_weights(rank: int, strategy: str, checkpointing: str, *, thawed: bool) -> None:
     """With activations kept or computed again."""
+    model = _build(thawed=thawed)
     strategy_kind = ShardingStrategy[strategy]
-    _train(rank, _wrap(_build(), checkpointing, sharding_strategy=strategy_kind))
-
-
-@distributed(world_size=2)
-def test_hybrid_shard(rank: int, world_size: int) -> None:
-    """Groups of one rank to shard over, and of all to replicate over."""
-    with hybrid_groups(world_size, 1) as groups:
-        _train_hybrid(rank, groups)
-
-
-def _train_hybrid(rank: int, groups: Any) -> None:
-    strategy = ShardingStrategy.HYBRID_SHARD
     _train(
-        rank, _wrap(_build(), "none", sharding_strategy=strategy, process_group=groups)
+        rank,
+        _wrap(model, checkpointing, sharding_strategy=strategy_kind),
+        thawed=thawed,
     )
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "both"])
+@distributed(world_size=(2, 4))
+def test_hybrid_shard(rank: int, world_size: int, checkpointing: str) -> None:
+    """Over groups of one rank and of two."""
+    with hybrid_groups(2, world_size // 2) as groups:
+        _train_hybrid(rank, groups, checkpointing)
+
+
+def _train_hybrid(rank: int, groups: Any, checkpointing: str) -> None:
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model = _wrap(_build(thawed=True), checkpointing, process_group=groups, **options)
+    _train(rank, model, thawed=True)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "both"])
+@distributed(world_size=(2, 4))
+def test_bf16(rank: int, world_size: int, checkpointing: str) -> None:
+    """Weights in fp32, autocast, and gradients reduced in bf16, over 2 or 2 x 2 ranks.
+
+    A rank rounds its gradient to bf16, and each of the two reductions rounds the sum.
+    Rounding changes a number by 2 ** -9 of it at most. The first backward's gradients
+    of a rank are those of the unsharded model, so the error has that bound.
+    """
+    reference = _build(thawed=True).float()
+    means: dict[str, Tensor] = {}
+    sizes: dict[str, Tensor] = {}  # means of absolute values
+    for r, data in itertools.product(range(world_size), range(2)):
+        reference.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = _loss(reference, 0, r, data)
+        loss.backward()
+        for name, gradient in _gradients(reference).items():
+            means[name] = means.get(name, 0) + gradient / world_size
+            sizes[name] = sizes.get(name, 0) + gradient.abs() / world_size
+    bounds = {name: 3.1 * 2**-9 * float(size.max()) for name, size in sizes.items()}
+
+    def error_of(wrapper: Any, groups: Any) -> float:
+        hybrid, full = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD
+        model = _wrap(
+            _build(thawed=True).float(),
+            checkpointing,
+            wrapper,
+            sharding_strategy=hybrid if groups else full,
+            process_group=groups,
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.float32, reduce_dtype=torch.bfloat16
+            ),
+            device_id=torch.device("cpu"),
+        )
+        for data in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = _loss(model, 0, rank, data)
+            loss.backward()
+        errors = _gradients(model, wrapper)
+        assert errors.keys() == means.keys()
+        for name, mean in means.items():
+            errors[name] -= mean
+            largest = float(errors[name].abs().max())
+            assert largest <= bounds[name], (name, largest, bounds[name])
+        return sum(float(error.square().sum()) for error in errors.values())
+
+    with hybrid_groups(2, 2) if world_size == 4 else contextlib.nullcontext() as groups:
+        mine = error_of(FSDP, groups)
+        theirs = error_of(torch_fsdp.FullyShardedDataParallel, groups)
+    assert 0 < mine <= theirs, (mine, theirs)
