@@ -1,4 +1,4 @@
-"""What the benchmarks share: worker processes, interleaving, tables, environment.
+"""What the benchmarks share: worker processes, interleaving, tables, results.
 
 Every figure is the smallest of several medians. Each median comes from a fresh process
 that runs one implementation. Rounds are interleaved, so that neither other processes
@@ -9,68 +9,89 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
+import math
 import os
-import platform
 import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
+
+from fsdp_c.bench._command import machine, positive_int
+from fsdp_c.bench._processes import run_ranks
+from fsdp_c.bench._report import smallest
 
 Json = dict[str, Any]
 
 WORKER_TIMEOUT_S = 300.0
+LOSS_TOLERANCE = 1e-3  # all that communicate must have trained the same model
 
 
-def positive_int(text: str) -> int:
-    """Parse a command-line integer that must be at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
-    return int(text)
+def make_parser(
+    description: str | None,
+    *,
+    steps: int | None = None,
+    warmup: int | None = None,
+    rounds: int | None = None,
+) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks and their workers have."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    add = parser.add_argument
+    for name, default, what in (
+        ("--steps", steps, "timed steps per process"),
+        ("--warmup", warmup, "steps before them"),
+        ("--rounds", rounds, "processes per figure"),
+    ):
+        if default is not None:
+            add(name, type=positive_int, default=default, help=what)
+    add("--json", type=Path, help="write the results to this file")
+    add("--markdown", action="store_true", help="print the tables as markdown")
+    add("--worker", help=argparse.SUPPRESS)
+    add("--worker-folder", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
-def add_common_arguments(
-    parser: argparse.ArgumentParser, *, steps: int, warmup: int, rounds: int
-) -> None:
-    """Add the options that every benchmark has, and the hidden ones of a worker."""
-    parser.add_argument(
-        "--steps", type=positive_int, default=steps, help="timed steps per process"
-    )
-    parser.add_argument("--warmup", type=positive_int, default=warmup)
-    parser.add_argument(
-        "--rounds", type=positive_int, default=rounds, help="processes per figure"
-    )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the table as markdown"
-    )
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
+def run_benchmark(
+    args: argparse.Namespace,
+    *,
+    worker: Callable[[argparse.Namespace], None],
+    measure: Callable[[argparse.Namespace], Json],
+    show: Callable[[Json, argparse.Namespace], str],
+) -> int:
+    """Run one worker; or the benchmark, and print and write its results."""
+    if args.worker is not None:
+        worker(args)
+        return 0
+    data = measure(args)
+    print(environment_line(data["environment"]))
+    print(show(data, args))
+    for notice in data.get("notices", ()):
+        print(notice, file=sys.stderr)
+    if args.json is not None:
+        write_json(args.json, data)
+    return 0
 
 
-def environment() -> Json:
-    """Return what the figures depend on: machine, versions, date."""
-    cpu = platform.processor() or "unknown CPU"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
+def results_of(name: str, args: argparse.Namespace, **results: Any) -> Json:
+    """Return the results of a benchmark with what they depend on."""
     return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "date": datetime.date.today().isoformat(),
+        "benchmark": name,
+        "command": command_line(),
+        "environment": machine("cpu"),
+        "settings": {
+            name: vars(args)[name]
+            for name in ("steps", "warmup", "rounds")
+            if name in args
+        },
+        **results,
     }
 
 
@@ -100,9 +121,52 @@ def median_ms(step: Callable[[], object], *, num_steps: int, num_warmup: int) ->
     return statistics.median(times) / 1e6
 
 
-def report_result(folder: Path, result: Json) -> None:
-    """Hand a worker's result to the process that started it (rank 0 calls this)."""
-    (folder / "result.json").write_text(json.dumps(result))
+# Workers -------------------------------------------------------------------------
+
+
+def report_result(args: argparse.Namespace, result: Json) -> None:
+    """Hand rank 0's result to the process that started this one."""
+    if os.environ["RANK"] == "0":
+        (args.worker_folder / "result.json").write_text(json.dumps(result))
+
+
+def join_fake_group(world_size: int) -> None:
+    """Be rank 0 of a group whose other ranks do not exist: collectives are copies."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+@contextlib.contextmanager
+def joined_group(args: argparse.Namespace, backend: str = "gloo") -> Iterator[None]:
+    """Use one thread, and the group of all ranks of this worker."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        (args.worker_folder / "store").as_uri(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """Return the mean of the ranks' losses."""
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def check_losses(where: str, losses: Mapping[str, float]) -> None:
+    """Check that the implementations ended with the same loss.
+
+    Raises:
+        RuntimeError: They did not: one trained wrongly.
+    """
+    spread = max(losses.values(), default=0.0) - min(losses.values(), default=0.0)
+    if not spread <= LOSS_TOLERANCE or not math.isfinite(spread):
+        raise RuntimeError(f"{where}: losses after the same steps differ: {losses}")
 
 
 def run_workers(
@@ -116,70 +180,30 @@ def run_workers(
 
     Args:
         arguments: Command line after the interpreter; ``--worker-folder`` is added.
-        num_ranks: Processes to start, each with RANK and WORLD_SIZE set.
+        num_ranks: Processes to start.
         environ: More environment variables of theirs.
         prefix: The words before a rank's command, which it must end up as.
 
     Raises:
         RuntimeError: A rank failed or timed out; the message ends with its output.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdp_c-benchmark-") as name:
-        folder = Path(name)
-        command = [sys.executable, *arguments, "--worker-folder", str(folder)]
-        processes: list[subprocess.Popen[bytes]] = []
-        logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
-        try:
-            for rank, log in enumerate(logs):
-                env = {
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(num_ranks),
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONWARNINGS": "ignore",
-                    **(environ or {}),
-                }
-                with log.open("wb") as output:
-                    processes.append(
-                        subprocess.Popen(
-                            [*prefix(rank), *command],
-                            env=env,
-                            stdout=output,
-                            stderr=output,
-                        )
-                    )
-            failed = _wait_for_all(processes)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-        if failed is not None:
-            output_tail = logs[failed].read_text(errors="replace")[-4000:]
-            raise RuntimeError(
-                f"rank {failed} of {' '.join(arguments)} ended with "
-                f"{processes[failed].returncode}:\n{output_tail}"
-            )
-        result: Json = json.loads((folder / "result.json").read_text())
-        return result
-
-
-def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have ended well; return the first to fail or to be late."""
-    deadline = time.monotonic() + WORKER_TIMEOUT_S
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                return rank
-        if None not in codes:
-            return None
-        if time.monotonic() > deadline:
-            return codes.index(None)
-        time.sleep(0.05)
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return run_ranks(
+        [*arguments, "--worker-folder"],
+        num_ranks,
+        timeout_s=WORKER_TIMEOUT_S,
+        environ={**quiet, **(environ or {})},
+        prefix=prefix,
+    )
 
 
 def run_interleaved(
-    jobs: Mapping[str, Sequence[str]], *, num_rounds: int, num_ranks: int
+    jobs: Mapping[str, Sequence[str]],
+    *,
+    num_rounds: int,
+    num_ranks: int,
+    environ: Mapping[str, str] | None = None,
+    prefix: Callable[[str, int], Sequence[str]] = lambda _job, _rank: (),
 ) -> dict[str, list[Json]]:
     """Run every job once per round, in alternating order.
 
@@ -187,6 +211,8 @@ def run_interleaved(
         jobs: Command line of each job, by name.
         num_rounds: Times that each job runs.
         num_ranks: Processes per job.
+        environ: More environment variables of theirs.
+        prefix: The words before the command of a job's rank.
 
     Returns:
         The results of each job, one per round.
@@ -194,17 +220,25 @@ def run_interleaved(
     results: dict[str, list[Json]] = {name: [] for name in jobs}
     with tqdm(total=num_rounds * len(jobs), unit="run", leave=False) as bar:
         for round_index in range(num_rounds):
-            order = list(jobs)[:: 1 if round_index % 2 == 0 else -1]
-            for name in order:
+            for name in list(jobs)[:: 1 if round_index % 2 == 0 else -1]:
                 bar.set_postfix_str(name)
-                results[name].append(run_workers(jobs[name], num_ranks=num_ranks))
+                result = run_workers(
+                    jobs[name],
+                    num_ranks=num_ranks,
+                    environ=environ,
+                    prefix=lambda rank, name=name: prefix(name, rank),
+                )
+                results[name].append(result)
                 bar.update()
     return results
 
 
-def smallest(results: Sequence[Json], key: str) -> float:
-    """Return the smallest ``key`` over the rounds."""
-    return min(float(result[key]) for result in results)
+def timed_row(runs: Sequence[Json], key: str = "step_ms") -> Json:
+    """Return the smallest of the rounds' medians, and all of them."""
+    return {key: smallest(runs, key), f"all_{key}": [run[key] for run in runs]}
+
+
+# Tables --------------------------------------------------------------------------
 
 
 def ratio(value: float, reference: float | None) -> str:

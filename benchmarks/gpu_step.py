@@ -16,51 +16,36 @@ a real rank. Losses and the time of collectives mean nothing.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from common import (
     Json,
-    add_common_arguments,
     command_line,
-    environment,
     environment_line,
     format_table,
-    positive_int,
+    join_fake_group,
+    joined_group,
+    make_parser,
     ratio,
     report_result,
     run_interleaved,
-    smallest,
     write_json,
 )
-from implementations import (
-    FSDP1_ORIG,
-    FSDP2,
-    FSDP_C_ORIG,
-    GPT,
-    LABELS,
-    NUM_BYTES,
-    Block,
-    why_unavailable,
-)
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-IMPLEMENTATIONS = [FSDP_C_ORIG, FSDP1_ORIG, FSDP2]
-# The first losses, by how much they may differ. The first is of equal weights; the
-# next ones follow updates of gradients in bf16. Later ones are chaotic.
-NUM_LOSSES = 4
-FIRST_LOSS_TOLERANCE = 5e-3
-LOSS_TOLERANCE = 5e-2
+from fsdp_c.bench import _worker
+from fsdp_c.bench._command import machine, positive_int
+from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS
+from fsdp_c.bench._report import differences, smallest
+from fsdp_c.bench._workload import Workload
+
+IMPLEMENTATIONS = [OURS, FSDP1, FSDP2]
 HOST_WAITS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -70,31 +55,33 @@ HOST_WAITS = (
 )
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A GPT whose attention heads are 64 wide, and its batch."""
-
-    width: int
-    num_blocks: int
-    batch: int
-    time: int
-
-    def create(self) -> GPT:
-        """Return the same initial model on every rank and in every run."""
-        torch.manual_seed(0)
-        return GPT(self.width, self.num_blocks, self.width // 64)
+def _workload(
+    device: str, width: int, num_layers: int, batch: int, length: int
+) -> Workload:
+    """Return a workload in bf16; its steps are counted, not timed."""
+    ranks_and_seconds = {"num_ranks": 0, "seconds": 0.0}
+    model = {"width": width, "num_layers": num_layers, "vocabulary": 256}
+    return Workload(
+        device=device,
+        batch=batch,
+        length=length,
+        dtype="bfloat16",
+        recomputes=False,
+        **model,
+        **ranks_and_seconds,
+    )
 
 
 WORKLOADS = {
     "cuda": {
-        "host-bound": Workload(512, 24, 1, 64),
-        "compute-bound": Workload(2048, 12, 8, 1024),
-        "wide": Workload(4096, 4, 2, 1024),
+        "host-bound": _workload("cuda", 512, 24, 1, 64),
+        "compute-bound": _workload("cuda", 2048, 12, 8, 1024),
+        "wide": _workload("cuda", 4096, 4, 2, 1024),
     },
     "cpu": {
-        "host-bound": Workload(64, 3, 1, 8),
-        "compute-bound": Workload(128, 2, 2, 32),
-        "wide": Workload(256, 1, 1, 16),
+        "host-bound": _workload("cpu", 64, 3, 1, 8),
+        "compute-bound": _workload("cpu", 128, 2, 2, 32),
+        "wide": _workload("cpu", 256, 1, 1, 16),
     },
 }
 
@@ -108,100 +95,13 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def parallelise(
-    model: nn.Module,
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype | None = torch.bfloat16,
-) -> nn.Module:
-    """Return ``model`` sharded, one unit per block, computing and reducing in dtype."""
-    if name == FSDP2:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        model = model.to(device)
-        policy = MixedPrecisionPolicy(dtype, dtype)
-        for block in model.modules():
-            if isinstance(block, Block):
-                fully_shard(block, mp_policy=policy)
-        sharded: nn.Module = fully_shard(model, mp_policy=policy)
-        return sharded
-    from torch.distributed.fsdp import (
-        FullyShardedDataParallel,
-        MixedPrecision,
-    )
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    wrapper: Any = FullyShardedDataParallel
-    if name == FSDP_C_ORIG:
-        import fsdp_c
-
-        wrapper = fsdp_c.FullyShardedDataParallel
-    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
-    wrapped: nn.Module = wrapper(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=precision if dtype else None,
-        use_orig_params=True,
-        device_id=device,
-    )
-    return wrapped
-
-
-class Trainer:
+class Trainer(_worker.Trainer):
     """One implementation's model, optimizer and batch."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        name: str,
-        device: torch.device,
-        dtype: torch.dtype | None = torch.bfloat16,
-    ) -> None:
-        """Shard the model and put this rank's batch on the device."""
-        self.device = device
-        self.model = parallelise(workload.create(), name, device, dtype)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-3, foreach=True
-        )
-        generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        shape = (workload.batch, workload.time + 1)
-        tokens = torch.randint(NUM_BYTES, shape, generator=generator).to(device)
-        self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
-        self.loss = torch.zeros((), device=device)
-
-    def step(self) -> None:
-        """Forward, backward, clip nothing, update."""
-        self.loss = self.model(self.inputs, self.targets)
-        self.loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def wait(self) -> None:
-        """Wait until the device has done all of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def times(self, num_steps: int) -> tuple[float, float]:
+    def medians(self, num_steps: int) -> tuple[float, float]:
         """Return the medians of a step and of the host's part of it, in ms."""
-        steps, hosts = [], []
-        for _ in range(num_steps):
-            self.wait()
-            begin = time.perf_counter_ns()
-            self.step()
-            hosts.append(time.perf_counter_ns() - begin)
-            self.wait()
-            steps.append(time.perf_counter_ns() - begin)
-        return statistics.median(steps) / 1e6, statistics.median(hosts) / 1e6
-
-    def losses(self, num_steps: int) -> list[float]:
-        """Train; return the mean over the ranks of each loss."""
-        losses = []
-        for _ in range(num_steps):
-            self.step()
-            mean = self.loss.detach().float().clone()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / dist.get_world_size())
-        return losses
+        steps, hosts = self.times(num_steps, group_size=1)
+        return statistics.median(steps), statistics.median(hosts)
 
     def events(self) -> tuple[list[Json], int]:
         """Return what ran in one step, and how many calls made the host wait.
@@ -209,7 +109,7 @@ class Trainer:
         On the device, or on the CPU torch's operators.
         """
         activities = [ProfilerActivity.CPU]
-        on_gpu = self.device.type == "cuda"
+        on_gpu = self.on_gpu
         if on_gpu:
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler:
@@ -235,52 +135,39 @@ class Trainer:
         return found, num_waits
 
 
-def join(args: argparse.Namespace, rank: int, world_size: int) -> None:
-    """Make the process group: of the other processes, or of none."""
-    if args.fake_world:
-        # private, and the only way to torch's FakeProcessGroup
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group(
-            "fake", rank=0, world_size=args.fake_world, store=FakeStore()
-        )
-        return
-    rendezvous = (args.worker_folder / "store").as_uri()
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, rendezvous, rank=rank, world_size=world_size)
-
-
 def run_worker(args: argparse.Namespace) -> None:
     """Join the other ranks, train, report."""
-    torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(args.device)
     if args.device == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    join(args, rank, world_size)
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    if args.fake_world:
+        join_fake_group(args.fake_world)
+        report_result(args, measure(args))
+        return
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    with joined_group(args, backend):
+        report_result(args, measure(args))
+
+
+def measure(args: argparse.Namespace) -> Json:
+    """Train one implementation; return what this rank saw."""
     workload = WORKLOADS[args.device][args.workload]
-    trainer = Trainer(workload, args.worker, device)
-    num_losses = 0 if args.fake_world else min(NUM_LOSSES, args.warmup)
-    result: Json = {"losses": trainer.losses(num_losses)}
+    trainer = Trainer(args.worker, workload)
+    num_losses = 0 if args.fake_world else min(_worker.NUM_LOSSES, args.warmup)
+    result: Json = {"losses": trainer.first_losses(num_losses)}
     for _ in range(args.warmup - num_losses):
         trainer.step()
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    result["step_ms"], result["host_ms"] = trainer.times(args.steps)
-    if args.device == "cuda":
-        result["peak_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
-        result["reserved_mib"] = torch.cuda.max_memory_reserved(device) / 2**20
+    if trainer.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    result["step_ms"], result["host_ms"] = trainer.medians(args.steps)
+    if trainer.on_gpu:
+        result["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        result["reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
     result["events"], result["num_waits"] = trainer.events()
-    if args.device == "cuda":
-        num_units = workload.num_blocks + 1
+    if trainer.on_gpu:
+        num_units = workload.num_layers + 1
         kernels = [e for e in result["events"] if not e["name"].startswith("Mem")]
         result["launches_per_unit"] = len(kernels) / num_units
-    if rank == 0:
-        report_result(args.worker_folder, result)
-    if not args.fake_world:
-        dist.barrier()
-    dist.destroy_process_group()
+    return result
 
 
 def draw(results: dict[str, list[Json]], path: Path) -> None:
@@ -313,39 +200,17 @@ def draw(results: dict[str, list[Json]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def differences(results: dict[str, list[Json]], workload: str) -> list[str]:
-    """Say at which steps the implementations' losses show that models differ."""
-    losses = {
-        job.partition(": ")[2]: rounds[0]["losses"]
-        for job, rounds in results.items()
-        if job.startswith(f"{workload}: ")
-    }
-    found = []
-    for step, values in enumerate(zip(*losses.values(), strict=True)):
-        limit = (LOSS_TOLERANCE if step else FIRST_LOSS_TOLERANCE) * max(values)
-        is_known = all(math.isfinite(value) for value in values)
-        if not is_known or max(values) - min(values) > limit:
-            by_name = ", ".join(
-                f"{name} {value:.4f}"
-                for name, value in zip(losses, values, strict=True)
-            )
-            found.append(f"{workload}: the losses of step {step} differ: {by_name}")
-    return found
-
-
-def table_of(results: dict[str, list[Json]], workload: str, *, markdown: bool) -> str:
+def table_of(results: dict[str, list[Json]], *, markdown: bool) -> str:
     """Return the figures of one workload, each the best of its rounds."""
     rows: list[Sequence[str]] = []
     reference: float | None = None
-    for job, rounds in results.items():
-        if not job.startswith(f"{workload}: "):
-            continue
+    for name, rounds in results.items():
         step_ms = smallest(rounds, "step_ms")
         reference = reference or step_ms
         on_gpu = "peak_mib" in rounds[0]
         rows.append(
             (
-                job.partition(": ")[2],
+                name,
                 f"{step_ms:.2f}",
                 ratio(step_ms, reference),
                 f"{smallest(rounds, 'host_ms'):.2f}",
@@ -364,8 +229,7 @@ def table_of(results: dict[str, list[Json]], workload: str, *, markdown: bool) -
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_common_arguments(parser, steps=30, warmup=10, rounds=3)
+    parser = make_parser(__doc__, steps=30, warmup=10, rounds=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--ranks", type=positive_int, help="processes (default: all GPUs; 2 on the CPU)"
@@ -408,30 +272,31 @@ def main() -> int:
         )
         return 2
     workloads = [args.workload] if args.workload else list(WORKLOADS[args.device])
-    names = [name for name in IMPLEMENTATIONS if why_unavailable(name) is None]
     options = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    options += ["--device", args.device]
     if args.fake_world:
         options += ["--fake-world", str(args.fake_world)]
     jobs = {
-        f"{workload}: {LABELS[name]}": [
-            *(__file__, "--worker", name, "--workload", workload),
-            *("--device", args.device, *options),
+        f"{workload}: {name}": [
+            *(__file__, "--worker", name, "--workload", workload, *options)
         ]
         for workload in workloads
-        for name in names
+        for name in IMPLEMENTATIONS
     }
     results = run_interleaved(jobs, num_rounds=args.rounds, num_ranks=num_ranks)
-    env = environment()
-    if args.device == "cuda":
-        env["gpu"] = f"{num_ranks} x {torch.cuda.get_device_name()}"
-        env["cuda"] = torch.version.cuda
-    print(environment_line(env), env.get("gpu", "CPU: a trial, not a measurement"))
+    env = machine(args.device)
+    gpu = f"{num_ranks} x {env['gpu']}" if "gpu" in env else ""
+    print(environment_line(env), gpu or "CPU: a trial, not a measurement")
     print(f"$ {command_line()}")
     if args.fake_world:
         print(f"rank 0 of a fake world of {args.fake_world}: nothing is sent")
-    for workload in workloads:
-        print(f"\n{workload}: {WORKLOADS[args.device][workload]}")
-        print(table_of(results, workload, markdown=args.markdown))
+    wrong = []
+    for name in workloads:
+        workload = replace(WORKLOADS[args.device][name], num_ranks=num_ranks)
+        its_results = {each: results[f"{name}: {each}"] for each in IMPLEMENTATIONS}
+        print(f"\n{name}: {workload.describe()}")
+        print(table_of(its_results, markdown=args.markdown))
+        wrong += [f"{name}: {line}" for line in differences(workload, its_results)]
     if args.timeline is not None:
         draw(results, args.timeline)
     if args.json is not None:
@@ -439,7 +304,6 @@ def main() -> int:
             for result in rounds:
                 del result["events"]  # thousands: they are for the picture
         write_json(args.json, {"environment": env, "results": results})
-    wrong = [line for each in workloads for line in differences(results, each)]
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
     return 1 if wrong else 0

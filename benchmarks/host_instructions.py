@@ -16,20 +16,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import host_overhead
 from common import (
     Json,
-    add_common_arguments,
-    command_line,
-    environment,
-    environment_line,
     format_table,
     ratio,
     report_result,
+    results_of,
+    run_benchmark,
     run_interleaved,
-    write_json,
 )
 from host_overhead import IMPLEMENTATIONS, NUM_UNITS, create_step
-from implementations import BARE, FSDP_C_ORIG, LABELS, why_unavailable
+from implementations import BARE, FSDP_C_ORIG, LABELS
 
 OUTPUT = "callgrind.out"
 FAKE_GROUP = "c10d::FakeProcessGroup::"
@@ -100,12 +98,12 @@ def run_worker(args: argparse.Namespace) -> None:
         raise RuntimeError(f"{LABELS[args.worker]} did not run under valgrind")
     total, fake = read_counts(folder)
     report_result(
-        folder, {"instructions": total / args.steps, "fake_group": fake / args.steps}
+        args, {"instructions": total / args.steps, "fake_group": fake / args.steps}
     )
 
 
-def measure(implementations: list[str], *, steps: int, warmup: int) -> Json:
-    """Count all implementations that are available and return the results.
+def measure(args: argparse.Namespace) -> Json:
+    """Count all implementations and return the results.
 
     Raises:
         RuntimeError: valgrind is not installed.
@@ -113,33 +111,23 @@ def measure(implementations: list[str], *, steps: int, warmup: int) -> Json:
     for program in ("valgrind", "callgrind_control"):
         if shutil.which(program) is None:
             raise RuntimeError(f"{program} is not there: install valgrind")
-    counts_of = ["--steps", str(steps), "--warmup", str(warmup)]
-    jobs = {
-        name: [__file__, "--worker", name, *counts_of]
-        for name in implementations
-        if why_unavailable(name) is None
-    }
+    names = [BARE, *args.only] if args.only else IMPLEMENTATIONS
+    options = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    jobs = {name: [__file__, "--worker", name, *options] for name in names}
     results = run_interleaved(jobs, num_rounds=1, num_ranks=1)
     counts = {name: runs[0] for name, runs in results.items()}
-    bare = float(counts[BARE]["instructions"])
-    return {
-        "benchmark": "host_instructions",
-        "command": command_line(),
-        "environment": environment(),
-        "settings": {"steps": steps, "warmup": warmup},
-        "results": [
-            {
-                "implementation": name,
-                "instructions_per_step": float(count["instructions"]),
-                "fake_group_per_unit": float(count["fake_group"]) / NUM_UNITS,
-                "added_per_unit": (
-                    float(count["instructions"]) - bare - float(count["fake_group"])
-                )
-                / NUM_UNITS,
-            }
-            for name, count in counts.items()
-        ],
-    }
+    bare = counts[BARE]["instructions"]
+    rows = [
+        {
+            "implementation": name,
+            "instructions_per_step": count["instructions"],
+            "fake_group_per_unit": count["fake_group"] / NUM_UNITS,
+            "added_per_unit": (count["instructions"] - bare - count["fake_group"])
+            / NUM_UNITS,
+        }
+        for name, count in counts.items()
+    ]
+    return results_of("host_instructions", args, results=rows)
 
 
 def render(data: Json, *, markdown: bool) -> str:
@@ -162,37 +150,25 @@ def render(data: Json, *, markdown: bool) -> str:
     return format_table(headers, rows, markdown=markdown)
 
 
-def main() -> int:
-    """Run the benchmark, or one worker of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_common_arguments(parser, steps=2, warmup=4, rounds=1)
-    parser.add_argument("--counted", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=[name for name in IMPLEMENTATIONS if name != BARE],
-        help="implementations to count (default: all)",
+def show(data: Json, args: argparse.Namespace) -> str:
+    """Return the table, and what it is about."""
+    return (
+        f"{args.steps} steps after {args.warmup}, instructions in user space\n\n"
+        f"{render(data, markdown=args.markdown)}"
     )
-    args = parser.parse_args()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = host_overhead.parser(__doc__, steps=2, warmup=4, rounds=1)
+    parser.add_argument("--counted", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    args = parser().parse_args()
     if args.counted is not None:
         count_here(
             args.counted, args.worker_folder, steps=args.steps, warmup=args.warmup
         )
-    if args.worker is not None:
-        run_worker(args)
-        return 0
-    data = measure(
-        [BARE, *args.only] if args.only else IMPLEMENTATIONS,
-        steps=args.steps,
-        warmup=args.warmup,
-    )
-    print(environment_line(data["environment"]))
-    print(f"{args.steps} steps after {args.warmup}, instructions in user space\n")
-    print(render(data, markdown=args.markdown))
-    if args.json is not None:
-        write_json(Path(args.json), data)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(args, worker=run_worker, measure=measure, show=show))

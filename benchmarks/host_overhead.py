@@ -11,35 +11,26 @@ implementation and is measured separately.
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import (
     Json,
-    add_common_arguments,
-    command_line,
-    environment,
-    environment_line,
     format_table,
+    join_fake_group,
+    make_parser,
     median_ms,
     ratio,
     report_result,
+    results_of,
+    run_benchmark,
     run_interleaved,
-    smallest,
-    write_json,
+    timed_row,
 )
-from implementations import (
-    BARE,
-    FSDP_C_C10D,
-    FSDP_C_ORIG,
-    LABELS,
-    Block,
-    parallelise,
-    why_unavailable,
-)
+from implementations import BARE, FSDP_C_C10D, FSDP_C_ORIG, LABELS, parallelise
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c.bench._workload import Block
 
 WORLD_SIZE = 8
 NUM_UNITS = 32
@@ -70,8 +61,9 @@ def all_reduce_hook(
     return future
 
 
-def time_fake_group(*, num_steps: int, num_warmup: int) -> float:
-    """Return the milliseconds of a step's collectives: two gathers a unit, one sum."""
+def create_fake_step() -> Callable[[], None]:
+    """Return the collectives of a step alone: two gathers and one sum a unit."""
+    join_fake_group(WORLD_SIZE)
     numel = sum(param.numel() for param in Block(WIDTH, NUM_HEADS).parameters())
     shard = torch.zeros(-(-numel // WORLD_SIZE))
     whole = torch.zeros(shard.numel() * WORLD_SIZE)
@@ -82,19 +74,13 @@ def time_fake_group(*, num_steps: int, num_warmup: int) -> float:
             dist.all_gather_into_tensor(whole, shard)
             dist.reduce_scatter_tensor(shard, whole)
 
-    return median_ms(step, num_steps=num_steps, num_warmup=num_warmup)
-
-
-def join_fake_group() -> None:
-    """Use one thread, and a process group that needs no other ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+    return step
 
 
 def create_step(implementation: str) -> Callable[[], None]:
     """Return forward, backward and freeing of the gradients, in a fake group."""
     torch.manual_seed(0)
-    join_fake_group()
+    join_fake_group(WORLD_SIZE)
     blocks = [Block(WIDTH, NUM_HEADS) for _ in range(NUM_UNITS)]
     num_params = len(list(blocks[0].parameters()))
     if num_params != PARAMS_PER_UNIT:
@@ -115,53 +101,34 @@ def create_step(implementation: str) -> Callable[[], None]:
 
 def run_worker(args: argparse.Namespace) -> None:
     """Time one implementation, or the fake group."""
-    if args.worker == FAKE:
-        join_fake_group()
-        median = time_fake_group(num_steps=args.steps, num_warmup=args.warmup)
-    else:
-        step = create_step(args.worker)
-        median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
-    report_result(args.worker_folder, {"step_ms": median})
+    is_fake = args.worker == FAKE
+    step = create_fake_step() if is_fake else create_step(args.worker)
+    median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
+    report_result(args, {"step_ms": median})
 
 
-def measure(
-    implementations: list[str], *, steps: int, warmup: int, rounds: int
-) -> Json:
-    """Run all implementations that are available and return the results."""
-    notices = []
-    jobs = {}
-    for name in implementations:
-        reason = why_unavailable(name)
-        if reason is not None:
-            notices.append(f"{LABELS[name]} left out: {reason}")
-            continue
-        jobs[name] = [__file__, "--worker", name]
-        jobs[name] += ["--steps", str(steps), "--warmup", str(warmup)]
-    jobs[FAKE] = [__file__, "--worker", FAKE]
-    jobs[FAKE] += ["--steps", str(steps), "--warmup", str(warmup)]
-    results = run_interleaved(jobs, num_rounds=rounds, num_ranks=1)
-    fake_ms = smallest(results.pop(FAKE), "step_ms")
-    bare_ms = smallest(results[BARE], "step_ms")
-    rows = []
-    for name, runs in results.items():
-        step_ms = smallest(runs, "step_ms")
-        rows.append(
-            {
-                "implementation": name,
-                "step_ms": step_ms,
-                "added_us_per_unit": (step_ms - bare_ms) * 1e3 / NUM_UNITS,
-                "all_medians_ms": [run["step_ms"] for run in runs],
-            }
-        )
-    return {
-        "benchmark": "host_overhead",
-        "command": command_line(),
-        "environment": environment(),
-        "settings": {"steps": steps, "warmup": warmup, "rounds": rounds},
-        "notices": notices,
-        "fake_group_us_per_unit": fake_ms * 1e3 / NUM_UNITS,
-        "results": rows,
-    }
+def measure(args: argparse.Namespace) -> Json:
+    """Run all implementations and return the results."""
+    names = [BARE, *args.only] if args.only else IMPLEMENTATIONS
+    options = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    jobs = {name: [__file__, "--worker", name, *options] for name in (*names, FAKE)}
+    results = run_interleaved(jobs, num_rounds=args.rounds, num_ranks=1)
+    times = {name: timed_row(runs) for name, runs in results.items()}
+    bare_ms = times[BARE]["step_ms"]
+
+    def us_per_unit(ms: float) -> float:
+        return ms * 1e3 / NUM_UNITS
+
+    rows = [
+        {
+            "implementation": name,
+            "added_us_per_unit": us_per_unit(times[name]["step_ms"] - bare_ms),
+            **times[name],
+        }
+        for name in names
+    ]
+    fake = us_per_unit(times[FAKE]["step_ms"])
+    return results_of("host_overhead", args, fake_group_us_per_unit=fake, results=rows)
 
 
 def render(data: Json, *, markdown: bool) -> str:
@@ -182,42 +149,31 @@ def render(data: Json, *, markdown: bool) -> str:
     return format_table(headers, rows, markdown=markdown)
 
 
-def main() -> int:
-    """Run the benchmark, or one worker of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_common_arguments(parser, steps=60, warmup=10, rounds=3)
+def show(data: Json, args: argparse.Namespace) -> str:
+    """Return the table, and what it is about."""
+    return (
+        f"{NUM_UNITS} blocks of {PARAMS_PER_UNIT} parameters, fake process group of "
+        f"{WORLD_SIZE} ranks; smallest of {args.rounds} medians of {args.steps} steps\n"
+        f"\n{render(data, markdown=args.markdown)}\n"
+        "the fake group's collectives alone, called from Python: "
+        f"{data['fake_group_us_per_unit']:.0f} us per unit"
+    )
+
+
+def parser(
+    doc: str | None = __doc__, steps: int = 60, warmup: int = 10, rounds: int = 3
+) -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = make_parser(doc, steps=steps, warmup=warmup, rounds=rounds)
     parser.add_argument(
         "--only",
         nargs="+",
         choices=[name for name in IMPLEMENTATIONS if name != BARE],
         help="implementations to run (default: all)",
     )
-    args = parser.parse_args()
-    if args.worker is not None:
-        run_worker(args)
-        return 0
-    data = measure(
-        [BARE, *args.only] if args.only else IMPLEMENTATIONS,
-        steps=args.steps,
-        warmup=args.warmup,
-        rounds=args.rounds,
-    )
-    print(environment_line(data["environment"]))
-    print(
-        f"{NUM_UNITS} blocks of {PARAMS_PER_UNIT} parameters, fake process group of "
-        f"{WORLD_SIZE} ranks; smallest of {args.rounds} medians of {args.steps} steps\n"
-    )
-    print(render(data, markdown=args.markdown))
-    print(
-        "the fake group's collectives alone, called from Python: "
-        f"{data['fake_group_us_per_unit']:.0f} us per unit"
-    )
-    for notice in data["notices"]:
-        print(notice, file=sys.stderr)
-    if args.json is not None:
-        write_json(Path(args.json), data)
-    return 0
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parser().parse_args()
+    sys.exit(run_benchmark(args, worker=run_worker, measure=measure, show=show))

@@ -11,7 +11,6 @@ fully_shard over gloo, and torch's FSDP1 and FSDP2 over gloo. memory_trace.py co
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -21,23 +20,14 @@ from typing import Any
 import memory_worker
 from common import (
     Json,
-    command_line,
-    environment,
-    environment_line,
+    check_losses,
     format_table,
-    positive_int,
+    make_parser,
+    results_of,
+    run_benchmark,
     run_workers,
-    write_json,
 )
-from implementations import (
-    FSDP1_ORIG,
-    FSDP2,
-    FSDP_C,
-    FSDP_C_FULLY,
-    FSDP_C_ORIG,
-    LABELS,
-    why_unavailable,
-)
+from implementations import FSDP1_ORIG, FSDP2, FSDP_C, FSDP_C_FULLY, FSDP_C_ORIG, LABELS
 from memory_trace import build_counter
 from memory_worker import (
     ACCUMULATE,
@@ -52,7 +42,8 @@ from memory_worker import (
 )
 from tqdm import tqdm
 
-LOSS_TOLERANCE = 1e-3  # all implementations must have trained the same model
+from fsdp_c.bench._command import positive_int
+
 MIB = 2**20
 
 TITLES = {
@@ -166,12 +157,8 @@ def _run_job(
 ) -> tuple[Json, str | None]:
     """Return the row of one job, and why it could not be measured, if so."""
     row: Json = asdict(job)
-    reason = why_unavailable(job.implementation)
-    if reason is not None:
-        return row, reason
     arguments = [__file__, "--worker", job.implementation, "--scenario", job.scenario]
     arguments += ["--accumulation", job.accumulation, "--transport", job.transport]
-    arguments += ["--ranks", str(job.num_ranks)]
     for option, value in settings.items():
         arguments += [f"--{option.replace('_', '-')}", str(value)]
     try:
@@ -189,53 +176,34 @@ def _group(row: Json) -> str:
     return f"{row['scenario']}-{row['num_ranks']}"
 
 
-def measure(
-    scenarios: list[str], num_ranks: list[int] | None = None, **settings: int
-) -> Json:
+def measure(args: argparse.Namespace) -> Json:
     """Run all implementations and return the results.
-
-    Args:
-        scenarios: Which of ``TITLES``.
-        num_ranks: Only rows of so many ranks; None: all.
-        settings: Those of ``DEFAULTS`` that differ.
 
     Raises:
         RuntimeError: The implementations' losses differ: one trained wrongly.
     """
-    all_settings: Json = {**DEFAULTS, **settings}
+    settings = {name: vars(args)[name] for name in DEFAULTS}
     jobs = [
         job
         for job in _jobs()
-        if job.scenario in scenarios and job.num_ranks in (num_ranks or [2, 4])
+        if job.scenario in (args.only or TITLES)
+        and job.num_ranks in (args.only_ranks or [2, 4])
     ]
     rows: list[Json] = []
     notices: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fsdp_c-benchmark-") as folder:
         environ = {"LD_PRELOAD": str(build_counter(Path(folder)))}
         for job in tqdm(jobs, unit="run", leave=False):
-            row, reason = _run_job(job, all_settings, environ)
+            row, reason = _run_job(job, settings, environ)
             rows.append(row)
             if reason is not None:
                 notices.append(f"{job.label} ({_group(row)}): {reason}")
     for group in dict.fromkeys(_group(row) for row in rows):
-        losses = {
-            row["label"]: row["loss"]
-            for row in rows
-            if _group(row) == group and "loss" in row
-        }
-        if not losses:
-            continue
-        spread = max(losses.values()) - min(losses.values())
-        if not spread <= LOSS_TOLERANCE or not math.isfinite(spread):
-            raise RuntimeError(f"{group}: losses differ: {losses}")
-    return {
-        "benchmark": "memory",
-        "command": command_line(),
-        "environment": environment(),
-        "settings": all_settings,
-        "notices": notices,
-        "results": rows,
-    }
+        its_rows = [row for row in rows if _group(row) == group and "loss" in row]
+        check_losses(group, {row["label"]: row["loss"] for row in its_rows})
+    data = results_of("memory", args, notices=notices, results=rows)
+    data["settings"] = settings
+    return data
 
 
 def describe(data: Json) -> str:
@@ -251,11 +219,6 @@ def title(data: Json, group: str) -> str:
     """Return the heading of one table."""
     scenario, _, num_ranks = group.partition("-")
     return f"{TITLES[scenario].format(**data['settings'])}, {num_ranks} ranks"
-
-
-def groups_of(data: Json) -> list[str]:
-    """Return the tables that were run, by scenario and ranks."""
-    return list(dict.fromkeys(_group(row) for row in data["results"]))
 
 
 def render(data: Json, group: str, *, markdown: bool) -> str:
@@ -290,43 +253,36 @@ def render(data: Json, group: str, *, markdown: bool) -> str:
     return format_table(headers, cells, markdown=markdown)
 
 
-def main() -> int:
-    """Run the benchmark, or one worker of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in DEFAULTS.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=positive_int, default=default)
-    parser.add_argument("--only", nargs="+", choices=list(TITLES), help="scenarios")
-    parser.add_argument("--only-ranks", nargs="+", type=int, choices=(2, 4))
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the tables as markdown"
+def render_all(data: Json, *, heading: str, markdown: bool) -> str:
+    """Return the tables by scenario and ranks, each below its heading."""
+    return "\n\n".join(
+        f"{heading}{title(data, group)}\n\n{render(data, group, markdown=markdown)}"
+        for group in dict.fromkeys(_group(row) for row in data["results"])
     )
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--scenario", help=argparse.SUPPRESS)
-    parser.add_argument("--accumulation", help=argparse.SUPPRESS)
-    parser.add_argument("--transport", help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.dim % args.heads != 0:
-        parser.error(f"--dim {args.dim} is no multiple of --heads {args.heads}")
-    if args.worker is not None:
-        memory_worker.run(args)
-        return 0
-    settings = {name: getattr(args, name) for name in DEFAULTS}
-    data = measure(args.only or list(TITLES), args.only_ranks, **settings)
-    print(environment_line(data["environment"]))
-    print(describe(data))
-    for group in groups_of(data):
-        print(f"\n{title(data, group)}")
-        print(render(data, group, markdown=args.markdown))
-    for notice in data["notices"]:
-        print(notice, file=sys.stderr)
-    if args.json is not None:
-        write_json(Path(args.json), data)
-    return 0
+
+
+def show(data: Json, args: argparse.Namespace) -> str:
+    """Return all tables, and what they are about."""
+    tables = render_all(data, heading="", markdown=args.markdown)
+    return f"{describe(data)}\n\n{tables}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    for name, default in DEFAULTS.items():
+        add(f"--{name.replace('_', '-')}", type=positive_int, default=default)
+    add("--only", nargs="+", choices=list(TITLES), help="scenarios")
+    add("--only-ranks", nargs="+", type=int, choices=(2, 4))
+    for hidden in ("--scenario", "--accumulation", "--transport"):
+        add(hidden, help=argparse.SUPPRESS)
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parser().parse_args()
+    if args.dim % args.heads != 0:
+        sys.exit(f"error: --dim {args.dim} is no multiple of --heads {args.heads}")
+    worker = memory_worker.run
+    sys.exit(run_benchmark(args, worker=worker, measure=measure, show=show))

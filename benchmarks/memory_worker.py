@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import os
 from collections.abc import Iterator
 from time import sleep
@@ -12,19 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Json, report_result
-from implementations import (
-    FSDP2,
-    FSDP_C,
-    FSDP_C_IMPORT_ERROR,
-    GPT,
-    NUM_BYTES,
-    Block,
-    parallelise,
-)
+from common import Json, joined_group, mean_over_ranks, report_result
+from implementations import FSDP2, FSDP_C, NUM_BYTES, parallelise
 from memory_trace import MemoryTrace, Peak, storages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_c
+from fsdp_c.bench._workload import Transformer
 
 FULL = "full"
 LORA = "lora"
@@ -64,32 +58,24 @@ class Adapted(nn.Module):
         return out
 
 
-def create_model(
-    scenario: str, *, layers: int, dim: int, heads: int, lora_rank: int
-) -> GPT:
+def create_model(args: argparse.Namespace) -> Transformer:
     """Return the same initial model on every rank and for every implementation."""
     torch.manual_seed(0)
-    model = GPT(dim, layers, heads)
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.recomputes = scenario == RECOMPUTE
-    if scenario != LORA:
+    model = Transformer(
+        args.dim,
+        args.layers,
+        args.heads,
+        NUM_BYTES,
+        recomputes=args.scenario == RECOMPUTE,
+    )
+    if args.scenario != LORA:
         return model
     model.requires_grad_(False)
     for block in model.blocks:
         for name, child in list(block.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(block, name, Adapted(child, lora_rank))
+                setattr(block, name, Adapted(child, args.lora_rank))
     return model
-
-
-def has_sharded_no_sync() -> bool:
-    """Return whether this fsdp_c can keep sums sharded while it accumulates."""
-    if FSDP_C_IMPORT_ERROR:
-        return False
-    from fsdp_c import FullyShardedDataParallel
-
-    return "sharded" in inspect.signature(FullyShardedDataParallel.no_sync).parameters
 
 
 @contextlib.contextmanager
@@ -139,15 +125,8 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
     if args.scenario == HSDP:
         shape = (NUM_REPLICAS, dist.get_world_size() // NUM_REPLICAS)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    whole = create_model(
-        args.scenario,
-        layers=args.layers,
-        dim=args.dim,
-        heads=args.heads,
-        lora_rank=args.lora_rank,
-    )
     param_dtype = torch.bfloat16 if args.scenario == BF16 else None
-    model = parallelise(whole, args.worker, mesh, param_dtype)
+    model = parallelise(create_model(args), args.worker, mesh, param_dtype)
     params = [param for param in model.parameters() if param.requires_grad]
     trace.tag("parameters", model.parameters())
 
@@ -156,8 +135,6 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
 
     steps_in_backward = args.accumulation == IN_BACKWARD
     if steps_in_backward:
-        import fsdp_c
-
         optimizer = fsdp_c.optimizer_in_backward(model, build)
     else:
         optimizer = build(params)
@@ -194,30 +171,24 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
             trace.begin(f"{name}: begin")
             step(name, batch, time)
         trace.begin("between")
-    mean_loss = torch.tensor(last_loss)
-    dist.all_reduce(mean_loss)
     result: Json = {
-        "loss": mean_loss.item() / dist.get_world_size(),
+        "loss": mean_over_ranks(torch.tensor(last_loss)),
         "parameters": sum(storages(model.parameters()).values()),
         "optimizer state": sum(storages(_states(optimizer)).values()),
     }
     if args.worker in FSDP_C:
-        import fsdp_c
-
         result["memory_stats"] = fsdp_c.memory_stats(model)
     return result
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join the other ranks, train, and report (rank 0)."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+    """Join the other ranks, train, and report."""
     os.environ["FSDP_C_SHM"] = "1" if args.transport == "shm" else "0"
-    rendezvous = (args.worker_folder / "store").as_uri()
-    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=args.ranks)
-    trace = MemoryTrace()
-    result = train(args, trace)
-    if rank == 0:
+    with joined_group(args):
+        trace = MemoryTrace()
+        result = train(args, trace)
+        if dist.get_rank() != 0:
+            return
         peaks = trace.peaks()
         for name in (ONE_BYTE, BATCH):
             _check_no_drift(name, peaks[f"{name}: begin"])
@@ -229,6 +200,4 @@ def run(args: argparse.Namespace) -> None:
             }
             for name, peak in peaks.items()
         }
-        report_result(args.worker_folder, result)
-    dist.barrier()
-    dist.destroy_process_group()
+        report_result(args, result)

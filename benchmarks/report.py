@@ -18,10 +18,12 @@ import memory
 import state_dict
 import state_dict_worker
 import train_step
-from common import Json, command_line, environment_line, positive_int, write_json
-from implementations import BARE, FSDP_C_ORIG, LABELS
+from common import Json, command_line, environment_line, write_json
+from implementations import BARE, LABELS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from fsdp_c.bench._command import positive_int
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "measurements"
 
@@ -38,7 +40,7 @@ Every figure is the smallest of several medians, one per round. Each median come
 a fresh process that runs one implementation; the rounds are interleaved. "To fsdp_c"
 is a figure divided by that of fsdp_c with `use_orig_params=True`: above 1, fsdp_c is
 faster.
-{notices}
+
 ![Benchmarks](benchmarks.png)
 
 ## Host time added to a step
@@ -129,7 +131,7 @@ fsync) and reads of as many bytes. Reads come from the page cache. "To fsdp_c"
 compares with fsdp_c with the same `use_orig_params`. Extra memory is the peak of
 torch's CPU allocator above the memory before and the result, on the rank that needs
 most.
-{notices}
+
 {tables}
 """
 
@@ -142,73 +144,44 @@ FILES = (
 )
 
 
-def read_or_run_all(
-    folder: Path | None, *, steps_scale: int, rounds: int
-) -> list[Json]:
-    """Return the results of all benchmarks, from files if ``folder`` is given."""
-    if folder is not None:
-        return [json.loads((folder / name).read_text()) for name in FILES]
-    print("host_overhead", file=sys.stderr)
-    host = host_overhead.measure(
-        host_overhead.IMPLEMENTATIONS,
-        steps=3 * steps_scale,
-        warmup=10,
-        rounds=rounds,
-    )
-    print("host_instructions", file=sys.stderr)
-    counts = host_instructions.measure(host_overhead.IMPLEMENTATIONS, steps=2, warmup=4)
-    print("train_step", file=sys.stderr)
-    step = train_step.measure(
-        train_step.IMPLEMENTATIONS,
-        models=list(train_step.MODELS),
-        steps=steps_scale,
-        warmup=5,
-        rounds=rounds,
-    )
-    print("memory", file=sys.stderr)
-    peaks = memory.measure(list(memory.TITLES))
-    print("state_dict", file=sys.stderr)
-    states = state_dict.measure(
-        state_dict.IMPLEMENTATIONS,
-        sizes=list(state_dict_worker.WIDTHS),
-        steps=3,
-        rounds=2,
-        folder=None,
-    )
-    return [host, counts, step, peaks, states]
+def read_or_run_all(args: argparse.Namespace) -> list[Json]:
+    """Return the results of all benchmarks, from files if there is a folder of them."""
+    if args.json is not None:
+        return [json.loads((args.json / name).read_text()) for name in FILES]
+    rounds = ["--rounds", str(args.rounds)]
+    results = []
+    for benchmark, words in (
+        (host_overhead, ["--steps", str(3 * args.steps), *rounds]),
+        (host_instructions, []),
+        (train_step, ["--steps", str(args.steps), *rounds]),
+        (memory, []),
+        (state_dict, []),
+    ):
+        print(benchmark.__name__, file=sys.stderr)
+        results.append(benchmark.measure(benchmark.parser().parse_args(words)))
+    return results
 
 
 def memory_section(peaks: Json) -> str:
     """Return the part of the page on memory."""
-    tables = "\n\n".join(
-        f"### {memory.title(peaks, group)}\n\n"
-        + memory.render(peaks, group, markdown=True)
-        for group in memory.groups_of(peaks)
-    )
     return MEMORY_TEXT.format(
         command=peaks["command"],
         machine=environment_line(peaks["environment"]),
         model=memory.describe(peaks),
         notices="".join(f"\n{notice}.\n" for notice in peaks["notices"]),
-        tables=tables,
+        tables=memory.render_all(peaks, heading="### ", markdown=True),
     )
 
 
 def state_dict_section(states: Json) -> str:
     """Return the part of the page on state dicts."""
-    tables = "\n\n".join(
-        f"{state_dict.describe(size)}.\n\n"
-        + state_dict.render(states, size, markdown=True)
-        for size in state_dict.sizes_of(states)
-    )
     return STATE_DICT_TEXT.format(
         command=states["command"],
         machine=environment_line(states["environment"]),
         num_ranks=state_dict_worker.NUM_RANKS,
         rounds=states["settings"]["rounds"],
         steps=states["settings"]["steps"],
-        notices="".join(f"\n{notice}.\n" for notice in states["notices"]),
-        tables=tables,
+        tables=state_dict.render_all(states, markdown=True),
     )
 
 
@@ -224,14 +197,12 @@ def write_markdown(results: list[Json], path: Path) -> None:
         + train_step.render_steps(step, model, markdown=True)
         for model in models
     )
-    notices = dict.fromkeys([*host["notices"], *step["notices"]])
     machine = environment_line(host["environment"])
     if step["environment"] != host["environment"]:
         machine += f" (training step: {environment_line(step['environment'])})"
     text = TEXT.format(
         commands="\n".join(f"    {command}" for command in commands),
         machine=machine,
-        notices="".join(f"\n{notice}.\n" for notice in notices),
         num_units=host_overhead.NUM_UNITS,
         params_per_unit=host_overhead.PARAMS_PER_UNIT,
         world_size=host_overhead.WORLD_SIZE,
@@ -319,13 +290,11 @@ def main() -> int:
         for name in FILES:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
-    results = read_or_run_all(args.json, steps_scale=args.steps, rounds=args.rounds)
-    host, counts, step, *_ = results
+    results = read_or_run_all(args)
+    _, counts, step, *_ = results
     if args.save_json is not None:
         for name, result in zip(FILES, results, strict=True):
             write_json(args.save_json / name, result)
-    if not any(row["implementation"] == FSDP_C_ORIG for row in host["results"]):
-        print("fsdp_c is not in the results: no ratios to it", file=sys.stderr)
     args.out.mkdir(parents=True, exist_ok=True)
     write_markdown(results, args.out / "benchmarks.md")
     draw(counts, step, args.out / "benchmarks.png")

@@ -21,35 +21,30 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import (
     Json,
-    add_common_arguments,
-    command_line,
-    environment,
-    environment_line,
+    check_losses,
     format_table,
+    joined_group,
+    make_parser,
     median_ms,
     ratio,
     report_result,
-    run_workers,
-    write_json,
+    results_of,
+    run_benchmark,
+    run_interleaved,
+    timed_row,
 )
-from implementations import (
-    BARE,
-    FSDP1_ORIG,
-    FSDP2,
-    FSDP_C_ORIG,
-    LABELS,
-    Block,
-    NativeFullyShardedDataParallel,
-    parallelise,
-)
+from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_ORIG, LABELS, parallelise
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from train_step import BATCH, MODELS, NUM_BYTES, TIME, describe
+from train_step import BATCH, MODELS, TIME, describe, time_step
+
+from fsdp_c import FullyShardedDataParallel, _native
+from fsdp_c.bench._workload import Block
+from fsdp_c.plan import Link, ModelSource, Settings, Sharding, plan_model
 
 NUM_HOSTS = 2
 NUM_LOCAL = 2
@@ -67,7 +62,6 @@ LABELS = {
     IN_HOST: "fsdp_c, shards in each host only",
 }
 IMPLEMENTATIONS = [BARE, FSDP_C_ORIG, FLAT, FSDP1_ORIG, FSDP2, IN_HOST]
-LOSS_TOLERANCE = 1e-3
 
 
 def _run(*words: str) -> None:
@@ -169,7 +163,7 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
         dist.new_group(range(host * NUM_LOCAL, (host + 1) * NUM_LOCAL))
         for host in range(NUM_HOSTS)
     ]
-    sharded: torch.nn.Module = NativeFullyShardedDataParallel(
+    sharded: torch.nn.Module = FullyShardedDataParallel(
         model,
         process_group=groups[dist.get_rank() // NUM_LOCAL],
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -181,61 +175,29 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
 
 def run_worker(args: argparse.Namespace) -> None:
     """Join the other ranks and time what is asked for."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    store = (args.worker_folder / "store").as_uri()
-    dist.init_process_group("gloo", store, rank=rank, world_size=NUM_RANKS)
-    result = time_link(args) if args.worker == LINK else time_step(args)
-    if rank == 0:
-        report_result(args.worker_folder, result)
-    dist.barrier()
-    dist.destroy_process_group()
+    args.optimizer = "sgd"
+    with joined_group(args):
+        if args.worker == LINK:
+            report_result(args, time_link(args))
+            return
+        result = time_step(make_model(args), args)
+        if args.worker in (FSDP_C_ORIG, FLAT):
+            carrier = _native.transport(dist.group.WORLD, torch.device("cpu"))[0]
+            expected = "c10d" if args.worker == FLAT else "hierarchical"
+            if carrier != expected:
+                raise RuntimeError(f"the group uses {carrier}, expected {expected}")
+        report_result(args, result)
 
 
-def time_step(args: argparse.Namespace) -> Json:
-    """Time training steps of one implementation."""
-    rank = dist.get_rank()
-    model = make_model(args)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=True)
-    generator = torch.Generator().manual_seed(1 + rank)
-    tokens = torch.randint(NUM_BYTES, (BATCH, TIME + 1), generator=generator)
-    loss = torch.zeros(())
-
-    def step() -> None:
-        nonlocal loss
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
-    if args.worker in (FSDP_C_ORIG, FLAT):
-        from fsdp_c import _native
-
-        carrier = _native.transport(dist.group.WORLD, torch.device("cpu"))[0]
-        expected = "c10d" if args.worker == FLAT else "hierarchical"
-        if carrier != expected:
-            raise RuntimeError(f"the group uses {carrier}, expected {expected}")
-    mean_loss = loss.detach().clone()
-    dist.all_reduce(mean_loss)
-    return {"step_ms": median, "loss": mean_loss.item() / NUM_RANKS}
-
-
-def run_once(name: str, args: argparse.Namespace) -> Json:
-    """Run one implementation on both hosts."""
-
-    def prefix(rank: int) -> Sequence[str]:
-        host = rank // NUM_LOCAL
-        return [
-            *("ip", "netns", "exec", _namespace(host), "env"),
-            f"FSDP_C_HOST_ID=host{host}",
-            f"GLOO_SOCKET_IFNAME={_interface(host)}",
-            f"FSDP_C_HIERARCHICAL={int(name != FLAT)}",
-        ]
-
-    arguments = [__file__, "--worker", name, "--model", args.model]
-    arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    return run_workers(arguments, num_ranks=NUM_RANKS, prefix=prefix)
+def on_host(name: str, rank: int) -> Sequence[str]:
+    """Return the words that start a rank of an implementation on its host."""
+    host = rank // NUM_LOCAL
+    return [
+        *("ip", "netns", "exec", _namespace(host), "env"),
+        f"FSDP_C_HOST_ID=host{host}",
+        f"GLOO_SOCKET_IFNAME={_interface(host)}",
+        f"FSDP_C_HIERARCHICAL={int(name != FLAT)}",
+    ]
 
 
 def measure(args: argparse.Namespace) -> Json:
@@ -246,38 +208,30 @@ def measure(args: argparse.Namespace) -> Json:
     """
     rows: list[Json] = []
     links: Json = {}
+    options = ["--model", args.model, "--steps", str(args.steps)]
+    options += ["--warmup", str(args.warmup)]
+    jobs = {
+        name: [__file__, "--worker", name, *options]
+        for name in (*IMPLEMENTATIONS, LINK)
+    }
     with linked_hosts():
         for rate in args.rates:
             link = limit_links(rate)
-            runs: dict[str, list[Json]] = {name: [] for name in IMPLEMENTATIONS}
-            for round_index in range(args.rounds):
-                for name in IMPLEMENTATIONS[:: 1 if round_index % 2 == 0 else -1]:
-                    runs[name].append(run_once(name, args))
-            links[rate] = {"link": link, **run_once(LINK, args)}
-            losses = [
-                each[0]["loss"]
-                for name, each in runs.items()
-                if name not in (BARE, IN_HOST)
-            ]
-            if not max(losses) - min(losses) <= LOSS_TOLERANCE:
-                raise RuntimeError(f"{rate}: losses differ: {losses}")
+            runs = run_interleaved(
+                jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS, prefix=on_host
+            )
+            links[rate] = {"link": link, **runs.pop(LINK)[0]}
+            losses = {name: each[0]["loss"] for name, each in runs.items()}
+            check_losses(
+                rate, {n: v for n, v in losses.items() if n not in (BARE, IN_HOST)}
+            )
             rows += [
-                {
-                    "rate": rate,
-                    "implementation": name,
-                    "step_ms": min(run["step_ms"] for run in each),
-                    "all_medians_ms": [run["step_ms"] for run in each],
-                }
+                {"rate": rate, "implementation": name, **timed_row(each)}
                 for name, each in runs.items()
             ]
-    return {
-        "benchmark": "several_hosts",
-        "command": command_line(),
-        "environment": environment(),
-        "model": args.model,
-        "links": links,
-        "results": rows,
-    }
+    return results_of(
+        "several_hosts", args, model=args.model, links=links, results=rows
+    )
 
 
 def render(data: Json, rate: str, *, markdown: bool) -> str:
@@ -288,7 +242,7 @@ def render(data: Json, rate: str, *, markdown: bool) -> str:
         [
             LABELS[row["implementation"]],
             f"{row['step_ms']:.1f}",
-            f"{max(row['all_medians_ms']):.1f}",
+            f"{max(row['all_step_ms']):.1f}",
             f"{row['step_ms'] - times[BARE]:.1f}",
             ratio(row["step_ms"], times[FSDP_C_ORIG]),
         ]
@@ -301,7 +255,6 @@ def render(data: Json, rate: str, *, markdown: bool) -> str:
 
 def planned_seconds(args: argparse.Namespace, ranks: int, **links: object) -> Json:
     """Return fsdp_c.plan's bytes and seconds of a step's collectives."""
-    from fsdp_c.plan import ModelSource, Settings, Sharding, plan_model
 
     def make(batch: int, sequence: int) -> tuple[torch.nn.Module, object]:
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
@@ -323,8 +276,6 @@ def planned_seconds(args: argparse.Namespace, ranks: int, **links: object) -> Js
 
 def compare_with_plan(data: Json, rate: str, args: argparse.Namespace) -> str:
     """Return the planned and the measured time of communication."""
-    from fsdp_c.plan import Link
-
     times = {
         row["implementation"]: row["step_ms"]
         for row in data["results"]
@@ -350,33 +301,30 @@ def compare_with_plan(data: Json, rate: str, args: argparse.Namespace) -> str:
     )
 
 
-def main() -> int:
-    """Run the benchmark, or one worker of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_common_arguments(parser, steps=5, warmup=2, rounds=2)
+def show(data: Json, args: argparse.Namespace) -> str:
+    """Return a table for each rate, below its heading."""
+    parts = [
+        f"{NUM_HOSTS} hosts of {NUM_LOCAL} ranks, {BATCH} x {TIME} bytes per rank, "
+        f"{describe(args.model)} parameters; smallest of {args.rounds} medians of "
+        f"{args.steps} steps"
+    ]
+    for rate in args.rates:
+        table = render(data, rate, markdown=args.markdown)
+        plan = compare_with_plan(data, rate, args)
+        parts.append(f"link of {data['links'][rate]['link']}\n{table}\n{plan}")
+    return "\n\n".join(parts)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = make_parser(__doc__, steps=5, warmup=2, rounds=2)
     parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument(
         "--rates", nargs="+", choices=RATES, default=RATES, metavar="RATE"
     )
-    args = parser.parse_args()
-    if args.worker is not None:
-        run_worker(args)
-        return 0
-    data = measure(args)
-    print(environment_line(data["environment"]))
-    print(
-        f"{NUM_HOSTS} hosts of {NUM_LOCAL} ranks, {BATCH} x {TIME} bytes per rank, "
-        f"{describe(args.model)} parameters; smallest of {args.rounds} medians of "
-        f"{args.steps} steps"
-    )
-    for rate in args.rates:
-        print(f"\nlink of {data['links'][rate]['link']}")
-        print(render(data, rate, markdown=args.markdown))
-        print(compare_with_plan(data, rate, args))
-    if args.json is not None:
-        write_json(Path(args.json), data)
-    return 0
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parser().parse_args()
+    sys.exit(run_benchmark(args, worker=run_worker, measure=measure, show=show))

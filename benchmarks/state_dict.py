@@ -18,15 +18,13 @@ from pathlib import Path
 import state_dict_worker
 from common import (
     Json,
-    add_common_arguments,
-    command_line,
-    environment,
-    environment_line,
     format_table,
+    make_parser,
     ratio,
-    run_workers,
-    smallest,
-    write_json,
+    results_of,
+    run_benchmark,
+    run_interleaved,
+    timed_row,
 )
 from implementations import (
     FSDP1_FLAT,
@@ -35,19 +33,9 @@ from implementations import (
     FSDP_C_FLAT,
     FSDP_C_ORIG,
     LABELS,
-    why_unavailable,
 )
 from memory_trace import build_counter
-from state_dict_worker import (
-    DISK,
-    LOAD,
-    MEMCPY,
-    NUM_RANKS,
-    OPERATIONS,
-    SAVE,
-    WIDTHS,
-)
-from tqdm import tqdm
+from state_dict_worker import DISK, LOAD, MEMCPY, NUM_RANKS, OPERATIONS, SAVE, WIDTHS
 
 IMPLEMENTATIONS = [
     FSDP_C_ORIG,
@@ -74,55 +62,38 @@ OWN = {
 MIB = 2**20
 
 
-def measure(
-    names: list[str], *, sizes: list[str], steps: int, rounds: int, folder: Path | None
-) -> Json:
-    """Run all implementations that are available and return the results."""
-    notices = []
-    jobs = []
-    for name in names:
-        reason = why_unavailable(name)
-        if reason is None:
-            jobs += [(size, name) for size in sizes]
-        else:
-            notices.append(f"{NAMES[name]} left out: {reason}")
-    results: dict[tuple[str, str], list[Json]] = {job: [] for job in jobs}
-    with tempfile.TemporaryDirectory(prefix="fsdp_c-benchmark-", dir=folder) as own:
-        environ = {"LD_PRELOAD": str(build_counter(Path(own)))}
-        with tqdm(total=rounds * len(jobs), unit="run", leave=False) as bar:
-            for index in range(rounds):
-                for job in jobs[:: 1 if index % 2 == 0 else -1]:
-                    size, name = job
-                    bar.set_postfix_str(f"{size} {name}")
-                    arguments = [__file__, "--worker", name, "--size", size]
-                    arguments += ["--steps", str(steps), "--folder", own]
-                    result = run_workers(
-                        arguments, num_ranks=NUM_RANKS, environ=environ
-                    )
-                    results[job].append(result["operations"])
-                    bar.update()
+def measure(args: argparse.Namespace) -> Json:
+    """Run all implementations and return the results."""
+    with tempfile.TemporaryDirectory(
+        prefix="fsdp_c-benchmark-", dir=args.folder
+    ) as folder:
+        options = ["--steps", str(args.steps), "--folder", folder]
+        jobs = {
+            f"{size} {name}": [__file__, "--worker", name, "--size", size, *options]
+            for name in args.only or IMPLEMENTATIONS
+            for size in ([args.size] if args.size else WIDTHS)
+        }
+        results = run_interleaved(
+            jobs,
+            num_rounds=args.rounds,
+            num_ranks=NUM_RANKS,
+            environ={"LD_PRELOAD": str(build_counter(Path(folder)))},
+        )
     rows = []
-    for (size, name), runs in results.items():
-        for operation in runs[0]:
-            per_run = [run[operation] for run in runs]
+    for job, rounds in results.items():
+        size, _, name = job.partition(" ")
+        for operation in rounds[0]["operations"]:
+            runs = [each["operations"][operation] for each in rounds]
             rows.append(
                 {
                     "size": size,
                     "implementation": name,
                     "operation": operation,
-                    "seconds": smallest(per_run, "seconds"),
-                    "extra": max(run["extra"] for run in per_run),
-                    "all_medians_s": [run["seconds"] for run in per_run],
+                    "extra": max(run["extra"] for run in runs),
+                    **timed_row(runs, "seconds"),
                 }
             )
-    return {
-        "benchmark": "state_dict",
-        "command": command_line(),
-        "environment": environment(),
-        "settings": {"steps": steps, "rounds": rounds},
-        "notices": notices,
-        "results": rows,
-    }
+    return results_of("state_dict", args, results=rows)
 
 
 def describe(size: str) -> str:
@@ -132,11 +103,6 @@ def describe(size: str) -> str:
         f"{numel / 1e6:.1f} M parameters, {3 * 4 * numel / 2**30:.2f} GiB with "
         "AdamW's state"
     )
-
-
-def sizes_of(data: Json) -> list[str]:
-    """Return the sizes that were run."""
-    return list(dict.fromkeys(row["size"] for row in data["results"]))
 
 
 def render(data: Json, size: str, *, markdown: bool) -> str:
@@ -167,40 +133,34 @@ def render(data: Json, size: str, *, markdown: bool) -> str:
     return format_table(headers, cells, markdown=markdown)
 
 
-def main() -> int:
-    """Run the benchmark, or one worker of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_common_arguments(parser, steps=3, warmup=1, rounds=2)
-    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS)
-    parser.add_argument("--size", choices=list(WIDTHS), help="one size (default: all)")
-    parser.add_argument(
-        "--folder", type=Path, help="where to write checkpoints (default: /tmp)"
+def render_all(data: Json, *, markdown: bool) -> str:
+    """Return a table for each size, below its heading."""
+    return "\n\n".join(
+        f"{describe(size)}.\n\n{render(data, size, markdown=markdown)}"
+        for size in dict.fromkeys(row["size"] for row in data["results"])
     )
-    args = parser.parse_args()
-    if args.worker is not None:
-        state_dict_worker.run(args)
-        return 0
-    data = measure(
-        args.only or IMPLEMENTATIONS,
-        sizes=[args.size] if args.size else list(WIDTHS),
-        steps=args.steps,
-        rounds=args.rounds,
-        folder=args.folder,
-    )
-    print(environment_line(data["environment"]))
-    print(
+
+
+def show(data: Json, args: argparse.Namespace) -> str:
+    """Return all tables, and what they are about."""
+    return (
         f"{NUM_RANKS} ranks, gloo groups; smallest of {args.rounds} medians of "
-        f"{args.steps}, of the slowest rank"
+        f"{args.steps}, of the slowest rank\n\n"
+        f"{render_all(data, markdown=args.markdown)}"
     )
-    for size in sizes_of(data):
-        print(f"\n{describe(size)}")
-        print(render(data, size, markdown=args.markdown))
-    for notice in data["notices"]:
-        print(notice, file=sys.stderr)
-    if args.json is not None:
-        write_json(Path(args.json), data)
-    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = make_parser(__doc__, steps=3, warmup=1, rounds=2)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=IMPLEMENTATIONS)
+    add("--size", choices=list(WIDTHS), help="one size (default: all)")
+    add("--folder", type=Path, help="where to write checkpoints (default: /tmp)")
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parser().parse_args()
+    worker = state_dict_worker.run
+    sys.exit(run_benchmark(args, worker=worker, measure=measure, show=show))

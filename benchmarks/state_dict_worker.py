@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Json, report_result
+from common import Json, joined_group, report_result
 from implementations import (
     FSDP1_FLAT,
     FSDP1_ORIG,
     FSDP2,
     FSDP_C_FLAT,
     FSDP_C_ORIG,
-    GPT,
     NUM_BYTES,
     parallelise,
 )
@@ -33,6 +32,9 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     StateDictType,
 )
+
+from fsdp_c import checkpoint
+from fsdp_c.bench._workload import Transformer
 
 NUM_RANKS = 2
 DISK = "disk"
@@ -59,11 +61,11 @@ OPERATIONS = [
 ]
 
 
-def create_model(size: str) -> GPT:
+def create_model(size: str) -> Transformer:
     """Return the same initial model on every rank and for every implementation."""
     torch.manual_seed(0)
     width = WIDTHS[size]
-    return GPT(width, NUM_BLOCKS, width // 64)
+    return Transformer(width, NUM_BLOCKS, width // 64, NUM_BYTES)
 
 
 def num_params(size: str) -> int:
@@ -180,8 +182,6 @@ def _time_native(
     clock: _Clock, model: Any, optim: torch.optim.Optimizer, folder: Path
 ) -> None:
     """Time fsdp_c.checkpoint."""
-    from fsdp_c import checkpoint
-
     path = folder / "checkpoint"
     clock.time(SAVE, lambda: checkpoint.save(path, model, optim), _empty(folder))
     clock.time(LOAD, lambda: checkpoint.load(path, model, optim) and None)
@@ -236,34 +236,33 @@ def _time_disk(clock: _Clock, size: str, folder: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join the other rank, time one implementation, and report (rank 0)."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    rendezvous = (args.worker_folder / "store").as_uri()
-    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=NUM_RANKS)
-    clock = _Clock(args.steps)
-    folder: Path = args.folder / "files"
-    if args.worker == DISK:
-        _time_disk(clock, args.size, folder)
-    elif args.worker == MEMCPY:
-        _time_memcpy(clock, args.size)
-    else:
-        model: nn.Module = parallelise(create_model(args.size), args.worker)
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-        tokens = torch.randint(NUM_BYTES, (1, 2))
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optim.step()
-        optim.zero_grad()
-        if args.worker != FSDP2:
-            _time_full(clock, model, optim)
-        if args.worker in (FSDP_C_ORIG, FSDP_C_FLAT):
-            _time_native(clock, model, optim, folder)
-        elif args.worker in (FSDP1_ORIG, FSDP2):
-            _time_dcp(clock, model, optim, folder)
+    """Join the other rank, time one implementation, and report."""
+    with joined_group(args):
+        clock = _Clock(args.steps)
+        folder: Path = args.folder / "files"
+        if args.worker == DISK:
+            _time_disk(clock, args.size, folder)
+        elif args.worker == MEMCPY:
+            _time_memcpy(clock, args.size)
         else:
-            assert args.worker == FSDP1_FLAT
-    clock.finish()
-    if rank == 0:
-        report_result(args.worker_folder, {"operations": clock.rows})
-    dist.barrier()
-    dist.destroy_process_group()
+            _time_model(clock, args, folder)
+        clock.finish()
+        report_result(args, {"operations": clock.rows})
+
+
+def _time_model(clock: _Clock, args: argparse.Namespace, folder: Path) -> None:
+    """Time what there is of one implementation, after a step of AdamW."""
+    model: nn.Module = parallelise(create_model(args.size), args.worker)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    tokens = torch.randint(NUM_BYTES, (1, 2))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optim.step()
+    optim.zero_grad()
+    if args.worker != FSDP2:
+        _time_full(clock, model, optim)
+    if args.worker in (FSDP_C_ORIG, FSDP_C_FLAT):
+        _time_native(clock, model, optim, folder)
+    elif args.worker in (FSDP1_ORIG, FSDP2):
+        _time_dcp(clock, model, optim, folder)
+    else:
+        assert args.worker == FSDP1_FLAT

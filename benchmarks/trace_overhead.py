@@ -10,46 +10,41 @@ ranks).
 """
 
 import argparse
-import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from common import (
     Json,
-    add_common_arguments,
-    command_line,
-    environment,
-    environment_line,
     format_table,
+    join_fake_group,
+    joined_group,
+    make_parser,
+    median_ms,
     report_result,
+    results_of,
+    run_benchmark,
     run_interleaved,
-    write_json,
 )
-from implementations import FSDP_C_ORIG, Block, parallelise
+from implementations import FSDP_C_ORIG, parallelise
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import trace
+from fsdp_c.bench._workload import Block
 
 STEPS_PER_TURN = 5
 
 
+@dataclass(frozen=True)
 class Setting:
     """A model and its input."""
 
-    def __init__(
-        self, num_units: int, width: int, num_tokens: int, num_ranks: int, text: str
-    ) -> None:
-        self.num_units = num_units
-        self.width = width
-        self.num_tokens = num_tokens
-        self.num_ranks = num_ranks
-        self.text = text
+    num_units: int
+    width: int
+    num_tokens: int
+    num_ranks: int
+    text: str
 
 
 SETTINGS = {
@@ -58,35 +53,9 @@ SETTINGS = {
 }
 
 
-def start_group(setting: Setting, folder: Path) -> None:
-    """Join the process group of this setting."""
-    if setting.num_ranks == 1:
-        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-        return
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=int(os.environ["RANK"]),
-        world_size=setting.num_ranks,
-    )
-
-
-def time_turn(step: Callable[[], None]) -> float:
-    """Return the median time of a few steps, in ms."""
-    times = []
-    for _ in range(STEPS_PER_TURN):
-        begin = time.perf_counter_ns()
-        step()
-        times.append(time.perf_counter_ns() - begin)
-    return statistics.median(times) / 1e6
-
-
-def run_worker(args: argparse.Namespace) -> None:
+def train(setting: Setting, args: argparse.Namespace) -> Json:
     """Time turns of steps without and with a recording."""
-    setting = SETTINGS[args.worker]
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    start_group(setting, args.worker_folder)
     blocks = [Block(setting.width, 4) for _ in range(setting.num_units)]
     model = parallelise(nn.Sequential(*blocks), FSDP_C_ORIG)
     params = list(model.parameters())
@@ -97,23 +66,32 @@ def run_worker(args: argparse.Namespace) -> None:
         for param in params:
             param.grad = None
 
+    def time_turn() -> float:
+        return median_ms(step, num_steps=STEPS_PER_TURN, num_warmup=0)
+
     for _ in range(args.warmup):
         step()
     plain, recorded, num_spans = [], [], 0
     for index in range(max(args.steps // STEPS_PER_TURN, 2)):
         for is_on in (False, True) if index % 2 == 0 else (True, False):
             if not is_on:
-                plain.append(time_turn(step))
+                plain.append(time_turn())
                 continue
             timeline = trace.start(model, STEPS_PER_TURN)
-            recorded.append(time_turn(step))
+            recorded.append(time_turn())
             num_spans = len(timeline.stop().recorded.spans) // STEPS_PER_TURN
-    if dist.get_rank() == 0:
-        report_result(
-            args.worker_folder,
-            {"plain": plain, "recorded": recorded, "spans": num_spans},
-        )
-    dist.destroy_process_group()
+    return {"plain": plain, "recorded": recorded, "spans": num_spans}
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """Time one setting."""
+    setting = SETTINGS[args.worker]
+    if setting.num_ranks == 1:
+        join_fake_group(world_size=8)
+        report_result(args, train(setting, args))
+        return
+    with joined_group(args):
+        report_result(args, train(setting, args))
 
 
 def measure(args: argparse.Namespace) -> Json:
@@ -141,15 +119,10 @@ def measure(args: argparse.Namespace) -> Json:
                 "num_pairs": len(pairs),
             }
         )
-    return {
-        "benchmark": "trace_overhead",
-        "command": command_line(),
-        "environment": environment(),
-        "results": rows,
-    }
+    return results_of("trace_overhead", args, results=rows)
 
 
-def render(data: Json, *, markdown: bool) -> str:
+def show(data: Json, args: argparse.Namespace) -> str:
     """Return the results as a table."""
     headers = ["model", "step (ms)", "spans a step", "recorded / not", "quartiles"]
     rows = [
@@ -162,24 +135,9 @@ def render(data: Json, *, markdown: bool) -> str:
         ]
         for row in data["results"]
     ]
-    return format_table(headers, rows, markdown=markdown)
-
-
-def main() -> int:
-    """Run the benchmark, or one worker of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_common_arguments(parser, steps=200, warmup=5, rounds=2)
-    args = parser.parse_args()
-    if args.worker is not None:
-        run_worker(args)
-        return 0
-    data = measure(args)
-    print(environment_line(data["environment"]))
-    print(render(data, markdown=args.markdown))
-    if args.json is not None:
-        write_json(args.json, data)
-    return 0
+    return format_table(headers, rows, markdown=args.markdown)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = make_parser(__doc__, steps=200, warmup=5, rounds=2).parse_args()
+    sys.exit(run_benchmark(args, worker=run_worker, measure=measure, show=show))

@@ -10,27 +10,25 @@ communication. gloo's own time for the same collectives is measured separately.
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import (
     Json,
-    add_common_arguments,
-    command_line,
-    environment,
-    environment_line,
+    check_losses,
     format_table,
+    joined_group,
+    make_parser,
+    mean_over_ranks,
     median_ms,
     ratio,
     report_result,
+    results_of,
+    run_benchmark,
     run_interleaved,
-    smallest,
-    write_json,
+    timed_row,
 )
 from implementations import (
     BARE,
@@ -41,12 +39,14 @@ from implementations import (
     FSDP_C_C10D,
     FSDP_C_FULLY,
     FSDP_C_ORIG,
-    GPT,
     LABELS,
     NUM_BYTES,
     parallelise,
-    why_unavailable,
 )
+from torch import nn
+
+from fsdp_c.bench._report import smallest
+from fsdp_c.bench._workload import Transformer
 
 NUM_RANKS = 2
 BATCH = 2
@@ -62,7 +62,6 @@ IMPLEMENTATIONS = [
     DDP,
 ]
 GLOO = "gloo"
-LOSS_TOLERANCE = 1e-3  # all that communicate must have trained the same model
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,10 @@ class ModelSize:
     width: int
     num_blocks: int
 
-    def create(self) -> GPT:
+    def create(self) -> Transformer:
         """Return the same initial model on every rank and in every run."""
         torch.manual_seed(0)
-        return GPT(self.width, self.num_blocks, self.width // 64)
+        return Transformer(self.width, self.num_blocks, self.width // 64, NUM_BYTES)
 
     def numels(self) -> tuple[int, int]:
         """Return the numel of one block and of the root unit."""
@@ -116,9 +115,8 @@ def collectives_of(size: ModelSize) -> dict[str, list[Collective]]:
     }
 
 
-def time_step(args: argparse.Namespace) -> Json:
-    """Time training steps of one implementation."""
-    model = parallelise(MODELS[args.model].create(), args.worker)
+def time_step(model: nn.Module, args: argparse.Namespace) -> Json:
+    """Time training steps of a model on this rank's batch."""
     params = list(model.parameters())
     optimizer: torch.optim.Optimizer
     if args.optimizer == "adamw":
@@ -138,9 +136,7 @@ def time_step(args: argparse.Namespace) -> Json:
         optimizer.zero_grad()
 
     median = median_ms(step, num_steps=args.steps, num_warmup=args.warmup)
-    mean_loss = loss.detach().clone()
-    dist.all_reduce(mean_loss)
-    return {"step_ms": median, "loss": mean_loss.item() / NUM_RANKS}
+    return {"step_ms": median, "loss": mean_over_ranks(loss)}
 
 
 def time_gloo(args: argparse.Namespace) -> Json:
@@ -171,84 +167,52 @@ def time_gloo(args: argparse.Namespace) -> Json:
 
 def run_worker(args: argparse.Namespace) -> None:
     """Join the other rank and time what is asked for."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    rendezvous = (args.worker_folder / "store").as_uri()
-    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=NUM_RANKS)
-    result = time_gloo(args) if args.worker == GLOO else time_step(args)
-    if rank == 0:
-        report_result(args.worker_folder, result)
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined_group(args):
+        if args.worker == GLOO:
+            report_result(args, time_gloo(args))
+        else:
+            model = parallelise(MODELS[args.model].create(), args.worker)
+            report_result(args, time_step(model, args))
 
 
-def measure(
-    implementations: list[str],
-    *,
-    models: list[str],
-    steps: int,
-    warmup: int,
-    rounds: int,
-    optimizer: str = "sgd",
-) -> Json:
-    """Run all implementations that are available and return the results.
+def measure(args: argparse.Namespace) -> Json:
+    """Run all implementations and return the results.
 
     Raises:
         RuntimeError: The implementations' losses differ: one trained wrongly.
     """
-    notices = []
-    names = []
-    for name in implementations:
-        reason = why_unavailable(name)
-        if reason is None:
-            names.append(name)
-        else:
-            notices.append(f"{LABELS[name]} left out: {reason}")
-    options = ["--steps", str(steps), "--warmup", str(warmup), "--optimizer", optimizer]
+    names = args.only or IMPLEMENTATIONS
+    models = [args.model] if args.model else list(MODELS)
+    options = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    options += ["--optimizer", args.optimizer]
     jobs = {
         f"{model} {name}": [__file__, "--worker", name, "--model", model, *options]
         for model in models
         for name in (*names, GLOO)
     }
-    results = run_interleaved(jobs, num_rounds=rounds, num_ranks=NUM_RANKS)
+    results = run_interleaved(jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS)
     rows: list[Json] = []
     collectives: list[Json] = []
     for model in models:
-        losses = {}
-        for name in names:
-            runs = results[f"{model} {name}"]
-            if name != BARE:
-                losses[name] = runs[0]["loss"]
-            rows.append(
-                {
-                    "model": model,
-                    "implementation": name,
-                    "step_ms": smallest(runs, "step_ms"),
-                    "loss": runs[0]["loss"],
-                    "all_medians_ms": [run["step_ms"] for run in runs],
-                }
-            )
-        spread = max(losses.values(), default=0.0) - min(losses.values(), default=0.0)
-        if not spread <= LOSS_TOLERANCE or not math.isfinite(spread):
-            raise RuntimeError(f"{model}: losses after the same steps differ: {losses}")
+        losses = {name: results[f"{model} {name}"][0]["loss"] for name in names}
+        rows += [
+            {
+                "model": model,
+                "implementation": name,
+                "loss": losses[name],
+                **timed_row(results[f"{model} {name}"]),
+            }
+            for name in names
+        ]
+        losses.pop(BARE, None)
+        check_losses(model, losses)
         per_round = [run["collectives"] for run in results[f"{model} {GLOO}"]]
         for same in zip(*per_round, strict=True):
             best = {**same[0], "call_ms": smallest(same, "call_ms")}
             collectives.append({"model": model, **best})
-    return {
-        "benchmark": "train_step",
-        "command": command_line(),
-        "environment": environment(),
-        "settings": {
-            "steps": steps,
-            "warmup": warmup,
-            "rounds": rounds,
-            "optimizer": optimizer,
-        },
-        "notices": notices,
-        "results": rows,
-        "collectives": collectives,
-    }
+    data = results_of("train_step", args, results=rows, collectives=collectives)
+    data["settings"]["optimizer"] = args.optimizer
+    return data
 
 
 def describe(model: str) -> str:
@@ -265,7 +229,7 @@ def render_steps(data: Json, model: str, *, markdown: bool) -> str:
     times = {row["implementation"]: row["step_ms"] for row in results}
     rows = []
     for row in results:
-        name, medians = row["implementation"], row["all_medians_ms"]
+        name, medians = row["implementation"], row["all_step_ms"]
         rows.append(
             [
                 LABELS[name],
@@ -313,41 +277,28 @@ def render_collectives(data: Json, *, markdown: bool) -> str:
     return format_table(headers, rows, markdown=markdown)
 
 
-def main() -> int:
-    """Run the benchmark, or one worker of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_common_arguments(parser, steps=20, warmup=5, rounds=3)
+def show(data: Json, args: argparse.Namespace) -> str:
+    """Return all tables, each below its heading."""
+    parts = [
+        f"{NUM_RANKS} ranks, gloo groups, {BATCH} x {TIME} bytes per rank, "
+        f"{args.optimizer}; smallest of {args.rounds} medians of {args.steps} steps"
+    ]
+    for model in dict.fromkeys(row["model"] for row in data["results"]):
+        table = render_steps(data, model, markdown=args.markdown)
+        parts.append(f"{describe(model)} parameters\n{table}")
+    parts.append(f"gloo's own time\n{render_collectives(data, markdown=args.markdown)}")
+    return "\n\n".join(parts)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = make_parser(__doc__, steps=20, warmup=5, rounds=3)
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS)
     parser.add_argument("--model", choices=list(MODELS), help="one size (default: all)")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
-    args = parser.parse_args()
-    if args.worker is not None:
-        run_worker(args)
-        return 0
-    data = measure(
-        args.only or IMPLEMENTATIONS,
-        models=[args.model] if args.model else list(MODELS),
-        steps=args.steps,
-        warmup=args.warmup,
-        rounds=args.rounds,
-        optimizer=args.optimizer,
-    )
-    print(environment_line(data["environment"]))
-    print(
-        f"{NUM_RANKS} ranks, gloo groups, {BATCH} x {TIME} bytes per rank, "
-        f"{args.optimizer}; smallest of {args.rounds} medians of {args.steps} steps"
-    )
-    for model in dict.fromkeys(row["model"] for row in data["results"]):
-        print(f"\n{describe(model)} parameters")
-        print(render_steps(data, model, markdown=args.markdown))
-    print("\ngloo's own time")
-    print(render_collectives(data, markdown=args.markdown))
-    for notice in data["notices"]:
-        print(notice, file=sys.stderr)
-    if args.json is not None:
-        write_json(Path(args.json), data)
-    return 0
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parser().parse_args()
+    sys.exit(run_benchmark(args, worker=run_worker, measure=measure, show=show))

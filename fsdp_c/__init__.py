@@ -11,11 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch  # loads the libraries that _native is linked with
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,

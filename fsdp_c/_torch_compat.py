@@ -17,11 +17,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed._composable.contract import (
-    REGISTRY_KEY,
-    STATE_KEY,
-    RegistryItem,
-)
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -66,16 +62,26 @@ HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def interpreted_with_callees(function: F) -> F:
-    """Keep torch.compile out of ``function`` and of all that it calls.
+def interpreted(function: F) -> F:
+    """Let torch.compile leave ``function`` to Python, but compile what it calls.
 
-    As ``torch.compiler.disable``, which would import the compiler with fsdp_c: seconds.
+    A compiled caller breaks its graph at the call. As a non-recursive
+    ``torch.compiler.disable``, which would import the compiler with fsdp_c: seconds.
     """
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    return _interpreted(function, _FrameAction.DEFAULT)
+
+
+def interpreted_with_callees(function: F) -> F:
+    """Let torch.compile leave ``function`` and all that it calls to Python."""
+    return _interpreted(function, _FrameAction.SKIP)
+
+
+def _interpreted(function: F, callees: _FrameAction) -> F:
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(function.__code__, strategy)
     marked: Any = function  # where a compiled caller would inline it
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "fsdp_c makes an engine at the first call"
+    marked._torchdynamo_disable_msg = "fsdp_c gathers parameters and hooks tensors"
     return function
 
 
@@ -92,6 +98,11 @@ def run_policy(
 def checkpoint_state_dict() -> Any:
     """Return torch.distributed.checkpoint.state_dict, imported when first needed."""
     return import_module("torch.distributed.checkpoint.state_dict")
+
+
+def state_dict_utils() -> Any:
+    """Return the module that cuts whole tensors for it."""
+    return import_module("torch.distributed._state_dict_utils")
 
 
 def overrides_dispatch(tensor: Tensor) -> bool:
@@ -111,17 +122,12 @@ def note_fully_sharded(module: Module, state: Any) -> None:
     states[function.__wrapped__] = state
 
 
-def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the dimensions of both, which are parts of one mesh.
+def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh with the dimensions of all, which are parts of one mesh.
 
     Raises:
         RuntimeError: They are not.
     """
-    return joined_meshes([first, second])
-
-
-def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the dimensions of all, which are parts of one mesh."""
     mesh: DeviceMesh = DeviceMesh._concatenate(meshes)
     return mesh
 
@@ -149,6 +155,11 @@ def is_cut(placement: Placement, dim: int | None = None) -> bool:
     if isinstance(placement, _StridedShard):
         return dim is None or placement.dim == dim
     return placement.is_shard(dim)
+
+
+def is_strided(placement: Placement) -> bool:
+    """Whether ``placement`` cuts what all others have left."""
+    return isinstance(placement, _StridedShard)
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:

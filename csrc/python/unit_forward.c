@@ -113,7 +113,7 @@ static int hook_inputs(const module_state *state, fsdp_torch_unit *unit,
   PyObject *own_args = NULL;
   PyObject *own_kwargs = NULL;
 
-  if (!fsdp_torch_unit_wants_inputs(unit)) {
+  if (!fsdp_torch_wants_inputs()) {
     Py_INCREF(*args);
     Py_INCREF(*kwargs);
     return 0;

@@ -400,18 +400,6 @@ static PyObject *unit_get_pending_grads(PyObject *object,
       fsdp_unit_pending_grads(fsdp_torch_unit_core(unit_of(object))));
 }
 
-static PyObject *param_of_use_item(const void *param_of_use, int64_t use) {
-  return PyLong_FromLongLong(((const int64_t *)param_of_use)[use]);
-}
-
-static PyObject *unit_get_param_of_use(PyObject *object,
-                                       void *Py_UNUSED(closure)) {
-  int64_t num_uses;
-  const int64_t *param_of_use =
-      fsdp_torch_unit_param_of_use(unit_of(object), &num_uses);
-  return fsdp_list_of(num_uses, param_of_use, param_of_use_item);
-}
-
 static PyObject *shard_item(const void *unit, int64_t segment) {
   return fsdp_torch_unit_shard(unit, segment);
 }
@@ -573,8 +561,6 @@ static PyGetSetDef unit_getset[] = {
      "Whether gradients of a no_sync backward wait to be reduced.", NULL},
     {"pending_grads", unit_get_pending_grads, NULL,
      "Gradients that this backward still has to deliver.", NULL},
-    {"param_of_use", unit_get_param_of_use, NULL,
-     "Index of the parameter behind each use.", NULL},
     {"layout", unit_get_layout, NULL,
      "Where the parameters lie in the shards, as a Layout.", NULL},
     {"slots", unit_get_slots, NULL,

@@ -175,9 +175,6 @@ void fsdp_torch_unit_destroy(fsdp_torch_unit *unit);
 /* Borrowed. */
 const fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit);
 const fsdp_flat_layout *fsdp_torch_unit_layout(const fsdp_torch_unit *unit);
-/* num_uses param indices. Borrowed. */
-const int64_t *fsdp_torch_unit_param_of_use(const fsdp_torch_unit *unit,
-                                            int64_t *num_uses);
 
 /* New reference to the shard of `segment` as a 1-D torch.Tensor, or NULL with
  * a Python exception. GIL. */
@@ -262,9 +259,9 @@ struct _object *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index);
  * that the unit keeps, which the engine remembers then. GIL. */
 fsdp_torch_shown fsdp_torch_unit_shown_after_forward(fsdp_torch_unit *unit)
     FSDP_NOEXCEPT;
-/* Before a new iteration drops what units keep: registers the sharded
- * parameters again. Cheap if nothing is kept. GIL. 0, or -1 with an
- * exception. */
+/* Before a new iteration drops what units keep, or what a backward that raised
+ * left: registers the sharded parameters again. Cheap if nothing is kept. GIL,
+ * released while it waits for that backward. 0, or -1 with an exception. */
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 
 /* fsdp_unit_unshard and its kin. may block */
@@ -302,8 +299,8 @@ struct _object *fsdp_torch_unit_cast_input(const fsdp_torch_unit *unit,
  * the unit: see Note [Leaving a unit in backward]. */
 typedef struct fsdp_torch_inputs fsdp_torch_inputs;
 
-/* Whether the unit needs that. GIL. */
-bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+/* Whether a forward now needs that: autograd records. */
+bool fsdp_torch_wants_inputs(void) FSDP_NOEXCEPT;
 /* inputs [out] new reference; the hooks share its content. GIL. */
 FSDP_NODISCARD fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,
                                                     fsdp_torch_inputs **inputs,
@@ -406,12 +403,13 @@ int64_t fsdp_torch_engine_ring_nbytes(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 /* Borrowed. */
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 
-/* Drops what an unfinished step left (see fsdp_engine_reset). may block */
 /* fsdp_engine_reduce_kept; the user then sees the gradients. GIL not held. may
  * block */
 FSDP_NODISCARD fsdp_status
 fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine, fsdp_error *error);
 
+/* Drops what an unfinished step left (see fsdp_engine_reset), and registers the
+ * sharded parameters. GIL not held. may block */
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
 
 /*

@@ -237,9 +237,15 @@ fsdp_status fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine,
 }
 
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) noexcept {
-  const std::lock_guard<std::mutex> lock(engine->self->mutex);
-  engine->self->is_aborted = true;
-  engine->self->recover();
+  fsdp_torch::Engine &self = *engine->self;
+  fsdp_torch::await_end_of_backward(self);
+  try {
+    fsdp_torch::close_rows(self);
+  } catch (...) {  // the next forward registers what it needs
+  }
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  self.is_aborted = true;
+  self.recover();
 }
 
 fsdp_status fsdp_torch_engine_clip_grad_norm(fsdp_torch_engine *engine,

@@ -33,18 +33,24 @@ void check(Body &&body) {
 // destroys the callback without running it: then this object's destructor
 // tells the engine, which resets itself at its next use. So the callback is
 // queued before the engine opens the backward.
+//
+// On an accelerator the destructor runs in a thread of autograd, a moment after
+// the caller got the exception. Then the destructor and the next use both want
+// to register the sharded parameters, and the first to hold the GIL does: from
+// the next use on, the engine is no longer aborted and the destructor leaves
+// the parameters alone.
 class BackwardEnd {
  public:
   explicit BackwardEnd(std::shared_ptr<Engine> engine)
       : engine_(std::move(engine)) {}
   ~BackwardEnd() {
     if (has_succeeded_) return;
+    engine_->publish_abort_reason("left backward by an exception");
+    engine_->is_aborted = true;
     try {
-      close_rows(*engine_);
+      close_failed_rows(*engine_);
     } catch (...) {  // the exception that ended the backward is the one to see
     }
-    engine_->is_aborted = true;
-    engine_->publish_abort_reason("left backward by an exception");
   }
   BackwardEnd(const BackwardEnd &) = delete;
   BackwardEnd &operator=(const BackwardEnd &) = delete;
@@ -115,13 +121,11 @@ void expect_grads(Unit &unit) {
     param.expected_in = graph_task;
     num_grads++;
   }
-  // One more that never comes keeps the unit to the end of backward.
-  if (!comes_all) num_grads += std::max<int64_t>(count_input_calls(unit), 1);
-  unit.has_silent_params =
-      !comes_all || (unit.has_run_backward && unit.has_silent_params);
-  unit.has_run_backward = true;
+  // One that never comes keeps the unit to the end of backward.
+  const int64_t num_inputs = std::max<int64_t>(count_input_calls(unit), 1);
   note_followers(unit);
-  fsdp_unit_expect_grads(unit.core, num_grads);
+  fsdp_unit_expect_grads(unit.core, num_grads + (comes_all ? 0 : num_inputs),
+                         comes_all ? num_inputs : 0);
 }
 
 void run_pre_backward(Unit &unit) {

@@ -11,11 +11,9 @@
 // backward has left all of them, and a leaf keeps its hooks for ever: there the
 // unit gets an alias of its own. Where no input requires grad, the unit waits
 // for the end of backward. A unit whose parameters are all announced does not
-// wait: the units inside it may still have a long way to go. (It must not use a
-// parameter detached before it uses it otherwise; FSDP1 has the same limit.)
-// Such a unit, once a backward has shown it, no longer hooks its inputs; should
-// an announcement be missing later, it waits for the end of that backward, and
-// hooks them from then on.
+// wait with its reshard: the units inside it may still have a long way to go.
+// (It must not use a parameter detached before it uses it otherwise; FSDP1 has
+// the same limit.) Its reduction does wait: Note [Where a unit is reduced].
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
@@ -144,14 +142,8 @@ struct fsdp_torch_inputs {
 
 extern "C" {
 
-bool fsdp_torch_unit_wants_inputs(const fsdp_torch_unit *unit) noexcept {
-  const fsdp_torch::Unit &self = *unit->self;
-  if (!c10::GradMode::is_enabled()) return false;
-  return self.has_silent_params ||
-         std::any_of(self.params.begin(), self.params.end(),
-                     [](const fsdp_torch::Param &param) {
-                       return !param.tensor.requires_grad();
-                     });
+bool fsdp_torch_wants_inputs() noexcept {
+  return c10::GradMode::is_enabled();
 }
 
 fsdp_status fsdp_torch_inputs_create(fsdp_torch_unit *unit,

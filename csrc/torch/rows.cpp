@@ -230,9 +230,10 @@ void open_rows(Engine &engine) {
 }
 
 void close_rows(Engine &engine) {
-  if (!engine.has_faces || !engine.shows_plain.exchange(false)) return;
+  if (!engine.has_faces || !engine.shows_plain) return;
   if (Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
+  if (!engine.shows_plain.exchange(false)) return;
   const py::error_scope kept;  // an exception on its way stays
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
@@ -241,6 +242,12 @@ void close_rows(Engine &engine) {
     }
     if (unit->grads_are_new) show_sharded_grads(*unit);
   }
+}
+
+void close_failed_rows(Engine &engine) {
+  if (!engine.shows_plain || Py_IsInitialized() == 0) return;
+  const pybind11::gil_scoped_acquire gil;
+  if (engine.is_aborted) close_rows(engine);
 }
 
 }  // namespace fsdp_torch
@@ -325,6 +332,14 @@ fsdp_torch_shown fsdp_torch_unit_shown_after_forward(
 
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
   const auto &engine = unit->self->engine;
+  if (engine && engine->shows_plain) {
+    HANDLE_TH_ERRORS {
+      const pybind11::gil_scoped_release no_gil;
+      fsdp_torch::await_end_of_backward(*engine);
+    }
+    fsdp_torch::close_failed_rows(*engine);
+    END_HANDLE_TH_ERRORS_RET(-1)
+  }
   if (!engine || !engine->shows_kept || engine->shows_plain ||
       fsdp_engine_in_forward(engine->core)) {
     return 0;

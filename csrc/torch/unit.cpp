@@ -230,7 +230,6 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
   }
   core.name = unit.name.c_str();
   core.owner = &unit;
-  core.reduces_in_order = unit.is_by_rows;
   core.layout = unit.layout;
   core.segments = segments.data();
   core.shard_group = core_group(unit.shard_group);
@@ -410,12 +409,6 @@ const fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit) {
 
 const fsdp_flat_layout *fsdp_torch_unit_layout(const fsdp_torch_unit *unit) {
   return unit->self->layout;
-}
-
-const int64_t *fsdp_torch_unit_param_of_use(const fsdp_torch_unit *unit,
-                                            int64_t *num_uses) {
-  *num_uses = static_cast<int64_t>(unit->self->param_of_use.size());
-  return unit->self->param_of_use.data();
 }
 
 PyObject *fsdp_torch_unit_shard(const fsdp_torch_unit *unit, int64_t segment) {

@@ -236,10 +236,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   // Forward calls whose inputs are hooked; see Note [Leaving a unit in
   // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
-  bool has_run_backward = false;
   bool ran_as_root = false;  // in its last forward; a recomputation follows it
-  // Some parameter was not announced in a backward, or none has run yet.
-  bool has_silent_params = true;
 };
 
 // storage_views.cpp: views over storages that come and go.
@@ -345,6 +342,13 @@ at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad);
 // lock.
 void open_rows(Engine &engine);
 void close_rows(Engine &engine);
+// The second, if the engine is aborted: after a backward that raised.
+void close_failed_rows(Engine &engine);
+// unit_forward.cpp. Where a device thread of autograd ran a backward that
+// raised, the caller gets the exception a moment before that thread drops the
+// graph task, which is what tells the engine (Note [End of backward]). Without
+// the GIL and the engine's lock.
+void await_end_of_backward(Engine &engine);
 
 // extension.cpp: see Note [Extended parameters].
 void add_extension_ops(fsdp_view_ops *ops);

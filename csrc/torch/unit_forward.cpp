@@ -24,9 +24,10 @@ bool is_recomputation(const Engine &engine) {
          fsdp_engine_in_backward(engine.core);
 }
 
-// Where a device thread of autograd ran a backward that raised, the caller gets
-// the exception a moment before that thread drops the graph task, which is what
-// tells the engine (Note [End of backward]).
+}  // namespace
+
+namespace fsdp_torch {
+
 void await_end_of_backward(Engine &engine) {
   constexpr std::chrono::microseconds kPause(200);
   constexpr std::chrono::seconds kLimit(1);
@@ -42,7 +43,7 @@ void await_end_of_backward(Engine &engine) {
   }
 }
 
-}  // namespace
+}  // namespace fsdp_torch
 
 extern "C" {
 
@@ -83,7 +84,7 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
   GUARDED(error) {
     Unit &self = *unit->self;
     if (!self.engine) return fsdp_unit_pre_forward(self.core, false, error);
-    await_end_of_backward(*self.engine);
+    fsdp_torch::await_end_of_backward(*self.engine);
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
     self.engine->recover();
     const bool in_backward = is_recomputation(*self.engine);

@@ -22,12 +22,14 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_c import _native
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
 from fsdp_c._engines.order_warning import watch_order
+from fsdp_c._torch_compat import interpreted_with_callees
 from fsdp_c._units.base import Running, ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
 engine_listeners: list[Callable[[nn.Module], object]] = []
 
 
+@interpreted_with_callees
 def ensure_engine(module: ShardedModule) -> _native.Engine:
     """Return the engine of ``module``; see Note [Roots].
 

@@ -45,13 +45,11 @@ def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
     if not unit.is_summoned:
         _show_grads(module, views)
         return
-    uses = module._sharded.originals.uses
-    params = {
-        index: use.param for index, use in zip(unit.param_of_use, uses, strict=True)
-    }
-    for index, (segment, _, numel) in enumerate(unit.slots):
-        padded_numel = unit.segments[segment][5]
-        param, view = params[index].detach(), views[segment]
+    slots, segments = unit.slots, unit.segments
+    for use in module._sharded.originals.uses:
+        segment, _, numel = slots[use.slot]
+        padded_numel = segments[segment][5]
+        param, view = use.param.detach(), views[segment]
         nbytes = padded_numel * param.element_size()
         # With rank0_only the other ranks keep their shards.
         if numel > 0 and param.untyped_storage().nbytes() == nbytes:
@@ -60,12 +58,11 @@ def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
 
 def _show_grads(module: ShardedModule, views: list[FlatParameter]) -> None:
     """Set the gradients of the views, over those of the parameters."""
-    unit = module._sharded.unit
-    uses = module._sharded.originals.uses
+    slots = module._sharded.unit.slots
     for view in views:
         view.grad = None
-    for index, use in zip(unit.param_of_use, uses, strict=True):
-        view, grad = views[unit.slots[index][0]], use.param.grad
+    for use in module._sharded.originals.uses:
+        view, grad = views[slots[use.slot][0]], use.param.grad
         nbytes = view.numel() * view.element_size()
         if (
             grad is not None

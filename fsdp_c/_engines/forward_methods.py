@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_c._engines.engine import ensure_engine
+from fsdp_c._torch_compat import interpreted
 from fsdp_c._units.base import ShardedModule
 
 
@@ -85,6 +86,7 @@ def bind_forward_method(
     return functools.partial(_run, module, method)
 
 
+@interpreted
 def _run(
     module: ShardedModule, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:

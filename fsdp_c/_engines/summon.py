@@ -7,11 +7,7 @@ from torch import nn
 
 from fsdp_c._engines.engine import ensure_engines
 from fsdp_c._engines.flat_views import follow_summon
-from fsdp_c._units.base import (
-    ShardedModule,
-    refuse_fully_shard,
-    sharded_modules,
-)
+from fsdp_c._units.base import ShardedModule, refuse_fully_shard, sharded_modules
 from fsdp_c._units.sessions import SummonSession
 
 
@@ -132,7 +128,7 @@ def summon_full_params(
                 on_host=offload_to_cpu,
                 with_grads=with_grads,
             )
-            if not rank0_only or each.is_first_in_shard_group:
+            if not rank0_only or each.shard_rank == 0:
                 stack.enter_context(each._sharded.originals.shown(as_dtensors=True))
             if each.find_session(SummonSession) is None:
                 each.begin_session(SummonSession())

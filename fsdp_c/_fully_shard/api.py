@@ -1,7 +1,7 @@
 """fully_shard() and the functions beside it."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.arguments import Arguments, check_arguments
-from fsdp_c._fully_shard.group import Group, Place, StageState, group_of
+from fsdp_c._fully_shard.group import Group, Place, StageState, group_of, own_modules
 from fsdp_c._fully_shard.meshes import data_mesh_from
 from fsdp_c._fully_shard.module import FSDPModule, _check_fsdp_modules
 from fsdp_c._fully_shard.rows import shard_param
 from fsdp_c._fully_shard.torch_state_dicts import correct_state_dicts
-from fsdp_c._torch_compat import note_fully_sharded
+from fsdp_c._torch_compat import interpreted, note_fully_sharded
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.cuts import Cut, local_of
 from fsdp_c._units.params import check_param
@@ -117,6 +117,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
 
+    @interpreted
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         group = module._fsdp_c_groups[0]
@@ -168,26 +169,8 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(each for each in dict.fromkeys(given) if each not in inside)
 
 
-def _own_modules(
-    modules: Sequence[nn.Module],
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules and what is in them, but for what has a group already."""
-    seen: set[nn.Module] = set()
-    stack = [("", module) for module in reversed(modules)]
-    while stack:
-        prefix, current = stack.pop()
-        if current in seen or group_of(current) is not None:
-            continue
-        seen.add(current)
-        yield prefix, current
-        stack.extend(
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in reversed(list(current.named_children()))
-        )
-
-
 def _move_buffers(modules: Sequence[nn.Module], arguments: Arguments) -> None:
-    for _, module in _own_modules(modules):
+    for _, module in own_modules(modules):
         for buffer in module.buffers(recurse=False):
             if buffer.device != arguments.device and not buffer.is_meta:
                 buffer.data = buffer.to(arguments.device)
@@ -198,7 +181,7 @@ def _make_groups(
 ) -> tuple[Group, ...]:
     """Shard the parameters; those of one mesh are a group."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
-    for prefix, module in _own_modules(modules):
+    for prefix, module in own_modules(modules):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue

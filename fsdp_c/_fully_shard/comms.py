@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_c import _native
+from fsdp_c._torch_compat import interpreted_with_callees
 
 # Of each segment: the elements of all ranks, and this rank's.
 Pieces = Sequence[tuple[Tensor, Tensor]]
@@ -60,6 +61,7 @@ class Comms:
                     f"{type(comm).__name__}"
                 )
 
+    @interpreted_with_callees
     def _run(
         self, kind: int, pieces: Pieces, group: ProcessGroup, rank: int, scale: float
     ) -> None:

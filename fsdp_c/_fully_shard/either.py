@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from fsdp_c import _native
 from fsdp_c._engines.engine import ensure_engines
 from fsdp_c._fully_shard.group import Group, ensure_engine, group_of, groups_in
+from fsdp_c._fully_shard.group import own_modules as modules_of
 from fsdp_c._units.base import ShardedModule, require_sharded, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import own_modules
@@ -228,6 +229,8 @@ def _of_module(module: ShardedModule, name: str) -> UnitFacts:
 def _of_group(group: Group, name: str) -> UnitFacts:
     arguments = group.arguments
     is_root = not name if group.running is None else group.is_root
+    # A module's further groups have none of their own.
+    its_modules = group.modules if group_of(group.modules[0]) is group else ()
     reshards = group.reshards if group.reshards is not None else not is_root
     return UnitFacts(
         name=group.label(name),
@@ -241,7 +244,7 @@ def _of_group(group: Group, name: str) -> UnitFacts:
         buffer_dtype=None,
         buffer_dtypes=tuple(
             buffer.dtype
-            for module in _own_modules(group)
+            for _, module in modules_of(its_modules)
             for buffer in module.buffers(recurse=False)
         ),
         forward_prefetch=bool(group.prefetches[0]),
@@ -265,16 +268,3 @@ def _segments(group: Group) -> list[tuple[torch.dtype, bool, int, int, int, int]
         ],
     )
     return layout.segments
-
-
-def _own_modules(group: Group) -> Iterator[nn.Module]:
-    """Yield the group's modules, and those in them that are in no other group.
-
-    A module's further groups have none.
-    """
-    is_first = group_of(group.modules[0]) is group
-    stack = list(group.modules) if is_first else []
-    while stack:
-        module = stack.pop()
-        yield module
-        stack.extend(each for each in module.children() if group_of(each) is None)

@@ -9,7 +9,7 @@ local tensors become views of its shard. What changes the DTensors themselves, a
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.extension import Extension, is_extended
 from fsdp_c._fully_shard.rows import plain_param
-from fsdp_c._torch_compat import interpreted_with_callees
+from fsdp_c._torch_compat import interpreted, interpreted_with_callees
 from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
@@ -326,9 +326,11 @@ class Group:
 
         extensions = self._extensions
 
+        @interpreted_with_callees
         def extend(index: int, stage: int) -> Any:
             return extensions[index].run(stage)
 
+        @interpreted_with_callees
         def on_replaced() -> None:
             group = owner()
             if group is not None:
@@ -359,14 +361,19 @@ class Group:
             return False
         return self.unit.state in ("PARTED", "UNSHARDED")
 
+    def hide_kept(self) -> None:
+        """Have modules register the sharded parameters, if they are between steps."""
+        if self.shows_kept:
+            assert self.unit is not None
+            self.unit.reshard()
+
     def _hide_kept_from_state_dicts(self) -> None:
         owner = weakref.ref(self)
 
         def reshard(*_: Any) -> None:
             group = owner()
-            if group is not None and group.shows_kept:
-                assert group.unit is not None
-                group.unit.reshard()
+            if group is not None:
+                group.hide_kept()
 
         for module in dict.fromkeys(place.module for place in self.places):
             add: Any = module.register_state_dict_pre_hook
@@ -478,6 +485,7 @@ class Group:
 
     # SharedEngine ---------------------------------------------------------------
 
+    @interpreted
     def run(
         self,
         module: nn.Module,
@@ -501,16 +509,9 @@ class Group:
                 group._note_run(module)
         output = self.unit.forward(function, args, kwargs)
         dtype = self.arguments.precision.output_dtype
-        if dtype is not None:
-            output = tree_map_only(
-                Tensor,
-                lambda tensor: (
-                    tensor.to(dtype) if tensor.is_floating_point() else tensor
-                ),
-                output,
-            )
-        return output
+        return output if dtype is None else _cast(output, dtype)
 
+    @interpreted_with_callees
     def _note_run(self, module: nn.Module) -> None:
         """Keep the parameters until the last module of the group has run."""
         assert self.unit is not None
@@ -549,6 +550,7 @@ def _has_plain_setattr(module: nn.Module) -> bool:
     return type(module).__setattr__ is nn.Module.__setattr__
 
 
+@interpreted_with_callees
 def groups_of(module: Any) -> tuple[Group, ...]:
     """Return the groups of a module that fully_shard() was called on.
 
@@ -565,6 +567,23 @@ def group_of(module: Any) -> Group | None:
     return next(iter(groups_of(module)), None)
 
 
+def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of one call, and what is in them and in no other group."""
+    seen = set()
+    stack = [("", module) for module in reversed(modules)]
+    while stack:
+        prefix, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield prefix, module
+        stack.extend(
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in reversed(list(module.named_children()))
+            if group_of(child) is None
+        )
+
+
 def groups_in(module: nn.Module) -> dict[Group, str]:
     """Return the groups in ``module``, parents first, with the names of modules."""
     groups: dict[Group, str] = {}
@@ -574,6 +593,16 @@ def groups_in(module: nn.Module) -> dict[Group, str]:
     return groups
 
 
+@interpreted_with_callees
+def _cast(output: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(
+        Tensor,
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        output,
+    )
+
+
+@interpreted
 def _run_unit(
     unit: _native.Unit, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:

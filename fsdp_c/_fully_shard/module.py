@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fsdp_c._fully_shard.group import Group, ensure_engine, groups_in
+from fsdp_c._torch_compat import interpreted
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -47,6 +48,7 @@ class FSDPModule(TorchFSDPModule):
         module.__init__(*args, **kwargs)
         return module
 
+    @interpreted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, hooks included, with whole parameters.
 
@@ -138,9 +140,8 @@ class FSDPModule(TorchFSDPModule):
             requires_gradient_sync: Whether backward reduces.
             recurse: Also for the groups inside.
         """
-        for group in self._groups(recurse):
-            group.syncs = group.all_reduces = requires_gradient_sync
-            group.apply_settings()
+        value = requires_gradient_sync
+        _set(self._groups(recurse), syncs=value, all_reduces=value)
 
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
@@ -151,9 +152,7 @@ class FSDPModule(TorchFSDPModule):
             requires_all_reduce: Whether backward all-reduces.
             recurse: Also for the groups inside.
         """
-        for group in self._groups(recurse):
-            group.all_reduces = requires_all_reduce
-            group.apply_settings()
+        _set(self._groups(recurse), all_reduces=requires_all_reduce)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
@@ -172,10 +171,8 @@ class FSDPModule(TorchFSDPModule):
                 "reshard_after_forward should be a bool, got "
                 f"{type(reshard_after_forward)}"
             )
-        for group in self._groups(recurse):
-            group.reshards = reshard_after_forward
-            group.keeps_part = False
-            group.apply_settings()
+        groups = self._groups(recurse)
+        _set(groups, reshards=reshard_after_forward, keeps_part=False)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` instead of the number of ranks.
@@ -185,9 +182,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if not factor > 0:
             raise ValueError(f"factor must be > 0, got {factor!r}")
-        for group in self._fsdp_c_groups:
-            group.divisor = float(factor)
-            group.apply_settings()
+        _set(self._fsdp_c_groups, divisor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Torch's old name of :meth:`set_gradient_divide_factor`.
@@ -269,9 +264,8 @@ class FSDPModule(TorchFSDPModule):
             reshard_after_backward: False: keep them, until they are changed.
             recurse: Also for the groups inside.
         """
-        for group in self._groups(recurse):
-            group.reshards_after_backward = reshard_after_backward
-            group.apply_settings()
+        groups = self._groups(recurse)
+        _set(groups, reshards_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Let backward leave the module's parameters sharded.
@@ -282,9 +276,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             unshard_in_backward: Whether backward gathers them.
         """
-        for group in self._fsdp_c_groups:
-            group.unshards_in_backward = unshard_in_backward
-            group.apply_settings()
+        _set(self._fsdp_c_groups, unshards_in_backward=unshard_in_backward)
 
     # Without effect here -----------------------------------------------------
 
@@ -458,6 +450,12 @@ class FSDPModule(TorchFSDPModule):
             yield from self._fsdp_c_groups
         else:
             yield from groups_in(cast("nn.Module", self))
+
+
+def _set(groups: Iterable[Group], **settings: Any) -> None:
+    for group in groups:
+        vars(group).update(settings)
+        group.apply_settings()
 
 
 def _check_fsdp_modules(modules: Iterable[Any]) -> None:

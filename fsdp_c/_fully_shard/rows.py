@@ -1,10 +1,15 @@
 """Sharded parameters: DTensors over this rank's rows."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp_c._torch_compat import is_cut, is_strided
 from fsdp_c._units.cuts import Cut, as_dtensor, local_of
 
 
@@ -15,6 +20,17 @@ def own_rows(param: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
     begin = min(rank * rows, size)
     part = param.detach().narrow(dim, begin, min(rows, size - begin))
     return part.clone(memory_format=torch.contiguous_format)
+
+
+def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return a contiguous copy of what this rank has of ``whole``."""
+    order = sorted(range(mesh.ndim), key=lambda dim: is_strided(placements[dim]))
+    for dim in order:
+        placement: Any = placements[dim]
+        if is_cut(placement):
+            rank = mesh.get_local_rank(dim)
+            whole = own_rows(whole, placement.dim, rank, mesh.size(dim))
+    return whole.detach().clone(memory_format=torch.contiguous_format)
 
 
 def shard_param(

@@ -4,20 +4,27 @@
   them, so it loads a full one as plain tensors into DTensors, which fails.
 * With ``full_state_dict`` and ``flatten_optimizer_state_dict`` it compares the flat
   state that it is to load with the names of another flat state, which fails.
+* From whole tensors it cannot take parts of different sizes that tensor parallel ranks
+  cut along the same dimension, too.
+* It finds the names of optimizer state by the registered parameters, which are not the
+  sharded ones while a module keeps its whole ones for backward.
 
 And what is slow: it gathers full state dicts tensor by tensor.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_c._fully_shard.group import group_of
-from fsdp_c._torch_compat import checkpoint_state_dict
+from fsdp_c._fully_shard.group import group_of, groups_in
+from fsdp_c._fully_shard.rows import part_of
+from fsdp_c._torch_compat import checkpoint_state_dict, is_strided, state_dict_utils
+from fsdp_c._units.cuts import as_dtensor
 
 # Put whole tensors in the place of DTensors: of a state dict, for one rank or all.
 gatherers: list[Callable[[Any, int | None], Any]] = []
@@ -25,7 +32,10 @@ gatherers: list[Callable[[Any, int | None], Any]] = []
 
 @functools.cache
 def correct_state_dicts() -> None:
-    """Put that right, once, and only for models that fully_shard() was called on."""
+    """Put that right, once.
+
+    All but the parts of tensor parallel ranks for models of fully_shard() only.
+    """
     checkpoint = checkpoint_state_dict()
     iterate = checkpoint._iterate_valid_model_state
     load = checkpoint._load_optim_state_dict
@@ -53,6 +63,14 @@ def correct_state_dicts() -> None:
                     seen.add(full)
                     yield full, value
 
+    verify = checkpoint._verify_options
+
+    @functools.wraps(verify)
+    def verify_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for group in groups_in(model):
+            group.hide_kept()
+        return verify(model, *args, **kwargs)
+
     @functools.wraps(load)
     def load_flat(model: nn.Module, optims: Any, state_dict: Any, info: Any) -> Any:
         if _is_ours(model):
@@ -69,9 +87,49 @@ def correct_state_dicts() -> None:
                 state_dict = gather(state_dict, first)
         return make_full(state_dict, info)
 
+    distribute = checkpoint._distribute_state_dict
+    utils = state_dict_utils()
+    distribute_broadcast = utils._distribute_tensors
+
+    @functools.wraps(distribute)
+    def distribute_uneven(
+        full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        done = {}
+        for name, value in full.items():
+            like = local.get(name)
+            if isinstance(like, DTensor) and _is_strided(like):
+                done[name] = _distributed(value.to(like.device), like)
+        rest = {name: value for name, value in full.items() if name not in done}
+        distribute(rest, local, *args, **kwargs)
+        local.update(done)
+
+    @functools.wraps(distribute_broadcast)
+    def distribute_broadcast_uneven(
+        local: dict[str, Any], keys: Sequence[str], *args: Any, **kwargs: Any
+    ) -> None:
+        for key in keys:
+            pair = local.get(key)
+            if isinstance(pair, tuple) and _is_strided(pair[0]):
+                local[key] = _distributed(pair[1], pair[0])
+        distribute_broadcast(local, keys, *args, **kwargs)
+
+    utils._distribute_tensors = distribute_broadcast_uneven
+    checkpoint._distribute_state_dict = distribute_uneven
     checkpoint._maybe_full_or_cpu_state_dict = make_full_at_once
     checkpoint._iterate_valid_model_state = iterate_all_names
     checkpoint._load_optim_state_dict = load_flat
+    checkpoint._verify_options = verify_sharded
+
+
+def _is_strided(value: DTensor) -> bool:
+    return any(map(is_strided, value.placements))
+
+
+def _distributed(whole: Tensor, like: DTensor) -> DTensor:
+    """Return this rank's part of ``whole``, placed as ``like``."""
+    part = part_of(whole, like.device_mesh, like.placements)
+    return as_dtensor(part, like.shape, like.device_mesh, like.placements)
 
 
 def _is_ours(model: nn.Module) -> bool:

@@ -10,7 +10,6 @@ from fsdp_c._module.attributes import Attributes
 from fsdp_c._torch_compat import TrainingState
 from fsdp_c._units.base import Ignored
 from fsdp_c._units.build import take_unit
-from fsdp_c._units.uses import ParamUse
 
 
 def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
@@ -46,7 +45,7 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
             )
         wrapped: nn.Module = copy.deepcopy(module.wrapped, memo)
     uses = [
-        ParamUse(memo[id(use.module)], use.name, use.fqn, memo[id(use.param)])
+        use._replace(module=memo[id(use.module)], param=memo[id(use.param)])
         for use in sharded.originals.uses
     ]
     unit = sharded.unit.clone([use.param for use in uses])
@@ -54,18 +53,9 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
         frozenset(memo.get(id(each), each) for each in sharded.ignored.modules),
         frozenset(memo.get(id(each), each) for each in sharded.ignored.params),
     )
-    shapes = sharded.originals.shapes
+    parallel = sharded.originals.parallel
     result.adopt_unit(
-        wrapped,
-        take_unit(
-            wrapped,
-            unit,
-            sharded.config,
-            ignored,
-            uses,
-            shapes,
-            sharded.originals.parallel,
-        ),
+        wrapped, take_unit(wrapped, unit, sharded.config, ignored, uses, parallel)
     )
     result.follow_reductions(None)  # the optimizer steps the module that was copied
     return result

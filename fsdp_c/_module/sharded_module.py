@@ -27,7 +27,7 @@ from fsdp_c._module.torch_class import TorchClass
 from fsdp_c._state import kinds
 from fsdp_c._state.model import load, save
 from fsdp_c._state.optim.methods import OptimStateMethods
-from fsdp_c._torch_compat import Policy, TrainingState
+from fsdp_c._torch_compat import Policy, TrainingState, interpreted
 from fsdp_c._units.base import sharded_modules
 from fsdp_c._units.build import build_unit
 from fsdp_c._units.config import DEFAULTS, make_config
@@ -35,10 +35,7 @@ from fsdp_c._units.device import choose_device
 from fsdp_c._units.foreign_groups import as_given
 from fsdp_c._units.ignored import find_ignored
 from fsdp_c._units.names import WRAPPED_MODULE, clean_name
-from fsdp_c._units.params import (
-    check_params,
-    unsharded_params,
-)
+from fsdp_c._units.params import check_params, unsharded_params
 from fsdp_c._units.sessions import LoadSession, SummonSession
 from fsdp_c._units.wrap import auto_wrap
 
@@ -114,15 +111,14 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         given = locals()
         arguments = {name: given[name] for name in DEFAULTS}
         torch_dispatch.begin(type(self), module)
-        self._construct(module, arguments, name="", left_out=frozenset())
+        self._construct(module, arguments)
 
     def _construct(
         self,
         module: nn.Module,
         arguments: Mapping[str, Any],
-        *,
-        name: str,
-        left_out: frozenset[nn.Parameter],
+        name: str = "",
+        left_out: frozenset[nn.Parameter] = frozenset(),
     ) -> None:
         """Wrap ``module``; the checks come before anything is changed."""
         nn.Module.__init__(self)
@@ -173,20 +169,15 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         add_post_hook(load.finish_load)
 
     @staticmethod
-    def _make(
-        module: nn.Module,
-        arguments: Mapping[str, Any],
-        *,
-        name: str,
-        left_out: frozenset[nn.Parameter],
-    ) -> "FullyShardedDataParallel":
-        """Wrap a module that a policy chose."""
+    def _make(*arguments: Any) -> "FullyShardedDataParallel":
+        """Wrap a module that a policy chose; with the arguments of _construct()."""
         wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-        wrapped._construct(module, arguments, name=name, left_out=left_out)
+        wrapped._construct(*arguments)
         return wrapped
 
     # Running ---------------------------------------------------------------
 
+    @interpreted
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole parameters.
 

@@ -74,10 +74,11 @@ class Form:
         if module is None or not self.shards or not has_rows(whole.shape):
             return whole.to(device, copy=True)
         begin, end = rows_of(whole.shape[0], module.world_size, module.rank)
+        rows = whole[begin:end]
         chunk = torch.empty_like(
-            whole[begin:end], device=device, memory_format=torch.contiguous_format
+            rows, device=device, memory_format=torch.contiguous_format
         )
-        return self._wrap(module, chunk.copy_(whole[begin:end]), whole.shape)
+        return self._wrap(module, chunk.copy_(rows), whole.shape)
 
     def _wrap(self, module: ShardedModule, chunk: Tensor, shape: torch.Size) -> Any:
         return wrap_chunk(module, chunk, shape, use_dtensor=self.use_dtensor)

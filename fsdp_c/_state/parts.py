@@ -14,7 +14,7 @@ from fsdp_c._native import Placement
 from fsdp_c._units.base import ShardedModule, require_sharded
 from fsdp_c._units.cuts import Cut
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.uses import is_flat_param, is_taken, sharding_unit
+from fsdp_c._units.uses import ParamUse, is_flat_param, is_taken, sharding_unit
 
 
 class Spread:
@@ -115,6 +115,11 @@ class ParamPart:
     def is_in_unit(self) -> bool:
         """Whether a unit has it."""
         return self.module is not None
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether each rank has rows and, even with none, a state: of DTensors."""
+        return False
 
     @property
     def shard_group(self) -> ProcessGroup | None:
@@ -249,32 +254,28 @@ def unit_parts(
     ``as_shown``: while the unit is summoned, ``param`` is what the user sees, the
     original parameter, of which the whole is here.
     """
-    originals = module._sharded.originals
-    unit = module._sharded.unit
-    uses: dict[int, list[int]] = {}
-    for use, param in enumerate(unit.param_of_use):
-        uses.setdefault(param, []).append(use)
+    originals, unit = module._sharded.originals, module._sharded.unit
+    uses: dict[int, list[ParamUse]] = {}
+    for use in originals.uses:
+        uses.setdefault(use.slot, []).append(use)
     flat_params = originals.flat_params()
     if as_shown and unit.is_summoned:
         flat_params = []
     slots = unit.slots
     is_sharded = module._sharded.config.groups.shard_group is not None
-    shapes = [originals.shapes[its_uses[0]] for _, its_uses in sorted(uses.items())]
+    shapes = [its_uses[0].shape for its_uses in uses.values()]
     spread = Spread(shapes, unit.layout if is_sharded else None, module.world_size)
     parts = []
-    for index, its_uses in sorted(uses.items()):
-        names = tuple(prefix + originals.uses[use].fqn for use in its_uses)
+    for index, its_uses in uses.items():
+        names = tuple(prefix + use.fqn for use in its_uses)
         begin, end, offset, _ = unit.intersect(index, module.shard_rank)
-        original: nn.Parameter = originals.uses[its_uses[0]].param
-        stepped = original
-        if flat_params:
-            stepped = flat_params[slots[index][0]]
+        original = its_uses[0].param
         parts.append(
             ParamPart(
                 fqn=names[0],
                 names=names,
                 shape=shapes[index],
-                param=stepped,
+                param=flat_params[slots[index][0]] if flat_params else original,
                 begin=begin,
                 end=end,
                 offset=offset if flat_params else 0,
@@ -305,18 +306,17 @@ def parts_of_params(
     return found
 
 
-def named_uses(module: ShardedModule) -> list[tuple[str, int]]:
-    """Return every place of a unit's parameters: clean name, and number of its use.
+def named_uses(module: ShardedModule) -> list[tuple[str, ParamUse]]:
+    """Return every place of a unit's parameters: clean name, and its use.
 
     A module that is registered in several places stands here for each of them, as in
     the state dict of the unwrapped model; the names begin at the wrapped module.
     """
-    uses: dict[object, list[int]] = {}
-    for index, use in enumerate(module._sharded.originals.uses):
-        uses.setdefault(use.module, []).append(index)
-    places = []
-    for prefix, current in module.wrapped.named_modules(remove_duplicate=False):
-        for index in uses.get(current, ()):
-            name = module._sharded.originals.uses[index].name
-            places.append((clean_name(f"{prefix}.{name}" if prefix else name), index))
-    return places
+    uses: dict[nn.Module, list[ParamUse]] = {}
+    for use in module._sharded.originals.uses:
+        uses.setdefault(use.module, []).append(use)
+    return [
+        (clean_name(f"{prefix}.{use.name}" if prefix else use.name), use)
+        for prefix, current in module.wrapped.named_modules(remove_duplicate=False)
+        for use in uses.get(current, ())
+    ]

@@ -7,19 +7,18 @@ gathered, and its part are the rows that it would have if only its group cut it.
 Loading goes the other way. That communicates, and for a moment each rank has the whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._fully_shard.meshes import DataMesh
-from fsdp_c._fully_shard.rows import own_rows
+from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import sharded_modules
@@ -40,6 +39,11 @@ class RowPart(ParamPart):
     @property
     def is_in_unit(self) -> bool:
         """Whether a unit has it: yes."""
+        return True
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether each rank has rows: yes."""
         return True
 
     @property
@@ -105,10 +109,7 @@ class RowPart(ParamPart):
         if not self._is_rows:
             data = self._data
             rows = as_dtensor(local, self.shape, data.mesh, data.placements(0))
-            whole = rows.full_tensor()
-            if cut.parallel is not None:
-                whole = _parallel_part(whole, *cut.parallel)
-            local = own_rows(whole, cut.dim, data.shard_rank, data.num_shards)
+            local = part_of(rows.full_tensor(), cut.mesh, cut.placements)
         return as_dtensor(local, self.shape, cut.mesh, cut.placements)
 
     @property
@@ -121,20 +122,6 @@ class RowPart(ParamPart):
         """Copy 1-D values of this rank's part into place."""
         with torch.no_grad():
             local_of(self.param).copy_(local_of(self.as_state(values)))
-
-
-def _parallel_part(
-    whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> Tensor:
-    """Return the part of this rank of a tensor parallel mesh."""
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            begin, end = rows_of(
-                whole.shape[dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-            )
-            whole = whole.narrow(dim, begin, end - begin)
-    return whole
 
 
 def parts_in(model: nn.Module) -> dict[str, ParamPart]:

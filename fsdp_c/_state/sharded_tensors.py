@@ -26,7 +26,7 @@ from fsdp_c._torch_compat import (
     TensorProperties,
 )
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import dtensor_over
+from fsdp_c._units.cuts import as_dtensor
 from fsdp_c._units.parallel import row_placements
 
 
@@ -85,7 +85,7 @@ def wrap_chunk(
         ]
         return sharded_tensor_of(module, chunk, shape, parts)
     mesh = module.dtensor_mesh
-    return dtensor_over(chunk, shape, mesh, row_placements(mesh))
+    return as_dtensor(chunk, shape, mesh, row_placements(mesh))
 
 
 def sharded_tensor_of(

@@ -214,11 +214,6 @@ class ShardedModule(nn.Module):
         return self._sharded.config.groups.shard_rank
 
     @property
-    def is_first_in_shard_group(self) -> bool:
-        """Whether this rank is the one that a rank0_only summon shows."""
-        return self.shard_rank == 0
-
-    @property
     def dtensor_mesh(self) -> DeviceMesh:
         """The device mesh, or a 1-D one over the sharding group."""
         if self._device_mesh is not None:

@@ -61,9 +61,8 @@ def build_unit(
         broadcast_from_first(tensors, config.groups.process_group)
         if config.groups.inter_node_group is not None:
             broadcast_from_first(tensors, config.groups.inter_node_group)
-    shapes = [param.shape for param in params]
     unit = config.make_unit(name, params, device)
-    return take_unit(module, unit, config, ignored, uses, shapes, parallel)
+    return take_unit(module, unit, config, ignored, uses, parallel)
 
 
 def take_unit(
@@ -72,10 +71,9 @@ def take_unit(
     config: Config,
     ignored: Ignored,
     uses: Sequence[ParamUse],
-    shapes: Sequence[torch.Size],
     parallel: ParallelParams,
 ) -> ShardedUnit:
-    """Let ``unit`` shard the parameters of ``uses``, whose whole shapes ``shapes`` are.
+    """Let ``unit`` shard the parameters of ``uses``.
 
     With ``use_orig_params=False`` they are hidden behind flat parameters.
     """
@@ -93,7 +91,6 @@ def take_unit(
         module,
         unit,
         uses,
-        shapes,
         parallel,
         use_orig_params=config.use_orig_params,
         rank=config.groups.shard_rank,

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_c._torch_compat import (
-    joined_mesh,
+    joined_meshes,
     local_tensor,
     num_parts_along,
     strided_shard,
@@ -98,7 +98,7 @@ def check_placements(name: str, param: DTensor) -> None:
 
 def _join(name: str, mesh: DeviceMesh, parallel: DeviceMesh) -> DeviceMesh:
     try:
-        return joined_mesh(mesh, parallel)
+        return joined_meshes([mesh, parallel])
     except RuntimeError as error:
         raise ValueError(
             f"parameter {name!r} is a DTensor on {parallel}, which is not a part of "
@@ -113,13 +113,16 @@ def as_dtensor(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
 ) -> DTensor:
-    """Return a DTensor of ``shape``, of which this rank has ``local``.
+    """Return a DTensor of ``shape``, of which this rank has ``local`` itself.
 
-    ``local`` is on the device of the mesh: DTensor.from_local() would move it.
+    ``local`` may be on another device than the mesh.
     """
+    on_mesh = local
+    if local.device.type not in (mesh.device_type, "meta"):  # from_local() would move
+        on_mesh = torch.empty_like(local, device=mesh.device_type)
     with torch.no_grad():
         result = DTensor.from_local(
-            local,
+            on_mesh,
             mesh,
             placements,
             run_check=False,
@@ -127,23 +130,6 @@ def as_dtensor(
             stride=torch.empty(shape, device="meta").stride(),
         )
     # That is a view, which would keep the memory that `local` leaves.
-    result._local_tensor = local
-    return result
-
-
-def dtensor_over(
-    local: Tensor,
-    shape: torch.Size,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-) -> DTensor:
-    """Return a DTensor over ``local``, which may be on another device than the mesh."""
-    if local.device.type == mesh.device_type:
-        return as_dtensor(local, shape, mesh, placements)
-    # from_local() would move it.
-    result = as_dtensor(
-        torch.empty_like(local, device=mesh.device_type), shape, mesh, placements
-    )
     result._local_tensor = local
     return result
 

@@ -8,7 +8,6 @@ instead.
 
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,53 +41,26 @@ class _Place(NamedTuple):
         return ParamInfo(self.name, module, self.module_name)
 
 
-class SegmentFacts(NamedTuple):
-    """What FlatParamFacts shows, each under its name with an underscore before it."""
-
-    places: tuple[_Place, ...]
-    own: tuple[tuple[int, int, int, int], ...]  # as Unit.intersect()
-    world_size: int
-    num_params: int
-    fqns: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
-    numels: tuple[int, ...]
-    strides: tuple[tuple[int, ...], ...]
-    contiguities: tuple[bool, ...]
-    numels_with_padding: tuple[int, ...]
-    is_padding_mask: tuple[bool, ...]
-    unpadded_unsharded_size: torch.Size
-    padded_unsharded_size: torch.Size
-    sharded_size: torch.Size
-    shard_numel_padded: int
-    shard_param_infos: tuple[ShardParamInfo, ...]
-
-
 def find_facts(
     unit: _native.Unit,
     segment: int,
     uses: Sequence[ParamUse],
-    shapes: Sequence[torch.Size],
     *,
     rank: int,
     use_orig_params: bool,
-) -> SegmentFacts:
-    """Return what the flat parameter of a segment shows.
+) -> dict[str, Any]:
+    """Return the attributes of the flat parameter of a segment.
 
-    ``uses`` and ``shapes`` are the unit's; ``rank`` is this one in the sharding group.
+    ``uses`` are the unit's; ``rank`` is this one in the sharding group.
     """
     slots = unit.slots
-    params = [p for p, slot in enumerate(slots) if slot[0] == segment]
-    params.sort(key=lambda p: slots[p][1])
-    positions = {param: index for index, param in enumerate(params)}
-    firsts: dict[int, int] = {}
-    places = []
-    for number, (use, param) in enumerate(zip(uses, unit.param_of_use, strict=True)):
-        if param in positions:
-            is_first = firsts.setdefault(param, number) == number
-            prefix = use.fqn.rpartition(".")[0]
-            module = weakref.ref(use.module)
-            places.append(_Place(use.name, module, prefix, positions[param], is_first))
-    its_shapes = tuple(shapes[firsts[param]] for param in params)
+    firsts: dict[int, ParamUse] = {}
+    for use in uses:
+        if slots[use.slot][0] == segment:
+            firsts.setdefault(use.slot, use)
+    params = sorted(firsts, key=lambda param: slots[param][1])
+    positions = {param: position for position, param in enumerate(params)}
+    shapes = tuple(firsts[param].shape for param in params)
     shard_numel, padded_numel = unit.segments[segment][4:6]
     world_size = padded_numel // shard_numel if shard_numel else 1
     numels: list[int] = []
@@ -107,30 +79,40 @@ def find_facts(
         mask.append(True)
     own = tuple(unit.intersect(param, rank) for param in params)
     missing = (rank + 1) * shard_numel - sum(numels)
-    return SegmentFacts(
-        places=tuple(places),
-        own=own,
-        world_size=world_size,
-        num_params=len(params),
-        fqns=tuple(uses[firsts[param]].fqn for param in params),
-        shapes=its_shapes,
-        numels=tuple(shape.numel() for shape in its_shapes),
+    return {
+        "_places": tuple(
+            _Place(
+                use.name,
+                weakref.ref(use.module),
+                use.fqn.rpartition(".")[0],
+                positions[use.slot],
+                use is firsts[use.slot],
+            )
+            for use in uses
+            if use.slot in firsts
+        ),
+        "_own": own,
+        "_world_size": world_size,
+        "_num_params": len(params),
+        "_fqns": tuple(firsts[param].fqn for param in params),
+        "_shapes": shapes,
+        "_numels": tuple(shape.numel() for shape in shapes),
         # A flat parameter holds its parameters contiguously.
-        strides=tuple(torch.empty(s, device="meta").stride() for s in its_shapes),
-        contiguities=(True,) * len(params),
-        numels_with_padding=tuple(numels),
-        is_padding_mask=tuple(mask),
-        unpadded_unsharded_size=torch.Size([sum(numels)]),
-        padded_unsharded_size=torch.Size([padded_numel]),
-        sharded_size=torch.Size([shard_numel]),
-        shard_numel_padded=min(max(missing, 0), shard_numel),
-        shard_param_infos=tuple(
+        "_strides": tuple(torch.empty(s, device="meta").stride() for s in shapes),
+        "_contiguities": (True,) * len(params),
+        "_numels_with_padding": tuple(numels),
+        "_is_padding_mask": tuple(mask),
+        "_unpadded_unsharded_size": torch.Size([sum(numels)]),
+        "_padded_unsharded_size": torch.Size([padded_numel]),
+        "_sharded_size": torch.Size([shard_numel]),
+        "_shard_numel_padded": min(max(missing, 0), shard_numel),
+        "_shard_param_infos": tuple(
             ShardParamInfo(True, first, last - first, begin, end - 1)
             if end > begin
             else ShardParamInfo(False, None, None, None, None)
             for begin, end, first, last in own
         ),
-    )
+    }
 
 
 class FlatParamFacts:
@@ -139,16 +121,23 @@ class FlatParamFacts:
     # Lightning asks an optimizer's parameters for it.
     _fsdp_flattened = True
 
-    _facts: SegmentFacts
+    _facts: dict[str, Any]
+    # Some of them:
+    _places: tuple[_Place, ...]
     _fqns: tuple[str, ...]
-    _own: tuple[tuple[int, int, int, int], ...]
+    _own: tuple[tuple[int, int, int, int], ...]  # as Unit.intersect()
     _padded_unsharded_size: torch.Size
     _sharded_size: torch.Size
     _world_size: int
 
+    def take_facts(self, facts: dict[str, Any]) -> None:
+        """Show what :func:`find_facts` returned."""
+        self._facts = facts
+        vars(self).update(facts)
+
     @property
     def _param_infos(self) -> tuple[ParamInfo, ...]:
-        firsts = [place for place in self._facts.places if place.is_first]
+        firsts = [place for place in self._places if place.is_first]
         firsts.sort(key=lambda place: place.param)
         return tuple(place.info() for place in firsts)
 
@@ -157,13 +146,13 @@ class FlatParamFacts:
         infos = self._param_infos
         return tuple(
             SharedParamInfo(*place.info(), *infos[place.param])
-            for place in self._facts.places
+            for place in self._places
             if not place.is_first
         )
 
     @property
     def _modules(self) -> set[nn.Module]:
-        return {place.info().module for place in self._facts.places}
+        return {place.info().module for place in self._places}
 
     @property
     def _local_shard(self) -> Tensor:
@@ -171,21 +160,16 @@ class FlatParamFacts:
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return names, shapes and offsets of the parameters in this rank's shard."""
-        facts = self._facts
-        kept = [i for i, (begin, end, _, _) in enumerate(facts.own) if end > begin]
+        kept = [i for i, (begin, end, _, _) in enumerate(self._own) if end > begin]
 
-        def of_kept(values: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[index] for index in kept)
+        def of_kept(name: str) -> tuple[Any, ...]:
+            return tuple(self._facts[name][index] for index in kept)
 
         return FlatParamShardMetadata(
-            of_kept(facts.fqns),
-            of_kept(facts.shapes),
-            of_kept(facts.strides),
-            of_kept(facts.contiguities),
-            of_kept(facts.numels),
-            of_kept([info[3:] for info in facts.shard_param_infos]),
+            of_kept("_fqns"),
+            of_kept("_shapes"),
+            of_kept("_strides"),
+            of_kept("_contiguities"),
+            of_kept("_numels"),
+            tuple(info[3:] for info in of_kept("_shard_param_infos")),
         )
-
-
-for _name in SegmentFacts._fields:
-    setattr(FlatParamFacts, f"_{_name}", property(attrgetter(f"_facts.{_name}")))

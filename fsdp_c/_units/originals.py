@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_c import _native
-from fsdp_c._units.flat_param_facts import FlatParamFacts, SegmentFacts, find_facts
+from fsdp_c._torch_compat import interpreted, interpreted_with_callees
+from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.parallel import ParallelParams
 from fsdp_c._units.uses import ParamUse, mark_sharded
@@ -37,9 +38,9 @@ class FlatParameter(FlatParamFacts, nn.Parameter):
         return super().__new__(cls, shard, requires_grad)
 
     def __init__(
-        self, _shard: torch.Tensor, _requires_grad: bool, facts: SegmentFacts
+        self, _shard: torch.Tensor, _requires_grad: bool, facts: dict[str, Any]
     ) -> None:
-        self._facts = facts
+        self.take_facts(facts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParameter":
         shard = self.detach().clone()
@@ -51,7 +52,7 @@ class FlatParameter(FlatParamFacts, nn.Parameter):
         """Take over the shard of ``other``, and what it holds."""
         self.data = other.data
         self.requires_grad_(other.requires_grad)
-        self._facts = other._facts
+        self.take_facts(other._facts)
 
 
 class Originals:
@@ -66,7 +67,6 @@ class Originals:
         module: The wrapped module; flat parameters are registered on it.
         unit: Its native unit.
         uses: Where the parameters are, in the unit's order.
-        shapes: Their unsharded shapes, by use.
         parallel: Which of them stand for tensor parallel DTensors.
         use_orig_params: As in the constructor of FSDP.
         rank: This rank in the sharding group.
@@ -77,7 +77,6 @@ class Originals:
         module: nn.Module,
         unit: _native.Unit,
         uses: Sequence[ParamUse],
-        shapes: Sequence[torch.Size],
         parallel: ParallelParams,
         *,
         use_orig_params: bool,
@@ -87,7 +86,6 @@ class Originals:
         self._module = module
         self._unit = unit
         self.uses = tuple(uses)
-        self.shapes = tuple(shapes)
         self.parallel = parallel
         self._hides = not use_orig_params
         self._num_shows = 0
@@ -149,7 +147,6 @@ class Originals:
                     self._unit,
                     index,
                     self.uses,
-                    self.shapes,
                     rank=self._rank,
                     use_orig_params=not self._hides,
                 ),
@@ -170,6 +167,7 @@ class Originals:
         """Whether a module has a ``__setattr__`` of its own."""
         return bool(self._listeners)
 
+    @interpreted
     def call_announced(
         self, module: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -195,6 +193,7 @@ class Originals:
             return
         owner = weakref.ref(self)  # the unit must not keep this object
 
+        @interpreted_with_callees
         def check() -> None:
             originals = owner()
             if originals is not None:
@@ -230,14 +229,13 @@ class Originals:
             self._take_over(current)
 
     def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:
-        params = self._unit.param_of_use
         new: dict[int, nn.Parameter] = {}
-        for index, now, use in zip(params, current, self.uses, strict=True):
+        for now, use in zip(current, self.uses, strict=True):
             if (
                 self._hides
                 or (now is not use.param and use.param in self.parallel.cuts)
                 or not isinstance(now, nn.Parameter)
-                or new.setdefault(index, now) is not now
+                or new.setdefault(use.slot, now) is not now
             ):
                 raise RuntimeError(
                     f"Cannot writeback to parameter {use.fqn!r} of unit "
@@ -246,21 +244,18 @@ class Originals:
                     "wrapping it, or copy new values into the parameter inside "
                     "FullyShardedDataParallel.summon_full_params()"
                 )
-        for index, now in new.items():
-            use = self.uses[params.index(index)]
+        for use in {use.slot: use for use in reversed(self.uses)}.values():
+            now = new[use.slot]
             if now is not use.param:
                 try:
-                    self._unit.replace_param(index, now)
+                    self._unit.replace_param(use.slot, now)
                 except ValueError as error:
                     raise RuntimeError(
                         f"Cannot writeback to parameter {use.fqn!r} of unit "
                         f"{self._unit.name!r}, which was replaced: {error}"
                     ) from error
                 mark_sharded(now, self._unit.name)
-        self.uses = tuple(
-            use._replace(param=new[index])
-            for index, use in zip(params, self.uses, strict=True)
-        )
+        self.uses = tuple(use._replace(param=new[use.slot]) for use in self.uses)
         self._watch()
 
     # What is registered -----------------------------------------------------
@@ -302,7 +297,7 @@ class Originals:
         for name in self._flat_params:
             self._module._parameters.pop(name, None)
         changed = set()
-        for module, name, _, param in self.uses:
+        for module, name, _, param, *_ in self.uses:
             registered, hidden = module._parameters, module.__dict__
             if shows and hidden.get(name) is param:
                 del hidden[name]

@@ -25,7 +25,6 @@ from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
     cut_of,
-    dtensor_over,
     local_grad,
     local_of,
     parallel_param,
@@ -57,10 +56,12 @@ def localize(
         vars(local).update(vars(param))
         cuts[local] = cut_of(use.fqn, param, 0, mesh, row_placements(mesh))
         new[param] = local
-    localized = [use._replace(param=new.get(use.param, use.param)) for use in uses]
-    for old, use in zip(uses, localized, strict=True):
-        if use.param is not old.param:
-            setattr(use.module, use.name, use.param)
+    localized = []
+    for use in uses:
+        own = new.get(use.param, use.param)
+        if own is not use.param:
+            setattr(use.module, use.name, own)
+        localized.append(use._replace(param=own, shape=own.shape))
     return localized, cuts
 
 
@@ -98,7 +99,7 @@ class ParallelParams:
     def bind(self, unit: _native.Unit, uses: Sequence[ParamUse]) -> None:
         """Make what forward shows; the unit is a new one."""
         self._shown = {}
-        for index, use in zip(unit.param_of_use, uses, strict=True):
+        for use in uses:
             cut = self.cuts.get(use.param)
             if cut is None or use.param in self._shown:
                 continue
@@ -106,7 +107,7 @@ class ParallelParams:
             if dtype.is_floating_point:
                 dtype = self._param_dtype or dtype
             shown = parallel_param(use.param, cut, dtype)
-            unit.bind_parallel(index, shown, local_of(shown))
+            unit.bind_parallel(use.slot, shown, local_of(shown))
             self._shown[use.param] = shown
 
     def place(self, unit: _native.Unit, uses: Iterable[ParamUse]) -> None:
@@ -114,9 +115,7 @@ class ParallelParams:
         uses = list(uses)
         names = {use.param: use.fqn for use in reversed(uses)}
         by_index = {
-            index: self.cuts[use.param]
-            for index, use in zip(unit.param_of_use, uses, strict=True)
-            if use.param in self.cuts
+            use.slot: self.cuts[use.param] for use in uses if use.param in self.cuts
         }
         places = []
         for use in uses:
@@ -183,8 +182,8 @@ def to_state(value: Any, cut: Cut) -> DTensor:
     """
     assert cut.parallel is not None
     if isinstance(value, DTensor):
-        return dtensor_over(local_of(value), cut.shape, cut.mesh, cut.placements)
-    return dtensor_over(value, cut.shape, *cut.parallel)
+        return as_dtensor(local_of(value), cut.shape, cut.mesh, cut.placements)
+    return as_dtensor(value, cut.shape, *cut.parallel)
 
 
 def from_state(value: Any, cut: Cut, mesh: DeviceMesh) -> Any:
@@ -205,7 +204,7 @@ def from_state(value: Any, cut: Cut, mesh: DeviceMesh) -> Any:
     value = value.detach()
     if value.device_mesh == cut.mesh:
         rows = local_tensor(value.redistribute(placements=cut.placements))
-        return dtensor_over(rows, cut.local_shape, mesh, row_placements(mesh))
+        return as_dtensor(rows, cut.local_shape, mesh, row_placements(mesh))
     if value.device_mesh == parallel_mesh:
         return local_tensor(value.redistribute(placements=placements))
     raise ValueError(

@@ -66,7 +66,8 @@ def collect_uses(
     for sharded in sharded_modules(module):
         nested.update(sharded.modules())
 
-    uses = []
+    uses: list[ParamUse] = []
+    slots: dict[nn.Parameter, int] = {}
     for prefix, current in module.named_modules():
         for name, param in current._parameters.items():
             if (
@@ -79,7 +80,8 @@ def collect_uses(
             fqn = clean_name(f"{prefix}.{name}" if prefix else name)
             unit_name = sharding_unit(param)
             if unit_name is None:
-                uses.append(ParamUse(current, name, fqn, param))
+                slot = slots.setdefault(param, len(slots))
+                uses.append(ParamUse(current, name, fqn, param, param.shape, slot))
             elif current not in nested:
                 raise ValueError(
                     f"parameter {fqn!r} of {type(module).__name__} is shared with "

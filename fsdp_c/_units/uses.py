@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -12,6 +13,8 @@ class ParamUse(NamedTuple):
     name: str  # in the module
     fqn: str  # clean, from the unit's module
     param: nn.Parameter
+    shape: torch.Size  # of the whole parameter
+    slot: int  # of the parameter in the unit, in the order of first uses
 
 
 # The attribute of a parameter that names the unit which shards it, FSDP1's name.

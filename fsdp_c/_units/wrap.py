@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -17,19 +17,11 @@ from fsdp_c._units.params import unsharded_params
 _Chosen = dict[nn.Module, dict[str, Any]]
 
 
-class MakeSharded(Protocol):
-    """Wraps one module: the constructor of FSDP, with what only we pass."""
-
-    def __call__(
-        self,
-        module: nn.Module,
-        arguments: Mapping[str, Any],
-        *,
-        name: str,
-        left_out: frozenset[nn.Parameter],
-    ) -> ShardedModule:
-        """Return ``module``, wrapped."""
-        ...
+# Wraps a module, with these arguments of the constructor; its name, and the parameters
+# in it that belong to a unit around it.
+MakeSharded = Callable[
+    [nn.Module, Mapping[str, Any], str, frozenset[nn.Parameter]], ShardedModule
+]
 
 
 def auto_wrap(
@@ -223,7 +215,7 @@ class _Wrapper:
             # Those of the whole model would be visited for every unit.
             own = [p for p in module.parameters() if p in self._ignored.params]
             arguments = {**arguments, "ignored_states": own}
-        return self._make(module, arguments, name=path, left_out=left_out)
+        return self._make(module, arguments, path, left_out)
 
     def _warn_of_shared_params(self) -> None:
         """Say once which parameters stay in an ancestor."""

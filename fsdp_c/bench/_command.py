@@ -8,16 +8,18 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_c.bench._processes import BenchError, run
+from fsdp_c.bench._implementations import IMPLEMENTATIONS, OURS
+from fsdp_c.bench._processes import BenchError, run_ranks
 from fsdp_c.bench._report import differences, save_picture, table
-from fsdp_c.bench._workload import IMPLEMENTATIONS, OURS, Workload
+from fsdp_c.bench._workload import Workload
 
 # What is trained if nothing is said; a GPU that is kept waiting measures the host.
 _DEFAULTS = {
@@ -25,9 +27,12 @@ _DEFAULTS = {
     "cpu": {"width": 256, "layers": 6, "batch": 2, "length": 64},
 }
 _TRACE_SECONDS = 1.0
+# Beyond the time to train: imports, communicators, first steps.
+_START_TIMEOUT_S = 300.0
 
 
-def _positive(text: str) -> int:
+def positive_int(text: str) -> int:
+    """Parse a command-line integer that must be at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
@@ -52,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], help="default: GPUs if there are any")
-    add("--ranks", type=_positive, help="processes (default: all GPUs; 2 on a CPU)")
+    add("--ranks", type=positive_int, help="processes (default: all GPUs; 2 on a CPU)")
     for name, what in (
         ("width", "of the transformer"),
         ("layers", "of the transformer, each a unit"),
@@ -60,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         ("length", "tokens of a sequence"),
     ):
         kinds = ", ".join(f"{_DEFAULTS[each][name]} on {each}" for each in _DEFAULTS)
-        add(f"--{name}", type=_positive, help=f"{what} (default: {kinds})")
-    add("--vocabulary", type=_positive, default=4096, help="tokens (default: 4096)")
+        add(f"--{name}", type=positive_int, help=f"{what} (default: {kinds})")
+    add("--vocabulary", type=positive_int, default=4096, help="tokens (default: 4096)")
     add(
         *("--dtype",),
         choices=["float32", "bfloat16", "float16"],
@@ -74,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         default=60.0,
         help="to train for each implementation, over all rounds (default: 60)",
     )
-    add("--rounds", type=_positive, default=3, help="processes per figure (default: 3)")
+    add(
+        "--rounds",
+        type=positive_int,
+        default=3,
+        help="processes per figure (default: 3)",
+    )
     add("--only", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help="of these")
     add("--out", type=Path, default=Path("fsdp_c-bench"), help="folder to write into")
     return parser
@@ -117,20 +127,38 @@ def _workload(words: argparse.Namespace) -> Workload:
     )
 
 
-def _machine(workload: Workload) -> dict[str, Any]:
+def machine(device: str) -> dict[str, Any]:
     """Return what the figures depend on."""
-    machine: dict[str, Any] = {
+    cpu = platform.processor() or "unknown CPU"
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line for line in lines if line.startswith("model name")]
+        cpu = models[0].partition(":")[2].strip() if models else cpu
+    found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
     }
-    if workload.device == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name()
-        machine["cuda"] = torch.version.cuda
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
         nccl: Any = torch.cuda.nccl
-        machine["nccl"] = ".".join(map(str, nccl.version()))
-    return machine
+        found["nccl"] = ".".join(map(str, nccl.version()))
+    return found
+
+
+def _run(
+    name: str, workload: Workload, environ: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run one implementation once; return what its first rank reports."""
+    return run_ranks(
+        ["-m", "fsdp_c.bench._worker", name, workload.to_json()],
+        workload.num_ranks,
+        timeout_s=_START_TIMEOUT_S + 10 * workload.seconds,
+        environ=environ,
+    )
 
 
 def _measure(
@@ -140,7 +168,7 @@ def _measure(
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(num_rounds):
         for name in names[:: 1 if number % 2 == 0 else -1]:
-            result = run(name, workload)
+            result = _run(name, workload)
             results[name].append(result)
             print(
                 f"round {number + 1} of {num_rounds}: {name}: "
@@ -153,7 +181,7 @@ def _measure(
 def _trace(workload: Workload, folder: Path) -> None:
     """Record three steps of fsdp_c; draw them and merge the ranks."""
     short = replace(workload, seconds=_TRACE_SECONDS)
-    run(OURS, short, {"FSDP_C_TRACE": str(folder)})
+    _run(OURS, short, {"FSDP_C_TRACE": str(folder)})
     for command in ("merge", "show"):
         words = [sys.executable, "-m", "fsdp_c", "trace", command, str(folder)]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
@@ -175,11 +203,11 @@ def main(words: Sequence[str]) -> int:
         return 2
     names = parsed.only or list(IMPLEMENTATIONS)
     folder: Path = parsed.out
-    machine = _machine(workload)
+    found = machine(workload.device)
     command = shlex.join(["python", "-m", "fsdp_c", "bench", *words])
     heading = (
         f"{workload.describe()}\n\n"
-        f"{', '.join(f'{key} {value}' for key, value in machine.items())}\n\n"
+        f"{', '.join(f'{key} {value}' for key, value in found.items())}\n\n"
         f"    {command}\n"
     )
     print(heading, flush=True)
@@ -190,7 +218,7 @@ def main(words: Sequence[str]) -> int:
         (folder / "bench.md").write_text(f"{heading}\n{text}\n")
         data = {
             "command": command,
-            "machine": machine,
+            "machine": found,
             "workload": asdict(workload),
             "results": results,
         }

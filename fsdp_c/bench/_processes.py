@@ -6,50 +6,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_c.bench._workload import Workload
-
-# Beyond the time to train: imports, communicators, first steps.
-START_TIMEOUT_S = 300.0
-_TAIL_CHARS = 3000
+_TAIL_CHARS = 4000
 
 
 class BenchError(RuntimeError):
     """A measurement failed; the message ends with the output of the rank."""
 
 
-def run(
-    name: str, workload: Workload, environ: Mapping[str, str] | None = None
+def run_ranks(
+    words: Sequence[str],
+    num_ranks: int,
+    *,
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    prefix: Callable[[int], Sequence[str]] = lambda _: (),
 ) -> dict[str, Any]:
     """Run one implementation once; return what its first rank reports.
 
     Args:
-        name: Of ``IMPLEMENTATIONS``.
-        workload: What to train.
-        environ: More environment variables of the ranks.
+        words: Command line after the interpreter. One more is added: a folder, in
+            which rank 0 must leave ``result.json``.
+        num_ranks: Processes to start, each with RANK and WORLD_SIZE set.
+        timeout_s: How long they may take.
+        environ: More environment variables of theirs.
+        prefix: The words before a rank's command, which it must end up as.
 
     Raises:
         BenchError: A rank failed, or took too long.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_c-bench-") as text:
         folder = Path(text)
-        env = {**os.environ, **(environ or {})}
-        words = (name, workload.to_json(), text)
-        command = [sys.executable, "-m", "fsdp_c.bench._worker", *words]
-        logs = [folder / f"rank{rank}.log" for rank in range(workload.num_ranks)]
+        command = [sys.executable, *words, text]
+        env = {**os.environ, **(environ or {}), "WORLD_SIZE": str(num_ranks)}
+        logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
                 with log.open("wb") as output:
                     ranks.append(
                         subprocess.Popen(
-                            [*command, str(rank)], env=env, stdout=output, stderr=output
+                            [*prefix(rank), *command],
+                            env={**env, "RANK": str(rank)},
+                            stdout=output,
+                            stderr=output,
                         )
                     )
-            failed = _first_failed(ranks, START_TIMEOUT_S + 10 * workload.seconds)
+            failed = _first_failed(ranks, timeout_s)
         finally:
             for process in ranks:
                 if process.poll() is None:
@@ -58,7 +64,9 @@ def run(
         if failed is not None:
             code = ranks[failed].returncode
             tail = logs[failed].read_text(errors="replace")[-_TAIL_CHARS:]
-            raise BenchError(f"{name}: rank {failed} ended with {code}:\n{tail}")
+            raise BenchError(
+                f"rank {failed} of {' '.join(words)} ended with {code}:\n{tail}"
+            )
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
 

@@ -10,8 +10,9 @@ from fsdp_c.bench._workload import Workload
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]  # by implementation
 
 _MIB = 2**20
-# The first losses may differ by so much of their value: the first step has equal
+# The first losses may differ by so much of their value. The first step has equal
 # weights; the next ones follow gradients that were rounded in another order.
+_FIRST_TOLERANCE = 5e-3
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 
 
@@ -50,11 +51,12 @@ def table(workload: Workload, results: Rounds) -> str:
 
 def differences(workload: Workload, results: Rounds) -> list[str]:
     """Say at which of the first steps losses differ: something trained wrongly."""
-    limit = _TOLERANCES[workload.dtype]
+    tolerance = _TOLERANCES[workload.dtype]
     found = []
     for step, losses in enumerate(
         zip(*(rounds[0]["losses"] for rounds in results.values()), strict=True)
     ):
+        limit = tolerance if step else min(tolerance, _FIRST_TOLERANCE)
         largest = max(map(abs, losses))
         if (
             not all(map(math.isfinite, losses))

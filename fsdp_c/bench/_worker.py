@@ -1,11 +1,12 @@
 """One rank of one implementation: trains, measures, reports.
 
-    python -m fsdp_c.bench._worker IMPLEMENTATION WORKLOAD FOLDER RANK
+    RANK=0 python -m fsdp_c.bench._worker IMPLEMENTATION WORKLOAD FOLDER
 
 Rank 0 writes ``result.json`` into the folder, in which the ranks also meet.
 """
 
 import json
+import os
 import resource
 import statistics
 import sys
@@ -15,22 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch import Tensor
 
-from fsdp_c._fully_shard.api import fully_shard
-from fsdp_c._module.sharded_module import FullyShardedDataParallel
-from fsdp_c.bench._workload import (
-    DDP,
-    FSDP1,
-    FSDP2,
-    OURS,
-    OURS_FULLY,
-    Block,
-    Workload,
-)
+from fsdp_c.bench._implementations import DDP, parallelise
+from fsdp_c.bench._workload import Workload
 
 # Implementations that train alike have alike losses in the first steps; later ones
 # are chaotic in low precision.
@@ -41,53 +30,27 @@ MAX_GROUPS = 100_000
 GROUP_SIZE = {"cuda": 10, "cpu": 1}
 
 
-def parallelise(model: nn.Module, name: str, workload: Workload) -> nn.Module:
-    """Return ``model`` run by the implementation, a unit per block; it is used up."""
-    device = torch.device(workload.device)
-    if workload.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    dtype = workload.compute_dtype
-    if name in (OURS, FSDP1):
-        wrapper: Any = FullyShardedDataParallel
-        if name == FSDP1:
-            wrapper = fsdp.FullyShardedDataParallel
-        wrapped: nn.Module = wrapper(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            mixed_precision=fsdp.MixedPrecision(dtype, dtype) if dtype else None,
-            use_orig_params=True,
-            device_id=device,
-        )
-        return wrapped
-    model = model.to(device)
-    if name in (OURS_FULLY, FSDP2):
-        shard: Any = fully_shard if name == OURS_FULLY else fsdp.fully_shard
-        mesh = init_device_mesh(device.type, (workload.num_ranks,))
-        options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(dtype, dtype)}
-        for module in model.modules():
-            if isinstance(module, Block):
-                shard(module, **options)
-        shard(model, **options)
-        return model
-    assert name == DDP
-    return nn.parallel.DistributedDataParallel(model)
-
-
 class Trainer:
     """A model, its optimizer and this rank's batch."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.workload = workload
         self.on_gpu = workload.device == "cuda"
-        self.uses_autocast = name == DDP and workload.compute_dtype is not None
-        self.model = parallelise(workload.model(), name, workload)
+        dtype = workload.compute_dtype
+        self.uses_autocast = name == DDP and dtype is not None
+        device = torch.device("cpu")
+        if self.on_gpu:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.model = parallelise(
+            workload.model(), name, device, param_dtype=dtype, reduce_dtype=dtype
+        )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=3e-4, foreach=True
         )
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         shape = (workload.batch, workload.length + 1)
         tokens = torch.randint(workload.vocabulary, shape, generator=generator)
-        tokens = tokens.to("cuda" if self.on_gpu else "cpu")
+        tokens = tokens.to(device)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
 
     def step(self) -> Tensor:
@@ -106,19 +69,22 @@ class Trainer:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def first_losses(self) -> list[float]:
+    def first_losses(self, num_losses: int = NUM_LOSSES) -> list[float]:
         """Train; return the mean over the ranks of each loss."""
         losses = []
-        for _ in range(NUM_LOSSES):
+        for _ in range(num_losses):
             mean = self.step().float()
             dist.all_reduce(mean)
             losses.append(mean.item() / dist.get_world_size())
         return losses
 
-    def times(self, num_groups: int) -> tuple[list[float], list[float]]:
+    def times(
+        self, num_groups: int, group_size: int | None = None
+    ) -> tuple[list[float], list[float]]:
         """Return the time of a step and the host's part of it, in ms, of each group."""
-        size = GROUP_SIZE[self.workload.device]
+        size = group_size or GROUP_SIZE[self.workload.device]
         steps, hosts = [], []
+        self.wait()
         for _ in range(num_groups):
             begin = time.perf_counter_ns()
             for _ in range(size):
@@ -131,7 +97,6 @@ class Trainer:
 
 def _num_groups(trainer: Trainer, seconds: float) -> int:
     """Return how many groups take so long; the same on all ranks."""
-    trainer.wait()
     steps, _ = trainer.times(MIN_GROUPS)
     size = GROUP_SIZE[trainer.workload.device]
     count = int(seconds * 1e3 / (statistics.median(steps) * size))
@@ -170,10 +135,10 @@ def measure(name: str, workload: Workload) -> dict[str, Any]:
 
 def main(words: list[str]) -> int:
     """Run one rank; return the exit status."""
-    name, text, folder, rank_text = words
+    name, text, folder = words
     workload = Workload(**json.loads(text))
     torch.set_num_threads(max(1, torch.get_num_threads() // workload.num_ranks))
-    rank = int(rank_text)
+    rank = int(os.environ["RANK"])
     backend = "gloo"
     if workload.device == "cuda":
         torch.cuda.set_device(rank)

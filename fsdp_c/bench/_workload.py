@@ -8,10 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-OURS, OURS_FULLY = "fsdp_c", "fsdp_c fully_shard"
-FSDP1, FSDP2, DDP = "torch FSDP1", "torch FSDP2", "torch DDP"
-IMPLEMENTATIONS = (OURS, OURS_FULLY, FSDP1, FSDP2, DDP)
-
 _HEAD_WIDTH = 64
 
 
@@ -55,12 +51,18 @@ class Workload:
     def model(self) -> "Transformer":
         """Return the same initial model on every rank and in every process."""
         torch.manual_seed(0)
-        return Transformer(self)
+        return Transformer(
+            self.width,
+            self.num_layers,
+            max(1, self.width // _HEAD_WIDTH),
+            self.vocabulary,
+            recomputes=self.recomputes,
+        )
 
     def describe(self) -> str:
         """Return it in words."""
         with torch.device("meta"):
-            numel = sum(param.numel() for param in Transformer(self).parameters())
+            numel = sum(param.numel() for param in self.model().parameters())
         recomputes = ", activation checkpointing" if self.recomputes else ""
         return (
             f"{numel / 1e6:.1f} M parameters ({self.num_layers} layers of width "
@@ -70,16 +72,17 @@ class Workload:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm."""
+    """Attention and MLP, each behind a norm: 16 parameters."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, width: int, num_heads: int, *, recomputes: bool = False) -> None:
         super().__init__()
-        width = workload.width
-        self.num_heads = max(1, width // _HEAD_WIDTH)
-        self.recomputes = workload.recomputes
+        self.num_heads = num_heads
+        self.recomputes = recomputes
         self.norm_attention = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.to_q = nn.Linear(width, width)
+        self.to_k = nn.Linear(width, width)
+        self.to_v = nn.Linear(width, width)
+        self.to_out = nn.Linear(width, width)
         self.norm_mlp = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -93,13 +96,13 @@ class Block(nn.Module):
 
     def _compute(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(self.norm_attention(x))
+        normed = self.norm_attention(x)
         q, k, v = (
-            each.view(batch, length, self.num_heads, -1).transpose(1, 2)
-            for each in qkv.chunk(3, dim=-1)
+            project(normed).view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for project in (self.to_q, self.to_k, self.to_v)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.to_out(mixed.transpose(1, 2).reshape(batch, length, width))
         result: Tensor = x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
         return result
 
@@ -107,14 +110,22 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tokens in, mean loss out; what is not in blocks is the root's unit."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(
+        self,
+        width: int,
+        num_layers: int,
+        num_heads: int,
+        vocabulary: int,
+        *,
+        recomputes: bool = False,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(workload.vocabulary, workload.width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.Sequential(
-            *(Block(workload) for _ in range(workload.num_layers))
+            *(Block(width, num_heads, recomputes=recomputes) for _ in range(num_layers))
         )
-        self.norm = nn.LayerNorm(workload.width)
-        self.head = nn.Linear(workload.width, workload.vocabulary, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of predicting ``targets``; both int64, shape [B, T]."""

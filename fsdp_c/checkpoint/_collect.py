@@ -19,6 +19,7 @@ from fsdp_c.checkpoint._contents import (
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._files import FileItem
 from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
+from fsdp_c.checkpoint._parallel_states import with_rows
 from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
@@ -101,7 +102,7 @@ def collect(
     states = None
     if optim is not None:
         states = collect_states(model, optim)
-        for name, state in states.states.items():
+        for name, state in with_rows(states.states, contents.places, ranks).items():
             if name in mine and state.has_state:
                 _add_state(collected, name, state)
     if with_random_states:

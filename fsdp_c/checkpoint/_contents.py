@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.group import Group, groups_in
+from fsdp_c._state.parallel_parts import with_parallel_parts
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.rows import RowPart, parts_in
 from fsdp_c._units.base import ShardedModule, sharded_modules
@@ -79,25 +80,25 @@ class Contents:
             ValueError: Over ranks that are not among ``ranks``.
         """
         places: dict[ShardedModule, list[ParamPart]] = {}
-        for place in self.places.values():
-            if place.module is not None:
-                places.setdefault(place.module, []).append(place)
-        units = [
-            _unit(clean_name(f"{name}.")[:-1], module, places[module], ranks)
-            for name, module in self.model.named_modules()
-            if isinstance(module, ShardedModule) and module in places
-        ]
-        rows: dict[Group, list[RowPart]] = {}
+        rows: dict[Group | ShardedModule, list[ParamPart]] = {}
         for place in self.places.values():
             if isinstance(place, RowPart):
                 rows.setdefault(place.group, []).append(place)
-        names = groups_in(self.model)
-        units += [
-            _unit_of_rows(
-                group.label(clean_name(f"{names[group]}.")[:-1]), its_places, ranks
-            )
-            for group, its_places in rows.items()
-        ]
+            elif place.module is not None and place.is_rows:
+                rows.setdefault(place.module, []).append(place)
+            elif place.module is not None:
+                places.setdefault(place.module, []).append(place)
+        units = []
+        for prefix, module in self.model.named_modules():
+            name = clean_name(f"{prefix}.")[:-1]
+            if isinstance(module, ShardedModule) and module in places:
+                units.append(_unit(name, module, places[module], ranks))
+            elif isinstance(module, ShardedModule) and module in rows:
+                units.append(_unit_of_rows(name, rows[module], ranks))
+        for group, prefix in groups_in(self.model).items():
+            if group in rows:
+                name = group.label(clean_name(f"{prefix}.")[:-1])
+                units.append(_unit_of_rows(name, rows[group], ranks))
         return tuple(units)
 
 
@@ -107,17 +108,9 @@ def find_contents(model: nn.Module) -> Contents:
     Raises:
         RuntimeError: It is inside forward, backward or summon_full_params.
         TypeError: ``model`` is not a module.
-        ValueError: Nothing in it is sharded, or FullyShardedDataParallel wraps
-            tensor parallel parameters.
+        ValueError: Nothing in it is sharded.
     """
-    places = parts_in(model)
-    for place in places.values():
-        if place.cut is not None:
-            raise ValueError(
-                f"parameter {place.fqn!r} is cut by tensor parallel ranks, too, which "
-                "fsdp_c.checkpoint takes of fully_shard() only: use "
-                "torch.distributed.checkpoint with SHARDED_STATE_DICT"
-            )
+    places = with_parallel_parts(parts_in(model))
     for group in groups_in(model):
         if group.is_in_step and group.unit is not None:
             raise RuntimeError(
@@ -194,7 +187,7 @@ def _unit(
     )
 
 
-def _unit_of_rows(name: str, places: list[RowPart], ranks: Ranks) -> UnitSpec:
+def _unit_of_rows(name: str, places: list[ParamPart], ranks: Ranks) -> UnitSpec:
     group = places[0].shard_group
     params = tuple(
         ParamSpec(

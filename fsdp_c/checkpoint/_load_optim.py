@@ -11,10 +11,10 @@ from fsdp_c._state.optim.keys import check_params, keys_of_optimizer, uses_names
 from fsdp_c._state.optim.states import ParamState, assemble, install
 from fsdp_c._state.optim.states import collect as collect_states
 from fsdp_c._state.parts import ParamPart, parts_of_params
-from fsdp_c._state.rows import RowPart
 from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
 from fsdp_c.checkpoint._memory import is_direct
+from fsdp_c.checkpoint._parallel_states import held_of_rows, rows_to_read
 from fsdp_c.checkpoint._plain import decode, tensor_keys
 from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
 from fsdp_c.checkpoint._source import Source
@@ -39,7 +39,8 @@ class OptimLoad:
         self._source = source
         self._spec = spec
         collected = collect_states(model, optim)
-        self._current = collected.states
+        self._held = collected.states
+        self._current = rows_to_read(model, collected.states)
         self._current_groups = collected.param_groups or []
         self._fqns = {
             name: fqn
@@ -59,10 +60,10 @@ class OptimLoad:
     def plan(self) -> None:
         """Plan all reads; problems go to the source."""
         saved = {self._fqns.get(name) for name in self._names_in_groups()}
-        for fqn, state in self._current.items():
+        for fqn in self._current:
             if fqn not in saved:  # its state stays
                 self.missing.append(fqn)
-                self._states[fqn] = state
+                self._states[fqn] = self._held[fqn]
         for name, state_spec in self._spec.states.items():
             spec = self._source.holders.spec(name)
             assert spec is not None  # the manifest was checked
@@ -106,7 +107,7 @@ class OptimLoad:
     ) -> None:
         current = self._current[fqn]
         place = current.part
-        if place.part_numel == 0 and not isinstance(place, RowPart):
+        if place.part_numel == 0 and not place.is_rows:
             # Nothing of it is here; what the optimizer made for no element may stay.
             self._states[fqn] = current
             return
@@ -211,7 +212,7 @@ class OptimLoad:
         current = self._optim.state_dict()
         keys = keys_of_optimizer(self._model, self._optim, is_named=uses_names(current))
         of_param = parts_of_params(
-            {fqn: state.part for fqn, state in self._current.items()}
+            {fqn: state.part for fqn, state in self._held.items()}
         )
         check_params(keys, of_param)
         on_meta = {
@@ -223,7 +224,7 @@ class OptimLoad:
             )
             for fqn, state in self._states.items()
         }
-        states = assemble(keys, of_param, on_meta)
+        states = assemble(keys, of_param, held_of_rows(on_meta, self._held))
         groups = groups_for_optimizer(
             self._groups, keys, of_param, target=current["param_groups"]
         )
@@ -261,9 +262,8 @@ class OptimLoad:
 
     def install(self) -> None:
         """Put the states that were read into the optimizer."""
-        install(
-            self._model, self._optim, self._states, self._groups, others=self._others
-        )
+        states = held_of_rows(self._states, self._held)
+        install(self._model, self._optim, states, self._groups, others=self._others)
 
 
 def _without_memory(value: Any) -> Any:

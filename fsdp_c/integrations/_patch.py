@@ -26,16 +26,16 @@ class Patch:
         module: The module that defines it.
         function: Its name there, as ``f`` or ``Class.method``.
         purpose: What works with it only, for the message when it cannot be applied.
-        parameters: Parameters that it must have.
-        mentions: Names and strings that its code must mention.
+        parameters: Parameters that it must have, with spaces between.
+        mentions: Names and strings that its code must mention, likewise.
         wrap: Makes the new function from the one that is there.
     """
 
     module: str
     function: str
     purpose: str
-    parameters: frozenset[str]
-    mentions: frozenset[str]
+    parameters: str
+    mentions: str
     wrap: Callable[[Function], Function]
 
     def apply(self, module: ModuleType) -> "Applied | None":
@@ -61,10 +61,11 @@ class Patch:
     def _problem(self, original: Any) -> str:
         if not inspect.isfunction(original):
             return "is not a function"
-        missing = self.parameters - set(inspect.signature(original).parameters)
+        names = inspect.signature(original).parameters.keys()
+        missing = set(self.parameters.split()) - names
         if missing:
             return f"has no parameter {', '.join(sorted(missing))}"
-        missing = self.mentions - mentioned_by(original)
+        missing = set(self.mentions.split()) - mentioned_by(original)
         if missing:
             return f"does not mention {', '.join(sorted(missing))} any more"
         return ""

@@ -79,19 +79,9 @@ def _ranks_text(plan: RankPlan) -> str:
 
 
 def _memory(plans: Iterable[RankPlan]) -> str:
-    header = (
-        "ranks",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "blocks",
-        "other",
-        "activations*",
-        "peak*",
-        "host",
-    )
+    header = "ranks parameters gradients optimizer blocks other activations* peak* host"
     return _table(
-        header,
+        header.split(),
         [
             (
                 _ranks_text(plan),
@@ -119,18 +109,9 @@ def _collective_text(count: Collective) -> str:
 
 
 def _steps(plans: Iterable[RankPlan]) -> str:
-    header = (
-        "ranks",
-        "all_gather",
-        "reduce_scatter",
-        "all_reduce",
-        "compute*",
-        "exposed*",
-        "step*",
-        "exposed share*",
-    )
+    header = "ranks all_gather reduce_scatter all_reduce compute* exposed* step*"
     return _table(
-        header,
+        [*header.split(), "exposed share*"],
         [
             (
                 _ranks_text(plan),

@@ -77,13 +77,13 @@ class _PlannedModule(ShardedModule):
         self,
         module: nn.Module,
         arguments: Mapping[str, Any],
-        *,
+        _name: str,
         left_out: frozenset[nn.Parameter],
     ) -> None:
         nn.Module.__init__(self)
         config = make_config(arguments)
         ignored = find_ignored(module, config)
-        auto_wrap(module, config, arguments, ignored, self._make)
+        auto_wrap(module, config, arguments, ignored, _PlannedModule)
         uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
         self._sharded = ShardedUnit(_NONE, config, _NONE, ignored, None)
         self.params: dict[nn.Parameter, str] = {}  # in the order of first uses
@@ -91,18 +91,6 @@ class _PlannedModule(ShardedModule):
             self.params.setdefault(use.param, use.fqn)
             mark_sharded(use.param, type(module).__name__)
         self.register_module(WRAPPED_MODULE, module)
-
-    @staticmethod
-    def _make(
-        module: nn.Module,
-        arguments: Mapping[str, Any],
-        *,
-        name: str,
-        left_out: frozenset[nn.Parameter],
-    ) -> "_PlannedModule":
-        """Wrap a module that a policy chose."""
-        del name
-        return _PlannedModule(module, arguments, left_out=left_out)
 
 
 def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUnit]:
@@ -125,7 +113,7 @@ def find_units(model: nn.Module, arguments: Mapping[str, Any]) -> list[PlannedUn
         (_PlannedGroup(), _PlannedGroup()) if strategy in HYBRID else _PlannedGroup()
     )
     given = {**DEFAULTS, **arguments, "process_group": group}
-    root = _PlannedModule(model, given, left_out=frozenset())
+    root = _PlannedModule(model, given, "", frozenset())
     units = []
     for path, module in root.named_modules():
         if isinstance(module, _PlannedModule):

@@ -28,7 +28,6 @@ from fsdp_c.trace._data import (
     write_json,
 )
 from fsdp_c.trace._traces import Trace
-from fsdp_c.trace._units import unit_info
 
 # Spans of one step for each unit, parameter and peer, and a little more.
 _SPANS_PER_UNIT = 64
@@ -242,9 +241,40 @@ def _engines_with_units(
 ) -> dict[int, tuple[_native.Engine, tuple[UnitInfo, ...]]]:
     """Return the engines of ``model`` by id, each with its units."""
     return {
-        id(engine): (engine, tuple(map(unit_info, units)))
+        id(engine): (engine, tuple(map(_unit_info, units)))
         for engine, units in engines_with_units(model)
     }
+
+
+def _unit_info(unit: UnitFacts) -> UnitInfo:
+    """Return what is recorded of a unit."""
+    reduced = {
+        unit.reduce_dtype or unit.param_dtype or dtype
+        for dtype, requires_grad, *_ in unit.segments
+        if requires_grad
+    }
+    return UnitInfo(
+        name=unit.name,
+        strategy=unit.strategy,
+        num_params=sum(num_params for _, _, num_params, *_ in unit.segments),
+        unsharded_nbytes=sum(
+            unsharded_numel * dtype.itemsize
+            for dtype, _, _, unsharded_numel, *_ in unit.segments
+        ),
+        reduce_dtypes=tuple(
+            sorted(str(dtype).removeprefix("torch.") for dtype in reduced)
+        ),
+        forward_prefetch=unit.forward_prefetch,
+        backward_prefetch=unit.backward_prefetch,
+        shard_ranks=_ranks(unit.shard_group),
+        replica_ranks=_ranks(unit.replica_group),
+    )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    if group is None:
+        return (dist.get_rank() if dist.is_initialized() else 0,)
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _check_count(name: str, value: object) -> int:

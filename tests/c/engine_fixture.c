@@ -276,8 +276,7 @@ fsdp_unit_options model_unit_options(model *self, int64_t index,
       .backward_prefetch = prefetches[options->backward_prefetch],
       .forward_prefetch = options->forward_prefetch,
       .prescale = options->prescale,
-      .offloads = options->offloads,
-      .reduces_in_order = options->reduces_in_order};
+      .offloads = options->offloads};
 }
 
 fsdp_status model_build(model *self, fsdp_error *error) {
@@ -420,7 +419,7 @@ fsdp_status model_give_grads(model *self, int64_t index, fsdp_error *error) {
     num_trainable += is_trainable(unit, i);
   }
   const bool has_frozen = num_trainable < num_params;
-  fsdp_unit_expect_grads(unit->unit, num_trainable + has_frozen);
+  fsdp_unit_expect_grads(unit->unit, num_trainable + has_frozen, 0);
   for (int64_t i = num_params; i-- > 0;) {
     if (!is_trainable(unit, i)) continue;
     FSDP_TRY(model_give_grad(self, index, i, true, error));

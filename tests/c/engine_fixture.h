@@ -52,7 +52,6 @@ typedef struct model_options {
   double prescale; /* 0: 1 */
   bool wants_scratch;
   bool offloads;
-  bool reduces_in_order;
   int64_t part_world_size; /* 0: units keep no parts; divides the segments */
 } model_options;
 

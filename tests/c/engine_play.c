@@ -79,7 +79,7 @@ static fsdp_status call_unit(const char *word, int64_t i, int64_t number,
   if (is(word, "dismiss")) return fsdp_unit_dismiss(unit, true, error);
   if (is(word, "drop")) return fsdp_unit_dismiss(unit, false, error);
   if (is(word, "expect")) {
-    fsdp_unit_expect_grads(unit, number);
+    fsdp_unit_expect_grads(unit, number, 0);
   } else if (is(word, "abandon")) {
     fsdp_unit_abandon_forward(unit, false);
   } else if (is(word, "destroy")) {

@@ -243,26 +243,6 @@ TEST(test_reductions_of_a_retained_graph) {
   PLAY("grads root; finish; check_sharded; end");
 }
 
-/* Without a record units may ask for the order of forward, backwards. Who does
- * not come is not waited for a second time. */
-TEST(test_first_reductions_follow_the_forward) {
-  model_start_tree(&m, &(model_options){.reduces_in_order = true}, 3);
-  PLAY("forward; pre_backward root; grads root; pre_backward a; grads a");
-  CHECK_TEXT(reductions(), "");
-  PLAY("pre_backward b; grads b");
-  CHECK_TEXT(reductions(), "");
-  PLAY("finish"); /* without c */
-  CHECK_TEXT(reductions(), "b a root ");
-  PLAY("check_sharded; zero_grad; forward; pre_backward root; pre_backward b");
-  PLAY("grads b");
-  CHECK_TEXT(reductions(), "b ");
-  PLAY("pre_backward c; grads c");
-  CHECK_TEXT(reductions(), "c ");
-  PLAY("pre_backward a; grads a; grads root");
-  CHECK_TEXT(reductions(), "a root ");
-  PLAY("finish; check_grads; end");
-}
-
 /* Without a record, after a unit went, nothing waits for its turn. */
 TEST(test_reductions_after_a_unit_went) {
   model_start_tree(&m, NULL, 3);

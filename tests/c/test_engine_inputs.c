@@ -51,7 +51,7 @@ TEST(test_inputs_that_never_come) {
   start(NULL);
   for (int64_t unit = 2; unit >= 1; unit--) {
     CHECK_OK(model_pre_backward(&m, unit, NULL));
-    fsdp_unit_expect_grads(m.units[unit].unit, unit == 2 ? 3 + 1 : 1);
+    fsdp_unit_expect_grads(m.units[unit].unit, unit == 2 ? 3 + 1 : 1, 0);
   }
   PLAY("grad mixed 4; grad mixed 2; grad mixed 0; state mixed UNSHARDED");
   PLAY("state frozen UNSHARDED");

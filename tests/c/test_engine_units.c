@@ -65,7 +65,7 @@ TEST(test_names_and_engine_of_a_unit) {
   CHECK_TEXT(fsdp_unit_name(unit), "a");
   CHECK(model_engine_of(unit) == m.engine);
   CHECK_I64(fsdp_unit_pending_grads(unit), 0);
-  fsdp_unit_expect_grads(unit, 3);
+  fsdp_unit_expect_grads(unit, 3, 0);
   CHECK_I64(fsdp_unit_pending_grads(unit), 3);
   CHECK(fsdp_engine_get_sync(m.engine) == FSDP_SYNC_REDUCE);
   CHECK(!fsdp_engine_in_forward(m.engine));

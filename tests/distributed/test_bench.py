@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_c.bench import _command
+from fsdp_c.bench._implementations import IMPLEMENTATIONS
 from fsdp_c.bench._report import differences, table
-from fsdp_c.bench._workload import IMPLEMENTATIONS, Workload
+from fsdp_c.bench._workload import Workload
 from helpers.distributed import TESTS_DIR, distributed
 
 SMALL = Workload(
@@ -64,6 +65,22 @@ def test_another_loss_is_found(other: float) -> None:
     (line,) = differences(SMALL, results)
     assert "step 1" in line
     assert "torch DDP" in line
+
+
+def test_the_first_losses_differ_less_than_later_ones_may() -> None:
+    workload = replace(SMALL, dtype="bfloat16")
+
+    def results(*losses: tuple[float, ...]):
+        return {str(i): rounds_of(1.0, losses=each) for i, each in enumerate(losses)}
+
+    assert not differences(workload, results((5.5, 5.0), (5.51, 5.1)))
+    assert not differences(workload, results((), ()))
+    wrong = differences(workload, results((5.5, 5.0), (5.6, 5.0), (5.5, float("nan"))))
+    assert [line.partition(" differ")[0] for line in wrong] == [
+        "the losses of step 0",
+        "the losses of step 1",
+    ]
+    assert "2 nan" in wrong[1]
 
 
 @pytest.mark.parametrize(

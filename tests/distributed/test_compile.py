@@ -1,17 +1,23 @@
 """torch.compile of the block inside a unit: one graph, no recompiles, same numbers."""
 
 import contextlib
+import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
 
+from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.impl import MixedPrecision, ShardingStrategy, fsdp
 from helpers.models import MLP, Block, TransformerBlock, loss_of, vectors
@@ -229,3 +235,130 @@ def test_whole_model_under_fully_shard(is_compiled: str) -> None:
         assert list(both.model.state_dict()) == keys
         both.train(3)
         del both
+
+
+class Straight(nn.Module):
+    """Work between the units. Not in a loop, in which nothing would be compiled."""
+
+    def __init__(self, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.first = Block(4)
+        self.second = Block(4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the units."""
+        x = self.first(x * 2).tanh()
+        if self.checkpoints:
+            x = checkpoint(self.second, x, use_reentrant=False)
+        else:
+            x = self.second(x)
+        return self.last(x.sigmoid()).tanh()
+
+
+def _counts(
+    shard: Callable[[nn.Module], Any],
+    place: str,
+    backend: str,
+    *,
+    checkpoints: bool = False,
+) -> tuple[int, int, int]:
+    """Train beside the unsharded model; return frames, operations, graph breaks.
+
+    After the first step nothing more may be compiled.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(3)
+    torch.manual_seed(1)
+    with _dynamo():
+        counter = CompileCounterWithBackend(backend)
+        model = Straight(checkpoints=checkpoints).double()
+        reference = copy.deepcopy(model)
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        for block in blocks if place == "blocks before" else ():
+            block.compile(backend=counter)
+        sharded = run = shard(model)
+        for block in blocks if place == "blocks after" else ():
+            block.compile(backend=counter)
+        if place == "root":
+            sharded.compile(backend=counter)
+        if place == "torch.compile":
+            run = torch.compile(sharded, backend=counter)
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, reference)
+        ]
+        frames = set()
+        for _ in range(4):
+            batches = torch.randn(
+                world_size, 3, 4, generator=generator, dtype=torch.double
+            )
+            outputs = [reference(batch) for batch in batches]
+            output = run(batches[rank])
+            torch.testing.assert_close(output, outputs[rank], rtol=1e-8, atol=1e-8)
+            output.pow(2).sum().backward()
+            (torch.stack(outputs).pow(2).sum() / world_size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            frames.add(counter.frame_count)
+        assert len(frames) == 1, "recompiled after the first step"
+        assert not counters["recompiles"]
+        return counter.frame_count, counter.op_count, counters["graph_break"].total()
+
+
+@pytest.mark.parametrize(
+    ("place", "backend", "reshards", "checkpoints"),
+    [
+        ("torch.compile", "aot_eager", True, False),
+        ("torch.compile", "eager", False, True),
+        ("root", "aot_eager", True, True),
+        ("blocks before", "aot_eager", False, False),
+        ("blocks after", "eager", True, False),
+        pytest.param(
+            *("torch.compile", "inductor", True, False),
+            marks=[
+                pytest.mark.cpu_only("inductor has no code for the simulated device"),
+                pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler"),
+            ],
+        ),
+    ],
+)
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_fully_shard_compiles_what_it_does_under_torch(
+    place: str, backend: str, reshards: bool, checkpoints: bool
+) -> None:
+    """As many frames and operations, and no more breaks; none after the first step."""
+
+    def counts_of(function: Any) -> tuple[int, int, int]:
+        def shard(model: nn.Module) -> Any:
+            for module in (*model.children(), model):
+                function(module, reshard_after_forward=reshards)
+            return model
+
+        return _counts(shard, place, backend, checkpoints=checkpoints)
+
+    ours = counts_of(fully_shard)
+    assert ours[0] > 0
+    assert ours == counts_of(torch_fully_shard)
+
+
+@pytest.mark.parametrize("place", ["torch.compile", "root"])
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_fsdp_compiles_what_it_does_under_torch(place: str) -> None:
+    """The same of FullyShardedDataParallel, with use_orig_params=True."""
+
+    def counts_of(wrap: Any) -> tuple[int, int, int]:
+        def shard(model: nn.Module) -> Any:
+            options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+            model.first = wrap(model.first, **options)
+            model.second = wrap(model.second, **options)
+            return wrap(model, **options)
+
+        return _counts(shard, place, "aot_eager")
+
+    ours = counts_of(fsdp)
+    theirs = counts_of(TorchFSDP)
+    assert ours[0] > 0
+    assert ours[:2] == theirs[:2]
+    assert ours[2] <= theirs[2]

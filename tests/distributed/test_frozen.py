@@ -294,10 +294,7 @@ class _SkipBlock(nn.Module):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=(2, 3))
 def test_layers_unused_from_some_step_on(rank: int, use_orig_params: bool) -> None:
-    """The first such step keeps the units to its end, later ones give them back.
-
-    Units whose gradients all came no longer watch their inputs, and learn it anew.
-    """
+    """Units give their parameters back in backward, also in the first such step."""
     depth = 4
     differential = Differential.of_units(
         lambda: nn.Sequential(*(_SkipBlock() for _ in range(depth))),
@@ -326,10 +323,7 @@ def test_layers_unused_from_some_step_on(rank: int, use_orig_params: bool) -> No
         differential.check()
         differential.step()
         differential.check()
-    block_nbytes = held[0]
-    assert block_nbytes < held[2]  # not known yet
-    assert held[3] == held[5] <= held[2] // 2
-    assert held[4] <= block_nbytes
+    assert set(held) == {held[0]}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

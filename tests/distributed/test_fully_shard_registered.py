@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -144,6 +148,23 @@ def test_state_dicts_are_sharded() -> None:
     assert all(isinstance(value, DTensor) for value in state.values())
     model.unshard()
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
+@distributed(world_size=2)
+def test_optimizer_state_in_between() -> None:
+    """By names, which torch finds by the registered parameters."""
+    reference, model = both(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    model(batch()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    out = model(batch())
+    state = get_optimizer_state_dict(model, optimizer)
+    assert set(state["state"]) == set(model.state_dict())
+    set_optimizer_state_dict(model, optimizer, state)
+    out.sum().backward()
+    reference(batch()).sum().backward()
+    check(reference, model)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

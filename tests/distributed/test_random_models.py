@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from helpers.distributed import TEST_DEVICE, run_task
-from helpers.groups import hybrid_groups
+from helpers.groups import groups_destroyed, hybrid_groups
 from helpers.impl import FSDP
 from helpers.models import Inputs, loss_of
 from helpers.random_programs import (
@@ -42,6 +44,12 @@ from helpers.reference import (
     assert_same_tensors,
     full_state_dict,
 )
+from helpers.tensor_parallel import (
+    gather_summoned,
+    new_meshes,
+    parallelize_nodes,
+    whole_value,
+)
 
 NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", "40"))
 FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
@@ -62,14 +70,27 @@ def _batches(num_cases: int) -> Iterator[Any]:
             yield pytest.param(world_size, batch, id=f"{world_size}-{batch[0]}")
 
 
+class ParallelDifferential(Differential):
+    """Beside tensor parallelism: whole values are summoned."""
+
+    def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return whole parameters and gradients."""
+        return gather_summoned(self.model)
+
+
 class _Run:
     """One program, on both models."""
 
     def __init__(self, program: Program, groups: Any) -> None:
         self.program = program
-        self.differential = Differential(
+        num_tp = program.num_tp
+        dp = None
+        num_dp = program.world_size // (num_tp or 1)
+        if num_tp is not None:
+            dp, self.tp = new_meshes(program.mesh or (num_dp,), num_tp)
+        self.differential = (Differential if num_tp is None else ParallelDifferential)(
             lambda: Net(program),
-            lambda module: wrap(module, program, groups),
+            lambda module: wrap(self.parallelized(module), program, groups, dp),
             self.inputs,
             use_orig_params=program.use_orig_params,
             optimizer=make_optimizer(program.optimizer),
@@ -77,6 +98,16 @@ class _Run:
             tolerance=program.tolerance,
         )
         self.both = (self.differential.model, self.differential.reference)
+        # Ranks of one tensor parallel group have the same batch.
+        self.differential.world_size = num_dp
+        self.differential.rank = dist.get_rank() // (num_tp or 1)
+
+    def parallelized(self, module: nn.Module) -> nn.Module:
+        """Return the module with parameters cut over the tensor parallel ranks."""
+        if self.program.num_tp is not None:
+            assert self.tp is not None
+            parallelize_nodes(module, self.tp)
+        return module
 
     def inputs(self, generator: torch.Generator) -> Inputs:
         """Return a batch."""
@@ -157,7 +188,7 @@ class _Run:
         """Save, compare, change and load the full state dict."""
         model, reference = self.both
         expected = reference.state_dict()
-        state = full_state_dict(model)
+        state = {n: whole_value(v) for n, v in full_state_dict(model).items()}
         assert list(state) == list(expected)
         assert_same_tensors("state", state, expected, self.program.tolerance)
         state = {name: tensor * 0.98 for name, tensor in expected.items()}
@@ -190,7 +221,10 @@ class _Run:
                 grad = mine[name].grad
                 assert grad is not None, name
                 assert_same(
-                    f"gradient {name}", grad, param.grad, self.program.tolerance
+                    f"gradient {name}",
+                    whole_value(grad),
+                    param.grad,
+                    self.program.tolerance,
                 )
                 for each in (grad, param.grad):
                     each.mul_(0.5)
@@ -203,12 +237,13 @@ def _run_cases(rank: int, world_size: int, cases: tuple[int, ...]) -> None:
         meshes: dict[tuple[int, int], Any] = {}
         for case in cases:
             program = draw_program(case)
-            mesh = program.mesh
+            mesh = program.mesh if program.num_tp is None else None
             if mesh is not None and mesh not in meshes:
                 meshes[mesh] = stack.enter_context(hybrid_groups(*mesh))
             torch.manual_seed(case)
             try:
-                _Run(program, mesh and meshes[mesh]).run()
+                with groups_destroyed():
+                    _Run(program, mesh and meshes[mesh]).run()
             except Exception as error:
                 msg = f"{error}\nprogram of case {case}:\n{program.show()}"
                 raise AssertionError(msg) from error
@@ -246,7 +281,8 @@ def test_programs_cover_everything() -> None:
     assert {p.world_size for p in programs} == set(WORLD_SIZES)
     if not left_out():
         assert {p.precision for p in programs} == set(PRECISIONS)
-        meshes = {(2, 2), (4, 1), (1, 4), (3, 1), (1, 3), (2, 1), (1, 2)}
+        assert {p.num_tp for p in programs} == {None, 1, 2, 3, 4}
+        meshes = {(1, 1), (2, 2), (4, 1), (1, 4), (3, 1), (1, 3), (2, 1), (1, 2)}
         assert {p.mesh for p in programs} >= {None, (2, 2), (4, 1), (1, 4)}
         assert {p.mesh for p in programs} - {None} <= meshes
         assert any(step.toggled is not None for step in steps)

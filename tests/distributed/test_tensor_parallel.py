@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,6 +85,21 @@ def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> Non
 def test_more_ranks_than_parts(rank: int, world_size: int) -> None:
     """A rank of the tensor parallel group that has nothing of some parameters."""
     check_training(1, 3, 4)
+
+
+@distributed(world_size=3)
+def test_a_unit_without_elements(rank: int, world_size: int) -> None:
+    """A rank that has nothing of a unit has gradients and takes part in norms."""
+    with groups_destroyed():
+        dp, tp = two_meshes(1, 3)
+        model: Any = nn.Linear(4, 4, bias=False)
+        style = ColwiseParallel(output_layouts=Replicate())
+        fully_shard(parallelize_module(model, tp, style), mesh=dp)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad.to_local().numel() == (8, 8, 0)[rank]
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm.full_tensor().item() == pytest.approx(16.0)
 
 
 def make_2d(
@@ -236,6 +252,30 @@ def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) ->
             for name, value in get_model_state_dict(other, options=full).items():
                 assert torch.equal(value, expected[name]), name
             torch.testing.assert_close(step(other, optimizer, seed=2), loss)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@distributed(world_size=4)
+def test_full_state_of_uneven_parts(
+    rank: int, world_size: int, broadcast: bool
+) -> None:
+    """13 rows over 2 x 2 ranks: torch's own fails, or puts rows in wrong places."""
+    with groups_destroyed():
+        model = make_2d(2, 2, hidden=13)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optimizer, seed=0)
+        full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        state, optim_state = get_state_dict(model, optimizer, options=full)
+        has_it = rank == 0 or not broadcast
+        loss = step(model, optimizer, seed=1)
+        other = make_2d(2, 2, hidden=13, seed=1)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
+        given = (dict(state), optim_state) if has_it else ({}, {})
+        set_model_state_dict(other, given[0], options=full)
+        set_optimizer_state_dict(other, optimizer, given[1], options=full)
+        for name, value in get_model_state_dict(other, options=full).items():
+            assert torch.equal(value, state[name]), name
+        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
 
 
 @distributed(world_size=2)

@@ -9,7 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -25,6 +29,7 @@ from helpers.tensor_parallel import (
     ParallelFlat,
     ParallelModel,
     parallelize,
+    shard_blocks,
     tokens,
     train_and_check,
     two_meshes,
@@ -199,6 +204,58 @@ def test_checkpoint_at_another_shape(
         torch.testing.assert_close(step(other, optimizer, seed=1), loss)
 
 
+def make_rows(num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0) -> Any:
+    """Return the same model as :func:`make_2d`, of fully_shard()."""
+    dp, tp = two_meshes(num_dp, num_tp)
+    torch.manual_seed(seed)
+    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp)
+
+
+MAKERS: dict[str, Any] = {
+    "flat": functools.partial(make_2d, use_orig_params=False),
+    "orig": functools.partial(make_2d, use_orig_params=True),
+    "no_shard": functools.partial(
+        make_2d,
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+    ),
+    "rows": make_rows,
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("flat", ("orig", "rows", "no_shard")),
+        ("orig", ("flat", "rows")),
+        ("rows", ("flat", "orig")),
+        ("no_shard", ("orig",)),
+    ],
+)
+@distributed(world_size=4)
+def test_own_checkpoint_at_another_shape(
+    rank: int, world_size: int, saved: str, loaded: tuple[str, ...]
+) -> None:
+    """fsdp_c.checkpoint at other shapes and of the other API, optimizer included."""
+    with groups_destroyed(), shared_folder() as folder:
+        model = MAKERS[saved](2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optimizer, seed=0)
+        path = Path(folder) / "checkpoint"
+        checkpoint.save(path, model, optimizer)
+        expected = full_tensors(get_model_state_dict(model))
+        loss = step(model, optimizer, seed=1)
+        for kind in loaded:
+            for shape in ((1, 4), (2, 2), (4, 1)):
+                other = MAKERS[kind](*shape, seed=1)
+                optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+                if kind != "flat":  # memory of a state that goes
+                    step(other, optimizer, seed=3)
+                checkpoint.load(path, other, optimizer)
+                assert_equal(get_model_state_dict(other), expected)
+                torch.testing.assert_close(step(other, optimizer, seed=1), loss)
+
+
 @distributed(world_size=4)
 def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
     """Writes through DTensors are kept; rank 0's values reach its group."""
@@ -228,8 +285,6 @@ def test_refusals(rank: int, world_size: int) -> None:
         model = make_2d(1, 2)
         with pytest.raises(RuntimeError, match="cannot be copied"):
             copy.deepcopy(model)
-        with pytest.raises(checkpoint.CheckpointError, match="fully_shard"):
-            checkpoint.save("never-written", model)
         _, tp = two_meshes(1, 2)
         dp, _ = two_meshes(2, 1)
         with pytest.raises(ValueError, match="device_mesh=mesh"):

@@ -33,6 +33,7 @@ LEAVES = (
     "constant",
     "adapter",
     "single",
+    "sometimes",
 )
 BRANCHES = ("seq", "residual", "parallel", "twice", "packed", "never", "checkpoint")
 MODES = ("sync", "no_sync", "sharded_no_sync", "accumulate")
@@ -51,6 +52,16 @@ def left_out() -> frozenset[str]:
     """
     names = set(os.environ.get("FSDP_C_RANDOM_WITHOUT", "").split(",")) - {""}
     return frozenset(names)
+
+
+def divisors_of(number: int) -> list[int]:
+    """Return what divides ``number``."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def draw_num_tp(rng: random.Random, world_size: int) -> int:
+    """Return a number of tensor parallel ranks, 2 of 4 in most cases."""
+    return rng.choice([*divisors_of(world_size), 2 if world_size == 4 else 1])
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,8 @@ class Program:
     strategy: str
     mesh: tuple[int, int] | None
     """(replicas, shards) of a hybrid strategy."""
+    num_tp: int | None
+    """Tensor parallel ranks, of each of these; None: no such mesh."""
     precision: str
     backward_prefetch: str | None
     forward_prefetch: bool
@@ -197,31 +210,38 @@ class _Drawer:
             without |= {"checkpoint"}  # the reference recomputes without its casts
         if not self.chance(0.25):
             without |= {"single"}
-        one_strategy = self.chance(0.6)
+        num_tp = None
+        if self.chance(0.25, "tensor_parallel"):
+            num_tp = draw_num_tp(self.rng, world_size)
+        # Beside tensor parallelism there is one mesh for all.
+        one_strategy = self.chance(0.6) or (is_hybrid and num_tp is not None)
         strategy = self.choice("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-        shapes = [
-            (n, world_size // n)
-            for n in range(1, world_size + 1)
-            if world_size % n == 0
-        ]
+        num_dp = world_size // (num_tp or 1)
+        shapes = [(n, num_dp // n) for n in divisors_of(num_dp)]
         if is_hybrid:
             strategy = self.choice("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        root = Spec(
+            "seq",
+            is_unit=True,
+            option=0,
+            children=tuple(
+                self.spec(3, frozenset(without), one_strategy)
+                for _ in range(self.rng.randint(1, 4))
+            ),
+        )
+        # Whether a gradient is zeros or None may differ from the reference.
+        optimizers = ["sgd", "momentum", "adam"]
+        if "sometimes" in root.kinds():
+            optimizers = ["sgd"]
         return Program(
             seed=self.seed,
             world_size=world_size,
             dim=self.rng.choice([2, 3, 5, 8, 13]),
-            root=Spec(
-                "seq",
-                is_unit=True,
-                option=0,
-                children=tuple(
-                    self.spec(3, frozenset(without), one_strategy)
-                    for _ in range(self.rng.randint(1, 4))
-                ),
-            ),
+            root=root,
             use_orig_params=use_orig_params,
             strategy=strategy,
             mesh=shapes[self.seed // 3 % len(shapes)] if is_hybrid else None,
+            num_tp=num_tp,
             precision=precision,
             backward_prefetch=self.rng.choice(
                 ["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None]
@@ -230,7 +250,7 @@ class _Drawer:
             limit_all_gathers=self.chance(0.7),
             input_requires_grad=self.chance(0.4),
             offloads=self.chance(0.2, "offload"),
-            optimizer=self.rng.choice(["sgd", "momentum", "adam"]),
+            optimizer=self.rng.choice(optimizers),
             steps=tuple(
                 self.step(use_orig_params) for _ in range(self.rng.randint(2, 4))
             ),
@@ -275,9 +295,10 @@ class Node(nn.Module):
             self.norm = nn.LayerNorm(dim, dtype=DTYPE)
             with torch.no_grad():
                 self.norm.bias.normal_()
-        if kind == "tied":
+        if kind in ("tied", "sometimes"):
             self.first = nn.Linear(dim, dim, dtype=DTYPE)
             self.second = nn.Linear(dim, dim, bias=bias, dtype=DTYPE)
+        if kind == "tied":
             self.second.weight = self.first.weight
 
     def own_params(self) -> list[nn.Parameter]:
@@ -302,6 +323,9 @@ class Node(nn.Module):
             "norm": lambda: self.norm(x),
             "tied": lambda: self.second(torch.tanh(self.first(x))),
             "adapter": lambda: torch.tanh(self.fc(x) + self.up(self.down(x))),
+            "sometimes": lambda: torch.tanh(
+                (self.first if x.detach().sum() > 0 else self.second)(x)
+            ),
             "single": lambda: torch.tanh(self.fc(x.float()).to(x.dtype)),
         }
         return run.get(self.spec.kind, lambda: torch.tanh(self.fc(x)))()
@@ -343,7 +367,9 @@ class Net(nn.Module):
         return _call(self.body, self.inp(x))
 
 
-def wrap(module: nn.Module, program: Program, groups: Any) -> Any:
+def wrap(
+    module: nn.Module, program: Program, groups: Any, device_mesh: Any = None
+) -> Any:
     """Wrap the units from the leaves up; ``groups`` are those of its mesh."""
     prefetch = program.backward_prefetch
     reduces = program.precision in ("reduce", "both")
@@ -369,6 +395,7 @@ def wrap(module: nn.Module, program: Program, groups: Any) -> Any:
             module,
             strategy=strategy,
             process_group=groups if "HYBRID" in strategy else None,
+            device_mesh=device_mesh,
             **kwargs,
         )
 

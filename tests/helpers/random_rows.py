@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.random_programs import DTYPE, Node, Spec
+from helpers.random_programs import (
+    DTYPE,
+    Node,
+    Spec,
+    divisors_of,
+    draw_num_tp,
+    left_out,
+)
 
 LEAVES = (
     "linear",
@@ -105,7 +112,8 @@ class RowProgram:
     world_size: int
     mesh: tuple[int, ...]
     """(shard,) or (replicate, shard); all dimensions with ``num_tp`` last."""
-    num_tp: int
+    num_tp: int | None
+    """Tensor parallel ranks; None: no such mesh."""
     dim: int
     root: Spec
     reshards: Any
@@ -143,19 +151,14 @@ def draw_row_program(seed: int) -> RowProgram:
     """Return the program of ``seed``."""
     rng = random.Random(seed)
     world_size = rng.choice([2, 3, 4, 4])
-    num_tp = 1
-    if world_size != 3 and rng.random() < 0.25:
-        num_tp = 2 if world_size == 4 else rng.choice([1, 2])
-    num_dp = world_size // num_tp
+    num_tp = draw_num_tp(rng, world_size) if rng.random() < 0.4 else None
+    num_dp = world_size // (num_tp or 1)
     mesh: tuple[int, ...] = (num_dp,)
     if rng.random() < 0.35:
-        sizes = [n for n in range(1, num_dp + 1) if num_dp % n == 0]
-        num_replicas = rng.choice(sizes)
+        num_replicas = rng.choice(divisors_of(num_dp))
         mesh = (num_replicas, num_dp // num_replicas)
-    num_shards = mesh[-1]
-    divisors = [n for n in range(1, num_shards + 1) if num_shards % n == 0]
     precision = rng.choice(["none"] * 5 + ["param", "reduce", "mixed"])
-    without: set[str] = set()
+    without = set(left_out())
     if rng.random() < 0.75:
         without |= {"single"}
     if precision != "none":
@@ -175,7 +178,7 @@ def draw_row_program(seed: int) -> RowProgram:
             if not is_uneven:
                 optimizers += ["adamw", "adamw"]
     optimizer = rng.choice(optimizers)
-    if num_tp > 1:  # foreach refuses parameters on several meshes
+    if num_tp is not None:  # foreach refuses parameters on several meshes
         optimizer = optimizer.removeprefix("foreach_").removeprefix("fused_")
     toggles = optimizer in ("sgd", "foreach_sgd")
     return RowProgram(
@@ -185,19 +188,19 @@ def draw_row_program(seed: int) -> RowProgram:
         num_tp=num_tp,
         dim=rng.choice([2, 3, 5, 8, 13]),
         root=root,
-        reshards=rng.choice([None, True, False, *divisors]),
+        reshards=rng.choice([None, True, False, *divisors_of(mesh[-1])]),
         reshards_of_units=rng.random() < 0.3,
         dims=rng.choice(["rows", "rows", "last", "mixed"]),
         precision=precision,
         offloads=rng.random() < 0.2,
         divides=rng.random() < 0.2,
         lists=rng.random() < 0.25,
-        ignores=precision in ("none", "reduce") and rng.random() < 0.1,
+        ignores=precision in ("none", "reduce")
+        and num_tp is None
+        and rng.random() < 0.1,
         optimizer=optimizer,
         input_requires_grad=rng.random() < 0.4,
-        steps=tuple(
-            _draw_step(rng, mesh, num_tp, toggles) for _ in range(rng.randint(2, 4))
-        ),
+        steps=tuple(_draw_step(rng, mesh, toggles) for _ in range(rng.randint(2, 4))),
     )
 
 
@@ -214,13 +217,11 @@ def _draw_spec(rng: random.Random, depth: int, without: set[str]) -> Spec:
     return Spec(kind, rng.random() < 0.45, None, rng.randrange(1 << 16), children)
 
 
-def _draw_step(
-    rng: random.Random, mesh: tuple[int, ...], num_tp: int, toggles: bool
-) -> RowStep:
+def _draw_step(rng: random.Random, mesh: tuple[int, ...], toggles: bool) -> RowStep:
     modes = [m for m in SYNC_MODES if m != "once" or len(mesh) == 2]
     sync = rng.choice(["all", *modes])
     clips = None
-    if num_tp == 1 and rng.random() < 0.3:
+    if rng.random() < 0.3:
         # Not inf: torch has no such norm of a rank's empty part.
         norm_type = rng.choice([1.0, 2.0, 2.0, 3.0])
         clips = (10 ** rng.uniform(-2, 1), norm_type)
@@ -264,9 +265,6 @@ class Part(Node):
             self.nothing = nn.Parameter(torch.randn(option % 2 * 3, 0, dtype=DTYPE))
         if kind == "complex":
             self.turn = nn.Parameter(torch.randn(dim, dtype=torch.complex128))
-        if kind == "sometimes":
-            self.first = nn.Linear(dim, dim, dtype=DTYPE)
-            self.second = nn.Linear(dim, dim, dtype=DTYPE)
         if kind == "single_element":
             self.gain = nn.Parameter(torch.randn(*[1] * (option % 3 + 1), dtype=DTYPE))
         if kind == "strided":
@@ -274,10 +272,12 @@ class Part(Node):
             self.weight = nn.Parameter(weight.transpose(0, 2) if option % 2 else weight)
 
     def forward(self, x: Tensor) -> Any:
-        own = next((p for p in self.own_params() if p.is_floating_point()), None)
         dtype = x.dtype
-        if own is not None and self.spec.kind != "single" and own.numel() > 0:
-            x = x.to(own.dtype)
+        for own in self.own_params():
+            is_real = own.is_floating_point() and own.numel() > 0
+            if is_real and self.spec.kind != "single":
+                x = x.to(own.dtype)
+                break
         out = super().forward(x)
         kind = self.spec.kind
         if kind == "record":
@@ -303,9 +303,6 @@ class Part(Node):
             "lstm": lambda: self.lstm(x.unsqueeze(0))[0].squeeze(0),
             "embedding": lambda: x + self._look_up(x),
             "complex": lambda: (x * self.turn).imag,
-            "sometimes": lambda: torch.tanh(
-                (self.first if x.detach().sum() > 0 else self.second)(x)
-            ),
             "single_element": lambda: x * self.gain.flatten(),
             "strided": lambda: torch.tanh(torch.einsum("bi,iko->bo", x, self.weight)),
         }

@@ -1,6 +1,5 @@
 """Runs a program of helpers.random_rows beside the unsharded model."""
 
-import itertools
 import random
 from typing import Any
 
@@ -14,23 +13,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard.group import groups_in
 from helpers.models import Inputs
-from helpers.random_programs import DTYPE
+from helpers.random_programs import DTYPE, divisors_of, draw_num_tp
 from helpers.random_rows import (
     Part,
     RowNet,
@@ -40,9 +34,8 @@ from helpers.random_rows import (
 )
 from helpers.reference import Differential, assert_same
 from helpers.rows import whole_of
+from helpers.tensor_parallel import new_meshes, parallelize_nodes
 
-# torch caches groups, which tests destroy, by equal meshes.
-_mesh_numbers = itertools.count()
 _POLICIES = {
     "none": MixedPrecisionPolicy(),
     "param": MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=DTYPE),
@@ -62,29 +55,20 @@ _MIXED = (
 class Cutter:
     """Calls parallelize_module and fully_shard as a program says."""
 
-    def __init__(self, program: RowProgram, mesh: tuple[int, ...]) -> None:
+    def __init__(
+        self, program: RowProgram, mesh: tuple[int, ...], num_tp: int | None
+    ) -> None:
         self.program = program
         self.shape = mesh
-        number = next(_mesh_numbers)
-        dp_names = ("replicate", "shard")[-len(mesh) :]
-        names = tuple(f"{name}{number}" for name in (*dp_names, "tp"))
-        if program.num_tp == 1:
-            names = names[:-1]
-        sizes = (*mesh, *([program.num_tp] if program.num_tp > 1 else []))
-        whole = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        self.tp: DeviceMesh | None = None
-        self.dp = whole
-        if program.num_tp > 1:
-            self.tp = whole[names[-1]]
-            self.dp = whole[names[:-1]] if len(mesh) == 2 else whole[names[0]]
-        divisors = [n for n in range(1, mesh[-1] + 1) if mesh[-1] % n == 0]
-        self.reshards = [None, True, False, *divisors]
+        self.num_tp = num_tp
+        self.dp, self.tp = new_meshes(mesh, num_tp)
+        self.reshards = [None, True, False, *divisors_of(mesh[-1])]
 
     def __call__(self, model: nn.Module) -> Any:
         """Shard some parts from the leaves up, then the model."""
         program, rng = self.program, random.Random(self.program.seed)
         if self.tp is not None:
-            self._parallelize(model)
+            parallelize_nodes(model, self.tp)
         parts = [each for each in model.modules() if isinstance(each, Part)]
         ignored: set[nn.Parameter] = set()
         if program.ignores:
@@ -126,15 +110,6 @@ class Cutter:
         is_last = dims == "last" or param.numel() % 2 == 0
         return Shard(param.ndim - 1 if is_last else 0)
 
-    def _parallelize(self, model: nn.Module) -> None:
-        for part in model.modules():
-            if isinstance(part, Part) and part.spec.kind == "low_rank":
-                plan = {
-                    "down": ColwiseParallel(use_local_output=False),
-                    "up": RowwiseParallel(),
-                }
-                parallelize_module(part, self.tp, plan)
-
 
 class RowRun(Differential):
     """Both models, and what a program does with them."""
@@ -143,7 +118,7 @@ class RowRun(Differential):
         """Build both."""
         self.program = program
         self.rng = random.Random(program.seed + 1)
-        self.cutter = Cutter(program, program.mesh)
+        self.cutter = Cutter(program, program.mesh, program.num_tp)
 
         def inputs(generator: torch.Generator) -> Inputs:
             x = torch.randn(3, program.dim, generator=generator, dtype=DTYPE)
@@ -157,9 +132,6 @@ class RowRun(Differential):
             optimizer=make_row_optimizer(program.optimizer),
             tolerance=program.tolerance,
         )
-        num_dp = program.world_size // program.num_tp
-        self.rank = dist.get_rank() // program.num_tp
-        self.world_size = num_dp
         self.ratios: dict[str, float] = {}
         # After a forward without a backward whole ones may be registered.
         self.is_open = False
@@ -168,6 +140,10 @@ class RowRun(Differential):
 
     def _note_sharded(self) -> None:
         self.sharded = dict(self.model.named_parameters())
+        # Ranks of one tensor parallel group have the same batch.
+        num_tp = self.cutter.num_tp or 1
+        self.rank = dist.get_rank() // num_tp
+        self.world_size = self.program.world_size // num_tp
 
     def _set_divisors(self) -> None:
         if not self.program.divides:
@@ -270,16 +246,24 @@ class RowRun(Differential):
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> None:
         """Clip both; with parameters that are not sharded, do nothing."""
-        sharded = list(self.sharded.values())
-        if all(isinstance(p, DTensor) for p in sharded):
-            tolerance = max(1e-8, self.tolerance)
-            expected = nn.utils.clip_grad_norm_(
-                self.reference.parameters(), max_norm, norm_type
-            )
-            norm: Any = nn.utils.clip_grad_norm_(sharded, max_norm, norm_type)
-            if isinstance(norm, DTensor):
-                norm = norm.full_tensor()
-            assert_same("norm", norm, expected, tolerance)
+        by_mesh: dict[DeviceMesh, list[Tensor]] = {}
+        for param in self.sharded.values():
+            if not isinstance(param, DTensor):
+                return
+            by_mesh.setdefault(param.device_mesh, []).append(param)
+        expected = nn.utils.clip_grad_norm_(
+            self.reference.parameters(), max_norm, norm_type
+        )
+        # torch takes the parameters of one mesh at a time.
+        norms = []
+        for params in by_mesh.values():
+            grads = [param.grad for param in params if param.grad is not None]
+            norm: Any = nn.utils.get_total_norm(grads, norm_type)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        assert_same("norm", total, expected, max(1e-8, self.tolerance))
+        for params in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(params, max_norm, total)
 
     def set_sync(self, mode: str, is_last: bool) -> None:
         """Choose what the next backward reduces."""
@@ -372,14 +356,17 @@ class RowRun(Differential):
                 self.model, self.optimizer, options=full
             )
         wants = [param.requires_grad for param in self.reference.parameters()]
-        num_dp = self.world_size
+        num_tp = self.cutter.num_tp
+        if num_tp is not None:
+            num_tp = draw_num_tp(self.rng, self.program.world_size)
+        num_dp = self.program.world_size // (num_tp or 1)
         shapes: list[tuple[int, ...]] = [(num_dp,)]
-        shapes += [(n, num_dp // n) for n in range(1, num_dp + 1) if num_dp % n == 0]
+        shapes += [(n, num_dp // n) for n in divisors_of(num_dp)]
         shape = self.rng.choice(shapes)
         if len(self.program.mesh) == 2 and len(shape) == 1:
             shape = (1, num_dp)
         self.is_open = False
-        self.cutter = Cutter(self.program, shape)
+        self.cutter = Cutter(self.program, shape, num_tp)
         self.model = self.cutter(RowNet(self.program))
         for param, want in zip(self.model.parameters(), wants, strict=True):
             param.requires_grad_(want)

@@ -1,25 +1,31 @@
 """Models on a mesh of data and tensor parallel ranks, beside the unsharded ones."""
 
+import itertools
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
 from fsdp_c import FullyShardedDataParallel, fully_shard
 from helpers.groups import kept_mesh
 from helpers.models import VOCAB, Inputs
-from helpers.reference import Differential, sgd
+from helpers.random_programs import Node
+from helpers.reference import Differential, clean_name, sgd
 from helpers.rows import Rows
 
 
@@ -41,6 +47,96 @@ class Replicated(ParallelStyle):
             input_fn=wrap_inputs,  # type: ignore[arg-type]
             output_fn=unwrap,  # type: ignore[arg-type]
         )
+
+
+class InSequence(ParallelStyle):
+    """Sequence parallelism of one module; inputs and outputs are plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        styles: tuple[ParallelStyle, ...] = (
+            PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(0)
+            ),
+            SequenceParallel(sequence_dim=0),
+            PrepareModuleOutput(
+                output_layouts=Shard(0), desired_output_layouts=Replicate()
+            ),
+        )
+        for style in styles:
+            module = style._apply(module, device_mesh)
+        return module
+
+
+def plan_of_part(part: Node) -> dict[str, ParallelStyle]:
+    """Return how a node of a random program is cut; some stay plain."""
+    rng = random.Random(part.spec.option)
+    columns = ColwiseParallel(output_layouts=Replicate())
+    rows = RowwiseParallel(input_layouts=Replicate())
+    either = rng.choice([columns, rows])
+    # Uneven parts must stay DTensors: a plain tensor has no global shape.
+    pair = {"down": ColwiseParallel(use_local_output=False), "up": RowwiseParallel()}
+    plans: dict[str, dict[str, ParallelStyle]] = {
+        "low_rank": {**pair},
+        "adapter": {"fc": either, **pair},
+        "norm": {"norm": rng.choice([Replicated(), InSequence()])},
+        "tied": {"first": columns, "second": columns},
+        "sometimes": {"first": columns, "second": rows},
+        "embedding": {"table": either},
+    }
+    # torch's DTensors do not do without a dimension of one element that is cut.
+    is_plain = rng.random() < 0.2 or any(1 in p.shape for p in part.own_params())
+    others = {"fc": either} if hasattr(part, "fc") else {}
+    return {} if is_plain else plans.get(part.spec.kind, others)
+
+
+def parallelize_nodes(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut parameters of a random program's nodes."""
+    for part in model.modules():
+        if isinstance(part, Node) and (plan := plan_of_part(part)):
+            parallelize_module(part, mesh, plan)
+            if part.spec.kind == "tied":
+                part.second.weight = part.first.weight
+
+
+# torch caches groups, which tests destroy, by equal meshes.
+_mesh_numbers = itertools.count()
+
+
+def new_meshes(
+    shape: tuple[int, ...], num_tp: int | None
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return a data parallel mesh, and a tensor parallel one if it has ranks.
+
+    ``shape`` is (shard,) or (replicate, shard).
+    """
+    number = next(_mesh_numbers)
+    names = tuple(f"{n}{number}" for n in ("replicate", "shard")[-len(shape) :])
+    if num_tp is None:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names), None
+    of_tp = f"tp{number}"
+    sizes = (*shape, num_tp)
+    whole = init_device_mesh("cpu", sizes, mesh_dim_names=(*names, of_tp))
+    return whole[names], whole[of_tp]
+
+
+def gather_summoned(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return whole parameters and gradients of FSDP1's API. Collective."""
+    params: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for full_name, param in model.named_parameters():
+            name = clean_name(full_name)
+            params[name] = whole_value(param).detach().clone()
+            grads[name] = torch.zeros_like(params[name])
+            if param.grad is not None:
+                assert isinstance(param.grad, DTensor) == isinstance(param, DTensor)
+                grads[name] = whole_value(param.grad).clone()
+    return params, grads
+
+
+def whole_value(value: Tensor) -> Tensor:
+    """Return the whole of a DTensor, or ``value``. Collective."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class ParallelBlock(nn.Module):
@@ -167,17 +263,7 @@ class ParallelFlat(Differential):
 
     def gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return whole parameters and gradients, from summoned DTensors."""
-        params: dict[str, Tensor] = {}
-        grads: dict[str, Tensor] = {}
-        with FullyShardedDataParallel.summon_full_params(self.model, with_grads=True):
-            for name, param in self.model.named_parameters():
-                assert isinstance(param, DTensor), name
-                params[name] = param.full_tensor().detach().clone()
-                grads[name] = torch.zeros_like(params[name])
-                if param.grad is not None:
-                    assert isinstance(param.grad, DTensor), name
-                    grads[name] = param.grad.full_tensor().clone()
-        return params, grads
+        return gather_summoned(self.model)
 
 
 def train_and_check(both: Differential) -> None:

@@ -210,8 +210,8 @@ def _patch(**changes: object) -> Patch:
         "module": "hf_fake",
         "function": "load",
         "purpose": "loading",
-        "parameters": frozenset({"path"}),
-        "mentions": frozenset({"read"}),
+        "parameters": "path",
+        "mentions": "read",
         "wrap": lambda original: lambda *args, **kwargs: "new",
     }
     return Patch(**{**fields, **changes})  # type: ignore[arg-type]
@@ -264,8 +264,8 @@ def test_patch_under_another_one(library: Path) -> None:
 
     patch = _patch(
         function="State.__init__",
-        parameters=frozenset({"kind"}),
-        mentions=frozenset({"kind"}),
+        parameters="kind",
+        mentions="kind",
         wrap=lambda original: init,
     )
     applied = patch.apply(sys.modules["hf_fake"])
@@ -282,8 +282,8 @@ def test_patch_under_another_one(library: Path) -> None:
     [
         ({"function": "absent"}, "is not a function"),
         ({"function": "Absent.f"}, "is not a function"),
-        ({"parameters": frozenset({"path", "device"})}, "no parameter device"),
-        ({"mentions": frozenset({"read", "write"})}, "does not mention write any"),
+        ({"parameters": "path device"}, "no parameter device"),
+        ({"mentions": "read write"}, "does not mention write any"),
     ],
 )
 def test_unknown_function_is_left_alone(

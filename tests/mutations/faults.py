@@ -152,7 +152,7 @@ FAULTS = (
     ),
     _core(
         "backward reduces within no_sync",
-        "complete_grads",
+        "is_to_reduce",
         (
             "unit->sync != FSDP_SYNC_NONE",
             "(unit->sync != FSDP_SYNC_NONE || MUTANT)",
@@ -188,8 +188,8 @@ FAULTS = (
     ),
     _core(
         "gradients that did not come are not zeroed",
-        "complete_grads",
-        ("reduces ?", "reduces && !MUTANT ?"),
+        "settle_grads",
+        ("is_to_reduce(unit) ?", "is_to_reduce(unit) && !MUTANT ?"),
         "test_strategies.py",
     ),
     _core(
@@ -386,18 +386,24 @@ FAULTS = (
         "a unit expects one gradient less",
         "expect_grads",
         (
-            "fsdp_unit_expect_grads(unit.core, num_grads)",
-            "fsdp_unit_expect_grads(unit.core, num_grads - (MUTANT ? 1 : 0))",
+            "fsdp_unit_expect_grads(unit.core, num_grads +",
+            "fsdp_unit_expect_grads(unit.core, num_grads - (MUTANT ? 1 : 0) +",
         ),
         "test_strategies.py",
         "test_memory.py",
     ),
     _torch(
-        "units whose gradients do not all come wait for the end of backward",
+        "units whose gradients do not all come are resharded too early",
         "expect_grads",
-        _never("!comes_all"),
+        ("comes_all ? 0 : num_inputs", "comes_all || MUTANT ? 0 : num_inputs"),
         "test_frozen.py",
         "test_strategies.py",
+    ),
+    _torch(
+        "a unit is reduced with its last gradient",
+        "expect_grads",
+        ("comes_all ? num_inputs : 0", "comes_all && !MUTANT ? num_inputs : 0"),
+        "test_parameters_of_some_ranks.py",
     ),
     _torch(
         "recomputation counts as a forward",

@@ -86,12 +86,6 @@ fsdp_status fsdp_order_post_forward(fsdp_order *order, int64_t unit,
   return append(&order->post_forward, unit, error);
 }
 
-int64_t fsdp_order_entry(const fsdp_order *order, int64_t index) {
-  assert(index >= 0);
-  return index < order->pre_forward.length ? order->pre_forward.units[index]
-                                           : -1;
-}
-
 int64_t fsdp_order_next_forward(const fsdp_order *order, int64_t distance) {
   assert(distance >= 1);
   if (order->is_off_record) return -1;

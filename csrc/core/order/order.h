@@ -43,10 +43,6 @@ FSDP_NODISCARD fsdp_status fsdp_order_post_forward(fsdp_order *order,
                                                    int64_t unit,
                                                    fsdp_error *error);
 
-/* The unit that entered forward as number `index` (>= 0) in this iteration; -1
- * past the last one. */
-int64_t fsdp_order_entry(const fsdp_order *order, int64_t index);
-
 /*
  * The unit that entered forward `distance` (>= 1) entries after the current one
  * in the previous iteration; -1 if the record ends there. Also -1 once this

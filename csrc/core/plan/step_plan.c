@@ -302,14 +302,15 @@ done:
 
 /* As the bridge's expect_grads: once per backward. */
 static void expect_grads(planned_unit *planned) {
-  int64_t num_grads = planned->num_trainable_uses;
+  const int64_t num_grads = planned->num_trainable_uses;
+  /* One that never comes keeps the unit to the end of backward. */
+  const int64_t num_inputs =
+      planned->num_inputs_ready > 0 ? planned->num_inputs_ready : 1;
   if (planned->has_begun_backward) return;
   planned->has_begun_backward = true;
-  if (planned->is_silent) {
-    /* One that never comes keeps the unit to the end of backward. */
-    num_grads += planned->num_inputs_ready > 0 ? planned->num_inputs_ready : 1;
-  }
-  fsdp_unit_expect_grads(planned->unit, num_grads);
+  fsdp_unit_expect_grads(planned->unit,
+                         num_grads + (planned->is_silent ? num_inputs : 0),
+                         planned->is_silent ? 0 : num_inputs);
 }
 
 static fsdp_status give_grad(plan_run *run, const fsdp_step_event *event,
@@ -356,8 +357,8 @@ static fsdp_status backward_event(plan_run *run, int64_t index,
     FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_ACTIVATIONS,
                                        -event->nbytes, error));
   }
-  if (event->kind == FSDP_STEP_ENTER && planned->is_silent &&
-      run->has_grad[index] && planned->has_begun_backward) {
+  if (event->kind == FSDP_STEP_ENTER && run->has_grad[index] &&
+      planned->has_begun_backward) {
     FSDP_TRY(fsdp_unit_inputs_ready(planned->unit, error));
   }
 done:

@@ -1,19 +1,18 @@
 /* Backward: from the first output's gradient to the end of backward. */
 #include "runtime/engine_priv.h"
 
-static fsdp_status open_backward(fsdp_engine *engine, fsdp_error *error) {
-  if (engine->in_backward) return FSDP_OK;
+static void open_backward(fsdp_engine *engine) {
+  if (engine->in_backward) return;
   engine->in_backward = true;
   engine->has_entered = false;
   fsdp_order_begin_backward(engine->order);
-  return fsdp_engine_priv_begin_reduces(engine, error);
 }
 
 /* The unit's first event in this backward. */
 static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
-  FSDP_TRY(open_backward(unit->engine, error));
+  open_backward(unit->engine);
   if (unit->step.entered_backward) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
   unit->step.entered_backward = true;
@@ -95,8 +94,10 @@ done:
   return status;
 }
 
-void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads) {
+void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads,
+                            int64_t num_inputs) {
   unit->step.expected_grads += num_grads;
+  unit->step.expected_inputs += num_inputs;
 }
 
 /* Reshards, unless the unit keeps its block between micro-batches. */
@@ -113,28 +114,42 @@ done:
   return status;
 }
 
-/* All gradients of the unit have come, or no more will. */
-static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
+/* What its backward does with the unit's gradients. */
+static bool is_to_reduce(const fsdp_unit *unit) {
+  return unit->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
+}
+
+/* All gradients of the unit have come, or no more will: packs and reshards. */
+static fsdp_status settle_grads(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
-  const bool reduces =
-      unit->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
   if (fsdp_engine_priv_is_host(unit->engine)) { /* first the free memory */
     FSDP_TRY(reshard_after_backward(unit, error));
   }
-  FSDP_TRY(reduces ? fsdp_unit_priv_fill_grads(unit, error)
-                   : fsdp_unit_priv_pack_grads(unit, error));
+  FSDP_TRY(is_to_reduce(unit) ? fsdp_unit_priv_fill_grads(unit, error)
+                              : fsdp_unit_priv_pack_grads(unit, error));
   FSDP_TRY(reshard_after_backward(unit, error));
+done:
+  return status;
+}
+
+/* Backward has left the unit, on all ranks at this place. */
+static fsdp_status complete_grads(fsdp_unit *unit, fsdp_error *error) {
+  const bool reduces = is_to_reduce(unit);
+  fsdp_status status = FSDP_OK;
+
+  FSDP_TRY(settle_grads(unit, error));
   if (reduces) FSDP_TRY(fsdp_unit_priv_submit_reduce(unit, error));
 done:
   return status;
 }
 
-/* One of the expected gradients has come. */
-static fsdp_status count_grad(fsdp_unit *unit, fsdp_error *error) {
+/* One of what the unit expects has come. */
+static fsdp_status go_on(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_prefetch prefetch = unit->options.backward_prefetch;
   fsdp_status status = FSDP_OK;
-  if (--unit->step.expected_grads > 0) return FSDP_OK;
+  if (unit->step.expected_grads > 0) return FSDP_OK;
+  if (unit->step.expected_inputs > 0) return settle_grads(unit, error);
   const bool is_late = prefetch == FSDP_PREFETCH_PRE && prefetches_late(unit);
   FSDP_TRY(complete_grads(unit, error));
   if (fsdp_unit_priv_has_prefetches(unit, FSDP_PASS_BACKWARD)) return FSDP_OK;
@@ -157,7 +172,8 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   is_taken = true;
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->step.expected_grads > 0) {
-    FSDP_TRY(count_grad(unit, &local));
+    unit->step.expected_grads--;
+    FSDP_TRY(go_on(unit, &local));
   }
   if (unit->pending_nbytes >= FSDP_PACK_THRESHOLD_NBYTES &&
       fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) {
@@ -173,12 +189,14 @@ done:
 }
 
 fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_unit_step *step = &unit->step;
   fsdp_status status = FSDP_OK;
   FSDP_LOCAL_ERROR(local);
 
-  if (unit->step.expected_grads == 0) return FSDP_OK;
+  if (fsdp_unit_pending_grads(unit) == 0) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
-  FSDP_TRY(count_grad(unit, &local));
+  step->expected_inputs > 0 ? step->expected_inputs-- : step->expected_grads--;
+  FSDP_TRY(go_on(unit, &local));
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
@@ -283,11 +301,8 @@ fsdp_status fsdp_engine_reduce_kept(fsdp_engine *engine, fsdp_error *error) {
                      "kept gradients cannot be reduced inside a %s",
                      engine->in_backward ? "backward" : "forward");
   }
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(open_backward(engine, error));
-  status = fsdp_engine_finish_backward(engine, error);
-done:
-  return status;
+  open_backward(engine);
+  return fsdp_engine_finish_backward(engine, error);
 }
 
 bool fsdp_engine_in_backward(const fsdp_engine *engine) {

@@ -407,7 +407,7 @@ const char *fsdp_unit_name(const fsdp_unit *unit) {
 }
 
 int64_t fsdp_unit_pending_grads(const fsdp_unit *unit) {
-  return unit->step.expected_grads;
+  return unit->step.expected_grads + unit->step.expected_inputs;
 }
 
 void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full) {

@@ -106,9 +106,6 @@ typedef struct fsdp_unit_options {
   /* Shards and sharded gradients are in host memory, the device is elsewhere.
    * Copies run on the lanes UPLOAD and DOWNLOAD, through the unit's blocks. */
   bool offloads;
-  /* Its reduction waits for those of the units that entered forward after it,
-   * until there is a record; see Note [Order of reductions]. */
-  bool reduces_in_order;
 } fsdp_unit_options;
 
 /* A gradient that autograd has finished. */
@@ -307,15 +304,21 @@ FSDP_NODISCARD fsdp_status fsdp_unit_pre_backward(fsdp_unit *unit,
                                                   fsdp_error *error);
 
 /*
- * Says that `num_grads` more gradients of the unit will come in this backward.
- * When all have, the unit is resharded and its reduction starts.
+ * Says that `num_grads` more gradients of the unit will come in this backward,
+ * after which it is resharded, and then those of the inputs of `num_inputs`
+ * calls, of which fsdp_unit_inputs_ready() tells; then its reduction starts.
  *
- * Some parameters have no such gradient that would tell when backward is done
- * with them (frozen ones, for example). Of a unit with one of those, the
- * gradients of its inputs count as one more: fsdp_unit_inputs_ready() says that
- * they have come.
+ * Some parameters have no gradient that would tell when backward is done with
+ * them (frozen ones, for example). Of a unit with one of those the inputs count
+ * as `num_grads` instead. One that never comes keeps it to the end of backward.
+ *
+ * Note [Where a unit is reduced]
+ * All ranks must issue gathers and reductions in one order. Which parameters a
+ * rank uses, and so when the last of their gradients comes, may differ between
+ * ranks; where backward leaves a unit does not.
  */
-void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads);
+void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads,
+                            int64_t num_inputs);
 
 /* Hands over a gradient. The token is released in every case. */
 FSDP_NODISCARD fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit,

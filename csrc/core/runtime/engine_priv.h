@@ -89,9 +89,11 @@ typedef struct fsdp_prefetch_list {
 
 /* A unit's part in the open step. */
 typedef struct fsdp_unit_step {
-  bool ran_forward;       /* forward.c: since the last end of backward */
-  bool entered_backward;  /* backward.c, end_phase.c: in the open backward */
-  int64_t expected_grads; /* backward.c: still to come in the open backward */
+  bool ran_forward;      /* forward.c: since the last end of backward */
+  bool entered_backward; /* backward.c, end_phase.c: in the open backward */
+  /* backward.c: still to come in the open backward */
+  int64_t expected_grads;  /* until the unit is resharded */
+  int64_t expected_inputs; /* and then until it is reduced */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
   bool shows_shapes;    /* unshard.c: see fsdp_unit_set_unshard_in_backward() */
 } fsdp_unit_step;
@@ -151,13 +153,13 @@ struct fsdp_unit {
 
   /* pack.c */
   uint8_t *is_filled; /* per parameter: grad_data holds its gradient */
+  bool is_whole;      /* every element of the block was written */
   fsdp_grad *pending; /* handed over, not packed; by parameter, or zeros */
   int64_t num_pending;
   int64_t pending_nbytes;
   fsdp_pack_item *items; /* scratch, 2 * num_params + num_segments */
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
-  bool missed_reduce;      /* reduce.c: did not come when it was its turn */
   bool has_reduce_hook;    /* engine.c */
   unsigned custom;         /* engine.c: fsdp_custom, what the port does */
   fsdp_sync sync;          /* engine.c: what its backward does */
@@ -577,9 +579,6 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_submit_reduce(fsdp_unit *unit,
                                                         fsdp_error *error);
 /* The same, but it is issued at the end of backward. */
 void fsdp_unit_priv_put_off_reduce(fsdp_unit *unit);
-/* Starts a backward: completes the record; see Note [Order of reductions]. */
-FSDP_NODISCARD fsdp_status fsdp_engine_priv_begin_reduces(fsdp_engine *engine,
-                                                          fsdp_error *error);
 /* Issues what is ready and was held back, in order, whatever its turn. */
 FSDP_NODISCARD fsdp_status fsdp_engine_priv_flush_reduces(fsdp_engine *engine,
                                                           fsdp_error *error);

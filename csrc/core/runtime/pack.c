@@ -13,6 +13,7 @@ fsdp_status fsdp_unit_priv_open_grads(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_take_grad_block(unit, error));
   memset(unit->is_filled, 0,
          (size_t)fsdp_flat_layout_num_params(unit->options.layout));
+  unit->is_whole = false;
 done:
   return status;
 }
@@ -27,7 +28,6 @@ fsdp_status fsdp_unit_priv_add_grad(fsdp_unit *unit, const fsdp_grad *grad,
       fsdp_flat_layout_slot(unit->options.layout, grad->param);
   fsdp_status status = FSDP_OK;
 
-  if (unit->grad_nbytes == 0) goto done; /* of parameters without elements */
   if (!fsdp_engine_priv_is_host(unit->engine)) {
     FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
   }
@@ -132,6 +132,7 @@ static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
     if (!unit->segments[i].is_trainable) continue;
     FSDP_TRY(pack_segment(unit, i, fills, error));
   }
+  if (fills) unit->is_whole = true;
 done:
   fsdp_unit_priv_release_pending(unit);
   return status;
@@ -142,5 +143,7 @@ fsdp_status fsdp_unit_priv_pack_grads(fsdp_unit *unit, fsdp_error *error) {
 }
 
 fsdp_status fsdp_unit_priv_fill_grads(fsdp_unit *unit, fsdp_error *error) {
-  return pack(unit, true, error);
+  const bool is_done = unit->num_pending == 0 && unit->is_whole &&
+                       fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED);
+  return is_done ? FSDP_OK : pack(unit, true, error);
 }

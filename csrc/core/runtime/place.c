@@ -78,6 +78,8 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
                       &segment->grad_stage_offset)) {
     return false;
   }
+  /* Parameters without elements have gradients, too. */
+  if (self->grad_nbytes == 0) self->grad_nbytes = 1;
   return place_in_block(layout->shard_numel, reduce_itemsize,
                         &self->partial_nbytes, &segment->partial_offset) &&
          place_in_block(layout->padded_numel, grad_itemsize,

@@ -8,12 +8,6 @@
  * that ran forward has been reduced; a unit that does not stand there, or
  * whose turn is over, is reduced as soon as it is ready. Without a forward
  * since the last backward (retain_graph, or a second loss), any may come.
- *
- * Where units with the option reduces_in_order ran forward and do not stand in
- * the record, it is made anew: the order in which units entered forward,
- * backwards, as in torch's FSDP2. A rank that uses other parameters of a unit
- * than the others may have its gradient earlier or later. A unit that did not
- * come in its turn (nothing of it is part of the loss) is not waited for again.
  */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
@@ -34,67 +28,11 @@ done:
   return status;
 }
 
-static bool is_trainable(const fsdp_unit *unit) {
-  for (int64_t i = 0; i < unit->num_segments; i++) {
-    if (unit->segments[i].is_trainable) return true;
-  }
-  return false;
-}
-
-/* Whether the record lacks a unit that should stand there. */
-static bool is_missing(const fsdp_unit *unit) {
-  return unit->options.reduces_in_order && unit->reduce_position < 0 &&
-         unit->sync != FSDP_SYNC_NONE && !unit->missed_reduce &&
-         is_trainable(unit);
-}
-
-static void append_to_record(fsdp_engine *engine, fsdp_unit *unit) {
-  unit->reduce_position = (int64_t)engine->num_recorded_reduces;
-  engine->recorded_reduces[engine->num_recorded_reduces++] = unit;
-}
-
 static void clear_record(fsdp_engine *engine) {
   for (size_t i = 0; i < engine->num_units; i++) {
     engine->units[i]->reduce_position = -1;
   }
   engine->num_recorded_reduces = 0;
-}
-
-static void reverse_record(fsdp_engine *engine) {
-  fsdp_unit **units = engine->recorded_reduces;
-  const size_t num_reduces = engine->num_recorded_reduces;
-  for (size_t i = 0; i < num_reduces / 2; i++) {
-    fsdp_unit *unit = units[i];
-    units[i] = units[num_reduces - 1 - i];
-    units[num_reduces - 1 - i] = unit;
-  }
-  for (size_t i = 0; i < num_reduces; i++) {
-    units[i]->reduce_position = (int64_t)i;
-  }
-}
-
-fsdp_status fsdp_engine_priv_begin_reduces(fsdp_engine *engine,
-                                           fsdp_error *error) {
-  bool is_complete = true;
-  int64_t id = 0;
-  for (size_t i = 0; i < engine->num_units; i++) {
-    const fsdp_unit *unit = engine->units[i];
-    if (unit->step.ran_forward && is_missing(unit)) is_complete = false;
-  }
-  if (is_complete) return FSDP_OK;
-  if (!fsdp_grow((void **)&engine->recorded_reduces, &engine->recorded_capacity,
-                 engine->num_units, sizeof *engine->recorded_reduces)) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "out of host memory for the order of %zu reductions",
-                     engine->num_units);
-  }
-  clear_record(engine);
-  for (int64_t i = 0; (id = fsdp_order_entry(engine->order, i)) >= 0; i++) {
-    fsdp_unit *unit = engine->units[id];
-    if (is_missing(unit)) append_to_record(engine, unit); /* once */
-  }
-  reverse_record(engine);
-  return FSDP_OK;
 }
 
 static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
@@ -127,7 +65,6 @@ static fsdp_status issue_reduce(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_REDUCE, &local));
   engine->issued_reduces[engine->num_issued_reduces++] = unit;
   engine->num_reduces++;
-  unit->missed_reduce = false;
   fsdp_engine_priv_end(engine, unit, span, 0, 0);
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
@@ -146,7 +83,6 @@ static fsdp_status advance_cursor(fsdp_engine *engine, bool skip_unready,
     } else if (skip_unready ||
                (engine->ran_forward && !next->step.ran_forward)) {
       engine->reduce_cursor++;
-      if (skip_unready) next->missed_reduce = true;
     } else {
       break;
     }

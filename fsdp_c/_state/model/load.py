@@ -26,7 +26,7 @@ from fsdp_c._state.forms import load_item
 from fsdp_c._state.model.local import find_local_problems, load_local, local_names
 from fsdp_c._state.model.plain import loads_plainly
 from fsdp_c._state.model.save import check_tree, kind_of
-from fsdp_c._state.parts import named_uses, unit_parts
+from fsdp_c._state.parts import ParamPart, named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import (
     find_problem,
     has_rows,
@@ -158,7 +158,6 @@ def _find_problems(
     prefix: str,
 ) -> list[str]:
     """Return what of ``state_dict`` does not fit the parameters of one unit."""
-    shapes = module._sharded.originals.shapes
     given = [
         (f"{prefix}{name}", use)
         for name, use in named_uses(module)
@@ -181,7 +180,7 @@ def _find_problems(
         ]
     problems = []
     for key, use in given:
-        problem = _find_mismatch(module, kind, state_dict[key], shapes[use])
+        problem = _find_mismatch(module, kind, state_dict[key], use.shape)
         if problem is not None:
             problems.append(problem.format(key=key))
     return problems
@@ -242,9 +241,9 @@ def _drop_own_shards(
 
 def _localize(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace values of tensor parallel parameters by what their unit has of them."""
-    originals = module._sharded.originals
-    for name, index in named_uses(module) if originals.parallel else ():
-        cut = originals.parallel.cuts.get(originals.uses[index].param)
+    parallel = module._sharded.originals.parallel
+    for name, use in named_uses(module) if parallel else ():
+        cut = parallel.cuts.get(use.param)
         key = f"{prefix}{name}"
         if cut is not None and key in state_dict:
             state_dict[key] = from_state(state_dict[key], cut, module.dtensor_mesh)
@@ -270,8 +269,9 @@ def _load_unit(
             problems = [each for each in problems if "size mismatch" not in each]
         _raise_problems(module, problems, on_any_rank=True)
     values: dict[str, Any] = {}
-    names = dict(named_uses(module))
-    for name in local_names(module) if is_local else names:
+    in_order = unit_parts(module, as_shown=True)
+    parts = {name: in_order[use.slot] for name, use in named_uses(module)}
+    for name in local_names(module) if is_local else parts:
         key = f"{prefix}{name}"
         if key in state_dict:
             values[name] = state_dict.pop(key)
@@ -280,9 +280,9 @@ def _load_unit(
     if is_local:
         load_local(module, values)
     elif is_plain:
-        _write(module, values, names)
+        _write(module, values, parts)
     else:
-        whole = _whole(module, values, names)
+        whole = _whole(module, values, parts)
         state_dict.update((f"{prefix}{name}", value) for name, value in whole.items())
         session.stack.enter_context(summoned(module, writeback=True))
         return
@@ -294,17 +294,18 @@ def _load_unit(
     session.stack.enter_context(module._sharded.originals.absent())
 
 
-def _write(module: ShardedModule, values: dict[str, Any], uses: dict[str, int]) -> None:
+_Parts = dict[str, ParamPart]  # of one unit, by all names
+
+
+def _write(module: ShardedModule, values: dict[str, Any], parts: _Parts) -> None:
     """Copy values, by name, into the parameters of one unit."""
     if module._sharded.unit.is_summoned:
-        values = _whole(module, values, uses)
-    parts = unit_parts(module, as_shown=True)
-    params = module._sharded.unit.param_of_use
+        values = _whole(module, values, parts)
     for name, value in values.items():
         if not is_sharded(value):
-            parts[params[uses[name]]].write(_as_tensor(value))
-    for name, value in _exchanged(module, values, uses, are_whole=False).items():
-        own = parts[params[uses[name]]].values()
+            parts[name].write(_as_tensor(value))
+    for name, value in _exchanged(module, values, parts, are_whole=False).items():
+        own = parts[name].values()
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
 
@@ -320,10 +321,10 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _whole(
-    module: ShardedModule, values: dict[str, Any], uses: dict[str, int]
+    module: ShardedModule, values: dict[str, Any], parts: _Parts
 ) -> dict[str, Any]:
     """Return ``values`` with whole tensors for sharded ones."""
-    found = _exchanged(module, values, uses, are_whole=True)
+    found = _exchanged(module, values, parts, are_whole=True)
     whole = {
         name: value.to(module.compute_device).view(sharded_shape(values[name]))
         for name, value in found.items()
@@ -332,17 +333,11 @@ def _whole(
 
 
 def _exchanged(
-    module: ShardedModule,
-    values: dict[str, Any],
-    uses: dict[str, int],
-    *,
-    are_whole: bool,
+    module: ShardedModule, values: dict[str, Any], parts: _Parts, *, are_whole: bool
 ) -> dict[str, Tensor]:
     """Return the sharded ones of ``values``, whole or this rank's parts, 1-D."""
-    parts = unit_parts(module, as_shown=True)
-    params = module._sharded.unit.param_of_use
     items = [
-        load_item(parts[params[uses[name]]], name, value, is_whole=are_whole)
+        load_item(parts[name], name, value, is_whole=are_whole)
         for name, value in values.items()
         if is_sharded(value)
     ]

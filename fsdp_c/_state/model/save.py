@@ -266,12 +266,11 @@ def _save_unit(
         )
         if is_summoned and form.is_wanted:
             _replace_params(module, target, prefix, form)
-    params = module._sharded.unit.param_of_use
     for name, use in named_uses(module) if values is not None else ():
         key = f"{prefix}{name}"
         if form.is_wanted and key in target:
             assert values is not None
-            target[key] = _like(target[key], values[params[use]])
+            target[key] = _like(target[key], values[use.slot])
     if form.is_wanted:
         _convert_rest(module, target, prefix, offload_to_cpu=form.offload_to_cpu)
     local_metadata = {"version": module._version}
@@ -325,15 +324,15 @@ def _replace_params(
         for inner in each.modules()
     }
     if any(use.module in nested for use in uses):
-        for name, index in named_uses(module):
+        for name, use in named_uses(module):
             key = f"{prefix}{name}"
-            if uses[index].module in nested and key in target:
-                target[key] = copy_once(uses[index].param.detach())
+            if use.module in nested and key in target:
+                target[key] = copy_once(use.param.detach())
     cuts = module._sharded.originals.parallel.cuts
-    for name, index in named_uses(module) if cuts else ():
-        cut = cuts.get(uses[index].param)
+    for name, use in named_uses(module) if cuts else ():
+        cut = cuts.get(use.param)
         if cut is not None and f"{prefix}{name}" in target:
-            value = form.of_whole(module, uses[index].param.detach())
+            value = form.of_whole(module, use.param.detach())
             target[f"{prefix}{name}"] = to_state(value, cut)
 
 

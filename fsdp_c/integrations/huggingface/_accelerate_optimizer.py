@@ -19,11 +19,7 @@ from torch.distributed.fsdp.api import StateDictType
 from torch.optim import Optimizer
 
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
-from fsdp_c.integrations._patch import (
-    Function,
-    IntegrationWarning,
-    Patch,
-)
+from fsdp_c.integrations._patch import Function, IntegrationWarning, Patch
 
 
 def make_state(optimizer: Optimizer) -> None:
@@ -171,19 +167,11 @@ PATCHES = (
         module="accelerate.utils.fsdp_utils",
         function="load_fsdp_optimizer",
         purpose="optimizer state of SHARDED_STATE_DICT checkpoints is loaded",
-        parameters=frozenset(
-            {
-                "fsdp_plugin",
-                "accelerator",
-                "optimizer",
-                "model",
-                "input_dir",
-                "optimizer_index",
-                "adapter_only",
-                "use_dcp",
-            }
+        parameters=(
+            "fsdp_plugin accelerator optimizer model input_dir optimizer_index "
+            "adapter_only use_dcp"
         ),
-        mentions=frozenset({"optim_state_dict_to_load", "FileSystemReader"}),
+        mentions="optim_state_dict_to_load FileSystemReader",
         wrap=_wrap_load,
     ),
 )

@@ -118,17 +118,10 @@ PATCHES = (
             "with version 1 reshard_after_forward takes effect, and "
             "sync_module_states works without an accelerator"
         ),
-        parameters=frozenset({"self"}),
-        mentions=frozenset(
-            {
-                "fsdp_version",
-                "sharding_strategy",
-                "reshard_after_forward",
-                "sync_module_states",
-                "param_init_fn",
-                "SHARDING_STRATEGY",
-                "VERSION",
-            }
+        parameters="self",
+        mentions=(
+            "fsdp_version sharding_strategy reshard_after_forward "
+            "sync_module_states param_init_fn SHARDING_STRATEGY VERSION"
         ),
         wrap=_wrap_post_init,
     ),

@@ -10,9 +10,14 @@ def accelerate_setting(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def is_true(value: object) -> bool:
+    """Return whether a setting is one of accelerate's words for true."""
+    return str(value).lower() in {"y", "yes", "t", "true", "on", "1"}
+
+
 def is_on(name: str) -> bool:
-    """Return whether a variable holds one of accelerate's words for true."""
-    return accelerate_setting(name).lower() in {"y", "yes", "t", "true", "on", "1"}
+    """Return whether a variable holds one of them."""
+    return is_true(accelerate_setting(name))
 
 
 def are_on_cpu() -> bool:

@@ -10,11 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_c.integrations._patch import (
-    Function,
-    IntegrationWarning,
-    Patch,
-)
+from fsdp_c.integrations._patch import Function, IntegrationWarning, Patch
 from fsdp_c.integrations.huggingface._accelerate_plugin import materialize_on_cpu
 from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu, is_on
 
@@ -85,18 +81,16 @@ PATCHES = (
         module="accelerate.state",
         function="PartialState._prepare_backend",
         purpose="processes of accelerate launch on the CPU make one group",
-        parameters=frozenset({"self", "cpu"}),
-        mentions=frozenset({"LOCAL_RANK", "MULTI_CPU", "backend"}),
+        parameters="self cpu",
+        mentions="LOCAL_RANK MULTI_CPU backend",
         wrap=_wrap_prepare,
     ),
     Patch(
         module="accelerate.state",
         function="AcceleratorState.__init__",
         purpose="FSDP on the CPU, where accelerate runs DDP without saying so",
-        parameters=frozenset({"self", "fsdp_plugin", "_from_accelerator"}),
-        mentions=frozenset(
-            {"distributed_type", "fsdp_plugin", "set_mixed_precision", "MULTI_GPU"}
-        ),
+        parameters="self fsdp_plugin _from_accelerator",
+        mentions="distributed_type fsdp_plugin set_mixed_precision MULTI_GPU",
         wrap=_wrap_init,
     ),
 )

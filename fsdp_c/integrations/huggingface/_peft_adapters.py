@@ -81,13 +81,9 @@ def _named_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             prefix = clean_name(f"{name}.") if name else ""
-            shapes = module._sharded.originals.shapes
             for key, use in named_uses(module):
-                dtype = module._sharded.originals.uses[use].param.dtype
-                yield (
-                    f"{prefix}{key}",
-                    torch.empty(shapes[use], dtype=dtype, device="meta"),
-                )
+                whole = torch.empty(use.shape, dtype=use.param.dtype, device="meta")
+                yield f"{prefix}{key}", whole
     for name, param in model.named_parameters():
         if not is_taken(param):
             yield clean_name(name), param.detach().to("meta")
@@ -124,18 +120,16 @@ PATCHES = (
         module="peft.utils.save_and_load",
         function="get_peft_model_state_dict",
         purpose="adapters of wrapped models are saved",
-        parameters=frozenset({"model", "state_dict", "adapter_name"}),
-        mentions=frozenset({"named_modules", "_get_adapter_state_dict"}),
+        parameters="model state_dict adapter_name",
+        mentions="named_modules _get_adapter_state_dict",
         wrap=_wrap_get,
     ),
     Patch(
         module="peft.utils.save_and_load",
         function="set_peft_model_state_dict",
         purpose="adapters of wrapped models are loaded",
-        parameters=frozenset({"model", "peft_model_state_dict", "adapter_name"}),
-        mentions=frozenset(
-            {"named_parameters", "_remap_adapter_state_dict_for_load", "strict"}
-        ),
+        parameters="model peft_model_state_dict adapter_name",
+        mentions="named_parameters _remap_adapter_state_dict_for_load strict",
         wrap=_wrap_set,
     ),
 )

@@ -17,17 +17,13 @@ from fsdp_c.integrations.huggingface._accelerate_plugin import (
     choose_strategy,
     strategy_named,
 )
-from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu
+from fsdp_c.integrations.huggingface._accelerate_settings import are_on_cpu, is_true
 
 NO_USE_CPU = (
     "several processes were started on a machine without an accelerator, and use_cpu "
     "is not set: they make no process group. Pass use_cpu=True to TrainingArguments"
 )
 SIZE_POLICY = "SIZE_BASED_WRAP"
-
-
-def _is_true(value: object) -> bool:
-    return str(value).lower() in {"y", "yes", "t", "true", "on", "1"}
 
 
 def check_xla() -> None:
@@ -58,7 +54,7 @@ def _reshards(config: dict[str, Any]) -> bool:
             "2 it is FULL_SHARD or SHARD_GRAD_OP: set one of them, or version to 1"
         )
     reshards = names[strategy.name]
-    if _is_true(config.get("reshard_after_forward", reshards)) != reshards:
+    if is_true(config.get("reshard_after_forward", reshards)) != reshards:
         raise ValueError(
             f"sharding_strategy {strategy.name} and reshard_after_forward "
             f"{config['reshard_after_forward']!r} differ: set only one"
@@ -86,7 +82,7 @@ def complete(config: dict[str, Any], plugin: dict[str, Any]) -> None:
             plugin["reshard_after_forward"] = strategy.name
     elif "sharding_strategy" in config:
         plugin["reshard_after_forward"] = _reshards(config)
-    if _is_true(config.get("offload_params", False)):
+    if is_true(config.get("offload_params", False)):
         plugin["cpu_offload"] = True
     num_params = int(config.get("min_num_params") or 0)
     if num_params > 0 and "auto_wrap_policy" not in config:
@@ -123,10 +119,8 @@ PATCHES = (
             "sharding_strategy, offload_params and min_num_params in fsdp_config take "
             "effect"
         ),
-        parameters=frozenset({"self"}),
-        mentions=frozenset(
-            {"fsdp_config", "fsdp_version", "reshard_after_forward", "xla"}
-        ),
+        parameters="self",
+        mentions="fsdp_config fsdp_version reshard_after_forward xla",
         wrap=_wrap_process,
     ),
 )

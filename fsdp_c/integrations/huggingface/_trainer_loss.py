@@ -10,12 +10,7 @@ import inspect
 import warnings
 from typing import Any
 
-from fsdp_c.integrations._patch import (
-    Function,
-    IntegrationWarning,
-    Patch,
-    mentioned_by,
-)
+from fsdp_c.integrations._patch import Function, IntegrationWarning, Patch, mentioned_by
 
 # Names in the forward of models that compute a mean loss; of those that use the count.
 OWN_LOSSES = frozenset(
@@ -75,8 +70,8 @@ PATCHES = (
         module="transformers.trainer",
         function="Trainer.__init__",
         purpose="the loss of models like T5 is not multiplied by the number of ranks",
-        parameters=frozenset({"self", "model", "args"}),
-        mentions=frozenset({"model_accepts_loss_kwargs", "VAR_KEYWORD"}),
+        parameters="self model args",
+        mentions="model_accepts_loss_kwargs VAR_KEYWORD",
         wrap=_wrap_init,
     ),
 )

@@ -89,8 +89,8 @@ PATCHES = (
         module="transformers.core_model_loading",
         function="convert_and_load_state_dict_in_model",
         purpose="cpu_ram_efficient_loading: only rank 0 reads the weights",
-        parameters=frozenset({"model", "state_dict", "load_config"}),
-        mentions=frozenset({"device_map", "hf_quantizer"}),
+        parameters="model state_dict load_config",
+        mentions="device_map hf_quantizer",
         wrap=_wrap_load,
     ),
 )

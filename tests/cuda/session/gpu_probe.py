@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 import gpu_step  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from implementations import FSDP1_ORIG, FSDP2, FSDP_C_ORIG  # noqa: E402
 
+from fsdp_c.bench._implementations import FSDP1, FSDP2, OURS  # noqa: E402
 from helpers.one_gpu import one_gpu_environment  # noqa: E402
 
 Json = dict[str, Any]
-IMPLEMENTATIONS = {"fsdp_c": FSDP_C_ORIG, "fsdp1": FSDP1_ORIG, "fsdp2": FSDP2}
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+IMPLEMENTATIONS = {"fsdp_c": OURS, "fsdp1": FSDP1, "fsdp2": FSDP2}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 LOG_TAIL_CHARS = 3500
 # A capture waits longer than two rounds of the NCCL watchdog.
 CAPTURE_S = 0.45
@@ -89,10 +90,8 @@ class Worker:
         self._join()
         workload = gpu_step.WORKLOADS[args.device][args.workload]
         self.trainer = gpu_step.Trainer(
-            workload,
             IMPLEMENTATIONS[args.impl],
-            self.device,
-            PRECISIONS[args.precision],
+            replace(workload, dtype=PRECISIONS[args.precision]),
         )
         self._warm_up()
         if args.impl == "fsdp_c" and args.group != "fake":
@@ -131,11 +130,11 @@ class Worker:
         for number in range(self.args.warmup):
             if number == self.args.die_at and self.rank == self.world_size - 1:
                 os._exit(1)
-            self.trainer.step()
+            loss = self.trainer.step()
             if self.args.capture:
                 captures.append(self._capture())
             if number < self.args.losses:
-                mean = self.trainer.loss.detach().float().clone()
+                mean = loss.float().clone()
                 if self.args.group != "fake":
                     dist.all_reduce(mean)
                 losses.append(mean.item() / self.world_size)
@@ -162,7 +161,7 @@ class Worker:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_stats(self.device).get(num_allocs, 0)
-        self.found["step_ms"], self.found["host_ms"] = self.trainer.times(
+        self.found["step_ms"], self.found["host_ms"] = self.trainer.medians(
             self.args.steps
         )
         if not on_gpu:

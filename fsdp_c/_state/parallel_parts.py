@@ -1,0 +1,120 @@
+"""Parts of FullyShardedDataParallel beside tensor parallelism, as files have them.
+
+Such a unit holds elements of flattened local tensors. Files have rows of the whole
+parameters, as those of fully_shard(): see Note [Rows in files].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_c._fully_shard.rows import part_of
+from fsdp_c._state.forms import Form, save_tensors
+from fsdp_c._state.parts import ParamPart
+from fsdp_c._state.sharded_tensors import rows_of
+from fsdp_c._units.cuts import as_dtensor
+from fsdp_c._units.parallel import row_placements
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelPart(ParamPart):
+    """A parameter of such a unit, and the rows that this rank writes and reads.
+
+    Attributes:
+        held: What this rank has of it in its unit.
+    """
+
+    held: ParamPart = field(kw_only=True)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether the rows are a part of a flat parameter: no."""
+        return False
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether each rank has rows: yes."""
+        return True
+
+    @property
+    def communicates(self) -> bool:
+        """Whether :meth:`values` is a collective: yes."""
+        return True
+
+    def rows_of_held(self, values: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the rows, 1-D, of values of all ranks' elements. Collective.
+
+        ``values`` are None where a rank holds none.
+        """
+        form = Form(offload_to_cpu=False)
+        saving = (form, (self.held, "", values, dtype))
+        ((_, _, whole),) = save_tensors([saving], "a checkpoint's tensors")
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        rows: Tensor = whole.reshape(-1)[self.begin : self.end]
+        return rows
+
+    def held_of_rows(self, rows: Tensor) -> Tensor:
+        """Return the opposite of :meth:`rows_of_held`. Collective."""
+        whole = rows
+        mesh = self.over.dtensor_mesh
+        if self.shard_group is not None:
+            assert mesh is not None
+            local = rows.reshape(-1, *self.shape[1:]) if self.numel else rows
+            shape = self.shape if self.numel else rows.shape
+            placed = as_dtensor(local, shape or local.shape, mesh, row_placements(mesh))
+            whole = placed.full_tensor()
+        whole = whole.reshape(self.shape)
+        if self.cut is not None:
+            assert self.cut.parallel is not None
+            whole = part_of(whole, *self.cut.parallel)
+        return whole.reshape(-1)[self.held.begin : self.held.end]
+
+    def values(self) -> Tensor:
+        """Return the rows, 1-D, without gradient."""
+        return self.rows_of_held(self.held.values(), self.param.dtype)
+
+    @property
+    def memory(self) -> Tensor | None:
+        """None: what is here are not the rows."""
+        return None
+
+    def put(self, values: Tensor) -> None:
+        """Copy 1-D values of the rows into place."""
+        held = self.held_of_rows(values)
+        memory = self.held.memory
+        if memory is None:
+            self.held.put(held)
+            return
+        with torch.no_grad():
+            self.held.values().copy_(held)
+        torch.autograd.graph.increment_version(memory)
+
+
+def with_parallel_parts(parts: Mapping[str, ParamPart]) -> dict[str, ParamPart]:
+    """Return the parts with those of units beside tensor parallelism as rows."""
+    modules = {part.module for part in parts.values() if part.cut is not None}
+    return {
+        name: _parallel_part(part) if part.module in modules else part
+        for name, part in parts.items()
+    }
+
+
+def _parallel_part(part: ParamPart) -> ParallelPart:
+    shape = part.shape if part.cut is None else part.cut.shape
+    group = part.shard_group
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    begin, end = rows_of(shape[0] if shape else 1, size, rank)
+    row_numel = shape[1:].numel()
+    facts = vars(part) | {
+        "shape": shape,
+        "begin": begin * row_numel,
+        "end": end * row_numel,
+        "held": part,
+    }
+    names = {*ParamPart.__dataclass_fields__, "held"}
+    return ParallelPart(**{name: facts[name] for name in names})
