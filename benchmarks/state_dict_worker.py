@@ -26,6 +26,7 @@ from implementations import (
 )
 from memory_trace import MemoryTrace, storages
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -75,7 +76,9 @@ def num_params(size: str) -> int:
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
+    if isinstance(value, ShardedTensor):
+        yield from (shard.tensor for shard in value.local_shards())
+    elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():

@@ -1,5 +1,9 @@
 // An engine's groups, and leaving a step that failed.
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "torch/unit.hpp"
 
@@ -20,6 +24,21 @@ void Engine::recover() {
     for (Segment &segment : unit->segments) segment.earlier_grad.reset();
   }
   reduced.clear();
+}
+
+void await_end_of_backward(Engine &engine) {
+  constexpr std::chrono::microseconds kPause(200);
+  constexpr std::chrono::seconds kLimit(1);
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  const auto is_open = [&] {
+    const std::lock_guard<std::mutex> lock(engine.mutex);
+    return fsdp_engine_in_backward(engine.core) && !engine.is_aborted;
+  };
+  if (!is_open()) return;
+  const auto end = std::chrono::steady_clock::now() + kLimit;
+  while (is_open() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kPause);
+  }
 }
 
 std::vector<Group *> groups_of(const Engine &engine) {

@@ -344,7 +344,7 @@ void open_rows(Engine &engine);
 void close_rows(Engine &engine);
 // The second, if the engine is aborted: after a backward that raised.
 void close_failed_rows(Engine &engine);
-// unit_forward.cpp. Where a device thread of autograd ran a backward that
+// engine_groups.cpp. Where a device thread of autograd ran a backward that
 // raised, the caller gets the exception a moment before that thread drops the
 // graph task, which is what tells the engine (Note [End of backward]). Without
 // the GIL and the engine's lock.

@@ -5,9 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <chrono>
 #include <mutex>
-#include <thread>
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
@@ -25,25 +23,6 @@ bool is_recomputation(const Engine &engine) {
 }
 
 }  // namespace
-
-namespace fsdp_torch {
-
-void await_end_of_backward(Engine &engine) {
-  constexpr std::chrono::microseconds kPause(200);
-  constexpr std::chrono::seconds kLimit(1);
-  if (torch::autograd::get_current_graph_task_id() != -1) return;
-  const auto is_open = [&] {
-    const std::lock_guard<std::mutex> lock(engine.mutex);
-    return fsdp_engine_in_backward(engine.core) && !engine.is_aborted;
-  };
-  if (!is_open()) return;
-  const auto end = std::chrono::steady_clock::now() + kLimit;
-  while (is_open() && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(kPause);
-  }
-}
-
-}  // namespace fsdp_torch
 
 extern "C" {
 

@@ -422,10 +422,10 @@ class Group:
                     f"unit {self.unit.name!r} cannot be converted or moved in the "
                     "middle of a step: do it between backward and forward"
                 )
-            self.unit.reshard()
             for group in self.running.groups:
                 other = group()
-                if other is not None:
+                if other is not None and other.unit is not None:
+                    other.unit.reshard()  # its engine goes
                     other.running = None
         self.unit = None
         self._plain = []

@@ -342,18 +342,6 @@ def test_what_cannot_be_saved(rank: int, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@distributed(world_size=2, device="cpu")
-def test_tensor_parallel_in_the_other_api(rank: int, tmp_path: Path) -> None:
-    with groups_destroyed():
-        dp, tp = two_meshes(1, 2)
-        model: Any = parallelize(ParallelModel(), tp)
-        model = FSDP(model, device_mesh=dp, use_orig_params=True)
-        problem = r"is cut by tensor parallel ranks, too, .* of fully_shard\(\) only"
-        with pytest.raises(checkpoint.CheckpointError, match=problem):
-            checkpoint.save(tmp_path / "none", model)
-        del model
-
-
 def _unit(**changes: Any) -> UnitSpec:
     """Return the description of one parameter of 3 rows over 2 ranks."""
     param = ParamSpec("w", (), (3, 4), "F32", True, 0, 0)

@@ -1,6 +1,5 @@
 """fully_shard: dimensions of a mesh named in dp_mesh_dims, and several meshes."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -42,14 +41,10 @@ from fsdp_c._fully_shard import arguments
 from fsdp_c._fully_shard.either import units_in
 from helpers.distributed import distributed
 from helpers.groups import groups_destroyed, groups_kept, kept_mesh
-from helpers.models import VOCAB, Inputs
-from helpers.rows import Rows
+from helpers.models import Inputs
+from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
-from helpers.tensor_parallel import (
-    ParallelModel,
-    shard_blocks,
-    train_and_check,
-)
+from helpers.tensor_parallel import train_and_check
 
 pytestmark = pytest.mark.cpu_only("its meshes are of the CPU")
 
@@ -66,20 +61,33 @@ def make_mesh(**sizes: int) -> tuple[DeviceMesh, Callable[[str], str]]:
     return mesh, names.__getitem__
 
 
-def tokens(generator: torch.Generator) -> Inputs:
-    """Return a batch that the ranks divide: torch views no other DTensors right."""
-    return (torch.randint(0, VOCAB, (4, 4), generator=generator),)
+def vectors(generator: torch.Generator) -> Inputs:
+    """Return a batch of vectors."""
+    return (torch.randn(4, 6, generator=generator),)
 
 
 # dp_mesh_dims ----------------------------------------------------------------
 
 
+class TwoLayers(nn.Module):
+    """Few operators: on each new mesh torch takes long to find out about one."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, hidden)
+        self.down = nn.Linear(hidden, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self.up(x).relu())
+        return output
+
+
 def distribute(
     model: nn.Module, mesh: DeviceMesh, tp: int | None, batch: Sequence[int]
 ) -> nn.Module:
-    """Make DTensors of all parameters of a ParallelModel, and of its inputs.
+    """Make DTensors of all parameters of TwoLayers, and of the model's inputs.
 
-    ``tp`` is the dimension that cuts the blocks; those of ``batch`` have a batch each.
+    ``tp`` is the dimension that cuts them; those of ``batch`` have a batch each.
     """
 
     def placements(dim: int | None) -> list[Placement]:
@@ -135,11 +143,15 @@ class SpmdRows(Rows):
         batch = [names.index(name) for name in (*replicate, *shard)]
         tp = names.index("tp") if "tp" in names else None
         super().__init__(
-            functools.partial(ParallelModel, hidden=hidden),
-            lambda model: shard_blocks(
-                distribute(model, mesh, tp, batch), mesh, dp_mesh_dims=dims, **options
+            lambda: nn.Sequential(TwoLayers(hidden), TwoLayers(hidden)),
+            lambda model: shard_units(
+                distribute(model, mesh, tp, batch),
+                [TwoLayers],
+                mesh=mesh,
+                dp_mesh_dims=dims,
+                **options,
             ),
-            tokens,
+            vectors,
         )
         place: Any = mesh.get_coordinate()
         self.world_size = math.prod(mesh.size(dim) for dim in batch)
@@ -176,7 +188,7 @@ def test_named_dimensions(
         both = SpmdRows(sizes, shard, replicate)
         train_and_check(both)
         seen: list[Any] = []
-        up = both.model.blocks[0].up
+        up = both.model[0].up
         up.register_forward_pre_hook(lambda m, _: seen.append(m.weight))
         both.forward_backward()
         assert seen[0].device_mesh is both.mesh
@@ -305,11 +317,6 @@ class Mixture(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
-
-
-def vectors(generator: torch.Generator) -> Inputs:
-    """Return a batch of vectors."""
-    return (torch.randn(4, 6, generator=generator),)
 
 
 def shard_mixture(

@@ -167,6 +167,18 @@ def test_optimizer_state_in_between() -> None:
     check(reference, model)
 
 
+@distributed(world_size=2)
+def test_conversion_in_between() -> None:
+    """Of several modules that keep their whole parameters."""
+    reference, model = both(False)
+    model(batch())
+    model.to(TEST_DEVICE)
+    assert are_plain(model) == {False}
+    model(batch()).sum().backward()
+    reference(batch()).sum().backward()
+    check(reference, model)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)
 def test_zero_grad_in_between(set_to_none: bool) -> None:

@@ -46,6 +46,7 @@ from helpers.reference import (
 )
 from helpers.tensor_parallel import (
     gather_summoned,
+    grad_of,
     new_meshes,
     parallelize_nodes,
     whole_value,
@@ -218,8 +219,7 @@ class _Run:
             for name, param in reference.named_parameters():
                 if param.grad is None:
                     continue
-                grad = mine[name].grad
-                assert grad is not None, name
+                grad = grad_of(mine[name])
                 assert_same(
                     f"gradient {name}",
                     whole_value(grad),

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-WORLD_SIZE = 3
+WORLD_SIZE = 4
 DYING_RANK = 2
 LIMIT_S = 60.0
 LATE = "late"

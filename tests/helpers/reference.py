@@ -9,15 +9,16 @@ Note [Gathering without knowing the layout]
 With use_orig_params=True each parameter is, between steps, this rank's slice of the
 flattened parameter; slices follow each other in rank order and may be empty. (Where
 nothing is sharded, each rank holds the whole; where replicas are sharded, each of
-them does.) With use_orig_params=False parameters
-come from the full state dict, and so do gradients: each flat parameter is overwritten
-with its gradient for the time of one state dict, which is exact in any layout.
+them does.) With use_orig_params=False the slices of a flat parameter follow each other
+in the same way, and FSDP1's attributes of flat parameters say where in the whole its
+parameters are (tests/programs/test_flat_param_metadata.py compares them with torch's).
 """
 
 import contextlib
 import copy
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ from helpers.seeds import generator
 from helpers.worker import call
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+# What a rank sends in one collective; models of tests fit.
+_BOX_NBYTES = 1 << 15
 
 # Largest error, as a part of the largest expected element, by compute dtype.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -89,13 +93,39 @@ def assert_same_tensors(
     extra = sorted(actual.keys() - expected.keys())
     assert not missing + extra, f"{what}: missing {missing}, unexpected {extra}"
     errors = []
-    for name, tensor in expected.items():
+    for name in _differing(actual, expected, tolerance):
+        tensor = expected[name]
         try:
             assert_same(f"{what} {name}", actual[name], tensor, tolerance)
         except AssertionError as error:
             errors.append(str(error))
     if errors:
         raise AssertionError("\n".join(errors))
+
+
+def _differing(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> list[str]:
+    """Return the names for which `assert_same` may fail; few calls find them."""
+    plain = [
+        name
+        for name, tensor in expected.items()
+        if tensor.numel() > 0
+        and tensor.is_floating_point()
+        and actual[name].shape == tensor.shape
+        and actual[name].is_floating_point()
+    ]
+    if not plain:
+        return list(expected)
+    wanted = [expected[name].detach().cpu().double() for name in plain]
+    found = [actual[name].detach().cpu().double() for name in plain]
+    errors = torch.stack(
+        torch._foreach_norm(torch._foreach_sub(found, wanted), torch.inf)
+    )
+    scales = torch.stack(torch._foreach_norm(wanted, torch.inf))
+    is_same = (errors <= tolerance * scales.clamp(min=1e-3)).tolist()
+    same = {name for name, same in zip(plain, is_same, strict=True) if same}
+    return [name for name in expected if name not in same]
 
 
 def _whole(name: str, pieces: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -126,13 +156,31 @@ def parts_of_all_ranks(tensors: Iterable[Tensor]) -> list[tuple[Tensor, ...]]:
 
     As NumPy's arrays: pickling torch's tensors took half of the time of a check.
     """
-    theirs: list[Any] = [None] * dist.get_world_size()
     mine = [
         (t.to(torch.complex128) if t.is_complex() else t.double()).numpy()
         for t in (tensor.detach().cpu() for tensor in tensors)
     ]
-    dist.all_gather_object(theirs, mine)
+    theirs = _objects_of_all_ranks(mine)
     return [tuple(map(torch.from_numpy, parts)) for parts in zip(*theirs, strict=True)]
+
+
+def _objects_of_all_ranks(mine: Any) -> list[Any]:
+    """Do as all_gather_object, in one collective where no rank's object is large."""
+    data = pickle.dumps(mine)
+    box = bytearray(len(data).to_bytes(8, "little") + data[: _BOX_NBYTES - 8])
+    tensor = torch.frombuffer(box.ljust(_BOX_NBYTES), dtype=torch.uint8)
+    boxes = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(boxes, tensor)
+    found = [each.numpy().tobytes() for each in boxes]
+    sizes = [int.from_bytes(each[:8], "little") for each in found]
+    if max(sizes) <= _BOX_NBYTES - 8:
+        return [
+            pickle.loads(each[8 : 8 + size])
+            for each, size in zip(found, sizes, strict=True)
+        ]
+    theirs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    return theirs
 
 
 def gather_orig(
@@ -172,27 +220,42 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_flat(
-    model: nn.Module, is_trainable: dict[str, bool]
+    model: nn.Module, first_names: dict[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return whole parameters and gradients, by full state dicts. Collective."""
-    state = full_state_dict(model)
-    params = {name: state[name].detach().clone() for name in is_trainable}
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    frozen = [param for param in model.parameters() if not param.requires_grad]
-    assert all(param.grad is None for param in frozen), "a frozen parameter has a grad"
-    saved = [(param, param.detach().clone()) for param in trainable]
-    with torch.no_grad():
-        for param, _ in saved:
-            param.zero_() if param.grad is None else param.copy_(param.grad)
-    state = full_state_dict(model)
+    """Return whole parameters and gradients of ``use_orig_params=False``.
+
+    Collective. ``first_names`` has of each name that of the same parameter which
+    comes first in the reference.
+    """
+    params = dict(model.named_parameters())
+    stray = [n for n, p in params.items() if not p.requires_grad and p.grad is not None]
+    assert not stray, f"frozen, with a gradient: {stray}"
     grads = {
-        name: state[name].detach().clone() if trains else torch.zeros_like(state[name])
-        for name, trains in is_trainable.items()
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in params.items()
     }
-    with torch.no_grad():
-        for param, value in saved:
-            param.copy_(value)
-    return params, grads
+    parts = parts_of_all_ranks([*params.values(), *grads.values()])
+    wholes: list[dict[str, Tensor]] = [{}, {}]
+    for index, pieces in enumerate(parts):
+        full_name, param = list(params.items())[index % len(params)]
+        name = clean_name(full_name)
+        found = wholes[index // len(params)]
+        if not hasattr(param, "_fqns"):  # an ignored one
+            found[first_names[name]] = _whole(name, pieces, param.shape)
+            continue
+        flat = _whole(name, pieces, param._padded_unsharded_size)
+        prefix = name.rpartition("_flat_param")[0]
+        originals = zip(param._fqns, param._shapes, strict=True)
+        begin = 0
+        for numel, is_padding in zip(
+            param._numels_with_padding, param._is_padding_mask, strict=True
+        ):
+            if not is_padding:
+                fqn, shape = next(originals)
+                value = flat[begin : begin + numel].view(shape)
+                found[first_names[prefix + fqn]] = value
+            begin += numel
+    return wholes[0], wholes[1]
 
 
 class Differential:
@@ -233,6 +296,11 @@ class Differential:
         self.reference_params = dict(
             zip(names, self.reference.parameters(), strict=True)
         )
+        first = {id(param): name for name, param in self.reference_params.items()}
+        self.first_names = {
+            clean_name(name): first[id(param)]
+            for name, param in self.reference.named_parameters(remove_duplicate=False)
+        }
         if tolerance is None:
             dtypes = {p.dtype for p in self.reference.parameters()}
             tolerance = max(_TOLERANCES[param_dtype or dtype] for dtype in dtypes)
@@ -352,8 +420,7 @@ class Differential:
         if self.use_orig_params:
             shapes = {n: p.shape for n, p in self.reference_params.items()}
             return gather_orig(self.model, shapes)
-        is_trainable = {n: p.requires_grad for n, p in self.reference_params.items()}
-        return gather_flat(self.model, is_trainable)
+        return gather_flat(self.model, self.first_names)
 
     def check(self) -> None:
         """Compare every parameter and every gradient."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -124,14 +125,26 @@ def gather_summoned(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tens
     params: dict[str, Tensor] = {}
     grads: dict[str, Tensor] = {}
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        for full_name, param in model.named_parameters():
-            name = clean_name(full_name)
+        named = {clean_name(name): p for name, p in model.named_parameters()}
+        mine = {name for name, param in named.items() if param.grad is not None}
+        theirs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(theirs, mine)
+        for name, param in named.items():
             params[name] = whole_value(param).detach().clone()
             grads[name] = torch.zeros_like(params[name])
-            if param.grad is not None:
-                assert isinstance(param.grad, DTensor) == isinstance(param, DTensor)
-                grads[name] = whole_value(param.grad).clone()
+            if any(name in names for names in theirs):
+                grads[name] = whole_value(grad_of(param)).clone()
     return params, grads
+
+
+def grad_of(param: nn.Parameter) -> Tensor:
+    """Return the gradient; a rank with no element of a DTensor has none."""
+    if param.grad is None:
+        assert isinstance(param, DTensor)
+        assert param.to_local().numel() == 0
+        return torch.zeros_like(param)
+    assert isinstance(param.grad, DTensor) == isinstance(param, DTensor)
+    return param.grad
 
 
 def whole_value(value: Tensor) -> Tensor:
