@@ -38,6 +38,20 @@ class FlatParamHandle:
         """Whether parameters are sharded: not with NO_SHARD."""
         return self._module._sharded.config.groups.shard_group is not None
 
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        return self.flat_param.dtype
+
+    @property
+    def _fwd_bwd_param_dtype(self) -> torch.dtype:
+        precision = self._module._sharded.config.mixed_precision
+        return precision.param_dtype or self.flat_param.dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        precision = self._module._sharded.config.mixed_precision
+        return precision.reduce_dtype or self._fwd_bwd_param_dtype
+
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return names, shapes and offsets of the parameters in this rank's shard."""
         return self.flat_param.shard_metadata()
