@@ -39,10 +39,6 @@ class FlatParamHandle:
         return self._module._sharded.config.groups.shard_group is not None
 
     @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        return self.flat_param.dtype
-
-    @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
         precision = self._module._sharded.config.mixed_precision
         return precision.param_dtype or self.flat_param.dtype
