@@ -46,7 +46,7 @@ BANNED_WHOLE = {
     "numel_padded": "padded_numel",
 }
 # What users of FSDP1 read under this name.
-TORCHS_OWN = {"_inter_node_pg"}
+TORCHS_OWN = {"_inter_node_pg", "_fwd_bwd_param_dtype"}
 # An identifier of ours: not a member or a name of someone else's namespace.
 IDENTIFIER = re.compile(r"(?<![\w.:>])[A-Za-z_]\w*")
 NOISE = re.compile(
