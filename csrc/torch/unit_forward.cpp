@@ -69,10 +69,9 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
     const bool in_backward = is_recomputation(*self.engine);
     if (!in_backward) {
       self.ran_as_root = !fsdp_engine_in_forward(self.engine->core);
-    }
-    if (!in_backward && c10::GradMode::is_enabled()) {
+      // Reentrant checkpointing runs forward without gradients, too.
       fsdp_torch::follow_requires_grad(self);
-      fsdp_torch::note_followers(self);
+      if (c10::GradMode::is_enabled()) fsdp_torch::note_followers(self);
     }
     const fsdp_status status =
         fsdp_unit_pre_forward(self.core, in_backward, error);

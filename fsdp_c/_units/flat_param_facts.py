@@ -130,6 +130,13 @@ class FlatParamFacts:
     _sharded_size: torch.Size
     _world_size: int
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_facts", ()):
+            raise AttributeError(
+                f"{name} of a flat parameter is for reading: the native engine has it"
+            )
+        super().__setattr__(name, value)
+
     def take_facts(self, facts: dict[str, Any]) -> None:
         """Show what :func:`find_facts` returned."""
         self._facts = facts

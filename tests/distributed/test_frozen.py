@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import STRATEGIES, distributed, every_strategy
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp, memory_stats
@@ -324,6 +325,31 @@ def test_layers_unused_from_some_step_on(rank: int, use_orig_params: bool) -> No
         differential.step()
         differential.check()
     assert set(held) == {held[0]}
+
+
+class _Recomputed(nn.Module):
+    """Its block runs without gradients in forward, and again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, self.first(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_thawed_inside_reentrant_checkpointing(strategy: str) -> None:
+    """A forward without gradients follows requires_grad: it may be checkpointing's."""
+    differential = Differential.of_units(_Recomputed, {Block}, strategy=strategy)
+    both = (differential.reference, differential.model.module)
+    for is_trainable in (False, True):
+        for model in both:
+            for name, param in model.block.named_parameters():
+                param.requires_grad = is_trainable or "fc1" in name
+        differential.run("znnsuzsu")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
