@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.distributed import STRATEGIES, distributed, every_strategy
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp, memory_stats
-from helpers.models import DIM, Block, loss_of
+from helpers.models import DIM, Block, loss_of, vectors
 from helpers.reference import (
     Differential,
     assert_same_tensors,
@@ -19,6 +19,7 @@ from helpers.reference import (
     full_state_dict,
     with_model,
 )
+from helpers.rows import Rows, shard_units
 
 RANKS = (2, 3, 4)
 
@@ -339,17 +340,26 @@ class _Recomputed(nn.Module):
         return checkpoint(self.block, self.first(x), use_reentrant=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("by_rows", [False, True])
 @distributed(world_size=2)
-def test_thawed_inside_reentrant_checkpointing(strategy: str) -> None:
+def test_thawed_inside_reentrant_checkpointing(*, by_rows: bool) -> None:
     """A forward without gradients follows requires_grad: it may be checkpointing's."""
-    differential = Differential.of_units(_Recomputed, {Block}, strategy=strategy)
-    both = (differential.reference, differential.model.module)
+    differential: Differential
+    if by_rows:
+        differential = Rows(
+            _Recomputed, lambda model: shard_units(model, {Block}), vectors
+        )
+    else:
+        differential = Differential.of_units(_Recomputed, {Block})
     for is_trainable in (False, True):
-        for model in both:
-            for name, param in model.block.named_parameters():
-                param.requires_grad = is_trainable or "fc1" in name
-        differential.run("znnsuzsu")
+        for model in (differential.reference, differential.model):
+            for name, param in model.named_parameters():
+                param.requires_grad = is_trainable or "block" not in name
+        for _ in range(2):
+            differential.zero_grad()
+            differential.accumulate(3, no_sync=True)
+            differential.check()
+            differential.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
