@@ -144,7 +144,7 @@ done:
   return status;
 }
 
-/* One of what the unit expects has come. */
+/* A gradient of the unit, or of its inputs, has come. */
 static fsdp_status go_on(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_prefetch prefetch = unit->options.backward_prefetch;
   fsdp_status status = FSDP_OK;
@@ -195,7 +195,11 @@ fsdp_status fsdp_unit_inputs_ready(fsdp_unit *unit, fsdp_error *error) {
 
   if (fsdp_unit_pending_grads(unit) == 0) return FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
-  step->expected_inputs > 0 ? step->expected_inputs-- : step->expected_grads--;
+  if (step->expected_inputs > 0) {
+    step->expected_inputs--;
+  } else { /* they count as gradients */
+    step->expected_grads--;
+  }
   FSDP_TRY(go_on(unit, &local));
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
