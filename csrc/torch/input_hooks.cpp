@@ -18,6 +18,7 @@
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -33,7 +34,7 @@ namespace fsdp_torch {
 // The inputs of one forward call.
 struct InputCall {
   struct Input {
-    torch::autograd::Node *node;  // not owned: its hook owns this object
+    torch::autograd::Node *node;  // it owns this object; null: it is gone
     int received_in = -1;         // graph task
   };
 
@@ -77,6 +78,27 @@ struct InputCall {
     fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_GRAD_READY,
                      begin_ns);
   }
+};
+
+// Runs before the node that made an input. A node that is gone is not waited
+// for, whoever has its address now.
+class InputHook : public torch::autograd::FunctionPreHook {
+ public:
+  InputHook(std::shared_ptr<InputCall> call, size_t index)
+      : call_(std::move(call)), index_(index) {}
+  ~InputHook() override { call_->inputs[index_].node = nullptr; }
+  InputHook(const InputHook &) = delete;
+  InputHook &operator=(const InputHook &) = delete;
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list &grads) override {
+    call_->on_grad(call_->inputs[index_].node);
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<InputCall> call_;
+  size_t index_;
 };
 
 void receive_input(Engine &engine, const torch::autograd::Node *node) {
@@ -126,8 +148,8 @@ at::Tensor hook_input(const std::shared_ptr<InputCall> &call,
   }
   torch::autograd::Node *node = own.grad_fn().get();
   call->inputs.push_back({node});
-  own.register_hook(
-      [call, node](const at::Tensor & /*grad*/) { call->on_grad(node); });
+  node->add_tensor_pre_hook(
+      std::make_unique<InputHook>(call, call->inputs.size() - 1));
   return own;
 }
 
