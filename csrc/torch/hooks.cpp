@@ -32,7 +32,9 @@ void check(Body &&body) {
 // The callback runs when its graph task ends. If the task raises, autograd
 // destroys the callback without running it: then this object's destructor
 // tells the engine, which resets itself at its next use. So the callback is
-// queued before the engine opens the backward.
+// queued before the engine opens the backward. A callback that raises (a hook
+// of the user's on a gradient that was reduced last) tells the engine itself:
+// the backward may be closed then, and nothing would wait for the destructor.
 //
 // On an accelerator the destructor runs in a thread of autograd, a moment after
 // the caller got the exception. Then the destructor and the next use both want
@@ -44,7 +46,26 @@ class BackwardEnd {
   explicit BackwardEnd(std::shared_ptr<Engine> engine)
       : engine_(std::move(engine)) {}
   ~BackwardEnd() {
-    if (has_succeeded_) return;
+    if (!has_run_) fail();
+  }
+  BackwardEnd(const BackwardEnd &) = delete;
+  BackwardEnd &operator=(const BackwardEnd &) = delete;
+
+  void run() {
+    has_run_ = true;
+    try {
+      follow_reductions(*engine_);
+      finish();
+      follow_reductions(*engine_);
+      close_rows(*engine_);
+    } catch (...) {
+      fail();
+      throw;
+    }
+  }
+
+ private:
+  void fail() {
     engine_->publish_abort_reason("left backward by an exception");
     engine_->is_aborted = true;
     try {
@@ -52,18 +73,7 @@ class BackwardEnd {
     } catch (...) {  // the exception that ended the backward is the one to see
     }
   }
-  BackwardEnd(const BackwardEnd &) = delete;
-  BackwardEnd &operator=(const BackwardEnd &) = delete;
 
-  void run() {
-    follow_reductions(*engine_);
-    finish();
-    follow_reductions(*engine_);
-    close_rows(*engine_);
-    has_succeeded_ = true;
-  }
-
- private:
   void finish() {
     const std::lock_guard<std::mutex> lock(engine_->mutex);
     const int64_t begin_ns = engine_->begin_span();
@@ -75,7 +85,7 @@ class BackwardEnd {
   }
 
   std::shared_ptr<Engine> engine_;
-  bool has_succeeded_ = false;
+  bool has_run_ = false;
 };
 
 void queue_end_of_backward(const std::shared_ptr<Engine> &engine) {
