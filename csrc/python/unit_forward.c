@@ -85,19 +85,11 @@ static void abandon(fsdp_torch_unit *unit) {
 /* Calls on_change if the value of a watched key is another object now. 0, or
  * -1 with an exception. */
 static int check_watched(const unit_object *self) {
-  if (self->watched == NULL) return 0;
-  const Py_ssize_t num_items = PyTuple_GET_SIZE(self->watched);
-  for (Py_ssize_t i = 0; i < num_items; i++) {
-    PyObject *item = PyTuple_GET_ITEM(self->watched, i); /* borrowed */
-    PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(item, 0),
-                                              PyTuple_GET_ITEM(item, 1));
-    if (value == PyTuple_GET_ITEM(item, 2)) continue;
-    if (value == NULL && PyErr_Occurred()) return -1;
-    PyObject *result = PyObject_CallNoArgs(self->on_change);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-  }
-  return 0;
+  if (fsdp_unit_object_find_replaced(self) < 0) return 0;
+  if (PyErr_Occurred()) return -1;
+  PyObject *result = PyObject_CallNoArgs(self->on_change);
+  Py_XDECREF(result);
+  return result == NULL ? -1 : 0;
 }
 
 static PyObject *hook_input(PyObject *tensor, void *context) {

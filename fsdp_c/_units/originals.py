@@ -212,8 +212,10 @@ class Originals:
         """Take over parameters that the user replaced by other objects.
 
         Their values go into the shard, they become views of it. A replaced flat
-        parameter, one that is gone, or of another dtype or size is an error.
+        parameter, one that is gone, or of another dtype or size is an error. What a
+        forward left whole shows the shards afterwards, for those who need them.
         """
+        self._unit.show_shards()
         is_hidden = self._hides and self._num_shows == 0
         current = [
             (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)

@@ -378,6 +378,12 @@ static void mark_params(void *context, void *owner) {
   self->params_changed = false;
 }
 
+static fsdp_status take_writes(void *context, void *owner, bool in_backward,
+                               fsdp_error *error) {
+  (void)context, (void)owner, (void)in_backward, (void)error;
+  return FSDP_OK;
+}
+
 static bool params_changed(void *context, void *owner) {
   const fsdp_counting_device *self = context;
   (void)owner;
@@ -511,6 +517,7 @@ fsdp_view_ops fsdp_counting_device_views(fsdp_counting_device *device) {
       .show_params = show_params,
       .take_params = take_params,
       .mark_params = mark_params,
+      .take_writes = take_writes,
       .params_changed = params_changed,
       .take_grads = take_grads,
       .take_full_grads = take_full_grads,
