@@ -147,8 +147,8 @@ class Unit:
         /,
     ) -> None:
         """Let forward call on_change() if, of an item, dict[key] is not value."""
-    def show_shards(self) -> None:
-        """Let the engine's units show shards where forward left parameters shown."""
+    def show_kept(self, shows: bool, /) -> None:
+        """Let the engine's units show what they keep for backward, or shards."""
     def replace_param(self, param: int, tensor: torch.Tensor, /) -> None: ...
     def set_reduce_hook(self, state: Any, hook: Callable[..., object], /) -> None: ...
     def set_custom(self, function: Callable[..., object], kinds: int, /) -> None: ...

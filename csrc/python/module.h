@@ -59,10 +59,6 @@ typedef struct unit_object {
   int num_forwards;       /* inside its forward: a module may run itself */
 } unit_object;
 
-/* unit_object.c: the first watched item whose value is another object now, or
- * whose look-up failed; -1: none. */
-Py_ssize_t fsdp_unit_object_find_replaced(const unit_object *self);
-
 /* unit_rows.c */
 PyObject *fsdp_unit_object_bind_rows(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args);

@@ -231,64 +231,11 @@ static PyObject *unit_bind_flat_params(PyObject *object, PyObject *params) {
 
 /* Changes ------------------------------------------------------------------ */
 
-Py_ssize_t fsdp_unit_object_find_replaced(const unit_object *self) {
-  if (self->watched == NULL) return -1;
-  const Py_ssize_t num_items = PyTuple_GET_SIZE(self->watched);
-  for (Py_ssize_t i = 0; i < num_items; i++) {
-    PyObject *item = PyTuple_GET_ITEM(self->watched, i); /* borrowed */
-    PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(item, 0),
-                                              PyTuple_GET_ITEM(item, 1));
-    if (value != PyTuple_GET_ITEM(item, 2)) return i;
-  }
-  return -1;
-}
-
-/* fsdp_torch_watch; on_change would take the new parameter over. */
-static const char *find_replaced(void *context) {
-  const unit_object *self = context;
-  const Py_ssize_t index = fsdp_unit_object_find_replaced(self);
-  const char *name = NULL;
-  if (index >= 0) {
-    name = PyUnicode_AsUTF8(
-        PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->watched, index), 1));
-    if (name == NULL) name = "?"; /* a key that is no str */
-  }
-  PyErr_Clear();
-  return name;
-}
-
-static PyObject *unit_watch(PyObject *object, PyObject *args) {
-  unit_object *self = (unit_object *)object;
-  PyObject *sequence, *on_change; /* borrowed */
-  if (!PyArg_ParseTuple(args, "OO:watch", &sequence, &on_change)) return NULL;
-  if (!PyCallable_Check(on_change)) {
-    return PyErr_Format(PyExc_TypeError, "on_change must be callable, got %R",
-                        on_change);
-  }
-  PyObject *items = PySequence_Tuple(sequence);
-  if (items == NULL) return NULL;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
-    PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed */
-    if (PyTuple_CheckExact(item) && PyTuple_GET_SIZE(item) == 3 &&
-        PyDict_Check(PyTuple_GET_ITEM(item, 0))) {
-      continue;
-    }
-    PyErr_Format(PyExc_TypeError,
-                 "items[%zd] must be a tuple (dict, key, value), got %R", i,
-                 item);
-    Py_DECREF(items);
+static PyObject *unit_show_kept(PyObject *object, PyObject *shows) {
+  const int is_true = PyObject_IsTrue(shows);
+  if (is_true < 0 || fsdp_torch_unit_show_kept(unit_of(object), is_true) < 0) {
     return NULL;
   }
-  Py_XSETREF(self->watched, items);
-  Py_XSETREF(self->on_change, Py_NewRef(on_change));
-  const fsdp_torch_watch watch = {.context = self,
-                                  .find_replaced = find_replaced};
-  fsdp_torch_unit_set_watch(self->unit, &watch);
-  Py_RETURN_NONE;
-}
-
-static PyObject *unit_show_shards(PyObject *object, PyObject *Py_UNUSED(none)) {
-  if (fsdp_torch_unit_show_shards(unit_of(object)) < 0) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -472,10 +419,11 @@ PyDoc_STRVAR(unit_watch_doc,
              "watch($self, items, on_change, /)\n--\n\n"
              "Let forward call on_change() first if, of an item (dict, key,\n"
              "value), dict[key] is another object now.");
-PyDoc_STRVAR(unit_show_doc,
-             "show_shards($self, /)\n--\n\n"
-             "Let all units of the engine show their shards, where a forward\n"
-             "left whole parameters shown. Nothing happens in a step.");
+PyDoc_STRVAR(
+    unit_show_doc,
+    "show_kept($self, shows, /)\n--\n\n"
+    "Let all units of the engine show what they keep for backward, or\n"
+    "their shards. Nothing happens inside forward or backward.");
 PyDoc_STRVAR(unit_replace_doc,
              "replace_param($self, param, tensor, /)\n--\n\n"
              "Make `tensor` the unit's parameter number `param`.");
@@ -561,8 +509,8 @@ static PyMethodDef unit_methods[] = {
      METH_FASTCALL, unit_forward_doc},
     {"summon", (PyCFunction)(void (*)(void))unit_summon,
      METH_VARARGS | METH_KEYWORDS, unit_summon_doc},
-    {"watch", unit_watch, METH_VARARGS, unit_watch_doc},
-    {"show_shards", unit_show_shards, METH_NOARGS, unit_show_doc},
+    {"watch", fsdp_unit_object_watch, METH_VARARGS, unit_watch_doc},
+    {"show_kept", unit_show_kept, METH_O, unit_show_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
     {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},
     {"set_custom", unit_set_custom, METH_VARARGS, unit_custom_doc},

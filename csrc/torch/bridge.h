@@ -199,10 +199,9 @@ typedef struct fsdp_torch_watch {
 void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,
                                const fsdp_torch_watch *watch) FSDP_NOEXCEPT;
 
-/* Between forward and backward: the unit's engine shows the shards of units
- * whose parameters it left shown. GIL, released meanwhile. 0, or -1 with an
- * exception. */
-int fsdp_torch_unit_show_shards(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+/* fsdp_engine_show_kept() of the unit's engine; what tensor parallel units keep
+ * stays hidden. GIL, released meanwhile. 0, or -1 with an exception. */
+int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) FSDP_NOEXCEPT;
 
 /* Rows: see Note [Parameters by rows] in rows.cpp ---------------------------
  */

@@ -359,18 +359,21 @@ void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,
   unit->self->watch = watch == nullptr ? fsdp_torch_watch{} : *watch;
 }
 
-int fsdp_torch_unit_show_shards(fsdp_torch_unit *unit) noexcept {
+int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
   const auto &engine = unit->self->engine;
-  if (!engine || !fsdp_engine_shows_kept(engine->core)) return 0;
+  if (!engine ||
+      (shows ? engine->has_faces : !fsdp_engine_shows_kept(engine->core))) {
+    return 0;
+  }
   HANDLE_TH_ERRORS
-  if (fsdp_torch_unit_hide_kept(unit) < 0) return -1;
+  if (!shows && fsdp_torch_unit_hide_kept(unit) < 0) return -1;
   FSDP_LOCAL_ERROR(error);
   fsdp_status status = FSDP_OK;
   {
     const pybind11::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(engine->mutex);
     engine->recover();
-    status = fsdp_engine_hide_kept(engine->core, &error);
+    status = fsdp_engine_show_kept(engine->core, shows, &error);
   }
   if (status != FSDP_OK) fsdp_torch::throw_error(error);
   return 0;

@@ -157,12 +157,12 @@ struct Param {
   std::vector<ColumnCopy> part_columns;
   at::Tensor full;
   at::Tensor full_on_host;
-  at::Tensor grad;            // view of the sharded gradient
-  at::Tensor idle_grad;       // that view while there is no gradient
-  at::Tensor unsharded_grad;  // view of the unsharded one
-  at::Tensor partial_grad;    // view of the partial one
-  at::Tensor hidden_grad;     // the user's, during forward
-  at::Tensor full_grad;       // view of the summoned one, while it is open
+  at::Tensor grad;             // view of the sharded gradient
+  at::Tensor idle_grad;        // that view while there is no gradient
+  at::Tensor unsharded_grad;   // view of the unsharded one
+  at::Tensor partial_grad;     // view of the partial one
+  at::Tensor hidden_grad;      // the user's, during forward
+  at::Tensor full_grad;        // view of the summoned one, while it is open
   int64_t marked_version = 0;  // unit_views.cpp
   NodePtr accumulator;
   uintptr_t hook = 0;

@@ -52,7 +52,8 @@ void wait_for_uploads(const Unit &unit) {
       "FSDP does not support changing the parameters between forward and "
       "backward: parameter " +
       param + " of unit '" + unit.name +
-      "' was replaced after forward, where it stays whole for backward. Replace "
+      "' was replaced after forward, where it stays whole for backward. "
+      "Replace "
       "it before forward or after backward, or copy into it under "
       "torch.no_grad(). This step is lost; the next forward begins a new one";
   const pybind11::gil_scoped_acquire gil;
@@ -342,9 +343,11 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
 void check_left_shown(Engine &engine) {
   if (!fsdp_engine_shows_kept(engine.core)) return;
   const auto is_checked = [](const Unit *unit) {
-    return unit->watch.context != nullptr && fsdp_unit_is_left_shown(unit->core);
+    return unit->watch.context != nullptr &&
+           fsdp_unit_is_left_shown(unit->core);
   };
-  if (std::none_of(engine.units.begin(), engine.units.end(), is_checked)) return;
+  if (std::none_of(engine.units.begin(), engine.units.end(), is_checked))
+    return;
   const pybind11::gil_scoped_acquire gil;
   for (const Unit *unit : engine.units) {
     if (!is_checked(unit)) continue;

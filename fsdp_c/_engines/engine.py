@@ -43,7 +43,7 @@ def _hook_optimizers() -> None:
 def _show_shards(*_: Any) -> None:
     """Before the step of an optimizer, whose state is of the shards' shapes."""
     for root in tuple(_keeping):
-        root._sharded.unit.show_shards()
+        root._sharded.unit.show_kept(False)
 
 
 @interpreted_with_callees

@@ -212,10 +212,8 @@ class Originals:
         """Take over parameters that the user replaced by other objects.
 
         Their values go into the shard, they become views of it. A replaced flat
-        parameter, one that is gone, or of another dtype or size is an error. What a
-        forward left whole shows the shards afterwards, for those who need them.
+        parameter, one that is gone, or of another dtype or size is an error.
         """
-        self._unit.show_shards()
         is_hidden = self._hides and self._num_shows == 0
         current = [
             (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)
@@ -246,6 +244,7 @@ class Originals:
                     "wrapping it, or copy new values into the parameter inside "
                     "FullyShardedDataParallel.summon_full_params()"
                 )
+        self._unit.show_kept(False)
         for use in {use.slot: use for use in reversed(self.uses)}.values():
             now = new[use.slot]
             if now is not use.param:

@@ -166,7 +166,7 @@ struct fsdp_unit {
   double divisor;          /* engine.c: of gradients; 0: the number of ranks */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */
   bool is_left_shown; /* unshard.c: UNSHARDED since a forward, until backward */
-  bool is_followed;        /* engine.c: the port acts after each reduction */
+  bool is_followed;   /* engine.c: the port acts after each reduction */
 
   /* summon.c */
   bool is_summoned;
@@ -406,8 +406,8 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_part(fsdp_unit *unit,
  * happens in other states, or to a resident unit. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
                                                fsdp_error *error);
-/* UNSHARDED, at the end of a forward: its parameters stay shown, for the user to
- * read until backward. Nothing happens to others. */
+/* UNSHARDED, at the end of a forward: its parameters stay shown, for the user
+ * to read until backward. Nothing happens to others. */
 void fsdp_unit_priv_leave_shown(fsdp_unit *unit);
 /* Ends that: what the user wrote into the parameters goes into the shards. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_writes(fsdp_unit *unit,

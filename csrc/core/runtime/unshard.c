@@ -550,15 +550,20 @@ done:
   return status;
 }
 
-fsdp_status fsdp_engine_hide_kept(fsdp_engine *engine, fsdp_error *error) {
+fsdp_status fsdp_engine_show_kept(fsdp_engine *engine, bool shows,
+                                  fsdp_error *error) {
   fsdp_status status = FSDP_OK;
-  if (!engine->shows_kept || engine->depth > 0 || engine->in_backward) {
-    return FSDP_OK;
-  }
+  if (engine->depth > 0 || engine->in_backward) return FSDP_OK;
   engine->shows_kept = false;
   for (size_t i = 0; i < engine->num_units; i++) {
-    if (!engine->units[i]->is_left_shown) continue;
-    FSDP_TRY(fsdp_unit_priv_hide(engine->units[i], error));
+    fsdp_unit *unit = engine->units[i];
+    if (!shows && unit->is_left_shown) {
+      FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+    } else if (shows && unit->options.shows_kept &&
+               unit->state == FSDP_UNIT_HIDDEN) {
+      FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+      fsdp_unit_priv_leave_shown(unit);
+    }
   }
 done:
   return status;
