@@ -247,12 +247,12 @@ static double shard_launch_seconds(const fsdp_counting_device *self,
     return launch_seconds(&self->host_link, num_ranks,
                           wire * (double)num_local);
   }
-  const double num_hosts = (double)(num_ranks / num_local);
+  const int64_t num_hosts = num_ranks / num_local;
   const double payload = wire * (double)num_ranks / (double)(num_ranks - 1);
   return launch_seconds(&self->shard_link, num_local,
                         payload * (1 - 1 / (double)num_local)) +
-         launch_seconds(&self->host_link, num_ranks / num_local,
-                        payload * (1 - 1 / num_hosts));
+         launch_seconds(&self->host_link, num_hosts,
+                        payload * (1 - 1 / (double)num_hosts));
 }
 
 static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
