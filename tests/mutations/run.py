@@ -7,8 +7,8 @@
 All faults are built into one copy of the tree, in build/mutations, each behind a test
 of the environment variable FSDP_C_MUTANT. So there is one build, and each fault costs
 the tests that it takes to notice it: for the core first the C tests, then pytest with
-its default, pairs of parameters; for csrc/nccl the C tests only. Needs what `make build`
-and `make c-test` need. Ends with 1 if nothing notices a fault.
+its default, pairs of parameters; for csrc/nccl only the C tests. Needs what
+`make build` and `make c-test` need. Ends with 1 if nothing notices a fault.
 """
 
 import argparse
