@@ -21,11 +21,7 @@ def seed_everything(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
     np.random.seed(seed)
-    if torch.get_default_device().type == "cpu":
-        # torch.manual_seed formats the stack for CUDA's later start: milliseconds.
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    torch.manual_seed(seed)
 
 
 def generator(*parts: object) -> torch.Generator:

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 import types
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -76,8 +75,7 @@ def _num_units(fsdp: type) -> int:
     """
     for _ in range(20):
         gc.collect()
-        kinds = Counter(map(type, gc.get_objects()))
-        num_units = sum(n for kind, n in kinds.items() if issubclass(kind, fsdp))
+        num_units = sum(issubclass(type(o), fsdp) for o in gc.get_objects())
         if num_units == 0:
             break
         time.sleep(0.1)
@@ -91,11 +89,10 @@ def _num_groups() -> int:
 
 def _leftovers(num_groups: int) -> list[str]:
     """Name what a test must not leave behind."""
+    gc.collect()
     left = []
     impl = sys.modules.get("helpers.impl")
-    if impl is None:
-        gc.collect()
-    else:
+    if impl is not None:
         num_units = _num_units(impl.FSDP)
         if num_units > 0:
             left.append(f"{num_units} FSDP modules are alive")
