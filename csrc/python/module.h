@@ -77,7 +77,9 @@ int fsdp_unit_object_enter_forward(unit_object *self);
 /* Ends that; keeps an exception that is set. 0, or -1 with an exception. */
 int fsdp_unit_object_leave_forward(unit_object *self);
 
-/* unit_forward.c: Unit.forward(module, args, kwargs). */
+/* unit_forward.c: Unit.watch(items, on_change) and Unit.forward(module, args,
+ * kwargs). */
+PyObject *fsdp_unit_object_watch(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
                                    Py_ssize_t num_args);
 
