@@ -53,7 +53,10 @@ def pytest_collection_modifyitems(
     for item in items:
         if any(item.get_closest_marker(name) for name in left_out):
             continue
-        items_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        # The same on every device: pytest ran it on the CPU.
+        runs_on = getattr(getattr(item, "obj", None), "distributed_device", device)
+        if not is_brief or runs_on == device:
+            items_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = {item for name, same in items_of.items() for item in choose(name, same)}
     config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
     items[:] = [item for item in items if item in chosen]

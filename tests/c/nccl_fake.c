@@ -48,6 +48,7 @@ static int64_t g_counts[NCCL_FAKE_NUM_COUNTS];
 static int64_t g_num_aborts_begun;
 static fsdp_nccl_config g_config;
 static char g_net_name[64];
+static int g_num_launching; /* threads that are in a group or a collective */
 static _Thread_local int t_group_depth;
 
 static void write_line(const char *format, ...) FSDP_PRINTF(1, 2);
@@ -79,6 +80,7 @@ void nccl_fake_reset(void) {
   g_num_ids = 0;
   g_fail_at = -1;
   g_num_aborts_begun = 0;
+  g_num_launching = 0;
   memset(g_settings, 0, sizeof g_settings);
   memset(g_counts, 0, sizeof g_counts);
   unlock();
@@ -213,6 +215,7 @@ static void forget_group_jobs(void) {
   const pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
   nccl_fake_lock = fresh;
   for (int i = 0; i < MAX_COMMS; i++) g_comms[i].group_job = NULL;
+  g_num_launching = 0;
 }
 
 static void prepare_for_forks(void) {
@@ -262,7 +265,7 @@ static int fake_init(fsdp_nccl_comm **comm, int num_ranks, fsdp_nccl_id id,
     (void)snprintf(g_net_name, sizeof g_net_name, "%s",
                    config->net_name == NULL ? "" : config->net_name);
     g_config.net_name = g_net_name;
-    while (g_settings[NCCL_FAKE_INITS_WAIT] != 0)
+    while (number(made) < g_settings[NCCL_FAKE_INITS_WAIT])
       (void)pthread_cond_wait(&g_changed, &nccl_fake_lock);
     made->num_inside = 0;
     result = progress(made);
@@ -363,13 +366,19 @@ static const char *fake_last_error(fsdp_nccl_comm *comm) {
   return comm == NULL ? "the wire is cut" : "asked of a communicator";
 }
 
+/* Under the lock. With NCCL_LAUNCH_ORDER_IMPLICIT, NCCL refuses a launch beside
+ * another thread's. */
+static void begin_launch(void) {
+  if (g_num_launching++ > 0) write_line("WRONG two threads launch at once\n");
+}
+
 static int fake_group_start(void) {
   int result = FSDP_NCCL_SUCCESS;
   lock();
   if (is_chosen()) {
     result = g_fail_result;
   } else {
-    t_group_depth++;
+    if (t_group_depth++ == 0) begin_launch();
     write_line("group_start\n");
   }
   unlock();
@@ -380,6 +389,7 @@ static int fake_group_end(void) {
   int result = FSDP_NCCL_SUCCESS;
   lock();
   if (t_group_depth-- <= 0) write_line("WRONG group_end\n");
+  if (t_group_depth == 0) g_num_launching--;
   write_line("group_end\n");
   if (is_chosen()) result = g_fail_result;
   if (result == FSDP_NCCL_SUCCESS && g_settings[NCCL_FAKE_IN_PROGRESS] > 0) {
@@ -401,6 +411,7 @@ static int collect(const char *name, const char *tail, const void *send,
                    fsdp_nccl_comm *comm, void *stream) {
   int result = FSDP_NCCL_SUCCESS;
   enter(comm, name);
+  if (t_group_depth == 0) begin_launch();
   if (comm->group_job == NULL) comm->group_job = malloc(1);
   if (g_settings[NCCL_FAKE_IN_PROGRESS] > 0)
     g_counts[NCCL_FAKE_THREADS]++; /* a group's thread in NCCL */
@@ -428,6 +439,7 @@ static int collect(const char *name, const char *tail, const void *send,
   result = progress(comm);
   if (t_group_depth > 0) result = FSDP_NCCL_SUCCESS;
 done:
+  if (t_group_depth == 0) g_num_launching--;
   leave(comm);
   return result;
 }

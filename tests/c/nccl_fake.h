@@ -41,7 +41,7 @@ typedef enum nccl_fake_setting {
    * or revoked (then they do not). */
   NCCL_FAKE_BLOCKING,
   NCCL_FAKE_ABORTS_AWAITED, /* aborts wait until so many have begun */
-  NCCL_FAKE_INITS_WAIT,     /* no communicator is made while it is set */
+  NCCL_FAKE_INITS_WAIT,     /* so many communicators, the first, are not made */
   NCCL_FAKE_NUM_SETTINGS
 } nccl_fake_setting;
 

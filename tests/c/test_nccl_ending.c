@@ -230,6 +230,55 @@ static bool leave_all_that_hang(void) {
   return true;
 }
 
+/* ncclCommInitRankConfig does not return: the caller has its error, the next
+ * group works, and the process ends. */
+static bool leave_all_that_never_joined(void) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_nccl_options next_options = options;
+  fsdp_error error = {0};
+  nccl_fake_reset();
+  options.init_timeout_ms = 100;
+  options.grace_ms = 0;
+  next_options.prefix = "q";
+  nccl_fake_set(NCCL_FAKE_INITS_WAIT, 1);
+  fsdp_transport *stuck = nccl_fixture_create(&options, 0, 2);
+  CHECK_FAILS(nccl_fixture_gather(stuck, NULL, &error), FSDP_BACKEND,
+              error.message,
+              "..ncclCommInitRankConfig on the host is still in progress after "
+              "100 ms");
+  fsdp_transport *next = nccl_fixture_create(&next_options, 0, 2);
+  CHECK_OK(nccl_fixture_unit(next, true, &error));
+  stuck->ops->destroy(stuck);
+  CHECK_OK(nccl_fixture_unit(next, true, &error));
+  CHECK_I64(nccl_fake_num_live(), 3);
+  fsdp_nccl_leave_all();
+  CHECK(!fsdp_nccl_priv_has_watchdog());
+  CHECK_I64(nccl_fake_num_live(), 1); /* NCCL still has it */
+  CHECK_LACKS(nccl_fake_tape(), "WRONG");
+  next->ops->destroy(next);
+  return true;
+}
+
+/* The same while the caller still waits, in another thread. */
+static bool leave_all_that_joins(void) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  nccl_fixture_thread call = {0};
+  pthread_t thread;
+  nccl_fake_reset();
+  nccl_fake_set(NCCL_FAKE_INITS_WAIT, 1);
+  call.transport = nccl_fixture_create(&options, 0, 2);
+  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
+        0);
+  nccl_fixture_wait_for_tape("init 0");
+  fsdp_nccl_leave_all();
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(call.status == FSDP_INVALID_STATE);
+  nccl_fake_set(NCCL_FAKE_INITS_WAIT, 0);
+  nccl_fixture_leave(call.transport); /* aborted: nobody wants it any more */
+  CHECK_I64(nccl_fake_num(NCCL_FAKE_ABORTS), 1);
+  return true;
+}
+
 static bool leave_all_in_flight(void) {
   fsdp_nccl_options options = nccl_fixture_options();
   options.leave_ms = 50;
@@ -246,4 +295,6 @@ TEST(test_end_of_the_process) {
   run_in_child(leave_all_with_leaks);
   run_in_child(leave_all_that_hang);
   run_in_child(leave_all_in_flight);
+  run_in_child(leave_all_that_never_joined);
+  run_in_child(leave_all_that_joins);
 }

@@ -105,6 +105,7 @@ def test_resume_is_bitwise(
     assert filled <= found.keys()
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=7, timeout_s=120.0)
 def test_any_world_size_to_any(

@@ -455,6 +455,7 @@ GPT2 = {  # its head shares the embedding's weight
 }
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @distributed(world_size=2, timeout_s=180)
 def test_hugging_face(rank: int, world_size: int, config: dict[str, Any]) -> None:

@@ -426,6 +426,7 @@ def distributed(
         vars(test)["__signature__"] = signature.replace(parameters=list(named.values()))
         del vars(test)["__wrapped__"]
         vars(test)["distributed_body"] = body
+        vars(test)["distributed_device"] = device
         return pytest.mark.parametrize("world_size", sizes)(test)
 
     return decorate

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-WORLD_SIZE = 4
+WORLD_SIZE = 3
 DYING_RANK = 2
 LIMIT_S = 60.0
 LATE = "late"
@@ -76,7 +76,6 @@ def _wait(pid: int, deadline: float) -> int | str:
 def main() -> None:
     """Run the scenarios."""
     import torch
-    import torch._dynamo
     import torch.distributed
 
     import fsdp_c.checkpoint  # noqa: F401

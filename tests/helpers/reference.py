@@ -146,7 +146,7 @@ def _whole(name: str, pieces: Sequence[Tensor], shape: torch.Size) -> Tensor:
     message = f"{name}: the ranks hold {numels} elements of {shape.numel()}"
     assert replicas, message
     assert found == 0, message
-    for index, replica in enumerate(replicas):
+    for index, replica in enumerate(replicas[1:], 1):
         assert torch.equal(replica, replicas[0]), f"{name}: replica {index} differs"
     return replicas[0]
 

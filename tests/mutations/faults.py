@@ -1,4 +1,4 @@
-"""The planted faults: small changes of csrc/core/runtime and csrc/torch.
+"""The planted faults: small changes of csrc/core, csrc/nccl and csrc/torch.
 
 A fault replaces the first `old` in the body of a function by `new`. In `old` white
 space matches any, and ANY a word; in `new` OLD is what was matched, and MUTANT tells
@@ -8,6 +8,7 @@ whether this fault is the one under test.
 from dataclasses import dataclass
 
 CORE = "csrc/core"
+NCCL = "csrc/nccl"
 TORCH = "csrc/torch"
 
 
@@ -40,6 +41,10 @@ def _before(code: str, statement: str) -> tuple[str, str]:
 
 def _core(name: str, function: str, change: tuple[str, str], *tests: str) -> Fault:
     return Fault(name, CORE, function, *change, tests)
+
+
+def _nccl(name: str, function: str, change: tuple[str, str]) -> Fault:
+    return Fault(name, NCCL, function, *change)
 
 
 def _torch(name: str, function: str, change: tuple[str, str], *tests: str) -> Fault:
@@ -467,5 +472,178 @@ FAULTS = (
         _skip("segment.earlier_grad.add_("),
         "test_flat_parameter_hooks.py",
         "test_optimizer_in_backward.py",
+    ),
+    # Memory and the host.
+    _core(
+        "the host waits for uploads at the end of every forward",
+        "end_iteration",
+        _before(
+            "for (size_t i = 0; i < engine->num_units; i++) {",
+            "if (MUTANT) FSDP_TRY(fsdp_engine_join_host(engine, error));",
+        ),
+    ),
+    _core(
+        "what the plan leaves stays in the allocator's cache",
+        "release_memory",
+        _never("ops->memory_release != NULL"),
+    ),
+    # NCCL: one thread in a communicator.
+    _nccl(
+        "the watchdog asks a communicator that is in use",
+        "fsdp_nccl_priv_trylock_comm",
+        ("!channel->is_busy &&", "(MUTANT || !channel->is_busy) &&"),
+    ),
+    _nccl(
+        "a launch does not mark its channel as in use",
+        "take",
+        ("channel->is_busy = true", "channel->is_busy = !MUTANT"),
+    ),
+    _nccl(
+        "a communicator is left under a call",
+        "fsdp_nccl_priv_lock_to_leave",
+        (
+            "fsdp_nccl_priv_wait_until_free(transport, index, time_ms)",
+            "(MUTANT || OLD)",
+        ),
+    ),
+    # NCCL: graphs.
+    _nccl(
+        "threads of the transport spoil a capture",
+        "fsdp_nccl_relax_capture",
+        ("exchange(&mode) == 0", "(MUTANT || exchange(&mode) == 0)"),
+    ),
+    _nccl(
+        "an error about a capture ends training",
+        "query",
+        (
+            "switch (fsdp_nccl_priv_capture_error(&cause))",
+            "switch (MUTANT ? FSDP_NCCL_NO_CAPTURE_ERROR"
+            " : fsdp_nccl_priv_capture_error(&cause))",
+        ),
+    ),
+    # NCCL: the end of a group.
+    _nccl(
+        "communicators are aborted one after the other",
+        "fsdp_nccl_priv_abort_all",
+        (
+            "if (!fsdp_nccl_priv_errand_start(",
+            "if (MUTANT || !fsdp_nccl_priv_errand_start(",
+        ),
+    ),
+    _nccl(
+        "a rank publishes before it aborts",
+        "end",
+        _before(
+            "(void)fsdp_nccl_priv_abort_all(",
+            "if (MUTANT) (void)fsdp_nccl_priv_publish("
+            "transport, position, final.message);",
+        ),
+    ),
+    _nccl(
+        "the watchdog itself asks the store",
+        "look_at_others",
+        _before(
+            "(void)fsdp_nccl_priv_errand_start(",
+            "if (MUTANT) { look(transport, FSDP_CHANNEL_GATHER); return; }",
+        ),
+    ),
+    _nccl(
+        "a thread that is stuck in a launch is not looked at",
+        "look_at_thread",
+        _never("!is_connecting && timeout_ms > 0 && age_ms >= timeout_ms"),
+    ),
+    _nccl(
+        "the end of the process leaves no group",
+        "fsdp_nccl_leave_all",
+        _skip("fsdp_nccl_priv_leave("),
+    ),
+    _nccl(
+        "the end of the process does not wait for the watchdog",
+        "stop",
+        _never("has_thread"),
+    ),
+    # NCCL: launches.
+    _nccl(
+        "nobody asks NCCL for the order of launches",
+        "fsdp_nccl_priv_order_launches",
+        _never("is_ordered(transport)"),
+    ),
+    _nccl(
+        "two threads launch at once",
+        "fsdp_nccl_priv_begin_launch",
+        _never("is_ordered(transport)"),
+    ),
+    # NCCL: communicators.
+    _nccl(
+        "communicators do not block",
+        "make_comm",
+        (".blocking = 1", ".blocking = MUTANT ? 0 : 1"),
+    ),
+    _nccl(
+        "a communicator that comes too late is kept",
+        "connect_channel",
+        _never("!hand_over(transport, channel, comm, result) && comm != NULL"),
+    ),
+    _nccl(
+        "the wait for a communicator has no end",
+        "wait_until_made",
+        (
+            "fsdp_nccl_priv_now_ms() < deadline_ms",
+            "(MUTANT || fsdp_nccl_priv_now_ms() < deadline_ms)",
+        ),
+    ),
+    _nccl(
+        "both communicators are made at once",
+        "fsdp_nccl_priv_connect",
+        _before(
+            "set_connecting(transport, channel, true);",
+            "if (MUTANT && index == 0 && transport->channels[1].comm == NULL)"
+            " (void)!connect_until(transport, FSDP_CHANNEL_REDUCE, deadline_ms, NULL);",
+        ),
+    ),
+    # NCCL: the meeting.
+    _nccl(
+        "a rank asks the store once for every rank",
+        "fsdp_nccl_meeting_conclude",
+        _before(
+            "if (store->get(",
+            'format(name, key, "met");'
+            "for (int64_t i = 0; MUTANT && i < world_size; i++)"
+            " (void)!store->add(store->context, name, 0, &num_met, NULL);"
+            'format(name, key, "verdict");',
+        ),
+    ),
+    _nccl(
+        "the last rank does not see a refusal",
+        "fsdp_nccl_meeting_arrive",
+        ("if (num_refused == 0)", "if (num_refused == 0 || MUTANT)"),
+    ),
+    # The bridge on a device.
+    _torch(
+        "gloo on a device copies on the host",
+        "group_from",
+        ("is_of_gloo && device.is_cpu()", "is_of_gloo && (MUTANT || device.is_cpu())"),
+        "simdevice/test_gloo.py",
+    ),
+    Fault(
+        "collectives of c10d go to the current stream",
+        f"{TORCH}/port/c10d_transport",
+        "start",
+        "known_stream(call->stream)",
+        "MUTANT ? c10::impl::VirtualGuardImpl(self.group.device.type())"
+        ".getStream(self.group.device) : known_stream(call->stream)",
+        ("simdevice/test_gloo.py",),
+    ),
+    _torch(
+        "the cache of the blocks' stream is not emptied",
+        "Provider::release_memory",
+        ("if (!has_streams_)", "if (!has_streams_ || MUTANT)"),
+        "simdevice/test_memory.py",
+    ),
+    _torch(
+        "the end of the process does not leave NCCL's groups",
+        "leave_nccl",
+        _skip("fsdp_nccl_leave_all("),
+        "simdevice/test_ending.py",
     ),
 )

@@ -1,14 +1,14 @@
 """Shows which test of the short suite notices each planted fault.
 
     python tests/mutations/run.py                  all faults; a table
-    python tests/mutations/run.py prefetch gloo    those with such a word in their name
+    python tests/mutations/run.py prefetch nccl    with such a word in name or folder
     python tests/mutations/run.py --apply          only check that all faults apply
 
 All faults are built into one copy of the tree, in build/mutations, each behind a test
 of the environment variable FSDP_C_MUTANT. So there is one build, and each fault costs
 the tests that it takes to notice it: for the core first the C tests, then pytest with
-its default, pairs of parameters. Needs what `make build` and `make c-test` need. Ends
-with 1 if nothing notices a fault.
+its default, pairs of parameters; for csrc/nccl only the C tests. Needs what
+`make build` and `make c-test` need. Ends with 1 if nothing notices a fault.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from faults import CORE, FAULTS, Fault
+from faults import CORE, FAULTS, NCCL, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutations"
-C_TESTS = ("test_engine", "test_arena", "test_order")
+C_TESTS = {CORE: ("test_engine", "test_arena", "test_order"), NCCL: ("test_nccl",)}
 # Run after the fault's own tests, until one fails.
 GENERAL = (
     "test_strategies.py",
@@ -34,6 +34,7 @@ GENERAL = (
     "test_random_models.py",
 )
 TEST_TIMEOUT_S = 1200
+C_TEST_TIMEOUT_S = 120
 HEADER = """\
 #ifndef FSDP_C_MUTANT_H
 #define FSDP_C_MUTANT_H
@@ -110,7 +111,9 @@ def copy_tree(changed: dict[Path, str]) -> None:
     (TREE / "mutant.h").write_text(HEADER)
 
 
-def run(command: list[str], folder: Path, **env: str) -> subprocess.CompletedProcess:
+def run(
+    command: list[str], folder: Path, limit_s: int = TEST_TIMEOUT_S, **env: str
+) -> subprocess.CompletedProcess:
     """Run a command in the copy."""
     return subprocess.run(
         command,
@@ -119,26 +122,32 @@ def run(command: list[str], folder: Path, **env: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=TEST_TIMEOUT_S,
+        timeout=limit_s,
     )
 
 
-def build() -> list[str]:
-    """Build the extension and the C tests; return the names of these."""
-    steps = ("build_clib", "build_ext", "--inplace")
-    made = run([sys.executable, "setup.py", "-q", *steps], Path(), CFLAGS="-w")
-    if made.returncode != 0:
-        sys.exit(made.stdout[-3000:] + made.stderr[-3000:])
-    folder = TREE / "tests" / "c"
-    names = sorted(
-        p.stem for p in folder.glob("test_*.c") if p.stem.startswith(C_TESTS)
-    )
+def c_tests_of(*folders: str) -> list[str]:
+    """Return the names of the C tests for faults in these folders."""
+    wanted = tuple(start for each in folders for start in C_TESTS.get(each, ()))
+    files = (ROOT / "tests" / "c").glob("test_*.c")
+    return sorted(path.stem for path in files if path.stem.startswith(wanted))
+
+
+def build(folders: set[str]) -> None:
+    """Build what faults in these folders need."""
+    if folders - {NCCL}:
+        steps = ("build_clib", "build_ext", "--inplace")
+        made = run([sys.executable, "setup.py", "-q", *steps], Path(), CFLAGS="-w")
+        if made.returncode != 0:
+            sys.exit(made.stdout[-3000:] + made.stderr[-3000:])
+    names = c_tests_of(*folders)
+    if not names:
+        return
     jobs = f"-j{os.cpu_count()}"
     make = ["make", jobs, "asan", "CC=gcc -w", f"TESTS={' '.join(names)}"]
     made = run(make, Path("tests/c"))
     if made.returncode != 0:
         sys.exit(made.stdout[-3000:] + made.stderr[-3000:])
-    return names
 
 
 def noticed_in_c(fault: str, tests: list[str]) -> str | None:
@@ -146,7 +155,10 @@ def noticed_in_c(fault: str, tests: list[str]) -> str | None:
     for test in tests:
         try:
             result = run(
-                ["build/asan/some_tests", test], Path("tests/c"), FSDP_C_MUTANT=fault
+                ["build/asan/some_tests", test],
+                Path("tests/c"),
+                C_TEST_TIMEOUT_S,
+                FSDP_C_MUTANT=fault,
             )
         except subprocess.TimeoutExpired:
             return f"{test}.c: does not end"
@@ -159,7 +171,8 @@ def noticed_in_c(fault: str, tests: list[str]) -> str | None:
 
 def noticed_in_python(fault: str, tests: tuple[str, ...]) -> str | None:
     """Return the first test of pytest that fails."""
-    files = [f"tests/distributed/{name}" for name in dict.fromkeys((*tests, *GENERAL))]
+    names = dict.fromkeys((*tests, *GENERAL))
+    files = [f"tests/{n}" if "/" in n else f"tests/distributed/{n}" for n in names]
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
     try:
         result = run([*command, *files], Path(), FSDP_C_MUTANT=fault)
@@ -174,20 +187,25 @@ def noticed_in_python(fault: str, tests: tuple[str, ...]) -> str | None:
 def main() -> int:
     """Print one row of a table for each fault."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", help="parts of names")
+    parser.add_argument("words", nargs="*", help="parts of names or folders")
     parser.add_argument("--apply", action="store_true", help="build and run nothing")
     arguments = parser.parse_args()
     changed = plant_all()
     if arguments.apply:
         return 0
     copy_tree(changed)
-    c_tests = build()
+    chosen = [
+        fault
+        for fault in FAULTS
+        if not arguments.words
+        or any(word in f"{fault.folder} {fault.name}" for word in arguments.words)
+    ]
+    build({fault.folder for fault in chosen})
     unnoticed = 0
-    for fault in FAULTS:
-        if arguments.words and not any(w in fault.name for w in arguments.words):
-            continue
-        noticed = noticed_in_c(fault.name, c_tests) if fault.folder == CORE else None
-        noticed = noticed or noticed_in_python(fault.name, fault.tests)
+    for fault in chosen:
+        noticed = noticed_in_c(fault.name, c_tests_of(fault.folder))
+        if fault.folder != NCCL:
+            noticed = noticed or noticed_in_python(fault.name, fault.tests)
         unnoticed += noticed is None
         print(f"| {fault.name} | {noticed or '**nothing**'} |", flush=True)
     print(f"{unnoticed} faults that nothing noticed")

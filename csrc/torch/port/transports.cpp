@@ -80,6 +80,14 @@ std::vector<uint8_t> answer_of(
   return answer->bytes;
 }
 
+std::vector<uint8_t> bytes_of(const std::string &text) {
+  return {text.begin(), text.end()};
+}
+
+std::string text_of(const std::vector<uint8_t> &bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+
 fsdp_status store_set(void *context, const char *key, const void *value,
                       int64_t nbytes, fsdp_error *error) {
   GUARDED(error) {
@@ -124,7 +132,11 @@ fsdp_status store_add(void *context, const char *key, int64_t change,
                       int64_t *sum, fsdp_error *error) {
   GUARDED(error) {
     const auto &self = *static_cast<GroupStore *>(context);
-    *sum = self.store->add(self.key(key), change);
+    const std::string text = text_of(
+        answer_of(self, [key = self.key(key), change](c10d::Store &store) {
+          return bytes_of(std::to_string(store.add(key, change)));
+        }));
+    *sum = std::stoll(text);
     return FSDP_OK;
   };
 }
@@ -380,25 +392,28 @@ void choose(Connection &connection, Kind kind,
   const std::vector<uint8_t> count = answer_of(
       *connection.store, [key = base + std::to_string(process_group.getRank())](
                              c10d::Store &asked) {
-        const std::string text = std::to_string(asked.add(key, 1));
-        return std::vector<uint8_t>(text.begin(), text.end());
+        return bytes_of(std::to_string(asked.add(key, 1)));
       });
-  connection.store->prefix =
-      base + std::string(count.begin(), count.end()) + "/";
-  // NCCL has limits of its own. Its watchdog asks while other threads wait, so
-  // it needs a connection of its own.
-  if (kind == Kind::kNccl) {
-    connection.store->deadline = std::nullopt;
-    connection.store->store = store->clone();
-  }
+  connection.store->prefix = base + text_of(count) + "/";
   if (kind == Kind::kShm) {
     connect_on_cpu(connection, process_group, device, limit);
     return;
   }
+  // NCCL's threads ask while others wait, so they need a connection of their
+  // own.
+  const auto cloned = std::make_shared<c10::intrusive_ptr<c10d::Store>>();
+  answer_of(*connection.store, [cloned](c10d::Store &asked) {
+    *cloned = asked.clone();
+    return std::vector<uint8_t>();
+  });
+  connection.store->store = *cloned;
   connection.transport = join_nccl(
       core_store(connection), connection.store, process_group.getRank(),
       process_group.getSize(), device, timeout_ms_of(process_group, device),
       tuning, connection.refusal, &connection.why_not);
+  // They have met: from here on NCCL's own limits hold, and no call of the
+  // store delays them.
+  connection.store->deadline = std::nullopt;
 }
 
 // A rank did not come: throws a report like that of a failed collective.

@@ -14,6 +14,7 @@
 static pthread_mutex_t counters_mutex = PTHREAD_MUTEX_INITIALIZER;
 static long long num_ids;
 static long long num_comms;
+static long long num_live; /* neither destroyed nor aborted */
 
 void fake_count(long long *counter, long long change) {
   pthread_mutex_lock(&counters_mutex);
@@ -216,6 +217,7 @@ int ncclCommInitRankConfig(ncclComm_t *comm, int num_ranks, ncclUniqueId id,
   if (rank < 0 || rank >= num_ranks) return INVALID_ARGUMENT;
   if (config != NULL) keep_config(config);
   fake_count(&num_comms, 1);
+  fake_count(&num_live, 1);
   struct comm *made = calloc(1, sizeof *made);
   pthread_t thread;
   if (made == NULL) return INTERNAL_ERROR;
@@ -266,13 +268,22 @@ int ncclCommFinalize(ncclComm_t comm) {
   return result;
 }
 
+/* The last that the process does: what did it leave? */
+__attribute__((destructor)) static void tell_live(void) {
+  if (getenv("FAKE_NCCL_TELLS") == NULL) return;
+  dprintf(STDOUT_FILENO, "%lld of %lld communicators left\n",
+          fake_read_counter(&num_live), fake_read_counter(&num_comms));
+}
+
 int ncclCommDestroy(ncclComm_t comm) {
+  fake_count(&num_live, -1);
   fake_release(comm);
   return SUCCESS;
 }
 
 /* What runs or waits on a stream ends with an error; nobody waits for it. */
 int ncclCommAbort(ncclComm_t comm) {
+  fake_count(&num_live, -1);
   fake_fail(comm, INVALID_USAGE, "aborted");
   pthread_mutex_lock(&comm->mutex);
   comm->is_aborted = true;

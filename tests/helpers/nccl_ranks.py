@@ -1,0 +1,92 @@
+"""Two ranks on the simulated device that end in an unusual way.
+
+    python -m helpers.nccl_ranks <folder> <scenario>
+
+Scenarios: ``leaks`` both train and end as scripts do, with models that nothing frees;
+``store`` rank 0, which hosts the store, is stopped before the ranks meet. Prints what
+rank 1 says.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 3
+LIMIT_S = 60.0
+
+
+def _store(rank: int, folder: Path) -> Any:
+    import torch.distributed as dist
+
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(folder / "port")
+        return store
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    port = int((folder / "port").read_text())
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+def _rank(rank: int, folder: Path, scenario: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from helpers.impl import fsdp
+    from simdevice.device import load
+
+    load()
+    torch.set_default_device("sim")
+    dist.init_process_group(
+        "cpu:gloo,sim:simccl",
+        store=_store(rank, folder),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S if scenario == "store" else LIMIT_S),
+    )
+    model = fsdp(nn.Linear(8, 8))
+    dist.barrier()
+    if scenario == "store" and rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        model(torch.randn(2, 8)).sum().backward()
+    except RuntimeError as error:
+        print(f"{time.monotonic() - begin:.1f} s: {error}", flush=True)
+        os._exit(0)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(model))
+    sys.exit(0)
+
+
+def main() -> None:
+    """Fork the ranks; wait for rank 1."""
+    folder, scenario = Path(sys.argv[1]), sys.argv[2]
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            if rank == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _rank(rank, folder, scenario)
+        pids.append(pid)
+    deadline = time.monotonic() + LIMIT_S
+    while os.waitpid(pids[1], os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    if time.monotonic() >= deadline:
+        print("rank 1 did not end")
+
+
+if __name__ == "__main__":
+    main()
