@@ -91,10 +91,8 @@ format: $(TOOLS) ## rewrite all files in the common format
 	ruff check --fix --exit-zero
 	ruff format
 
-bench: $(BUILT) ## host overhead and step time against torch's FSDP1, FSDP2, DDP
-	python benchmarks/host_overhead.py
-	python benchmarks/train_step.py
-	python benchmarks/state_dict.py
+bench: $(BUILT) ## docs/measurements anew, against torch's FSDP1, FSDP2, DDP (needs valgrind)
+	python benchmarks/report.py --save-json $(OUT)/bench
 
 gpu-bench: $(BUILT) ## steps on GPUs against torch's FSDP1 and FSDP2
 	python benchmarks/gpu_step.py

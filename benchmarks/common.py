@@ -2,7 +2,8 @@
 
 Every figure is the smallest of several medians. Each median comes from a fresh process
 that runs one implementation. Rounds are interleaved, so that neither other processes
-nor the order of the runs favours one implementation.
+nor the order of the runs favours one implementation. What is counted, not timed,
+may run beside other processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ from fsdp_c.bench._report import smallest
 Json = dict[str, Any]
 
 WORKER_TIMEOUT_S = 300.0
+TIMED_HEADERS = ["median", "spread"]  # after the one that names the figure
 LOSS_TOLERANCE = 1e-3  # all that communicate must have trained the same model
+COUNTED_AT_ONCE = 2  # processes whose instructions or bytes are counted
 
 
 def make_parser(
@@ -204,6 +208,7 @@ def run_interleaved(
     num_ranks: int,
     environ: Mapping[str, str] | None = None,
     prefix: Callable[[str, int], Sequence[str]] = lambda _job, _rank: (),
+    num_at_once: int = 1,
 ) -> dict[str, list[Json]]:
     """Run every job once per round, in alternating order.
 
@@ -213,29 +218,56 @@ def run_interleaved(
         num_ranks: Processes per job.
         environ: More environment variables of theirs.
         prefix: The words before the command of a job's rank.
+        num_at_once: Jobs that run at the same time: 1, if they are timed.
 
     Returns:
         The results of each job, one per round.
     """
+    order = [
+        name
+        for round_index in range(num_rounds)
+        for name in list(jobs)[:: 1 if round_index % 2 == 0 else -1]
+    ]
+
+    def run(name: str) -> Json:
+        bar.set_postfix_str(name)
+        result = run_workers(
+            jobs[name],
+            num_ranks=num_ranks,
+            environ=environ,
+            prefix=lambda rank: prefix(name, rank),
+        )
+        bar.update()
+        return result
+
     results: dict[str, list[Json]] = {name: [] for name in jobs}
-    with tqdm(total=num_rounds * len(jobs), unit="run", leave=False) as bar:
-        for round_index in range(num_rounds):
-            for name in list(jobs)[:: 1 if round_index % 2 == 0 else -1]:
-                bar.set_postfix_str(name)
-                result = run_workers(
-                    jobs[name],
-                    num_ranks=num_ranks,
-                    environ=environ,
-                    prefix=lambda rank, name=name: prefix(name, rank),
-                )
-                results[name].append(result)
-                bar.update()
+    with (
+        tqdm(total=len(order), unit="run", leave=False) as bar,
+        ThreadPoolExecutor(num_at_once) as pool,
+    ):
+        for name, result in zip(order, pool.map(run, order), strict=True):
+            results[name].append(result)
     return results
 
 
 def timed_row(runs: Sequence[Json], key: str = "step_ms") -> Json:
     """Return the smallest of the rounds' medians, and all of them."""
     return {key: smallest(runs, key), f"all_{key}": [run[key] for run in runs]}
+
+
+def spread(row: Json, key: str = "step_ms") -> float:
+    """Return the largest minus the smallest median of a row, over the smallest."""
+    medians = row[f"all_{key}"]
+    return float(max(medians) / min(medians) - 1.0)
+
+
+def timed_cells(row: Json, digits: int, key: str = "step_ms") -> list[str]:
+    """Return smallest, median and spread of the rounds, for `TIMED_HEADERS`."""
+    return [
+        f"{row[key]:.{digits}f}",
+        f"{statistics.median(row[f'all_{key}']):.{digits}f}",
+        f"{spread(row, key):.0%}",
+    ]
 
 
 # Tables --------------------------------------------------------------------------

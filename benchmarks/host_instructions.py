@@ -18,6 +18,7 @@ from pathlib import Path
 
 import host_overhead
 from common import (
+    COUNTED_AT_ONCE,
     Json,
     format_table,
     ratio,
@@ -114,7 +115,9 @@ def measure(args: argparse.Namespace) -> Json:
     names = [BARE, *args.only] if args.only else IMPLEMENTATIONS
     options = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     jobs = {name: [__file__, "--worker", name, *options] for name in names}
-    results = run_interleaved(jobs, num_rounds=1, num_ranks=1)
+    results = run_interleaved(
+        jobs, num_rounds=1, num_ranks=1, num_at_once=COUNTED_AT_ONCE
+    )
     counts = {name: runs[0] for name, runs in results.items()}
     bare = counts[BARE]["instructions"]
     rows = [

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from common import (
+    TIMED_HEADERS,
     Json,
     format_table,
     join_fake_group,
@@ -25,6 +26,7 @@ from common import (
     results_of,
     run_benchmark,
     run_interleaved,
+    timed_cells,
     timed_row,
 )
 from implementations import BARE, FSDP_C_C10D, FSDP_C_ORIG, LABELS, parallelise
@@ -137,7 +139,7 @@ def render(data: Json, *, markdown: bool) -> str:
     rows = [
         [
             LABELS[row["implementation"]],
-            f"{row['step_ms']:.2f}",
+            *timed_cells(row, 2),
             f"{row['added_us_per_unit']:.0f}",
             "-"
             if row["implementation"] == BARE
@@ -145,7 +147,8 @@ def render(data: Json, *, markdown: bool) -> str:
         ]
         for row in data["results"]
     ]
-    headers = ["implementation", "step (ms)", "added per unit (us)", "to fsdp_c"]
+    headers = ["implementation", "step (ms)", *TIMED_HEADERS]
+    headers += ["added per unit (us)", "to fsdp_c"]
     return format_table(headers, rows, markdown=markdown)
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import memory_worker
 from common import (
+    COUNTED_AT_ONCE,
     Json,
     check_losses,
     format_table,
@@ -193,8 +195,10 @@ def measure(args: argparse.Namespace) -> Json:
     notices: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fsdp_c-benchmark-") as folder:
         environ = {"LD_PRELOAD": str(build_counter(Path(folder)))}
-        for job in tqdm(jobs, unit="run", leave=False):
-            row, reason = _run_job(job, settings, environ)
+        with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
+            runs = pool.map(lambda job: _run_job(job, settings, environ), jobs)
+            found = list(tqdm(runs, total=len(jobs), unit="run", leave=False))
+        for job, (row, reason) in zip(jobs, found, strict=True):
             rows.append(row)
             if reason is not None:
                 notices.append(f"{job.label} ({_group(row)}): {reason}")

@@ -1,4 +1,4 @@
-"""Write docs/measurements/benchmarks.md and docs/measurements/benchmarks.png.
+"""Write docs/measurements/benchmarks.md and its pictures.
 
     python benchmarks/report.py
 
@@ -15,13 +15,11 @@ from pathlib import Path
 import host_instructions
 import host_overhead
 import memory
+import pictures
 import state_dict
 import state_dict_worker
 import train_step
 from common import Json, command_line, environment_line, write_json
-from implementations import BARE, LABELS
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from fsdp_c.bench._command import positive_int
 
@@ -36,12 +34,11 @@ Made by
 
 on {machine}.
 
-Every figure is the smallest of several medians, one per round. Each median comes from
-a fresh process that runs one implementation; the rounds are interleaved. "To fsdp_c"
-is a figure divided by that of fsdp_c with `use_orig_params=True`: above 1, fsdp_c is
-faster.
-
-![Benchmarks](benchmarks.png)
+A time is the smallest of {rounds} medians, one per round. Each median comes from a
+fresh process that runs one implementation; the rounds are interleaved. Beside it stand
+the median of the rounds, and their spread: the largest minus the smallest, over the
+smallest. What is counted (instructions, bytes) is measured once. "To fsdp_c" is a
+figure divided by that of fsdp_c with `use_orig_params=True`: above 1, fsdp_c is faster.
 
 ## Host time added to a step
 
@@ -60,17 +57,27 @@ them. They leave out the kernel and stalls of the processor.
 
 {host_instructions}
 
+![Instructions that each implementation adds](host.png)
+
 ## A training step on {num_ranks} ranks
 
 Forward, backward and {optimizer} step with a gloo group, one thread per rank, {batch}
 x {time} bytes per rank. fsdp_c's collectives go through shared memory; with
 `FSDP_C_SHM=0` they go through gloo, as the others' do. DDP keeps the whole model and
 optimizer state on every rank. The bare model is the limit: as many processes, the
-whole model and optimizer state on every rank, no communication. The slowest round is
-the largest of the medians. Equal last losses show that all that communicate have
-trained the same model.
+whole model and optimizer state on every rank, no communication. Equal last losses show
+that all that communicate have trained the same model.
 
 {train_step}
+
+### Over size
+
+A step's time over that of the bare model of the same size. The largest two take a
+quarter of the steps.
+
+{over_size}
+
+![Step time over the number of parameters](step.png)
 
 ### gloo's own time
 
@@ -109,6 +116,8 @@ reserves. torch's rows are over gloo, whose own buffers do not count. The model 
 
 torch's figures vary between runs by up to a shard of a block, probably because gloo
 frees its buffers on threads of its own.
+
+![Peaks on 2 ranks](memory.png)
 {notices}
 {tables}
 """
@@ -191,11 +200,10 @@ def write_markdown(results: list[Json], path: Path) -> None:
     commands = dict.fromkeys(
         [host["command"], counts["command"], step["command"], command_line()]
     )
-    models = dict.fromkeys(row["model"] for row in step["results"])
     tables = "\n\n".join(
         f"{train_step.describe(model)} parameters.\n\n"
         + train_step.render_steps(step, model, markdown=True)
-        for model in models
+        for model in train_step.detailed_models(step)
     )
     machine = environment_line(host["environment"])
     if step["environment"] != host["environment"]:
@@ -214,58 +222,13 @@ def write_markdown(results: list[Json], path: Path) -> None:
         batch=train_step.BATCH,
         time=train_step.TIME,
         train_step=tables,
+        over_size=train_step.render_over_size(step, markdown=True),
+        rounds=step["settings"]["rounds"],
         collectives=train_step.render_collectives(step, markdown=True),
         memory=memory_section(peaks),
         state_dict=state_dict_section(states),
     )
     path.write_text(text)
-
-
-def draw_bars(
-    axes: Axes, title: str, values: dict[str, float], *, unit: str, digits: int
-) -> None:
-    """Draw one horizontal bar per implementation, the first at the top."""
-    names = list(values)
-    colors = ["#c44e52" if name.startswith("fsdp_c") else "#8c9bb0" for name in names]
-    bars = axes.barh([LABELS[name] for name in names], list(values.values()))
-    for bar, color in zip(bars, colors, strict=True):
-        bar.set_color(color)
-    axes.bar_label(bars, fmt=f"%.{digits}f", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_title(title, loc="center", fontsize=9)
-    axes.set_xlabel(unit)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw(counts: Json, step: Json, path: Path) -> None:
-    """Write the picture: the host's work, then one panel per model."""
-    models = list(dict.fromkeys(row["model"] for row in step["results"]))
-    num_panels = 1 + len(models)
-    figure = Figure(figsize=(10, 2.3 * num_panels), layout="constrained")
-    panels = figure.subplots(num_panels, 1)
-    added = {
-        row["implementation"]: row["added_per_unit"] / 1e3
-        for row in counts["results"]
-        if row["implementation"] != BARE
-    }
-    title = (
-        "Instructions of the host, added per unit and step "
-        f"(fake group of {host_overhead.WORLD_SIZE})"
-    )
-    draw_bars(panels[0], title, added, unit="thousands, less is better", digits=0)
-    for panel, model in zip(panels[1:], models, strict=True):
-        times = {
-            row["implementation"]: row["step_ms"]
-            for row in step["results"]
-            if row["model"] == model
-        }
-        title = (
-            f"Training step, {train_step.NUM_RANKS} ranks, gloo group, "
-            f"{train_step.describe(model)} parameters"
-        )
-        draw_bars(panel, title, times, unit="milliseconds, less is better", digits=1)
-    figure.savefig(path, dpi=120)
 
 
 def main() -> int:
@@ -291,14 +254,16 @@ def main() -> int:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
     results = read_or_run_all(args)
-    _, counts, step, *_ = results
+    _, counts, step, peaks, _ = results
     if args.save_json is not None:
         for name, result in zip(FILES, results, strict=True):
             write_json(args.save_json / name, result)
     args.out.mkdir(parents=True, exist_ok=True)
     write_markdown(results, args.out / "benchmarks.md")
-    draw(counts, step, args.out / "benchmarks.png")
-    print(f"written: {args.out / 'benchmarks.md'}, {args.out / 'benchmarks.png'}")
+    pictures.draw_host(counts, args.out / "host.png")
+    pictures.draw_memory(peaks, args.out / "memory.png")
+    pictures.draw_over_size(step, args.out / "step.png")
+    print(f"written: {args.out / 'benchmarks.md'} and its pictures")
     return 0
 
 

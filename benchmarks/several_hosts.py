@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from common import (
+    TIMED_HEADERS,
     Json,
     check_losses,
     format_table,
@@ -36,6 +37,7 @@ from common import (
     results_of,
     run_benchmark,
     run_interleaved,
+    timed_cells,
     timed_row,
 )
 from implementations import BARE, FSDP1_ORIG, FSDP2, FSDP_C_ORIG, LABELS, parallelise
@@ -241,14 +243,13 @@ def render(data: Json, rate: str, *, markdown: bool) -> str:
     rows = [
         [
             LABELS[row["implementation"]],
-            f"{row['step_ms']:.1f}",
-            f"{max(row['all_step_ms']):.1f}",
+            *timed_cells(row, 1),
             f"{row['step_ms'] - times[BARE]:.1f}",
             ratio(row["step_ms"], times[FSDP_C_ORIG]),
         ]
         for row in results
     ]
-    headers = ["implementation", "step (ms)", "slowest round"]
+    headers = ["implementation", "step (ms)", *TIMED_HEADERS]
     headers += ["above the bare model (ms)", "to by hosts"]
     return format_table(headers, rows, markdown=markdown)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import state_dict_worker
 from common import (
+    TIMED_HEADERS,
     Json,
     format_table,
     make_parser,
@@ -24,6 +25,7 @@ from common import (
     results_of,
     run_benchmark,
     run_interleaved,
+    timed_cells,
     timed_row,
 )
 from implementations import (
@@ -124,12 +126,13 @@ def render(data: Json, size: str, *, markdown: bool) -> str:
             cells.append(
                 [
                     f"{operation}: {label}",
-                    f"{row['seconds']:.3f}",
+                    *timed_cells(row, 3, "seconds"),
                     ratio(row["seconds"], own) if name in OWN else "-",
                     "-" if name in (DISK, MEMCPY) else f"{row['extra'] / MIB:.1f}",
                 ]
             )
-    headers = ["operation", "seconds", "to fsdp_c", "extra memory (MiB)"]
+    headers = ["operation", "seconds", *TIMED_HEADERS]
+    headers += ["to fsdp_c", "extra memory (MiB)"]
     return format_table(headers, cells, markdown=markdown)
 
 

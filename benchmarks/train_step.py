@@ -2,9 +2,10 @@
 
     python benchmarks/train_step.py
 
-Forward, backward and optimizer step of two GPTs, one thread per rank. The row that
-nobody can beat is the bare model: as many processes, everything replicated, no
-communication. gloo's own time for the same collectives is measured separately.
+Forward, backward and optimizer step of GPTs, one thread per rank. The row that nobody
+can beat is the bare model: as many processes, everything replicated, no communication.
+Two sizes are measured in detail, with gloo's own time for the same collectives; the
+others are for step over size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from common import (
+    TIMED_HEADERS,
     Json,
     check_losses,
     format_table,
@@ -28,6 +30,8 @@ from common import (
     results_of,
     run_benchmark,
     run_interleaved,
+    spread,
+    timed_cells,
     timed_row,
 )
 from implementations import (
@@ -61,6 +65,8 @@ IMPLEMENTATIONS = [
     FSDP2,
     DDP,
 ]
+# Over all sizes.
+OVER_SIZE = [BARE, FSDP_C_ORIG, FSDP_C_FULLY, FSDP1_ORIG, FSDP2, DDP]
 GLOO = "gloo"
 
 
@@ -85,7 +91,14 @@ class ModelSize:
         return block, total - self.num_blocks * block
 
 
-MODELS = {"small": ModelSize(256, 8), "large": ModelSize(512, 8)}
+MODELS = {
+    "1M": ModelSize(128, 4),
+    "small": ModelSize(256, 8),
+    "large": ModelSize(512, 8),
+    "100M": ModelSize(1024, 8),
+    "200M": ModelSize(1024, 16),
+}
+IN_DETAIL = ("small", "large")
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,12 @@ def collectives_of(size: ModelSize) -> dict[str, list[Collective]]:
         ],
         "ddp": [Collective("all_reduce", size.num_blocks * block + root, 1)],
     }
+
+
+def num_params(model: str) -> int:
+    """Return the number of parameters of a model."""
+    block, root = MODELS[model].numels()
+    return MODELS[model].num_blocks * block + root
 
 
 def time_step(model: nn.Module, args: argparse.Namespace) -> Json:
@@ -181,19 +200,26 @@ def measure(args: argparse.Namespace) -> Json:
     Raises:
         RuntimeError: The implementations' losses differ: one trained wrongly.
     """
-    names = args.only or IMPLEMENTATIONS
     models = [args.model] if args.model else list(MODELS)
-    options = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    options += ["--optimizer", args.optimizer]
-    jobs = {
-        f"{model} {name}": [__file__, "--worker", name, "--model", model, *options]
-        for model in models
-        for name in (*names, GLOO)
-    }
-    results = run_interleaved(jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS)
     rows: list[Json] = []
     collectives: list[Json] = []
+    jobs = {}
     for model in models:
+        is_detailed = model in IN_DETAIL or args.model is not None
+        # The steps of the largest take seconds.
+        many = args.steps if num_params(model) < 50e6 else -(-args.steps // 4)
+        options = ["--model", model, "--steps", str(many)]
+        options += ["--warmup", str(args.warmup), "--optimizer", args.optimizer]
+        names = args.only or (IMPLEMENTATIONS if is_detailed else OVER_SIZE)
+        jobs |= {
+            f"{model} {name}": [__file__, "--worker", name, *options]
+            for name in (*names, *([GLOO] if is_detailed else []))
+        }
+    results = run_interleaved(jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS)
+    for model in models:
+        names = [job.partition(" ")[2] for job in jobs if job.startswith(f"{model} ")]
+        is_detailed = GLOO in names
+        names = [name for name in names if name != GLOO]
         losses = {name: results[f"{model} {name}"][0]["loss"] for name in names}
         rows += [
             {
@@ -206,6 +232,8 @@ def measure(args: argparse.Namespace) -> Json:
         ]
         losses.pop(BARE, None)
         check_losses(model, losses)
+        if not is_detailed:
+            continue
         per_round = [run["collectives"] for run in results[f"{model} {GLOO}"]]
         for same in zip(*per_round, strict=True):
             best = {**same[0], "call_ms": smallest(same, "call_ms")}
@@ -218,9 +246,13 @@ def measure(args: argparse.Namespace) -> Json:
 def describe(model: str) -> str:
     """Return the size of a model in words."""
     size = MODELS[model]
-    block, root = size.numels()
-    million = (size.num_blocks * block + root) / 1e6
+    million = num_params(model) / 1e6
     return f"{model}: {size.num_blocks} blocks, width {size.width}, {million:.1f} M"
+
+
+def detailed_models(data: Json) -> list[str]:
+    """Return the models that were measured with all implementations."""
+    return list(dict.fromkeys(row["model"] for row in data["collectives"]))
 
 
 def render_steps(data: Json, model: str, *, markdown: bool) -> str:
@@ -229,12 +261,11 @@ def render_steps(data: Json, model: str, *, markdown: bool) -> str:
     times = {row["implementation"]: row["step_ms"] for row in results}
     rows = []
     for row in results:
-        name, medians = row["implementation"], row["all_step_ms"]
+        name = row["implementation"]
         rows.append(
             [
                 LABELS[name],
-                f"{row['step_ms']:.1f}",
-                f"{max(medians):.1f}",
+                *timed_cells(row, 1),
                 ratio(row["step_ms"], times.get(FSDP_C_ORIG)),
                 ratio(row["step_ms"], times.get(BARE)),
                 "" if name == BARE else f"{row['loss']:.4f}",
@@ -243,12 +274,45 @@ def render_steps(data: Json, model: str, *, markdown: bool) -> str:
     headers = [
         "implementation",
         "step (ms)",
-        "slowest round",
+        *TIMED_HEADERS,
         "to fsdp_c",
         "to the bare model",
         "last loss",
     ]
     return format_table(headers, rows, markdown=markdown)
+
+
+def over_size(data: Json) -> dict[str, dict[float, Json]]:
+    """Return each implementation's rows by the model's millions of parameters."""
+    found: dict[str, dict[float, Json]] = {name: {} for name in OVER_SIZE}
+    for row in data["results"]:
+        if row["implementation"] in found:
+            million = num_params(row["model"]) / 1e6
+            found[row["implementation"]][million] = row
+    return found
+
+
+def render_over_size(data: Json, *, markdown: bool) -> str:
+    """Return the steps of all sizes over those of the bare model as a table."""
+    found = over_size(data)
+    rows = []
+    for million, bare in found[BARE].items():
+        of_size = [each[million] for each in found.values() if million in each]
+        rows.append(
+            [
+                f"{million:.1f} M",
+                f"{bare['step_ms']:.1f}",
+                *(
+                    ratio(found[name][million]["step_ms"], bare["step_ms"])
+                    if million in found[name]
+                    else "-"
+                    for name in OVER_SIZE[1:]
+                ),
+                f"{max(map(spread, of_size)):.0%}",
+            ]
+        )
+    headers = ["parameters", "bare model (ms)", *(LABELS[n] for n in OVER_SIZE[1:])]
+    return format_table([*headers, "largest spread"], rows, markdown=markdown)
 
 
 def render_collectives(data: Json, *, markdown: bool) -> str:
@@ -283,9 +347,10 @@ def show(data: Json, args: argparse.Namespace) -> str:
         f"{NUM_RANKS} ranks, gloo groups, {BATCH} x {TIME} bytes per rank, "
         f"{args.optimizer}; smallest of {args.rounds} medians of {args.steps} steps"
     ]
-    for model in dict.fromkeys(row["model"] for row in data["results"]):
+    for model in detailed_models(data):
         table = render_steps(data, model, markdown=args.markdown)
         parts.append(f"{describe(model)} parameters\n{table}")
+    parts.append(f"over size\n{render_over_size(data, markdown=args.markdown)}")
     parts.append(f"gloo's own time\n{render_collectives(data, markdown=args.markdown)}")
     return "\n\n".join(parts)
 

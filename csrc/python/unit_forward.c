@@ -82,22 +82,72 @@ static void abandon(fsdp_torch_unit *unit) {
   PyErr_Restore(type, value, traceback);
 }
 
-/* Calls on_change if the value of a watched key is another object now. 0, or
- * -1 with an exception. */
-static int check_watched(const unit_object *self) {
-  if (self->watched == NULL) return 0;
+/* The first watched item whose value is another object now, or whose look-up
+ * failed; -1: none. */
+static Py_ssize_t find_replaced(const unit_object *self) {
+  if (self->watched == NULL) return -1;
   const Py_ssize_t num_items = PyTuple_GET_SIZE(self->watched);
   for (Py_ssize_t i = 0; i < num_items; i++) {
     PyObject *item = PyTuple_GET_ITEM(self->watched, i); /* borrowed */
     PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(item, 0),
                                               PyTuple_GET_ITEM(item, 1));
-    if (value == PyTuple_GET_ITEM(item, 2)) continue;
-    if (value == NULL && PyErr_Occurred()) return -1;
-    PyObject *result = PyObject_CallNoArgs(self->on_change);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    if (value != PyTuple_GET_ITEM(item, 2)) return i;
   }
-  return 0;
+  return -1;
+}
+
+/* Calls on_change if the value of a watched key is another object now. 0, or
+ * -1 with an exception. */
+static int check_watched(const unit_object *self) {
+  if (find_replaced(self) < 0) return 0;
+  if (PyErr_Occurred()) return -1;
+  PyObject *result = PyObject_CallNoArgs(self->on_change);
+  Py_XDECREF(result);
+  return result == NULL ? -1 : 0;
+}
+
+/* fsdp_torch_watch; on_change would take the new parameter over. */
+static const char *find_replaced_name(void *context) {
+  const unit_object *self = context;
+  const Py_ssize_t index = find_replaced(self);
+  const char *name = NULL;
+  if (index >= 0) {
+    name = PyUnicode_AsUTF8(
+        PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->watched, index), 1));
+    if (name == NULL) name = "?"; /* a key that is no str */
+  }
+  PyErr_Clear();
+  return name;
+}
+
+PyObject *fsdp_unit_object_watch(PyObject *object, PyObject *args) {
+  unit_object *self = (unit_object *)object;
+  PyObject *sequence, *on_change; /* borrowed */
+  if (!PyArg_ParseTuple(args, "OO:watch", &sequence, &on_change)) return NULL;
+  if (!PyCallable_Check(on_change)) {
+    return PyErr_Format(PyExc_TypeError, "on_change must be callable, got %R",
+                        on_change);
+  }
+  PyObject *items = PySequence_Tuple(sequence);
+  if (items == NULL) return NULL;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+    PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed */
+    if (PyTuple_CheckExact(item) && PyTuple_GET_SIZE(item) == 3 &&
+        PyDict_Check(PyTuple_GET_ITEM(item, 0))) {
+      continue;
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "items[%zd] must be a tuple (dict, key, value), got %R", i,
+                 item);
+    Py_DECREF(items);
+    return NULL;
+  }
+  Py_XSETREF(self->watched, items);
+  Py_XSETREF(self->on_change, Py_NewRef(on_change));
+  const fsdp_torch_watch watch = {.context = self,
+                                  .find_replaced = find_replaced_name};
+  fsdp_torch_unit_set_watch(self->unit, &watch);
+  Py_RETURN_NONE;
 }
 
 static PyObject *hook_input(PyObject *tensor, void *context) {

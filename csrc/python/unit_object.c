@@ -135,6 +135,7 @@ static int unit_traverse(PyObject *object, visitproc visit, void *arg) {
 
 static int unit_clear(PyObject *object) {
   unit_object *self = (unit_object *)object;
+  if (self->unit != NULL) fsdp_torch_unit_set_watch(self->unit, NULL);
   Py_CLEAR(self->watched);
   Py_CLEAR(self->on_change);
   fsdp_unit_object_clear_rows(self);
@@ -230,30 +231,11 @@ static PyObject *unit_bind_flat_params(PyObject *object, PyObject *params) {
 
 /* Changes ------------------------------------------------------------------ */
 
-static PyObject *unit_watch(PyObject *object, PyObject *args) {
-  unit_object *self = (unit_object *)object;
-  PyObject *sequence, *on_change; /* borrowed */
-  if (!PyArg_ParseTuple(args, "OO:watch", &sequence, &on_change)) return NULL;
-  if (!PyCallable_Check(on_change)) {
-    return PyErr_Format(PyExc_TypeError, "on_change must be callable, got %R",
-                        on_change);
-  }
-  PyObject *items = PySequence_Tuple(sequence);
-  if (items == NULL) return NULL;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
-    PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed */
-    if (PyTuple_CheckExact(item) && PyTuple_GET_SIZE(item) == 3 &&
-        PyDict_Check(PyTuple_GET_ITEM(item, 0))) {
-      continue;
-    }
-    PyErr_Format(PyExc_TypeError,
-                 "items[%zd] must be a tuple (dict, key, value), got %R", i,
-                 item);
-    Py_DECREF(items);
+static PyObject *unit_show_kept(PyObject *object, PyObject *shows) {
+  const int is_true = PyObject_IsTrue(shows);
+  if (is_true < 0 || fsdp_torch_unit_show_kept(unit_of(object), is_true) < 0) {
     return NULL;
   }
-  Py_XSETREF(self->watched, items);
-  Py_XSETREF(self->on_change, Py_NewRef(on_change));
   Py_RETURN_NONE;
 }
 
@@ -437,6 +419,11 @@ PyDoc_STRVAR(unit_watch_doc,
              "watch($self, items, on_change, /)\n--\n\n"
              "Let forward call on_change() first if, of an item (dict, key,\n"
              "value), dict[key] is another object now.");
+PyDoc_STRVAR(
+    unit_show_doc,
+    "show_kept($self, shows, /)\n--\n\n"
+    "Let all units of the engine show what they keep for backward, or\n"
+    "their shards. Nothing happens inside forward or backward.");
 PyDoc_STRVAR(unit_replace_doc,
              "replace_param($self, param, tensor, /)\n--\n\n"
              "Make `tensor` the unit's parameter number `param`.");
@@ -522,7 +509,8 @@ static PyMethodDef unit_methods[] = {
      METH_FASTCALL, unit_forward_doc},
     {"summon", (PyCFunction)(void (*)(void))unit_summon,
      METH_VARARGS | METH_KEYWORDS, unit_summon_doc},
-    {"watch", unit_watch, METH_VARARGS, unit_watch_doc},
+    {"watch", fsdp_unit_object_watch, METH_VARARGS, unit_watch_doc},
+    {"show_kept", unit_show_kept, METH_O, unit_show_doc},
     {"replace_param", unit_replace_param, METH_VARARGS, unit_replace_doc},
     {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},
     {"set_custom", unit_set_custom, METH_VARARGS, unit_custom_doc},

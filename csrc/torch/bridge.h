@@ -187,6 +187,22 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_bind_flat_params(
     fsdp_torch_unit *unit, struct _object *const *flat_params,
     int64_t num_flat_params, fsdp_error *error);
 
+/* Finds the first parameter of a unit that its module has no more where it was:
+ * the attribute's name, valid while the GIL is held, or NULL. With the GIL. */
+typedef struct fsdp_torch_watch {
+  void *context;
+  const char *(*find_replaced)(void *context);
+} fsdp_torch_watch;
+
+/* What a backward asks once, where a forward left the parameters shown. NULL:
+ * nothing. GIL. */
+void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,
+                               const fsdp_torch_watch *watch) FSDP_NOEXCEPT;
+
+/* fsdp_engine_show_kept() of the unit's engine; what tensor parallel units keep
+ * stays hidden. GIL, released meanwhile. 0, or -1 with an exception. */
+int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) FSDP_NOEXCEPT;
+
 /* Rows: see Note [Parameters by rows] in rows.cpp ---------------------------
  */
 

@@ -140,6 +140,7 @@ void expect_grads(Unit &unit) {
 
 void run_pre_backward(Unit &unit) {
   const std::shared_ptr<Engine> engine = unit.engine;
+  check_left_shown(*engine);
   open_rows(*engine);
   const std::lock_guard<std::mutex> lock(engine->mutex);
   const int64_t begin_ns = engine->begin_span();
@@ -199,6 +200,38 @@ void hook_tensor(const at::Tensor &tensor,
       [call](const at::Tensor & /*grad*/) { call->on_grad(nullptr); });
 }
 
+// Runs before AccumulateGrad of a parameter that forward leaves shown. The user
+// may use it there, so that its gradient comes before the unit's own backward
+// has taken the earlier one away, which has another shape.
+class EarlyGradHook : public torch::autograd::FunctionPreHook {
+ public:
+  EarlyGradHook(std::shared_ptr<UnitHandle> handle, size_t index)
+      : handle_(std::move(handle)), index_(index) {}
+
+  variable_list operator()(const variable_list &grads) override {
+    Unit *unit = handle_->unit;
+    if (unit != nullptr && unit->params[index_].leaf().grad().defined()) {
+      enter(*unit);
+    }
+    return grads;
+  }
+
+ private:
+  static void enter(Unit &unit) {
+    const std::shared_ptr<Engine> engine = unit.engine;
+    check_left_shown(*engine);
+    const std::lock_guard<std::mutex> lock(engine->mutex);
+    engine->recover();
+    if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
+    check([&](fsdp_error *error) {
+      return fsdp_unit_enter_backward(unit.core, error);
+    });
+  }
+
+  std::shared_ptr<UnitHandle> handle_;
+  size_t index_;
+};
+
 // Runs after AccumulateGrad: takes the gradient off the parameter.
 class GradHook : public torch::autograd::FunctionPostHook {
  public:
@@ -246,6 +279,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
     if (handed.is_expected && fsdp_unit_pending_grads(unit.core) == 1) {
       follow_reductions(*engine);
     }
+    check_left_shown(*engine);
     open_rows(*engine);
     handed.token = grad.unsafeReleaseTensorImpl();
     const std::lock_guard<std::mutex> lock(engine->mutex);
@@ -271,6 +305,10 @@ void hook_accumulators(Unit &unit) {
     param.accumulator = torch::autograd::impl::grad_accumulator(param.leaf());
     param.hook = param.accumulator->add_post_hook(
         std::make_unique<GradHook>(unit.handle, i));
+    if (unit.settings.shows_kept && unit.use_orig_params && !unit.is_by_rows) {
+      param.accumulator->add_pre_hook(
+          std::make_unique<EarlyGradHook>(unit.handle, i));
+    }
   }
 }
 

@@ -354,6 +354,32 @@ int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
   return 0;
 }
 
+void fsdp_torch_unit_set_watch(fsdp_torch_unit *unit,
+                               const fsdp_torch_watch *watch) noexcept {
+  unit->self->watch = watch == nullptr ? fsdp_torch_watch{} : *watch;
+}
+
+int fsdp_torch_unit_show_kept(fsdp_torch_unit *unit, bool shows) noexcept {
+  const auto &engine = unit->self->engine;
+  if (!engine ||
+      (shows ? engine->has_faces : !fsdp_engine_shows_kept(engine->core))) {
+    return 0;
+  }
+  HANDLE_TH_ERRORS
+  if (!shows && fsdp_torch_unit_hide_kept(unit) < 0) return -1;
+  FSDP_LOCAL_ERROR(error);
+  fsdp_status status = FSDP_OK;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(engine->mutex);
+    engine->recover();
+    status = fsdp_engine_show_kept(engine->core, shows, &error);
+  }
+  if (status != FSDP_OK) fsdp_torch::throw_error(error);
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
+}
+
 bool fsdp_torch_unit_is_shown_in_backward(
     const fsdp_torch_unit *unit) noexcept {
   const auto &engine = unit->self->engine;

@@ -157,12 +157,13 @@ struct Param {
   std::vector<ColumnCopy> part_columns;
   at::Tensor full;
   at::Tensor full_on_host;
-  at::Tensor grad;            // view of the sharded gradient
-  at::Tensor idle_grad;       // that view while there is no gradient
-  at::Tensor unsharded_grad;  // view of the unsharded one
-  at::Tensor partial_grad;    // view of the partial one
-  at::Tensor hidden_grad;     // the user's, during forward
-  at::Tensor full_grad;       // view of the summoned one, while it is open
+  at::Tensor grad;             // view of the sharded gradient
+  at::Tensor idle_grad;        // that view while there is no gradient
+  at::Tensor unsharded_grad;   // view of the unsharded one
+  at::Tensor partial_grad;     // view of the partial one
+  at::Tensor hidden_grad;      // the user's, during forward
+  at::Tensor full_grad;        // view of the summoned one, while it is open
+  int64_t marked_version = 0;  // unit_views.cpp
   NodePtr accumulator;
   uintptr_t hook = 0;
   int expected_in = -1;  // graph task whose gradient the engine waits for
@@ -213,6 +214,7 @@ struct Unit : std::enable_shared_from_this<Unit> {
   Group part_group;
   bool is_by_rows = false;
   fsdp_torch_face face = {};      // by rows; all null: the owner is gone
+  fsdp_torch_watch watch = {};    // likewise of any unit; all null: nothing
   bool grads_are_new = false;     // by rows: to be shown at the end of backward
   fsdp_alignment alignment = {};  // of the layout
   fsdp_unit_options settings = {};  // without what points somewhere
@@ -342,7 +344,10 @@ at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad);
 // lock.
 void open_rows(Engine &engine);
 void close_rows(Engine &engine);
-// The second, if the engine is aborted: after a backward that raised.
+// Before the first gradient of a backward: an error if the user has replaced a
+// parameter that a forward left shown. Not with the engine's lock.
+void check_left_shown(Engine &engine);
+// close_rows, if the engine is aborted: after a backward that raised.
 void close_failed_rows(Engine &engine);
 // engine_groups.cpp. Where a device thread of autograd ran a backward that
 // raised, the caller gets the exception a moment before that thread drops the

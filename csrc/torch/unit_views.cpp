@@ -1,6 +1,8 @@
 // Views: what a unit's parameters point at, and what happens when the user
 // points them elsewhere.
 #include <ATen/ATen.h>
+#include <Python.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
@@ -42,6 +44,21 @@ void wait_for_uploads(const Unit &unit) {
   if (fsdp_engine_join_host(unit.engine->core, &error) != FSDP_OK) {
     throw_error(error);
   }
+}
+
+// FSDP1's words and class: the graph has what was there before.
+[[noreturn]] void refuse_change(const Unit &unit, const std::string &param) {
+  const std::string message =
+      "FSDP does not support changing the parameters between forward and "
+      "backward: parameter " +
+      param + " of unit '" + unit.name +
+      "' was replaced after forward, where it stays whole for backward. "
+      "Replace "
+      "it before forward or after backward, or copy into it under "
+      "torch.no_grad(). This step is lost; the next forward begins a new one";
+  const pybind11::gil_scoped_acquire gil;
+  PyErr_SetString(PyExc_AssertionError, message.c_str());
+  throw_python_error();
 }
 
 // Copies a replaced parameter into `view`, its place in the shard or in the
@@ -240,6 +257,27 @@ fsdp_status take_params(void * /*context*/, void *owner, fsdp_view view,
   };
 }
 
+fsdp_status take_writes(void * /*context*/, void *owner, bool in_backward,
+                        fsdp_error *error) {
+  GUARDED(error) {
+    Unit &unit = unit_of(owner);
+    if (unit.is_by_rows) return FSDP_OK;  // the user writes the other objects
+    for (size_t i = 0; i < unit.params.size(); i++) {
+      Param &param = unit.params[i];
+      const Segment &segment =
+          unit.segments[static_cast<size_t>(param.segment)];
+      const bool is_ours = is_over(param.tensor, segment.unsharded.get()) ||
+                           is_over(param.tensor, segment.full.get());
+      if (is_ours && param.tensor._version() == param.marked_version) continue;
+      if (!is_ours && in_backward) refuse_change(unit, c10::str(i));
+      const at::NoGradGuard no_grad;
+      write_back(unit, param, param.sharded, i);
+      unit.shard_was_written = true;
+    }
+    return FSDP_OK;
+  };
+}
+
 // Version counters only grow: their sum tells whether any of them did.
 uint64_t sum_of_versions(const Unit &unit) {
   uint64_t sum = 0;
@@ -257,6 +295,9 @@ uint64_t sum_of_versions(const Unit &unit) {
 void mark_params(void * /*context*/, void *owner) {
   Unit &unit = unit_of(owner);
   unit.marked_version = sum_of_versions(unit);
+  for (Param &param : unit.params) {
+    param.marked_version = param.tensor._version();
+  }
 }
 
 bool params_changed(void * /*context*/, void *owner) {
@@ -299,10 +340,27 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
       old.detach().clone().getIntrusivePtr());
 }
 
+void check_left_shown(Engine &engine) {
+  if (!fsdp_engine_shows_kept(engine.core)) return;
+  const auto is_checked = [](const Unit *unit) {
+    return unit->watch.context != nullptr &&
+           fsdp_unit_is_left_shown(unit->core);
+  };
+  if (std::none_of(engine.units.begin(), engine.units.end(), is_checked))
+    return;
+  const pybind11::gil_scoped_acquire gil;
+  for (const Unit *unit : engine.units) {
+    if (!is_checked(unit)) continue;
+    const char *name = unit->watch.find_replaced(unit->watch.context);
+    if (name != nullptr) refuse_change(*unit, c10::str("'", name, "'"));
+  }
+}
+
 void add_view_ops(fsdp_view_ops *ops) {
   ops->show_params = show_params;
   ops->take_params = take_params;
   ops->mark_params = mark_params;
+  ops->take_writes = take_writes;
   ops->params_changed = params_changed;
 }
 

@@ -12,12 +12,15 @@ first iteration, all raise an error that names the units. Later they serve each 
 rank that leaves the order of its first iteration warns.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c import _native
 from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
@@ -27,6 +30,20 @@ from fsdp_c._units.base import Running, ShardedModule, sharded_modules
 
 # Called with the root of every engine that is made.
 engine_listeners: list[Callable[[nn.Module], object]] = []
+
+# Roots with units that do not reshard after forward.
+_keeping: WeakSet[ShardedModule] = WeakSet()
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_show_shards)
+
+
+def _show_shards(*_: Any) -> None:
+    """Before the step of an optimizer, whose state is of the shards' shapes."""
+    for root in tuple(_keeping):
+        root._sharded.unit.show_kept(False)
 
 
 @interpreted_with_callees
@@ -49,6 +66,9 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
         running = Running(engine, weakref.ref(module), WeakSet(modules))
         for each in modules:
             each.join_engine(running)
+        if any(each._sharded.config.keeps_params for each in modules):
+            _hook_optimizers()
+            _keeping.add(module)
         for listener in engine_listeners:
             listener(module)
     assert module._running is not None

@@ -85,6 +85,7 @@ class Group:
         self.prefetches: tuple[Sequence[weakref.ref[Group]], ...] = ((), ())
         self.unshards_in_backward = True
         self.is_last_backward = True
+        self.finalizes_by_hand = False
         self.reshards_after_backward = True
         self.keeps_part = arguments.part_mesh is not None and all(
             cut.parallel is None for cut in cuts
@@ -535,6 +536,7 @@ class StageState:
         self._state_ctx = self
         self.all_states = [self]
         self._fsdp_param_groups = [self]
+        self._fsdp_param_group = self  # torch 2.11
 
     def post_backward(self) -> None:
         """Nothing: the root does it."""

@@ -27,6 +27,13 @@ class UnshardHandle(TorchUnshardHandle):
                 group.unit.wait_unshard()
 
 
+class GradientReductionHandle:
+    """What :meth:`FSDPModule.finalize_backward` returns with ``async_op``."""
+
+    def wait(self) -> None:
+        """Nothing: the gradients are reduced, in order on the current stream."""
+
+
 class FSDPModule(TorchFSDPModule):
     """What a module can do after ``fully_shard(module)``.
 
@@ -117,15 +124,47 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: Called on a module that is not the root.
         """
-        group = self._fsdp_c_groups[0]
-        if group.running is None:
-            return
-        if not group.is_root:
-            raise RuntimeError(
-                "reset_iter_state() must be called on the root, the module that was "
-                f"called first, not on {type(self).__name__} inside it"
-            )
-        group.running.engine.reset()
+        group = self._root("reset_iter_state")
+        if group.running is not None:
+            group.running.engine.reset()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Let :meth:`finalize_backward` reduce what backwards without sync have kept.
+
+        A backward with gradient synchronization reduces by itself, in this mode too.
+
+        Args:
+            enabled: Whether ``finalize_backward`` may be called.
+
+        Raises:
+            RuntimeError: Called on a module that is not the root.
+        """
+        self._root("set_manual_backward_finalization").finalizes_by_hand = enabled
+
+    def finalize_backward(
+        self, *, async_op: bool = False
+    ) -> GradientReductionHandle | None:
+        """Reduce and free what the backwards of this step have kept.
+
+        All ranks must call it, with gradient synchronization enabled and after the last
+        of these backwards. Before the first forward it does nothing.
+
+        Args:
+            async_op: Return a handle, whose ``wait()`` has nothing left to do.
+
+        Raises:
+            RuntimeError: Called on a module that is not the root, without
+                :meth:`set_manual_backward_finalization`, or inside a step.
+        """
+        root = self._root("finalize_backward")
+        if root.running is not None:
+            if not root.finalizes_by_hand:
+                raise RuntimeError(
+                    "finalize_backward requires manual backward finalization. Call "
+                    "set_manual_backward_finalization(True) before forward"
+                )
+            root.running.engine.reduce_kept()
+        return GradientReductionHandle() if async_op else None
 
     # Settings --------------------------------------------------------------
 
@@ -287,6 +326,14 @@ class FSDPModule(TorchFSDPModule):
             enable: Ignored.
         """
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """No effect: whole parameters return to the same addresses in every step.
+
+        Args:
+            keep: Ignored.
+            recurse: Ignored.
+        """
+
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
@@ -419,6 +466,16 @@ class FSDPModule(TorchFSDPModule):
                 f"{len(self._fsdp_c_groups)} meshes"
             )
         return self._fsdp_c_groups[0]
+
+    def _root(self, method: str) -> Group:
+        """Return the module's group; before the first forward any may be the root."""
+        group = self._fsdp_c_groups[0]
+        if group.running is not None and not group.is_root:
+            raise RuntimeError(
+                f"{method} must be called on the root, the module that was called "
+                f"first, not on {type(self).__name__} inside it"
+            )
+        return group
 
     # The module --------------------------------------------------------------
 

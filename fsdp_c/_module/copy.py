@@ -37,6 +37,7 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
             f"unit {sharded.name!r} has parameters that are DTensors and cannot be "
             "copied: build the model again and load its state dict"
         )
+    sharded.unit.show_kept(False)
     with ExitStack() as stack:
         stack.enter_context(sharded.originals.shown())  # no flat parameters
         if sharded.buffers is not None:

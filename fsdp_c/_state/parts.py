@@ -204,6 +204,7 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             module._sharded.originals.check()
+            module._sharded.unit.show_kept(False)
             its_parts = unit_parts(module, clean_name(f"{name}.") if name else "")
             parts += its_parts
             known.update(part.param for part in its_parts)

@@ -75,6 +75,12 @@ class Config:
     # From the environment, see FULL_PRECISION_IN_EVAL.
     full_precision_in_eval: bool
 
+    @property
+    def keeps_params(self) -> bool:
+        """Whether parameters are whole between forward and backward."""
+        strategy = self.sharding_strategy
+        return strategy not in (*RESHARDING, ShardingStrategy.NO_SHARD)
+
     def make_unit(
         self, name: str, params: list[nn.Parameter], device: torch.device
     ) -> _native.Unit:

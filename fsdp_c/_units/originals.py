@@ -244,6 +244,7 @@ class Originals:
                     "wrapping it, or copy new values into the parameter inside "
                     "FullyShardedDataParallel.summon_full_params()"
                 )
+        self._unit.show_kept(False)
         for use in {use.slot: use for use in reversed(self.uses)}.values():
             now = new[use.slot]
             if now is not use.param:

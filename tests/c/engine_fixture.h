@@ -46,6 +46,7 @@ typedef struct model_options {
   fsdp_dtype reduce_dtype;  /* code 0: param_dtype */
   fsdp_dtype grad_dtype;    /* code 0: the master dtype */
   bool keeps_after_forward; /* as SHARD_GRAD_OP does */
+  bool shows_kept;          /* those are shown until backward */
   bool keeps_without_sync;  /* after a backward in no_sync */
   model_prefetch backward_prefetch;
   bool forward_prefetch;

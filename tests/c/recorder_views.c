@@ -28,6 +28,12 @@ static void mark_params(void *context, void *owner) {
   recorder_priv_write_line(context, "mark_params %O", owner);
 }
 
+static fsdp_status take_writes(void *context, void *owner, bool in_backward,
+                               fsdp_error *error) {
+  return recorder_priv_begin(context, FSDP_BACKEND, error, "take_writes %O%s",
+                             owner, in_backward ? " in backward" : "");
+}
+
 static bool params_changed(void *context, void *owner) {
   recorder *self = context;
   recorder_priv_write_line(context, "params_changed %O", owner);
@@ -193,6 +199,7 @@ fsdp_view_ops recorder_priv_view_ops(recorder *self) {
       .show_params = show_params,
       .take_params = take_params,
       .mark_params = mark_params,
+      .take_writes = take_writes,
       .params_changed = params_changed,
       .take_grads = take_grads,
       .take_full_grads = take_full_grads,

@@ -21,6 +21,14 @@ TEST(test_every_call_of_shard_grad_op_can_fail) {
   failures_every_call_of_steps(&options, NULL, failures_train);
 }
 
+TEST(test_every_call_of_units_that_stay_shown_can_fail) {
+  model_options options = {.keeps_after_forward = true,
+                           .shows_kept = true,
+                           .keeps_without_sync = true,
+                           .param_dtype = RECORDER_BF16};
+  failures_every_call_of_steps(&options, NULL, failures_train);
+}
+
 TEST(test_every_call_of_units_with_parts_can_fail) {
   model_options options = {
       .world_size = 4, .part_world_size = 2, .forward_prefetch = true};

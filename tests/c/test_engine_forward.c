@@ -71,6 +71,41 @@ TEST(test_stale_params_are_dropped) {
   PLAY("end");
 }
 
+/* What is kept stays shown until backward. What the user writes there is taken
+ * once: by backward, by the next forward, or when it is hidden. */
+TEST(test_shown_until_backward) {
+  model_options options = {.keeps_after_forward = true, .shows_kept = true};
+  fsdp_engine *engine;
+  model_start_tree(&m, &options, 1);
+  engine = m.engine;
+  PLAY("forward");
+  CHECK_SCHEDULE(
+      "all_gather root; show root unsharded; all_gather a; show a unsharded");
+  CHECK_TAPE_HAS("mark_params root;");
+  CHECK_TAPE_HAS("mark_params a;");
+  model_check_states(&m, FSDP_UNIT_UNSHARDED);
+  CHECK(fsdp_engine_shows_kept(engine));
+  CHECK(fsdp_unit_is_left_shown(m.units[1].unit));
+  PLAY("clear; backward");
+  CHECK_TAPE_HAS("take_writes root in backward;");
+  CHECK_TAPE_HAS("take_writes a in backward;");
+  CHECK_TAPE_LACKS("show a unsharded");
+  CHECK(!fsdp_engine_shows_kept(engine));
+  CHECK(!fsdp_unit_is_left_shown(m.units[1].unit));
+  PLAY("check_grads; forward; clear; forward"); /* its loss is dropped */
+  CHECK_TAPE_HAS("take_writes a; show a sharded;");
+  PLAY("clear");
+  CHECK_OK(fsdp_engine_show_kept(engine, false, NULL));
+  CHECK_TAPE_HAS("take_writes a; show a sharded; mark_params a");
+  PLAY("state a HIDDEN; clear");
+  CHECK_OK(fsdp_engine_show_kept(engine, true, NULL));
+  CHECK_TAPE_HAS("show a unsharded; mark_params a");
+  PLAY("state a UNSHARDED; clear; backward");
+  CHECK_TAPE_HAS("take_writes a in backward;");
+  CHECK_TAPE_LACKS("all_gather");
+  PLAY("check_grads; check_idle; end");
+}
+
 TEST(test_unit_called_twice_in_forward) {
   model_start_tree(&m, NULL, 1);
   PLAY("enter root; enter a; leave a; enter a; leave a; leave root");

@@ -249,6 +249,40 @@ def test_writes_between_steps(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
+def test_finalize_backward(rank: int, world_size: int) -> None:
+    """It reduces what backwards have kept; one that reduced leaves nothing to do."""
+    both = Rows.of("mlp")
+    both.model.set_manual_backward_finalization(True)
+    assert both.model.finalize_backward() is None  # before the first forward
+    for async_op in (True, False):
+        both.model.set_requires_gradient_sync(False)
+        both.forward_backward()
+        both.forward_backward()
+        both.model.set_requires_gradient_sync(True)
+        handle = both.model.finalize_backward(async_op=async_op)
+        assert (handle is not None) == async_op
+        if handle is not None:
+            handle.wait()
+        both.check()
+        both.step()
+    both.forward_backward()
+    both.model.finalize_backward()
+    both.check()
+    both.model.set_manual_backward_finalization(False)
+    with pytest.raises(RuntimeError, match="requires manual backward finalization"):
+        both.model.finalize_backward()
+    block: Any = next(
+        m for m in both.model.modules() if type(m).__name__ == "FSDPBlock"
+    )
+    for method in (
+        block.finalize_backward,
+        lambda: block.set_manual_backward_finalization(True),
+    ):
+        with pytest.raises(RuntimeError, match="must be called on the root"):
+            method()
+
+
+@distributed(world_size=2)
 def test_gradients_that_the_user_sets(rank: int, world_size: int) -> None:
     """Backward adds to them; cleared ones start anew."""
     both = Rows.of("mlp")

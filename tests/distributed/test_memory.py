@@ -290,19 +290,21 @@ def test_arena_of_shard_grad_op(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=(2, 3))
-def test_what_is_kept_for_backward_is_hidden(rank: int, world_size: int) -> None:
-    """Between forward and backward it is held, but parameters show the shards."""
+def test_what_is_kept_for_backward(rank: int, world_size: int) -> None:
+    """Between forward and backward it is held, and parameters show it."""
     depth = 4
     nbytes = _block_nbytes(Block(6, 10).parameters(), world_size)
     (x,) = vectors(generator(rank))
     model = _chain(depth, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     before = [(p.data_ptr(), p.shape) for p in model.parameters()]
+    whole = [p.shape for p in Block(6, 10).parameters()] * depth
     for _ in range(2):
         loss = loss_of(model(x))
         assert _memory_stats(model)["held_nbytes"] == depth * nbytes
-        assert [(p.data_ptr(), p.shape) for p in model.parameters()] == before
+        assert [p.shape for p in model.parameters()] == whole
         loss.backward()
         assert _memory_stats(model)["held_nbytes"] == 0
+        assert [(p.data_ptr(), p.shape) for p in model.parameters()] == before
 
 
 @pytest.mark.cpu_only("the scratch is gloo's")

@@ -107,6 +107,10 @@ def test_kept_gradients_stay_what_they_were(use_orig_params: bool) -> None:
         assert value.any()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"),
+    reason="torch 2.11 cannot refuse to read freed memory: it crashes",
+)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=2)
 def test_a_view_kept_from_forward_cannot_be_read(strategy: str) -> None:

@@ -5,10 +5,13 @@ accelerate's wheel contains scripts that its authors run on GPUs with torch's FS
 starts them. What they would download comes from offline/ and from a model made here.
 """
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.distributed import distributed
+from helpers.groups import groups_destroyed
+from helpers.hf_process import launched
 from helpers.hf_training import cases
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -28,6 +34,7 @@ YAML = EXAMPLES / "hf_accelerate.yaml"
 WRAPPED = "wrapped in: fsdp_c"
 
 FSDP_C_LAUNCH = ("-m", "fsdp_c", "launch")
+TIMEOUT_S = 300
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -103,20 +110,56 @@ def _accelerate_launch(*words: str | Path) -> list[str | Path]:
     return [*FSDP_C_LAUNCH, "accelerate", "launch", *words]
 
 
-def test_accelerate_example(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Three steps, and with ``--full`` one more after --resume."""
-    script = EXAMPLES / "hf_accelerate.py"
+TELL = """
+import json, os
+with open(os.environ["RANK"], "w") as file:
+    json.dump(dict(os.environ), file)
+"""
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> dict[str, str]:
+    """What the launcher and the example's YAML make of the environment of rank 0."""
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
     launch = _accelerate_launch("--config_file", YAML, "--main_process_port", "0")
-    whole = _run([*launch, script, "--steps", "3", "--out", "whole"], tmp_path)
-    assert WRAPPED in whole, whole[-3000:]
-    assert len(_losses(whole)) == 3
-    assert (tmp_path / "whole" / "model" / "model.safetensors").is_file()
-    if not pytestconfig.getoption("--full"):
-        return
-    more = [*launch, script, "--steps", "4", "--out", "whole", "--resume"]
-    resumed = _run(more, tmp_path)
-    assert len(_losses(resumed)) == 1
-    assert re.search(r"step 4 loss", resumed)
+    _run([*launch, script], tmp_path)
+    first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
+    assert first["FSDP_C_INSTALL"] == second["FSDP_C_INSTALL"] == "1"
+    assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
+    prefixes = ("ACCELERATE_", "FSDP_")
+    ours = {name: first[name] for name in first if name.startswith(prefixes)}
+    assert ours.items() <= second.items()
+    del ours["FSDP_C_INSTALL"]  # `launched` installs
+    return ours
+
+
+@distributed(world_size=2, timeout_s=TIMEOUT_S, device="cpu")
+def test_accelerate_example(rank: int, told: dict[str, str], tmp_path: Path) -> None:
+    """Three steps, and one more after --resume, in processes that have transformers."""
+    out = tmp_path / "whole"
+
+    def run(*words: str) -> str:
+        output = io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            groups_destroyed(),
+            # The process group is the test worker's, and stays.
+            launched(rank, 2, **told, FORK_LAUNCHED="1"),
+            contextlib.redirect_stdout(output),
+        ):
+            patch.setattr(sys, "argv", ["example", *words, "--out", str(out)])
+            runpy.run_path(str(EXAMPLES / "hf_accelerate.py"), run_name="__main__")
+        return output.getvalue()
+
+    whole = run("--steps", "3")
+    resumed = run("--steps", "4", "--resume")
+    assert (out / "model" / "model.safetensors").is_file()
+    if rank == 0:
+        assert WRAPPED in whole
+        assert len(_losses(whole)) == 3
+        assert len(_losses(resumed)) == 1
+        assert "step 4 loss" in resumed
 
 
 @pytest.mark.only_full

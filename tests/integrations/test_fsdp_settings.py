@@ -1,4 +1,7 @@
-"""How accelerate's plugin and the Trainer's fsdp_config are read while installed."""
+"""How accelerate's plugin and the Trainer's fsdp_config are read while installed.
+
+transformers is imported by the tests: every process that collects them would wait.
+"""
 
 import re
 from collections.abc import Iterator
@@ -11,12 +14,6 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-from transformers import (
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    T5ForConditionalGeneration,
-    TrainingArguments,
-)
 
 from fsdp_c.integrations import huggingface
 from fsdp_c.integrations.huggingface import _trainer_arguments
@@ -142,15 +139,18 @@ def test_other_errors_of_the_plugin_come_through() -> None:
 # fsdp_config -----------------------------------------------------------------
 
 
+def _arguments(tmp_path: Path, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        str(tmp_path), **{"fsdp": True, "use_cpu": True, "report_to": [], **options}
+    )
+
+
 def _plugin(tmp_path: Path, **config: Any) -> FullyShardedDataParallelPlugin:
     fsdp = config.pop("fsdp", True)
-    arguments = TrainingArguments(
-        str(tmp_path),
-        fsdp=fsdp,
-        fsdp_config={"version": 1, **config},
-        use_cpu=True,
-        report_to=[],
-    )
+    config = {"version": 1, **config}
+    arguments = _arguments(tmp_path, fsdp=fsdp, fsdp_config=config)
     return FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
 
 
@@ -223,20 +223,16 @@ def test_version_2_of_the_trainer(
 
 
 def test_version_2_is_the_default(tmp_path: Path) -> None:
-    arguments = TrainingArguments(str(tmp_path), fsdp=True, use_cpu=True, report_to=[])
-    assert arguments.fsdp_plugin_args["fsdp_version"] == 2
+    assert _arguments(tmp_path).fsdp_plugin_args["fsdp_version"] == 2
 
 
 def test_xla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"xla": True, "xla_fsdp_settings": {}}
     with pytest.raises(ImportError, match="torch_xla, whose own class then wraps"):
-        TrainingArguments(str(tmp_path), fsdp=True, fsdp_config=config)
+        _arguments(tmp_path, fsdp_config=config)
     # With torch_xla, the Trainer wraps with its class; nothing is for accelerate.
     monkeypatch.setattr(_trainer_arguments, "find_spec", lambda name: name)
-    arguments = TrainingArguments(
-        str(tmp_path), fsdp=True, fsdp_config=config, use_cpu=True
-    )
-    assert arguments.fsdp_plugin_args is None
+    assert _arguments(tmp_path, fsdp_config=config).fsdp_plugin_args is None
 
 
 def test_processes_without_a_group(
@@ -248,6 +244,12 @@ def test_processes_without_a_group(
 
 
 def test_models_that_ignore_the_count() -> None:
+    from transformers import (
+        GPT2LMHeadModel,
+        LlamaForCausalLM,
+        T5ForConditionalGeneration,
+    )
+
     assert ignores_count(T5ForConditionalGeneration.forward)
     assert not ignores_count(LlamaForCausalLM.forward)
     assert not ignores_count(GPT2LMHeadModel.forward)

@@ -247,12 +247,12 @@ static double shard_launch_seconds(const fsdp_counting_device *self,
     return launch_seconds(&self->host_link, num_ranks,
                           wire * (double)num_local);
   }
-  const double num_hosts = (double)(num_ranks / num_local);
+  const int64_t num_hosts = num_ranks / num_local;
   const double payload = wire * (double)num_ranks / (double)(num_ranks - 1);
   return launch_seconds(&self->shard_link, num_local,
                         payload * (1 - 1 / (double)num_local)) +
-         launch_seconds(&self->host_link, num_ranks / num_local,
-                        payload * (1 - 1 / num_hosts));
+         launch_seconds(&self->host_link, num_hosts,
+                        payload * (1 - 1 / (double)num_hosts));
 }
 
 static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
@@ -376,6 +376,12 @@ static void mark_params(void *context, void *owner) {
   fsdp_counting_device *self = context;
   (void)owner;
   self->params_changed = false;
+}
+
+static fsdp_status take_writes(void *context, void *owner, bool in_backward,
+                               fsdp_error *error) {
+  (void)context, (void)owner, (void)in_backward, (void)error;
+  return FSDP_OK;
 }
 
 static bool params_changed(void *context, void *owner) {
@@ -511,6 +517,7 @@ fsdp_view_ops fsdp_counting_device_views(fsdp_counting_device *device) {
       .show_params = show_params,
       .take_params = take_params,
       .mark_params = mark_params,
+      .take_writes = take_writes,
       .params_changed = params_changed,
       .take_grads = take_grads,
       .take_full_grads = take_full_grads,

@@ -17,7 +17,8 @@ fsdp_host_layout fsdp_host_layout_of(const char *const *hosts,
   for (int64_t rank = 0; rank < world_size; rank++) {
     if (!is_seen(hosts, rank)) layout.num_hosts++;
   }
-  if (world_size % layout.num_hosts != 0) return layout;
+  if (layout.num_hosts == 0 || world_size % layout.num_hosts != 0)
+    return layout;
   const int64_t num_local = world_size / layout.num_hosts;
   for (int64_t rank = 0; rank < world_size; rank++) {
     const int64_t first = rank - rank % num_local;

@@ -70,6 +70,13 @@ typedef struct fsdp_view_ops {
    * through `param.data` is not seen. */
   void (*mark_params)(void *context, void *owner);
   bool (*params_changed)(void *context, void *owner);
+  /* Of parameters that have been views of UNSHARDED or FULL since mark_params:
+   * copies what the user wrote into them since, or put in the place of their
+   * memory, to the shards, on COMPUTE; the next take_params says so.
+   * `in_backward`: an error for the second, since autograd's graph has the old
+   * memory. */
+  fsdp_status (*take_writes)(void *context, void *owner, bool in_backward,
+                             fsdp_error *error);
   /* Gradients.
    * take_grads takes the ones that the user sees off the parameters before a
    * backward writes new ones. A gradient that is not the engine's own view is

@@ -4,6 +4,7 @@
 static void open_backward(fsdp_engine *engine) {
   if (engine->in_backward) return;
   engine->in_backward = true;
+  engine->shows_kept = false;
   engine->has_entered = false;
   fsdp_order_begin_backward(engine->order);
 }
@@ -14,9 +15,20 @@ static fsdp_status enter_backward(fsdp_unit *unit, fsdp_error *error) {
 
   open_backward(unit->engine);
   if (unit->step.entered_backward) return FSDP_OK;
+  FSDP_TRY(fsdp_unit_priv_take_writes(unit, true, error));
   FSDP_TRY(fsdp_unit_priv_take_user_grads(unit, error));
   unit->step.entered_backward = true;
 done:
+  return status;
+}
+
+fsdp_status fsdp_unit_enter_backward(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_LOCAL_ERROR(local);
+  FSDP_TRY(fsdp_unit_priv_check(unit, &local));
+  FSDP_TRY(enter_backward(unit, &local));
+done:
+  if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
 }
 

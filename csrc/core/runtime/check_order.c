@@ -48,8 +48,8 @@ static const char *const obstacle_texts[] = {
     [OBSTACLE_NONE] = "",
     [OBSTACLE_FIRST_ITERATION] = " in the first iteration",
     [OBSTACLE_UNITS] =
-        ", since some units have shards and replicas, parts, extensions or "
-        "another process group",
+        (", since some units have shards and replicas, parts, extensions or "
+         "another process group"),
     [OBSTACLE_PHASE] = ": some ranks are in backward, others are not",
     [OBSTACLE_HISTORY] = ": some ranks left an earlier step by an exception",
     [OBSTACLE_FROZEN] = " and train the same parameters",

@@ -119,7 +119,7 @@ fsdp_status fsdp_engine_priv_end_phase(fsdp_engine *engine, fsdp_error *error) {
   const fsdp_priv_next next = {.op = FSDP_OP_END,
                                .detail = kinds == NULL ? "" : kinds};
   FSDP_TRY(fsdp_engine_priv_agree(engine, &next, &turn, error));
-  if (turn.kind == FSDP_TURN_UNITE) {
+  if (kinds != NULL && turn.kind == FSDP_TURN_UNITE) {
     FSDP_TRY(unite_grads(engine, kinds, error));
   }
 done:

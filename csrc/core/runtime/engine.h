@@ -82,6 +82,22 @@ typedef struct fsdp_segment_options {
  * reductions their group.
  */
 
+/*
+ * Note [Shown until backward]
+ * A unit that does not reshard after forward shows its whole parameters until
+ * its backward, so that a penalty on weights is of all of them, as in FSDP1.
+ * There the shards are other objects; here they are the same. So:
+ *   - What the user writes into parameters there goes into the shards when the
+ *     unit enters backward, or is hidden or resharded before. Replacing their
+ *     memory or the module's attribute is an error in backward, as in FSDP1.
+ *   - Whoever needs the shards there (an optimizer's step, a state dict) hides
+ *     the parameters first: fsdp_engine_show_kept(). Backward goes on with the
+ *     block.
+ *   - Gradients stay those of the shards, so that zero_grad() clears them. They
+ *     are taken away before a whole one accumulates:
+ * fsdp_unit_enter_backward().
+ */
+
 typedef struct fsdp_unit_options {
   const char *name; /* for messages; copied */
   void *owner;      /* the token of the view_ops */
@@ -96,8 +112,8 @@ typedef struct fsdp_unit_options {
       reshards_as_root; /* false: the outermost unit keeps its parameters
                            after forward, whatever reshard_after_forward says */
   bool reshard_after_backward_without_sync;
-  bool shows_kept; /* parameters that are kept for backward stay shown: the user
-                      has other objects for the shards */
+  bool shows_kept; /* parameters that are kept for backward stay shown until
+                      then; but see fsdp_engine_show_kept() */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   /* Gradients are multiplied by prescale before the reduction and by
@@ -258,6 +274,16 @@ FSDP_NODISCARD fsdp_status fsdp_unit_wait_unshard(fsdp_unit *unit,
 FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
                                              fsdp_error *error);
 
+/* Shows the shards of units whose parameters a forward left shown, with what
+ * the user wrote into those, or with `shows` those parameters again. Backward
+ * goes on with them in any case. Nothing happens inside forward or backward. */
+FSDP_NODISCARD fsdp_status fsdp_engine_show_kept(fsdp_engine *engine,
+                                                 bool shows, fsdp_error *error);
+/* Whether a forward left the unit's parameters shown. */
+bool fsdp_unit_is_left_shown(const fsdp_unit *unit);
+/* Whether it did of some unit, and backward has not begun. */
+bool fsdp_engine_shows_kept(const fsdp_engine *engine);
+
 /* Whether the port's reduce_hook stands for the unit's reductions; it scales
  * as it sees fit. */
 void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
@@ -297,6 +323,13 @@ FSDP_NODISCARD fsdp_status fsdp_unit_post_forward(fsdp_unit *unit,
  * expects no backward. (A recomputation often ends so, when it has all that it
  * needs; the unit then stays unsharded.) Cannot fail. */
 void fsdp_unit_abandon_forward(fsdp_unit *unit, bool in_backward);
+
+/* The unit's first event in a backward, which it opens if it is the first:
+ * takes the gradients that the user sees away. Nothing happens later.
+ * pre_backward and grad_ready begin with it; a gradient that accumulates before
+ * them must come after it. */
+FSDP_NODISCARD fsdp_status fsdp_unit_enter_backward(fsdp_unit *unit,
+                                                    fsdp_error *error);
 
 /* pre_backward: unshards for the unit's backward, prefetches the next one. The
  * first call of a backward opens it. */

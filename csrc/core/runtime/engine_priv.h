@@ -165,7 +165,8 @@ struct fsdp_unit {
   fsdp_sync sync;          /* engine.c: what its backward does */
   double divisor;          /* engine.c: of gradients; 0: the number of ranks */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */
-  bool is_followed;        /* engine.c: the port acts after each reduction */
+  bool is_left_shown; /* unshard.c: UNSHARDED since a forward, until backward */
+  bool is_followed;   /* engine.c: the port acts after each reduction */
 
   /* summon.c */
   bool is_summoned;
@@ -201,6 +202,7 @@ struct fsdp_engine {
 
   bool checks_order; /* check_order.c */
   bool ran_forward;  /* forward.c, backward.c: since the last backward */
+  bool shows_kept;   /* unshard.c, backward.c: some unit was left shown */
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
@@ -404,6 +406,13 @@ FSDP_NODISCARD fsdp_status fsdp_unit_priv_part(fsdp_unit *unit,
  * happens in other states, or to a resident unit. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit,
                                                fsdp_error *error);
+/* UNSHARDED, at the end of a forward: its parameters stay shown, for the user
+ * to read until backward. Nothing happens to others. */
+void fsdp_unit_priv_leave_shown(fsdp_unit *unit);
+/* Ends that: what the user wrote into the parameters goes into the shards. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_take_writes(fsdp_unit *unit,
+                                                      bool in_backward,
+                                                      fsdp_error *error);
 /* Of a unit without a block: the parameters have the shapes that they have
  * unsharded, and no memory, until an unshard or hide_shapes. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_show_shapes(fsdp_unit *unit,

@@ -26,6 +26,7 @@ static fsdp_status begin_iteration(fsdp_unit *root, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
 
   FSDP_TRY(drop_stale_params(engine, error));
+  engine->shows_kept = false;
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit_priv_drop_cleared_grads(engine->units[i]);
   }
@@ -44,7 +45,7 @@ done:
 }
 
 /* The outermost unit leaves: unused prefetches are dropped, blocks kept for
- * backward are hidden if they share objects with the shards. The user may write
+ * backward stay shown or are hidden. The user may write
  * the shards on the host next, so the host waits for the uploads, unless a
  * backward follows, which does. */
 static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
@@ -56,8 +57,11 @@ static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
     if (fsdp_unit_state_is_in_flight(unit->state)) {
       FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
-    if (unit->options.shows_kept) continue;
-    FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+    if (unit->options.shows_kept) {
+      fsdp_unit_priv_leave_shown(unit);
+    } else {
+      FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+    }
   }
   if (!expects_backward) FSDP_TRY(fsdp_engine_join_host(engine, error));
 done:

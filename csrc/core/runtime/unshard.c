@@ -414,6 +414,22 @@ done:
   return status;
 }
 
+void fsdp_unit_priv_leave_shown(fsdp_unit *unit) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  if (unit->state != FSDP_UNIT_UNSHARDED || unit->is_resident) return;
+  views->mark_params(views->context, unit->options.owner);
+  unit->is_left_shown = unit->engine->shows_kept = true;
+}
+
+fsdp_status fsdp_unit_priv_take_writes(fsdp_unit *unit, bool in_backward,
+                                       fsdp_error *error) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  if (!unit->is_left_shown) return FSDP_OK;
+  unit->is_left_shown = false;
+  return views->take_writes(views->context, unit->options.owner, in_backward,
+                            error);
+}
+
 /* PARTED -> SHARDED. */
 static fsdp_status drop_parts(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_view_ops *views = &unit->engine->views;
@@ -476,6 +492,8 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
   if (!was_used && !fsdp_unit_state_is_in_flight(unit->state)) {
     return fsdp_unit_priv_check(unit, error);
   }
+  status = fsdp_unit_priv_take_writes(unit, false, error);
+  if (status != FSDP_OK) return status; /* nothing has changed */
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(unit->engine, FSDP_TIMELINE_RESHARD);
   if (!unit->is_resident) {
@@ -521,6 +539,8 @@ fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
   FSDP_LOCAL_ERROR(local);
 
   if (unit->state != FSDP_UNIT_UNSHARDED || unit->is_resident) return FSDP_OK;
+  status = fsdp_unit_priv_take_writes(unit, false, error);
+  if (status != FSDP_OK) return status; /* nothing has changed */
   FSDP_TRY(views->show_params(views->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, &local));
   views->mark_params(views->context, unit->options.owner);
@@ -528,6 +548,33 @@ fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
 done:
   if (status != FSDP_OK) fsdp_unit_priv_fail(unit, &local, error);
   return status;
+}
+
+fsdp_status fsdp_engine_show_kept(fsdp_engine *engine, bool shows,
+                                  fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (engine->depth > 0 || engine->in_backward) return FSDP_OK;
+  engine->shows_kept = false;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    fsdp_unit *unit = engine->units[i];
+    if (!shows && unit->is_left_shown) {
+      FSDP_TRY(fsdp_unit_priv_hide(unit, error));
+    } else if (shows && unit->options.shows_kept &&
+               unit->state == FSDP_UNIT_HIDDEN) {
+      FSDP_TRY(fsdp_unit_priv_wait_unshard(unit, error));
+      fsdp_unit_priv_leave_shown(unit);
+    }
+  }
+done:
+  return status;
+}
+
+bool fsdp_unit_is_left_shown(const fsdp_unit *unit) {
+  return unit->is_left_shown;
+}
+
+bool fsdp_engine_shows_kept(const fsdp_engine *engine) {
+  return engine->shows_kept && !engine->in_backward;
 }
 
 fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,

@@ -5,8 +5,9 @@
  *   SHARDED      none   the shard       at rest
  *   PREFETCHED   held   the shard       an all-gather was issued ahead of use
  *   UNSHARDING   held   the shard       an all-gather was issued for use now
- *   UNSHARDED    held   the block       the module may run
- *   HIDDEN       held   the shard       kept after forward, for backward
+ *   UNSHARDED    held   the block       the module may run; or kept after
+ *                                       forward, for backward
+ *   HIDDEN       held   the shard       likewise kept
  *   KEPT         held   the shard       kept after a backward without sync, for
  *                                       the next micro-batch
  *   PARTED       none   the shard       a part of the block is kept for

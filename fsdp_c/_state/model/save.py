@@ -117,6 +117,7 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
                 "the middle of one, call fsdp_c.reset(model) first"
             )
         each._sharded.originals.check()
+        each._sharded.unit.show_kept(False)
     return modules
 
 
@@ -152,6 +153,8 @@ def save(
         if isinstance(each, ShardedModule)
     }
     with torch.no_grad(), ExitStack() as stack:
+        # A loss that is there already may use them.
+        stack.callback(module._sharded.unit.show_kept, True)
         summons = _find_summons(modules, kinds)
         for each in modules:
             originals = each._sharded.originals
