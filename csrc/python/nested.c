@@ -263,21 +263,24 @@ PyObject *fsdp_nested_map(const module_state *state, PyObject *object,
 /* Visit -------------------------------------------------------------------- */
 
 /* Note [Objects as outputs]
- * A forward may return an object of the user's own that holds tensors. They are
- * looked for in its attributes (`__dict__` and `__slots__`), and in what these
- * hold, without running code of the object's class. Such objects lead anywhere,
- * so inside them everything is visited once and no more than MAX_SEEN things
- * are; modules are passed by, and so are leaf tensors, whose gradients lead
- * nowhere: parameters are among them. */
+ * A forward may return an object that holds tensors: of the user's own class, a
+ * deque, an iterator, a closure. They are looked for in what the object refers
+ * to, as the garbage collector sees it (`tp_traverse`): attributes, slots,
+ * items, the variables of a generator. No code of the object's class runs. Such
+ * objects lead anywhere, so inside them everything is visited once and no more
+ * than MAX_SEEN things are. Passed by are modules, of Python and of torch;
+ * frames, and of a function its globals, which lead to all of the program; and
+ * leaf tensors, whose gradients lead nowhere: parameters are among them. */
 enum { MAX_SEEN = 10000 };
 
 typedef struct visitor {
   const module_state *state;
   fsdp_nested_visit_fn visit;
   void *context;
-  int num_objects; /* entered now; 0: only containers lead here */
-  PyObject *seen;  /* dict of address: object, kept alive; NULL: none yet */
-  bool is_cut;     /* there was more than MAX_SEEN */
+  int num_objects;  /* entered now; 0: only containers lead here */
+  int num_extended; /* containers with attributes, entered now */
+  PyObject *seen;   /* dict of address: object, kept alive; NULL: none yet */
+  bool is_cut;      /* there was more than MAX_SEEN */
 } visitor;
 
 static int visit_object(visitor *self, PyObject *object);
@@ -350,71 +353,52 @@ static int is_new(visitor *self, PyObject *object) {
   return result;
 }
 
-/* The values of the slots that `type` itself declares. */
-static int visit_slots(visitor *self, PyObject *object, PyTypeObject *type) {
-  int status = -1;
-  PyObject *values = NULL;
-  PyObject *names = PyObject_GetAttrString((PyObject *)type, "__dict__");
-  if (names == NULL) return -1;
-  const int has_slots = PyMapping_HasKeyString(names, "__slots__");
-  if (!has_slots) {
-    status = 0;
-    goto done;
+static int append_referent(PyObject *referent, void *referents) {
+  return PyList_Append(referents, referent);
+}
+
+/* What `object` refers to as a new list, or NULL with an exception. */
+static PyObject *referents_of(PyObject *object) {
+  PyObject *referents = PyList_New(0);
+  if (referents == NULL || !PyObject_IS_GC(object) || PyFrame_Check(object) ||
+      PyModule_Check(object)) {
+    return referents;
   }
-  values = PyMapping_Values(names);
-  if (values == NULL) goto done;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
-    PyObject *descriptor = PyList_GET_ITEM(values, i); /* borrowed; list ours */
-    if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) continue;
-    PyObject *value =
-        Py_TYPE(descriptor)->tp_descr_get(descriptor, object, (PyObject *)type);
-    if (value == NULL) {
-      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) goto done;
-      PyErr_Clear(); /* not set */
-      continue;
+  int status = 0;
+  if (PyFunction_Check(object)) {
+    PyObject *held[] = {PyFunction_GetClosure(object), /* all borrowed */
+                        PyFunction_GetDefaults(object),
+                        PyFunction_GetKwDefaults(object)};
+    for (size_t i = 0; status == 0 && i < sizeof held / sizeof *held; i++) {
+      if (held[i] != NULL) status = PyList_Append(referents, held[i]);
     }
-    const int visited = visit_object(self, value);
-    Py_DECREF(value);
-    if (visited < 0) goto done;
+  } else if (Py_TYPE(object)->tp_traverse != NULL) {
+    status = Py_TYPE(object)->tp_traverse(object, append_referent, referents);
   }
-  status = 0;
-done:
-  Py_XDECREF(values);
-  Py_DECREF(names);
-  return status;
+  if (status != 0) Py_CLEAR(referents);
+  return referents;
 }
 
 /* Any object: see Note [Objects as outputs]. */
-static int visit_attributes(visitor *self, PyObject *object) {
+static int visit_referents(visitor *self, PyObject *object) {
   int status = PyObject_IsInstance(object, self->state->nn_module);
-  if (status != 0 || PyModule_Check(object)) return status < 0 ? -1 : 0;
+  if (status != 0) return status < 0 ? -1 : 0;
   if (self->num_objects == 0) { /* else visit_object has asked */
     status = is_new(self, object);
     if (status <= 0) return status;
   }
+  PyObject *referents = referents_of(object);
+  if (referents == NULL) return -1;
   self->num_objects++;
-  PyObject *attributes = PyObject_GenericGetDict(object, NULL);
-  if (attributes != NULL) {
-    status = visit_mapping(self, attributes);
-    Py_DECREF(attributes);
-  } else {
-    PyErr_Clear(); /* it has none */
-    status = 0;
-  }
-  PyObject *types = Py_TYPE(object)->tp_mro; /* borrowed; a tuple */
-  for (Py_ssize_t i = 0; status >= 0 && i < PyTuple_GET_SIZE(types); i++) {
-    PyTypeObject *type = (PyTypeObject *)PyTuple_GET_ITEM(types, i);
-    if (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)) {
-      status = visit_slots(self, object, type);
-    }
-  }
+  status = visit_list(self, referents);
   self->num_objects--;
+  Py_DECREF(referents);
   return status;
 }
 
 /* A dataclass, a mapping that is no dict, or any other object. */
 static int visit_other(visitor *self, PyObject *object) {
-  if (self->num_objects > 0) return visit_attributes(self, object);
+  if (self->num_objects > 0) return visit_referents(self, object);
   PyObject *names = get_dataclass_names(self->state, object);
   if (names != NULL) {
     const int status = visit_dataclass(self, object, names);
@@ -425,26 +409,15 @@ static int visit_other(visitor *self, PyObject *object) {
   const int is_mapping = PyObject_IsInstance(object, self->state->mapping);
   if (is_mapping < 0) return -1;
   return is_mapping ? visit_mapping(self, object)
-                    : visit_attributes(self, object);
-}
-
-/* A dict that is a dataclass too holds its fields as items (Hugging Face's
- * ModelOutput), or, when it has no items, as attributes. */
-static int visit_dict(visitor *self, PyObject *object) {
-  if (PyDict_GET_SIZE(object) == 0 && !PyDict_CheckExact(object)) {
-    PyObject *names = get_dataclass_names(self->state, object);
-    if (names == NULL) return PyErr_Occurred() ? -1 : 0;
-    const int status = visit_dataclass(self, object, names);
-    Py_DECREF(names);
-    return status;
-  }
-  return visit_mapping(self, object);
+                    : visit_referents(self, object);
 }
 
 static int visit_tensor(visitor *self, PyObject *tensor) {
-  if (self->num_objects > 0) {
+  if (self->num_objects > 0 || self->num_extended > 0) {
     const int is_first = is_new(self, tensor);
     if (is_first <= 0) return is_first;
+  }
+  if (self->num_objects > 0) {
     PyObject *is_leaf = PyObject_GetAttrString(tensor, "is_leaf");
     if (is_leaf == NULL) return -1;
     Py_DECREF(is_leaf);
@@ -453,15 +426,38 @@ static int visit_tensor(visitor *self, PyObject *tensor) {
   return self->visit(tensor, self->context);
 }
 
+/* The items of a container and, where its class is a subclass with a `__dict__`
+ * (Hugging Face's ModelOutput), its attributes: often the same tensors. */
+static int visit_extended(visitor *self, PyObject *object,
+                          int (*visit_items)(visitor *, PyObject *)) {
+  PyObject *attributes = PyObject_GenericGetDict(object, NULL);
+  if (attributes == NULL) {
+    PyErr_Clear(); /* it has none */
+    return visit_items(self, object);
+  }
+  self->num_extended++;
+  int status = visit_items(self, object);
+  self->num_extended--;
+  self->num_objects++;
+  if (status == 0) status = visit_mapping(self, attributes);
+  self->num_objects--;
+  Py_DECREF(attributes);
+  return status;
+}
+
 static int visit_object(visitor *self, PyObject *object) {
   int (*visit_container)(visitor *, PyObject *) = visit_other;
+  bool is_extended = false;
 
   if (PyTuple_Check(object)) {
     visit_container = visit_tuple;
+    is_extended = !PyTuple_CheckExact(object);
   } else if (PyList_Check(object)) {
     visit_container = visit_list;
+    is_extended = !PyList_CheckExact(object);
   } else if (PyDict_Check(object)) {
-    visit_container = visit_dict;
+    visit_container = visit_mapping;
+    is_extended = !PyDict_CheckExact(object);
   } else if (PyAnySet_Check(object)) {
     visit_container = visit_set;
   } else if (is_atom(object)) {
@@ -476,7 +472,8 @@ static int visit_object(visitor *self, PyObject *object) {
   if (Py_EnterRecursiveCall(" while reading the outputs of a forward")) {
     return -1;
   }
-  const int status = visit_container(self, object);
+  const int status = is_extended ? visit_extended(self, object, visit_container)
+                                 : visit_container(self, object);
   Py_LeaveRecursiveCall();
   return status;
 }

@@ -1,6 +1,8 @@
-"""Outputs that are objects of the user's own: their tensors are found."""
+"""Outputs that are any objects: the tensors that they refer to are found."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +46,9 @@ class _Slots(_Base):
         super().__init__(logits)
         self.hidden = hidden
 
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.hidden, self.logits
+
 
 class _Holder:
     """Objects in an object, in a cycle; the module that made them as well."""
@@ -66,6 +71,18 @@ class _Raises:
         raise RuntimeError(name)
 
 
+class _List(list):  # type: ignore[type-arg]
+    """One tensor as an item, both as attributes."""
+
+    def __init__(self, hidden: Tensor, logits: Tensor) -> None:
+        super().__init__([hidden])
+        self.hidden, self.logits = hidden, logits
+
+
+def _generate(*tensors: Tensor) -> Iterator[Tensor]:
+    yield from tensors
+
+
 def _pack(kind: str, module: nn.Module, hidden: Tensor, logits: Tensor) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "plain": lambda: _Plain(hidden, logits),
@@ -76,6 +93,15 @@ def _pack(kind: str, module: nn.Module, hidden: Tensor, logits: Tensor) -> Any:
         "distribution": lambda: torch.distributions.Normal(
             hidden, logits.square() + 1, validate_args=False
         ),
+        "deque": lambda: deque([hidden, logits]),
+        "iterator": lambda: zip([hidden], [logits], strict=True),
+        "generator": lambda: _generate(hidden, logits),
+        "function": lambda: lambda: (hidden, logits),
+        "method": lambda: _Slots(hidden, logits).pair,
+        "partial": lambda: partial(torch.stack, (hidden, logits)),
+        "exception": lambda: ValueError(hidden, logits),
+        "view": {"hidden": hidden, "logits": logits}.values,
+        "list": lambda: _List(hidden, logits),
     }
     return made[kind]()
 
@@ -87,12 +113,26 @@ def _unpack(kind: str, output: Any) -> tuple[Tensor, Tensor]:
         output = output.inner[0]
     if kind == "distribution":
         return output.loc, output.scale
+    if kind == "exception":
+        output = output.args
+    if kind == "iterator":
+        output = next(output)
+    if kind in CALLED:
+        output = output()
+    if kind in PAIRS:
+        hidden, logits = output
+        return hidden, logits
     if isinstance(output, _Plain):
         return output.hidden, output.rest["logits"][0]
     return output.hidden, output.logits
 
 
-KINDS = ("plain", "slots", "cycle", "raises", "in a tuple", "distribution")
+CALLED = ("function", "method", "partial")
+PAIRS = ("deque", "iterator", "generator", "exception", "view", *CALLED)
+KINDS = (
+    *("plain", "slots", "cycle", "raises", "in a tuple", "distribution", "list"),
+    *PAIRS,
+)
 
 
 class _Block(nn.Module):
@@ -210,3 +250,25 @@ def test_leaves_are_not_hooked() -> None:
         assert given._backward_hooks is None
         assert len(loss._backward_hooks) == 1
         loss.backward()
+
+
+@distributed(world_size=2)
+def test_a_tensor_found_twice_is_hooked_once() -> None:
+    """As an item and as an attribute of one container."""
+    model = fsdp(_Fixed(lambda loss: _List(loss, loss)), use_orig_params=True)
+    loss = model(torch.ones(4)).logits
+    assert len(loss._backward_hooks) == 1
+
+
+@distributed(world_size=2)
+def test_functions_do_not_lead_to_the_program() -> None:
+    """Their globals are passed by, and so are frames: all else is soon visited."""
+
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        fail()
+    for value in (_pack, caught.value, caught.value.__traceback__, caught.tb.tb_frame):
+        model = fsdp(_Fixed(lambda _, value=value: value), use_orig_params=True)
+        assert model(torch.ones(4)) is value
