@@ -96,8 +96,8 @@ typedef struct fsdp_unit_options {
       reshards_as_root; /* false: the outermost unit keeps its parameters
                            after forward, whatever reshard_after_forward says */
   bool reshard_after_backward_without_sync;
-  bool shows_kept; /* parameters that are kept for backward stay shown: the user
-                      has other objects for the shards */
+  bool shows_kept; /* parameters that are kept for backward, or after one, stay
+                      shown: the user has other objects for the shards */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   /* Gradients are multiplied by prescale before the reduction and by
@@ -211,6 +211,7 @@ bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
 
 /* The same of one unit, until the engine is told again. */
 void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync);
+fsdp_sync fsdp_unit_get_sync(const fsdp_unit *unit);
 
 /* As the option of this name, from the unit's next forward on. */
 void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards);
