@@ -136,6 +136,18 @@ void note_user_grads(Unit &unit) {
   }
 }
 
+// What modules have registered outside forward and backward.
+fsdp_torch_shown shown_at_rest(const Unit &unit) {
+  if (!unit.engine) return FSDP_TORCH_SHOWN_SHARDED;
+  const fsdp_unit_state state = fsdp_unit_get_state(unit.core);
+  if (state != FSDP_UNIT_PARTED && state != FSDP_UNIT_UNSHARDED) {
+    return FSDP_TORCH_SHOWN_SHARDED;
+  }
+  unit.engine->shows_kept = true;
+  return state == FSDP_UNIT_PARTED ? FSDP_TORCH_SHOWN_PART
+                                   : FSDP_TORCH_SHOWN_PLAIN;
+}
+
 }  // namespace
 
 void throw_python_error() {
@@ -229,7 +241,7 @@ void open_rows(Engine &engine) {
   }
 }
 
-void close_rows(Engine &engine) {
+void close_rows(Engine &engine, bool has_failed) {
   if (!engine.has_faces || !engine.shows_plain) return;
   if (Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
@@ -237,9 +249,10 @@ void close_rows(Engine &engine) {
   const py::error_scope kept;  // an exception on its way stays
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
-    if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
-      throw_python_error();
-    }
+    const fsdp_torch_shown kind = unit->is_by_rows && !has_failed
+                                      ? shown_at_rest(*unit)
+                                      : FSDP_TORCH_SHOWN_SHARDED;
+    if (unit->face.show(unit->face.context, kind) < 0) throw_python_error();
     if (unit->grads_are_new) show_sharded_grads(*unit);
   }
 }
@@ -247,7 +260,7 @@ void close_rows(Engine &engine) {
 void close_failed_rows(Engine &engine) {
   if (!engine.shows_plain || Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
-  if (engine.is_aborted) close_rows(engine);
+  if (engine.is_aborted) close_rows(engine, true);
 }
 
 }  // namespace fsdp_torch
@@ -319,15 +332,7 @@ PyObject *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index) {
 
 fsdp_torch_shown fsdp_torch_unit_shown_after_forward(
     fsdp_torch_unit *unit) noexcept {
-  Unit &self = *unit->self;
-  if (!self.engine) return FSDP_TORCH_SHOWN_SHARDED;
-  const fsdp_unit_state state = fsdp_unit_get_state(self.core);
-  if (state != FSDP_UNIT_PARTED && state != FSDP_UNIT_UNSHARDED) {
-    return FSDP_TORCH_SHOWN_SHARDED;
-  }
-  self.engine->shows_kept = true;
-  return state == FSDP_UNIT_PARTED ? FSDP_TORCH_SHOWN_PART
-                                   : FSDP_TORCH_SHOWN_PLAIN;
+  return fsdp_torch::shown_at_rest(*unit->self);
 }
 
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {

@@ -456,6 +456,9 @@ void fsdp_engine_priv_forget_prefetches(fsdp_engine *engine, fsdp_unit *unit);
 /* Whether the unit keeps the block that the user asked for; not if the user
  * changed the parameters since. */
 bool fsdp_unit_priv_is_pinned(fsdp_unit *unit);
+/* Keeps the block of an unsharded unit as if the user had asked for it. Cannot
+ * fail. */
+void fsdp_unit_priv_pin(fsdp_unit *unit);
 void fsdp_unit_priv_unpin(fsdp_unit *unit);
 
 /* summoned.c: parameters (`is_grad` false) or gradients of a unit, whole. */
