@@ -347,6 +347,8 @@ void close_rows(Engine &engine);
 // Before the first gradient of a backward: an error if the user has replaced a
 // parameter that a forward left shown. Not with the engine's lock.
 void check_left_shown(Engine &engine);
+// Raises that error, FSDP1's: the graph has what was there before.
+[[noreturn]] void refuse_change(const Unit &unit, const std::string &param);
 // close_rows, if the engine is aborted: after a backward that raised.
 void close_failed_rows(Engine &engine);
 // engine_groups.cpp. Where a device thread of autograd ran a backward that
