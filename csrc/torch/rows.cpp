@@ -29,6 +29,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/unit.hpp"
@@ -227,6 +229,36 @@ bool take_replaced_locals(Unit &unit) {
     any = true;
   }
   return any;
+}
+
+void refuse_change(const Unit &unit, const std::string &param) {
+  const std::string message =
+      "FSDP does not support changing the parameters between forward and "
+      "backward: parameter " +
+      param + " of unit '" + unit.name +
+      "' was replaced after forward, where it stays whole for backward. "
+      "Replace "
+      "it before forward or after backward, or copy into it under "
+      "torch.no_grad(). This step is lost; the next forward begins a new one";
+  const pybind11::gil_scoped_acquire gil;
+  PyErr_SetString(PyExc_AssertionError, message.c_str());
+  throw_python_error();
+}
+
+void check_left_shown(Engine &engine) {
+  if (!fsdp_engine_shows_kept(engine.core)) return;
+  const auto is_checked = [](const Unit *unit) {
+    return unit->watch.context != nullptr &&
+           fsdp_unit_is_left_shown(unit->core);
+  };
+  if (std::none_of(engine.units.begin(), engine.units.end(), is_checked))
+    return;
+  const pybind11::gil_scoped_acquire gil;
+  for (const Unit *unit : engine.units) {
+    if (!is_checked(unit)) continue;
+    const char *name = unit->watch.find_replaced(unit->watch.context);
+    if (name != nullptr) refuse_change(*unit, c10::str("'", name, "'"));
+  }
 }
 
 void open_rows(Engine &engine) {

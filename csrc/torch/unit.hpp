@@ -348,6 +348,8 @@ void close_rows(Engine &engine, bool has_failed = false);
 // Before the first gradient of a backward: an error if the user has replaced a
 // parameter that a forward left shown. Not with the engine's lock.
 void check_left_shown(Engine &engine);
+// Raises that error, FSDP1's: the graph has what was there before.
+[[noreturn]] void refuse_change(const Unit &unit, const std::string &param);
 // hooks.cpp. Takes gradients that were put on plain parameters; throws where
 // that was not possible (Note [Split backward]).
 void take_assigned_grads(Engine &engine);
