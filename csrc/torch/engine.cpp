@@ -229,7 +229,19 @@ fsdp_status fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine,
     {
       const std::lock_guard<std::mutex> lock(self.mutex);
       self.recover();
-      status = fsdp_engine_reduce_kept(self.core, error);
+    }
+    try {
+      fsdp_torch::take_assigned_grads(self);
+    } catch (...) {
+      self.is_aborted = true;
+      fsdp_torch::close_failed_rows(self);
+      throw;
+    }
+    {
+      const std::lock_guard<std::mutex> lock(self.mutex);
+      status = fsdp_engine_in_backward(self.core)
+                   ? fsdp_engine_finish_backward(self.core, error)
+                   : fsdp_engine_reduce_kept(self.core, error);
     }
     fsdp_torch::close_rows(self);
     return status;
@@ -240,7 +252,7 @@ void fsdp_torch_engine_reset(fsdp_torch_engine *engine) noexcept {
   fsdp_torch::Engine &self = *engine->self;
   fsdp_torch::await_end_of_backward(self);
   try {
-    fsdp_torch::close_rows(self);
+    fsdp_torch::close_rows(self, true);
   } catch (...) {  // the next forward registers what it needs
   }
   const std::lock_guard<std::mutex> lock(self.mutex);

@@ -24,6 +24,7 @@ void Engine::recover() {
     for (Segment &segment : unit->segments) segment.earlier_grad.reset();
   }
   reduced.clear();
+  split_unit.clear();
 }
 
 void await_end_of_backward(Engine &engine) {

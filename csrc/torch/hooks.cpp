@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
@@ -100,11 +101,13 @@ class NodesToRun {
  public:
   bool has(Node *node) const {
     if (nodes_ == nullptr || nodes_->find(node) == nodes_->end()) return false;
-    if (infos_ == nullptr || infos_->empty()) return true;
+    if (!is_partial()) return true;
     const auto info = infos_->find(node);
     return info != infos_->end() && info->second.needed_ &&
            info->second.captures_ == nullptr;
   }
+  // Whether the task was asked for certain gradients only.
+  bool is_partial() const { return infos_ != nullptr && !infos_->empty(); }
 
  private:
   decltype(torch::autograd::get_current_graph_task_nodes_in_graph()) nodes_ =
@@ -113,17 +116,31 @@ class NodesToRun {
       torch::autograd::get_current_graph_task_exec_info();
 };
 
+// Note [Split backward]
+// A pipeline schedule may compute the gradients of a stage's inputs first and
+// those of its parameters later, both with torch.autograd.grad: no gradient is
+// accumulated, so no hook brings one. It looks for the parameters that are
+// registered, and puts the gradients on them. These must be the plain ones, so
+// a unit that keeps its block has them registered between such calls, and the
+// reduction after the last one takes the gradients. Where the sharded ones were
+// registered, the schedule finds nothing in the graph and goes on without their
+// gradients (as with torch's fully_shard). That is noticed here, by a call for
+// inputs alone while gradients are not reduced, and refused at the reduction: a
+// user's own torch.autograd.grad has none of that kind.
+
 // Tells the engine, once per graph task, how many gradients will come. A
 // nested task (reentrant checkpointing of a part of the unit) may bring others,
 // which do not count.
-void expect_grads(Unit &unit) {
+void expect_grads(Unit &unit, bool was_whole) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   if (unit.graph_task == graph_task) return;
   unit.graph_task = graph_task;
   const NodesToRun nodes;
   int64_t num_grads = 0;
   bool comes_all = true;
+  bool is_trained = false;
   for (Param &param : unit.params) {
+    is_trained |= param.leaf().requires_grad();
     if (!param.accumulator || !nodes.has(param.accumulator.get())) {
       comes_all = false;
       continue;
@@ -133,6 +150,10 @@ void expect_grads(Unit &unit) {
   }
   // One that never comes keeps the unit to the end of backward.
   const int64_t num_inputs = std::max<int64_t>(count_input_calls(unit), 1);
+  if (num_grads == 0 && is_trained && !was_whole && nodes.is_partial() &&
+      fsdp_unit_get_sync(unit.core) == FSDP_SYNC_NONE) {
+    unit.engine->split_unit = unit.name;
+  }
   note_followers(unit);
   fsdp_unit_expect_grads(unit.core, num_grads + (comes_all ? 0 : num_inputs),
                          comes_all ? num_inputs : 0);
@@ -146,10 +167,11 @@ void run_pre_backward(Unit &unit) {
   const int64_t begin_ns = engine->begin_span();
   engine->recover();
   if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
+  const bool was_whole = fsdp_unit_get_state(unit.core) == FSDP_UNIT_UNSHARDED;
   check([&](fsdp_error *error) {
     return fsdp_unit_pre_backward(unit.core, error);
   });
-  expect_grads(unit);
+  expect_grads(unit, was_whole);
   fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_PRE_BACKWARD,
                    begin_ns);
 }
@@ -232,7 +254,38 @@ class EarlyGradHook : public torch::autograd::FunctionPreHook {
   size_t index_;
 };
 
-// Runs after AccumulateGrad: takes the gradient off the parameter.
+// Takes the gradient off a parameter. Undefined if it has none.
+at::Tensor take_grad(Unit &unit, size_t index) {
+  Param &param = unit.params[index];
+  at::Tensor &leaf = param.leaf();
+  at::Tensor grad = std::move(leaf.mutable_grad());
+  leaf.mutable_grad() = at::Tensor();
+  if (!grad.defined()) return grad;
+  if (param.parallel_local.defined()) grad = local_grad(unit, index, grad);
+  if (grad.is_sparse()) {
+    throw std::invalid_argument(
+        "FSDP unit '" + unit.name + "': parameter " + std::to_string(index) +
+        " has a sparse gradient; use a dense one (Embedding(sparse=False))");
+  }
+  if (grad.requires_grad()) grad = grad.detach();
+  if (param.shard_dim != 0 || !grad.is_contiguous()) {
+    grad = in_memory_order(unit, param, grad);
+  }
+  return grad;
+}
+
+// With the engine's lock. Takes the token also if it fails.
+void add_grad(Unit &unit, fsdp_grad &handed, at::Tensor grad) {
+  handed.data = grad.const_data_ptr();
+  handed.dtype = {static_cast<int32_t>(grad.scalar_type()),
+                  static_cast<int32_t>(grad.element_size())};
+  handed.token = grad.unsafeReleaseTensorImpl();
+  check([&](fsdp_error *error) {
+    return fsdp_unit_grad_ready(unit.core, &handed, error);
+  });
+}
+
+// Runs after AccumulateGrad: hands the gradient to the engine.
 class GradHook : public torch::autograd::FunctionPostHook {
  public:
   GradHook(std::shared_ptr<UnitHandle> handle, size_t index)
@@ -240,37 +293,17 @@ class GradHook : public torch::autograd::FunctionPostHook {
 
   variable_list operator()(const variable_list &outputs,
                            const variable_list & /*inputs*/) override {
-    if (handle_->unit != nullptr) take_grad(*handle_->unit);
+    if (handle_->unit == nullptr) return outputs;
+    at::Tensor grad = take_grad(*handle_->unit, index_);
+    if (grad.defined()) hand_over(*handle_->unit, std::move(grad));
     return outputs;
   }
 
  private:
-  void take_grad(Unit &unit) {
-    Param &param = unit.params[index_];
-    at::Tensor &leaf = param.leaf();
-    at::Tensor grad = std::move(leaf.mutable_grad());
-    leaf.mutable_grad() = at::Tensor();
-    if (!grad.defined()) return;
-    if (param.parallel_local.defined()) grad = local_grad(unit, index_, grad);
-    if (grad.is_sparse()) {
-      throw std::invalid_argument(
-          "FSDP unit '" + unit.name + "': parameter " + std::to_string(index_) +
-          " has a sparse gradient; use a dense one (Embedding(sparse=False))");
-    }
-    if (grad.requires_grad()) grad = grad.detach();
-    if (param.shard_dim != 0 || !grad.is_contiguous()) {
-      grad = in_memory_order(unit, param, grad);
-    }
-    hand_over(unit, std::move(grad));
-  }
-
   void hand_over(Unit &unit, at::Tensor grad) {
     const std::shared_ptr<Engine> engine = unit.engine;
     fsdp_grad handed = {};
     handed.param = static_cast<int64_t>(index_);
-    handed.data = grad.const_data_ptr();
-    handed.dtype = {static_cast<int32_t>(grad.scalar_type()),
-                    static_cast<int32_t>(grad.element_size())};
     Param &param = unit.params[index_];
     handed.is_expected =
         param.expected_in == torch::autograd::get_current_graph_task_id();
@@ -281,13 +314,10 @@ class GradHook : public torch::autograd::FunctionPostHook {
     }
     check_left_shown(*engine);
     open_rows(*engine);
-    handed.token = grad.unsafeReleaseTensorImpl();
     const std::lock_guard<std::mutex> lock(engine->mutex);
     const int64_t begin_ns = engine->begin_span();
     if (!fsdp_engine_in_backward(engine->core)) queue_end_of_backward(engine);
-    check([&](fsdp_error *error) {
-      return fsdp_unit_grad_ready(unit.core, &handed, error);
-    });
+    add_grad(unit, handed, std::move(grad));
     fsdp_engine_note(engine->core, unit.core, FSDP_TIMELINE_GRAD_READY,
                      begin_ns);
   }
@@ -308,6 +338,31 @@ void hook_accumulators(Unit &unit) {
     if (unit.settings.shows_kept && unit.use_orig_params && !unit.is_by_rows) {
       param.accumulator->add_pre_hook(
           std::make_unique<EarlyGradHook>(unit.handle, i));
+    }
+  }
+}
+
+void take_assigned_grads(Engine &engine) {
+  if (!engine.split_unit.empty()) {
+    const std::string name = std::exchange(engine.split_unit, "");
+    throw std::runtime_error(
+        "FSDP unit '" + name +
+        "': a pipeline schedule that splits backward "
+        "(ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
+        "ScheduleDualPipeV) found no whole parameters, so their gradients are "
+        "missing: call fully_shard(..., reshard_after_forward=False) on all "
+        "modules of a stage, or give PipelineStage "
+        "dw_builder=lambda: lambda: None, which does not split");
+  }
+  for (Unit *unit : engine.units) {
+    if (!unit->is_by_rows) continue;
+    for (size_t i = 0; i < unit->params.size(); i++) {
+      at::Tensor grad = take_grad(*unit, i);
+      if (!grad.defined()) continue;
+      fsdp_grad handed = {};
+      handed.param = static_cast<int64_t>(i);
+      const std::lock_guard<std::mutex> lock(engine.mutex);
+      add_grad(*unit, handed, std::move(grad));
     }
   }
 }

@@ -29,6 +29,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/unit.hpp"
@@ -136,6 +138,18 @@ void note_user_grads(Unit &unit) {
   }
 }
 
+// What modules have registered outside forward and backward.
+fsdp_torch_shown shown_at_rest(const Unit &unit) {
+  if (!unit.engine) return FSDP_TORCH_SHOWN_SHARDED;
+  const fsdp_unit_state state = fsdp_unit_get_state(unit.core);
+  if (state != FSDP_UNIT_PARTED && state != FSDP_UNIT_UNSHARDED) {
+    return FSDP_TORCH_SHOWN_SHARDED;
+  }
+  unit.engine->shows_kept = true;
+  return state == FSDP_UNIT_PARTED ? FSDP_TORCH_SHOWN_PART
+                                   : FSDP_TORCH_SHOWN_PLAIN;
+}
+
 }  // namespace
 
 void throw_python_error() {
@@ -217,6 +231,36 @@ bool take_replaced_locals(Unit &unit) {
   return any;
 }
 
+void refuse_change(const Unit &unit, const std::string &param) {
+  const std::string message =
+      "FSDP does not support changing the parameters between forward and "
+      "backward: parameter " +
+      param + " of unit '" + unit.name +
+      "' was replaced after forward, where it stays whole for backward. "
+      "Replace "
+      "it before forward or after backward, or copy into it under "
+      "torch.no_grad(). This step is lost; the next forward begins a new one";
+  const pybind11::gil_scoped_acquire gil;
+  PyErr_SetString(PyExc_AssertionError, message.c_str());
+  throw_python_error();
+}
+
+void check_left_shown(Engine &engine) {
+  if (!fsdp_engine_shows_kept(engine.core)) return;
+  const auto is_checked = [](const Unit *unit) {
+    return unit->watch.context != nullptr &&
+           fsdp_unit_is_left_shown(unit->core);
+  };
+  if (std::none_of(engine.units.begin(), engine.units.end(), is_checked))
+    return;
+  const pybind11::gil_scoped_acquire gil;
+  for (const Unit *unit : engine.units) {
+    if (!is_checked(unit)) continue;
+    const char *name = unit->watch.find_replaced(unit->watch.context);
+    if (name != nullptr) refuse_change(*unit, c10::str("'", name, "'"));
+  }
+}
+
 void open_rows(Engine &engine) {
   if (!engine.has_faces || engine.shows_plain.exchange(true)) return;
   const pybind11::gil_scoped_acquire gil;
@@ -229,7 +273,7 @@ void open_rows(Engine &engine) {
   }
 }
 
-void close_rows(Engine &engine) {
+void close_rows(Engine &engine, bool has_failed) {
   if (!engine.has_faces || !engine.shows_plain) return;
   if (Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
@@ -237,9 +281,10 @@ void close_rows(Engine &engine) {
   const py::error_scope kept;  // an exception on its way stays
   for (Unit *unit : engine.units) {
     if (unit->face.context == nullptr) continue;
-    if (unit->face.show(unit->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
-      throw_python_error();
-    }
+    const fsdp_torch_shown kind = unit->is_by_rows && !has_failed
+                                      ? shown_at_rest(*unit)
+                                      : FSDP_TORCH_SHOWN_SHARDED;
+    if (unit->face.show(unit->face.context, kind) < 0) throw_python_error();
     if (unit->grads_are_new) show_sharded_grads(*unit);
   }
 }
@@ -247,7 +292,7 @@ void close_rows(Engine &engine) {
 void close_failed_rows(Engine &engine) {
   if (!engine.shows_plain || Py_IsInitialized() == 0) return;
   const pybind11::gil_scoped_acquire gil;
-  if (engine.is_aborted) close_rows(engine);
+  if (engine.is_aborted) close_rows(engine, true);
 }
 
 }  // namespace fsdp_torch
@@ -319,15 +364,7 @@ PyObject *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index) {
 
 fsdp_torch_shown fsdp_torch_unit_shown_after_forward(
     fsdp_torch_unit *unit) noexcept {
-  Unit &self = *unit->self;
-  if (!self.engine) return FSDP_TORCH_SHOWN_SHARDED;
-  const fsdp_unit_state state = fsdp_unit_get_state(self.core);
-  if (state != FSDP_UNIT_PARTED && state != FSDP_UNIT_UNSHARDED) {
-    return FSDP_TORCH_SHOWN_SHARDED;
-  }
-  self.engine->shows_kept = true;
-  return state == FSDP_UNIT_PARTED ? FSDP_TORCH_SHOWN_PART
-                                   : FSDP_TORCH_SHOWN_PLAIN;
+  return fsdp_torch::shown_at_rest(*unit->self);
 }
 
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {

@@ -73,6 +73,7 @@ struct Engine {
   // backward to its end.
   std::atomic<bool> shows_plain{false};
   bool shows_kept = false;  // of some unit, what it keeps is registered. GIL.
+  std::string split_unit;   // Note [Split backward]; empty: none was missed
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_abort_reason{false};
 };
@@ -343,10 +344,15 @@ at::Tensor local_grad(Unit &unit, size_t index, const at::Tensor &grad);
 // At the first gradient of a backward and at its end; neither with the engine's
 // lock.
 void open_rows(Engine &engine);
-void close_rows(Engine &engine);
+void close_rows(Engine &engine, bool has_failed = false);
 // Before the first gradient of a backward: an error if the user has replaced a
 // parameter that a forward left shown. Not with the engine's lock.
 void check_left_shown(Engine &engine);
+// Raises that error, FSDP1's: the graph has what was there before.
+[[noreturn]] void refuse_change(const Unit &unit, const std::string &param);
+// hooks.cpp. Takes gradients that were put on plain parameters; throws where
+// that was not possible (Note [Split backward]).
+void take_assigned_grads(Engine &engine);
 // close_rows, if the engine is aborted: after a backward that raised.
 void close_failed_rows(Engine &engine);
 // engine_groups.cpp. Where a device thread of autograd ran a backward that

@@ -1,8 +1,6 @@
 // Views: what a unit's parameters point at, and what happens when the user
 // points them elsewhere.
 #include <ATen/ATen.h>
-#include <Python.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
@@ -44,21 +42,6 @@ void wait_for_uploads(const Unit &unit) {
   if (fsdp_engine_join_host(unit.engine->core, &error) != FSDP_OK) {
     throw_error(error);
   }
-}
-
-// FSDP1's words and class: the graph has what was there before.
-[[noreturn]] void refuse_change(const Unit &unit, const std::string &param) {
-  const std::string message =
-      "FSDP does not support changing the parameters between forward and "
-      "backward: parameter " +
-      param + " of unit '" + unit.name +
-      "' was replaced after forward, where it stays whole for backward. "
-      "Replace "
-      "it before forward or after backward, or copy into it under "
-      "torch.no_grad(). This step is lost; the next forward begins a new one";
-  const pybind11::gil_scoped_acquire gil;
-  PyErr_SetString(PyExc_AssertionError, message.c_str());
-  throw_python_error();
 }
 
 // Copies a replaced parameter into `view`, its place in the shard or in the
@@ -338,22 +321,6 @@ void replace_param(Unit &unit, size_t index, const at::Tensor &tensor) {
   // Whoever still holds the old one must not write into the shard.
   old.unsafeGetTensorImpl()->shallow_copy_from(
       old.detach().clone().getIntrusivePtr());
-}
-
-void check_left_shown(Engine &engine) {
-  if (!fsdp_engine_shows_kept(engine.core)) return;
-  const auto is_checked = [](const Unit *unit) {
-    return unit->watch.context != nullptr &&
-           fsdp_unit_is_left_shown(unit->core);
-  };
-  if (std::none_of(engine.units.begin(), engine.units.end(), is_checked))
-    return;
-  const pybind11::gil_scoped_acquire gil;
-  for (const Unit *unit : engine.units) {
-    if (!is_checked(unit)) continue;
-    const char *name = unit->watch.find_replaced(unit->watch.context);
-    if (name != nullptr) refuse_change(*unit, c10::str("'", name, "'"));
-  }
 }
 
 void add_view_ops(fsdp_view_ops *ops) {

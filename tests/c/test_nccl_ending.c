@@ -163,6 +163,29 @@ TEST(test_launch_that_hangs) {
   nccl_fixture_leave(call.transport);
 }
 
+/* NCCL refuses a launch beside another thread's, so it waits until the one that
+ * hangs is ended. */
+TEST(test_launch_beside_one_that_hangs) {
+  const fsdp_nccl_options options = quick_options();
+  fsdp_nccl_options next_options = nccl_fixture_quick_options();
+  next_options.prefix = "q";
+  nccl_fixture_thread call = {0};
+  pthread_t thread;
+  fsdp_error error = {0};
+  call.transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_transport *next = nccl_fixture_join_next(&next_options, 0, 1);
+  nccl_fake_set(NCCL_FAKE_BLOCKING, true);
+  CHECK(pthread_create(&thread, NULL, nccl_fixture_gather_in_thread, &call) ==
+        0);
+  nccl_fixture_wait_for_tape("all_gather");
+  nccl_fake_set(NCCL_FAKE_BLOCKING, false); /* for the next one */
+  CHECK_OK(nccl_fixture_gather(next, "unit 'c'", &error));
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(call.status == FSDP_BACKEND);
+  call.transport->ops->destroy(call.transport);
+  nccl_fixture_leave(next);
+}
+
 /* ---- The end of the process -----------------------------------------------*/
 
 /* Runs `body` in a child, for the end of a process is its last act. */

@@ -1,10 +1,12 @@
-"""fully_shard beside ``torch.distributed.pipelining``: 2 stages of 2 ranks."""
+"""fully_shard beside ``torch.distributed.pipelining``: 2 pipeline ranks."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
@@ -12,6 +14,8 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from fsdp_c import fully_shard
@@ -19,6 +23,12 @@ from helpers.distributed import distributed
 from helpers.groups import groups_destroyed
 
 DIM, NUM_MICRO_BATCHES = 6, 4
+# With several stages on each rank.
+INTERLEAVED: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+    "v zero bubble": ScheduleZBVZeroBubble,
+}
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -27,22 +37,48 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.cpu_only("its mesh is of the CPU")
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
-@distributed(world_size=4)
+@pytest.mark.parametrize(
+    ("name", "reshards"),
+    [
+        *itertools.product(["gpipe", "1f1b", "interleaved"], [True, False]),
+        ("zero bubble", False),
+        ("v zero bubble", False),
+    ],
+)
+@distributed(world_size=(2, 4))
 def test_schedules(rank: int, world_size: int, name: str, reshards: bool) -> None:
     """Gradients and parameters after two steps, against the whole model."""
     with groups_destroyed():
-        # Names of their own: torch caches groups, which are destroyed, by equal meshes.
-        names = (f"pp_{name}_{reshards}", f"dp_{name}_{reshards}")
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        compare(mesh[names[0]], mesh[names[1]], name, reshards)
+        compare(*make_meshes(name, reshards), name, reshards)
 
 
-def compare(pp: Any, dp: Any, name: str, reshards: bool) -> None:
-    """Train both."""
+@pytest.mark.cpu_only("its mesh is of the CPU")
+@pytest.mark.parametrize("name", ["zero bubble", "v zero bubble"])
+@distributed(world_size=2)
+def test_whole_backward_of_sharded_parameters(
+    rank: int, world_size: int, name: str
+) -> None:
+    """Without a split: what the error of a split one advises."""
+    with groups_destroyed():
+        options = {"dw_builder": lambda: lambda: None}
+        compare(*make_meshes(f"{name} whole", True), name, True, **options)
+
+
+def make_meshes(name: str, reshards: bool) -> tuple[Any, Any]:
+    """Return those of the pipeline and of the data."""
+    # Names of their own: torch caches groups, which are destroyed, by equal meshes.
+    kind = f"{name}_{reshards}".replace(" ", "_")
+    names = (f"pp_{kind}", f"dp_{kind}")
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return mesh[names[0]], mesh[names[1]]
+
+
+def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None:
+    """Train both; ``options`` are of each stage."""
     torch.manual_seed(0)
-    num_stages = 4 if name == "interleaved" else 2
+    num_dp = dp.size()
+    num_stages = 4 if name in INTERLEAVED else 2
     whole = [
         nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)).double()
         for _ in range(num_stages)
@@ -50,7 +86,9 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool) -> None:
     reference = nn.Sequential(*copy.deepcopy(whole))
     pp_rank, dp_rank = pp.get_local_rank(), dp.get_local_rank()
     group = pp.get_group()
-    mine = range(pp_rank, num_stages, 2)
+    mine: Any = range(pp_rank, num_stages, 2)
+    if name == "v zero bubble":
+        mine = (pp_rank, num_stages - 1 - pp_rank)
     stages: list[Any] = []
     for index in mine:
         for layer in (whole[index][0], whole[index][2]):
@@ -58,11 +96,16 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool) -> None:
         fully_shard(whole[index], mesh=dp, reshard_after_forward=reshards)
         stages.append(
             PipelineStage(
-                whole[index], index, num_stages, torch.device("cpu"), group=group
+                whole[index],
+                index,
+                num_stages,
+                torch.device("cpu"),
+                group=group,
+                **options,
             )
         )
-    if name == "interleaved":
-        schedule: Any = ScheduleInterleaved1F1B(
+    if name in INTERLEAVED:
+        schedule: Any = INTERLEAVED[name](
             stages, NUM_MICRO_BATCHES, loss_fn=loss_fn, scale_grads=False
         )
     else:
@@ -76,9 +119,9 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool) -> None:
     every = torch.optim.SGD(reference.parameters(), lr=0.01)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(2, 8, DIM, generator=generator, dtype=torch.float64)
-        y = torch.randn(2, 8, DIM, generator=generator, dtype=torch.float64)
-        (loss_fn(reference(x.flatten(0, 1)), y.flatten(0, 1)) / 2).backward()
+        x = torch.randn(num_dp, 8, DIM, generator=generator, dtype=torch.float64)
+        y = torch.randn(num_dp, 8, DIM, generator=generator, dtype=torch.float64)
+        (loss_fn(reference(x.flatten(0, 1)), y.flatten(0, 1)) / num_dp).backward()
         args = (x[dp_rank],) if pp_rank == 0 else ()
         has_last = num_stages - 1 in mine
         schedule.step(*args, target=y[dp_rank] if has_last else None)

@@ -87,16 +87,22 @@ def test_more_ranks_than_parts(rank: int, world_size: int) -> None:
     check_training(1, 3, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @distributed(world_size=3)
-def test_a_unit_without_elements(rank: int, world_size: int) -> None:
+def test_a_unit_without_elements(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> None:
     """A rank that has nothing of a unit has gradients and takes part in norms."""
     with groups_destroyed():
         dp, tp = two_meshes(1, 3)
-        model: Any = nn.Linear(4, 4, bias=False)
+        model: Any = nn.Linear(4, 4, bias=False, dtype=torch.float64)
         style = ColwiseParallel(output_layouts=Replicate())
-        fully_shard(parallelize_module(model, tp, style), mesh=dp)
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        fully_shard(parallelize_module(model, tp, style), mesh=dp, mp_policy=policy)
         for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
+            output = model(torch.ones(2, 4, dtype=torch.float64))
+            assert output.dtype == dtype
+            output.sum().backward()
         assert model.weight.grad.to_local().numel() == (8, 8, 0)[rank]
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert norm.full_tensor().item() == pytest.approx(16.0)

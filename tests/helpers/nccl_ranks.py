@@ -54,6 +54,7 @@ def _rank(rank: int, folder: Path, scenario: str) -> None:
     model = fsdp(nn.Linear(8, 8))
     dist.barrier()
     if scenario == "store" and rank == 0:
+        time.sleep(1)  # the other one waits for the verdict by then
         os.kill(os.getpid(), signal.SIGSTOP)
     begin = time.monotonic()
     try:

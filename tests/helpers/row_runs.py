@@ -391,10 +391,15 @@ class RowRun(Differential):
                 self.sharded[name].mul_(0.9)
 
     def on_toggle(self) -> None:
-        """Freeze or thaw the parameters of some parts, without old gradients."""
+        """Freeze or thaw some parameters, without old gradients."""
         self.zero_grad(set_to_none=True)
         names = [name for name, _ in self.reference.named_parameters()]
         chosen = {name for name in names if self.rng.random() < 0.3}
+        for prefix, part in self.reference.named_modules():
+            # A rank uses one half of it: both are trained, or none.
+            if isinstance(part, Part) and part.spec.kind == "sometimes":
+                own = {f"{prefix}.{name}" for name, _ in part.named_parameters()}
+                chosen = chosen | own if min(own) in chosen else chosen - own
         for name, param in self.reference.named_parameters():
             is_ignored = not isinstance(self.sharded[name], DTensor)
             if name in chosen and not is_ignored and not name.startswith("inp"):

@@ -557,11 +557,6 @@ FAULTS = (
         "fsdp_nccl_leave_all",
         _skip("fsdp_nccl_priv_leave("),
     ),
-    _nccl(
-        "the end of the process does not wait for the watchdog",
-        "stop",
-        _never("has_thread"),
-    ),
     # NCCL: launches.
     _nccl(
         "nobody asks NCCL for the order of launches",

@@ -112,6 +112,10 @@ void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync) {
   unit->sync = sync;
 }
 
+fsdp_sync fsdp_unit_get_sync(const fsdp_unit *unit) {
+  return unit->sync;
+}
+
 fsdp_sync fsdp_engine_get_sync(const fsdp_engine *engine) {
   return engine->sync;
 }

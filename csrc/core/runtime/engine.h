@@ -114,6 +114,9 @@ typedef struct fsdp_unit_options {
   bool reshard_after_backward_without_sync;
   bool shows_kept; /* parameters that are kept for backward stay shown until
                       then; but see fsdp_engine_show_kept() */
+  bool shows_kept_after_backward; /* those that a backward without reduction
+                                     keeps stay shown, too: the user has other
+                                     objects for the shards */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   /* Gradients are multiplied by prescale before the reduction and by
@@ -227,6 +230,7 @@ bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
 
 /* The same of one unit, until the engine is told again. */
 void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync);
+fsdp_sync fsdp_unit_get_sync(const fsdp_unit *unit);
 
 /* As the option of this name, from the unit's next forward on. */
 void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards);

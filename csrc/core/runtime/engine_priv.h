@@ -165,8 +165,8 @@ struct fsdp_unit {
   fsdp_sync sync;          /* engine.c: what its backward does */
   double divisor;          /* engine.c: of gradients; 0: the number of ranks */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */
-  bool is_left_shown; /* unshard.c: UNSHARDED since a forward, until backward */
-  bool is_followed;   /* engine.c: the port acts after each reduction */
+  bool is_left_shown;      /* engine.c, unshard.c: UNSHARDED since a forward */
+  bool is_followed;        /* engine.c: the port acts after each reduction */
 
   /* summon.c */
   bool is_summoned;
@@ -202,7 +202,7 @@ struct fsdp_engine {
 
   bool checks_order; /* check_order.c */
   bool ran_forward;  /* forward.c, backward.c: since the last backward */
-  bool shows_kept;   /* unshard.c, backward.c: some unit was left shown */
+  bool shows_kept;   /* forward.c, unshard.c, backward.c: some unit was left */
   bool in_backward;  /* backward.c, engine.c */
   int64_t depth;     /* forward.c, engine.c: units inside forward now */
   fsdp_unit *root;   /* forward.c, engine.c: outermost unit of this iteration */
@@ -456,6 +456,9 @@ void fsdp_engine_priv_forget_prefetches(fsdp_engine *engine, fsdp_unit *unit);
 /* Whether the unit keeps the block that the user asked for; not if the user
  * changed the parameters since. */
 bool fsdp_unit_priv_is_pinned(fsdp_unit *unit);
+/* Keeps the block of an unsharded unit as if the user had asked for it. Cannot
+ * fail. */
+void fsdp_unit_priv_pin(fsdp_unit *unit);
 void fsdp_unit_priv_unpin(fsdp_unit *unit);
 
 /* summoned.c: parameters (`is_grad` false) or gradients of a unit, whole. */

@@ -19,6 +19,13 @@ bool fsdp_unit_priv_is_pinned(fsdp_unit *unit) {
   return unit->is_pinned;
 }
 
+void fsdp_unit_priv_pin(fsdp_unit *unit) {
+  const fsdp_view_ops *views = &unit->engine->views;
+  if (unit->state != FSDP_UNIT_UNSHARDED || unit->is_pinned) return;
+  views->mark_params(views->context, unit->options.owner);
+  unit->is_pinned = true;
+}
+
 void fsdp_unit_priv_unpin(fsdp_unit *unit) {
   unit->is_pinned = false;
 }

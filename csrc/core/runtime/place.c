@@ -38,8 +38,12 @@ static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
     self->is_extended = true;
     return place_in_block(1, 1, &self->param_nbytes, &segment->param_offset);
   }
-  if (segment->is_resident) return true;
+  if (segment->is_resident && !has_cast) return true;
   self->is_resident = false;
+  if (segment->is_resident) { /* no elements, and shown in another dtype */
+    return place_in_block(1, 1, &self->full_nbytes, &segment->full_offset) &&
+           place_in_block(1, 1, &self->param_nbytes, &segment->param_offset);
+  }
   int64_t numel;
   if (!fsdp_add_i64(layout->padded_numel, segment->options.spare_numel,
                     &numel) ||
