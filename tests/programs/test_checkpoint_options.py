@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.state_dict: strategies, several optimizers, groups.
+"""torch.distributed.checkpoint.state_dict: strategies, several optimizers.
 
 test_checkpoint_state_dict.py has each option on its own; here they meet, beside torch's
 FSDP1 and the unsharded model.
@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,12 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed, kept_mesh
+from helpers.groups import kept_mesh
 from helpers.impl import ShardingStrategy
 from helpers.reference import assert_same_tensors
-from helpers.shared_folder import shared_folder
 from programs.test_checkpoint_state_dict import (
-    AppState,
     assert_alike,
     by_name,
     optimizer,
@@ -63,7 +59,8 @@ def test_strategies(name: str, strategy: str, use_orig_params: bool) -> None:
     kwargs = settings(strategy, use_orig_params=use_orig_params)
     ours, theirs = trained("fsdp_c", name, **kwargs), trained("torch", name, **kwargs)
     for chosen in ({}, {"full_state_dict": True}):
-        for flattened in (False, True):
+        # A parameter without state, flattened: FSDP1's own set_state_dict() fails.
+        for flattened in (False,) if name == "unused" else (False, True):
             options = StateDictOptions(
                 **chosen,
                 flatten_optimizer_state_dict=flattened,
@@ -122,7 +119,7 @@ def test_broadcast(rank: int, strategy: str, use_orig_params: bool) -> None:
             assert_same_tensors(key, actual[1]["state"][key], state, 0.0)
 
 
-def two_optimizers(model: nn.Module, use_orig_params: bool) -> list[Any]:
+def two_optimizers(model: nn.Module) -> list[Any]:
     """One steps the blocks, the other the rest, with options of their own."""
     blocks = [p for n, p in model.named_parameters() if "blocks" in n]
     rest = [p for n, p in model.named_parameters() if "blocks" not in n]
@@ -153,7 +150,7 @@ def test_several_optimizers(use_orig_params: bool) -> None:
     for impl in ("fsdp_c", "torch", "plain"):
         kwargs = {} if impl == "plain" else {"use_orig_params": use_orig_params}
         model = wrap(impl, "mlp", **kwargs)
-        optims = two_optimizers(model, use_orig_params)
+        optims = two_optimizers(model)
         train(impl, "mlp", model, Both(optims))
         models[impl] = model, optims
     for full in (True, False):
@@ -169,7 +166,7 @@ def test_several_optimizers(use_orig_params: bool) -> None:
             )
             for source in ("fsdp_c", "torch"):
                 model = wrap("fsdp_c", "mlp", seed=1, use_orig_params=use_orig_params)
-                optims = two_optimizers(model, use_orig_params)
+                optims = two_optimizers(model)
                 set_state_dict(
                     model,
                     optims,
@@ -180,41 +177,6 @@ def test_several_optimizers(use_orig_params: bool) -> None:
                 now = get_state_dict(model, optims, options=options)
                 assert_alike(now[0], got[source][0])
                 assert_alike(by_name(now[1]), by_name(got[source][1]))
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(world_size=3, device="cpu", timeout_s=120)
-def test_another_number_of_ranks(rank: int, use_orig_params: bool) -> None:
-    """An AppState saved by two ranks resumes on three, and goes on there alike."""
-    with groups_destroyed():
-        _save_by_two(rank, dist.new_group([0, 1]), use_orig_params)
-
-
-def _save_by_two(rank: int, pair: Any, use_orig_params: bool) -> None:
-    kwargs = {"use_orig_params": use_orig_params}
-    for name in ("tied", "frozen_units"):
-        with shared_folder() as path:
-            expected: list[Any] = [None]
-            if rank < 2:
-                model = wrap("fsdp_c", name, process_group=pair, **kwargs)
-                optim = optimizer(model)
-                for _ in range(2):
-                    batch = torch.ones(2, 6)
-                    model(batch).square().mean().backward()
-                    optim.step()
-                    optim.zero_grad()
-                app = AppState(model, optim)
-                dcp.save({"app": app}, checkpoint_id=path, process_group=pair)
-                expected = [get_state_dict(model, optim, options=FULL)]
-            dist.broadcast_object_list(expected, src=0)
-            for impl in ("fsdp_c", "torch"):
-                model = wrap(impl, name, seed=1, **kwargs)
-                optim = optimizer(model)
-                dcp.load({"app": AppState(model, optim)}, checkpoint_id=path)
-                actual = get_state_dict(model, optim, options=FULL)
-                if rank == 0:
-                    assert_same_state(actual, expected[0])
-            dist.barrier()
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
