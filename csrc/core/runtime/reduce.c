@@ -3,11 +3,12 @@
  *
  * Note [Order of reductions]
  * All ranks must issue their collectives in one order, also where units become
- * ready in another, in spite of Note [Where a unit is reduced]. The order of the last backward is recorded. In the
- * next one a unit that stands in the record waits until every unit before it
- * that ran forward has been reduced; a unit that does not stand there, or
- * whose turn is over, is reduced as soon as it is ready. Without a forward
- * since the last backward (retain_graph, or a second loss), any may come.
+ * ready in another, in spite of Note [Where a unit is reduced]. The order of
+ * the last backward is recorded. In the next one a unit that stands in the
+ * record waits until every unit before it that ran forward has been reduced; a
+ * unit that does not stand there, or whose turn is over, is reduced as soon as
+ * it is ready. Without a forward since the last backward (retain_graph, or a
+ * second loss), any may come.
  */
 #include "base/alloc.h"
 #include "runtime/engine_priv.h"
