@@ -24,16 +24,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import zygote
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from fsdp_c.bench._command import machine, positive_int
-from fsdp_c.bench._processes import run_ranks
 from fsdp_c.bench._report import smallest
 
 Json = dict[str, Any]
 
 WORKER_TIMEOUT_S = 300.0
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 TIMED_HEADERS = ["median", "spread"]  # after the one that names the figure
 LOSS_TOLERANCE = 1e-3  # all that communicate must have trained the same model
 COUNTED_AT_ONCE = 2  # processes whose instructions or bytes are counted
@@ -100,9 +101,13 @@ def results_of(name: str, args: argparse.Namespace, **results: Any) -> Json:
 
 
 def command_line() -> str:
-    """Return the command that started this process."""
-    script, *arguments = sys.argv
-    return shlex.join(["python", f"benchmarks/{Path(script).name}", *arguments])
+    """Return the command that started this process, less where its results go."""
+    script, *words = sys.argv
+    for option in ("--json", "--save-json", "--out"):
+        if option in words:
+            where = words.index(option)
+            del words[where : where + 2]
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *words])
 
 
 def environment_line(env: Json) -> str:
@@ -173,32 +178,32 @@ def check_losses(where: str, losses: Mapping[str, float]) -> None:
         raise RuntimeError(f"{where}: losses after the same steps differ: {losses}")
 
 
-def run_workers(
-    arguments: Sequence[str],
-    *,
-    num_ranks: int,
-    environ: Mapping[str, str] | None = None,
-    prefix: Callable[[int], Sequence[str]] = lambda _: (),
-) -> Json:
-    """Run one implementation in fresh processes and return rank 0's result.
+@contextlib.contextmanager
+def starting_workers(
+    num_at_once: int, environ: Mapping[str, str] | None = None
+) -> Iterator[Callable[[Sequence[str], int], Json]]:
+    """Have what runs one implementation in fresh processes, on several threads.
+
+    It takes the script with its arguments (``--worker-folder`` is added) and the number
+    of ranks, and returns rank 0's result. It raises RuntimeError if a rank failed or
+    took too long; the message ends with its output.
 
     Args:
-        arguments: Command line after the interpreter; ``--worker-folder`` is added.
-        num_ranks: Processes to start.
-        environ: More environment variables of theirs.
-        prefix: The words before a rank's command, which it must end up as.
-
-    Raises:
-        RuntimeError: A rank failed or timed out; the message ends with its output.
+        num_at_once: Runs at the same time.
+        environ: More environment variables of the processes.
     """
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    return run_ranks(
-        [*arguments, "--worker-folder"],
-        num_ranks,
-        timeout_s=WORKER_TIMEOUT_S,
-        environ={**quiet, **(environ or {})},
-        prefix=prefix,
-    )
+    with zygote.started({**QUIET, **(environ or {})}, num_at_once) as free:
+
+        def run(words: Sequence[str], num_ranks: int) -> Json:
+            one = free.get()
+            try:
+                return one.run(
+                    [*words, "--worker-folder"], num_ranks, timeout_s=WORKER_TIMEOUT_S
+                )
+            finally:
+                free.put(one)
+
+        yield run
 
 
 def run_interleaved(
@@ -207,8 +212,9 @@ def run_interleaved(
     num_rounds: int,
     num_ranks: int,
     environ: Mapping[str, str] | None = None,
-    prefix: Callable[[str, int], Sequence[str]] = lambda _job, _rank: (),
     num_at_once: int = 1,
+    rounds_of: Callable[[str], int] | None = None,
+    run: Callable[[str], Json] | None = None,
 ) -> dict[str, list[Json]]:
     """Run every job once per round, in alternating order.
 
@@ -217,36 +223,33 @@ def run_interleaved(
         num_rounds: Times that each job runs.
         num_ranks: Processes per job.
         environ: More environment variables of theirs.
-        prefix: The words before the command of a job's rank.
         num_at_once: Jobs that run at the same time: 1, if they are timed.
+        rounds_of: Fewer rounds of a job, by its name.
+        run: What runs a job and returns its result, instead of forks.
 
     Returns:
         The results of each job, one per round.
     """
     order = [
         name
-        for round_index in range(num_rounds)
-        for name in list(jobs)[:: 1 if round_index % 2 == 0 else -1]
+        for index in range(num_rounds)
+        for name in list(jobs)[:: 1 if index % 2 == 0 else -1]
+        if rounds_of is None or index < rounds_of(name)
     ]
-
-    def run(name: str) -> Json:
-        bar.set_postfix_str(name)
-        result = run_workers(
-            jobs[name],
-            num_ranks=num_ranks,
-            environ=environ,
-            prefix=lambda rank: prefix(name, rank),
-        )
-        bar.update()
-        return result
-
     results: dict[str, list[Json]] = {name: [] for name in jobs}
-    with (
-        tqdm(total=len(order), unit="run", leave=False) as bar,
-        ThreadPoolExecutor(num_at_once) as pool,
-    ):
+    with contextlib.ExitStack() as stack:
+        if run is None:
+            fork = stack.enter_context(starting_workers(num_at_once, environ))
+
+            def run(name: str) -> Json:
+                return fork(jobs[name], num_ranks)
+
+        bar = stack.enter_context(tqdm(total=len(order), unit="run", leave=False))
+        pool = stack.enter_context(ThreadPoolExecutor(num_at_once))
         for name, result in zip(order, pool.map(run, order), strict=True):
             results[name].append(result)
+            bar.set_postfix_str(name)
+            bar.update()
     return results
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from common import (
     make_parser,
     results_of,
     run_benchmark,
-    run_workers,
+    starting_workers,
 )
 from implementations import FSDP1_ORIG, FSDP2, FSDP_C, FSDP_C_FULLY, FSDP_C_ORIG, LABELS
 from memory_trace import build_counter
@@ -155,7 +156,7 @@ def _measured(result: Json) -> Json:
 
 
 def _run_job(
-    job: Job, settings: Json, environ: dict[str, str]
+    job: Job, settings: Json, run: Callable[[Sequence[str], int], Json]
 ) -> tuple[Json, str | None]:
     """Return the row of one job, and why it could not be measured, if so."""
     row: Json = asdict(job)
@@ -164,7 +165,7 @@ def _run_job(
     for option, value in settings.items():
         arguments += [f"--{option.replace('_', '-')}", str(value)]
     try:
-        result = run_workers(arguments, num_ranks=job.num_ranks, environ=environ)
+        result = run(arguments, job.num_ranks)
     except RuntimeError as error:
         last_line = str(error).strip().splitlines()[-1]
         return row, last_line.partition("]: ")[2] or last_line
@@ -195,8 +196,11 @@ def measure(args: argparse.Namespace) -> Json:
     notices: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fsdp_c-benchmark-") as folder:
         environ = {"LD_PRELOAD": str(build_counter(Path(folder)))}
-        with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
-            runs = pool.map(lambda job: _run_job(job, settings, environ), jobs)
+        with (
+            starting_workers(COUNTED_AT_ONCE, environ) as run,
+            ThreadPoolExecutor(COUNTED_AT_ONCE) as pool,
+        ):
+            runs = pool.map(lambda job: _run_job(job, settings, run), jobs)
             found = list(tqdm(runs, total=len(jobs), unit="run", leave=False))
         for job, (row, reason) in zip(jobs, found, strict=True):
             rows.append(row)

@@ -166,6 +166,8 @@ def train(args: argparse.Namespace, trace: MemoryTrace) -> Json:
     for name, batch, time in ((ONE_BYTE, 1, 1), (BATCH, args.batch, args.time)):
         for _ in range(NUM_WARMUP_STEPS[name]):
             step("warm-up", batch, time)
+        # fully_shard's shards move at the first forward.
+        trace.tag("parameters", model.parameters())
         for _ in range(NUM_TRACED_STEPS):
             sleep(SETTLE_S)
             trace.begin(f"{name}: begin")

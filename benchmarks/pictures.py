@@ -86,7 +86,7 @@ def draw_memory(peaks: Json, path: Path) -> None:
     axes.margins(x=0.1)
     axes.set_xlabel("peak of a rank of 2 (MiB), less is better")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, loc="lower right")
+    figure.legend(fontsize=7, loc="outside upper right", ncols=len(names))
     figure.savefig(path, dpi=DPI)
 
 

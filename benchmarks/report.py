@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 import host_instructions
@@ -19,7 +20,7 @@ import pictures
 import state_dict
 import state_dict_worker
 import train_step
-from common import Json, command_line, environment_line, write_json
+from common import Json, environment_line, write_json
 
 from fsdp_c.bench._command import positive_int
 
@@ -72,8 +73,8 @@ that all that communicate have trained the same model.
 
 ### Over size
 
-A step's time over that of the bare model of the same size. The largest two take a
-quarter of the steps.
+A step's time over that of the bare model of the same size. The larger the model, the
+fewer steps it takes; the sizes that are not above take two rounds at most.
 
 {over_size}
 
@@ -131,15 +132,16 @@ Made by
 
 on {machine}.
 
-{num_ranks} ranks of one host, GPTs with AdamW, smallest of {rounds} medians of
-{steps} of the slowest rank. Full state dicts are made on rank 0 (`rank0_only`) and
-loaded on all ranks. A copy is one `Tensor.clone()` of the bytes that a rank gets. A
-checkpoint holds model and optimizer. It is made by `fsdp_c.checkpoint`, by
-torch.distributed.checkpoint from torch's state dicts, and by plain writes (with
-fsync) and reads of as many bytes. Reads come from the page cache. "To fsdp_c"
-compares with fsdp_c with the same `use_orig_params`. Extra memory is the peak of
-torch's CPU allocator above the memory before and the result, on the rank that needs
-most.
+{num_ranks} ranks of one host, GPTs with AdamW, smallest of {rounds} medians of {steps}
+(of the larger model: of a third), of the slowest rank. Full state dicts are made
+on rank 0 (`rank0_only`; for `fully_shard` by `get_model_state_dict` and
+`get_optimizer_state_dict`) and loaded on all ranks. A copy is one `Tensor.clone()` of
+the bytes that a rank gets. A checkpoint holds model and optimizer. It is made by
+`fsdp_c.checkpoint`, by torch.distributed.checkpoint from torch's state dicts, and by
+plain writes (with fsync) and reads of as many bytes. Reads come from the page cache.
+"To fsdp_c" compares FSDP1 with fsdp_c with the same `use_orig_params`, FSDP2 with
+fsdp_c's `fully_shard`. Extra memory is the peak of torch's CPU allocator above the
+memory before and the result, on the rank that needs most.
 
 {tables}
 """
@@ -159,15 +161,20 @@ def read_or_run_all(args: argparse.Namespace) -> list[Json]:
         return [json.loads((args.json / name).read_text()) for name in FILES]
     rounds = ["--rounds", str(args.rounds)]
     results = []
-    for benchmark, words in (
+    benchmarks = (
         (host_overhead, ["--steps", str(3 * args.steps), *rounds]),
         (host_instructions, []),
         (train_step, ["--steps", str(args.steps), *rounds]),
         (memory, []),
         (state_dict, []),
-    ):
-        print(benchmark.__name__, file=sys.stderr)
+    )
+    for file, (benchmark, words) in zip(FILES, benchmarks, strict=True):
+        begin = time.monotonic()
         results.append(benchmark.measure(benchmark.parser().parse_args(words)))
+        if args.save_json is not None:
+            write_json(args.save_json / file, results[-1])
+        seconds = time.monotonic() - begin
+        print(f"{benchmark.__name__}: {seconds:.0f} s", file=sys.stderr)
     return results
 
 
@@ -197,9 +204,7 @@ def state_dict_section(states: Json) -> str:
 def write_markdown(results: list[Json], path: Path) -> None:
     """Write the page."""
     host, counts, step, peaks, states = results
-    commands = dict.fromkeys(
-        [host["command"], counts["command"], step["command"], command_line()]
-    )
+    commands = dict.fromkeys([host["command"], counts["command"], step["command"]])
     tables = "\n\n".join(
         f"{train_step.describe(model)} parameters.\n\n"
         + train_step.render_steps(step, model, markdown=True)
@@ -255,9 +260,6 @@ def main() -> int:
                 parser.error(f"--json {args.json}: {name} is not there")
     results = read_or_run_all(args)
     _, counts, step, peaks, _ = results
-    if args.save_json is not None:
-        for name, result in zip(FILES, results, strict=True):
-            write_json(args.save_json / name, result)
     args.out.mkdir(parents=True, exist_ok=True)
     write_markdown(results, args.out / "benchmarks.md")
     pictures.draw_host(counts, args.out / "host.png")

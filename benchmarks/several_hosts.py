@@ -25,7 +25,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from common import (
+    QUIET,
     TIMED_HEADERS,
+    WORKER_TIMEOUT_S,
     Json,
     check_losses,
     format_table,
@@ -45,6 +47,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from train_step import BATCH, MODELS, TIME, describe, time_step
 
 from fsdp_c import FullyShardedDataParallel, _native
+from fsdp_c.bench._processes import run_ranks
 from fsdp_c.bench._workload import Block
 from fsdp_c.plan import Link, ModelSource, Settings, Sharding, plan_model
 
@@ -202,6 +205,17 @@ def on_host(name: str, rank: int) -> Sequence[str]:
     ]
 
 
+def run_on_hosts(name: str, words: Sequence[str]) -> Json:
+    """Run an implementation, each rank started in the namespace of its host."""
+    return run_ranks(
+        [*words, "--worker-folder"],
+        NUM_RANKS,
+        timeout_s=WORKER_TIMEOUT_S,
+        environ=QUIET,
+        prefix=lambda rank: on_host(name, rank),
+    )
+
+
 def measure(args: argparse.Namespace) -> Json:
     """Run all implementations at all rates.
 
@@ -220,7 +234,10 @@ def measure(args: argparse.Namespace) -> Json:
         for rate in args.rates:
             link = limit_links(rate)
             runs = run_interleaved(
-                jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS, prefix=on_host
+                jobs,
+                num_rounds=args.rounds,
+                num_ranks=NUM_RANKS,
+                run=lambda name: run_on_hosts(name, jobs[name]),
             )
             links[rate] = {"link": link, **runs.pop(LINK)[0]}
             losses = {name: each[0]["loss"] for name, each in runs.items()}

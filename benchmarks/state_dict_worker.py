@@ -20,6 +20,7 @@ from implementations import (
     FSDP1_ORIG,
     FSDP2,
     FSDP_C_FLAT,
+    FSDP_C_FULLY,
     FSDP_C_ORIG,
     NUM_BYTES,
     parallelise,
@@ -27,7 +28,14 @@ from implementations import (
 from memory_trace import MemoryTrace, storages
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -129,7 +137,9 @@ class _Clock:
         peaks = self._trace.peaks()
         for name, row in self.rows.items():
             peak = peaks[name]
-            extra = torch.tensor(peak.nbytes - max(peak.at_begin) - row["result"])
+            # A result that shares the parameters' memory needs none.
+            needed = peak.nbytes - max(peak.at_begin) - row["result"]
+            extra = torch.tensor(max(0, needed))
             dist.all_reduce(extra, dist.ReduceOp.MAX)
             row["extra"] = int(extra)
 
@@ -161,6 +171,24 @@ def _time_full(clock: _Clock, model: Any, optim: torch.optim.Optimizer) -> None:
     with kind.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         clock.time(SHARDED_MODEL, model.state_dict)
         _time_load(clock, LOAD_SHARDED, model)
+
+
+def _time_full_by_rows(
+    clock: _Clock, model: nn.Module, optim: torch.optim.Optimizer
+) -> None:
+    """Time the same with what fully_shard's users call."""
+    whole = StateDictOptions(full_state_dict=True)
+    on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    clock.time(FULL_MODEL, lambda: get_model_state_dict(model, options=on_rank_0))
+    clock.time(
+        FULL_OPTIM, lambda: get_optimizer_state_dict(model, optim, options=on_rank_0)
+    )
+    state = get_model_state_dict(model, options=whole)
+    clock.time(
+        LOAD_FULL, lambda: set_model_state_dict(model, state, options=whole) and None
+    )
+    clock.time(SHARDED_MODEL, lambda: get_model_state_dict(model))
+    _time_load(clock, LOAD_SHARDED, model)
 
 
 def _time_load(clock: _Clock, name: str, model: nn.Module) -> None:
@@ -261,9 +289,11 @@ def _time_model(clock: _Clock, args: argparse.Namespace, folder: Path) -> None:
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optim.step()
     optim.zero_grad()
-    if args.worker != FSDP2:
+    if args.worker in (FSDP2, FSDP_C_FULLY):
+        _time_full_by_rows(clock, model, optim)
+    else:
         _time_full(clock, model, optim)
-    if args.worker in (FSDP_C_ORIG, FSDP_C_FLAT):
+    if args.worker in (FSDP_C_ORIG, FSDP_C_FLAT, FSDP_C_FULLY):
         _time_native(clock, model, optim, folder)
     elif args.worker in (FSDP1_ORIG, FSDP2):
         _time_dcp(clock, model, optim, folder)

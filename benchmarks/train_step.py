@@ -11,6 +11,7 @@ others are for step over size.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 
@@ -99,6 +100,8 @@ MODELS = {
     "200M": ModelSize(1024, 16),
 }
 IN_DETAIL = ("small", "large")
+OVER_SIZE_ROUNDS = 2  # at most, of the others
+FEWER_STEPS_FROM = 12e6  # parameters; a model of twice as many takes half the steps
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,12 @@ def num_params(model: str) -> int:
     """Return the number of parameters of a model."""
     block, root = MODELS[model].numels()
     return MODELS[model].num_blocks * block + root
+
+
+def num_of(steps: int, model: str) -> int:
+    """Return how many of ``steps`` a model takes: fewer, if they are long."""
+    share = min(1.0, FEWER_STEPS_FROM / num_params(model))
+    return max(math.ceil(share * steps), min(2, steps))
 
 
 def time_step(model: nn.Module, args: argparse.Namespace) -> Json:
@@ -201,21 +210,28 @@ def measure(args: argparse.Namespace) -> Json:
         RuntimeError: The implementations' losses differ: one trained wrongly.
     """
     models = [args.model] if args.model else list(MODELS)
+    detailed = models if args.model else IN_DETAIL
     rows: list[Json] = []
     collectives: list[Json] = []
     jobs = {}
     for model in models:
-        is_detailed = model in IN_DETAIL or args.model is not None
-        # The steps of the largest take seconds.
-        many = args.steps if num_params(model) < 50e6 else -(-args.steps // 4)
-        options = ["--model", model, "--steps", str(many)]
-        options += ["--warmup", str(args.warmup), "--optimizer", args.optimizer]
+        is_detailed = model in detailed
+        options = ["--model", model, "--steps", str(num_of(args.steps, model))]
+        options += ["--warmup", str(num_of(args.warmup, model))]
+        options += ["--optimizer", args.optimizer]
         names = args.only or (IMPLEMENTATIONS if is_detailed else OVER_SIZE)
         jobs |= {
             f"{model} {name}": [__file__, "--worker", name, *options]
             for name in (*names, *([GLOO] if is_detailed else []))
         }
-    results = run_interleaved(jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS)
+
+    def rounds_of(job: str) -> int:
+        is_detailed = job.partition(" ")[0] in detailed
+        return args.rounds if is_detailed else min(args.rounds, OVER_SIZE_ROUNDS)
+
+    results = run_interleaved(
+        jobs, num_rounds=args.rounds, num_ranks=NUM_RANKS, rounds_of=rounds_of
+    )
     for model in models:
         names = [job.partition(" ")[2] for job in jobs if job.startswith(f"{model} ")]
         is_detailed = GLOO in names
