@@ -39,12 +39,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle as FSDPDeviceHandle
 from torch.distributed.fsdp._flat_param import (
     FlatParamShardMetadata,
     ParamInfo,
     SharedParamInfo,
 )
 from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
+from torch.distributed.fsdp._limiter_utils import _FreeEventQueue as FreeEventQueue
 from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy as Policy
 from torch.distributed.tensor import DTensor, Placement

@@ -1,6 +1,6 @@
 """FSDP1's attributes of a wrapped module, for users and tools to read."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from fsdp_c._torch_compat import (
     CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
     FlatParamShardMetadata,
+    FreeEventQueue,
+    FSDPDeviceHandle,
     TrainingState,
 )
 from fsdp_c._units.base import ShardedModule
@@ -105,6 +107,9 @@ class FlatParamHandle:
             RuntimeError: Inside a step or a summon, which the engine ends.
         """
         self._check_sharded("reshard")
+
+    def post_reshard(self) -> None:
+        """Do nothing: mixed precision leaves no copy of the shard."""
 
     def unshard(self) -> NoReturn:
         """Refuse: a summon shows whole parameters.
@@ -232,6 +237,18 @@ class Attributes(ShardedModule):
         """The flat parameter, as FSDP1 shows it; None without parameters."""
         flat_param = self._flat_param
         return None if flat_param is None else FlatParamHandle(self, flat_param)
+
+    # What torch's _runtime_utils._reshard(module, module._handle, True) uses besides.
+
+    @property
+    def _device_handle(self) -> Any:
+        """What FSDP1 has for torch.cuda, on any device."""
+        return FSDPDeviceHandle.from_device(self.compute_device)
+
+    @property
+    def _free_event_queue(self) -> FreeEventQueue:
+        """An empty queue, which nothing waits for."""
+        return FreeEventQueue()
 
     @property
     def _inter_node_pg(self) -> ProcessGroup | None:

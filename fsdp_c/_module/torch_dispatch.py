@@ -15,6 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -57,6 +58,7 @@ def begin(ours: type[ShardedModule], module: object) -> None:
                 _applied.add(name)
     _refuse_to_wrap_ours()
     _name_flat_params()
+    _leave_frozen_params_out()
 
 
 def torch_modules(module: nn.Module) -> list[nn.Module]:
@@ -160,3 +162,25 @@ def _name_flat_params() -> None:
         return {f"{prefix}{fqn}" for fqn in found._fqns}
 
     checkpoint._get_fqns = get_fqns
+
+
+def _leave_frozen_params_out() -> None:
+    """Let ``ignore_frozen_params`` go with a state dict that only rank 0 gets.
+
+    torch.distributed.checkpoint.state_dict drops the frozen parameters on all ranks,
+    and raises KeyError where the state dict is empty.
+    """
+    checkpoint = checkpoint_state_dict()
+    original = checkpoint._get_model_state_dict
+
+    @functools.wraps(original)
+    def get_model_state_dict(model: nn.Module, info: Any) -> Any:
+        if not info.ignore_frozen_params or not is_ours(model, "get_model_state_dict"):
+            return original(model, info)
+        state = original(model, replace(info, ignore_frozen_params=False))
+        for name, param in model.named_parameters():
+            for fqn in () if param.requires_grad else checkpoint._get_fqns(model, name):
+                state.pop(fqn, None)
+        return state
+
+    checkpoint._get_model_state_dict = get_model_state_dict

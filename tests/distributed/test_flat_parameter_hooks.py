@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from helpers.distributed import distributed
 from helpers.impl import FSDP, CPUOffload, fsdp
@@ -189,3 +190,36 @@ def test_hooks_on_original_parameters() -> None:
         param.register_hook(lambda grad: shapes.append(grad.shape))
     model(torch.ones(1, 3)).sum().backward()
     assert sorted(shapes) == [torch.Size([2]), torch.Size([2, 3])]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2, device="cpu")
+def test_beside_fsdp1(rank: int, use_orig_params: bool) -> None:
+    """What hooks see: FSDP1's before the reduction, or nothing."""
+    cpu = torch.device("cpu")
+    seen: dict[str, list[Any]] = {}
+    for wrapper in (TorchFSDP, FSDP):
+        found = seen[wrapper.__module__.partition(".")[0]] = []
+        model = wrapper(
+            nn.Linear(4, 4, bias=False), device_id=cpu, use_orig_params=use_orig_params
+        )
+        for param in model.parameters():
+            param.register_hook(
+                lambda grad, found=found: found.append(
+                    (grad.numel(), float(grad.max()))
+                )
+            )
+            param.register_post_accumulate_grad_hook(
+                lambda param, found=found: found.append(param.grad.numel())
+            )
+        x = torch.full((1, 4), float(rank + 1))
+        with model.no_sync():
+            model(x).sum().backward()
+        found.append("no_sync")
+        model(x).sum().backward()
+    whole = [(16, rank + 1.0), 16]
+    if use_orig_params:
+        assert seen == {"torch": ["no_sync"], "fsdp_c": [*whole, "no_sync", *whole]}
+    else:  # the mean over ranks of both backwards
+        shard = ["no_sync", (8, 3.0), 8]
+        assert seen == {"torch": [*whole, "no_sync", *whole], "fsdp_c": shard}

@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from helpers.distributed import distributed
 from helpers.impl import FSDP, StateDictType, fsdp
@@ -103,6 +108,26 @@ def test_through_checkpoint(rank: int, world_size: int) -> None:
         values[:] = [0.0] * world_size
         dcp.load(target, checkpoint_id=folder[0])
         assert target["optim"]["rank_states"]["0.weight"]["RMS"] == expected
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_through_torchs_functions(
+    rank: int, world_size: int, use_orig_params: bool, full: bool
+) -> None:
+    """They pass on one value of a parameter, the first rank's, as FSDP1 does."""
+    model, optim = _trained(use_orig_params)
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, [s["RMS"] for s in optim.state.values()])
+    assert values[0][-1] != values[1][-1]
+    options = StateDictOptions(full_state_dict=full)
+    saved = get_optimizer_state_dict(model, optim, options=options)
+    if not use_orig_params:
+        assert {s["RMS"] for s in saved["state"].values()} == {values[0][0]}
+    set_optimizer_state_dict(model, optim, saved, options=options)
+    loaded = next(iter(optim.state.values()))["RMS"]
+    assert loaded == saved["state"]["0.weight"]["RMS"] == values[0][0]
 
 
 @distributed(world_size=3)

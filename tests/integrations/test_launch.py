@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_c.integrations import _launch
+from helpers.frameworks import MLP_TASK, STEPS, Unsharded, litgpt_task, require
+from helpers.reference import assert_same_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +78,31 @@ def test_a_script_of_torch(tmp_path: Path) -> None:
     words = ["torchrun", "--standalone", "--nproc-per-node=1", str(script)]
     done = _launch_words(*words, GLOO_SOCKET_IFNAME="lo")
     assert done.stdout == "fsdp_c._module.sharded_module rank 0\n", done.stderr
+
+
+def test_a_script_of_lightning(tmp_path: Path) -> None:
+    """Its class is ours, also in the process that Lightning starts."""
+    require("lightning")
+    tasks = {"fabric": MLP_TASK, "trainer": MLP_TASK}
+    if find_spec("litgpt") is not None:
+        tasks["litgpt"] = litgpt_task()
+    script = str(Path(__file__).parent / "lightning_script.py")
+    done = _launch_words(
+        script,
+        *(str(tmp_path), *tasks),
+        path=os.pathsep.join(sys.path),
+        TORCH_FR_BUFFER_SIZE="0",
+    )
+    assert done.returncode == 0, done.stderr
+    for name, task in tasks.items():
+        reference = Unsharded(2, task)
+        reference.train(range(2 * STEPS))
+        results = list(tmp_path.glob(f"{name}-*/rank-*"))
+        assert len(results) == 4  # ranks, forms of checkpoints
+        for result in results:
+            of_class, weights = torch.load(result)
+            assert of_class == "fsdp_c._module.sharded_module"
+            assert_same_tensors(name, weights, reference.model.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 The teacher runs without gradients and follows the student: its shards are written
 between steps. torch's FSDP1 keeps a unit that it did not reshard after such a forward
 whole, and goes on with its old weights; DINOv2 therefore reshards the teacher by hand,
-through private functions. Here that is not needed.
+through private functions. Here that is not needed, and does no harm.
 """
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from helpers.distributed import distributed
@@ -45,9 +47,20 @@ def _build() -> nn.ModuleDict:
     return nn.ModuleDict({"backbone": _Backbone(), "head": nn.Linear(8, 5)}).double()
 
 
-def _loss(student: nn.ModuleDict, teacher: nn.ModuleDict, x: Tensor) -> Tensor:
+def _reshard_by_hand(model: nn.ModuleDict) -> None:
+    for part in model.values():
+        for unit in TorchFSDP.fsdp_modules(part):
+            if unit._handle is not None:
+                _reshard(unit, unit._handle, True)
+
+
+def _loss(
+    student: nn.ModuleDict, teacher: nn.ModuleDict, x: Tensor, *, reshards: bool = False
+) -> Tensor:
     with torch.no_grad():
         target = teacher["head"](teacher["backbone"](x)).softmax(-1)
+        if reshards:
+            _reshard_by_hand(teacher)
     out = student["head"](student["backbone"](x + 0.1)).log_softmax(-1)
     again = student["backbone"](x)  # a second crop
     return -(target * out).sum(-1).mean() + again.square().mean()
@@ -62,8 +75,11 @@ def _update_teacher(student: nn.Module, teacher: nn.Module) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("reshards", [True, False])
 @distributed(world_size=2)
-def test_weights(rank: int, strategy: str, use_orig_params: bool) -> None:
+def test_weights(
+    rank: int, strategy: str, use_orig_params: bool, reshards: bool
+) -> None:
     """Student and teacher; the gradients go through a scaler and are clipped."""
 
     def wrap() -> nn.ModuleDict:
@@ -87,7 +103,7 @@ def test_weights(rank: int, strategy: str, use_orig_params: bool) -> None:
     for step in range(5):
         mine.zero_grad()
         x = draw(4, 8, seed=10 * step + rank)
-        scaler.scale(_loss(student, teacher, x)).backward()
+        scaler.scale(_loss(student, teacher, x, reshards=reshards)).backward()
         scaler.unscale_(mine)
         for each in student.values():
             each.clip_grad_norm_(0.5)

@@ -1,9 +1,4 @@
-"""Lightning Fabric and its FSDPStrategy, with fsdp_c.install().
-
-Fabric has its FSDPStrategy run on GPUs only, but looks at the class itself: a subclass
-runs on the CPU. There torch's FSDP1 does not run in it (it passes no device_id), so the
-unsharded model is what is compared with.
-"""
+"""Lightning Fabric and its FSDPStrategy, with fsdp_c.install()."""
 
 from typing import Any
 
@@ -13,14 +8,16 @@ import torch
 import fsdp_c
 from helpers.distributed import distributed
 from helpers.frameworks import (
+    MLP_TASK,
     STEPS,
     Unsharded,
     batch,
     build,
     environment,
-    framework,
+    fabric_of,
+    fabric_setup,
+    fabric_train,
     installed,
-    optimizer,
 )
 from helpers.models import Block
 from helpers.reference import assert_same_tensors
@@ -29,37 +26,13 @@ from helpers.shared_folder import shared_folder
 MAX_NORM = 0.05
 
 
-def fabric_of(rank: int, world_size: int, kind: str, **kwargs: Any) -> Any:
-    class OnCPU(framework("lightning.fabric.strategies").FSDPStrategy):
-        """Fabric asks for a GPU if it is FSDPStrategy itself."""
-
-    strategy = OnCPU(auto_wrap_policy={Block}, state_dict_type=kind, **kwargs)
-    fabric = framework("lightning.fabric").Fabric(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        plugins=[environment(rank, world_size)],
-    )
-    fabric.launch()
-    return fabric
+def fabric_on(rank: int, world_size: int, kind: str, **options: Any) -> Any:
+    plugins = [environment(rank, world_size)]
+    return fabric_of(kind, plugins, devices=world_size, task=MLP_TASK, **options)
 
 
-def setup(fabric: Any, seed: int) -> tuple[Any, Any]:
-    model = fabric.setup_module(build(seed))
-    return model, fabric.setup_optimizers(optimizer(model))
-
-
-def train(fabric: Any, model: Any, optim: Any, steps: range) -> None:
-    for step in steps:
-        loss = model(batch(step, fabric.global_rank)).square().mean()
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optim, max_norm=MAX_NORM)
-        optim.step()
-        optim.zero_grad()
-
-
-def whole(model: Any) -> dict[str, torch.Tensor]:
-    return dict(model._forward_module.state_dict())
+def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return dict(state["model"]._forward_module.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -69,25 +42,24 @@ def test_train_save_resume(
     rank: int, world_size: int, kind: str, use_orig_params: bool
 ) -> None:
     with installed(), shared_folder() as folder:
-        fabric = fabric_of(rank, world_size, kind, use_orig_params=use_orig_params)
-        model, optim = setup(fabric, 0)
-        assert type(model._forward_module) is fsdp_c.FSDP
+        fabric = fabric_on(rank, world_size, kind, use_orig_params=use_orig_params)
+        state = fabric_setup(fabric, MLP_TASK, 0)
+        assert type(state["model"]._forward_module) is fsdp_c.FSDP
         reference = Unsharded(world_size)
-        train(fabric, model, optim, range(STEPS))
+        fabric_train(fabric, MLP_TASK, state, range(STEPS), MAX_NORM)
         reference.train(range(STEPS), MAX_NORM)
         expected = reference.model.state_dict()
-        assert_same_tensors("trained", whole(model), expected)
+        assert_same_tensors("trained", whole(state), expected)
 
         path = f"{folder}/checkpoint"
-        fabric.save(path, {"model": model, "optim": optim, "step": STEPS})
-        model, optim = setup(fabric, 1)
-        state = {"model": model, "optim": optim, "step": 0}
+        fabric.save(path, state)
+        state = fabric_setup(fabric, MLP_TASK, 1)
         fabric.load(path, state)
         assert state["step"] == STEPS
-        assert_same_tensors("loaded", whole(model), expected)
-        train(fabric, model, optim, range(STEPS, 2 * STEPS))
+        assert_same_tensors("loaded", whole(state), expected)
+        fabric_train(fabric, MLP_TASK, state, range(STEPS, 2 * STEPS), MAX_NORM)
         reference.train(range(STEPS, 2 * STEPS), MAX_NORM)
-        assert_same_tensors("resumed", whole(model), reference.model.state_dict())
+        assert_same_tensors("resumed", whole(state), reference.model.state_dict())
 
 
 @distributed(world_size=2, device="cpu", timeout_s=300)
@@ -98,20 +70,21 @@ def test_loads_a_plain_file(rank: int, world_size: int) -> None:
         if rank == 0:
             torch.save(reference.state_dict(), f"{folder}/plain.pt")
         torch.distributed.barrier()
-        fabric = fabric_of(rank, world_size, "full")
-        model, _ = setup(fabric, 0)
-        fabric.load_raw(f"{folder}/plain.pt", model)
-        assert_same_tensors("loaded", whole(model), reference.state_dict(), 0.0)
+        fabric = fabric_on(rank, world_size, "full")
+        state = fabric_setup(fabric, MLP_TASK, 0)
+        fabric.load_raw(f"{folder}/plain.pt", state["model"])
+        assert_same_tensors("loaded", whole(state), reference.state_dict(), 0.0)
 
 
 @distributed(world_size=2, device="cpu", timeout_s=300)
 def test_accumulation_and_checkpointing(rank: int, world_size: int) -> None:
     """no_backward_sync(), and activation checkpointing of the blocks."""
     with installed():
-        fabric = fabric_of(
+        fabric = fabric_on(
             rank, world_size, "full", activation_checkpointing_policy={Block}
         )
-        model, optim = setup(fabric, 0)
+        state = fabric_setup(fabric, MLP_TASK, 0)
+        model = state["model"]
         reference = Unsharded(world_size)
         for step in range(2):
             with fabric.no_backward_sync(model, enabled=step == 0):
@@ -119,6 +92,6 @@ def test_accumulation_and_checkpointing(rank: int, world_size: int) -> None:
             for each in range(world_size):
                 loss = reference.model(batch(step, each)).square().mean()
                 (loss / world_size).backward()
-        optim.step()
+        state["optim"].step()
         reference.optim.step()
-        assert_same_tensors("trained", whole(model), reference.model.state_dict())
+        assert_same_tensors("trained", whole(state), reference.model.state_dict())

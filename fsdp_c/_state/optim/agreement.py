@@ -222,13 +222,13 @@ def _merge(part: ParamPart, kinds: Sequence[_Kind]) -> AgreedState:
         have = have or [rank for rank, kind in enumerate(kinds) if name in kind]
         values = {r: kinds[r][name] for r in have if kinds[r][name] != (False, None)}
         sharded = [rank for rank, (is_sharded, _) in values.items() if is_sharded]
-        first = next(iter(values.values()), (False, None))
         if not sharded:
-            result.plain[name] = first[1]
             # The state of a flat parameter is that of all in it, on every rank.
             seen = [kind[name] for kind in kinds if name in kind]
             seen = seen if part.is_flat else list(values.values())
-            if values and not all(same_value(value, first[1]) for _, value in seen):
+            first = next((each for each in seen if each != (False, None)), None)
+            result.plain[name] = None if first is None else first[1]
+            if values and not all(same_value(v, result.plain[name]) for _, v in seen):
                 if name == "step":
                     raise ValueError(_other_steps(part, kinds))
                 result.per_rank[name] = PerRank(
