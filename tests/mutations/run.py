@@ -7,8 +7,8 @@
 All faults are built into one copy of the tree, in build/mutations, each behind a test
 of the environment variable FSDP_C_MUTANT. So there is one build, and each fault costs
 the tests that it takes to notice it: for the core first the C tests, then pytest with
-its default, pairs of parameters; for csrc/nccl only the C tests. Needs what
-`make build` and `make c-test` need. Ends with 1 if nothing notices a fault.
+its default, pairs of parameters; so for csrc/shm; for csrc/nccl only the C tests. Needs
+what `make build` and `make c-test` need. Ends with 1 if nothing notices a fault.
 """
 
 import argparse
@@ -18,11 +18,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from faults import CORE, FAULTS, NCCL, Fault
+import faults
+import faults_of_transports
+from fault import CORE, NCCL, SHM, Fault
 
+FAULTS = (*faults.FAULTS, *faults_of_transports.FAULTS)
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutations"
-C_TESTS = {CORE: ("test_engine", "test_arena", "test_order"), NCCL: ("test_nccl",)}
+C_TESTS = {
+    CORE: ("test_engine", "test_arena", "test_order"),
+    NCCL: ("test_nccl",),
+    SHM: ("test_shm",),
+}
 # Run after the fault's own tests, until one fails.
 GENERAL = (
     "test_strategies.py",

@@ -1,0 +1,58 @@
+"""What a planted fault is: a small change of the core, a transport or the bridge.
+
+A fault replaces the first `old` in the body of a function by `new`. In `old` white
+space matches any, and ANY a word; in `new` OLD is what was matched, and MUTANT tells
+whether this fault is the one under test.
+"""
+
+from dataclasses import dataclass
+
+CORE = "csrc/core"
+NCCL = "csrc/nccl"
+SHM = "csrc/shm"
+TORCH = "csrc/torch"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and the tests of pytest that should notice it first."""
+
+    name: str
+    folder: str
+    function: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+
+def skip(call: str) -> tuple[str, str]:
+    """Return a replacement that leaves a call out."""
+    return call, "if (!MUTANT) OLD"
+
+
+def never(condition: str) -> tuple[str, str]:
+    """Return a replacement that makes an `if` false."""
+    return f"if ({condition})", f"if (({condition}) && !MUTANT)"
+
+
+def before(code: str, statement: str) -> tuple[str, str]:
+    """Return a replacement that adds a statement."""
+    return code, f"{statement} OLD"
+
+
+def core_fault(name: str, function: str, change: tuple[str, str], *tests: str) -> Fault:
+    return Fault(name, CORE, function, *change, tests)
+
+
+def nccl_fault(name: str, function: str, change: tuple[str, str]) -> Fault:
+    return Fault(name, NCCL, function, *change)
+
+
+def shm_fault(name: str, function: str, change: tuple[str, str], *tests: str) -> Fault:
+    return Fault(name, SHM, function, *change, tests)
+
+
+def bridge_fault(
+    name: str, function: str, change: tuple[str, str], *tests: str
+) -> Fault:
+    return Fault(name, TORCH, function, *change, tests)
