@@ -302,6 +302,11 @@ FAULTS = (
         "fsdp_engine_priv_take_scratch",
         _skip("FSDP_TRY(ops->event_wait("),
     ),
+    _core(
+        "the host reads the marks of parameters before they are there",
+        "fsdp_unit_await_unused",
+        _skip("FSDP_TRY(ops->event_synchronize("),
+    ),
     # Summon.
     _core(
         "what a user writes into summoned parameters is lost",
