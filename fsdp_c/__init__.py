@@ -40,13 +40,13 @@ except ImportError as error:
     ) from error
 
 from fsdp_c._engines.forward_methods import register_forward_method
-from fsdp_c._engines.optimizer_in_backward import optimizer_in_backward
 from fsdp_c._fully_shard.api import (
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
 from fsdp_c._fully_shard.either import memory_stats, reset
+from fsdp_c._fully_shard.in_backward import optimizer_in_backward
 from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
 from fsdp_c._fully_shard.torch_state_dicts import gatherers
 from fsdp_c._module.sharded_module import FullyShardedDataParallel

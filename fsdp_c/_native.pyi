@@ -122,6 +122,7 @@ class Unit:
         unshard_in_backward: int = -1,
         keeps_part: int = -1,
         reshard_after_backward: int = -1,
+        fills_unused: int = -1,
     ) -> None: ...
     def set_prefetches(self, in_backward: bool, units: Sequence[Unit], /) -> None: ...
     def bind_flat_params(self, flat_params: Sequence[torch.Tensor], /) -> None: ...
@@ -294,6 +295,7 @@ def plan_step(
             Layout,
             Sequence[tuple[torch.dtype, torch.dtype, torch.dtype]],
             int,
+            bool,
             bool,
             bool,
             int,

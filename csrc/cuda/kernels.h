@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-enum { FSDP_CUDA_KERNELS_VERSION = 1, FSDP_CUDA_MAX_ITEMS = 960 };
+enum { FSDP_CUDA_KERNELS_VERSION = 2, FSDP_CUDA_MAX_ITEMS = 960 };
 
 typedef struct fsdp_cuda_kernels {
   int64_t version; /* FSDP_CUDA_KERNELS_VERSION */

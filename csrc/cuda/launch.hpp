@@ -63,18 +63,20 @@ inline fsdp_status check_spans(const fsdp_host_span *spans, int64_t num_spans,
 inline Item item_for_pack(const void *destination, fsdp_dtype dtype,
                           const fsdp_pack_item &from, int64_t *num_tiles) {
   Item item = {};
-  const bool is_zero = from.data == nullptr;
-  const fsdp_dtype source = is_zero ? dtype : from.dtype;
+  const bool is_constant = from.data == nullptr;
+  const fsdp_dtype source = is_constant ? dtype : from.dtype;
   const uintptr_t to = reinterpret_cast<uintptr_t>(destination) +
                        static_cast<uintptr_t>(from.offset * dtype.itemsize);
   item.data = from.data;
   item.offset = from.offset;
   item.numel = from.numel;
   item.code = static_cast<int8_t>(source.code);
-  item.is_added = from.add && !is_zero;
-  item.head = static_cast<int8_t>(head_numel(
-      to, dtype.itemsize, is_zero ? to : reinterpret_cast<uintptr_t>(from.data),
-      source.itemsize));
+  item.is_added = from.add && !is_constant;
+  item.is_one = from.is_one;
+  item.head = static_cast<int8_t>(
+      head_numel(to, dtype.itemsize,
+                 is_constant ? to : reinterpret_cast<uintptr_t>(from.data),
+                 source.itemsize));
   *num_tiles = num_tiles_of(cut_of(
       item.numel, item.head, unit_numel(dtype.itemsize, source.itemsize)));
   return item;

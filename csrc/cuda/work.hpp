@@ -28,13 +28,14 @@ constexpr int kNoVectors = -1;
 
 // One source of a launch, or one span of a norm.
 struct Item {
-  const void *data;    // NULL: zeros
+  const void *data;    // NULL: zeros, or ones
   int64_t offset;      // elements from the start of the destination
   int64_t numel;       // >= 1
   int32_t first_tile;  // within the launch
   int8_t code;         // dtype of `data`
   int8_t head;         // elements before the first unit; kNoVectors: none
   bool is_added;
+  bool is_one;
 };
 static_assert(sizeof(Item) == 32, "an item fills two vectors of 16 bytes");
 
@@ -166,12 +167,13 @@ FSDP_HD void pack_units(element<To> *to, const element<From> *from,
         struct alignas(16) Unit {
           element<To> values[Numel];
         };
+        const element<To> constant = Dtype<To>::put(item.is_one ? 1.0F : 0.0F);
         Unit result = {};
         if (item.is_added) move<Numel>(result.values, to + first);
         FSDP_UNROLL
         for (int i = 0; i < Numel; i++) {
           result.values[i] =
-              from == nullptr ? element<To>(0)
+              from == nullptr ? constant
                               : combined<To, From>(result.values[i], values[i],
                                                    scale, item.is_added);
         }
@@ -193,7 +195,7 @@ FSDP_HD void pack_item(void *destination, const Item &item, int tile,
         edge_of(cut, item.numel, first_unit, thread, is_tail != 0);
     if (i < 0) continue;
     to[i] = from == nullptr
-                ? element<To>(0)
+                ? Dtype<To>::put(item.is_one ? 1.0F : 0.0F)
                 : combined<To, From>(to[i], from[i], scale, item.is_added);
   }
   if (cut.numel == 1) {

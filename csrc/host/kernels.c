@@ -70,6 +70,16 @@ static void add_all(const fsdp_host_lanes *lanes, stretch all, double scale) {
   }
 }
 
+/* The element that is moved everywhere is made by a conversion. */
+static void write_ones(const fsdp_host_lanes *lanes, stretch all) {
+  const float one = 1;
+  const int64_t itemsize = fsdp_host_priv_itemsize(all.to_index);
+  fsdp_host_priv_convert(lanes, all.to, all.to_index, &one, FSDP_HOST_F32, 1);
+  for (int64_t i = 1; i < all.numel; i++) {
+    memcpy(all.to + i * itemsize, all.to, (size_t)itemsize);
+  }
+}
+
 static void apply_item(const fsdp_host_lanes *lanes, void *destination,
                        fsdp_dtype dtype, const fsdp_pack_item *item,
                        double scale) {
@@ -79,7 +89,10 @@ static void apply_item(const fsdp_host_lanes *lanes, void *destination,
   const size_t nbytes = (size_t)(item->numel * dtype.itemsize);
   const bool is_copy = !item->add && scale == 1.0;
   if (nbytes == 0) return;
-  if (item->data == NULL) {
+  if (item->data == NULL && item->is_one &&
+      fsdp_host_priv_float_of(dtype, &all.to_index)) {
+    write_ones(lanes, all);
+  } else if (item->data == NULL) {
     memset(all.to, 0, nbytes);
   } else if (is_copy && fsdp_dtype_equal(dtype, item->dtype)) {
     if (all.to != all.from) memcpy(all.to, all.from, nbytes);
@@ -115,7 +128,8 @@ static fsdp_status check_item(const void *destination, fsdp_dtype dtype,
                      "pack: the destination of %lld elements is NULL",
                      (long long)item->numel);
   }
-  if (item->data != NULL && !is_floating && !is_copy) {
+  if ((item->data != NULL && !is_floating && !is_copy) ||
+      (item->data == NULL && item->is_one && !is_floating)) {
     return FSDP_FAIL(
         error, FSDP_INVALID_ARGUMENT,
         "pack: no host kernel from dtype %d to dtype %d (scale %g%s)"

@@ -263,16 +263,18 @@ PyObject *fsdp_unit_object_part_of(PyObject *object, PyObject *index) {
 PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
                                PyObject *kwargs) {
   static const char *const keywords[] = {
-      "sync",       "reshard_after_forward",  "divisor", "unshard_in_backward",
-      "keeps_part", "reshard_after_backward", NULL};
+      "sync",         "reshard_after_forward",
+      "divisor",      "unshard_in_backward",
+      "keeps_part",   "reshard_after_backward",
+      "fills_unused", NULL};
   fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
   int sync = -1, reshards = -1, unshards = -1, keeps_part = -1;
-  int reshards_after_backward = -1;
+  int reshards_after_backward = -1, fills_unused = -1;
   double divisor = -1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidiii:set",
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iidiiii:set",
                                    FSDP_KEYWORDS(keywords), &sync, &reshards,
                                    &divisor, &unshards, &keeps_part,
-                                   &reshards_after_backward)) {
+                                   &reshards_after_backward, &fills_unused)) {
     return NULL;
   }
   if (sync > FSDP_SYNC_SHARD) {
@@ -288,6 +290,7 @@ PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
     fsdp_unit_set_reshard_after_backward_without_sync(
         unit, reshards_after_backward != 0);
   }
+  if (fills_unused >= 0) fsdp_unit_set_fills_unused(unit, fills_unused != 0);
   if (keeps_part >= 0) fsdp_unit_set_keeps_part(unit, keeps_part != 0);
   if (unshards >= 0) fsdp_unit_set_unshard_in_backward(unit, unshards != 0);
   Py_RETURN_NONE;

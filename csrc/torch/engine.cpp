@@ -243,6 +243,12 @@ fsdp_status fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine,
                    ? fsdp_engine_finish_backward(self.core, error)
                    : fsdp_engine_reduce_kept(self.core, error);
     }
+    try {
+      if (status == FSDP_OK) fsdp_torch::follow_reductions(self);
+    } catch (...) {
+      fsdp_torch::close_rows(self);
+      throw;
+    }
     fsdp_torch::close_rows(self);
     return status;
   };

@@ -96,6 +96,10 @@ void follow(Unit &unit) {
     const std::lock_guard<std::mutex> lock(engine.mutex);
     engine.provider.wait(FSDP_LANE_COMPUTE, unit.reduced.get());
     if (unit.offloads) engine.provider.synchronize(unit.reduced.get());
+    FSDP_LOCAL_ERROR(error);
+    if (fsdp_unit_await_unused(unit.core, &error) != FSDP_OK) {
+      throw_error(error);
+    }
   }
   for (Segment &segment : unit.segments) {
     if (segment.grad_shard.defined() && has_hooks(segment.flat_param)) {

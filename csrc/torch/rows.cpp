@@ -95,34 +95,6 @@ void make_grad(Unit &unit, Param &param, int64_t index) {
   }
 }
 
-// Shows the reduced gradients of a unit. GIL.
-void show_sharded_grads(Unit &unit) {
-  unit.grads_are_new = false;
-  const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < unit.params.size(); i++) {
-    Param &param = unit.params[i];
-    ShardedParam &shown = param.sharded_param;
-    const Segment &segment = own_segment(unit, param);
-    if (!segment.grad_shard.defined() || !shown.param.requires_grad()) continue;
-    if (!shown.grad.defined()) {
-      make_grad(unit, param, static_cast<int64_t>(i));
-    } else if (!is_over(shown.grad_local, storage_of(segment.grad_shard))) {
-      show_at(shown.grad_local,
-              segment.grad_shard.storage().getWeakStorageImpl().lock(),
-              segment.grad_shard.storage_offset() + param.in_shard.begin);
-    }
-    shown.param.mutable_grad() = shown.grad;
-    shown.user_grad = at::Tensor();
-    const auto &hook = torch::autograd::impl::post_acc_grad_hooks(shown.param);
-    if (hook == nullptr) continue;
-    FSDP_LOCAL_ERROR(error);  // it reads the gradient
-    if (fsdp_engine_join_reduces(unit.engine->core, &error) != FSDP_OK) {
-      throw_error(error);
-    }
-    (*hook)(shown.param);
-  }
-}
-
 // Notes the local tensors of gradients that the user set. GIL.
 void note_user_grads(Unit &unit) {
   for (Param &param : unit.params) {
@@ -199,6 +171,38 @@ bool take_sharded_grad(Unit &unit, Param &param) {
             segment.grad_shard.storage_offset() + param.in_shard.begin)
       .copy_(shown.user_grad);
   return true;
+}
+
+void show_sharded_grads(Unit &unit) {
+  const pybind11::gil_scoped_acquire gil;
+  const at::NoGradGuard no_grad;
+  unit.grads_are_new = false;
+  for (size_t i = 0; i < unit.params.size(); i++) {
+    Param &param = unit.params[i];
+    ShardedParam &shown = param.sharded_param;
+    const Segment &segment = own_segment(unit, param);
+    if (!segment.grad_shard.defined() || !shown.param.requires_grad()) continue;
+    if (!shown.param.grad().defined() &&
+        fsdp_unit_is_unused(unit.core, static_cast<int64_t>(i))) {
+      continue;
+    }
+    if (!shown.grad.defined()) {
+      make_grad(unit, param, static_cast<int64_t>(i));
+    } else if (!is_over(shown.grad_local, storage_of(segment.grad_shard))) {
+      show_at(shown.grad_local,
+              segment.grad_shard.storage().getWeakStorageImpl().lock(),
+              segment.grad_shard.storage_offset() + param.in_shard.begin);
+    }
+    shown.param.mutable_grad() = shown.grad;
+    shown.user_grad = at::Tensor();
+    const auto &hook = torch::autograd::impl::post_acc_grad_hooks(shown.param);
+    if (hook == nullptr) continue;
+    FSDP_LOCAL_ERROR(error);  // it reads the gradient
+    if (fsdp_engine_join_reduces(unit.engine->core, &error) != FSDP_OK) {
+      throw_error(error);
+    }
+    (*hook)(shown.param);
+  }
 }
 
 void free_sharded_grad(Unit &unit, Param &param) {

@@ -198,7 +198,7 @@ void choose_settings(Unit &unit, const fsdp_torch_unit_options &options) {
   const int64_t shard_world_size = core_group(unit.shard_group).world_size;
   settings.reshard_after_forward = options.reshard_after_forward;
   settings.reshards_as_root = settings.shows_kept_after_backward =
-      unit.is_by_rows;
+      settings.finds_unused = unit.is_by_rows;
   // As FSDP1, which does what NO_SHARD does where one rank holds all.
   settings.shows_kept = unit.is_by_rows || (!options.reshard_after_forward &&
                                             shard_world_size > 1);

@@ -335,6 +335,8 @@ std::vector<int64_t> local_sizes(const Unit &unit, const Param &param);
 // Whether the sharded parameter has a gradient, which is in the shard then.
 bool take_sharded_grad(Unit &unit, Param &param);
 void free_sharded_grad(Unit &unit, Param &param);
+// Shows the reduced gradients of the unit; not with the engine's lock.
+void show_sharded_grads(Unit &unit);
 // Brings what the user wrote elsewhere into the shard. Whether there was any.
 bool take_replaced_locals(Unit &unit);
 // Throws the Python exception that is set, across threads of autograd.

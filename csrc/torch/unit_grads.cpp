@@ -138,11 +138,12 @@ at::Tensor partial_grad(Unit &unit, const GradPlace &place, void *data) {
   return view;
 }
 
-// A rank that holds nothing of a parameter has no gradient of it, nor has a
-// parameter that was frozen after wrapping.
-bool has_sharded_piece(const GradPlace &place) {
+// A rank that holds nothing of a parameter has no gradient of it, unless that
+// is a DTensor, nor has a parameter that was frozen after wrapping.
+bool has_sharded_piece(const Unit &unit, const GradPlace &place) {
   return place.param == nullptr ||
-         (place.param->local_numel() > 0 && place.holder->requires_grad());
+         ((unit.is_by_rows || place.param->local_numel() > 0) &&
+          place.holder->requires_grad());
 }
 
 // Taking ----------------------------------------------------------------------
@@ -281,8 +282,9 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
                       data);
       return FSDP_OK;
     }
-    if (unit.is_by_rows) { /* at the end of backward, with the GIL */
-      unit.grads_are_new = view == FSDP_VIEW_SHARDED;
+    if (unit.is_by_rows) {
+      // At the end of backward, with the GIL; who follows has seen them.
+      unit.grads_are_new = view == FSDP_VIEW_SHARDED && !unit.follower;
       return FSDP_OK;
     }
     for (const GradPlace &place : grad_places(unit)) {
@@ -291,7 +293,7 @@ fsdp_status show_grads(void * /*context*/, void *owner, fsdp_view view,
             unsharded_grad(unit, place, data[index_of(unit, place)]);
         continue;
       }
-      if (!has_sharded_piece(place) || place.was_cleared) continue;
+      if (!has_sharded_piece(unit, place) || place.was_cleared) continue;
       place.holder->mutable_grad() =
           view == FSDP_VIEW_PARTIAL
               ? partial_grad(unit, place, data[index_of(unit, place)])
@@ -349,8 +351,13 @@ bool is_trainable(const Unit &unit, const Segment &segment) {
 }
 
 void show_followed_grads(Unit &unit) {
+  if (unit.is_by_rows) {
+    show_sharded_grads(unit);
+    return;
+  }
   for (const GradPlace &place : grad_places(unit)) {
-    if (!has_sharded_piece(place) || !place.segment->grad_shard.defined()) {
+    if (!has_sharded_piece(unit, place) ||
+        !place.segment->grad_shard.defined()) {
       continue;
     }
     place.holder->mutable_grad() = sharded_grad(unit, place);
@@ -362,7 +369,7 @@ void take_followed_grads(Unit &unit) {
   bool any = false;
   grad_places(unit);
   for (GradPlace &place : unit.grad_places) {
-    if (!has_sharded_piece(place)) continue;
+    if (!has_sharded_piece(unit, place)) continue;
     place.was_cleared = in_backward && !place.holder->grad().defined();
     any = any || place.holder->grad().defined();
   }
@@ -372,7 +379,7 @@ void take_followed_grads(Unit &unit) {
   }
   if (!in_backward) return;  // the user's from now on
   for (const GradPlace &place : grad_places(unit)) {
-    if (!has_sharded_piece(place)) continue;
+    if (!has_sharded_piece(unit, place)) continue;
     if (place.was_cleared) {
       at::Tensor rest = sharded_grad(unit, place);
       if (rest.defined()) rest.zero_();

@@ -23,7 +23,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c import _native
-from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers
+from fsdp_c._engines.optimizer_in_backward import (
+    adopt_in_backward_optimizers,
+    unit_of,
+)
 from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._torch_compat import interpreted_with_callees
 from fsdp_c._units.base import Running, ShardedModule, sharded_modules
@@ -57,7 +60,7 @@ def ensure_engine(module: ShardedModule) -> _native.Engine:
         modules = list(sharded_modules(module))
         for each in modules:
             each._sharded.originals.check()
-            adopt_in_backward_optimizers(each)
+            adopt_in_backward_optimizers(unit_of(each))
         engine = _native.Engine([each._sharded.unit for each in modules])
         is_debugging = c10d.get_debug_level() != c10d.DebugLevel.OFF  # INFO or DETAIL
         engine.check_order(is_debugging)

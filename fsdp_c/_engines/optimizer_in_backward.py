@@ -1,81 +1,86 @@
 """Optimizers that step in backward, a unit at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_c._torch_compat import in_backward_optimizers, remove_in_backward_hooks
-from fsdp_c._units.base import ShardedModule, require_sharded, sharded_modules
+from fsdp_c._units.base import ShardedModule, sharded_modules
 
 
-def optimizer_in_backward(
-    model: nn.Module, build: Callable[[list[nn.Parameter]], Optimizer]
+@dataclass(frozen=True)
+class FollowedUnit:
+    """What an optimizer needs of one unit, of either API.
+
+    Attributes:
+        name: For messages.
+        params: Those that an optimizer steps.
+        has_optimizer: Whether one steps them in backward already.
+        follow: Lets a function run after each reduction of the unit.
+    """
+
+    name: str
+    params: Sequence[nn.Parameter]
+    has_optimizer: bool
+    follow: Callable[[Callable[[], object]], None]
+
+
+def unit_of(module: ShardedModule) -> FollowedUnit:
+    """Return the unit of a wrapped module."""
+    originals = module._sharded.originals
+    return FollowedUnit(
+        module._sharded.name,
+        list(originals.flat_params())
+        or list(dict.fromkeys(use.param for use in originals.uses)),
+        module.has_optimizer,
+        module.follow_reductions,
+    )
+
+
+def step_in_backward(
+    units: Iterable[FollowedUnit],
+    params: list[nn.Parameter],
+    build: Callable[[list[nn.Parameter]], Optimizer],
 ) -> Optimizer:
-    """Let an optimizer step each unit in backward, as soon as it is reduced.
-
-    A unit's gradients are freed after its step, so gradients take the memory of one
-    unit, not of the model. Under ``no_sync()`` nothing steps; the backward that
-    reduces does, with the sum.
-
-    The optimizer is a usual one, over all parameters: learning rate schedulers and
-    ``FSDP.optim_state_dict`` take it. Parameters outside any unit (ignored ones) keep
-    their gradients, which its own ``step()`` takes, after backward.
-
-    The whole gradient exists at no time. So ``clip_grad_norm_`` is refused, and a
-    ``GradScaler`` cannot unscale: use bf16.
-
-    Args:
-        model: A wrapped module, or one that contains wrapped modules.
-        build: Is given ``list(model.parameters())`` and returns the optimizer over
-            them, or over some of them, in any groups. It must treat parameters one
-            by one: not count steps in ``param_groups``, not need a closure.
-
-    Returns:
-        What ``build`` returned.
+    """Let what ``build`` makes over ``params`` step the units in backward.
 
     Raises:
         TypeError: ``build`` returned no optimizer.
-        ValueError: Nothing in ``model`` is wrapped, it is a model of fully_shard(), or
-            it has such optimizers already.
-
-    Example:
-        >>> optimizer = fsdp_c.optimizer_in_backward(  # doctest: +SKIP
-        ...     model, lambda params: torch.optim.AdamW(params, lr=1e-4)
-        ... )
-        >>> model(batch).sum().backward()  # steps  # doctest: +SKIP
+        ValueError: A unit has such optimizers already.
     """
-    modules = require_sharded(model)
-    for module in modules:
-        adopt_in_backward_optimizers(module)
-        if module.has_optimizer:
+    units = list(units)
+    for unit in units:
+        if unit.has_optimizer or adopt_in_backward_optimizers(unit):
             raise ValueError(
-                f"unit {module._sharded.name!r} has an optimizer in backward already: "
-                "build one optimizer, with several groups"
+                f"unit {unit.name!r} has an optimizer in backward already: build one "
+                "optimizer, with several groups"
             )
-    optimizer = build(list(model.parameters()))
+    optimizer = build(params)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "build must return a torch.optim.Optimizer over the parameters that it is "
             f"given, got {type(optimizer).__name__}"
         )
-    for module in modules:
-        step = _UnitStep(optimizer, module._sharded.name, _params_of(module))
+    for unit in units:
+        step = _UnitStep(optimizer, unit.name, unit.params)
         if step.find_parts():
-            module.follow_reductions(step)
+            unit.follow(step)
     return optimizer
 
 
-def adopt_in_backward_optimizers(module: ShardedModule) -> None:
+def adopt_in_backward_optimizers(unit: FollowedUnit) -> bool:
     """Run what torch's ``_apply_optimizer_in_backward`` left on parameters.
 
-    Its own hooks would step whole parameters with gradients that are not reduced.
+    Its own hooks would step whole parameters with gradients that are not reduced, or
+    sharded ones never. Return whether there was anything.
     """
-    if module.has_optimizer:
-        return
-    params = [param for param in _params_of(module) if in_backward_optimizers(param)]
+    if unit.has_optimizer:
+        return False
+    params = [param for param in unit.params if in_backward_optimizers(param)]
     if not params:
-        return
+        return False
     for param in params:
         remove_in_backward_hooks(param)
 
@@ -86,7 +91,8 @@ def adopt_in_backward_optimizers(module: ShardedModule) -> None:
                     optimizer.step()
             param.grad = None
 
-    module.follow_reductions(step)
+    unit.follow(step)
+    return True
 
 
 def check_no_optimizer(module: ShardedModule, what: str) -> None:
@@ -102,14 +108,6 @@ def check_no_optimizer(module: ShardedModule, what: str) -> None:
                 f"{each._sharded.name!r} steps its optimizer in backward and lets its "
                 "gradients go: clip inside the optimizer, or step it after backward"
             )
-
-
-def _params_of(module: ShardedModule) -> list[nn.Parameter]:
-    """Return the parameters of the module's own unit that an optimizer steps."""
-    flat_params = module._sharded.originals.flat_params()
-    if flat_params:
-        return list(flat_params)
-    return list(dict.fromkeys(use.param for use in module._sharded.originals.uses))
 
 
 class _UnitStep:

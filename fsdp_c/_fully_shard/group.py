@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
 from fsdp_c._engines.engine import engine_listeners
+from fsdp_c._engines.optimizer_in_backward import (
+    FollowedUnit,
+    adopt_in_backward_optimizers,
+)
 from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.extension import Extension, is_extended
@@ -87,6 +91,7 @@ class Group:
         self.is_last_backward = True
         self.finalizes_by_hand = False
         self.reshards_after_backward = True
+        self.fills_unused = False
         self.keeps_part = arguments.part_mesh is not None and all(
             cut.parallel is None for cut in cuts
         )
@@ -98,6 +103,7 @@ class Group:
         self._shown: list[nn.Parameter] = []
         self._extensions: dict[int, Extension] = {}
         self._still_to_run: set[nn.Module] = set()
+        self._follower: Callable[[], object] | None = None
         self._hide_kept_from_state_dicts()
 
     # The unit --------------------------------------------------------------
@@ -152,6 +158,7 @@ class Group:
             self._shown = [self._show(index) for index in range(len(self._plain))]
             self._parts = [self._part_of(each) for each in range(len(self._plain))]
             self._bind(range(len(self.sharded)))
+            self._follow(self._follower)
         return self.unit
 
     def _find_extensions(self) -> dict[int, Extension]:
@@ -434,6 +441,27 @@ class Group:
         self._shown = []
         self._extensions = {}
 
+    def followed(self, name: str) -> FollowedUnit:
+        """Return what an optimizer needs; ``name`` is that of the module."""
+        label = self.label(name or type(self.modules[0]).__name__)
+        has_optimizer = self._follower is not None
+        return FollowedUnit(label, self.params(), has_optimizer, self._follow)
+
+    def _follow(self, function: Callable[[], object] | None) -> None:
+        """Run ``function`` after each reduction, of a later unit too."""
+        self._follower = function
+        if self.unit is None or function is None:
+            return
+        owner = weakref.ref(self)  # the function may lead back to the group
+
+        @interpreted_with_callees
+        def run() -> None:
+            group = owner()
+            if group is not None and group._follower is not None:
+                group._follower()
+
+        self.unit.follow_reductions(run)
+
     # Settings --------------------------------------------------------------
 
     def apply_settings(self) -> None:
@@ -454,6 +482,7 @@ class Group:
             unshard_in_backward=self.unshards_in_backward,
             keeps_part=self.keeps_part,
             reshard_after_backward=self.reshards_after_backward,
+            fills_unused=self.fills_unused,
         )
         if self.running is None:
             return
@@ -522,29 +551,6 @@ class Group:
         self._still_to_run.discard(module)
         reshards = not self.is_root if self.reshards is None else self.reshards
         self.unit.set(reshard_after_forward=reshards and not self._still_to_run)
-
-
-class StageState:
-    """What ``torch.distributed.pipelining`` uses of torch's own state of a stage.
-
-    After the last micro-batch a schedule asks each group to reduce what backwards kept,
-    and then the root to wait. The engine does all of it at once.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = weakref.ref(group)
-        self._state_ctx = self
-        self.all_states = [self]
-        self._fsdp_param_groups = [self]
-        self._fsdp_param_group = self  # torch 2.11
-
-    def post_backward(self) -> None:
-        """Nothing: the root does it."""
-
-    def _root_post_backward_final_callback(self) -> None:
-        group = self._group()
-        if group is not None and group.running is not None:
-            group.running.engine.reduce_kept()
 
 
 def _has_plain_setattr(module: nn.Module) -> bool:
@@ -627,6 +633,8 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
         return
     groups = groups_in(module)
     units = [each.ensure_unit(name) for each, name in groups.items()]
+    for each, name in groups.items():
+        adopt_in_backward_optimizers(each.followed(name))
     for unit in units:
         unit.reshard()  # unsharded by the user before
     engine = _native.Engine(units)

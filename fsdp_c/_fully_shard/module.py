@@ -317,6 +317,21 @@ class FSDPModule(TorchFSDPModule):
         """
         _set(self._fsdp_c_groups, unshards_in_backward=unshard_in_backward)
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Let parameters that backward did not reach take part with zeros.
+
+        Their gradients are then zeros, not None, also if no rank used them, and the
+        group is reduced after each forward, even if this rank used none of them.
+
+        Args:
+            reduce_scatter_unused_params: Whether they do.
+            recurse: Also for the groups inside.
+        """
+        groups = self._groups(recurse)
+        _set(groups, fills_unused=reduce_scatter_unused_params)
+
     # Without effect here -----------------------------------------------------
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -331,16 +346,6 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             keep: Ignored.
-            recurse: Ignored.
-        """
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """No effect: parameters without a gradient always take part, as zeros.
-
-        Args:
-            reduce_scatter_unused_params: Ignored.
             recurse: Ignored.
         """
 

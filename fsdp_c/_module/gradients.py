@@ -14,6 +14,7 @@ from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.optimizer_in_backward import (
     adopt_in_backward_optimizers,
     check_no_optimizer,
+    unit_of,
 )
 from fsdp_c._module.attributes import Attributes
 from fsdp_c._module.parallel_norm import clip_parallel
@@ -140,7 +141,7 @@ class GradientMethods(Attributes):
             raise ValueError(f"max_norm must be a number, got {max_norm!r}")
         for each in sharded_modules(self):
             each._sharded.originals.check()
-            adopt_in_backward_optimizers(each)
+            adopt_in_backward_optimizers(unit_of(each))
         check_no_optimizer(self, "clip_grad_norm_()")
         held = [p for p in self.parameters() if p.requires_grad and p.numel() > 0]
         if held and all(param.grad is None for param in held):

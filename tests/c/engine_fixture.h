@@ -48,6 +48,7 @@ typedef struct model_options {
   bool keeps_after_forward; /* as SHARD_GRAD_OP does */
   bool shows_kept;          /* those are shown until backward */
   bool keeps_without_sync;  /* after a backward in no_sync */
+  bool finds_unused;        /* parameters of which no rank has a gradient */
   model_prefetch backward_prefetch;
   bool forward_prefetch;
   double prescale; /* 0: 1 */

@@ -9,7 +9,7 @@
  *   synchronize e1
  *   cast unshard 4 f32->bf16
  *   copy_to_device upload 16   copy_to_host download 16   (16: bytes)
- *   pack compute bf16 x0.5 5@0 3@8+ zero4@16      ("+": added)
+ *   pack compute bf16 x0.5 5@0 3@8+ zero4@16 one4@20   ("+": added)
  *   accumulate reduce 4 bf16->f32 x0.25 [add]
  *   group_begin unshard g0        group_end unshard g0
  *   all_gather unshard g0 4 f32   (4: shard_numel)

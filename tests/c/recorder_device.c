@@ -242,8 +242,10 @@ static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
   for (int64_t i = 0; i < num_items && length < sizeof text; i++) {
     length += (size_t)snprintf(
         text + length, sizeof text - length, " %s%" PRId64 "@%" PRId64 "%s",
-        items[i].data == NULL ? "zero" : "", items[i].numel, items[i].offset,
-        items[i].add ? "+" : "");
+        items[i].data != NULL ? ""
+        : items[i].is_one     ? "one"
+                              : "zero",
+        items[i].numel, items[i].offset, items[i].add ? "+" : "");
   }
   const fsdp_status status =
       recorder_priv_begin(self, FSDP_BACKEND, error, "pack %L %D x%g%s%t", lane,
@@ -258,6 +260,9 @@ static fsdp_status pack(void *context, fsdp_lane lane, void *destination,
                         items[i].numel * destination_dtype.itemsize, true);
     elements_combine(target, destination_dtype, items[i].data, items[i].dtype,
                      items[i].numel, scale, items[i].add);
+    for (int64_t j = 0; items[i].is_one && j < items[i].numel; j++) {
+      elements_write(target, destination_dtype, j, 1);
+    }
   }
   return FSDP_OK;
 }

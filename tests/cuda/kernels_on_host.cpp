@@ -55,7 +55,8 @@ void fill(void *data, fsdp_dtype dtype, int64_t numel) {
   for (double &value : values) {
     value = static_cast<double>(random_below(1 << 20) - (1 << 19)) / 65536;
   }
-  const fsdp_pack_item item = {values.data(), kDtypes[3], 0, numel, false};
+  const fsdp_pack_item item = {values.data(), kDtypes[3], 0,
+                               numel,         false,      false};
   expect(fsdp_host_pack(data, dtype, &item, 1, 1.0, nullptr) == FSDP_OK,
          "fill");
 }
@@ -119,6 +120,7 @@ void check_pack(fsdp_dtype dtype, int64_t num_items, int64_t least_numel,
     item.numel = least_numel + random_below(most_numel - least_numel);
     item.offset = end;
     item.add = random_below(2) == 0;
+    item.is_one = random_below(2) == 0;
     sources.emplace_back(item.numel * item.dtype.itemsize + 16);
     if (random_below(5) != 0) {
       item.data = sources.back().at(random_below(2) * item.dtype.itemsize);
@@ -246,7 +248,8 @@ double plain_norm(const std::vector<fsdp_host_span> &spans, double power) {
   double sum = 0;
   for (const fsdp_host_span &span : spans) {
     std::vector<double> values(static_cast<size_t>(span.numel));
-    const fsdp_pack_item item = {span.data, span.dtype, 0, span.numel, false};
+    const fsdp_pack_item item = {span.data,  span.dtype, 0,
+                                 span.numel, false,      false};
     expect(fsdp_host_pack(values.data(), kDtypes[3], &item, 1, 1.0, nullptr) ==
                FSDP_OK,
            "values of a norm");
@@ -284,8 +287,8 @@ void check_norm_and_scale(int64_t num_spans, int64_t most_numel) {
   for (const fsdp_host_span &span : spans) {
     const char *data = static_cast<const char *>(span.data);
     expected.emplace_back(data, data + span.numel * span.dtype.itemsize);
-    const fsdp_pack_item item = {expected.back().data(), span.dtype, 0,
-                                 span.numel, false};
+    const fsdp_pack_item item = {
+        expected.back().data(), span.dtype, 0, span.numel, false, false};
     expect(fsdp_host_pack(expected.back().data(), span.dtype, &item, 1,
                           static_cast<double>(0.3F), nullptr) == FSDP_OK,
            "host scale");
@@ -315,7 +318,7 @@ void check_refusals() {
   const fsdp_dtype int_dtype = {FSDP_DTYPE_INT32, 4};
   float value = 1;
   fsdp_error error = {};
-  const fsdp_pack_item item = {&value, int_dtype, 0, 1, false};
+  const fsdp_pack_item item = {&value, int_dtype, 0, 1, false, false};
   expect(fsdp_cuda::check_pack(&value, kDtypes[2], &item, 1, &error) ==
                  FSDP_INVALID_ARGUMENT &&
              std::strcmp(error.message,
@@ -330,7 +333,8 @@ void check_refusals() {
   expect(fsdp_cuda::check_spans(&span, 1, "norm", nullptr) ==
              FSDP_INVALID_ARGUMENT,
          "a negative numel is refused");
-  const fsdp_pack_item huge = {&value, kDtypes[2], 0, INT64_C(1) << 50, false};
+  const fsdp_pack_item huge = {&value,           kDtypes[2], 0,
+                               INT64_C(1) << 50, false,      false};
   const fsdp_status status = fsdp_cuda::for_tables(
       1, [&](int64_t) { return huge.numel; },
       [&](int64_t, int64_t *num_tiles) {

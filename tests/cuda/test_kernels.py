@@ -41,6 +41,7 @@ class PackItem(ctypes.Structure):
         ("offset", ctypes.c_int64),
         ("numel", ctypes.c_int64),
         ("add", ctypes.c_bool),
+        ("is_one", ctypes.c_bool),
     )
 
 

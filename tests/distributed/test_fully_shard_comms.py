@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard import arguments
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 
@@ -100,7 +100,9 @@ def test_custom_collectives(
 def test_custom_collectives_of_replicas_and_parts(rank: int, world_size: int) -> None:
     """The group is that of the shards, and of the parts after forward."""
     with groups_destroyed():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "rows"))
+        mesh = init_device_mesh(
+            device_under_test(), (2, 2), mesh_dim_names=("copies", "rows")
+        )
         both = Rows.of("uneven", mesh=mesh)
         both.model.set_custom_reduce_scatter(Reduces())
         both.model.set_custom_all_gather(Gathers())
@@ -133,7 +135,9 @@ def test_all_reduce_hook(rank: int, world_size: int, no_sync: bool) -> None:
     """A hook that sums over replicas: 2 x 2 of a 1-D mesh."""
     with groups_destroyed():
         mesh = init_device_mesh(
-            "cpu", (2, 2), mesh_dim_names=(f"hooked_{no_sync}", f"rows_{no_sync}")
+            device_under_test(),
+            (2, 2),
+            mesh_dim_names=(f"hooked_{no_sync}", f"rows_{no_sync}"),
         )
         replicas = mesh.get_group(0)
         numels = []
@@ -163,7 +167,9 @@ def test_all_reduce_hook(rank: int, world_size: int, no_sync: bool) -> None:
 def test_hook_sees_means(rank: int, world_size: int) -> None:
     """After the all-reduce of a mesh with replicas, and after a divide factor."""
     with groups_destroyed():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("seen", "means"))
+        mesh = init_device_mesh(
+            device_under_test(), (2, 2), mesh_dim_names=("seen", "means")
+        )
         model: Any = nn.Linear(4, 4, bias=False)
         with torch.no_grad():
             model.weight.zero_()

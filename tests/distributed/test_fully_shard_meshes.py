@@ -40,7 +40,7 @@ from fsdp_c import FSDPModule, fully_shard
 from fsdp_c._fully_shard import arguments
 from fsdp_c._fully_shard.either import units_in
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed, groups_kept, kept_mesh
+from helpers.groups import device_under_test, groups_destroyed, groups_kept, kept_mesh
 from helpers.models import Inputs
 from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
@@ -56,7 +56,7 @@ def make_mesh(**sizes: int) -> tuple[DeviceMesh, Callable[[str], str]]:
     number = next(_numbers)
     names = {name: f"{name}{number}" for name in sizes}
     mesh = init_device_mesh(
-        "cpu", tuple(sizes.values()), mesh_dim_names=tuple(names.values())
+        device_under_test(), tuple(sizes.values()), mesh_dim_names=tuple(names.values())
     )
     return mesh, names.__getitem__
 
@@ -246,7 +246,7 @@ def test_what_dp_mesh_dims_refuses(rank: int, world_size: int) -> None:
             fully_shard(
                 linear(mesh, whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("no")
             )
-        unnamed = init_device_mesh("cpu", (2, 1))
+        unnamed = init_device_mesh(device_under_test(), (2, 1))
         with pytest.raises(ValueError, match="mesh must have mesh_dim_names"):
             fully_shard(linear(mesh, whole), mesh=unnamed, dp_mesh_dims=dims)
         with pytest.raises(TypeError, match="must be a DataParallelMeshDims"):

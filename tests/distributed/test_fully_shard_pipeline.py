@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed
 
 DIM, NUM_MICRO_BATCHES = 6, 4
 # With several stages on each rank.
@@ -70,7 +70,7 @@ def make_meshes(name: str, reshards: bool) -> tuple[Any, Any]:
     kind = f"{name}_{reshards}".replace(" ", "_")
     names = (f"pp_{kind}", f"dp_{kind}")
     shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device_under_test(), shape, mesh_dim_names=names)
     return mesh[names[0]], mesh[names[1]]
 
 
@@ -99,7 +99,7 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None
                 whole[index],
                 index,
                 num_stages,
-                torch.device("cpu"),
+                torch.get_default_device(),
                 group=group,
                 **options,
             )

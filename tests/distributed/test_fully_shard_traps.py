@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FSDPModule, fully_shard
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import Inputs
 from helpers.rows import Rows
 
@@ -88,7 +88,9 @@ def test_1_reentrant_and_twice(rank: int, world_size: int, reshards: bool) -> No
 def test_2_divide_factor(rank: int, world_size: int, shape: tuple[int, int]) -> None:
     """Divided once, also where a shard group has one rank and sums are forced."""
     with groups_destroyed():
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "factor"))
+        mesh = init_device_mesh(
+            device_under_test(), shape, mesh_dim_names=("replicate", "factor")
+        )
         both = pair(mesh=mesh)
         for module in both.model.modules():
             if isinstance(module, FSDPModule):
@@ -141,7 +143,9 @@ def test_4_all_reduce_once(rank: int, world_size: int) -> None:
     """Each micro-batch uses other parameters before the one that all-reduces."""
     with groups_destroyed():
         shape = (2, world_size // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "reduced"))
+        mesh = init_device_mesh(
+            device_under_test(), shape, mesh_dim_names=("replicate", "reduced")
+        )
         both = pair(UsesSome, mesh=mesh)
         for _ in range(2):
             both.zero_grad()

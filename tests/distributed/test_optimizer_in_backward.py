@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import (
     _apply_optimizer_in_backward,
     _get_in_backward_optimizers,
 )
+from torch.distributed.tensor import DTensor
 
 import fsdp_c
 from helpers.distributed import distributed
@@ -25,12 +30,14 @@ from helpers.impl import (
 )
 from helpers.models import CASES, MLP, Block, Case, loss_of
 from helpers.reference import assert_same_tensors, full_state_dict
+from helpers.rows import shard_units
 
 WORLD = 2
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     # No weight decay: it tells a gradient of zeros from None.
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.0),
+    "decayed": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.3),
 }
 
 
@@ -51,7 +58,12 @@ def _train_reference(
 
 def _check(model: nn.Module, reference: nn.Module) -> None:
     expected = {name: p.detach() for name, p in reference.named_parameters()}
-    state = full_state_dict(model)
+    if isinstance(model, fsdp_c.FSDPModule):
+        state = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True)
+        )
+    else:
+        state = full_state_dict(model)
     assert_same_tensors(
         "parameter", {name: state[name] for name in expected}, expected, 1e-9
     )
@@ -75,7 +87,7 @@ def test_equals_a_step_after_backward(
 ) -> None:
     """In fp64; no gradient is left, and learning rates are followed."""
     case = CASES[name]
-    for build in OPTIMIZERS.values():
+    for build in (OPTIMIZERS["sgd"], OPTIMIZERS["adamw"]):
         reference = _build(case)
         model = _wrap(case, _build(case), use_orig_params=use_orig_params)
         optimizer = fsdp_c.optimizer_in_backward(model, build)
@@ -261,6 +273,85 @@ def test_groups_and_parameters_outside(rank: int, world_size: int) -> None:
         assert left_out.grad is not None
         assert outside.grad is not None
         torch.testing.assert_close(left_out.grad, outside.grad)
+    _check(model, reference)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "unused", "frozen", "called_twice"])
+@distributed(world_size=(WORLD, 3))
+def test_fully_shard(rank: int, world_size: int, name: str) -> None:
+    """The same with DTensors, which know what no rank used; and without sync."""
+    case, build = CASES[name], OPTIMIZERS["decayed"]
+    reference = _build(case)
+    expected = build(list(reference.parameters()))
+    model = shard_units(_build(case), case.unit_classes)
+    optimizer = fsdp_c.optimizer_in_backward(model, build)
+    for step in range(3):
+        expected.zero_grad()
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            loss_of(model(*_batch(case, 2 * step + micro, rank))).backward()
+            for r in range(world_size):
+                batch = _batch(case, 2 * step + micro, r)
+                (loss_of(reference(*batch)) / world_size).backward()
+        expected.step()
+        assert all(param.grad is None for param in model.parameters())
+        assert fsdp_c.memory_stats(model)["grad_shard_nbytes"] == 0
+        optimizer.step()  # nothing
+        _check(model, reference)
+    with pytest.raises(ValueError, match="has an optimizer in backward already"):
+        fsdp_c.optimizer_in_backward(model, build)
+
+
+@distributed(world_size=WORLD)
+def test_fully_shard_keeps_what_no_optimizer_has(rank: int, world_size: int) -> None:
+    """Gradients of such parameters accumulate; the others' memory is one unit's."""
+    case = CASES["mlp"]
+    reference = _build(case)
+    model = shard_units(_build(case), case.unit_classes)
+    left_out = model.get_parameter("blocks.1.fc1.bias")
+    outside = reference.get_parameter("blocks.1.fc1.bias")
+    held: list[int] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            held.append(
+                sum(p.grad is not None for p in model.parameters() if p is not left_out)
+            )
+            super().step()
+
+    fsdp_c.optimizer_in_backward(
+        model, lambda params: Watched([p for p in params if p is not left_out], lr=0.1)
+    )
+    rest = [p for p in reference.parameters() if p is not outside]
+    expected = torch.optim.SGD(rest, lr=0.1)
+    for step in range(3):
+        expected.zero_grad()
+        for r in range(world_size):
+            (loss_of(reference(*_batch(case, step, r))) / world_size).backward()
+        expected.step()
+        loss_of(model(*_batch(case, step, rank))).backward()
+        with_grads = [p for p in model.parameters() if p.grad is not None]
+        assert len(with_grads) == 1
+        assert with_grads[0] is left_out
+        assert isinstance(left_out.grad, DTensor)
+        torch.testing.assert_close(left_out.grad.full_tensor(), outside.grad)
+        _check(model, reference)
+    assert max(held) < len(rest)
+
+
+@distributed(world_size=WORLD)
+def test_fully_shard_with_apply_optimizer_in_backward(rank: int) -> None:
+    """Torch's function on sharded parameters; its own hooks would never run."""
+    case = CASES["mlp"]
+    kwargs = {"lr": 0.05, "weight_decay": 0.1}
+    reference = _build(case)
+    expected = torch.optim.AdamW(reference.parameters(), **kwargs)
+    model = shard_units(_build(case), case.unit_classes)
+    _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), kwargs)
+    _train_reference(reference, case, expected, range(3))
+    for step in range(3):
+        loss_of(model(*_batch(case, step, rank))).backward()
+        assert all(param.grad is None for param in model.parameters())
     _check(model, reference)
 
 

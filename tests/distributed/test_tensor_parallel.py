@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed
 from helpers.rows import whole_of
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
@@ -167,7 +167,7 @@ def test_replicas(rank: int, world_size: int) -> None:
     """(replicate, shard, tp) = (2, 1, 2): the third dimension is tensor parallel."""
     with groups_destroyed():
         names = ("replicas", "shards", "parallel")
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        mesh = init_device_mesh(device_under_test(), (2, 1, 2), mesh_dim_names=names)
         torch.manual_seed(0)
         reference = ParallelModel()
         model: Any = ParallelModel()
@@ -215,7 +215,7 @@ def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
         with torch.device("meta"):
             model: Any = parallelize(ParallelModel(hidden=8), tp)
         shard_blocks(model, dp)
-        model.to_empty(device="cpu")
+        model.to_empty(device=device_under_test())
         full = ParallelModel(hidden=8).state_dict()
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, full if rank == 0 else {}, options=options)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
     ParallelBlock,
@@ -298,7 +298,7 @@ def test_replicas_and_mixed_precision(rank: int, world_size: int) -> None:
     """(replicate, shard, tp) = (2, 1, 2); forward shows DTensors of param_dtype."""
     with groups_destroyed():
         names = ("flat_replicas", "flat_shards", "flat_parallel")
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        mesh = init_device_mesh(device_under_test(), (2, 1, 2), mesh_dim_names=names)
         torch.manual_seed(0)
         reference = ParallelModel()
         model: Any = ParallelModel()

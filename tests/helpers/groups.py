@@ -5,6 +5,7 @@ import functools
 import gc
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -20,15 +21,20 @@ def groups_kept() -> Iterator[None]:
     kept_groups.extend(g for g in made if g not in kept_groups)
 
 
+def device_under_test() -> str:
+    """Return the type of the device that the test makes its tensors on."""
+    return torch.get_default_device().type
+
+
 @functools.cache
 def kept_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return the mesh of this shape on the CPU, the same one for all tests.
+    """Return the mesh of this shape, the same one for all tests.
 
     What torch finds out about operators of DTensors it remembers by mesh, and finding
     it out is most of a short test's time.
     """
     with groups_kept():
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = init_device_mesh(device_under_test(), shape, mesh_dim_names=names)
         for name in names:
             mesh[name]
     return mesh

@@ -186,6 +186,14 @@ class RowRun(Differential):
             (grads if is_grad else params)[name] = value
         return params, grads
 
+    def check(self) -> None:
+        """Compare also which gradients are None."""
+        super().check()
+        for name, param in self.sharded.items():
+            expected = self.reference_params[name].grad
+            if isinstance(param, DTensor):
+                assert (param.grad is None) == (expected is None), name
+
     def losses(self) -> tuple[list[Tensor], list[Tensor]]:
         """Run a forward of both; return two losses of each."""
         batches = self.batches()
@@ -258,6 +266,8 @@ class RowRun(Differential):
         norms = []
         for params in by_mesh.values():
             grads = [param.grad for param in params if param.grad is not None]
+            if not grads:
+                continue
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -407,7 +417,7 @@ class RowRun(Differential):
                 self.sharded[name].requires_grad_(param.requires_grad)
 
     def on_convert(self) -> None:
-        self.model.to(torch.device("cpu"))
+        self.model.to(torch.get_default_device())
 
     def on_set_reshards(self) -> None:
         for module in self.modules():

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_c import FullyShardedDataParallel, fully_shard
-from helpers.groups import kept_mesh
+from helpers.groups import device_under_test, kept_mesh
 from helpers.models import VOCAB, Inputs
 from helpers.random_programs import Node
 from helpers.reference import Differential, clean_name, sgd
@@ -113,10 +113,10 @@ def new_meshes(
     number = next(_mesh_numbers)
     names = tuple(f"{n}{number}" for n in ("replicate", "shard")[-len(shape) :])
     if num_tp is None:
-        return init_device_mesh("cpu", shape, mesh_dim_names=names), None
+        return init_device_mesh(device_under_test(), shape, mesh_dim_names=names), None
     of_tp = f"tp{number}"
     sizes = (*shape, num_tp)
-    whole = init_device_mesh("cpu", sizes, mesh_dim_names=(*names, of_tp))
+    whole = init_device_mesh(device_under_test(), sizes, mesh_dim_names=(*names, of_tp))
     return whole[names], whole[of_tp]
 
 

@@ -253,6 +253,11 @@ FAULTS = (
         "fsdp_engine_priv_take_scratch",
         skip("FSDP_TRY(ops->event_wait("),
     ),
+    _core(
+        "the host reads the marks of parameters before they are there",
+        "fsdp_unit_await_unused",
+        _skip("FSDP_TRY(ops->event_synchronize("),
+    ),
     # Summon.
     core_fault(
         "what a user writes into summoned parameters is lost",

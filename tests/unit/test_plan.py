@@ -543,7 +543,8 @@ def _unit(name: str = "a", num_params: int = 1) -> tuple[Any, ...]:
         align_shards=False,
     )
     dtypes = [(torch.float32,) * 3]
-    return (name, layout, dtypes, 1, True, True, _native.PREFETCH_PRE, False, False)
+    prefetch = _native.PREFETCH_PRE
+    return (name, layout, dtypes, 1, True, True, True, prefetch, False, False)
 
 
 def _run(units: Any, events: Any, **options: Any) -> dict[str, Any]:

@@ -217,6 +217,7 @@ static fsdp_status make_unit(plan_run *run, int64_t index, fsdp_error *error) {
       .reshard_after_forward = plan->reshards,
       .reshard_after_backward_without_sync =
           plan->reshards || plan->reshards_after_backward,
+      .finds_unused = plan->finds_unused,
       .backward_prefetch = plan->backward_prefetch,
       .forward_prefetch = plan->forward_prefetch,
       .prescale = 1,

@@ -58,6 +58,7 @@ typedef struct fsdp_step_unit {
   bool reshards;        /* after forward, as FULL_SHARD */
   /* After a backward that does not reduce, too, if `reshards` is false. */
   bool reshards_after_backward;
+  bool finds_unused; /* see fsdp_unit_options */
   fsdp_prefetch backward_prefetch;
   bool forward_prefetch;
   bool offloads;

@@ -31,11 +31,12 @@ typedef struct fsdp_event fsdp_event; /* the provider's own */
 
 /* One source of a pack. */
 typedef struct fsdp_pack_item {
-  const void *data; /* `numel` contiguous elements; NULL writes zeros */
+  const void *data; /* `numel` contiguous elements; NULL: see `is_one` */
   fsdp_dtype dtype;
   int64_t offset; /* elements from the start of the destination */
   int64_t numel;
-  bool add; /* add to what is there instead of replacing it */
+  bool add;    /* add to what is there instead of replacing it */
+  bool is_one; /* without data: writes ones, not zeros; neither is scaled */
 } fsdp_pack_item;
 
 typedef struct fsdp_device_ops {

@@ -231,14 +231,19 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     const bool is_partial =
         fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
         unit->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
+    const bool is_filled =
+        unit->fills_unused && unit->step.ran_forward && unit->grad_nbytes > 0 &&
+        unit->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
     if (unit->step.is_reduce_ready) continue;
-    if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial) continue;
+    if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial && !is_filled) {
+      continue;
+    }
     if (unit->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
       continue;
     }
     /* Kept by an earlier no_sync; the user may have cleared them since. */
     FSDP_TRY(enter_backward(unit, error));
-    if (fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
+    if (is_filled || fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL)) {
       FSDP_TRY(fsdp_unit_priv_open_grads(unit, error));
     }
     if (!fsdp_unit_priv_has_unreduced(unit)) continue;
@@ -302,6 +307,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   /* The user reads gradients and writes shards on the host now. */
   FSDP_TRY(fsdp_engine_join_host(engine, &local));
   for (size_t i = 0; i < engine->num_units; i++) {
+    FSDP_TRY(fsdp_unit_await_unused(engine->units[i], &local));
     FSDP_TRY(finish_unit(engine->units[i], &local));
   }
   engine->in_backward = false;

@@ -59,6 +59,7 @@ static void detach_unit(fsdp_unit *unit) {
   /* If the record fails, the older event is what is left to wait for. */
   (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
   fsdp_unit_priv_free_partial(unit);
+  fsdp_unit_priv_free_marks(unit);
   forget_unit(engine, unit);
   fsdp_engine_priv_forget_prefetches(engine, unit);
   destroy_event(engine, unit->unsharded);
@@ -267,11 +268,12 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->reduce_position = -1;
   self->num_segments = (int64_t)num_segments;
   self->name = fsdp_strdup(options->name);
-  self->segments = fsdp_calloc(num_segments, sizeof *self->segments);
+  self->segments = fsdp_calloc(num_segments + 1, sizeof *self->segments);
   self->param_data = fsdp_calloc(num_segments, sizeof *self->param_data);
-  self->grad_data = fsdp_calloc(num_segments, sizeof *self->grad_data);
-  self->stage_data = fsdp_calloc(num_segments, sizeof *self->stage_data);
-  self->partial_data = fsdp_calloc(num_segments, sizeof *self->partial_data);
+  self->grad_data = fsdp_calloc(num_segments + 1, sizeof *self->grad_data);
+  self->stage_data = fsdp_calloc(num_segments + 1, sizeof *self->stage_data);
+  self->partial_data =
+      fsdp_calloc(num_segments + 1, sizeof *self->partial_data);
   self->whole.data = fsdp_calloc(num_segments, sizeof *self->whole.data);
   self->whole_grad.data =
       fsdp_calloc(num_segments, sizeof *self->whole_grad.data);

@@ -112,8 +112,10 @@ typedef struct fsdp_unit_options {
       reshards_as_root; /* false: the outermost unit keeps its parameters
                            after forward, whatever reshard_after_forward says */
   bool reshard_after_backward_without_sync;
-  bool shows_kept; /* parameters that are kept for backward stay shown until
-                      then; but see fsdp_engine_show_kept() */
+  bool shows_kept;   /* parameters that are kept for backward stay shown until
+                        then; but see fsdp_engine_show_kept() */
+  bool finds_unused; /* parameters that no rank used have no gradient: Note
+                        [Unused parameters] in runtime/unused.c */
   bool shows_kept_after_backward; /* those that a backward without reduction
                                      keeps stay shown, too: the user has other
                                      objects for the shards */
@@ -257,6 +259,19 @@ bool fsdp_unit_is_of_parts(const fsdp_unit *unit);
 
 void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
                                                        bool reshards);
+
+/* Of a unit that finds unused parameters: whether this rank takes part as if it
+ * had used all of them, with zeros for the others, in every backward that
+ * reduces and follows a forward of the unit. No at first. */
+void fsdp_unit_set_fills_unused(fsdp_unit *unit, bool fills_unused);
+/* Whether no rank had a gradient of the parameter to reduce, in the last
+ * reduction; after fsdp_unit_await_unused(). False if the unit does not find
+ * out. */
+bool fsdp_unit_is_unused(const fsdp_unit *unit, int64_t param);
+/* The host waits for the unit's last reduction if this rank had no gradient of
+ * some parameter in it. The end of backward does so. */
+FSDP_NODISCARD fsdp_status fsdp_unit_await_unused(fsdp_unit *unit,
+                                                  fsdp_error *error);
 
 /* What sums of gradients are divided by; 0: the number of ranks. */
 void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor);

@@ -14,6 +14,7 @@
  *   reduce.c  summoned.c  place.c  on_demand.c  prefetch.c
  *   reduce_unit.c
  *   unshard.c  pack.c  scratch.c
+ *   unused.c
  *   gradients.c  check_order.c  launch.c
  *   memory.c  failure.c  note.c
  */
@@ -46,10 +47,9 @@ typedef struct fsdp_unit_segment {
   fsdp_segment_options options;
   const fsdp_segment *layout; /* borrowed */
 
-  /* place.c */
-  bool is_resident;    /* one rank, no cast: the shard is the whole segment */
-  bool is_trainable;   /* some parameter requires grad */
-  bool has_grad_place; /* it ever was trainable */
+  bool is_resident;    /* place.c: one rank, no cast: the shard is all of it */
+  bool is_trainable;   /* place.c, unused.c: some parameter requires grad */
+  bool has_grad_place; /* place.c, unused.c: it ever was trainable */
 
   /* gradients.c: memory of the sharded gradient; NULL: none. Ask for it again
    * in each reduction: the port may have moved it since. */
@@ -105,7 +105,13 @@ struct fsdp_unit {
   int64_t index;       /* engine.c: in engine->units */
 
   int64_t num_segments;
-  fsdp_unit_segment *segments;
+  fsdp_unit_segment *segments; /* and that of marks, behind them */
+  fsdp_segment marks_layout;   /* unused.c: of the segment of marks */
+  void *marks;       /* unused.c: their sums in host memory; NULL: never read */
+  bool reads_marks;  /* unused.c: the last reduction's are there, or will be */
+  bool awaits_marks; /* unused.c: they are being copied there */
+  bool fills_unused; /* unused.c: see fsdp_unit_set_fills_unused() */
+  bool has_missed;   /* unused.c: a gradient, in the last reduction */
 
   /* place.c */
   bool is_resident; /* every segment is */
@@ -157,7 +163,8 @@ struct fsdp_unit {
   fsdp_grad *pending; /* handed over, not packed; by parameter, or zeros */
   int64_t num_pending;
   int64_t pending_nbytes;
-  fsdp_pack_item *items; /* scratch, 2 * num_params + num_segments */
+  /* pack.c, unused.c: scratch, 2 * num_params + num_segments */
+  fsdp_pack_item *items;
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
   bool has_reduce_hook;    /* engine.c */
@@ -246,6 +253,11 @@ static inline void *fsdp_priv_slot(void *segment, int64_t rank,
   return (char *)segment + rank * shard_numel * dtype.itemsize;
 }
 
+/* Segments that take part in a reduction: those of parameters, and marks. */
+static inline int64_t fsdp_unit_priv_num_reduced(const fsdp_unit *unit) {
+  return unit->num_segments + (unit->options.finds_unused ? 1 : 0);
+}
+
 /* Whether blocks come and go: Note [Memory on a host] in arena.h. */
 static inline bool fsdp_engine_priv_is_host(const fsdp_engine *engine) {
   return engine->ops.is_host;
@@ -307,6 +319,21 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_alloc(fsdp_engine *engine,
 /* Whether a call of the port that ended with `status` is worth another try:
  * the device was out of memory, and blocks that nobody holds were freed. */
 bool fsdp_engine_priv_has_made_room(fsdp_engine *engine, fsdp_status status);
+
+/* unused.c: Note [Unused parameters]. Nothing happens in a unit that does not
+ * find them. */
+/* Makes the segment of marks, whose places place.c finds. NULL: there are
+ * marks already. */
+fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype);
+/* Writes this rank's marks into the gradient block. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit,
+                                                     fsdp_error *error);
+/* Copies the sums to the host if this rank needs them; on `lane`, where they
+ * are complete. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit,
+                                                     fsdp_lane lane,
+                                                     fsdp_error *error);
+void fsdp_unit_priv_free_marks(fsdp_unit *unit);
 
 /* note.c: spans of the timeline. Nothing happens while none is recorded. */
 typedef struct fsdp_priv_span {

@@ -76,7 +76,7 @@ fsdp_status fsdp_unit_priv_take_grad_block(fsdp_unit *unit, fsdp_error *error) {
 
   FSDP_TRY(fsdp_arena_take(unit->engine->arena, unit->grad_client,
                            FSDP_LANE_COMPUTE, &block, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
+  for (int64_t i = 0; i < fsdp_unit_priv_num_reduced(unit); i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const bool has_grad = segment->is_trainable;
     unit->grad_data[i] = has_grad ? (char *)block + segment->grad_offset : NULL;
@@ -104,7 +104,7 @@ fsdp_status fsdp_unit_priv_take_partial(fsdp_unit *unit, fsdp_error *error) {
   if (unit->partial_block != NULL) return FSDP_OK;
   FSDP_TRY(fsdp_engine_priv_alloc(unit->engine, unit->partial_nbytes,
                                   &unit->partial_block, error));
-  for (int64_t i = 0; i < unit->num_segments; i++) {
+  for (int64_t i = 0; i < fsdp_unit_priv_num_reduced(unit); i++) {
     unit->partial_data[i] =
         unit->segments[i].has_grad_place
             ? (char *)unit->partial_block + unit->segments[i].partial_offset

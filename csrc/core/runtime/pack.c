@@ -132,7 +132,10 @@ static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
     if (!unit->segments[i].is_trainable) continue;
     FSDP_TRY(pack_segment(unit, i, fills, error));
   }
-  if (fills) unit->is_whole = true;
+  if (fills) {
+    FSDP_TRY(fsdp_unit_priv_pack_marks(unit, error));
+    unit->is_whole = true;
+  }
 done:
   fsdp_unit_priv_release_pending(unit);
   return status;

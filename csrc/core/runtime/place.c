@@ -60,6 +60,22 @@ static bool place_params(fsdp_unit *self, fsdp_unit_segment *segment) {
                         &self->param_nbytes, &segment->param_stage_offset);
 }
 
+/* Places of the marks in the blocks of a reduction, once. */
+static bool place_marks(fsdp_unit *self, fsdp_dtype reduce_dtype) {
+  fsdp_unit_segment *marks = fsdp_unit_priv_add_marks(self, reduce_dtype);
+  if (marks == NULL) return true;
+  const int32_t itemsize = marks->layout->dtype.itemsize;
+  const int64_t shard_numel = marks->layout->shard_numel;
+  const int64_t scratch_numel =
+      fsdp_scratch_numel(self->options.shard_group.world_size, shard_numel);
+  return place_in_block(marks->layout->padded_numel, itemsize,
+                        &self->grad_nbytes, &marks->grad_offset) &&
+         place_in_block(scratch_numel, itemsize, &self->scratch_nbytes,
+                        &marks->scratch_offset) &&
+         place_in_block(shard_numel, itemsize, &self->partial_nbytes,
+                        &marks->partial_offset);
+}
+
 /* Places of one trainable segment in the gradient blocks. */
 static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
   const fsdp_segment *layout = segment->layout;
@@ -87,7 +103,8 @@ static bool place_grads(fsdp_unit *self, fsdp_unit_segment *segment) {
   return place_in_block(layout->shard_numel, reduce_itemsize,
                         &self->partial_nbytes, &segment->partial_offset) &&
          place_in_block(layout->padded_numel, grad_itemsize,
-                        &self->full_grad_nbytes, &segment->full_grad_offset);
+                        &self->full_grad_nbytes, &segment->full_grad_offset) &&
+         place_marks(self, segment->options.reduce_dtype);
 }
 
 static fsdp_status does_not_fit(const fsdp_unit *self, int64_t segment,
@@ -120,6 +137,7 @@ static fsdp_status add_grad_place(fsdp_unit *unit, int64_t segment,
   fsdp_engine *engine = unit->engine;
   fsdp_unit_segment *self = &unit->segments[segment];
   const fsdp_unit_segment segment_before = *self;
+  const fsdp_unit_segment marks_before = unit->segments[unit->num_segments];
   const int64_t grad_nbytes = unit->grad_nbytes;
   const int64_t scratch_nbytes = unit->scratch_nbytes;
   const int64_t partial_nbytes = unit->partial_nbytes;
@@ -144,6 +162,7 @@ static fsdp_status add_grad_place(fsdp_unit *unit, int64_t segment,
 done:
   if (status != FSDP_OK) { /* the unit is as it was */
     *self = segment_before;
+    unit->segments[unit->num_segments] = marks_before;
     unit->grad_nbytes = grad_nbytes;
     unit->scratch_nbytes = scratch_nbytes;
     unit->partial_nbytes = partial_nbytes;

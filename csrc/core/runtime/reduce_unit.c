@@ -56,7 +56,8 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_REDUCE_SCATTER);
   status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REDUCE, group,
                                         &launch, error);
-  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
+  const int64_t num_segments = fsdp_unit_priv_num_reduced(unit);
+  for (int64_t i = 0; status == FSDP_OK && i < num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     int64_t shard_numel = segment->layout->shard_numel;
     if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
@@ -100,7 +101,8 @@ static fsdp_status all_reduce_segments(fsdp_unit *unit, fsdp_error *error) {
   int64_t nbytes = 0;
   fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_REPLICATE,
                                                     group, &launch, error);
-  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
+  const int64_t num_segments = fsdp_unit_priv_num_reduced(unit);
+  for (int64_t i = 0; status == FSDP_OK && i < num_segments; i++) {
     int64_t shard_numel = unit->segments[i].layout->shard_numel;
     if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
     const fsdp_dtype dtype =
@@ -148,7 +150,7 @@ static fsdp_status add_partial(fsdp_unit *unit, fsdp_lane lane, bool to_slot,
   const bool has_partial = fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL);
   fsdp_status status = FSDP_OK;
 
-  for (int64_t i = 0; i < unit->num_segments; i++) {
+  for (int64_t i = 0; i < fsdp_unit_priv_num_reduced(unit); i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const fsdp_dtype dtype = segment->options.reduce_dtype;
     if (unit->grad_data[i] == NULL) continue;
@@ -335,6 +337,7 @@ static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
   if ((unit->custom & FSDP_CUSTOM_REDUCED) != 0) {
     FSDP_TRY(show_reduced(unit, lane, error));
   }
+  FSDP_TRY(fsdp_unit_priv_read_marks(unit, lane, error));
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
   if (unit->is_followed) {

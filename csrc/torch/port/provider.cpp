@@ -312,7 +312,7 @@ fsdp_status cast(void *context, fsdp_lane lane, void *destination,
   GUARDED(error) {
     Provider &provider = provider_of(context);
     if (numel == 0 || destination == source) return FSDP_OK;
-    const fsdp_pack_item item = {source, source_dtype, 0, numel, false};
+    const fsdp_pack_item item = {source, source_dtype, 0, numel, false, false};
     if (!provider.has_streams() &&
         pack_on_host(destination, destination_dtype, item, 1.0)) {
       return FSDP_OK;
@@ -357,7 +357,7 @@ void pack_item(const Provider &provider, void *destination, fsdp_dtype dtype,
       static_cast<char *>(destination) + item.offset * dtype.itemsize;
   const at::Tensor view = provider.view(target, item.numel, dtype);
   if (item.data == nullptr) {
-    view.zero_();
+    view.fill_(item.is_one ? 1 : 0);
     return;
   }
   scale_tensor(
@@ -390,7 +390,7 @@ fsdp_status accumulate(void *context, fsdp_lane lane, void *destination,
                        bool add, fsdp_error *error) {
   GUARDED(error) {
     Provider &provider = provider_of(context);
-    const fsdp_pack_item item = {source, source_dtype, 0, numel, add};
+    const fsdp_pack_item item = {source, source_dtype, 0, numel, add, false};
     provider.add_step(
         lane, [&provider, destination, destination_dtype, item, scale] {
           pack_item(provider, destination, destination_dtype, item, scale);

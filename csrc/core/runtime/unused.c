@@ -1,0 +1,164 @@
+/*
+ * Unused parameters: which parameters of a unit no rank has a gradient of.
+ *
+ * Note [Unused parameters]
+ * An optimizer must not step a parameter that took no part in a backward:
+ * weight decay and momentum would change it. But a rank cannot leave one out of
+ * a reduction, as it does not know what the others have. So each of its slots
+ * of the gradient block ends with one more element per parameter, its marks:
+ * ones where this rank has a gradient, zeros elsewhere. They are a segment of
+ * their own, which is reduced with the others, in the same launch. Where the
+ * sum is 0 no rank has one.
+ *
+ * A rank with all gradients knows the answer without the sums. Another one
+ * reads them: on a device the host then waits for the reduction, at the end of
+ * backward. Frozen parameters are marked.
+ */
+#include <string.h>
+
+#include "base/dtypes.h"
+#include "runtime/engine_priv.h"
+
+static const fsdp_unit_segment *marks_of(const fsdp_unit *unit) {
+  return &unit->segments[unit->num_segments];
+}
+
+fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype) {
+  fsdp_unit_segment *marks = &unit->segments[unit->num_segments];
+  if (!unit->options.finds_unused || marks->has_grad_place) return NULL;
+  const int64_t world_size = unit->options.shard_group.world_size;
+  const int64_t num_params = fsdp_flat_layout_num_params(unit->options.layout);
+  int64_t numel = num_params;
+  dtype = fsdp_dtype_of_sum(dtype, &numel); /* no complex ones */
+  /* The product fits: both are counts of objects that exist. */
+  unit->marks_layout =
+      (fsdp_segment){.dtype = dtype,
+                     .requires_grad = true,
+                     .unsharded_numel = num_params * world_size,
+                     .shard_numel = num_params,
+                     .padded_numel = num_params * world_size};
+  *marks = (fsdp_unit_segment){.options = {.param_dtype = dtype,
+                                           .reduce_dtype = dtype,
+                                           .grad_dtype = dtype},
+                               .layout = &unit->marks_layout,
+                               .is_trainable = true,
+                               .has_grad_place = true};
+  return marks;
+}
+
+static bool is_marked(const fsdp_unit *unit, int64_t param) {
+  const int64_t segment =
+      fsdp_flat_layout_slot(unit->options.layout, param)->segment;
+  return unit->fills_unused || unit->is_filled[param] != 0 ||
+         !unit->segments[segment].is_trainable;
+}
+
+static fsdp_status pack_runs(fsdp_unit *unit, int64_t num_items,
+                             fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  return ops->pack(
+      ops->context, FSDP_LANE_COMPUTE, unit->grad_data[unit->num_segments],
+      marks_of(unit)->options.reduce_dtype, unit->items, num_items, 1.0, error);
+}
+
+/* Equal marks side by side are one item; `unit->items` holds a few. */
+static fsdp_status pack_all_runs(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  const fsdp_dtype dtype = layout->dtype;
+  const int64_t capacity = layout->shard_numel;
+  fsdp_status status = FSDP_OK;
+  int64_t num_items = 0;
+  int64_t begin = 0;
+
+  for (int64_t end = 1; end <= layout->padded_numel; end++) {
+    const bool is_one = is_marked(unit, begin % layout->shard_numel);
+    if (end < layout->padded_numel &&
+        is_marked(unit, end % layout->shard_numel) == is_one) {
+      continue;
+    }
+    unit->items[num_items++] = (fsdp_pack_item){.dtype = dtype,
+                                                .offset = begin,
+                                                .numel = end - begin,
+                                                .is_one = is_one};
+    begin = end;
+    if (num_items < capacity && end < layout->padded_numel) continue;
+    FSDP_TRY(pack_runs(unit, num_items, error));
+    num_items = 0;
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit, fsdp_error *error) {
+  if (!unit->options.finds_unused) return FSDP_OK;
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  unit->has_missed = false;
+  unit->reads_marks = false;
+  for (int64_t i = 0; i < layout->shard_numel && !unit->has_missed; i++) {
+    unit->has_missed = !is_marked(unit, i);
+  }
+  if (unit->has_missed) return pack_all_runs(unit, error);
+  unit->items[0] = (fsdp_pack_item){
+      .dtype = layout->dtype, .numel = layout->padded_numel, .is_one = true};
+  return pack_runs(unit, 1, error);
+}
+
+fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
+                                      fsdp_error *error) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  fsdp_status status = FSDP_OK;
+  if (!unit->options.finds_unused || !unit->has_missed ||
+      unit->has_reduce_hook) {
+    return FSDP_OK;
+  }
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  const int64_t nbytes = layout->shard_numel * layout->dtype.itemsize;
+  if (unit->marks == NULL) {
+    FSDP_TRY(ops->host_alloc(ops->context, nbytes, &unit->marks, error));
+  }
+  FSDP_TRY(ops->copy_to_host(ops->context, lane, unit->marks,
+                             fsdp_priv_slot(unit->grad_data[unit->num_segments],
+                                            unit->options.shard_group.rank,
+                                            layout->shard_numel, layout->dtype),
+                             nbytes, error));
+  unit->reads_marks = true;
+  unit->awaits_marks = true;
+done:
+  return status;
+}
+
+fsdp_status fsdp_unit_await_unused(fsdp_unit *unit, fsdp_error *error) {
+  fsdp_engine *engine = unit->engine;
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+  if (!unit->awaits_marks) return FSDP_OK;
+  FSDP_TRY(fsdp_engine_join_reduces(engine, error));
+  FSDP_TRY(ops->event_record(ops->context, engine->compute_done,
+                             FSDP_LANE_COMPUTE, error));
+  FSDP_TRY(ops->event_synchronize(ops->context, engine->compute_done, error));
+  unit->awaits_marks = false;
+done:
+  return status;
+}
+
+bool fsdp_unit_is_unused(const fsdp_unit *unit, int64_t param) {
+  if (!unit->reads_marks) return false;
+  const int32_t itemsize = marks_of(unit)->layout->dtype.itemsize;
+  const char *mark = (const char *)unit->marks + param * itemsize;
+  for (int32_t i = 0; i < itemsize; i++) {
+    if (mark[i] != 0) return false; /* sums of ones are not -0 */
+  }
+  return true;
+}
+
+void fsdp_unit_set_fills_unused(fsdp_unit *unit, bool fills_unused) {
+  unit->fills_unused = fills_unused;
+}
+
+void fsdp_unit_priv_free_marks(fsdp_unit *unit) {
+  const fsdp_device_ops *ops = &unit->engine->ops;
+  (void)!fsdp_unit_await_unused(unit, NULL); /* a copy may write it */
+  if (unit->marks != NULL) ops->host_free(ops->context, unit->marks);
+  unit->marks = NULL;
+  unit->reads_marks = false;
+}

@@ -1,0 +1,205 @@
+/*
+ * Tests of runtime/: which parameters no rank has a gradient of, found in the
+ * reduction itself (Note [Unused parameters] in runtime/unused.c).
+ */
+#include "engine_failures.h"
+#include "runtime/engine_priv.h"
+
+/* A root with two fp32 parameters of 4 and 8 elements. */
+static void start_with(const model_options *options, bool is_host) {
+  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
+                                   {0, 8, RECORDER_F32, true}};
+  model_options all = *options;
+  all.finds_unused = true;
+  model_init(&m, &all);
+  m.ops.is_host = is_host;
+  model_plan(&m, "u", specs, 2);
+  model_start(&m);
+}
+
+static bool is_unused(int64_t param) {
+  const fsdp_unit *unit = m.units[0].unit;
+  if (unit->marks != NULL) { /* as the answer reads it */
+    recorder_touch(m.device, RECORDER_HOST_LANE, unit->marks, 8, false);
+  }
+  return fsdp_unit_is_unused(unit, param);
+}
+
+/* A rank that has all gradients reads nothing. */
+TEST(test_tape) {
+  const model_options options = {.rank = 1};
+  start_with(&options, false);
+  PLAY("forward; pre_backward u; expect u 2; grad u 0; clear; grad u 1");
+  CHECK_TAPE_HAS(
+      "pack compute f32 x1 4@0 8@4 zero4@12; pack compute f32 x1 one4@0");
+  CHECK_TAPE_HAS(
+      "reduce_scatter reduce g0 8 f32; reduce_scatter reduce g0 2 f32; "
+      "group_end reduce g0");
+  PLAY("clear; finish; check_grads");
+  CHECK_TAPE_LACKS("copy_to_host");
+  CHECK_TAPE_LACKS("synchronize");
+  CHECK(!is_unused(0) && !is_unused(1));
+
+  PLAY("zero_grad; forward; pre_backward u; expect u 1; clear; grad u 0");
+  CHECK_TAPE_HAS(
+      "pack compute f32 x1 one1@0 zero1@1; pack compute f32 x1 one1@2 zero1@3");
+  CHECK_TAPE_HAS("copy_to_host reduce 8; accumulate reduce 8 f32->f32");
+  PLAY("clear; finish; check_grads");
+  CHECK_TAPE_HAS("synchronize");
+  CHECK(!is_unused(0) && is_unused(1));
+
+  PLAY("zero_grad; step; check_grads"); /* the answer is of the last one */
+  CHECK(!is_unused(0) && !is_unused(1));
+  PLAY("end");
+}
+
+/* Sums to which other ranks have added. */
+static fsdp_status copy_from_others(void *context, fsdp_lane lane, void *host,
+                                    const void *device, int64_t nbytes,
+                                    fsdp_error *error) {
+  const fsdp_status status = recorder_ops(context)->copy_to_host(
+      context, lane, host, device, nbytes, error);
+  ((float *)host)[1] += 1;
+  return status;
+}
+
+TEST(test_what_another_rank_uses_is_used) {
+  const model_options options = {.rank = 0};
+  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, true},
+                                   {0, 8, RECORDER_F32, true},
+                                   {0, 8, RECORDER_F32, true}};
+  model_init(&m, &options);
+  m.options.finds_unused = true;
+  m.ops.copy_to_host = copy_from_others;
+  model_plan(&m, "u", specs, 3);
+  model_start(&m);
+  PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
+  CHECK(!fsdp_unit_is_unused(m.units[0].unit, 0));
+  CHECK(!fsdp_unit_is_unused(m.units[0].unit, 1));
+  CHECK(fsdp_unit_is_unused(m.units[0].unit, 2));
+  PLAY("end");
+}
+
+/* A gradient of an earlier micro-batch counts, held whole or as a partial one.
+ * The first needs no answer, as this rank has it. */
+static void check_micro_batches(const model_options *options, bool is_host) {
+  start_with(options, is_host);
+  PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
+  CHECK(is_unused(1));
+  PLAY("zero_grad; sync none");
+  PLAY("forward; pre_backward u; expect u 1; grad u 1; finish");
+  PLAY("sync reduce; forward; pre_backward u; expect u 1; grad u 0");
+  PLAY("finish; check_grads");
+  CHECK(!m.units[0].unit->reads_marks);
+  CHECK(!is_unused(0) && !is_unused(1));
+
+  PLAY("zero_grad; sync shard");
+  PLAY("forward; pre_backward u; expect u 1; grad u 1; finish");
+  PLAY("sync reduce; forward; pre_backward u; expect u 1; grad u 0");
+  PLAY("finish; check_grads");
+  CHECK(!is_unused(0) && !is_unused(1));
+
+  PLAY("zero_grad; sync shard");
+  PLAY("forward; pre_backward u; expect u 1; grad u 0; finish");
+  PLAY("sync reduce; forward; pre_backward u; expect u 1; grad u 0");
+  PLAY("finish; check_grads");
+  CHECK(!is_unused(0) && is_unused(1));
+  PLAY("end");
+}
+
+TEST(test_micro_batches) {
+  for (int64_t world_size = 1; world_size < 4; world_size++) {
+    for (int64_t replicas = 1; replicas < 3; replicas++) {
+      model_options options = {.world_size = world_size,
+                               .rank = world_size - 1,
+                               .num_replicas = replicas};
+      check_micro_batches(&options, false);
+      check_micro_batches(&options, true);
+      options.wants_scratch = true;
+      options.offloads = true;
+      check_micro_batches(&options, false);
+    }
+  }
+}
+
+/* Zeros take part for what this rank did not use, also for all of a unit. */
+TEST(test_filled) {
+  const model_options options = {.rank = 0};
+  start_with(&options, false);
+  fsdp_unit_set_fills_unused(m.units[0].unit, true);
+  PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
+  CHECK(!is_unused(0) && !is_unused(1));
+  PLAY("zero_grad; forward; clear; pre_backward u; finish; check_grads");
+  CHECK_TAPE_HAS("reduce_scatter");
+  PLAY("grad_view u sharded; zero_grad; clear; eval; finish");
+  CHECK_TAPE_LACKS("reduce_scatter"); /* no backward */
+  fsdp_unit_set_fills_unused(m.units[0].unit, false);
+  PLAY("zero_grad; forward; clear; pre_backward u; finish; no_grads u");
+  CHECK_TAPE_LACKS("reduce_scatter");
+  PLAY("end");
+}
+
+/* Frozen parameters are not missed; the marks come with the first that is
+ * trained. */
+TEST(test_frozen) {
+  const model_options options = {.rank = 1};
+  start_with(&options, false);
+  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, false, NULL));
+  PLAY("step; no_grads u; zero_grad");
+  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, true, NULL));
+  PLAY("forward; pre_backward u; expect u 1; grad u 1; finish; check_grads");
+  CHECK(is_unused(0) && !is_unused(1));
+  PLAY("end");
+
+  model_init(&m, NULL);
+  m.options.finds_unused = true;
+  model_plan_mixed(&m, "u");
+  model_start(&m);
+  PLAY("step; check_grads");
+  for (int64_t i = 0; i < 5; i++) CHECK(!is_unused(i));
+  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 1, true, NULL));
+  PLAY("zero_grad; forward; pre_backward u; expect u 2; grad u 4; grad u 2");
+  PLAY("finish; check_grads");
+  CHECK(is_unused(0) && is_unused(1) && !is_unused(2) && !is_unused(4));
+  PLAY("end");
+}
+
+/* A unit whose parameters were all frozen when it was made. */
+TEST(test_thawed) {
+  model_init(&m, NULL);
+  m.options.finds_unused = true;
+  const fsdp_param_spec specs[] = {{0, 4, RECORDER_F32, false},
+                                   {0, 8, RECORDER_F32, false}};
+  model_plan(&m, "u", specs, 2);
+  model_start(&m);
+  PLAY("step; no_grads u; zero_grad");
+  CHECK_OK(fsdp_unit_set_trainable(m.units[0].unit, 0, true, NULL));
+  PLAY("forward; pre_backward u; expect u 1; grad u 1; finish; check_grads");
+  CHECK(is_unused(0) && !is_unused(1));
+  PLAY("end");
+}
+
+static fsdp_status train(fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  model_zero_grad(&m);
+  FSDP_TRY(model_forward(&m, true, error));
+  FSDP_TRY(model_pre_backward(&m, 0, error));
+  FSDP_TRY(model_pre_backward(&m, 3, error));
+  FSDP_TRY(model_give_grads(&m, 3, error));
+  FSDP_TRY(model_pre_backward(&m, 1, error));
+  fsdp_unit_expect_grads(m.units[1].unit, 2, 0);
+  FSDP_TRY(model_give_grad(&m, 1, 4, true, error));
+  FSDP_TRY(model_give_grad(&m, 1, 0, true, error));
+  FSDP_TRY(model_give_grads(&m, 0, error));
+  FSDP_TRY(model_finish(&m, error));
+done:
+  return status;
+}
+
+TEST(test_every_call_fails) {
+  model_options options = {.finds_unused = true, .num_replicas = 2};
+  failures_every_call_of_steps(&options, NULL, train);
+  options.offloads = true;
+  failures_every_call(&options, NULL, train, 1);
+  failures_every_allocation(&options, NULL, train);
+}
