@@ -53,39 +53,50 @@ static bool is_marked(const fsdp_unit *unit, int64_t param) {
          !unit->segments[segment].is_trainable;
 }
 
-static fsdp_status pack_runs(fsdp_unit *unit, int64_t num_items,
-                             fsdp_error *error) {
+static fsdp_status pack_items(fsdp_unit *unit, int64_t num_items,
+                              fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   return ops->pack(
       ops->context, FSDP_LANE_COMPUTE, unit->grad_data[unit->num_segments],
       marks_of(unit)->options.reduce_dtype, unit->items, num_items, 1.0, error);
 }
 
-/* Equal marks side by side are one item; `unit->items` holds a few. */
-static fsdp_status pack_all_runs(fsdp_unit *unit, fsdp_error *error) {
+/* Marks of the first slot; equal ones side by side are one item. */
+static fsdp_status pack_first_slot(fsdp_unit *unit, fsdp_error *error) {
   const fsdp_segment *layout = marks_of(unit)->layout;
-  const fsdp_dtype dtype = layout->dtype;
-  const int64_t capacity = layout->shard_numel;
-  fsdp_status status = FSDP_OK;
   int64_t num_items = 0;
   int64_t begin = 0;
 
-  for (int64_t end = 1; end <= layout->padded_numel; end++) {
-    const bool is_one = is_marked(unit, begin % layout->shard_numel);
-    if (end < layout->padded_numel &&
-        is_marked(unit, end % layout->shard_numel) == is_one) {
-      continue;
-    }
-    unit->items[num_items++] = (fsdp_pack_item){.dtype = dtype,
+  for (int64_t end = 1; end <= layout->shard_numel; end++) {
+    const bool is_one = is_marked(unit, begin);
+    if (end < layout->shard_numel && is_marked(unit, end) == is_one) continue;
+    unit->items[num_items++] = (fsdp_pack_item){.dtype = layout->dtype,
                                                 .offset = begin,
                                                 .numel = end - begin,
                                                 .is_one = is_one};
     begin = end;
-    if (num_items < capacity && end < layout->padded_numel) continue;
-    FSDP_TRY(pack_runs(unit, num_items, error));
-    num_items = 0;
   }
-done:
+  return pack_items(unit, num_items, error);
+}
+
+/* All slots are as the first one: each copy doubles how many are, so launches
+ * hardly grow with the ranks. */
+static fsdp_status pack_all_slots(fsdp_unit *unit, fsdp_error *error) {
+  const fsdp_segment *layout = marks_of(unit)->layout;
+  fsdp_status status = pack_first_slot(unit, error);
+  int64_t done = layout->shard_numel;
+
+  while (status == FSDP_OK && done < layout->padded_numel) {
+    const int64_t rest = layout->padded_numel - done;
+    const int64_t numel = done < rest ? done : rest;
+    unit->items[0] =
+        (fsdp_pack_item){.data = unit->grad_data[unit->num_segments],
+                         .dtype = layout->dtype,
+                         .offset = done,
+                         .numel = numel};
+    status = pack_items(unit, 1, error);
+    done += numel;
+  }
   return status;
 }
 
@@ -97,10 +108,10 @@ fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit, fsdp_error *error) {
   for (int64_t i = 0; i < layout->shard_numel && !unit->has_missed; i++) {
     unit->has_missed = !is_marked(unit, i);
   }
-  if (unit->has_missed) return pack_all_runs(unit, error);
+  if (unit->has_missed) return pack_all_slots(unit, error);
   unit->items[0] = (fsdp_pack_item){
       .dtype = layout->dtype, .numel = layout->padded_numel, .is_one = true};
-  return pack_runs(unit, 1, error);
+  return pack_items(unit, 1, error);
 }
 
 fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
