@@ -253,7 +253,7 @@ FAULTS = (
         "fsdp_engine_priv_take_scratch",
         skip("FSDP_TRY(ops->event_wait("),
     ),
-    _core(
+    core_fault(
         "the host reads the marks of parameters before they are there",
         "fsdp_unit_await_unused",
         _skip("FSDP_TRY(ops->event_synchronize("),
