@@ -256,7 +256,7 @@ FAULTS = (
     core_fault(
         "the host reads the marks of parameters before they are there",
         "fsdp_unit_await_unused",
-        _skip("FSDP_TRY(ops->event_synchronize("),
+        skip("FSDP_TRY(ops->event_synchronize("),
     ),
     # Summon.
     core_fault(
