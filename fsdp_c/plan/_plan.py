@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,7 +249,7 @@ def plan_rank(
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error
     optimizer = [
-        _optimizer_nbytes(unit, layout, settings, run.trained.get(i, set()))
+        _optimizer_nbytes(unit, layout, settings) if i in run.trained_units else 0
         for i, (unit, layout) in enumerate(zip(units, layouts, strict=True))
     ]
     unit_plans = tuple(
@@ -377,17 +376,9 @@ def _unit_plan(
 
 
 def _optimizer_nbytes(
-    unit: PlannedUnit,
-    layout: _native.Layout,
-    settings: Settings,
-    trained: AbstractSet[int],
+    unit: PlannedUnit, layout: _native.Layout, settings: Settings
 ) -> int:
-    """Return the bytes of torch's optimizer over what the unit shows to it.
-
-    ``trained`` has the indices of parameters that get gradients.
-    """
-    if not trained:
-        return 0
+    """Return the bytes of torch's optimizer over what the unit shows to it."""
     num_states, has_step = OPTIMIZERS[settings.optimizer]
     step = _STEP_NBYTES if has_step else 0
     total = 0
@@ -399,10 +390,8 @@ def _optimizer_nbytes(
     rank = settings.rank % layout.world_size
     for index, param in enumerate(unit.params):
         begin, end, _, _ = layout.intersect(index, rank)
-        # fully_shard() shows every rank all parameters, without a gradient if no
-        # rank used one; FSDP1's are zeros then.
-        is_stepped = index in trained if settings.by_rows else end > begin
-        if param.requires_grad and is_stepped:
+        # fully_shard() shows every rank all parameters.
+        if param.requires_grad and (end > begin or settings.by_rows):
             total += num_states * (end - begin) * param.dtype.itemsize + step
     return total
 
@@ -434,7 +423,7 @@ class _Events:
         self._kept_nbytes = 0
         self._seconds = 0.0
         self.events: list[_Event] = []
-        self.trained: dict[int, set[int]] = {}  # units, and what gets gradients
+        self.trained_units: set[int] = set()  # those that get gradients
         handlers: dict[str, Callable[..., None]] = {
             "enter": self._enter,
             "use": self._use,
@@ -465,7 +454,7 @@ class _Events:
         if unit in self._inside:  # not ignored; its unit runs
             self._add(_native.PLAN_USE, unit, param)
             if self._trains[unit][param]:
-                self.trained.setdefault(unit, set()).add(param)
+                self.trained_units.add(unit)
 
     def _work(self, entry: Any) -> None:
         seconds = entry.flops / self._rate

@@ -162,7 +162,6 @@ CASES = {
         accumulation="unsharded", strategy=ShardingStrategy.SHARD_GRAD_OP
     ),
     "rows": Case(by_rows=True, nested=True, frozen=(1,)),
-    "rows-bare": Case(by_rows=True, is_bare=True),  # norm and head get no state
     "rows-bf16": Case(
         by_rows=True, tied=True, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     ),
