@@ -20,7 +20,7 @@ enum {
   NUM_ENTRIES = 512,
   KEY_NBYTES = 96,
   VALUE_NBYTES = 1024,
-  HARD_LIMIT_S = 120
+  HARD_LIMIT_S = 300
 };
 
 typedef struct store_entry {
