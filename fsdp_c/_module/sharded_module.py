@@ -257,7 +257,8 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         FULL and SHARDED have the keys of the unwrapped model in its order. One unit is
         gathered at a time, however they are nested; all ranks must call it, also with
         ``rank0_only``. Parameters own their memory; buffers and ignored parameters
-        are the module's, as in ``nn.Module.state_dict()``.
+        are the module's, as in ``nn.Module.state_dict()``. So are the slices that
+        LOCAL has with ``use_orig_params=True``.
 
         Raises:
             RuntimeError: Inside forward or backward; a parameter was replaced, or is

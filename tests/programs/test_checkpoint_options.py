@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from helpers.distributed import distributed, run_task
 from helpers.groups import kept_mesh
-from helpers.impl import ShardingStrategy
+from helpers.impl import ShardingStrategy, fsdp
 from helpers.reference import assert_same_tensors
 from programs.test_checkpoint_state_dict import (
     STEPS,
@@ -282,6 +282,57 @@ def test_sharded_optimizer_state_of_no_shard(use_orig_params: bool) -> None:
         assert state.keys() == expected.keys()
         for name, each in expected.items():
             assert_same_tensors(f"{source} {target} {name}", state[name], each)
+
+
+class Renamed(nn.Module):
+    """Its state dict has `weight` in the place of `inner.weight`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, bias=False)
+        self.register_state_dict_post_hook(self._shorten)
+        self.register_load_state_dict_pre_hook(self._lengthen)
+
+    @staticmethod
+    def _shorten(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}inner.weight")
+
+    @staticmethod
+    def _lengthen(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        state[f"{prefix}inner.weight"] = state.pop(f"{prefix}weight")
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "inner"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2, device="cpu")
+def test_renamed_keys(use_orig_params: bool) -> None:
+    """`dsd_fqn_modifiers`, of a module inside a unit. FSDP1 cannot save it.
+
+    Sharded tensors under such keys are saved, and refused when they are loaded.
+    """
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(Renamed(), nn.Linear(6, 2))
+
+    expected = get_model_state_dict(build(0), options=FULL)
+    assert "0.weight" in expected
+    first, second = (
+        fsdp(build(seed), use_orig_params=use_orig_params) for seed in (0, 1)
+    )
+    sharded = get_model_state_dict(first)
+    assert sharded.keys() == expected.keys()
+    with pytest.raises(RuntimeError, match=r"0\.inner\.weight"):
+        set_model_state_dict(second, sharded)
+    state = get_model_state_dict(first, options=FULL)
+    set_model_state_dict(second, state, options=FULL)
+    now = get_model_state_dict(second, options=FULL)
+    assert_same_tensors("parameters", dict(now), expected, 0.0)
 
 
 # On another number of ranks ------------------------------------------------------

@@ -1,5 +1,6 @@
 """Forms of values in state dicts, beside torch's FSDP1: what is alike, what is not."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.distributed import distributed
-from helpers.impl import fsdp
-from helpers.models import CASES
+from helpers.impl import FSDP, ShardingStrategy, fsdp
+from helpers.models import CASES, loss_of
 from helpers.reference import assert_same_tensors
+from helpers.seeds import generator
 from helpers.state_dicts import FULL, LOCAL, SHARDED
 
 CPU = torch.device("cpu")
@@ -89,18 +91,77 @@ def test_keep_vars(use_orig_params: bool) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_local_has_no_original_keys() -> None:
-    """FSDP1 adds each rank's own slices, with use_orig_params, under one key each.
+def test_local_slices() -> None:
+    """With use_orig_params each rank's own slices are there too, as in FSDP1.
 
-    torch.distributed.checkpoint takes such plain tensors for equal on all ranks and
-    writes those of one; loading does not need them.
+    They share the parameters' memory. torch.distributed.checkpoint would write those of
+    one rank for all, and FSDP1's do not load from it.
     """
-    keys = {}
-    for impl in ("fsdp_c", "torch"):
-        for use_orig_params in (True, False):
+    names = set(CASES["mlp"].build().state_dict())
+    for use_orig_params in (True, False):
+        states = {}
+        for impl in ("fsdp_c", "torch"):
             model = wrap(impl, use_orig_params=use_orig_params)
             with TorchFSDP.state_dict_type(model, LOCAL):
-                keys[impl, use_orig_params] = set(model.state_dict())
-    assert keys["fsdp_c", True] == keys["fsdp_c", False] == keys["torch", False]
-    names = set(CASES["mlp"].build().state_dict())
-    assert keys["torch", True] == keys["torch", False] | names
+                states[impl] = dict(model.state_dict())
+        ours, theirs = states["fsdp_c"], states["torch"]
+        assert ours.keys() == theirs.keys()
+        assert names < ours.keys() if use_orig_params else not names & ours.keys()
+        slices = {n: v for n, v in theirs.items() if not isinstance(v, ShardedTensor)}
+        assert slices.keys() == (names if use_orig_params else set())
+        assert_same_tensors("slices", {n: ours[n] for n in slices}, slices, 0.0)
+
+
+class _Slices(FSDP):
+    """A checkpoint of each rank's slices, as audiocraft's and AQLM's."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = dict(super().state_dict(*args, **kwargs))
+        return {n: v for n, v in state.items() if not isinstance(v, ShardedTensor)}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        current = self.state_dict()
+        assert current.keys() == state.keys()
+        for name, value in state.items():
+            current[name].copy_(value)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("by_method", [True, False])
+@distributed(world_size=2)
+def test_checkpoint_of_slices(rank: int, strategy: str, by_method: bool) -> None:
+    """Each rank saves its own, and copies them into the live ones."""
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = _Slices(
+            CASES["mlp"].build(),
+            auto_wrap_policy=ModuleWrapPolicy(CASES["mlp"].unit_classes),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=True,
+        )
+        FSDP.set_state_dict_type(model, LOCAL)
+        models.append(model)
+    first, second = models
+    step(rank, first, 0)
+    step(rank, second, 1)
+    state = copy.deepcopy(first.state_dict())
+    step(rank, second, 2)
+    if by_method:
+        second.load_state_dict(state)
+    else:
+        result = FSDP.load_state_dict(second, state)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+    for model in models:
+        step(rank, model, 3)
+    for expected, actual in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def step(rank: int, model: Any, seed: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (batch,) = CASES["mlp"].inputs(generator(10 * seed + rank))
+    loss_of(model(batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()

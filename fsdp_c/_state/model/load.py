@@ -12,6 +12,7 @@ module does more (hooks around loading, ``_load_from_state_dict()`` or
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.parallel import from_state
 from fsdp_c._units.sessions import LoadSession
+from fsdp_c._units.uses import ParamUse
 
 
 def begin_load(
@@ -165,7 +167,7 @@ def _find_problems(
     ]
     names = [name for name in local_names(module) if f"{prefix}{name}" in state_dict]
     if kind is StateDictType.LOCAL_STATE_DICT:
-        if given and not names:
+        if given and not names and not _are_slices(module, state_dict, given):
             return [
                 f"{given[0][0]!r} is not in a LOCAL state dict, which has "
                 f"{prefix + local_names(module)[0]!r} for unit "
@@ -173,17 +175,31 @@ def _find_problems(
                 "load it with state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT"
             ]
         return find_local_problems(module, state_dict, prefix)
-    if names and not given:
-        return [
-            f"{prefix + names[0]!r} is of a LOCAL state dict, and the type "
-            f"is {kind.name}: load it with state_dict_type LOCAL_STATE_DICT"
-        ]
     problems = []
     for key, use in given:
         problem = _find_mismatch(module, kind, state_dict[key], use.shape)
         if problem is not None:
             problems.append(problem.format(key=key))
+    if names and (problems or not given):
+        return [
+            f"{prefix + names[0]!r} is of a LOCAL state dict, and the type "
+            f"is {kind.name}: load it with state_dict_type LOCAL_STATE_DICT"
+        ]
     return problems
+
+
+def _are_slices(
+    module: ShardedModule,
+    state_dict: dict[str, Any],
+    given: Sequence[tuple[str, ParamUse]],
+) -> bool:
+    """Return whether the values are what this rank holds of each parameter."""
+    parts = unit_parts(module, as_shown=True)
+    return all(
+        isinstance(state_dict[key], Tensor)
+        and state_dict[key].shape == parts[use.slot].values().shape
+        for key, use in given
+    )
 
 
 def _find_mismatch(
@@ -271,7 +287,10 @@ def _load_unit(
     values: dict[str, Any] = {}
     in_order = unit_parts(module, as_shown=True)
     parts = {name: in_order[use.slot] for name, use in named_uses(module)}
-    for name in local_names(module) if is_local else parts:
+    names: Iterable[str] = parts
+    if is_local:
+        names = _load_slices(module, state_dict, prefix, missing_keys, parts)
+    for name in names:
         key = f"{prefix}{name}"
         if key in state_dict:
             values[name] = state_dict.pop(key)
@@ -295,6 +314,32 @@ def _load_unit(
 
 
 _Parts = dict[str, ParamPart]  # of one unit, by all names
+
+
+def _load_slices(
+    module: ShardedModule,
+    state_dict: dict[str, Any],
+    prefix: str,
+    missing_keys: list[str],
+    parts: _Parts,
+) -> list[str]:
+    """Take this rank's slices of parameters out of a LOCAL state dict.
+
+    Return the names of the flat parameters, which hold the same elements and are
+    loaded; without any of them the slices are, and no name is returned.
+    """
+    names = local_names(module)
+    slices = {
+        name: state_dict.pop(f"{prefix}{name}")
+        for name in parts
+        if f"{prefix}{name}" in state_dict
+    }
+    if not slices or any(f"{prefix}{name}" in state_dict for name in names):
+        return names
+    missing_keys += [f"{prefix}{name}" for name in parts if name not in slices]
+    for name, value in slices.items():
+        parts[name].values().copy_(value)
+    return []
 
 
 def _write(module: ShardedModule, values: dict[str, Any], parts: _Parts) -> None:

@@ -4,6 +4,9 @@ One entry per segment of a unit, under the name of its flat parameter: a 1-D
 ShardedTensor of the segment without the padding at its end. It can be loaded only
 where the unit is sharded in the same way: same parameters, number of ranks and
 use_orig_params.
+
+With use_orig_params programs save this rank's slices of the original parameters, and
+copy them back into what ``state_dict()`` returns. So these stand there too, live.
 """
 
 from collections.abc import Iterator, Mapping

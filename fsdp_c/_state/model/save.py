@@ -262,6 +262,8 @@ def _save_unit(
     if is_local:
         own = local_state(module, offload_to_cpu=form.offload_to_cpu)
         target.update((f"{prefix}{name}", value) for name, value in own.items())
+        for name, use in named_uses(module) if module._use_orig_params else ():
+            target[f"{prefix}{name}"] = use.param if keep_vars else use.param.detach()
     is_summoned = not is_local and values is None
     with summoned(module, writeback=False) if is_summoned else nullcontext():
         module.wrapped.state_dict(
