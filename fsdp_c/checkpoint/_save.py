@@ -2,11 +2,13 @@
 
 Note [Saves and the end of the process]
 The thread of a save is a daemon; a function that atexit calls decides how long the
-process waits for it. A rank that is still writing its part finishes it. A rank that has
-written its part exits: rank 0 needs its files, not its process. Rank 0 waits for the
-other parts as long as the folder grows. If nothing in it changes for
-FSDP_C_SAVE_EXIT_SECONDS, rank 0 takes the missing ranks for dead, abandons the save,
-deletes its folder and logs an error. The checkpoint that was at the path stays.
+process waits for it. A rank that is still writing its part finishes it, unless that
+takes longer than the save's timeout and FSDP_C_SAVE_EXIT_SECONDS together, as on a
+disk that does not answer. A rank that has written its part exits: rank 0 needs its
+files, not its process. Rank 0 waits for the other parts as long as the folder grows. If
+nothing in it changes for FSDP_C_SAVE_EXIT_SECONDS, rank 0 takes the missing ranks for
+dead, abandons the save, deletes its folder and logs an error. The checkpoint that was
+at the path stays.
 """
 
 import atexit
@@ -129,10 +131,18 @@ def _finish_at_exit() -> None:
     if handle is None or handle._job is None or handle.done():
         return
     _log.info("the process is ending: waiting for the save to %s", handle.path)
-    handle._job.hurry(_exit_seconds())
+    stall_s = _exit_seconds()
+    handle._job.hurry(stall_s)
     assert handle._thread is not None
-    handle._thread.join()  # an error was logged by the thread
-    if not handle._problems:
+    limit_s = handle._job.timeout_s + stall_s  # the thread has limits of its own first
+    handle._thread.join(limit_s)  # an error was logged by the thread
+    if not handle.done():
+        problem = (
+            "abandoned at the end of the process: this rank's thread had not ended "
+            f"after {limit_s:g} s (the save's timeout and {_EXIT_SECONDS})"
+        )
+        _log.error("%s", CheckpointError(_HEADLINE, [problem]))
+    elif not handle._problems:
         _log.info("the save to %s: %s", handle.path, handle._job.outcome)
 
 
@@ -177,7 +187,8 @@ def save(
         blocking: False: copy everything to the host and write in a thread. A save
             that follows waits for this one; the end of the process finishes or
             abandons it, see docs/guide/checkpoint.md.
-        timeout: Seconds that a thread waits for other ranks.
+        timeout: Seconds that a thread waits for other ranks, and the end of the process
+            for the thread.
         progress: Show a bar on rank 0; None: if stderr is a terminal.
 
     Returns:

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,21 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import _files, _save
 from helpers.distributed import distributed
-from helpers.ending_saves import DYING_RANK, SCENARIOS, WORLD_SIZE
+from helpers.ending_saves import (
+    EXIT_S,
+    FAILING_RANK,
+    HUNG_TIMEOUT_S,
+    LATE,
+    SCENARIOS,
+    WORLD_SIZE,
+)
 from helpers.impl import fsdp
 from helpers.models import MLP, Block
 from helpers.programs import run_fresh
 from helpers.reference import assert_same_tensors, full_state_dict
+
+# Loaded cores. A fault took over 40 s.
+EXIT_SLACK_S = 15.0
 
 
 def _model() -> tuple[Any, torch.optim.Optimizer]:
@@ -164,41 +175,75 @@ def test_waits_grow_no_longer_than_a_quarter_second() -> None:
     assert waits[-1] == _save._LONGEST_WAIT_S == 0.25
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a scenario of `helpers.ending_saves` ended."""
+
+    folder: Path
+    statuses: tuple[int | str, ...]
+    seconds: tuple[float, ...]
+    log: str
+
+    def check(self, of_failing_rank: int | str) -> None:
+        """Assert who ended how, within the bound, and that nothing else is left."""
+        expected: list[int | str] = [0] * WORLD_SIZE
+        expected[FAILING_RANK] = of_failing_rank
+        assert list(self.statuses) == expected, self.log
+        assert self.seconds[0] >= 0
+        limit_s = HUNG_TIMEOUT_S + EXIT_S + EXIT_SLACK_S
+        assert max(self.seconds) < limit_s, self.seconds
+        names = {each.name for each in self.folder.iterdir()}
+        assert names <= {"c", "store", "stderr"}
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return, by scenario, its folder, how the ranks ended, and what they logged."""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("ended")
-    env = {"FSDP_C_SAVE_EXIT_SECONDS": "1", "OMP_NUM_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": "1"}
     output = run_fresh("helpers.ending_saves", str(folder), *SCENARIOS, **env)
     return {
-        name: (folder / name, statuses, (folder / name / "stderr").read_text())
-        for name, statuses in json.loads(output).items()
+        name: Ended(
+            folder / name,
+            *zip(*ends, strict=True),
+            (folder / name / "stderr").read_text(),
+        )
+        for name, ends in json.loads(output).items()
     }
 
 
 @pytest.mark.bookkeeping
-def test_the_process_ends_with_a_save(ended: dict[str, Any]) -> None:
+def test_the_process_ends_with_a_save(ended: dict[str, Ended]) -> None:
     """All ranks end at once: the checkpoint is complete, and nobody stays."""
-    folder, statuses, log = ended["all"]
-    assert statuses == [0] * WORLD_SIZE, log
-    checkpoint.verify(folder / "c")
-    assert {each.name for each in folder.iterdir()} <= {"c", "store", "stderr"}
+    ended["all"].check(of_failing_rank=0)
+    checkpoint.verify(ended["all"].folder / "c")
+
+
+_PART = f"rank-{FAILING_RANK:05d}-of-{WORLD_SIZE:05d}.json for one"
 
 
 @pytest.mark.bookkeeping
-def test_the_process_ends_without_a_rank(ended: dict[str, Any]) -> None:
-    """One rank dies while it writes: the others end, and rank 0 says what was lost.
+@pytest.mark.parametrize(
+    ("scenario", "status", "lost"),
+    [
+        ("dies", 3, "rank 0: {}: nothing was written"),
+        ("stops", LATE, "rank 0: {}: nothing was written"),
+        ("hangs", 0, f"rank {FAILING_RANK}: {{}}: this rank's thread"),
+    ],
+)
+def test_the_process_ends_without_a_rank(
+    scenario: str, status: int | str, lost: str, ended: dict[str, Ended]
+) -> None:
+    """One rank fails while it writes: the others end, and it is said what was lost.
 
     What was there before is still there.
     """
-    folder, statuses, log = ended["dies"]
-    expected: list[int | str] = [0] * WORLD_SIZE
-    expected[DYING_RANK] = 3
-    assert statuses == expected, log
-    assert "rank 0: the checkpoint was not saved\n  - abandoned at the end" in log, log
-    assert f"rank-{DYING_RANK:05d}-of-{WORLD_SIZE:05d}.json for one" in log
+    told = ended[scenario]
+    told.check(of_failing_rank=status)
+    log = told.log
+    abandoned = "the checkpoint was not saved\n  - abandoned at the end of the process"
+    assert lost.format(abandoned) in log, log
+    assert _PART in log
     assert "rank 1: the save to" in log
     assert "this rank's part is written, rank 0 ends it" in log
-    checkpoint.verify(folder / "c")
-    assert '"before"' in (folder / "c" / "manifest.json").read_text()
-    assert {each.name for each in folder.iterdir()} <= {"c", "store", "stderr"}
+    checkpoint.verify(told.folder / "c")
+    assert '"before"' in (told.folder / "c" / "manifest.json").read_text()

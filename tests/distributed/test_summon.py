@@ -561,13 +561,14 @@ def test_a_part_of_the_model(use_orig_params: bool) -> None:
 
 @distributed(world_size=2)
 def test_nested_summons() -> None:
-    """Refused, and what was open stays as it was."""
+    """Refused in FSDP1's words, and what was open stays as it was."""
+    words = "^Cannot manually unshard parameters when already unsharding .* nested"
     differential = _make("FULL_SHARD", use_orig_params=True)
     model = differential.model
     with FSDP.summon_full_params(model):
         for inner in (model, model.module.outer):
             with (
-                pytest.raises(RuntimeError, match="nested"),
+                pytest.raises(RuntimeError, match=words),
                 contextlib.ExitStack() as s,
             ):
                 s.enter_context(FSDP.summon_full_params(inner))

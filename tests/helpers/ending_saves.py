@@ -4,29 +4,46 @@
 
 The ranks are forked from this process, which has imported torch but has neither
 threads nor process groups; each ends as a script does, through Python's own end.
-Scenarios: ``all`` ranks end; in ``dies`` one ends inside its first write, without
-a word. Prints the exit status of each rank by scenario, `LATE` for one that had to be
-killed.
+Scenarios: ``all`` ranks end; in ``dies`` one ends inside its first write, without a
+word; in ``stops`` it is stopped there; in ``hangs`` its disk does not answer. They run
+at the same time, on loaded cores. Prints by scenario, for each rank, the exit status
+and the seconds from the end of its script to that of its process. A rank that has to be
+killed has the status `LATE`.
 """
 
+import gc
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-WORLD_SIZE = 3
-DYING_RANK = 2
+WORLD_SIZE = 4
+FAILING_RANK = 2
 LIMIT_S = 60.0
 LATE = "late"
-SCENARIOS = ("all", "dies")
+SCENARIOS = ("all", "dies", "stops", "hangs")
+# Of a rank that nothing comes from, and of a save: not too short for loaded cores.
+EXIT_S = 3.0
+HUNG_TIMEOUT_S = 3.0
 
 
 def _die(*_: Any) -> int:
     os._exit(3)
+
+
+def _stop(*_: Any) -> int:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def _hang(*_: Any) -> int:
+    threading.Event().wait()
+    return 0
 
 
 def _rank(rank: int, folder: Path, scenario: str) -> None:
@@ -37,16 +54,28 @@ def _rank(rank: int, folder: Path, scenario: str) -> None:
     from fsdp_c.checkpoint import _files
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if scenario != "all":
+        os.environ["FSDP_C_SAVE_EXIT_SECONDS"] = f"{EXIT_S:g}"
     logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
     store = dist.FileStore(str(folder / "store"), WORLD_SIZE)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     model = FSDP(nn.Linear(256, 256), use_orig_params=True)
-    if scenario == "dies":
+    if scenario != "all":
         checkpoint.save(folder / "c", model, extra="before")
         dist.barrier()
-        if rank == DYING_RANK:
-            _files.os.writev = _die  # type: ignore[assignment]
-    checkpoint.save(folder / "c", model, extra="last", blocking=False)
+        if rank == FAILING_RANK:
+            fails = {"dies": _die, "stops": _stop, "hangs": _hang}[scenario]
+            _files.os.writev = fails  # type: ignore[assignment]
+    timeout_s = HUNG_TIMEOUT_S if scenario == "hangs" else 1800.0
+    checkpoint.save(
+        folder / "c", model, extra="last", blocking=False, timeout=timeout_s
+    )
+    _moment(folder, rank).write_text(str(time.monotonic()))
+
+
+def _moment(folder: Path, rank: int) -> Path:
+    """Return the file that says when the script of a rank was at its end."""
+    return folder.with_name(f"{folder.name}.{rank}")
 
 
 def _fork(rank: int, folder: Path, scenario: str) -> int:
@@ -60,17 +89,34 @@ def _fork(rank: int, folder: Path, scenario: str) -> int:
     return pid
 
 
-def _wait(pid: int, deadline: float) -> int | str:
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return LATE
+# A scenario and a rank.
+Place = tuple[str, int]
+
+
+def _wait(pids: dict[Place, int], folder: Path) -> dict[Place, tuple[int | str, float]]:
+    """Return the status of each rank, and the seconds that its end took.
+
+    Those are -1 where the script did not come to its end.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    stopped = ("stops", FAILING_RANK)
+    ends: dict[Place, tuple[int | str, float]] = {}
+    while left := pids.keys() - ends.keys():
+        is_over = time.monotonic() >= deadline or left == {stopped}
+        for place in left:
+            ended, status = os.waitpid(pids[place], os.WNOHANG)
+            if ended:
+                moment = _moment(folder / place[0], place[1])
+                seconds = -1.0
+                if moment.exists():
+                    seconds = time.monotonic() - float(moment.read_text())
+                ends[place] = os.waitstatus_to_exitcode(status), seconds
+            elif is_over:
+                os.kill(pids[place], signal.SIGKILL)
+                os.waitpid(pids[place], 0)
+                ends[place] = LATE, -1.0
+        time.sleep(0.01)
+    return ends
 
 
 def main() -> None:
@@ -81,14 +127,16 @@ def main() -> None:
     import fsdp_c.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
-    statuses = {}
-    for scenario in sys.argv[2:]:
-        folder = Path(sys.argv[1]) / scenario
-        folder.mkdir()
-        pids = [_fork(rank, folder, scenario) for rank in range(WORLD_SIZE)]
-        deadline = time.monotonic() + LIMIT_S
-        statuses[scenario] = [_wait(pid, deadline) for pid in pids]
-    print(json.dumps(statuses))
+    gc.freeze()  # the ranks need not look at all that
+    folder, scenarios = Path(sys.argv[1]), sys.argv[2:]
+    pids = {}
+    for scenario in scenarios:
+        (folder / scenario).mkdir()
+        for rank in range(WORLD_SIZE):
+            pids[scenario, rank] = _fork(rank, folder / scenario, scenario)
+    ends = _wait(pids, folder)
+    of = {name: [ends[name, rank] for rank in range(WORLD_SIZE)] for name in scenarios}
+    print(json.dumps(of))
 
 
 if __name__ == "__main__":

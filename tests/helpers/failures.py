@@ -11,12 +11,13 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import os
 import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -31,6 +32,8 @@ POST_MORTEM_S = 2.0
 LIMIT_S = 120.0
 # Places before the first step: before wrapping, in it, before the first meeting.
 WRAPPING = ("before", "construction", "meeting")
+# How late a rank that is late comes to each of several waits: to one it is in time.
+DELAY_S = 0.6 * GROUP_TIMEOUT_S
 # Steps before the one with the failure.
 NUM_GOOD_STEPS = 2
 
@@ -39,7 +42,7 @@ NUM_GOOD_STEPS = 2
 class Scenario:
     """What goes wrong, on which rank, and where."""
 
-    action: str  # kill, stop, raise, skip, reorder
+    action: str  # kill, stop, raise, late, skip, reorder
     place: str = "forward"
     victim: int = 1
     world_size: int = 3
@@ -52,6 +55,8 @@ class Scenario:
     """Whether rank 0's parameters are broadcast in wrapping, which is what fails."""
     stays: bool = False
     """Whether ranks that failed do not end before all that can have failed, too."""
+    words: tuple[str, ...] = ()
+    """Of the keys in the store that a victim that is late writes so late."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Report:
     message: str
     seconds: float
     """Since the victim did what it did."""
+    end_seconds: float = -1.0
+    """The same, to the end of the process."""
 
 
 class Starter:
@@ -91,14 +98,18 @@ class Starter:
         """
         pids = self._ask({"folder": str(folder), **asdict(scenario)})
         try:
-            self._wait(folder, scenario, pids)
+            ends = self._wait(folder, scenario, pids)
         finally:
             for pid in pids:  # no number is free before the starter was told
                 _send(pid, signal.SIGKILL)
                 _send(pid, signal.SIGCONT)
             assert self._ask({}) == []
+        moment = _moment(folder)
         return {
-            rank: Report(**json.loads(path.read_text()))
+            rank: replace(
+                Report(**json.loads(path.read_text())),
+                end_seconds=ends[rank] - moment if rank in ends else -1.0,
+            )
             for rank in range(scenario.world_size)
             if (path := folder / f"{rank}.json").exists()
         }
@@ -109,17 +120,25 @@ class Starter:
         assert is_answered, "the process that starts the ranks does not answer"
         return self._connection.recv()
 
-    def _wait(self, folder: Path, scenario: Scenario, pids: list[int]) -> None:
-        """Wait until all ranks but a stopped one have ended."""
+    def _wait(
+        self, folder: Path, scenario: Scenario, pids: list[int]
+    ) -> dict[int, float]:
+        """Wait until all ranks but a stopped one have ended; return when they did."""
         deadline = time.monotonic() + LIMIT_S
-        expected = set(range(scenario.world_size))
+        late = set(range(scenario.world_size))
         if scenario.action == "stop":
-            expected.remove(scenario.victim)
-        while late := [rank for rank in expected if _runs(pids[rank])]:
+            late.remove(scenario.victim)
+        ends: dict[int, float] = {}
+        while True:
+            ended = {rank for rank in late if not _runs(pids[rank])}
+            ends |= dict.fromkeys(ended, time.monotonic())
+            late -= ended
+            if not late:
+                return ends
             if time.monotonic() >= deadline:
                 stderr = (folder / "stderr").read_text(errors="replace")[-3000:]
                 raise AssertionError(
-                    f"ranks {late} did not end within {LIMIT_S:g} s:\n{stderr}"
+                    f"ranks {sorted(late)} did not end within {LIMIT_S:g} s:\n{stderr}"
                 )
             time.sleep(0.05)
 
@@ -127,6 +146,12 @@ class Starter:
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _moment(folder: Path) -> float:
+    """Return when the victim did what it did; a future without end if it did not."""
+    path = folder / "moment"
+    return float(path.read_text()) if path.exists() else math.inf
 
 
 def _runs(pid: int) -> bool:
@@ -166,11 +191,13 @@ class _Ranks:
         self.folder = Path(config["folder"])
         self.is_victim = rank == config["victim"]
         self.is_due = False
+        self.is_late = False
         self._num_blocks = 0
         world_size = config["world_size"]
+        self.store = self._late(self._store())
         dist.init_process_group(
             "gloo",
-            store=self._store(),
+            store=self.store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=60),
@@ -245,6 +272,11 @@ class _Ranks:
         port_number = int((self.folder / "port").read_text())
         return dist.TCPStore("127.0.0.1", port_number, is_master=False)
 
+    def _late(self, store: Any) -> Any:
+        """Let the victim's own words come late, if that is what is to happen."""
+        is_late = self.is_victim and self.config["words"]
+        return LateStore(self, store) if is_late else store
+
     def act(self, place: str) -> None:
         """Do what is to be done at ``place``, if this is the rank and the moment."""
         if not (self.is_due and self.is_victim and place == self.config["place"]):
@@ -257,6 +289,7 @@ class _Ranks:
             os.kill(os.getpid(), signal.SIGSTOP)
         if action == "raise":
             raise ValueError("the victim's own mistake")
+        self.is_late = action == "late"
 
     def order(self) -> list[int]:
         """Return the blocks to run."""
@@ -353,6 +386,44 @@ class _Ranks:
                 self.check_transport()
 
 
+def LateStore(ranks: _Ranks, store: Any) -> Any:  # noqa: N802 - as `Blocks`
+    """Return a store where some keys are written late, once for each of the words."""
+    import torch.distributed as dist
+
+    words = list(ranks.config["words"])
+
+    class _LateStore(dist.Store):
+        def set(self, key: str, value: Any) -> None:
+            word = next((word for word in words if f"/{word}" in key), None)
+            if ranks.is_late and word is not None:
+                words.remove(word)
+                time.sleep(DELAY_S)
+            store.set(key, value)
+
+        def get(self, key: str) -> Any:
+            return store.get(key)
+
+        def add(self, key: str, change: int) -> int:
+            return store.add(key, change)
+
+        def wait(self, keys: list[str], *limit: Any) -> None:
+            store.wait(keys, *limit)
+
+        def check(self, keys: list[str]) -> bool:
+            return store.check(keys)
+
+        def delete_key(self, key: str) -> bool:
+            return store.delete_key(key)
+
+        def has_extended_api(self) -> bool:
+            return False
+
+        def clone(self) -> Any:
+            return self
+
+    return _LateStore()
+
+
 def _hybrid_groups(rank: int, world_size: int) -> Any:
     """Make shard groups of two ranks, and the groups across them."""
     import torch.distributed as dist
@@ -397,9 +468,7 @@ def _run_rank(config: dict[str, Any], rank: int) -> int:
     try:
         ranks.train()
     except Exception as error:
-        now = time.monotonic()
-        moment = folder / "moment"
-        seconds = now - float(moment.read_text()) if moment.exists() else -1.0
+        seconds = time.monotonic() - _moment(folder)
         report = Report(type(error).__name__, str(error), seconds)
         (folder / f"{rank}.json").write_text(json.dumps(asdict(report)))
         traceback.print_exc()

@@ -49,6 +49,12 @@ struct GroupStore {
   std::string key(const char *name) const { return prefix + name; }
 };
 
+std::chrono::milliseconds time_left(const GroupStore &self) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+      *self.deadline - std::chrono::steady_clock::now());
+  return std::max(left, std::chrono::milliseconds(0));
+}
+
 // The answer of `ask`. The store may never give one: if the process that hosts
 // it is stopped, the store's own time limits do not hold. Throws what `ask`
 // throws, and after the deadline.
@@ -63,17 +69,14 @@ std::vector<uint8_t> answer_of(
     std::exception_ptr error;
   };
   const auto answer = std::make_shared<Answer>();
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-      *self.deadline - std::chrono::steady_clock::now());
   const bool is_there =
-      run_within(std::max(left, std::chrono::milliseconds(0)) + kGrace,
-                 [answer, ask, store = self.store] {
-                   try {
-                     answer->bytes = ask(*store);
-                   } catch (...) {
-                     answer->error = std::current_exception();
-                   }
-                 });
+      run_within(time_left(self) + kGrace, [answer, ask, store = self.store] {
+        try {
+          answer->bytes = ask(*store);
+        } catch (...) {
+          answer->error = std::current_exception();
+        }
+      });
   TORCH_CHECK_WITH(DistStoreError, is_there,
                    "the group's store did not answer within the time limit");
   if (answer->error) std::rethrow_exception(answer->error);
@@ -279,8 +282,7 @@ std::shared_ptr<fsdp_transport> meet_in_shm(const Connection &connection,
 
 // Shared memory in each host, and gloo between them.
 void connect_hosts(Connection &connection, c10d::ProcessGroup &group,
-                   const Hosts &hosts, int64_t timeout_ms,
-                   std::chrono::milliseconds limit) {
+                   const Hosts &hosts, int64_t timeout_ms) {
   const int64_t num_local = hosts.layout.num_local;
   const int64_t rank = group.getRank();
   fsdp_shm_verdict verdict = {};
@@ -290,12 +292,12 @@ void connect_hosts(Connection &connection, c10d::ProcessGroup &group,
   connection.why_not = agree_on_hosts(core_store(connection), hosts, rank,
                                       verdict.reason, timeout_ms);
   if (!connection.why_not.empty()) return;
-  const std::string keys = connection.store->prefix;
+  const GroupStore &store = *connection.store;
   const std::array<std::shared_ptr<fsdp_transport>, FSDP_NUM_CHANNELS> peers = {
-      connect_peers(group, hosts, connection.store->store, keys + "gathers/",
-                    limit),
-      connect_peers(group, hosts, connection.store->store, keys + "sums/",
-                    limit)};
+      connect_peers(group, hosts, store.store, store.key("gathers/"),
+                    time_left(store)),
+      connect_peers(group, hosts, store.store, store.key("sums/"),
+                    time_left(store))};
   const fsdp_hierarchical_parts parts = {local.get(),
                                          {peers[0].get(), peers[1].get()}};
   fsdp_transport *transport = nullptr;
@@ -347,7 +349,7 @@ const char *refusal_of(Kind kind, bool spans_hosts) {
 // Shared memory where the ranks share a host. On several hosts, where each has
 // as many ranks as the others, shared memory in each and gloo between them.
 void connect_on_cpu(Connection &connection, c10d::ProcessGroup &group,
-                    c10::Device device, std::chrono::milliseconds limit) {
+                    c10::Device device) {
   const int64_t timeout_ms = timeout_ms_of(group, device);
   const Hosts hosts =
       meet_hosts(core_store(connection), group.getRank(), group.getSize(),
@@ -364,7 +366,7 @@ void connect_on_cpu(Connection &connection, c10d::ProcessGroup &group,
   } else {
     connection.why_not = hosts.why_not();
     if (connection.why_not.empty()) {
-      connect_hosts(connection, group, hosts, timeout_ms, limit);
+      connect_hosts(connection, group, hosts, timeout_ms);
     }
   }
   connection.store->deadline = std::nullopt; /* they have met */
@@ -396,7 +398,7 @@ void choose(Connection &connection, Kind kind,
       });
   connection.store->prefix = base + text_of(count) + "/";
   if (kind == Kind::kShm) {
-    connect_on_cpu(connection, process_group, device, limit);
+    connect_on_cpu(connection, process_group, device);
     return;
   }
   // NCCL's threads ask while others wait, so they need a connection of their
