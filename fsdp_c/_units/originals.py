@@ -89,7 +89,8 @@ class Originals:
         self.parallel = parallel
         self._hides = not use_orig_params
         self._num_shows = 0
-        self._order = {use.module: tuple(use.module._parameters) for use in uses}
+        holders = dict.fromkeys(use.module for use in uses)  # each once
+        self._order = {holder: tuple(holder._parameters) for holder in holders}
         self._flat_params: dict[str, FlatParameter] = {}
         is_unsafe = os.environ.get(UNSAFE_SETATTR) == "1"
         # Modules with a __setattr__ of their own.
@@ -308,7 +309,7 @@ class Originals:
                 del registered[name]
                 hidden[name] = param
         for module in changed:
-            params, order = module._parameters, self._order[module]
+            params, order = module._parameters, dict.fromkeys(self._order[module])
             known = [name for name in order if name in params]
             for name in (*known, *(name for name in params if name not in order)):
                 params[name] = params.pop(name)  # to the end

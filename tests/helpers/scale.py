@@ -1,14 +1,16 @@
-"""Counts the calls that Python makes for models of two sizes.
+"""Counts the calls that Python makes, or measures the time, for models of two sizes.
 
-    python -m helpers.scale <kind> <small> <large>
+    python -m helpers.scale calls|seconds <kind> <small> <large>
 
 In a process of its own, as rank 0 of 4 in a group that only pretends (torch's "fake"
-backend). Prints, by phase, the number of calls of both sizes. What calls cost is not
-timed, and loops in C are not seen: tests/c counts those that could grow.
+backend). Prints, by phase, the number of calls of both sizes, or the processor's time.
+Calls do not see loops in C: tests/c counts those that could grow; the time sees them.
 """
 
+import gc
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +38,19 @@ def _count(body: Callable[[], Any]) -> tuple[Any, int]:
     finally:
         sys.setprofile(None)
     return result, calls.num
+
+
+def _measure(body: Callable[[], Any]) -> tuple[Any, float]:
+    gc.collect()
+    begin = time.process_time()
+    result = body()
+    return result, time.process_time() - begin
+
+
+MEASURES: dict[str, Callable[[Callable[[], Any]], tuple[Any, float]]] = {
+    "calls": _count,
+    "seconds": _measure,
+}
 
 
 def _model(kind: str, size: int) -> tuple[Any, dict[str, Any]]:
@@ -84,16 +99,16 @@ def _model(kind: str, size: int) -> tuple[Any, dict[str, Any]]:
     return model, kwargs
 
 
-def _phases(kind: str, size: int) -> dict[str, int]:
+def _phases(measure: str, kind: str, size: int) -> dict[str, float]:
     import torch
 
     from fsdp_c import FSDP
 
     model, kwargs = _model(kind, size)
-    counts: dict[str, int] = {}
+    sums: dict[str, float] = {}
 
     def phase(name: str, body: Callable[[], Any]) -> Any:
-        result, counts[name] = _count(body)
+        result, sums[name] = MEASURES[measure](body)
         return result
 
     def summon() -> None:
@@ -106,25 +121,25 @@ def _phases(kind: str, size: int) -> dict[str, int]:
         loss = phase(f"{step} forward", lambda: wrapped(torch.ones(2, WIDTH)).sum())
         phase(f"{step} backward", loss.backward)
         phase(f"{step} clip_grad_norm_", lambda: wrapped.clip_grad_norm_(1.0))
-        optimizer.step()
+        phase(f"{step} optimizer step", optimizer.step)
     phase("summon_full_params", summon)
     state = phase("state_dict", wrapped.state_dict)
     phase("load_state_dict", lambda: wrapped.load_state_dict(state))
     phase("optim_state_dict", lambda: FSDP.optim_state_dict(wrapped, optimizer))
-    return counts
+    return sums
 
 
 def main() -> None:
-    """Count both sizes."""
+    """Measure both sizes."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     warnings.simplefilter("ignore")  # of parameters that units share
-    kind, small, large = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    measure, kind, small, large = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    _phases(kind, 2)  # what is made once
-    counts = [_phases(kind, size) for size in (small, large)]
-    print(json.dumps({name: [each[name] for each in counts] for name in counts[0]}))
+    _phases(measure, kind, 2)  # what is made once
+    sums = [_phases(measure, kind, size) for size in (small, large)]
+    print(json.dumps({name: [each[name] for each in sums] for name in sums[0]}))
 
 
 if __name__ == "__main__":

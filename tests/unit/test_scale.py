@@ -1,7 +1,7 @@
 """Large models: the work grows as the model does, and sizes are 64 bits wide.
 
-Nothing is timed: calls are counted (`helpers.scale`), and layouts and plans compared
-with arithmetic.
+Calls are counted (`helpers.scale`), and layouts and plans compared with arithmetic. The
+sizes of very large models run with ``--full``.
 """
 
 import json
@@ -20,17 +20,36 @@ FACTOR = 4
 GIB = 1 << 30
 
 
+def _measured(measure: str, kind: str, large: int) -> dict[str, list[float]]:
+    small = str(large // FACTOR)
+    output = run_program("helpers.scale", measure, kind, small, str(large))
+    sums: dict[str, list[float]] = json.loads(output)
+    return sums
+
+
 @pytest.mark.parametrize(
     ("kind", "large"),
     [("units", 160), ("shared", 80), ("ignored", 80), ("params", 800)],
 )
 def test_calls_grow_with_the_model(kind: str, large: int) -> None:
     """Four times the units, or parameters of one: at most four times the calls."""
-    output = run_program("helpers.scale", kind, str(large // FACTOR), str(large))
-    counts: dict[str, list[int]] = json.loads(output)
+    counts = _measured("calls", kind, large)
     assert counts["construction"][0] > large // FACTOR  # calls were counted
     for phase, (few, many) in counts.items():
         assert many <= 1.05 * FACTOR * few, f"{phase}: {few} calls, then {many}"
+
+
+@pytest.mark.only_full
+@pytest.mark.parametrize(("kind", "large"), [("units", 2_000), ("params", 10_000)])
+def test_time_grows_with_the_model(kind: str, large: int) -> None:
+    """At the sizes of very large models, loops in C included.
+
+    Of work that grows with the square it would be 16 times the time.
+    """
+    for phase, (few, many) in _measured("seconds", kind, large).items():
+        if (kind, phase) == ("units", "load_state_dict"):
+            continue  # torch compares all keys with each child's name
+        assert many <= 2 * FACTOR * few, f"{phase}: {few:.3f} s, then {many:.3f} s"
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])
