@@ -13,6 +13,7 @@ from torch.distributed.fsdp.api import ShardingStrategy
 
 from fsdp_c._torch_compat import HYBRID_SHARD_ZERO2, timeout_of
 from fsdp_c._units.device import current_accelerator
+from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.foreign_groups import ForeignGroup, RankAndSize
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
@@ -228,6 +229,7 @@ def _make(default_group: ProcessGroup, world_size: int, num_local: int) -> _Node
         backend=dist.get_backend(default_group),
         timeout=timeout_of(default_group),  # not torch's own default
     )
-    own_node, _ = make(nodes)
-    own_peers, _ = make(peers)
+    with naming_ranks(default_group, "making of the groups of HYBRID_SHARD"):
+        own_node, _ = make(nodes)
+        own_peers, _ = make(peers)
     return own_node, own_peers

@@ -280,6 +280,16 @@ def test_late_for_each_wait(trial: Trial, words: tuple[str, ...]) -> None:
     assert TIME_LIMIT.search(headline), headline
 
 
+@pytest.mark.parametrize("transport", ["c10d"])
+def test_making_groups(trial: Trial) -> None:
+    """The groups that HYBRID_SHARD makes have the default group's time limit."""
+    options = {"strategy": "HYBRID_SHARD", "makes_groups": True, "world_size": 4}
+    for report in trial.survivors("kill", "before", **options).values():
+        assert "making of the groups of HYBRID_SHARD" in _headline(report)
+        assert "rank 1: no answer" in report.message
+        assert report.seconds < GROUP_TIMEOUT_S + POST_MORTEM_S + WRAPPING_SLACK_S
+
+
 _STORE_DIES = ("kill", "Dead: rank 0", "store is gone")
 _STORE_STOPS = ("stop", "rank 0, process", "store does not answer")
 

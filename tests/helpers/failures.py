@@ -55,6 +55,8 @@ class Scenario:
     """Whether rank 0's parameters are broadcast in wrapping, which is what fails."""
     stays: bool = False
     """Whether ranks that failed do not end before all that can have failed, too."""
+    makes_groups: bool = False
+    """Whether HYBRID_SHARD makes its groups by itself, for nodes of 2 ranks."""
     words: tuple[str, ...] = ()
     """Of the keys in the store that a victim that is late writes so late."""
 
@@ -203,7 +205,11 @@ class _Ranks:
             timeout=timedelta(seconds=60),
         )
         group: Any = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-        if config["strategy"] == "HYBRID_SHARD":
+        if config["makes_groups"]:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
+            os.environ["LOCAL_WORLD_SIZE"] = "2"
+            group = None
+        elif config["strategy"] == "HYBRID_SHARD":
             group = _hybrid_groups(rank, world_size)
         torch.manual_seed(0)
         self.reference = Blocks(self)
