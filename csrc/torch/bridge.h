@@ -276,8 +276,9 @@ struct _object *fsdp_torch_unit_part_of(fsdp_torch_unit *unit, int64_t index);
 fsdp_torch_shown fsdp_torch_unit_shown_after_forward(fsdp_torch_unit *unit)
     FSDP_NOEXCEPT;
 /* Before a new iteration drops what units keep, or what a backward that raised
- * left: registers the sharded parameters again. Cheap if nothing is kept. GIL,
- * released while it waits for that backward. 0, or -1 with an exception. */
+ * left: registers the sharded parameters again, but for units that the user
+ * unsharded. Cheap if nothing is kept. GIL, released while it waits for that
+ * backward. 0, or -1 with an exception. */
 int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) FSDP_NOEXCEPT;
 
 /* fsdp_unit_unshard and its kin. may block */

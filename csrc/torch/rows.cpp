@@ -388,6 +388,10 @@ int fsdp_torch_unit_hide_kept(fsdp_torch_unit *unit) noexcept {
   engine->shows_kept = false;
   for (Unit *each : engine->units) {
     if (each->face.context == nullptr) continue;
+    if (fsdp_unit_is_requested(each->core)) {
+      engine->shows_kept = true;
+      continue;
+    }
     if (each->face.show(each->face.context, FSDP_TORCH_SHOWN_SHARDED) < 0) {
       return -1;
     }

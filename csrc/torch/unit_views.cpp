@@ -286,7 +286,12 @@ void mark_params(void * /*context*/, void *owner) {
 bool params_changed(void * /*context*/, void *owner) {
   const Unit &unit = unit_of(owner);
   for (const Param &param : unit.params) {
-    if (!is_over(param.tensor, storage_of(param.sharded))) return true;
+    const bool
+        is_whole =  // what the user has is another tensor, over the shard
+        unit.is_by_rows && is_over(param.tensor, storage_of(param.unsharded));
+    if (!is_whole && !is_over(param.tensor, storage_of(param.sharded))) {
+      return true;
+    }
   }
   for (const Segment &segment : unit.segments) {
     if (segment.flat_param.defined() &&

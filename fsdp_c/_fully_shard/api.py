@@ -67,7 +67,8 @@ def fully_shard(
         :class:`FSDPModule` now.
 
     Raises:
-        AssertionError: The module has been sharded before.
+        AssertionError: The module has been sharded before, or a parameter does not have
+            the dimension that ``shard_placement_fn`` returned.
         TypeError: An argument is of a wrong type.
         ValueError: An argument has a wrong value or is not supported, or a parameter
             cannot be sharded; the message names it.

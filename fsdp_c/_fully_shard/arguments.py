@@ -82,6 +82,7 @@ class Arguments:
             The dimension, and torch's FSDPMeshInfo of a mesh of its own, or None.
 
         Raises:
+            AssertionError: ``param`` has no such dimension.
             ValueError: It answered with something else.
         """
         answer: Any = None if self.placement_fn is None else self.placement_fn(param)
@@ -96,10 +97,10 @@ class Arguments:
                 " return a Shard, a ShardPlacementResult or None"
             )
         dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
-        if not 0 <= dim < param.ndim:
-            raise ValueError(
-                f"shard_placement_fn returned {placement} for parameter {name!r}, "
-                f"which has {param.ndim} dimensions"
+        if not 0 <= dim < param.ndim:  # torch's class and first words
+            raise AssertionError(
+                f"Shard dim {placement.dim} is invalid for {param.ndim}D tensor: "
+                f"shard_placement_fn returned {placement} for parameter {name!r}"
             )
         return dim, info
 

@@ -98,8 +98,8 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather the parameters and register the plain ones. Not recursive.
 
-        They stay until :meth:`reshard`, or until the module's next forward or backward
-        ends. All ranks must call.
+        They stay until :meth:`reshard`, or until the module's next forward or the
+        root's next backward ends. All ranks must call.
 
         Args:
             async_op: Return a handle whose ``wait()`` does the second part; the

@@ -27,17 +27,18 @@ TEST(test_request_before_forward) {
   PLAY("check_sharded; end");
 }
 
-/* Steps of other units leave it alone, also where it was not waited for. */
-TEST(test_request_outlives_steps_of_others) {
+/* Forwards of other units leave it alone, also where it was not waited for; a
+ * backward ends it, as with torch's class. */
+TEST(test_request_ends_with_a_backward) {
   model_start_tree(&m, NULL, 2);
   request(1);
   CHECK_OK(fsdp_unit_unshard(unit_of(2), NULL));
-  PLAY("enter root; leave root; pre_backward root; grads root; finish");
-  PLAY("state a UNSHARDED; state b UNSHARDING");
-  for (int64_t i = 0; i < 3; i++) {
-    CHECK_OK(fsdp_unit_reshard(unit_of(i), NULL));
-  }
-  PLAY("check_sharded; check_idle; zero_grad; step; end");
+  CHECK(fsdp_unit_is_requested(unit_of(1)));
+  CHECK(!fsdp_unit_is_requested(unit_of(0)));
+  PLAY("enter root; leave root; state a UNSHARDED; state b UNSHARDING");
+  PLAY("pre_backward root; grads root; finish; check_sharded; check_idle");
+  CHECK(!fsdp_unit_is_requested(unit_of(1)));
+  PLAY("zero_grad; step; end");
 }
 
 /* The block is from before the write. */

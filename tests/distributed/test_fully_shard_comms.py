@@ -17,8 +17,6 @@ from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import MLP, Block, vectors
 from helpers.rows import Rows, shard_units
 
-pytestmark = pytest.mark.cpu_only("its collectives are those of the CPU")
-
 
 class _Allocates:
     """Allocates zeros, and counts."""

@@ -46,8 +46,6 @@ from helpers.rows import Rows, shard_units
 from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import train_and_check
 
-pytestmark = pytest.mark.cpu_only("its meshes are of the CPU")
-
 _numbers = itertools.count()
 
 

@@ -36,7 +36,6 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().sum()
 
 
-@pytest.mark.cpu_only("its mesh is of the CPU")
 @pytest.mark.parametrize(
     ("name", "reshards"),
     [
@@ -52,7 +51,6 @@ def test_schedules(rank: int, world_size: int, name: str, reshards: bool) -> Non
         compare(*make_meshes(name, reshards), name, reshards)
 
 
-@pytest.mark.cpu_only("its mesh is of the CPU")
 @pytest.mark.parametrize("name", ["zero bubble", "v zero bubble"])
 @distributed(world_size=2)
 def test_whole_backward_of_sharded_parameters(

@@ -57,7 +57,7 @@ def _batches() -> Iterator[Any]:
                 )
 
 
-@pytest.mark.cpu_only("its meshes are of the CPU")
+@pytest.mark.cpu_only("torch makes no DTensor of host memory beside that device")
 @pytest.mark.parametrize(("world_size", "cases"), list(_batches()))
 def test_random_models(world_size: int, cases: tuple[int, ...]) -> None:
     """Parameters and gradients after each step."""

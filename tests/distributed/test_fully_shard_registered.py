@@ -218,3 +218,40 @@ def test_a_parameter_that_is_replaced_in_between() -> None:
     reference(batch()).sum().backward()
     check(reference, model)
     assert model.head.weight is new
+
+
+class Spare(nn.Module):
+    """A unit that forward leaves out: losses use its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.spare = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        return out
+
+
+@distributed(world_size=2)
+def test_what_the_user_unsharded() -> None:
+    """Registered whole in forwards of others, until a backward ends, as in torch."""
+    reference = Spare().double().to(TEST_DEVICE)
+    model: Any = copy.deepcopy(reference)
+    for unit in (model.first, model.spare, model):
+        fully_shard(unit)
+    model(batch())  # the root makes another engine, which begins sharded
+    for uses in (False, True, True):
+        model.spare.unshard()
+        with torch.no_grad():
+            model(batch())
+        hidden = model(batch())
+        assert are_plain(model.spare) == {True}
+        expected = reference(batch())
+        if uses:
+            hidden = functional.linear(hidden, model.spare.weight)
+            expected = functional.linear(expected, reference.spare.weight)
+        hidden.square().sum().backward()
+        expected.square().sum().backward()
+        assert are_plain(model.spare) == {False}
+        check(reference, model)

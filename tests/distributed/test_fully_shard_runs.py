@@ -599,7 +599,12 @@ def test_refusals(rank: int, world_size: int) -> None:
         (ValueError, "should be a factor of 2", linear, {"reshard_after_forward": 3}),
         (TypeError, "mesh", linear, {"mesh": 3}),
         (TypeError, "mp_policy", linear, {"mp_policy": None}),
-        (ValueError, "has 1 dim", linear, {"shard_placement_fn": lambda p: Shard(1)}),
+        (
+            AssertionError,
+            "Shard dim 1 is invalid for 1D tensor: .*'bias'",
+            linear,
+            {"shard_placement_fn": lambda p: Shard(1)},
+        ),
         (TypeError, "takes modules", [3], {}),
     ]
     for error, message, module, options in cases:

@@ -25,8 +25,6 @@ from helpers.groups import device_under_test, groups_destroyed
 from helpers.models import Inputs
 from helpers.rows import Rows
 
-pytestmark = pytest.mark.cpu_only("its meshes are of the CPU")
-
 DIM = 6
 
 
@@ -213,6 +211,7 @@ def test_7_no_stale_weights(
     both.train(1)
 
 
+@pytest.mark.cpu_only("torch makes no DTensor of host memory beside that device")
 @distributed(world_size=2)
 def test_8_offload_and_factors_on_gloo(rank: int, world_size: int) -> None:
     """CPUOffloadPolicy() as it is, and factors without forced sums."""

@@ -46,8 +46,6 @@ from helpers.tensor_parallel import (
     two_meshes,
 )
 
-pytestmark = pytest.mark.cpu_only("fully_shard has not run on the simulated device")
-
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Return AdamW with weight decay."""
@@ -127,6 +125,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tenso
     return loss.detach()
 
 
+@pytest.mark.cpu_only("it compares with values on the CPU")
 @distributed(world_size=4)
 def test_what_a_rank_holds(rank: int, world_size: int) -> None:
     """The tensor parallel cut first, then torch.chunk of its local tensor."""

@@ -35,8 +35,6 @@ from helpers.tensor_parallel import (
     two_meshes,
 )
 
-pytestmark = pytest.mark.cpu_only("tensor parallelism has run on the CPU only")
-
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     """Return AdamW without weight decay, as flat parameters have padding."""

@@ -66,8 +66,9 @@ typedef struct fsdp_view_ops {
    * next gather. Cannot fail. */
   void (*ungather)(void *context, void *owner);
   /* Whether the user changed parameters (values, or memory) since the last
-   * mark_params; both while they are views of SHARDED. Cannot fail. A write
-   * through `param.data` is not seen. */
+   * mark_params; both while they are views of SHARDED, or of UNSHARDED where
+   * the user has other tensors of the shards. Cannot fail. A write through
+   * `param.data` is not seen. */
   void (*mark_params)(void *context, void *owner);
   bool (*params_changed)(void *context, void *owner);
   /* Of parameters that have been views of UNSHARDED or FULL since mark_params:

@@ -116,7 +116,6 @@ void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads,
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_hide_shapes(unit, error));
-  if (unit->is_pinned && !unit->step.entered_backward) return FSDP_OK;
   if (unit->sync == FSDP_SYNC_NONE &&
       !unit->options.reshard_after_backward_without_sync) {
     return FSDP_OK;
@@ -259,7 +258,6 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
 
   /* A prefetch in flight is always dropped: it may hold old weights. */
   if (fsdp_unit_state_is_in_flight(unit->state)) {
-    if (unit->is_pinned) return FSDP_OK; /* and took no part */
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
   }
   if (unit->state == FSDP_UNIT_PARTED) {
@@ -268,7 +266,7 @@ static fsdp_status finish_unit(fsdp_unit *unit, fsdp_error *error) {
   FSDP_TRY(reshard_after_backward(unit, error));
   if (unit->options.shows_kept_after_backward) {
     fsdp_unit_priv_pin(unit); /* if its block is kept, the user sees it */
-  } else if (!unit->is_pinned) {
+  } else {
     FSDP_TRY(fsdp_unit_priv_hide(unit, error));
   }
   if (unit->step.entered_backward || unit->state == FSDP_UNIT_REDUCING) {

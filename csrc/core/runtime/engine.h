@@ -280,9 +280,9 @@ void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor);
  * Unsharding at the user's request, between steps or in another unit's forward.
  * `unshard` issues the all-gather, `wait_unshard` makes the compute lane wait
  * for it and shows the parameters. The unit then keeps its block until its own
- * next forward or backward ends, or fsdp_unit_reshard(), which is also the way
- * to give up what a forward kept for backward. All ranks must call. Nothing
- * happens where there is nothing to do.
+ * next forward or the engine's next backward ends, or fsdp_unit_reshard(),
+ * which is also the way to give up what a forward kept for backward. All ranks
+ * must call. Nothing happens where there is nothing to do.
  *
  * FSDP_INVALID_STATE  the unit is in no engine, or summoned.
  */
@@ -292,6 +292,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_wait_unshard(fsdp_unit *unit,
                                                   fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
                                              fsdp_error *error);
+/* Whether it is unsharded at the user's request, and a forward that begins now
+ * would leave it so: the user has not changed the parameters since. */
+bool fsdp_unit_is_requested(fsdp_unit *unit);
 
 /* Shows the shards of units whose parameters a forward left shown, with what
  * the user wrote into those, or with `shows` those parameters again. Backward

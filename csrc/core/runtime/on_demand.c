@@ -68,3 +68,8 @@ fsdp_status fsdp_unit_reshard(fsdp_unit *unit, fsdp_error *error) {
 done:
   return status;
 }
+
+bool fsdp_unit_is_requested(fsdp_unit *unit) {
+  return unit->engine != NULL && unit->state == FSDP_UNIT_UNSHARDED &&
+         fsdp_unit_priv_is_pinned(unit);
+}
