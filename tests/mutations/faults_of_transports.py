@@ -198,19 +198,9 @@ FAULTS = (
         never("atomic_load(&header->presence) == FSDP_SHM_FAILED"),
     ),
     shm_fault(
-        "what a rank wrote before its end is lost",
-        "look_at_others",
-        skip("FSDP_TRY(fsdp_shm_priv_progress("),
-    ),
-    shm_fault(
         "a wait has no time limit",
         "look_at_others",
         ("< shm->timeout_ms", "< (MUTANT ? INT64_MAX : shm->timeout_ms)"),
-    ),
-    shm_fault(
-        "memory that a failed rank gave back is read",
-        "fsdp_shm_priv_read_peer",
-        ("!= FSDP_SHM_HERE", "!= FSDP_SHM_HERE && !MUTANT"),
     ),
     # Waits for other ranks.
     shm_fault(

@@ -46,8 +46,8 @@ def test_what_a_plan_leaves_is_given_back() -> None:
     stats = memory_stats(model)
     assert stats["num_frees"] > 0
     # What step 1 used and the plan did not take would be cached for the blocks'
-    # stream, of no use to the user's tensors: as much as the arena itself.
-    assert cached_nbytes() < stats["arena_nbytes"] // 4
+    # stream, of no use to the user's tensors: a tenth of what the arena holds.
+    assert cached_nbytes() < stats["arena_nbytes"] // 20
 
 
 @distributed(world_size=2, device="sim")
