@@ -132,10 +132,8 @@ static fsdp_status pack(fsdp_unit *unit, bool fills, fsdp_error *error) {
     if (!unit->segments[i].is_trainable) continue;
     FSDP_TRY(pack_segment(unit, i, fills, error));
   }
-  if (fills) {
-    FSDP_TRY(fsdp_unit_priv_pack_marks(unit, error));
-    unit->is_whole = true;
-  }
+  unit->is_whole = unit->is_whole || fills;
+  if (unit->is_whole) FSDP_TRY(fsdp_unit_priv_pack_marks(unit, error));
 done:
   fsdp_unit_priv_release_pending(unit);
   return status;

@@ -83,6 +83,7 @@ typedef struct fsdp_unit_step {
   int64_t expected_grads;  /* until the unit is resharded */
   int64_t expected_inputs; /* and then until it is reduced */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
+  bool was_marked;      /* unused.c: a reduction of this backward had marks */
   bool shows_shapes;    /* unshard.c: see fsdp_unit_set_unshard_in_backward() */
 } fsdp_unit_step;
 

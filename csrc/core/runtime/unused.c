@@ -118,7 +118,11 @@ fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
                                       fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
-  if (!unit->options.finds_unused || !unit->has_missed ||
+  /* A second reduction in one backward (nested ones): what the first had is in
+   * the gradients, too, so nothing counts as unused. */
+  const bool is_first = !unit->step.was_marked;
+  unit->step.was_marked = true;
+  if (!unit->options.finds_unused || !unit->has_missed || !is_first ||
       unit->has_reduce_hook) {
     return FSDP_OK;
   }
