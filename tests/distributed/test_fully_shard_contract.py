@@ -1,15 +1,17 @@
 """What other tests of ``fully_shard`` do not hold: refusals, settings, arguments."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_c
 from fsdp_c import (
@@ -53,6 +55,47 @@ def test_refused_arguments(rank: int, world_size: int) -> None:
                 fully_shard(module, **options)
     assert type(linear) is nn.Linear
     assert not any(isinstance(p, DTensor) for p in linear.parameters())
+
+
+@pytest.mark.cpu_only("it makes values on the CPU")
+@distributed(world_size=2)
+def test_refusals(rank: int, world_size: int) -> None:
+    """What is not supported is named."""
+    linear = nn.Linear(4, 4)
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    cases: list[Refusal] = [
+        (ValueError, "scalar parameters", scalar, {}),
+        (ValueError, "containers", nn.ModuleList([linear]), {}),
+        (TypeError, "dp_mesh_dims", linear, {"dp_mesh_dims": object()}),
+        (ValueError, "should be a factor of 2", linear, {"reshard_after_forward": 3}),
+        (TypeError, "mesh", linear, {"mesh": 3}),
+        (TypeError, "mp_policy", linear, {"mp_policy": None}),
+        (
+            AssertionError,
+            "Shard dim 1 is invalid for 1D tensor: .*'bias'",
+            linear,
+            {"shard_placement_fn": lambda p: Shard(1)},
+        ),
+        (TypeError, "takes modules", [3], {}),
+    ]
+    for error, message, module, options in cases:
+        with pytest.raises(error, match=message):
+            fully_shard(module, **options)
+    assert type(linear) is nn.Linear
+    sharded: Any = fully_shard(linear, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        fully_shard(sharded)
+    with pytest.raises(AssertionError, match="deepcopy"):
+        copy.deepcopy(sharded)
+    sharded(torch.randn(2, 4)).sum().backward()
+    dist.barrier()
+
+
+def test_nothing_of_torchs_runtime_is_inherited() -> None:
+    """Every function of torch's class has one of ours before it."""
+    functions = {n for n, f in vars(TorchFSDPModule).items() if callable(f)}
+    assert functions - set(vars(FSDPModule)) == set()
 
 
 def test_no_process_group() -> None:

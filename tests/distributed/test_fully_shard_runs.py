@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -21,13 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
@@ -583,47 +580,6 @@ def test_tied_inside_a_group(rank: int, world_size: int) -> None:
     fully_shard(model[0])
     with pytest.raises(ValueError, match="is shared with"):
         fully_shard(model[1])
-
-
-@pytest.mark.cpu_only("it makes values on the CPU")
-@distributed(world_size=2)
-def test_refusals(rank: int, world_size: int) -> None:
-    """What is not supported is named."""
-    linear = nn.Linear(4, 4)
-    scalar = nn.Module()
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
-        (ValueError, "scalar parameters", scalar, {}),
-        (ValueError, "containers", nn.ModuleList([linear]), {}),
-        (TypeError, "dp_mesh_dims", linear, {"dp_mesh_dims": object()}),
-        (ValueError, "should be a factor of 2", linear, {"reshard_after_forward": 3}),
-        (TypeError, "mesh", linear, {"mesh": 3}),
-        (TypeError, "mp_policy", linear, {"mp_policy": None}),
-        (
-            AssertionError,
-            "Shard dim 1 is invalid for 1D tensor: .*'bias'",
-            linear,
-            {"shard_placement_fn": lambda p: Shard(1)},
-        ),
-        (TypeError, "takes modules", [3], {}),
-    ]
-    for error, message, module, options in cases:
-        with pytest.raises(error, match=message):
-            fully_shard(module, **options)
-    assert type(linear) is nn.Linear
-    sharded: Any = fully_shard(linear, offload_policy=CPUOffloadPolicy())
-    with pytest.raises(AssertionError, match="only be applied to a module once"):
-        fully_shard(sharded)
-    with pytest.raises(AssertionError, match="deepcopy"):
-        copy.deepcopy(sharded)
-    sharded(torch.randn(2, 4)).sum().backward()
-    dist.barrier()
-
-
-def test_nothing_of_torchs_runtime_is_inherited() -> None:
-    """Every function of torch's class has one of ours before it."""
-    functions = {n for n, f in vars(TorchFSDPModule).items() if callable(f)}
-    assert functions - set(vars(FSDPModule)) == set()
 
 
 @distributed(world_size=2)
