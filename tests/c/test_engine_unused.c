@@ -121,6 +121,18 @@ TEST(test_micro_batches) {
   }
 }
 
+/* Nested backwards reduce a unit twice: what the first one had is used. */
+TEST(test_two_reductions_in_one_backward) {
+  const model_options options = {.rank = 0};
+  start_with(&options, false);
+  PLAY("forward; pre_backward u; expect u 1; grad u 0");
+  PLAY("pre_backward u; expect u 1; grad u 1; finish; check_grads");
+  CHECK(!is_unused(0) && !is_unused(1));
+  PLAY("zero_grad; forward; pre_backward u; expect u 1; grad u 0; finish");
+  CHECK(!is_unused(0) && is_unused(1)); /* of the next backward */
+  PLAY("end");
+}
+
 /* Zeros take part for what this rank did not use, also for all of a unit. */
 TEST(test_filled) {
   const model_options options = {.rank = 0};

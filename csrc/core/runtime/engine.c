@@ -278,13 +278,15 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->whole_grad.data =
       fsdp_calloc(num_segments, sizeof *self->whole_grad.data);
   self->is_filled = fsdp_calloc(num_params, sizeof *self->is_filled);
+  self->was_used = fsdp_calloc(num_params, sizeof *self->was_used);
   self->pending = fsdp_calloc(num_params, sizeof *self->pending);
   self->items = fsdp_calloc(2 * num_params + num_segments, sizeof *self->items);
   if (self->name == NULL || self->segments == NULL ||
       self->param_data == NULL || self->grad_data == NULL ||
       self->stage_data == NULL || self->partial_data == NULL ||
       self->whole.data == NULL || self->whole_grad.data == NULL ||
-      self->is_filled == NULL || self->pending == NULL || self->items == NULL) {
+      self->is_filled == NULL || self->was_used == NULL ||
+      self->pending == NULL || self->items == NULL) {
     goto no_memory;
   }
   self->options.name = self->name;
@@ -321,6 +323,7 @@ void fsdp_unit_destroy(fsdp_unit *unit) {
   }
   fsdp_free(unit->items);
   fsdp_free(unit->pending);
+  fsdp_free(unit->was_used);
   fsdp_free(unit->is_filled);
   fsdp_free(unit->whole_grad.data);
   fsdp_free(unit->whole.data);

@@ -83,7 +83,7 @@ typedef struct fsdp_unit_step {
   int64_t expected_grads;  /* until the unit is resharded */
   int64_t expected_inputs; /* and then until it is reduced */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
-  bool was_marked;      /* unused.c: a reduction of this backward had marks */
+  bool was_marked;      /* unused.c: in this backward, see was_used */
   bool shows_shapes;    /* unshard.c: see fsdp_unit_set_unshard_in_backward() */
 } fsdp_unit_step;
 
@@ -101,6 +101,8 @@ struct fsdp_unit {
   bool awaits_marks; /* unused.c: they are being copied there */
   bool fills_unused; /* unused.c: see fsdp_unit_set_fills_unused() */
   bool has_missed;   /* unused.c: a gradient, in the last reduction */
+  uint8_t *was_used; /* unused.c: per parameter, by this rank in a reduction
+                        of this backward */
 
   /* place.c */
   bool is_resident; /* every segment is */

@@ -12,7 +12,8 @@
  *
  * A rank with all gradients knows the answer without the sums. Another one
  * reads them: on a device the host then waits for the reduction, at the end of
- * backward. Frozen parameters are marked.
+ * backward. Frozen parameters are marked. Nested backwards may reduce a unit
+ * twice in one: then a rank marks what it had in either.
  */
 #include <string.h>
 
@@ -46,7 +47,7 @@ fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype) {
   return marks;
 }
 
-static bool is_marked(const fsdp_unit *unit, int64_t param) {
+static bool is_used(const fsdp_unit *unit, int64_t param) {
   const int64_t segment =
       fsdp_flat_layout_slot(unit->options.layout, param)->segment;
   return unit->fills_unused || unit->is_filled[param] != 0 ||
@@ -68,8 +69,10 @@ static fsdp_status pack_first_slot(fsdp_unit *unit, fsdp_error *error) {
   int64_t begin = 0;
 
   for (int64_t end = 1; end <= layout->shard_numel; end++) {
-    const bool is_one = is_marked(unit, begin);
-    if (end < layout->shard_numel && is_marked(unit, end) == is_one) continue;
+    const bool is_one = unit->was_used[begin] != 0;
+    if (end < layout->shard_numel && (unit->was_used[end] != 0) == is_one) {
+      continue;
+    }
     unit->items[num_items++] = (fsdp_pack_item){.dtype = layout->dtype,
                                                 .offset = begin,
                                                 .numel = end - begin,
@@ -103,10 +106,14 @@ static fsdp_status pack_all_slots(fsdp_unit *unit, fsdp_error *error) {
 fsdp_status fsdp_unit_priv_pack_marks(fsdp_unit *unit, fsdp_error *error) {
   if (!unit->options.finds_unused) return FSDP_OK;
   const fsdp_segment *layout = marks_of(unit)->layout;
+  const size_t num_params = (size_t)layout->shard_numel;
+  if (!unit->step.was_marked) memset(unit->was_used, 0, num_params);
+  unit->step.was_marked = true;
   unit->has_missed = false;
   unit->reads_marks = false;
-  for (int64_t i = 0; i < layout->shard_numel && !unit->has_missed; i++) {
-    unit->has_missed = !is_marked(unit, i);
+  for (size_t i = 0; i < num_params; i++) {
+    if (is_used(unit, (int64_t)i)) unit->was_used[i] = 1;
+    if (!unit->was_used[i]) unit->has_missed = true;
   }
   if (unit->has_missed) return pack_all_slots(unit, error);
   unit->items[0] = (fsdp_pack_item){
@@ -118,11 +125,7 @@ fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
                                       fsdp_error *error) {
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
-  /* A second reduction in one backward (nested ones): what the first had is in
-   * the gradients, too, so nothing counts as unused. */
-  const bool is_first = !unit->step.was_marked;
-  unit->step.was_marked = true;
-  if (!unit->options.finds_unused || !unit->has_missed || !is_first ||
+  if (!unit->options.finds_unused || !unit->has_missed ||
       unit->has_reduce_hook) {
     return FSDP_OK;
   }
