@@ -110,6 +110,36 @@ def test_through_checkpoint(rank: int, world_size: int) -> None:
         assert target["optim"]["rank_states"]["0.weight"]["RMS"] == expected
 
 
+@distributed(world_size=3)
+def test_through_checkpoint_on_more_ranks(rank: int) -> None:
+    """Saved on two ranks, loaded on three: all get the first rank's values."""
+    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    group = dist.new_group([0, 1])
+    values: list[Any] = [None]
+    if rank < 2:
+        few, optim = _trained(use_orig_params=False, group=group)
+        with FSDP.state_dict_type(few, StateDictType.SHARDED_STATE_DICT):
+            saved = FSDP.optim_state_dict(few, optim)
+        assert len(saved["rank_states"]["0.weight"]["rms_tensor"]) == 2
+        values = [saved["state"]["0.weight"]["rms_tensor"]]
+        dcp.save({"optim": saved}, checkpoint_id=folder[0], process_group=group)
+        del few, optim, saved
+        gc.collect()
+        dist.destroy_process_group(group)
+    dist.broadcast_object_list(values)
+    model, optim = _trained(use_orig_params=False)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        target = {"optim": FSDP.optim_state_dict(model, optim)}
+        dcp.load(target, checkpoint_id=folder[0])
+        with pytest.warns(UserWarning, match=r"'rms_tensor' of parameter '0\.weight'"):
+            loaded = FSDP.optim_state_dict_to_load(model, optim, target["optim"])
+    optim.load_state_dict(loaded)
+    (state,) = optim.state.values()
+    assert torch.equal(state["rms_tensor"], values[0])
+    assert state["rms_tensor"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)

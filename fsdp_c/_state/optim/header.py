@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c._state.optim.agreement import PerRank, packed_value, unpacked_value
+from fsdp_c._state.optim.agreement import (
+    PerRank,
+    Scalar,
+    packed_value,
+    unpacked_value,
+)
 from fsdp_c._state.optim.local import LOCAL_PARTS
 from fsdp_c._state.optim.save import RANK_STATES, WHOLE_STATES
 from fsdp_c._state.optim.states import ParamState
@@ -88,10 +93,20 @@ def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:
                 for name, each in value.items()
             }
             for name, values in per_rank.get(key, {}).items():
-                header.states[key][name] = PerRank(tuple(map(packed_value, values)))
+                first = header.states[key].get(name)
+                header.states[key][name] = PerRank(
+                    tuple(_as_scalar(each, first) for each in values)
+                )
         else:
             header.others[key] = value
     return header
+
+
+def _as_scalar(value: Any, first: Any) -> Any:
+    """Return a rank's value, packed; numbers stand for 0-dim tensors as the first."""
+    if isinstance(first, Scalar) and isinstance(value, (bool, int, float)):
+        return Scalar(first.dtype, value)
+    return packed_value(value)
 
 
 def _info(value: Any, is_whole: bool) -> Any:

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_c._state.forms import Form, save_tensors
-from fsdp_c._state.optim.agreement import AgreedState, agree, unpacked_value
+from fsdp_c._state.optim.agreement import (
+    AgreedState,
+    Scalar,
+    agree,
+    unpacked_value,
+)
 from fsdp_c._state.optim.keys import ParamKeys
 from fsdp_c._state.optim.states import OptimStates, collect
 from fsdp_c._units.base import ShardedModule, sharded_modules
@@ -100,8 +105,12 @@ def _result(
             if isinstance(value, Tensor) and value.dim() > 0:
                 whole.setdefault(name, []).append(key)
         for key, each in state.per_rank.items():
-            values = [unpacked_value(value) for value in each.values]
-            per_rank.setdefault(name, {})[key] = values
+            # Numbers, not 0-dim tensors: torch.distributed.checkpoint has an entry for
+            # each tensor of a list, and would miss those of more ranks.
+            per_rank.setdefault(name, {})[key] = [
+                value.value if isinstance(value, Scalar) else unpacked_value(value)
+                for value in each.values
+            ]
     if whole:
         result[WHOLE_STATES] = whole
     if per_rank:
