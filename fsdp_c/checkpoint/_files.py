@@ -242,6 +242,21 @@ def sync_folder(path: str) -> None:
         os.close(descriptor)
 
 
+def rename_durably(old: str, new: str) -> None:
+    """Rename a file within its folder, whose names are durable then.
+
+    Whoever sees the new name may move the folder at once.
+    """
+    descriptor = os.open(
+        os.path.dirname(new), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    )
+    try:
+        os.rename(old, new)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # Read -----------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ from fsdp_c.checkpoint._errors import CheckpointError, reason
 from fsdp_c.checkpoint._files import (
     entry_file,
     rank_file,
-    sync_folder,
+    rename_durably,
     write_document,
     write_items,
 )
@@ -518,8 +518,7 @@ class _Job:
         )
         name = self._name(entry_file(rank, world_size))
         write_document(f"{name}.new", entry.dump())
-        os.rename(f"{name}.new", name)
-        sync_folder(self.folder)
+        rename_durably(f"{name}.new", name)  # rank 0 may publish at once
 
     def _publish(self) -> None:
         """Write the manifest and put the folder in its place. On rank 0."""

@@ -114,6 +114,24 @@ def test_the_next_save_waits(tmp_path: Path) -> None:
     checkpoint.verify(tmp_path / "c")
 
 
+def test_rank_0_publishes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it sees a rank's entry, before that rank has gone on."""
+    folder, place = tmp_path / "saving", tmp_path / "saved"
+    folder.mkdir()
+    (folder / "entry.new").write_bytes(b"1")
+    rename = os.rename
+
+    def publish_after(old: str, new: str) -> None:
+        rename(old, new)
+        rename(folder, place)
+
+    monkeypatch.setattr(os, "rename", publish_after)
+    _files.rename_durably(str(folder / "entry.new"), str(folder / "entry"))
+    assert (place / "entry").read_bytes() == b"1"
+
+
 @distributed(world_size=2)
 def test_an_error_that_nobody_asked_for(rank: int, tmp_path: Path) -> None:
     """It is raised by the next save, on all ranks, once."""
