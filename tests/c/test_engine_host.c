@@ -144,6 +144,30 @@ TEST(test_unsharded_gradients_stay) {
   model_fini(&m);
 }
 
+/* The last backward of an accumulation needs less from unit to unit: the root's
+ * parameters, the gradients that are left, and one block. */
+TEST(test_accumulated_gradients_leave_one_by_one) {
+  start(NULL, 5);
+  for (int step = 0; step < 2; step++) {
+    model_zero_grad(&m);
+    fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
+    model_step(&m);
+    fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
+    CHECK_OK(model_forward(&m, true, NULL));
+    CHECK_OK(model_pre_backward(&m, 0, NULL));
+    for (int64_t i = 5; i >= 1; i--) {
+      CHECK_OK(model_pre_backward(&m, i, NULL));
+      CHECK_OK(model_give_grads(&m, i, NULL));
+      CHECK_I64(model_stats(&m).arena.nbytes, (i + 2) * BLOCK);
+    }
+    CHECK_OK(model_give_grads(&m, 0, NULL));
+    CHECK_OK(model_finish(&m, NULL));
+    CHECK_TEXT(recorder_race(m.device), "");
+    CHECK_I64(recorder_live_nbytes(m.device), 0);
+  }
+  model_fini(&m);
+}
+
 /* Replicas, and every precision of what is reduced. */
 TEST(test_values) {
   for (int i = 0; i < 8; i++) {

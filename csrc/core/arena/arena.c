@@ -221,6 +221,18 @@ static int64_t find_free_block(const fsdp_arena *arena, int64_t nbytes) {
   return best;
 }
 
+/* On a host: frees all free blocks as large as block `slot`, but for it. */
+static void keep_only(fsdp_arena *arena, int64_t slot) {
+  const int64_t nbytes = arena->blocks[slot].nbytes;
+  for (size_t i = 0; i < arena->num_slots; i++) {
+    const block *candidate = &arena->blocks[i];
+    if (candidate->data == NULL || candidate->holder != NONE) continue;
+    if (candidate->nbytes == nbytes && (int64_t)i != slot) {
+      remove_block(arena, (int64_t)i);
+    }
+  }
+}
+
 /* A block for a client whose planned block is missing or held. */
 static fsdp_status find_or_add_block(fsdp_arena *arena, int64_t nbytes,
                                      int64_t *slot, fsdp_error *error) {
@@ -354,7 +366,8 @@ fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client, fsdp_lane lane,
                      client);
   }
 
-  block *given = &arena->blocks[giver->held];
+  const int64_t slot = giver->held;
+  block *given = &arena->blocks[slot];
   giver->held = NONE;
   given->holder = NONE;
   given->was_given = true;
@@ -362,6 +375,7 @@ fsdp_status fsdp_arena_give(fsdp_arena *arena, int64_t client, fsdp_lane lane,
   row_flip(arena->holders, client);
   arena->num_held--;
   arena->stats.held_nbytes -= given->nbytes;
+  if (ops->is_host) keep_only(arena, slot);
   if (lane == FSDP_LANE_COMPUTE) {
     arena->last_compute_giver = client;
   } else {
