@@ -1,6 +1,7 @@
 """Models on a mesh of data and tensor parallel ranks, beside the unsharded ones."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -68,8 +69,8 @@ class InSequence(ParallelStyle):
         return module
 
 
-def plan_of_part(part: Node) -> dict[str, ParallelStyle]:
-    """Return how a node of a random program is cut; some stay plain."""
+def plan_of_part(part: Node, num_tp: int) -> dict[str, ParallelStyle]:
+    """Return how a node of a random program is cut on some ranks; some stay plain."""
     rng = random.Random(part.spec.option)
     columns = ColwiseParallel(output_layouts=Replicate())
     rows = RowwiseParallel(input_layouts=Replicate())
@@ -84,6 +85,11 @@ def plan_of_part(part: Node) -> dict[str, ParallelStyle]:
         "sometimes": {"first": columns, "second": rows},
         "embedding": {"table": either},
     }
+    # torch looks nothing up in a table of which a rank has no row.
+    if part.spec.kind == "embedding":
+        num_rows = part.table.num_embeddings
+        has_empty = math.ceil(num_rows / num_tp) * (num_tp - 1) >= num_rows
+        plans["embedding"] = {"table": columns if has_empty else either}
     # torch's DTensors do not do without a dimension of one element that is cut.
     is_plain = rng.random() < 0.2 or any(1 in p.shape for p in part.own_params())
     others = {"fc": either} if hasattr(part, "fc") else {}
@@ -93,7 +99,7 @@ def plan_of_part(part: Node) -> dict[str, ParallelStyle]:
 def parallelize_nodes(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut parameters of a random program's nodes."""
     for part in model.modules():
-        if isinstance(part, Node) and (plan := plan_of_part(part)):
+        if isinstance(part, Node) and (plan := plan_of_part(part, mesh.size())):
             parallelize_module(part, mesh, plan)
             if part.spec.kind == "tied":
                 part.second.weight = part.first.weight
