@@ -41,8 +41,8 @@ FSDP_NODISCARD fsdp_status fsdp_host_pack(void *destination, fsdp_dtype dtype,
                                           int64_t num_items, double scale,
                                           fsdp_error *error);
 
-/* destination = pieces[0] + pieces[1] + ..., added from the left, in fp32 for
- * fp16 and bf16 and rounded once. Integers (not bool) wrap around. num_pieces
+/* destination = pieces[0] + pieces[1] + ..., added from the left. fp16 and bf16
+ * are rounded after each addition. Integers (not bool) wrap around. num_pieces
  * >= 1. The destination may be one of the pieces, or apart from them. */
 FSDP_NODISCARD fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
                                          const void *const *pieces,

@@ -3,6 +3,8 @@
  * piece is read before that block of the destination is written, so the
  * destination may be one of the pieces.
  */
+#include <string.h>
+
 #include "base/dtypes.h"
 #include "host/convert_priv.h"
 #include "host/kernels.h"
@@ -12,23 +14,19 @@ static const void *at(const void *data, int64_t nbytes) {
   return (const char *)data + nbytes;
 }
 
-/* In fp64 if that is the dtype, else in fp32. */
-static void sum_floats(const fsdp_host_lanes *lanes, char *to,
-                       fsdp_host_float index, const void *const *pieces,
-                       int64_t num_pieces, int64_t numel) {
-  double sum[FSDP_HOST_BLOCK_NUMEL]; /* or as many of fp32 */
-  const int64_t itemsize = fsdp_host_priv_itemsize(index);
-  const fsdp_host_float wide =
-      index == FSDP_HOST_F64 ? FSDP_HOST_F64 : FSDP_HOST_F32;
+static void sum_floats(fsdp_host_sum_loop *add, char *to, int64_t itemsize,
+                       const void *const *pieces, int64_t num_pieces,
+                       int64_t numel) {
+  double sum[FSDP_HOST_BLOCK_NUMEL]; /* or as many of a smaller dtype */
   for (int64_t begin = 0; begin < numel; begin += FSDP_HOST_BLOCK_NUMEL) {
     const int64_t block = fsdp_host_priv_block(numel - begin);
     const int64_t offset = begin * itemsize;
-    fsdp_host_priv_convert(lanes, sum, wide, at(pieces[0], offset), index,
-                           block);
+    const void *left = at(pieces[0], offset);
     for (int64_t i = 1; i < num_pieces; i++) {
-      lanes->add[wide][index](sum, at(pieces[i], offset), block, 1.0);
+      void *next = i + 1 < num_pieces ? (void *)sum : to + offset;
+      add(next, left, at(pieces[i], offset), block);
+      left = next;
     }
-    fsdp_host_priv_convert(lanes, to + offset, index, sum, wide, block);
   }
 }
 
@@ -85,10 +83,14 @@ fsdp_status fsdp_host_sum(void *destination, fsdp_dtype dtype,
                      (long long)num_pieces, (long long)numel);
   }
   if (fsdp_host_priv_float_of(dtype, &index)) {
-    if (num_pieces == 2) {
+    const size_t itemsize = (size_t)fsdp_host_priv_itemsize(index);
+    if (num_pieces == 1) {
+      memmove(destination, pieces[0], (size_t)numel * itemsize);
+    } else if (num_pieces == 2) {
       lanes->sum[index](destination, pieces[0], pieces[1], numel);
     } else {
-      sum_floats(lanes, destination, index, pieces, num_pieces, numel);
+      sum_floats(lanes->sum[index], destination, (int64_t)itemsize, pieces,
+                 num_pieces, numel);
     }
     return FSDP_OK;
   }

@@ -349,7 +349,8 @@ static PyObject *unit_get_state(PyObject *object, void *Py_UNUSED(closure)) {
 static PyObject *unit_get_full_precision(PyObject *object,
                                          void *Py_UNUSED(closure)) {
   return PyBool_FromLong(
-      fsdp_unit_full_precision(fsdp_torch_unit_core(unit_of(object))));
+      fsdp_unit_get_settings(fsdp_torch_unit_core(unit_of(object)))
+          ->wants_full);
 }
 
 static int unit_set_full_precision(PyObject *object, PyObject *value,
@@ -360,7 +361,8 @@ static int unit_set_full_precision(PyObject *object, PyObject *value,
   }
   const int is_full = PyObject_IsTrue(value);
   if (is_full < 0) return -1;
-  fsdp_torch_unit_set_full_precision(unit_of(object), is_full != 0);
+  fsdp_unit_get_settings(fsdp_torch_unit_core(unit_of(object)))->wants_full =
+      is_full != 0;
   return 0;
 }
 
@@ -368,6 +370,12 @@ static PyObject *unit_get_is_summoned(PyObject *object,
                                       void *Py_UNUSED(closure)) {
   return PyBool_FromLong(
       fsdp_unit_is_summoned(fsdp_torch_unit_core(unit_of(object))));
+}
+
+static PyObject *unit_get_is_requested(PyObject *object,
+                                       void *Py_UNUSED(closure)) {
+  return PyBool_FromLong(
+      fsdp_unit_is_requested(fsdp_torch_unit_core(unit_of(object))));
 }
 
 static PyObject *unit_get_holds_grads(PyObject *object,
@@ -545,6 +553,8 @@ static PyGetSetDef unit_getset[] = {
      "Whether the next forward runs in the parameters' own dtype.", NULL},
     {"is_summoned", unit_get_is_summoned, NULL,
      "Whether whole parameters are shown between steps.", NULL},
+    {"is_requested", unit_get_is_requested, NULL,
+     "Whether unshard() of the user holds, whether or not it has ended.", NULL},
     {"holds_grads", unit_get_holds_grads, NULL,
      "Whether gradients of a no_sync backward wait to be reduced.", NULL},
     {"pending_grads", unit_get_pending_grads, NULL,

@@ -267,7 +267,8 @@ PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
       "divisor",      "unshard_in_backward",
       "keeps_part",   "reshard_after_backward",
       "fills_unused", NULL};
-  fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
+  fsdp_unit_settings *settings = fsdp_unit_get_settings(
+      fsdp_torch_unit_core(((unit_object *)object)->unit));
   int sync = -1, reshards = -1, unshards = -1, keeps_part = -1;
   int reshards_after_backward = -1, fills_unused = -1;
   double divisor = -1;
@@ -283,21 +284,21 @@ PyObject *fsdp_unit_object_set(PyObject *object, PyObject *args,
                         "got %d",
                         sync);
   }
-  if (sync >= 0) fsdp_unit_set_sync(unit, (fsdp_sync)sync);
-  if (reshards >= 0) fsdp_unit_set_reshard_after_forward(unit, reshards != 0);
-  if (divisor >= 0) fsdp_unit_set_divisor(unit, divisor);
+  if (sync >= 0) settings->sync = (fsdp_sync)sync;
+  if (reshards >= 0) settings->reshard_after_forward = reshards != 0;
+  if (divisor >= 0) settings->divisor = divisor;
   if (reshards_after_backward >= 0) {
-    fsdp_unit_set_reshard_after_backward_without_sync(
-        unit, reshards_after_backward != 0);
+    settings->reshard_after_backward_without_sync =
+        reshards_after_backward != 0;
   }
-  if (fills_unused >= 0) fsdp_unit_set_fills_unused(unit, fills_unused != 0);
-  if (keeps_part >= 0) fsdp_unit_set_keeps_part(unit, keeps_part != 0);
-  if (unshards >= 0) fsdp_unit_set_unshard_in_backward(unit, unshards != 0);
+  if (fills_unused >= 0) settings->fills_unused = fills_unused != 0;
+  if (keeps_part >= 0) settings->keeps_part = keeps_part != 0;
+  if (unshards >= 0) settings->unshards_in_backward = unshards != 0;
   Py_RETURN_NONE;
 }
 
 PyObject *fsdp_unit_object_set_prefetches(PyObject *object, PyObject *args) {
-  fsdp_unit *unit = fsdp_torch_unit_settings(((unit_object *)object)->unit);
+  fsdp_unit *unit = fsdp_torch_unit_core(((unit_object *)object)->unit);
   FSDP_LOCAL_ERROR(error);
   PyObject *sequence; /* borrowed */
   PyObject *result = NULL;
@@ -321,7 +322,7 @@ PyObject *fsdp_unit_object_set_prefetches(PyObject *object, PyObject *args) {
                    Py_TYPE(item)->tp_name);
       goto done;
     }
-    units[i] = fsdp_torch_unit_settings(((unit_object *)item)->unit);
+    units[i] = fsdp_torch_unit_core(((unit_object *)item)->unit);
   }
   if (fsdp_unit_set_prefetches(
           unit, in_backward ? FSDP_PASS_BACKWARD : FSDP_PASS_FORWARD, units,

@@ -344,14 +344,17 @@ static void sum_slot(fsdp_shm *shm, fsdp_channel channel, const fsdp_shm_op *op,
   }
   own += bytes.begin;
   for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    const void **piece = is_scatter
+                             ? &shm->pieces[fsdp_shm_priv_turn(shm, rank)]
+                             : &shm->pieces[rank];
     if (rank == shm->rank) {
-      shm->pieces[rank] = own;
+      *piece = own;
       continue;
     }
     const char *slot =
         fsdp_shm_priv_slot(shm, rank, channel, self->readers[rank].begin + i);
     if (is_scatter || op->is_split) slot += piece_offset(shm, rank, shm->rank);
-    shm->pieces[rank] = slot;
+    *piece = slot;
   }
   fsdp_shm_priv_sum(own, op->dtype, shm->pieces, shm->world_size,
                     (bytes.end - bytes.begin) / op->dtype.itemsize);

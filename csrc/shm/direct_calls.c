@@ -41,7 +41,7 @@ static int64_t part_begin(const fsdp_shm *shm, const fsdp_shm_op *op,
   return min_i64(rank * each, op->nbytes);
 }
 
-/* Sums bytes [begin, end) of the buffers into this rank's, in rank order. */
+/* Sums bytes [begin, end) of the buffers into this rank's. */
 static fsdp_status sum_direct(fsdp_shm *shm, const fsdp_shm_op *op,
                               const fsdp_shm_reader *readers, int64_t begin,
                               int64_t end, bool *read, fsdp_error *error) {
@@ -52,7 +52,8 @@ static fsdp_status sum_direct(fsdp_shm *shm, const fsdp_shm_op *op,
     const int64_t nbytes = min_i64(room, end - at);
     char *scratch = shm->scratch;
     for (int64_t rank = 0; rank < shm->world_size; rank++) {
-      shm->pieces[rank] = rank == shm->rank ? op->output + at : scratch;
+      const int64_t turn = op->is_split ? rank : fsdp_shm_priv_turn(shm, rank);
+      shm->pieces[turn] = rank == shm->rank ? op->output + at : scratch;
       if (rank == shm->rank) continue;
       const fsdp_status status = fsdp_shm_priv_read_peer(
           shm, rank, readers[rank].address + (uint64_t)at, scratch, nbytes,

@@ -207,6 +207,10 @@ void fsdp_shm_priv_unlisten(const fsdp_shm *shm);
 FSDP_NODISCARD fsdp_status fsdp_shm_priv_check_sum(fsdp_dtype dtype,
                                                    fsdp_error *error);
 
+/* The turn of `rank` in the sum of this rank's shard: Note [Order of sums]. */
+static inline int64_t fsdp_shm_priv_turn(const fsdp_shm *shm, int64_t rank) {
+  return (shm->rank + shm->world_size - 1 - rank) % shm->world_size;
+}
 /* destination = pieces[0] + pieces[1] + ..., from the left; the
  * destination may be one of the pieces. For dtypes that check_sum accepts. */
 void fsdp_shm_priv_sum(void *destination, fsdp_dtype dtype,

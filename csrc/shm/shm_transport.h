@@ -12,9 +12,13 @@
  * is inside start or wait. So a rank that has started more than a ring holds
  * must come to wait before it waits for others by other means.
  *
- * Any thread may call. Sums are made in rank order, so all ranks get the same
- * bits; float16 and bfloat16 are summed in float32 and rounded once. Memory of
- * sums is aligned to its elements.
+ * Any thread may call. Memory of sums is aligned to its elements.
+ *
+ * Note [Order of sums]
+ * A reduce_scatter adds up rank r's shard in the order r - 1, r - 2, ... 0, the
+ * last rank, ... r + 1, r, and rounds float16 and bfloat16 after each addition.
+ * So do the rings of gloo: gradients have the bits that torch's have over it.
+ * An all_reduce goes in rank order, so that all ranks get the same bits.
  *
  * A rank that dies, leaves, is stopped for longer than the time limit or makes
  * another call than the others ends every other rank's wait with FSDP_BACKEND.

@@ -1,5 +1,5 @@
 /*
- * Sums of the ranks' pieces, in rank order, by the kernels of csrc/host.
+ * Sums of the ranks' pieces, by the kernels of csrc/host.
  */
 #include "base/dtypes.h"
 #include "host/kernels.h"

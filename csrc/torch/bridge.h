@@ -165,15 +165,12 @@ fsdp_torch_unit_set_reduce_hook(fsdp_torch_unit *unit, struct _object *state,
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_follow_reductions(
     fsdp_torch_unit *unit, struct _object *function, fsdp_error *error);
 
-/* See fsdp_unit_set_full_precision. */
-void fsdp_torch_unit_set_full_precision(fsdp_torch_unit *unit, bool is_full);
-
 /* Removes the unit from its engine and its hooks from autograd. The parameters
  * stay views of the shard. Accepts NULL. GIL. Cannot fail. */
 void fsdp_torch_unit_destroy(fsdp_torch_unit *unit);
 
 /* Borrowed. */
-const fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit);
+fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit);
 const fsdp_flat_layout *fsdp_torch_unit_layout(const fsdp_torch_unit *unit);
 
 /* New reference to the shard of `segment` as a 1-D torch.Tensor, or NULL with
@@ -288,8 +285,6 @@ FSDP_NODISCARD fsdp_status fsdp_torch_unit_wait_unshard(fsdp_torch_unit *unit,
                                                         fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_torch_unit_reshard(fsdp_torch_unit *unit,
                                                    fsdp_error *error);
-/* For settings. Borrowed. */
-fsdp_unit *fsdp_torch_unit_settings(fsdp_torch_unit *unit);
 
 /* Forward ------------------------------------------------------------------ */
 

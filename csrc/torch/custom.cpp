@@ -1,5 +1,5 @@
 // Collectives of the user's own, and the hook on reduced gradients: Python's
-// functions, see fsdp_unit_set_custom. They take the GIL; units without them
+// functions, see fsdp_unit_settings. They take the GIL; units without them
 // never come here.
 #include <ATen/ATen.h>
 #include <Python.h>
@@ -99,7 +99,7 @@ extern "C" fsdp_status fsdp_torch_unit_set_custom(fsdp_torch_unit *unit,
         new fsdp_torch::CustomCalls{
             py::reinterpret_borrow<py::object>(function)},
         fsdp_torch::destroy_custom);
-    fsdp_unit_set_custom(self.core, kinds);
+    fsdp_unit_get_settings(self.core)->custom = kinds;
     return FSDP_OK;
   };
 }

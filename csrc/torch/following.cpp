@@ -150,7 +150,7 @@ void note_followers(Unit &unit) {
                                      return has_hooks(segment.flat_param);
                                    });
   }
-  fsdp_unit_set_followed(unit.core, is_followed);
+  fsdp_unit_get_settings(unit.core)->is_followed = is_followed;
 }
 
 // Only the thread that runs the engine's backward adds to the list.

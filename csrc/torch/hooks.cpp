@@ -151,7 +151,7 @@ void expect_grads(Unit &unit, bool was_whole) {
   // One that never comes keeps the unit to the end of backward.
   const int64_t num_inputs = std::max<int64_t>(count_input_calls(unit), 1);
   if (num_grads == 0 && is_trained && !was_whole && nodes.is_partial() &&
-      fsdp_unit_get_sync(unit.core) == FSDP_SYNC_NONE) {
+      fsdp_unit_get_settings(unit.core)->sync == FSDP_SYNC_NONE) {
     unit.engine->split_unit = unit.name;
   }
   note_followers(unit);

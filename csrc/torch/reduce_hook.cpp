@@ -93,7 +93,7 @@ extern "C" fsdp_status fsdp_torch_unit_set_reduce_hook(fsdp_torch_unit *unit,
             py::reinterpret_borrow<py::object>(state),
             py::reinterpret_borrow<py::object>(function)},
         fsdp_torch::destroy_hook);
-    fsdp_unit_set_reduce_hook(self.core, true);
+    fsdp_unit_get_settings(self.core)->has_reduce_hook = true;
     return FSDP_OK;
   };
 }

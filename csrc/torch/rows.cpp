@@ -431,8 +431,4 @@ bool fsdp_torch_unit_is_shown_in_backward(
   return engine && engine->shows_plain;
 }
 
-fsdp_unit *fsdp_torch_unit_settings(fsdp_torch_unit *unit) {
-  return unit->self->core;
-}
-
 }  // extern "C"

@@ -196,13 +196,15 @@ void choose_settings(Unit &unit, const fsdp_torch_unit_options &options) {
     has_fp16 = has_fp16 || segment.reduce == at::ScalarType::Half;
   }
   const int64_t shard_world_size = core_group(unit.shard_group).world_size;
-  settings.reshard_after_forward = options.reshard_after_forward;
+  settings.settings.reshard_after_forward = options.reshard_after_forward;
+  settings.settings.keeps_part = true;
+  settings.settings.unshards_in_backward = true;
   settings.reshards_as_root = settings.shows_kept_after_backward =
       settings.finds_unused = unit.is_by_rows;
   // As FSDP1, which does what NO_SHARD does where one rank holds all.
   settings.shows_kept = unit.is_by_rows || (!options.reshard_after_forward &&
                                             shard_world_size > 1);
-  settings.reshard_after_backward_without_sync =
+  settings.settings.reshard_after_backward_without_sync =
       options.reshard_after_backward_without_sync;
   settings.backward_prefetch = options.backward_prefetch;
   settings.forward_prefetch = options.forward_prefetch;
@@ -403,11 +405,7 @@ void fsdp_torch_unit_destroy(fsdp_torch_unit *unit) {
   delete unit;
 }
 
-void fsdp_torch_unit_set_full_precision(fsdp_torch_unit *unit, bool is_full) {
-  fsdp_unit_set_full_precision(unit->self->core, is_full);
-}
-
-const fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit) {
+fsdp_unit *fsdp_torch_unit_core(const fsdp_torch_unit *unit) {
   return unit->self->core;
 }
 

@@ -37,7 +37,7 @@ void fsdp_torch_unit_input_cast(const fsdp_torch_unit *unit,
   const bool is_wanted =
       self.cast_forward_inputs || (is_root && self.cast_root_forward_inputs);
   const bool is_cast = is_wanted && !fsdp_unit_is_summoned(self.core) &&
-                       !fsdp_unit_full_precision(self.core);
+                       !fsdp_unit_get_settings(self.core)->wants_full;
   cast->dtype_code = is_cast ? self.param_dtype_code : -1;
   cast->is_needed = cast->dtype_code >= 0 || (is_root && !self.device.is_cpu());
 }

@@ -255,8 +255,8 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     taken = sharding_unit(param)
     if taken is not None:
         raise ValueError(
-            f"parameter {fqn!r} is shared with {taken!r}, which another call of "
-            "fully_shard took: pass the modules that share it in one list, or call "
+            f"parameter {fqn!r} is shared with {taken!r}, already managed by another "
+            "call of fully_shard: pass the modules that share it in one list, or call "
             "fully_shard only on a module that contains both"
         )
     whole: Any = local_of(param) if isinstance(param, DTensor) else param

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map_only
 
 from fsdp_c._fully_shard.meshes import DataMesh, data_mesh_of
+from fsdp_c._torch_compat import interpreted_with_callees
 from fsdp_c._units.device import current_accelerator
 
 # By shard group and number of ranks; they go with the group.
@@ -73,6 +75,18 @@ class Arguments:
         """
         return replace(
             self, data=data, part_mesh=_part_mesh(self.reshard_after_forward, data)
+        )
+
+    @interpreted_with_callees
+    def cast_output(self, output: Any) -> Any:
+        """Return what forward returned, in the output dtype."""
+        dtype = self.precision.output_dtype
+        if dtype is None:
+            return output
+        return tree_map_only(
+            Tensor,
+            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+            output,
         )
 
     def choose(self, name: str, param: nn.Parameter) -> tuple[int, Any]:

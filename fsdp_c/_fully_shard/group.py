@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 from fsdp_c import _native
 from fsdp_c._engines.engine import engine_listeners
@@ -538,8 +537,7 @@ class Group:
             for group in groups_of(module):
                 group._note_run(module)
         output = self.unit.forward(function, args, kwargs)
-        dtype = self.arguments.precision.output_dtype
-        return output if dtype is None else _cast(output, dtype)
+        return self.arguments.cast_output(output)
 
     @interpreted_with_callees
     def _note_run(self, module: nn.Module) -> None:
@@ -601,15 +599,6 @@ def groups_in(module: nn.Module) -> dict[Group, str]:
     return groups
 
 
-@interpreted_with_callees
-def _cast(output: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(
-        Tensor,
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
-        output,
-    )
-
-
 @interpreted
 def _run_unit(
     unit: _native.Unit, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -635,8 +624,9 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
     units = [each.ensure_unit(name) for each, name in groups.items()]
     for each, name in groups.items():
         adopt_in_backward_optimizers(each.followed(name))
+    requested = [(unit, unit.state) for unit in units if unit.is_requested]
     for unit in units:
-        unit.reshard()  # unsharded by the user before
+        unit.reshard()  # the old engine has the memory
     engine = _native.Engine(units)
     engine.check_order(c10d.get_debug_level() != c10d.DebugLevel.OFF)
     running = SharedEngine(
@@ -646,5 +636,9 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
         each.running = running
     for each in groups:
         each.apply_settings()
+    for unit, state in requested:
+        unit.unshard()
+        if state == "UNSHARDED":
+            unit.wait_unshard()
     for listener in engine_listeners:
         listener(module)

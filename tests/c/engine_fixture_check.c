@@ -48,8 +48,9 @@ static bool is_shown(const model *self, int64_t index) {
 void model_check_unsharded(model *self, int64_t index) {
   CHECK_I64(model_state(self, index), FSDP_UNIT_UNSHARDED);
   if (is_shown(self, index)) {
-    const bool is_full = self->options.param_dtype.code != 0 &&
-                         fsdp_unit_full_precision(self->units[index].unit);
+    const bool is_full =
+        self->options.param_dtype.code != 0 &&
+        fsdp_unit_get_settings(self->units[index].unit)->wants_full;
     CHECK_I64(self->units[index].view,
               is_full ? FSDP_VIEW_FULL : FSDP_VIEW_UNSHARDED);
   }

@@ -6,6 +6,7 @@
 
 #include "base/dtypes.h"
 #include "check.h"
+#include "port/hierarchical.h"
 
 enum { GUARD = 64 };
 
@@ -111,6 +112,11 @@ static void make(char *to, fsdp_dtype dtype, int64_t rank, int64_t salt,
   }
 }
 
+static float rounded(float number, float (*read)(const void *)) {
+  const uint16_t half = nearest(number, read);
+  return read(&half);
+}
+
 /* A sum, kept as each kind of dtype needs it. */
 typedef struct sum {
   float sum32;
@@ -129,6 +135,11 @@ static void add(sum *total, fsdp_dtype dtype, const char *element) {
   memcpy(&number64, element, 8);
   memcpy(&bits, element, 8);
   total->sum32 = total->is_begun ? total->sum32 + number32 : number32;
+  if (dtype.code == FSDP_DTYPE_BFLOAT16) {
+    total->sum32 = rounded(total->sum32, read_bf16);
+  } else if (dtype.code == FSDP_DTYPE_FLOAT16) {
+    total->sum32 = rounded(total->sum32, read_fp16);
+  }
   total->sum64 = total->is_begun ? total->sum64 + number64 : number64;
   total->integer += bits;
   total->is_begun = true;
@@ -156,18 +167,39 @@ static void write_sum(void *to, fsdp_dtype dtype, const sum *total) {
   }
 }
 
+/* The rank of `num_ranks` that is added as number `turn`: those before `owner`
+ * downwards, then on from the last one, and the owner at the end. owner -1: in
+ * rank order. */
+static int64_t rank_at(int64_t turn, int64_t owner, int64_t num_ranks) {
+  return owner < 0 ? turn : (owner + num_ranks - 1 - turn) % num_ranks;
+}
+
 /* Element i of the sum over the ranks, one by one: over those of each host, and
  * then over the hosts. */
-static void sum_element(void *to, fsdp_dtype dtype, const shm_rank *self,
-                        int64_t salt, int64_t i) {
+static void sum_element(void *to, const shm_rank *self, const shm_call *call,
+                        int64_t i) {
+  const fsdp_dtype dtype = call->dtype;
   const int64_t num_local =
       self->num_local == 0 ? self->world_size : self->num_local;
+  const int64_t num_hosts = self->world_size / num_local;
+  int64_t local_owner = -1;
+  int64_t host_owner = -1;
   sum total = {0};
-  for (int64_t host = 0; host < self->world_size / num_local; host++) {
+  if (call->what == SCATTER) {
+    local_owner = i / call->numel % num_local;
+    host_owner = i / call->numel / num_local;
+  } else if (self->num_local > 0 &&
+             call->numel > FSDP_HIERARCHICAL_SMALL_NBYTES / dtype.itemsize) {
+    const int64_t part = call->numel / num_local;
+    if (i < part * num_local) local_owner = i / part;
+  }
+  for (int64_t j = 0; j < num_hosts; j++) {
+    const int64_t host = rank_at(j, host_owner, num_hosts);
     sum of_host = {0};
     char element[8] = {0};
-    for (int64_t local = 0; local < num_local; local++) {
-      make_element(element, dtype, host * num_local + local, salt, i);
+    for (int64_t turn = 0; turn < num_local; turn++) {
+      const int64_t local = rank_at(turn, local_owner, num_local);
+      make_element(element, dtype, host * num_local + local, call->salt, i);
       add(&of_host, dtype, element);
     }
     write_sum(element, dtype, &of_host);
@@ -271,7 +303,7 @@ static bool is_right(const shm_rank *self, const shm_call *call) {
   for (int64_t i = begin; i < end; i++) {
     char expected[8];
     if (shm_is_sum(call->what)) {
-      sum_element(expected, dtype, self, call->salt, i);
+      sum_element(expected, self, call, i);
     } else if (call->what == BROADCAST) {
       make_element(expected, dtype, call->root, call->salt, i);
     } else {

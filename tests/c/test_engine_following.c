@@ -55,7 +55,7 @@ static void start(const model_options *options) {
   for (int64_t i = 0; i < 3; i++) model_plan_simple(&m, names[i], 4 * (i + 1));
   model_start(&m);
   for (int64_t i = 0; i < 3; i++) {
-    fsdp_unit_set_followed(m.units[i].unit, true);
+    fsdp_unit_get_settings(m.units[i].unit)->is_followed = true;
   }
 }
 
@@ -81,7 +81,7 @@ TEST(test_numbers) {
     CHECK_I64(num_reduced, 9);
     PLAY("check_grads");
     for (int64_t i = 0; i < 3; i++) {
-      fsdp_unit_set_followed(m.units[i].unit, false);
+      fsdp_unit_get_settings(m.units[i].unit)->is_followed = false;
     }
     PLAY("step");
     CHECK_I64(num_reduced, 9);
@@ -106,7 +106,7 @@ TEST(test_drop) {
   m.views.grads_reduced = drop_grads;
   model_plan_simple(&m, "root", 4);
   model_start(&m);
-  fsdp_unit_set_followed(m.units[0].unit, true);
+  fsdp_unit_get_settings(m.units[0].unit)->is_followed = true;
   drops = true;
   for (int step = 0; step < 2; step++) {
     PLAY("zero_grad; step; no_grads root");

@@ -5,7 +5,7 @@
 
 static void set_hooks(void) {
   for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_unit_set_reduce_hook(m.units[i].unit, true);
+    fsdp_unit_get_settings(m.units[i].unit)->has_reduce_hook = true;
   }
 }
 
@@ -41,7 +41,7 @@ TEST(test_mixed_segments) {
 
 static void set_custom(unsigned kinds) {
   for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_unit_set_custom(m.units[i].unit, kinds);
+    fsdp_unit_get_settings(m.units[i].unit)->custom = kinds;
   }
 }
 
@@ -87,7 +87,7 @@ static void check_numbers(model_options options) {
   }
   /* Taken away, the usual reductions are back. */
   for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_unit_set_reduce_hook(m.units[i].unit, false);
+    fsdp_unit_get_settings(m.units[i].unit)->has_reduce_hook = false;
   }
   PLAY("clear; zero_grad; step; check_grads");
   CHECK_TAPE_LACKS("reduce_hook");

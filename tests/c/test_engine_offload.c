@@ -264,11 +264,11 @@ TEST(test_full_precision) {
   model_options options = offload_options(2, 1);
   options.param_dtype = RECORDER_BF16;
   start(&options);
-  fsdp_unit_set_full_precision(m.units[0].unit, true);
+  fsdp_unit_get_settings(m.units[0].unit)->wants_full = true;
   PLAY("eval");
   CHECK_TAPE_HAS("copy_to_device upload 32 b1+32 <- u.shard0;");
   CHECK_TAPE_LACKS("cast");
-  fsdp_unit_set_full_precision(m.units[0].unit, false);
+  fsdp_unit_get_settings(m.units[0].unit)->wants_full = false;
   PLAY("step; check_grads; end");
 }
 

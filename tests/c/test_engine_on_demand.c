@@ -80,7 +80,7 @@ TEST(test_request_is_refused) {
 
 TEST(test_sync_of_one_unit) {
   model_start_tree(&m, NULL, 1);
-  fsdp_unit_set_sync(unit_of(1), FSDP_SYNC_NONE);
+  fsdp_unit_get_settings(unit_of(1))->sync = FSDP_SYNC_NONE;
   PLAY("step");
   CHECK(fsdp_unit_holds_grads(unit_of(1)));
   CHECK(!fsdp_unit_holds_grads(unit_of(0)));
@@ -98,7 +98,7 @@ TEST(test_root_may_reshard) {
   CHECK_OK(fsdp_unit_create(&options, &other, NULL));
   CHECK_OK(fsdp_engine_add_unit(m.engine, other, NULL));
   for (int reshards = 0; reshards < 2; reshards++) {
-    fsdp_unit_set_reshard_after_forward(other, reshards != 0);
+    fsdp_unit_get_settings(other)->reshard_after_forward = reshards != 0;
     CHECK_OK(fsdp_unit_pre_forward(other, false, NULL));
     CHECK_OK(fsdp_unit_post_forward(other, false, true, NULL));
     CHECK_I64(fsdp_unit_get_state(other),

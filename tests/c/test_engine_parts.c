@@ -46,6 +46,6 @@ TEST(test_parts_by_request) {
   CHECK(fsdp_unit_get_state(m.units[1].unit) == FSDP_UNIT_PARTED);
   CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
   PLAY("state a SHARDED; backward; check_grads");
-  fsdp_unit_set_keeps_part(m.units[1].unit, false);
+  fsdp_unit_get_settings(m.units[1].unit)->keeps_part = false;
   PLAY("forward; state a SHARDED; state b PARTED; backward; end");
 }

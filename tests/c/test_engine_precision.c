@@ -6,12 +6,12 @@
 #include "engine_failures.h"
 
 static void set_full(int64_t unit, bool is_full) {
-  fsdp_unit_set_full_precision(m.units[unit].unit, is_full);
+  fsdp_unit_get_settings(m.units[unit].unit)->wants_full = is_full;
 }
 
 static void set_all_full(void) {
   for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_unit_set_full_precision(m.units[i].unit, true);
+    fsdp_unit_get_settings(m.units[i].unit)->wants_full = true;
   }
 }
 
@@ -84,9 +84,9 @@ TEST(test_switch) {
   recorder_show_memory(m.device, true);
   recorder_name_memory(m.device, m.units[0].shards[0], 32, "shard");
   model_start(&m);
-  CHECK(!fsdp_unit_full_precision(m.units[0].unit));
+  CHECK(!fsdp_unit_get_settings(m.units[0].unit)->wants_full);
   set_full(0, true);
-  CHECK(fsdp_unit_full_precision(m.units[0].unit));
+  CHECK(fsdp_unit_get_settings(m.units[0].unit)->wants_full);
   PLAY("eval");
   CHECK_TAPE(
       "record e1 compute; wait unshard e1; take_params u sharded; event e7; "
@@ -175,7 +175,7 @@ TEST(test_units_without_a_cast) {
     model_options options = {.world_size = world_size};
     start_tree(&options, 0);
     set_full(0, true);
-    CHECK(fsdp_unit_full_precision(m.units[0].unit));
+    CHECK(fsdp_unit_get_settings(m.units[0].unit)->wants_full);
     PLAY("eval");
     CHECK_TAPE_LACKS(" full;");
     CHECK_I64(model_stats(&m).arena.num_clients, world_size);
@@ -237,7 +237,7 @@ static fsdp_status switch_and_train(fsdp_error *error) {
   set_all_full();
   FSDP_TRY(model_forward(&m, false, error));
   for (int64_t i = 0; i < m.num_units; i++) {
-    fsdp_unit_set_full_precision(m.units[i].unit, false);
+    fsdp_unit_get_settings(m.units[i].unit)->wants_full = false;
   }
   FSDP_TRY(failures_train(error));
 done:

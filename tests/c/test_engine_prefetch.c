@@ -65,7 +65,7 @@ TEST(test_a_unit_leaves_the_lists) {
 /* Its parameters have shapes for the gradients, and no memory. */
 TEST(test_no_unshard_in_backward) {
   model_start_tree(&m, NULL, 2);
-  fsdp_unit_set_unshard_in_backward(m.units[1].unit, false);
+  fsdp_unit_get_settings(m.units[1].unit)->unshards_in_backward = false;
   for (int i = 0; i < 2; i++) {
     PLAY("forward; clear; pre_backward root; pre_backward b; grads b");
     CHECK_OK(fsdp_unit_pre_backward(m.units[1].unit, NULL));

@@ -165,7 +165,7 @@ TEST(test_nobody_needs_it) {
     if (i == 1) options.num_replicas = 2;
     model_start_tree(&m, &options, 1);
     for (int64_t unit = 0; i == 2 && unit < 2; unit++) {
-      fsdp_unit_set_reduce_hook(m.units[unit].unit, true);
+      fsdp_unit_get_settings(m.units[unit].unit)->has_reduce_hook = true;
     }
     for (int j = 0; j < 2; j++) step();
     CHECK_I64(scratch_nbytes(), 0);

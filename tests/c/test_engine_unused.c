@@ -137,14 +137,14 @@ TEST(test_two_reductions_in_one_backward) {
 TEST(test_filled) {
   const model_options options = {.rank = 0};
   start_with(&options, false);
-  fsdp_unit_set_fills_unused(m.units[0].unit, true);
+  fsdp_unit_get_settings(m.units[0].unit)->fills_unused = true;
   PLAY("forward; pre_backward u; expect u 1; grad u 0; finish; check_grads");
   CHECK(!is_unused(0) && !is_unused(1));
   PLAY("zero_grad; forward; clear; pre_backward u; finish; check_grads");
   CHECK_TAPE_HAS("reduce_scatter");
   PLAY("grad_view u sharded; zero_grad; clear; eval; finish");
   CHECK_TAPE_LACKS("reduce_scatter"); /* no backward */
-  fsdp_unit_set_fills_unused(m.units[0].unit, false);
+  fsdp_unit_get_settings(m.units[0].unit)->fills_unused = false;
   PLAY("zero_grad; forward; clear; pre_backward u; finish; no_grads u");
   CHECK_TAPE_LACKS("reduce_scatter");
   PLAY("end");

@@ -382,7 +382,6 @@ TEST(test_refused_items_write_nothing) {
 static void check_sum(int dtype, int64_t num_pieces, int64_t numel,
                       int64_t destination, uint64_t *seed) {
   static double expected[MAX_NUMEL];
-  const int wide = dtype == FSDP_HOST_F64 ? FSDP_HOST_F64 : FSDP_HOST_F32;
   bordered memory[5];
   bordered apart = bordered_new(dtype, numel, check_random(seed, 9));
   const void *pieces[5];
@@ -395,9 +394,9 @@ static void check_sum(int dtype, int64_t num_pieces, int64_t numel,
   for (int64_t i = 0; i < numel; i++) {
     double sum = read_at(pieces[0], dtype, i);
     for (int64_t j = 1; j < num_pieces; j++) {
-      sum = round_to(wide, sum + read_at(pieces[j], dtype, i));
+      sum = round_to(dtype, sum + read_at(pieces[j], dtype, i));
     }
-    expected[i] = round_to(dtype, sum);
+    expected[i] = sum;
   }
   void *result = destination < 0 ? apart.data : memory[destination].data;
   CHECK_OK(

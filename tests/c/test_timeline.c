@@ -193,7 +193,7 @@ TEST(test_replicas) {
 
 TEST(test_a_hook) {
   model_start_tree(&m, NULL, 0);
-  fsdp_unit_set_reduce_hook(m.units[0].unit, true);
+  fsdp_unit_get_settings(m.units[0].unit)->has_reduce_hook = true;
   start(1);
   PLAY("step");
   CHECK(strstr(text_of(ring), "reduce_hook root\nreduce root\n") != NULL);

@@ -328,6 +328,39 @@ def test_unshard(rank: int, world_size: int, async_op: bool) -> None:
     both.train(1)
 
 
+@pytest.mark.parametrize("async_op", [True, False])
+@distributed(world_size=2)
+def test_unshard_before_the_first_forward(
+    rank: int, world_size: int, async_op: bool
+) -> None:
+    """The root, which then makes an engine of its own, keeps it, as in torch."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.first(x), self.inner.weight)
+
+    both = Rows(
+        Outer,
+        lambda model: shard_units(model, [nn.Linear]),
+        lambda g: (torch.randn(3, 4, generator=g),),
+    )
+    inner: Any = both.model.inner
+    for _ in range(2):
+        handle = inner.unshard(async_op=async_op)
+        if async_op:
+            handle.wait()
+        both.train(1)
+    inner.unshard(async_op=True)  # nobody waits: no error, nothing left over
+    both.model.reshard()
+    inner.reshard()
+    assert isinstance(inner.weight, DTensor)
+
+
 @distributed(world_size=2)
 def test_parameters_used_without_forward(rank: int, world_size: int) -> None:
     """unshard() in the forward of another module, whose parameters it uses."""

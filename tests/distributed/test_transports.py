@@ -7,7 +7,10 @@ the same models train over c10d, and the parts that only shared memory has are t
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_c import fully_shard
 from helpers.distributed import distributed, every_strategy
 from helpers.groups import hybrid_groups
 from helpers.impl import fsdp
@@ -28,6 +31,33 @@ def test_training_over_c10d(strategy: str, use_orig_params: bool) -> None:
             )
             differential.train(2)
             differential.accumulate(2, no_sync=True)
+
+
+@pytest.mark.cpu_only("gloo sums in host memory")
+@pytest.mark.parametrize("transport", [OWN, "c10d"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@distributed(world_size=(3, 4))
+def test_bits_of_sums(
+    rank: int, world_size: int, transport: str, dtype: torch.dtype
+) -> None:
+    """They are those of torch.distributed's reduce_scatter over gloo."""
+    generator = torch.Generator().manual_seed(rank)
+    given = torch.rand(12, 64, generator=generator) + 1
+    given *= torch.randint(0, 2, given.shape, generator=generator) * 2 - 1
+    expected = torch.empty(12 // world_size, 64, dtype=dtype)
+    dist.reduce_scatter_tensor(expected, given.to(dtype))
+    group = dist.new_group()
+    with over(transport):
+        module = torch.nn.Linear(64, 12, bias=False)
+        fully_shard(
+            module,
+            mesh=DeviceMesh.from_group(group, "cpu"),
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype),
+        )
+        module.set_gradient_divide_factor(1.0)
+        (module(torch.eye(64)).t() * given).sum().backward()
+        assert transport_of(group)[0] == transport
+    assert torch.equal(module.weight.grad.to_local(), expected.float())
 
 
 @distributed(world_size=(2, 3))

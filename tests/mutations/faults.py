@@ -91,7 +91,7 @@ FAULTS = (
     core_fault(
         "units stay unsharded after backward",
         "reshard_after_backward",
-        before("if (unit->sync", "if (MUTANT) return FSDP_OK;"),
+        before("if (unit->settings.sync", "if (MUTANT) return FSDP_OK;"),
         "test_memory.py",
     ),
     core_fault(
@@ -110,15 +110,15 @@ FAULTS = (
         "backward reduces within no_sync",
         "is_to_reduce",
         (
-            "unit->sync != FSDP_SYNC_NONE",
-            "(unit->sync != FSDP_SYNC_NONE || MUTANT)",
+            "unit->settings.sync != FSDP_SYNC_NONE",
+            "(unit->settings.sync != FSDP_SYNC_NONE || MUTANT)",
         ),
         "test_gradient_accumulation.py",
     ),
     core_fault(
         "SHARD_GRAD_OP does not keep parameters within no_sync",
         "reshard_after_backward",
-        ("!unit->options.reshard_after", "!MUTANT && !unit->options.reshard_after"),
+        ("!unit->settings.reshard_after", "!MUTANT && !unit->settings.reshard_after"),
         "test_traps_gradients.py",
     ),
     core_fault(
@@ -160,7 +160,10 @@ FAULTS = (
     core_fault(
         "gradients are packed without their scale",
         "pack_segment",
-        ("unit->has_reduce_hook ? 1.0", "unit->has_reduce_hook || MUTANT ? 1.0"),
+        (
+            "unit->settings.has_reduce_hook ? 1.0",
+            "unit->settings.has_reduce_hook || MUTANT ? 1.0",
+        ),
         "test_traps_gradients.py",
     ),
     core_fault(

@@ -183,6 +183,11 @@ FAULTS = (
         ("return a->sequence", "return MUTANT || a->sequence"),
     ),
     shm_fault(
+        "a shard is summed in rank order",
+        "sum_direct",
+        ("op->is_split ?", "op->is_split || MUTANT ?"),
+    ),
+    shm_fault(
         "a sum begins before all pieces are there",
         "is_filled_by_all",
         never("!is_filled(shm, channel, rank, reader->begin + i)"),

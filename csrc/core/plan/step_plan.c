@@ -214,9 +214,10 @@ static fsdp_status make_unit(plan_run *run, int64_t index, fsdp_error *error) {
           &planned->shard_transport),
       .replica_group = fsdp_counting_device_group(
           &run->device, true, plan->num_replicas, &planned->replica_transport),
-      .reshard_after_forward = plan->reshards,
-      .reshard_after_backward_without_sync =
-          plan->reshards || plan->reshards_after_backward,
+      .settings = {.reshard_after_forward = plan->reshards,
+                   .reshard_after_backward_without_sync =
+                       plan->reshards || plan->reshards_after_backward,
+                   .unshards_in_backward = true},
       .finds_unused = plan->finds_unused,
       .backward_prefetch = plan->backward_prefetch,
       .forward_prefetch = plan->forward_prefetch,

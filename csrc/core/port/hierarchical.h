@@ -18,9 +18,8 @@
  *                   host, then over the peers
  *   broadcast       from the root to its peers, then in each host
  *
- * Sums are made in rank order in a host and as `peers` makes them between
- * hosts. Each level follows its transport's rules: float16 and bfloat16 are
- * summed in float32 and rounded once per level.
+ * Sums are made as `local` makes them in a host, and then as `peers` does
+ * between hosts.
  *
  * Note [Order of the levels]
  * Each transport below needs its calls in the same order on all of its ranks,

@@ -10,6 +10,7 @@
 
 typedef enum call_kind { ALL_GATHER = 0, REDUCE_SCATTER, ALL_REDUCE } call_kind;
 
+/* A call of the caller, or the merged one. */
 typedef struct small_call {
   char *buffer;      /* what is gathered into, or summed */
   const char *input; /* of an all_gather */
@@ -121,22 +122,23 @@ static void unpack(const merging *self, flight *channel) {
 /* Calls ---------------------------------------------------------------------
  */
 
-static fsdp_status make_call(merging *self, flight *channel,
-                             const fsdp_call *call, char *buffer,
-                             const char *input, int64_t nbytes,
-                             uint64_t *ticket, fsdp_error *error) {
+static fsdp_status make_call(merging *self, call_kind kind, fsdp_dtype dtype,
+                             const fsdp_call *call, const small_call *what,
+                             fsdp_error *error) {
   const fsdp_transport_ops *ops = self->inner->ops;
-  const int64_t numel = nbytes / channel->dtype.itemsize;
-  switch (channel->kind) {
+  const int64_t numel = what->nbytes / dtype.itemsize;
+  fsdp_call with_scratch = *call;
+  with_scratch.scratch = what->scratch;
+  switch (kind) {
     case ALL_GATHER:
-      return ops->all_gather(self->inner, call, buffer, input, numel,
-                             channel->dtype, ticket, error);
+      return ops->all_gather(self->inner, call, what->buffer, what->input,
+                             numel, dtype, what->ticket, error);
     case REDUCE_SCATTER:
-      return ops->reduce_scatter(self->inner, call, buffer, numel,
-                                 channel->dtype, ticket, error);
+      return ops->reduce_scatter(self->inner, &with_scratch, what->buffer,
+                                 numel, dtype, what->ticket, error);
     default:
-      return ops->all_reduce(self->inner, call, buffer, numel, channel->dtype,
-                             ticket, error);
+      return ops->all_reduce(self->inner, call, what->buffer, numel, dtype,
+                             what->ticket, error);
   }
 }
 
@@ -146,7 +148,6 @@ static fsdp_status make_merged(merging *self, flight *channel,
   const size_t nbytes = (size_t)(channel->nbytes * num_slots(self, channel));
   const bool needs_scratch =
       channel->kind == REDUCE_SCATTER && self->inner->ops->wants_scratch;
-  fsdp_call merged = *call;
   fsdp_status status = FSDP_OK;
 
   if (!fsdp_grow((void **)&channel->memory, &channel->memory_nbytes,
@@ -155,12 +156,14 @@ static fsdp_status make_merged(merging *self, flight *channel,
                      "out of host memory for %zu bytes of a merged collective",
                      nbytes);
   }
-  merged.scratch = needs_scratch ? channel->memory + nbytes : NULL;
+  const small_call merged = {
+      channel->memory,
+      channel->memory + own_slot(self, channel) * channel->nbytes,
+      channel->nbytes, &channel->ticket,
+      needs_scratch ? channel->memory + nbytes : NULL};
   pack(self, channel);
   FSDP_TRY(
-      make_call(self, channel, &merged, channel->memory,
-                channel->memory + own_slot(self, channel) * channel->nbytes,
-                channel->nbytes, &channel->ticket, error));
+      make_call(self, channel->kind, channel->dtype, call, &merged, error));
   for (size_t i = 0; i < channel->num_calls; i++) {
     *channel->calls[i].ticket = channel->ticket;
   }
@@ -171,18 +174,10 @@ done:
 
 static fsdp_status flush(merging *self, flight *channel, const fsdp_call *call,
                          fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
+  if (channel->num_calls > 1) return make_merged(self, channel, call, error);
   if (channel->num_calls == 0) return FSDP_OK;
-  if (channel->num_calls > 1) {
-    status = make_merged(self, channel, call, error);
-  } else {
-    const small_call only = channel->calls[0];
-    fsdp_call alone = *call;
-    alone.scratch = only.scratch;
-    status = make_call(self, channel, &alone, only.buffer, only.input,
-                       only.nbytes, only.ticket, error);
-  }
-  return status;
+  return make_call(self, channel->kind, channel->dtype, call, channel->calls,
+                   error);
 }
 
 /* Collects the call if it is a small one like those before in an open group.
@@ -263,22 +258,25 @@ done:
   return status;
 }
 
+/* Collects the call, or makes it. */
+static fsdp_status take_call(fsdp_transport *transport, call_kind kind,
+                             fsdp_dtype dtype, const fsdp_call *call,
+                             const small_call *what, fsdp_error *error) {
+  merging *self = merging_of(transport);
+  bool is_collected = false;
+  const fsdp_status status = collect(&self->channels[call->channel], kind,
+                                     dtype, what, &is_collected, error);
+  if (status != FSDP_OK || is_collected) return status;
+  return make_call(self, kind, dtype, call, what, error);
+}
+
 static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
                               void *output, const void *input,
                               int64_t shard_numel, fsdp_dtype dtype,
                               uint64_t *ticket, fsdp_error *error) {
-  merging *self = merging_of(transport);
-  const small_call small = {output, input, shard_numel * dtype.itemsize, ticket,
-                            NULL};
-  bool is_collected = false;
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(collect(&self->channels[call->channel], ALL_GATHER, dtype, &small,
-                   &is_collected, error));
-  if (is_collected) return FSDP_OK;
-  status = self->inner->ops->all_gather(self->inner, call, output, input,
-                                        shard_numel, dtype, ticket, error);
-done:
-  return status;
+  const small_call what = {output, input, shard_numel * dtype.itemsize, ticket,
+                           NULL};
+  return take_call(transport, ALL_GATHER, dtype, call, &what, error);
 }
 
 static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
@@ -294,34 +292,16 @@ static fsdp_status reduce_scatter(fsdp_transport *transport,
                                   const fsdp_call *call, void *buffer,
                                   int64_t shard_numel, fsdp_dtype dtype,
                                   uint64_t *ticket, fsdp_error *error) {
-  merging *self = merging_of(transport);
-  const small_call small = {buffer, NULL, shard_numel * dtype.itemsize, ticket,
-                            call->scratch};
-  bool is_collected = false;
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(collect(&self->channels[call->channel], REDUCE_SCATTER, dtype,
-                   &small, &is_collected, error));
-  if (is_collected) return FSDP_OK;
-  status = self->inner->ops->reduce_scatter(self->inner, call, buffer,
-                                            shard_numel, dtype, ticket, error);
-done:
-  return status;
+  const small_call what = {buffer, NULL, shard_numel * dtype.itemsize, ticket,
+                           call->scratch};
+  return take_call(transport, REDUCE_SCATTER, dtype, call, &what, error);
 }
 
 static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                               void *buffer, int64_t numel, fsdp_dtype dtype,
                               uint64_t *ticket, fsdp_error *error) {
-  merging *self = merging_of(transport);
-  const small_call small = {buffer, NULL, numel * dtype.itemsize, ticket, NULL};
-  bool is_collected = false;
-  fsdp_status status = FSDP_OK;
-  FSDP_TRY(collect(&self->channels[call->channel], ALL_REDUCE, dtype, &small,
-                   &is_collected, error));
-  if (is_collected) return FSDP_OK;
-  status = self->inner->ops->all_reduce(self->inner, call, buffer, numel, dtype,
-                                        ticket, error);
-done:
-  return status;
+  const small_call what = {buffer, NULL, numel * dtype.itemsize, ticket, NULL};
+  return take_call(transport, ALL_REDUCE, dtype, call, &what, error);
 }
 
 static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel index,

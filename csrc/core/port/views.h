@@ -125,7 +125,7 @@ typedef struct fsdp_view_ops {
   fsdp_status (*reduce_hook)(void *context, void *owner, fsdp_lane lane,
                              int64_t segment, void *buffer, fsdp_error *error);
 
-  /* The user's own collectives, see fsdp_unit_set_custom. custom_add hands over
+  /* The user's own collectives, see fsdp_unit_settings. custom_add hands over
    * one segment: `whole` of all ranks, and `own`, this rank's piece, which may
    * lie in it. custom_run makes one call for all that were added, on `lane`.
    * REDUCED has the pieces only; they are multiplied by `scale` before. */

@@ -65,7 +65,7 @@ static bool prefetches_late(const fsdp_unit *unit) {
 static fsdp_status begin_unshard(fsdp_unit *unit, fsdp_error *error) {
   const bool holds_none = fsdp_unit_state_is_at_rest(unit->state) ||
                           unit->state == FSDP_UNIT_REDUCING;
-  return holds_none && !unit->unshards_in_backward
+  return holds_none && !unit->settings.unshards_in_backward
              ? fsdp_unit_priv_show_shapes(unit, error)
              : fsdp_unit_priv_unshard(unit, error);
 }
@@ -116,8 +116,8 @@ void fsdp_unit_expect_grads(fsdp_unit *unit, int64_t num_grads,
 static fsdp_status reshard_after_backward(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   FSDP_TRY(fsdp_unit_priv_hide_shapes(unit, error));
-  if (unit->sync == FSDP_SYNC_NONE &&
-      !unit->options.reshard_after_backward_without_sync) {
+  if (unit->settings.sync == FSDP_SYNC_NONE &&
+      !unit->settings.reshard_after_backward_without_sync) {
     return FSDP_OK;
   }
   FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
@@ -127,7 +127,8 @@ done:
 
 /* What its backward does with the unit's gradients. */
 static bool is_to_reduce(const fsdp_unit *unit) {
-  return unit->sync != FSDP_SYNC_NONE && fsdp_unit_priv_has_unreduced(unit);
+  return unit->settings.sync != FSDP_SYNC_NONE &&
+         fsdp_unit_priv_has_unreduced(unit);
 }
 
 /* All gradients of the unit have come, or no more will: packs and reshards. */
@@ -229,15 +230,18 @@ static fsdp_status complete_leftovers(fsdp_engine *engine, fsdp_error *error) {
     }
     const bool is_partial =
         fsdp_unit_priv_has_grads(unit, FSDP_GRADS_PARTIAL) &&
-        unit->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
-    const bool is_filled =
-        unit->fills_unused && unit->step.ran_forward && unit->grad_nbytes > 0 &&
-        unit->sync == FSDP_SYNC_REDUCE && unit->state != FSDP_UNIT_REDUCING;
+        unit->settings.sync == FSDP_SYNC_REDUCE &&
+        unit->state != FSDP_UNIT_REDUCING;
+    const bool is_filled = unit->settings.fills_unused &&
+                           unit->step.ran_forward && unit->grad_nbytes > 0 &&
+                           unit->settings.sync == FSDP_SYNC_REDUCE &&
+                           unit->state != FSDP_UNIT_REDUCING;
     if (unit->step.is_reduce_ready) continue;
     if (!fsdp_unit_priv_has_unreduced(unit) && !is_partial && !is_filled) {
       continue;
     }
-    if (unit->sync != FSDP_SYNC_REDUCE && !unit->step.entered_backward) {
+    if (unit->settings.sync != FSDP_SYNC_REDUCE &&
+        !unit->step.entered_backward) {
       continue;
     }
     /* Kept by an earlier no_sync; the user may have cleared them since. */

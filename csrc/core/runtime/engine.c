@@ -102,19 +102,12 @@ void fsdp_engine_destroy(fsdp_engine *engine) {
 
 void fsdp_engine_set_sync(fsdp_engine *engine, fsdp_sync sync) {
   engine->sync = sync;
-  for (size_t i = 0; i < engine->num_units; i++) engine->units[i]->sync = sync;
+  for (size_t i = 0; i < engine->num_units; i++)
+    engine->units[i]->settings.sync = sync;
 }
 
 void fsdp_engine_set_waits_for_reduces(fsdp_engine *engine, bool waits) {
   engine->leaves_reduces_open = !waits;
-}
-
-void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync) {
-  unit->sync = sync;
-}
-
-fsdp_sync fsdp_unit_get_sync(const fsdp_unit *unit) {
-  return unit->sync;
 }
 
 fsdp_sync fsdp_engine_get_sync(const fsdp_engine *engine) {
@@ -263,8 +256,7 @@ fsdp_status fsdp_unit_create(const fsdp_unit_options *options, fsdp_unit **unit,
   self->grad_client = -1;
   self->full_client = -1;
   self->part_client = -1;
-  self->keeps_part = options->part_group.world_size > 1;
-  self->unshards_in_backward = true;
+  self->settings = options->settings;
   self->reduce_position = -1;
   self->num_segments = (int64_t)num_segments;
   self->name = fsdp_strdup(options->name);
@@ -392,7 +384,7 @@ fsdp_status fsdp_engine_add_unit(fsdp_engine *engine, fsdp_unit *unit,
   unit->param_client = param_client;
   unit->grad_client = grad_client;
   unit->engine = engine;
-  unit->sync = engine->sync;
+  unit->settings.sync = engine->sync;
   unit->index = (int64_t)engine->num_units;
   engine->units[engine->num_units++] = unit;
   engine->offloads = engine->offloads || unit->options.offloads;
@@ -420,47 +412,10 @@ int64_t fsdp_unit_pending_grads(const fsdp_unit *unit) {
   return unit->step.expected_grads + unit->step.expected_inputs;
 }
 
-void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full) {
-  unit->wants_full = is_full;
-}
-
-bool fsdp_unit_full_precision(const fsdp_unit *unit) {
-  return unit->wants_full;
-}
-
-void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards) {
-  unit->options.reshard_after_forward = reshards;
-}
-
-void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part) {
-  unit->keeps_part = keeps_part && unit->options.part_group.world_size > 1;
-}
-
-void fsdp_unit_set_unshard_in_backward(fsdp_unit *unit, bool unshards) {
-  unit->unshards_in_backward = unshards;
-}
-
-void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
-                                                       bool reshards) {
-  unit->options.reshard_after_backward_without_sync = reshards;
+fsdp_unit_settings *fsdp_unit_get_settings(fsdp_unit *unit) {
+  return &unit->settings;
 }
 
 bool fsdp_unit_is_of_parts(const fsdp_unit *unit) {
   return unit->is_of_parts;
-}
-
-void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor) {
-  unit->divisor = divisor;
-}
-
-void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook) {
-  unit->has_reduce_hook = has_hook;
-}
-
-void fsdp_unit_set_custom(fsdp_unit *unit, unsigned kinds) {
-  unit->custom = kinds;
-}
-
-void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed) {
-  unit->is_followed = is_followed;
 }

@@ -98,6 +98,27 @@ typedef struct fsdp_segment_options {
  * fsdp_unit_enter_backward().
  */
 
+/* What may change while a unit exists. */
+typedef struct fsdp_unit_settings {
+  fsdp_sync sync; /* set with the engine's; until then of this unit */
+  bool reshard_after_forward;
+  bool keeps_part; /* where it reshards after forward, if it has a part_group */
+  bool unshards_in_backward; /* without it parameters have their shapes there,
+                                for the gradients, but no memory */
+  bool reshard_after_backward_without_sync;
+  bool fills_unused;    /* with finds_unused: this rank takes part as if it had
+                           used all parameters, with zeros for the others, in
+                           every backward that reduces, after a forward */
+  bool wants_full;      /* unsharded in master dtype instead of param dtype from
+                           its next forward on (evaluation in full precision) */
+  double divisor;       /* of sums of gradients; 0: the number of ranks */
+  bool has_reduce_hook; /* the port's reduce_hook stands for the reductions; it
+                           scales as it sees fit */
+  unsigned custom;      /* calls that the port's custom_run makes: fsdp_custom.
+                           Between steps */
+  bool is_followed;     /* the port acts: grads_set_aside and grads_reduced */
+} fsdp_unit_settings;
+
 typedef struct fsdp_unit_options {
   const char *name; /* for messages; copied */
   void *owner;      /* the token of the view_ops */
@@ -105,13 +126,12 @@ typedef struct fsdp_unit_options {
   const fsdp_flat_layout *layout;
   const fsdp_segment_options *segments; /* one per segment; copied */
   fsdp_group shard_group;
-  fsdp_group replica_group; /* world_size 1: no replicas */
-  fsdp_group part_group;    /* world_size < 2: the unit keeps no parts */
-  bool reshard_after_forward;
+  fsdp_group replica_group;    /* world_size 1: no replicas */
+  fsdp_group part_group;       /* world_size < 2: the unit keeps no parts */
+  fsdp_unit_settings settings; /* at first */
   bool
       reshards_as_root; /* false: the outermost unit keeps its parameters
                            after forward, whatever reshard_after_forward says */
-  bool reshard_after_backward_without_sync;
   bool shows_kept;   /* parameters that are kept for backward stay shown until
                         then; but see fsdp_engine_show_kept() */
   bool finds_unused; /* parameters that no rank used have no gradient: Note
@@ -210,11 +230,8 @@ fsdp_timeline *fsdp_engine_timeline(const fsdp_engine *engine);
 void fsdp_engine_note(const fsdp_engine *engine, const fsdp_unit *unit,
                       fsdp_timeline_kind kind, int64_t begin_ns);
 
-/* Whether the unit is unsharded in master dtype instead of param dtype, from
- * its next forward on (evaluation in full precision). The value as set: without
- * a cast it has no effect. */
-void fsdp_unit_set_full_precision(fsdp_unit *unit, bool is_full);
-bool fsdp_unit_full_precision(const fsdp_unit *unit);
+/* Borrowed; a change counts from the next use on. All ranks must agree. */
+fsdp_unit_settings *fsdp_unit_get_settings(fsdp_unit *unit);
 
 /*
  * Whether the segment's parameters require grad; at first as in the layout. A
@@ -230,12 +247,6 @@ FSDP_NODISCARD fsdp_status fsdp_unit_set_trainable(fsdp_unit *unit,
                                                    fsdp_error *error);
 bool fsdp_unit_is_trainable(const fsdp_unit *unit, int64_t segment);
 
-/* The same of one unit, until the engine is told again. */
-void fsdp_unit_set_sync(fsdp_unit *unit, fsdp_sync sync);
-fsdp_sync fsdp_unit_get_sync(const fsdp_unit *unit);
-
-/* As the option of this name, from the unit's next forward on. */
-void fsdp_unit_set_reshard_after_forward(fsdp_unit *unit, bool reshards);
 /*
  * Lets the unit unshard `units` (copied), in this order, right after itself in
  * forward or backward, instead of what the recorded order says; none: that
@@ -248,22 +259,9 @@ FSDP_NODISCARD fsdp_status fsdp_unit_set_prefetches(fsdp_unit *unit,
                                                     fsdp_unit *const *units,
                                                     size_t num_units,
                                                     fsdp_error *error);
-/* Whether backward gathers the unit's parameters; yes at first. Without it they
- * have their shapes there, for the gradients, but no memory. */
-void fsdp_unit_set_unshard_in_backward(fsdp_unit *unit, bool unshards);
-/* Whether it keeps a part where it reshards after forward; yes at first, if it
- * has a part_group. */
-void fsdp_unit_set_keeps_part(fsdp_unit *unit, bool keeps_part);
 /* Whether what it last gathered were parts. */
 bool fsdp_unit_is_of_parts(const fsdp_unit *unit);
 
-void fsdp_unit_set_reshard_after_backward_without_sync(fsdp_unit *unit,
-                                                       bool reshards);
-
-/* Of a unit that finds unused parameters: whether this rank takes part as if it
- * had used all of them, with zeros for the others, in every backward that
- * reduces and follows a forward of the unit. No at first. */
-void fsdp_unit_set_fills_unused(fsdp_unit *unit, bool fills_unused);
 /* Whether no rank had a gradient of the parameter to reduce, in the last
  * reduction; after fsdp_unit_await_unused(). False if the unit does not find
  * out. */
@@ -272,9 +270,6 @@ bool fsdp_unit_is_unused(const fsdp_unit *unit, int64_t param);
  * some parameter in it. The end of backward does so. */
 FSDP_NODISCARD fsdp_status fsdp_unit_await_unused(fsdp_unit *unit,
                                                   fsdp_error *error);
-
-/* What sums of gradients are divided by; 0: the number of ranks. */
-void fsdp_unit_set_divisor(fsdp_unit *unit, double divisor);
 
 /*
  * Unsharding at the user's request, between steps or in another unit's forward.
@@ -292,8 +287,8 @@ FSDP_NODISCARD fsdp_status fsdp_unit_wait_unshard(fsdp_unit *unit,
                                                   fsdp_error *error);
 FSDP_NODISCARD fsdp_status fsdp_unit_reshard(fsdp_unit *unit,
                                              fsdp_error *error);
-/* Whether it is unsharded at the user's request, and a forward that begins now
- * would leave it so: the user has not changed the parameters since. */
+/* Whether it is unsharded, or being so, at the user's request, and a forward
+ * that begins now would leave it so: the parameters have not changed since. */
 bool fsdp_unit_is_requested(fsdp_unit *unit);
 
 /* Shows the shards of units whose parameters a forward left shown, with what
@@ -305,18 +300,6 @@ FSDP_NODISCARD fsdp_status fsdp_engine_show_kept(fsdp_engine *engine,
 bool fsdp_unit_is_left_shown(const fsdp_unit *unit);
 /* Whether it did of some unit, and backward has not begun. */
 bool fsdp_engine_shows_kept(const fsdp_engine *engine);
-
-/* Whether the port's reduce_hook stands for the unit's reductions; it scales
- * as it sees fit. */
-void fsdp_unit_set_reduce_hook(fsdp_unit *unit, bool has_hook);
-
-/* Which calls the port's custom_run makes: some of fsdp_custom, or 0. None at
- * first. Between steps. */
-void fsdp_unit_set_custom(fsdp_unit *unit, unsigned kinds);
-
-/* Whether the port follows the unit's reductions: grads_set_aside and
- * grads_reduced. No at first. */
-void fsdp_unit_set_followed(fsdp_unit *unit, bool is_followed);
 
 /* Lets the sharded gradients go, which nobody needs any more. Their memory is
  * in use on COMPUTE only. In an engine only. Cannot fail. */

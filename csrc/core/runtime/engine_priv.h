@@ -214,13 +214,13 @@ FSDP_NODISCARD fsdp_status fsdp_engine_priv_agree(fsdp_engine *engine,
                                                   fsdp_error *error);
 /* Whether the unit's next unshard is in master dtype. */
 static inline bool fsdp_unit_priv_wants_full(const fsdp_unit *unit) {
-  return unit->wants_full && unit->has_cast;
+  return unit->settings.wants_full && unit->has_cast;
 }
 
 /* prefetch.c */
 /* Whether a prefetch for backward makes sense: not when the unit entered it. */
 static inline bool fsdp_unit_priv_is_needed_in_backward(const fsdp_unit *unit) {
-  return unit->unshards_in_backward && !unit->step.entered_backward;
+  return unit->settings.unshards_in_backward && !unit->step.entered_backward;
 }
 /* Whether the user has said what the unit prefetches. */
 static inline bool fsdp_unit_priv_has_prefetches(const fsdp_unit *unit,

@@ -132,7 +132,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   fsdp_unit_priv_unpin(unit);
   const bool is_kept =
       expects_backward &&
-      (!unit->options.reshard_after_forward ||
+      (!unit->settings.reshard_after_forward ||
        (unit == engine->root && !unit->options.reshards_as_root));
   if (!is_kept) {
     FSDP_TRY(expects_backward ? fsdp_unit_priv_part(unit, error)

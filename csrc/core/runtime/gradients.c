@@ -36,7 +36,7 @@ fsdp_status fsdp_priv_grad_kinds(fsdp_unit *const *units, size_t num_units,
     for (int64_t j = 0; j < unit->num_segments; j++) {
       const bool is_reduced =
           unit->step.is_reduce_ready && unit->segments[j].is_trainable;
-      const char letter = letters[unit->sync];
+      const char letter = letters[unit->settings.sync];
       *text++ = is_reduced ? (char)toupper(letter) : letter;
     }
   }

@@ -70,6 +70,5 @@ done:
 }
 
 bool fsdp_unit_is_requested(fsdp_unit *unit) {
-  return unit->engine != NULL && unit->state == FSDP_UNIT_UNSHARDED &&
-         fsdp_unit_priv_is_pinned(unit);
+  return unit->engine != NULL && fsdp_unit_priv_is_pinned(unit);
 }

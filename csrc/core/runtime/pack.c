@@ -107,10 +107,10 @@ static fsdp_status pack_segment(fsdp_unit *unit, int64_t segment, bool fills,
     num_items += unfilled_items(unit, segment, unit->items + num_items);
   }
   if (num_items == 0) return FSDP_OK;
-  return ops->pack(ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
-                   unit->segments[segment].options.reduce_dtype, unit->items,
-                   num_items,
-                   unit->has_reduce_hook ? 1.0 : unit->options.prescale, error);
+  return ops->pack(
+      ops->context, FSDP_LANE_COMPUTE, unit->grad_data[segment],
+      unit->segments[segment].options.reduce_dtype, unit->items, num_items,
+      unit->settings.has_reduce_hook ? 1.0 : unit->options.prescale, error);
 }
 
 void fsdp_unit_priv_release_pending(fsdp_unit *unit) {

@@ -138,15 +138,12 @@ static fsdp_status add_grad_place(fsdp_unit *unit, int64_t segment,
   fsdp_unit_segment *self = &unit->segments[segment];
   const fsdp_unit_segment segment_before = *self;
   const fsdp_unit_segment marks_before = unit->segments[unit->num_segments];
-  const int64_t grad_nbytes = unit->grad_nbytes;
-  const int64_t scratch_nbytes = unit->scratch_nbytes;
-  const int64_t partial_nbytes = unit->partial_nbytes;
-  const int64_t full_grad_nbytes = unit->full_grad_nbytes;
   fsdp_status status = FSDP_OK;
 
   if (engine != NULL) {
     fsdp_unit_priv_free_partial(unit); /* too small soon; it holds no value */
   }
+  const fsdp_unit before = *unit;
   if (!place_grads(unit, self)) {
     status = does_not_fit(unit, segment, error);
     goto done;
@@ -161,12 +158,9 @@ static fsdp_status add_grad_place(fsdp_unit *unit, int64_t segment,
   }
 done:
   if (status != FSDP_OK) { /* the unit is as it was */
+    *unit = before;
     *self = segment_before;
     unit->segments[unit->num_segments] = marks_before;
-    unit->grad_nbytes = grad_nbytes;
-    unit->scratch_nbytes = scratch_nbytes;
-    unit->partial_nbytes = partial_nbytes;
-    unit->full_grad_nbytes = full_grad_nbytes;
   }
   return status;
 }

@@ -84,11 +84,14 @@ typedef struct fsdp_unit_step {
   int64_t expected_inputs; /* and then until it is reduced */
   bool is_reduce_ready; /* reduce.c: gradient complete, reduction not issued */
   bool was_marked;      /* unused.c: in this backward, see was_used */
-  bool shows_shapes;    /* unshard.c: see fsdp_unit_set_unshard_in_backward() */
+  bool shows_shapes;    /* unshard.c: not unshards_in_backward */
 } fsdp_unit_step;
 
 struct fsdp_unit {
-  fsdp_unit_options options; /* name points at `name`, segments at `segments` */
+  /* Only what does not change: name points at `name`, segments at `segments`.
+   */
+  fsdp_unit_options options;
+  fsdp_unit_settings settings; /* the port's; engine.c: sync */
   char *name;
   fsdp_engine *engine; /* engine.c: borrowed; NULL: in no engine */
   int64_t index;       /* engine.c: in engine->units */
@@ -99,7 +102,6 @@ struct fsdp_unit {
   void *marks;       /* unused.c: their sums in host memory; NULL: never read */
   bool reads_marks;  /* unused.c: the last reduction's are there, or will be */
   bool awaits_marks; /* unused.c: they are being copied there */
-  bool fills_unused; /* unused.c: see fsdp_unit_set_fills_unused() */
   bool has_missed;   /* unused.c: a gradient, in the last reduction */
   uint8_t *was_used; /* unused.c: per parameter, by this rank in a reduction
                         of this backward */
@@ -133,9 +135,6 @@ struct fsdp_unit {
   void **param_data;     /* unshard.c: unsharded segments; valid while held */
   bool is_full;          /* unshard.c: the last unshard was in master dtype */
   bool is_of_parts;      /* unshard.c: the last unshard was of parts */
-  bool wants_full;       /* engine.c: the next one is, if there is a cast */
-  bool keeps_part;       /* engine.c: where it reshards after forward */
-  bool unshards_in_backward; /* engine.c */
 
   fsdp_prefetch_list prefetches[FSDP_NUM_PASSES]; /* prefetch.c, engine.c */
 
@@ -158,13 +157,8 @@ struct fsdp_unit {
   fsdp_pack_item *items;
 
   int64_t reduce_position; /* reduce.c: in the recorded order; -1: not there */
-  bool has_reduce_hook;    /* engine.c */
-  unsigned custom;         /* engine.c: fsdp_custom, what the port does */
-  fsdp_sync sync;          /* engine.c: what its backward does */
-  double divisor;          /* engine.c: of gradients; 0: the number of ranks */
   bool is_pinned;          /* on_demand.c: unsharded at the user's request */
   bool is_left_shown;      /* engine.c, unshard.c: UNSHARDED since a forward */
-  bool is_followed;        /* engine.c: the port acts after each reduction */
 
   /* summon.c */
   bool is_summoned;

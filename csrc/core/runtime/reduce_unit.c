@@ -61,7 +61,7 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     int64_t shard_numel = segment->layout->shard_numel;
     if (unit->grad_data[i] == NULL || shard_numel == 0) continue;
-    if ((unit->custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
+    if ((unit->settings.custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
       status = add_custom(unit, i, error);
       continue;
     }
@@ -75,7 +75,7 @@ static fsdp_status reduce_scatter_segments(fsdp_unit *unit, fsdp_error *error) {
     nbytes += shard_numel * group->world_size * dtype.itemsize;
   }
   FSDP_TRY(fsdp_engine_priv_close_launch(engine, &launch, status, error));
-  if ((unit->custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
+  if ((unit->settings.custom & FSDP_CUSTOM_REDUCE_SCATTER) != 0) {
     FSDP_TRY(run_custom(unit, FSDP_LANE_REDUCE, FSDP_CUSTOM_REDUCE_SCATTER, 1.0,
                         error));
   }
@@ -172,12 +172,13 @@ done:
  * port adds, after the reduction: followers see this backward's part alone. */
 static bool adds_to_grads(const fsdp_unit *unit) {
   return fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED) &&
-         !unit->is_followed;
+         !unit->settings.is_followed;
 }
 
 static void set_grads_aside(fsdp_unit *unit) {
   const fsdp_view_ops *views = &unit->engine->views;
-  if (unit->is_followed && fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
+  if (unit->settings.is_followed &&
+      fsdp_unit_priv_has_grads(unit, FSDP_GRADS_SHARDED)) {
     views->grads_set_aside(views->context, unit->options.owner);
   }
 }
@@ -228,8 +229,9 @@ static fsdp_event *lane_event(const fsdp_engine *engine, fsdp_lane lane) {
 static double mean_scale(const fsdp_unit *unit) {
   const double num_ranks = (double)unit->options.shard_group.world_size *
                            (double)unit->options.replica_group.world_size;
-  const double divisor = unit->divisor > 0 ? unit->divisor : num_ranks;
-  if (unit->has_reduce_hook) return 1.0;
+  const double divisor =
+      unit->settings.divisor > 0 ? unit->settings.divisor : num_ranks;
+  if (unit->settings.has_reduce_hook) return 1.0;
   return 1.0 / (unit->options.prescale * divisor);
 }
 
@@ -255,7 +257,7 @@ static fsdp_status accumulate_segments(fsdp_unit *unit, fsdp_lane lane,
                                        fsdp_lane *last_use, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
-  const bool is_scaled = (unit->custom & FSDP_CUSTOM_REDUCED) != 0;
+  const bool is_scaled = (unit->settings.custom & FSDP_CUSTOM_REDUCED) != 0;
   const double scale = is_scaled ? 1.0 : mean_scale(unit);
   fsdp_status status = FSDP_OK;
 
@@ -334,13 +336,13 @@ static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
   fsdp_lane last_use = lane;
   fsdp_status status = FSDP_OK;
 
-  if ((unit->custom & FSDP_CUSTOM_REDUCED) != 0) {
+  if ((unit->settings.custom & FSDP_CUSTOM_REDUCED) != 0) {
     FSDP_TRY(show_reduced(unit, lane, error));
   }
   FSDP_TRY(fsdp_unit_priv_read_marks(unit, lane, error));
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
-  if (unit->is_followed) {
+  if (unit->settings.is_followed) {
     FSDP_TRY(views->grads_reduced(views->context, unit->options.owner, last_use,
                                   error));
   }
@@ -353,7 +355,7 @@ fsdp_status fsdp_unit_priv_end_reduce(fsdp_unit *unit, fsdp_error *error) {
 
   fsdp_engine_priv_end_scratch(unit->engine);
   if (!fsdp_unit_priv_has_grads(unit, FSDP_GRADS_UNSHARDED)) return FSDP_OK;
-  if (unit->sync == FSDP_SYNC_SHARD) {
+  if (unit->settings.sync == FSDP_SYNC_SHARD) {
     return end_partial(unit, FSDP_LANE_COMPUTE, error);
   }
   FSDP_TRY(use_partial(unit, FSDP_LANE_COMPUTE, error)); /* unless it did */
@@ -368,11 +370,11 @@ done:
 fsdp_status fsdp_unit_priv_enqueue_reduce(fsdp_unit *unit, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const bool is_host = fsdp_engine_priv_is_host(engine);
-  const bool has_hook = unit->has_reduce_hook;
+  const bool has_hook = unit->settings.has_reduce_hook;
   const bool has_shards = unit->options.shard_group.world_size > 1;
   const bool has_replicas =
       unit->options.replica_group.world_size > 1 && !has_hook;
-  const bool is_partial = unit->sync == FSDP_SYNC_SHARD;
+  const bool is_partial = unit->settings.sync == FSDP_SYNC_SHARD;
   /* Without anything to reduce one lane is as good as another. */
   fsdp_lane lane = has_shards || has_hook || !has_replicas
                        ? FSDP_LANE_REDUCE

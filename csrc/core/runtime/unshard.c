@@ -14,18 +14,15 @@ static fsdp_dtype param_dtype(const fsdp_unit *unit, int64_t segment) {
                        : unit->segments[segment].options.param_dtype;
 }
 
-/* Where this rank's own piece of an unsharded segment lies. */
-static void *own_slot(const fsdp_unit *unit, int64_t segment) {
-  return fsdp_priv_slot(
-      unit->param_data[segment], unit->options.shard_group.rank,
-      unit->segments[segment].layout->shard_numel, param_dtype(unit, segment));
-}
-
-/* The same of its part. */
-static void *part_slot(const fsdp_unit *unit, int64_t segment) {
-  return fsdp_priv_slot(
-      unit->param_data[segment], unit->options.part_group.rank,
-      unit->segments[segment].options.part_numel, param_dtype(unit, segment));
+/* Where this rank's shard, or part, of an unsharded segment lies. */
+static void *slot_in(const fsdp_unit *unit, int64_t segment, bool of_parts) {
+  const fsdp_unit_segment *self = &unit->segments[segment];
+  const fsdp_group *group =
+      of_parts ? &unit->options.part_group : &unit->options.shard_group;
+  const int64_t numel =
+      of_parts ? self->options.part_numel : self->layout->shard_numel;
+  return fsdp_priv_slot(unit->param_data[segment], group->rank, numel,
+                        param_dtype(unit, segment));
 }
 
 static int64_t param_client(const fsdp_unit *unit) {
@@ -76,7 +73,7 @@ static fsdp_status upload_shards(fsdp_unit *unit, void *block,
     const fsdp_dtype dtype = segment->layout->dtype;
     if (segment->is_resident) continue;
     void *target = fsdp_dtype_equal(param_dtype(unit, i), dtype)
-                       ? own_slot(unit, i)
+                       ? slot_in(unit, i, false)
                        : at_nbytes(block, segment->param_stage_offset);
     FSDP_TRY(ops->copy_to_device(
         ops->context, FSDP_LANE_UPLOAD, target, segment->options.shard,
@@ -106,8 +103,8 @@ static fsdp_status cast_shards(fsdp_unit *unit, void *block,
     const void *source = offloads
                              ? at_nbytes(block, segment->param_stage_offset)
                              : segment->options.shard;
-    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, own_slot(unit, i), to,
-                       source, from, segment->layout->shard_numel, error));
+    FSDP_TRY(ops->cast(ops->context, FSDP_LANE_UNSHARD, slot_in(unit, i, false),
+                       to, source, from, segment->layout->shard_numel, error));
   }
 done:
   return status;
@@ -127,11 +124,11 @@ static fsdp_status place_parts(fsdp_unit *unit, fsdp_error *error) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const fsdp_dtype dtype = param_dtype(unit, i);
     if (segment->is_resident) continue;
-    FSDP_TRY(
-        ops->cast(ops->context, FSDP_LANE_UNSHARD, part_slot(unit, i), dtype,
-                  at_nbytes(fsdp_arena_data(engine->arena, unit->part_client),
-                            segment->part_offset),
-                  dtype, segment->options.part_numel, error));
+    FSDP_TRY(ops->cast(
+        ops->context, FSDP_LANE_UNSHARD, slot_in(unit, i, true), dtype,
+        at_nbytes(fsdp_arena_data(engine->arena, unit->part_client),
+                  segment->part_offset),
+        dtype, segment->options.part_numel, error));
   }
   FSDP_TRY(views->show_params(views->context, unit->options.owner,
                               FSDP_VIEW_SHARDED, NULL, error));
@@ -189,14 +186,14 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
   fsdp_op_log_add(&engine->log, "all_gather", unit->name);
   const fsdp_priv_span span =
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
-  const bool is_custom = (unit->custom & FSDP_CUSTOM_ALL_GATHER) != 0;
+  const bool is_custom = (unit->settings.custom & FSDP_CUSTOM_ALL_GATHER) != 0;
   int64_t nbytes = 0;
   fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD,
                                                     group, &launch, error);
   for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const fsdp_dtype dtype = param_dtype(unit, i);
-    const bool sends_shard = !unit->options.offloads &&
+    const bool sends_shard = !of_parts && !unit->options.offloads &&
                              fsdp_dtype_equal(dtype, segment->layout->dtype);
     if (segment->options.is_extended) {
       status = gather_extended(unit, i, &launch.call, &launch.ticket, error);
@@ -205,9 +202,8 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
     const int64_t numel =
         of_parts ? segment->options.part_numel : segment->layout->shard_numel;
     if (numel == 0) continue;
-    const void *input = of_parts      ? part_slot(unit, i)
-                        : sends_shard ? segment->options.shard
-                                      : own_slot(unit, i);
+    const void *input =
+        sends_shard ? segment->options.shard : slot_in(unit, i, of_parts);
     status = is_custom
                  ? views->custom_add(
                        views->context, unit->options.owner, unit->param_data[i],
@@ -451,8 +447,9 @@ fsdp_status fsdp_unit_priv_part(fsdp_unit *unit, fsdp_error *error) {
   FSDP_LOCAL_ERROR(local);
   void *block = NULL;
 
-  if (!unit->keeps_part || unit->state != FSDP_UNIT_UNSHARDED ||
-      unit->is_full || unit->part_nbytes == 0) {
+  if (!unit->settings.keeps_part || unit->options.part_group.world_size < 2 ||
+      unit->state != FSDP_UNIT_UNSHARDED || unit->is_full ||
+      unit->part_nbytes == 0) {
     return fsdp_unit_priv_reshard(unit, error);
   }
   if (unit->part_client < 0) {

@@ -50,7 +50,7 @@ fsdp_unit_segment *fsdp_unit_priv_add_marks(fsdp_unit *unit, fsdp_dtype dtype) {
 static bool is_used(const fsdp_unit *unit, int64_t param) {
   const int64_t segment =
       fsdp_flat_layout_slot(unit->options.layout, param)->segment;
-  return unit->fills_unused || unit->is_filled[param] != 0 ||
+  return unit->settings.fills_unused || unit->is_filled[param] != 0 ||
          !unit->segments[segment].is_trainable;
 }
 
@@ -126,7 +126,7 @@ fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
   const fsdp_device_ops *ops = &unit->engine->ops;
   fsdp_status status = FSDP_OK;
   if (!unit->options.finds_unused || !unit->has_missed ||
-      unit->has_reduce_hook) {
+      unit->settings.has_reduce_hook) {
     return FSDP_OK;
   }
   const fsdp_segment *layout = marks_of(unit)->layout;
@@ -167,10 +167,6 @@ bool fsdp_unit_is_unused(const fsdp_unit *unit, int64_t param) {
     if (mark[i] != 0) return false; /* sums of ones are not -0 */
   }
   return true;
-}
-
-void fsdp_unit_set_fills_unused(fsdp_unit *unit, bool fills_unused) {
-  unit->fills_unused = fills_unused;
 }
 
 void fsdp_unit_priv_free_marks(fsdp_unit *unit) {

@@ -188,9 +188,8 @@ WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
   return reduce_scatter_base_coalesced(*group.process_group, outputs, inputs);
 }
 
-// Each rank sends its part for every other rank and adds up what it got: half
-// the time of gloo's own reduce-scatter, and the sum's order is that of the
-// ranks.
+// Each rank sends its part for every other rank and adds up what it got, in the
+// order of gloo's own reduce-scatter (Note [Order of sums]) and half its time.
 // Two ranks send each other one part, and scratch holds the other's.
 Pending reduce_by_exchange(const C10dGroup &group, at::Tensor sent,
                            at::Tensor received, at::Tensor own) {
@@ -207,8 +206,15 @@ Pending reduce_by_all_to_all(const C10dGroup &group, at::Tensor sent,
                              at::Tensor received, at::Tensor own) {
   const WorkPtr work =
       all_to_all_base(*group.process_group, received, sent, {});
-  const auto sum = [received, own, world_size = group.world_size]() mutable {
-    at::sum_out(own, received.view({world_size, -1}), /*dim=*/{0});
+  const auto sum = [received, own, world_size = group.world_size,
+                    rank = group.rank]() mutable {
+    const std::vector<at::Tensor> parts = received.chunk(world_size);
+    const auto before = [&](int64_t turn) {
+      return parts[static_cast<size_t>((rank + world_size - turn) %
+                                       world_size)];
+    };
+    at::add_out(own, before(1), before(2));
+    for (int64_t turn = 3; turn <= world_size; turn++) own.add_(before(turn));
   };
   return {{work}, sum};
 }
