@@ -24,6 +24,7 @@ from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._ranks import Ranks
+from fsdp_c.checkpoint._row_parts import parts_in
 
 
 @dataclass
@@ -101,7 +102,7 @@ def collect(
             )
     states = None
     if optim is not None:
-        states = collect_states(model, optim)
+        states = collect_states(model, optim, parts=parts_in(model))
         for name, state in with_rows(states.states, contents.places, ranks).items():
             if name in mine and state.has_state:
                 _add_state(collected, name, state)

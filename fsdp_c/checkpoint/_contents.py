@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._state.parallel_parts import with_parallel_parts
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._state.rows import RowPart, parts_in
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.sessions import LoadSession
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
+from fsdp_c.checkpoint._parallel_parts import with_parallel_parts
 from fsdp_c.checkpoint._ranks import Ranks
+from fsdp_c.checkpoint._row_parts import RowPart, parts_in
 
 _EXTRA_STATE = "_extra_state"
 
@@ -174,7 +174,7 @@ def _unit(
 ) -> UnitSpec:
     layout = module._sharded.unit.layout
     slots, segments = layout.slots, layout.segments
-    group = module._sharded.config.groups.shard_group
+    group = module._sharded.groups.shard_group
     return UnitSpec(
         name=name,
         ranks=tuple(ranks.positions(group) if group is not None else [0]),

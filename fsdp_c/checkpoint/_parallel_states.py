@@ -1,4 +1,4 @@
-"""Optimizer states of :class:`fsdp_c._state.parallel_parts.ParallelPart`."""
+"""Optimizer states of :class:`fsdp_c.checkpoint._parallel_parts.ParallelPart`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ from torch import nn
 
 from fsdp_c._state.optim.agreement import packed_value, unpacked_value
 from fsdp_c._state.optim.states import ParamState
-from fsdp_c._state.parallel_parts import ParallelPart, with_parallel_parts
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._state.rows import parts_in
+from fsdp_c.checkpoint._parallel_parts import ParallelPart, with_parallel_parts
 from fsdp_c.checkpoint._ranks import Ranks
+from fsdp_c.checkpoint._row_parts import parts_in
 
 # Of one parameter: dtypes of what has one value per element, and the rest.
 _Kinds = tuple[dict[str, torch.dtype], dict[str, Any]]

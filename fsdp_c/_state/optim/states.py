@@ -6,7 +6,6 @@ each rank has its own plain state and they are normally equal. A name is one or 
 other for all parameters. Nothing here communicates.
 """
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.optim.groups import groups_by_name, groups_for_optimizer
+from fsdp_c._state.optim.groups import groups_by_name
 from fsdp_c._state.optim.keys import (
     Key,
     ParamKeys,
@@ -22,8 +21,7 @@ from fsdp_c._state.optim.keys import (
     keys_of_optimizer,
     uses_names,
 )
-from fsdp_c._state.parts import ParamPart, parts_of_params
-from fsdp_c._state.rows import parts_in
+from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
 
 
 @dataclass
@@ -62,6 +60,7 @@ def collect(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     *,
+    parts: Mapping[str, ParamPart] | None = None,
     state_dict: Mapping[str, Any] | None = None,
     keys: ParamKeys | None = None,
 ) -> OptimStates:
@@ -70,6 +69,7 @@ def collect(
     Args:
         model: The wrapped model, or one that contains wrapped modules.
         optim: Steps parameters of ``model``.
+        parts: The parameters of ``model``; those of its units if None.
         state_dict: Its state dict; ``optim.state_dict()`` if None.
         keys: The keys in ``state_dict``; those of ``optim`` if None.
 
@@ -77,7 +77,8 @@ def collect(
         ValueError: Nothing in ``model`` is wrapped, or ``optim`` steps parameters
             that are not in it.
     """
-    parts = parts_in(model)
+    if parts is None:
+        parts = find_parts(model)
     of_param = parts_of_params(parts)
     if state_dict is None:
         state_dict = optim.state_dict()
@@ -139,68 +140,6 @@ def _move_scalars(states: Collection[ParamState]) -> None:
         for name, value in list(state.plain.items()):
             if name not in plain and isinstance(value, Tensor) and value.dim() == 0:
                 state.sharded[name] = part.part_in(state.plain.pop(name).detach())
-
-
-def install(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    states: Mapping[str, ParamState],
-    param_groups: Sequence[Mapping[str, Any]] | None,
-    *,
-    others: Mapping[Any, Any] | None = None,
-) -> None:
-    """Put states into ``optim``, exactly: no dtype is converted.
-
-    ``states`` are as of :func:`collect` on this rank, ``param_groups`` have names as
-    ``params``, ``others`` is state of no parameter. The optimizer takes over the
-    tensors. A parameter without an entry will have no state, its groups stay if none
-    are given. Everything is checked first.
-    """
-    current = optim.state_dict()
-    keys = keys_of_optimizer(model, optim, is_named=uses_names(current))
-    parts = parts_in(model)
-    of_param = parts_of_params(parts)
-    check_params(keys, of_param)
-    for name, state in states.items():
-        _check_state(name, state, parts)
-    groups = copy.deepcopy(current["param_groups"])
-    if param_groups is not None:
-        groups = groups_for_optimizer(param_groups, keys, of_param, target=groups)
-    result: dict[str, Any] = {
-        "state": {**assemble(keys, of_param, states), **(others or {})},
-        "param_groups": groups,
-    }
-    exact = {
-        key: {n: v for n, v in state.items() if isinstance(v, Tensor)}
-        for key, state in result["state"].items()
-        if isinstance(state, Mapping)
-    }
-    optim.load_state_dict(result)
-    for key, param in keys.param_of_key.items():
-        for name, value in exact.get(key, {}).items():
-            loaded = optim.state[param].get(name)
-            if (
-                name != "step"  # torch.optim decides what it is
-                and isinstance(loaded, Tensor)
-                and loaded.dtype != value.dtype
-            ):
-                optim.state[param][name] = value.to(loaded.device)
-
-
-def _check_state(name: str, state: ParamState, parts: Mapping[str, ParamPart]) -> None:
-    part = parts.get(name)
-    if part is None:
-        raise ValueError(
-            f"there is optimizer state for parameter {name!r}, which is not in the "
-            "model: load it into the model that it was saved from"
-        )
-    for key, value in state.sharded.items():
-        if value.dim() != 1 or value.numel() != part.part_numel:
-            raise ValueError(
-                f"optimizer state {key!r} of parameter {name!r} has shape "
-                f"{tuple(value.shape)} on this rank, expected ({part.part_numel},): "
-                f"elements {part.begin} to {part.end} of {part.numel}"
-            )
 
 
 # Into the optimizer's own form ----------------------------------------------
