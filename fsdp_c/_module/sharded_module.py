@@ -36,7 +36,6 @@ from fsdp_c._units.foreign_groups import as_given
 from fsdp_c._units.ignored import find_ignored
 from fsdp_c._units.names import WRAPPED_MODULE, clean_name
 from fsdp_c._units.params import check_params, unsharded_params
-from fsdp_c._units.sessions import LoadSession, SummonSession
 from fsdp_c._units.wrap import auto_wrap
 
 
@@ -229,13 +228,13 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by name; the names are clean inside a summon."""
-        is_clean = self.find_session(SummonSession) is not None
+        is_clean = self._sharded.unit.is_summoned
         for name, param in super().named_parameters(*args, **kwargs):
             yield (clean_name(name) if is_clean else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers by name; the names are clean inside a summon."""
-        is_clean = self.find_session(SummonSession) is not None
+        is_clean = self._sharded.unit.is_summoned
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (clean_name(name) if is_clean else name), buffer
 
@@ -306,7 +305,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             )
         finally:
             for module in sharded_modules(self):
-                module.end_session(LoadSession)
+                module.end_load()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         state_dict, prefix, local_metadata, _, missing_keys, _, error_msgs = args

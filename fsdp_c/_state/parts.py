@@ -126,7 +126,7 @@ class ParamPart:
         """The group over which it is sharded; None if each rank has the whole."""
         if self.module is None:
             return None
-        return self.module._sharded.config.groups.shard_group
+        return self.module._sharded.groups.shard_group
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -208,7 +208,7 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
             its_parts = unit_parts(module, clean_name(f"{name}.") if name else "")
             parts += its_parts
             known.update(part.param for part in its_parts)
-            known.update(use.param for use in module._sharded.originals.uses)
+            known.update(use.param for use in module._sharded.uses)
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in known:
@@ -263,7 +263,7 @@ def unit_parts(
     if as_shown and unit.is_summoned:
         flat_params = []
     slots = unit.slots
-    is_sharded = module._sharded.config.groups.shard_group is not None
+    is_sharded = module._sharded.groups.shard_group is not None
     shapes = [its_uses[0].shape for its_uses in uses.values()]
     spread = Spread(shapes, unit.layout if is_sharded else None, module.world_size)
     parts = []
@@ -307,6 +307,12 @@ def parts_of_params(
     return found
 
 
+def named_parts(module: ShardedModule) -> dict[str, ParamPart]:
+    """Return the parts of one unit as they are shown, by all names in its module."""
+    in_order = unit_parts(module, as_shown=True)
+    return {name: in_order[use.slot] for name, use in named_uses(module)}
+
+
 def named_uses(module: ShardedModule) -> list[tuple[str, ParamUse]]:
     """Return every place of a unit's parameters: clean name, and its use.
 
@@ -314,7 +320,7 @@ def named_uses(module: ShardedModule) -> list[tuple[str, ParamUse]]:
     the state dict of the unwrapped model; the names begin at the wrapped module.
     """
     uses: dict[nn.Module, list[ParamUse]] = {}
-    for use in module._sharded.originals.uses:
+    for use in module._sharded.uses:
         uses.setdefault(use.module, []).append(use)
     return [
         (clean_name(f"{prefix}.{use.name}" if prefix else use.name), use)

@@ -1,14 +1,15 @@
 """What a wrapped module knows of itself; all that changes it is here.
 
 Everything else reads: the frozen value :class:`ShardedUnit`, which engine runs the
-module, and the sessions (a load, a save, a summon) that the module is in.
+module, and the load that it is in.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -26,11 +27,10 @@ from torch.distributed.fsdp.api import (
 from fsdp_c import _native
 from fsdp_c._units.buffers import UnitBuffers
 from fsdp_c._units.config import Config
+from fsdp_c._units.groups import Groups
 from fsdp_c._units.names import WRAPPED_MODULE
 from fsdp_c._units.originals import Originals
-from fsdp_c._units.sessions import Session
-
-_Session = TypeVar("_Session", bound=Session)
+from fsdp_c._units.uses import ParamUse
 
 
 class Ignored(NamedTuple):
@@ -65,6 +65,16 @@ class ShardedUnit:
         """The unit's name, for messages."""
         return self.unit.name
 
+    @property
+    def groups(self) -> Groups:
+        """The process groups that it communicates over."""
+        return self.config.groups
+
+    @property
+    def uses(self) -> tuple[ParamUse, ...]:
+        """Where its parameters are, in its order."""
+        return self.originals.uses
+
 
 class Running(NamedTuple):
     """The engine of some wrapped modules."""
@@ -72,6 +82,23 @@ class Running(NamedTuple):
     engine: _native.Engine
     root: "weakref.ref[ShardedModule]"
     members: "WeakSet[ShardedModule]"
+
+
+@dataclass(slots=True)
+class Load:
+    """One module's part of a load_state_dict().
+
+    Attributes:
+        modules: All wrapped modules of the call, the outermost first.
+        is_checked: The state dict fits all of them.
+        stack: Puts back what loading into the module's unit changed.
+        error_msgs: What load_state_dict() collects; None until the module's turn.
+    """
+
+    modules: "tuple[ShardedModule, ...]"
+    is_checked: bool
+    stack: ExitStack = field(default_factory=ExitStack)
+    error_msgs: list[str] | None = None
 
 
 class ShardedModule(nn.Module):
@@ -86,7 +113,7 @@ class ShardedModule(nn.Module):
     process_group: ProcessGroup
     _sharded: ShardedUnit
     _running: Running | None  # None until the first call
-    _sessions: dict[type[Session], Any]  # by class
+    _load: Load | None  # None outside of load_state_dict()
     # FSDP1's names for what register_comm_hook was given.
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: Any
@@ -114,11 +141,10 @@ class ShardedModule(nn.Module):
         self.adopt_unit(module, sharded)
 
     def adopt_unit(self, module: nn.Module, sharded: ShardedUnit) -> None:
-        """Go on with the unit of ``module``, in no engine and no session."""
+        """Go on with the unit of ``module``, in no engine and no load."""
         self._modules[WRAPPED_MODULE] = module
         self._sharded = sharded
-        self._running = None
-        self._sessions = {}
+        self._running = self._load = None
         unit, config = sharded.unit, sharded.config
         unit.full_precision = config.full_precision_in_eval and not module.training
         if self._comm_hook is not None:
@@ -133,8 +159,7 @@ class ShardedModule(nn.Module):
         their shards.
         """
         sharded = replace(self._sharded, unit=None)  # type: ignore[arg-type]
-        for kind in list(self._sessions):
-            self.end_session(kind)
+        self.end_load()
         sharded.originals.unbind()
         del self._sharded
         unit = make_unit()
@@ -177,22 +202,16 @@ class ShardedModule(nn.Module):
         """Let ``settings`` say what ``state_dict()`` returns."""
         self._state_dict_settings = settings
 
-    # Sessions --------------------------------------------------------------
+    def begin_load(self, load: Load) -> None:
+        """Take part in a load_state_dict(); an earlier one has ended."""
+        self.end_load()
+        self._load = load
 
-    def find_session(self, kind: type[_Session]) -> _Session | None:
-        """Return the session of class ``kind`` that the module is in."""
-        return self._sessions.get(kind)
-
-    def begin_session(self, session: Session) -> None:
-        """Enter ``session``; one of its class ends."""
-        self.end_session(type(session))
-        self._sessions[type(session)] = session
-
-    def end_session(self, kind: type[Session]) -> None:
-        """Leave the session of class ``kind``, if the module is in one."""
-        session = self._sessions.pop(kind, None)
-        if session is not None:
-            session.close()
+    def end_load(self) -> None:
+        """Keep what was loaded, if the module is in a load."""
+        load, self._load = self._load, None
+        if load is not None:
+            load.stack.close()
 
     # Looking ---------------------------------------------------------------
 
@@ -211,7 +230,7 @@ class ShardedModule(nn.Module):
     @property
     def shard_rank(self) -> int:
         """This rank in the sharding group; 0 where nothing is sharded."""
-        return self._sharded.config.groups.shard_rank
+        return self._sharded.groups.shard_rank
 
     @property
     def dtensor_mesh(self) -> DeviceMesh:

@@ -1,5 +1,6 @@
 """Original and flat parameters of a unit: which of them the module registers."""
 
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +85,6 @@ class Originals:
     ) -> None:
         self._rank = rank
         self._module = module
-        self._unit = unit
         self.uses = tuple(uses)
         self.parallel = parallel
         self._hides = not use_orig_params
@@ -100,43 +100,33 @@ class Originals:
             if not is_unsafe
             and type(use.module).__setattr__ is not nn.Module.__setattr__
         )
-        parallel.bind(unit, self.uses)
-        if self._hides:
-            self._bind(self.make_flat_params())
-        self._arrange()
-        self._watch()
+        self.rebind(unit)
 
     def unbind(self) -> None:
         """Let go of the unit; :meth:`rebind` must follow."""
         del self._unit
 
     def rebind(self, unit: _native.Unit) -> None:
-        """Go on with ``unit``, which shards the same parameters in another form.
+        """Go on with ``unit``, which shards the parameters, maybe in another form.
 
         Flat parameters stay the same objects, unless their number changes.
         """
         self._unit = unit
         self.parallel.bind(unit, self.uses)
-        self._watch()
-        if not self._hides:
-            self._arrange()
-            return
-        new = self.make_flat_params()
-        old = self.flat_params()
-        if len(old) == len(new):
-            for flat_param, like in zip(old, new, strict=True):
-                flat_param.become(like)
-            new = old
-        for name in self._flat_params:
-            self._module._parameters.pop(name, None)
-        self._bind(new)
+        if self._hides:
+            new, old = self.make_flat_params(), self.flat_params()
+            if len(old) == len(new):
+                for flat_param, like in zip(old, new, strict=True):
+                    flat_param.become(like)
+                new = old
+            for name in self._flat_params:
+                self._module._parameters.pop(name, None)
+            self._flat_params = {
+                flat_param_name(segment): param for segment, param in enumerate(new)
+            }
+            unit.bind_flat_params(new)
         self._arrange()
-
-    def _bind(self, flat_params: Sequence[FlatParameter]) -> None:
-        self._flat_params = {
-            flat_param_name(segment): param for segment, param in enumerate(flat_params)
-        }
-        self._unit.bind_flat_params(list(flat_params))
+        self._watch()
 
     def make_flat_params(self) -> list[FlatParameter]:
         """Return a new flat parameter over the shard of each segment."""
@@ -216,17 +206,13 @@ class Originals:
         parameter, one that is gone, or of another dtype or size is an error.
         """
         is_hidden = self._hides and self._num_shows == 0
-        current = [
-            (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)
-            for use in self.uses
-        ]
-        current = [
-            use.param if self.parallel.stands_for(now, use.param) else now
-            for now, use in zip(current, self.uses, strict=True)
-        ]
-        if any(
-            now is not use.param for now, use in zip(current, self.uses, strict=True)
-        ):
+        current = []
+        for use in self.uses:
+            registered: Any = use.module._parameters
+            now = (use.module.__dict__ if is_hidden else registered).get(use.name)
+            is_same = self.parallel.stands_for(now, use.param)
+            current.append(use.param if is_same else now)
+        if any(map(operator.is_not, current, (use.param for use in self.uses))):
             self._take_over(current)
 
     def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:

@@ -175,11 +175,14 @@ class ParallelParams:
 # The values of state dicts -------------------------------------------------------
 
 
-def to_state(value: Any, cut: Cut) -> DTensor:
+def to_state(value: Any, cut: Cut | None) -> Any:
     """Return the DTensor for a state dict of what the unit's part of it is.
 
-    ``value`` is the whole local tensor, or a DTensor of it in rows.
+    ``value`` is the whole local tensor, or a DTensor of it in rows. Without a cut it
+    is what the state dict has.
     """
+    if cut is None:
+        return value
     assert cut.parallel is not None
     if isinstance(value, DTensor):
         return as_dtensor(local_of(value), cut.shape, cut.mesh, cut.placements)

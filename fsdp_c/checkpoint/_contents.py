@@ -12,7 +12,6 @@ from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.sessions import LoadSession
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
@@ -120,7 +119,7 @@ def find_contents(model: nn.Module) -> Contents:
     for module in sharded_modules(model):
         if (
             module._sharded.unit.is_summoned
-            or module.find_session(LoadSession) is not None
+            or module._load is not None
             or module.is_in_step
         ):
             raise RuntimeError(

@@ -131,7 +131,7 @@ def check_params(
         hidden = {
             use.param: use.fqn
             for its_parts in parts_of_param.values()
-            for use in its_parts[0].over._sharded.originals.uses
+            for use in its_parts[0].over._sharded.uses
             if its_parts[0].is_flat
         }
         what = (

@@ -169,7 +169,7 @@ def _compare(
     sharded = [] if wanted is None else _sharded_states(wanted)
     names = [(part.fqn, key, info) for part, _, key, info in sharded]
     digest = hashlib.sha256(repr(names).encode()).hexdigest()
-    groups = [each._sharded.config.groups.process_group for each in modules]
+    groups = [each._sharded.groups.process_group for each in modules]
     groups = list(dict.fromkeys(groups)) if is_sharded or sharded else []
     what = "comparison of optimizer states to load"
     gathered = gather_reports(groups, lambda _: digest, error, what)
@@ -212,13 +212,13 @@ def _receive(
 
 
 def _is_first(module: ShardedModule) -> bool:
-    return module._sharded.config.groups.process_group.rank() == 0 and (
+    return module._sharded.groups.process_group.rank() == 0 and (
         _is_in_first_replica(module)
     )
 
 
 def _is_in_first_replica(module: ShardedModule) -> bool:
-    replicas = module._sharded.config.groups.inter_node_group
+    replicas = module._sharded.groups.inter_node_group
     return replicas is None or replicas.rank() == 0
 
 
@@ -238,7 +238,7 @@ def _header_from_first(
             content = [_read_whole(modules, state_dict or {}, parts)]
         except Exception as error:  # the other ranks wait for it
             content = [error]
-    groups = modules[0]._sharded.config.groups
+    groups = modules[0]._sharded.groups
     path = [groups.process_group] if group is None else [group]
     if group is None and groups.inter_node_group and groups.process_group.rank() == 0:
         path.insert(0, groups.inter_node_group)  # to rank 0 of each replica
@@ -287,7 +287,7 @@ def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
     _receive(wanted, items)
     for each in wanted.values():
         part = each.state.part
-        replicas = part.over._sharded.config.groups.inter_node_group
+        replicas = part.over._sharded.groups.inter_node_group
         if replicas is not None and replicas.size() > 1:
             numels = [*[0] * part.index, part.part_numel]
             held = Placement.on_ranks(numels, 0, 1)

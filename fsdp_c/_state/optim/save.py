@@ -54,7 +54,7 @@ def save(
     form = Form(shards, first, offload_to_cpu, use_dtensor)
     groups = [
         each
-        for each in dict.fromkeys(m._sharded.config.groups.shard_group for m in modules)
+        for each in dict.fromkeys(m._sharded.groups.shard_group for m in modules)
         if each is not None
         and (first is None or first in dist.get_process_group_ranks(each))
     ]
@@ -86,7 +86,7 @@ def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int
         return dist.get_global_rank(group, 0)
     if not modules:
         return None
-    groups = modules[0]._sharded.config.groups
+    groups = modules[0]._sharded.groups
     if groups.inter_node_group is not None and groups.inter_node_group.rank() != 0:
         return -1  # another replica has it
     return dist.get_global_rank(groups.process_group, 0)
