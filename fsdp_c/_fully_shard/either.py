@@ -191,7 +191,7 @@ def reset(model: nn.Module) -> None:
     for engine in engines_in(model):
         engine.reset()
     for each in sharded_modules(model):
-        each.end_load()
+        each.end_state_dict_load()
 
 
 def _groups(model: nn.Module) -> dict[Group, str]:

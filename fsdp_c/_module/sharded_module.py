@@ -305,7 +305,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             )
         finally:
             for module in sharded_modules(self):
-                module.end_load()
+                module.end_state_dict_load()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         state_dict, prefix, local_metadata, _, missing_keys, _, error_msgs = args

@@ -1,9 +1,9 @@
 """Parts: what this rank holds of every parameter of a model, and what all ranks do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,9 @@ class ParamPart:
     spread: Spread
     cut: Cut | None = field(default=None, kw_only=True)
 
+    # Each rank has rows and, even with none, a state: of DTensors.
+    is_rows: ClassVar[bool] = False
+
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
@@ -114,12 +117,7 @@ class ParamPart:
     @property
     def is_in_unit(self) -> bool:
         """Whether a unit has it."""
-        return self.module is not None
-
-    @property
-    def is_rows(self) -> bool:
-        """Whether each rank has rows and, even with none, a state: of DTensors."""
-        return False
+        return self.module is not None or self.is_rows
 
     @property
     def shard_group(self) -> ProcessGroup | None:
@@ -150,11 +148,6 @@ class ParamPart:
             is_summoned = flat.numel() != self.part_numel
             return flat[self.begin : self.end] if is_summoned else flat
         return self.part_in(values)
-
-    @property
-    def communicates(self) -> bool:
-        """Whether :meth:`values` is a collective of all that hold the model."""
-        return False
 
     def as_state(self, values: Tensor) -> Tensor:
         """Return an optimizer's state for this rank's part, of its 1-D values."""
@@ -288,23 +281,6 @@ def unit_parts(
             )
         )
     return parts
-
-
-def parts_of_params(
-    parts: Mapping[str, ParamPart],
-) -> dict[nn.Parameter, list[ParamPart]]:
-    """Return the parts by the parameter that the optimizer steps.
-
-    Those of a flat parameter are in the order of their elements.
-    """
-    found: dict[nn.Parameter, list[ParamPart]] = {}
-    for part in parts.values():
-        found.setdefault(part.param, []).append(part)
-    for its_parts in found.values():
-        if len(its_parts) > 1:
-            slots = its_parts[0].over._sharded.unit.slots
-            its_parts.sort(key=lambda part: slots[part.index][1])
-    return found
 
 
 def named_parts(module: ShardedModule) -> dict[str, ParamPart]:

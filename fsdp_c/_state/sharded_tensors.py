@@ -96,12 +96,8 @@ def sharded_tensor_of(
 ) -> ShardedTensor:
     """Return a ShardedTensor over the sharding group, without communication.
 
-    Args:
-        module: A wrapped module.
-        local: This rank's part, which may have no elements.
-        shape: Of the whole tensor.
-        parts: Offsets and sizes of the ranks' parts, by rank. A rank whose part has
-            no elements does not stand in the metadata.
+    ``parts`` are offsets and sizes of the ranks' parts; one without elements does not
+    stand in the metadata. ``local`` is this rank's part of the whole of ``shape``.
     """
     group, mine = module.process_group, dist.get_rank()
     metadata, shards = [], []

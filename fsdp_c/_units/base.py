@@ -159,7 +159,7 @@ class ShardedModule(nn.Module):
         their shards.
         """
         sharded = replace(self._sharded, unit=None)  # type: ignore[arg-type]
-        self.end_load()
+        self.end_state_dict_load()
         sharded.originals.unbind()
         del self._sharded
         unit = make_unit()
@@ -202,12 +202,12 @@ class ShardedModule(nn.Module):
         """Let ``settings`` say what ``state_dict()`` returns."""
         self._state_dict_settings = settings
 
-    def begin_load(self, load: Load) -> None:
+    def begin_state_dict_load(self, load: Load) -> None:
         """Take part in a load_state_dict(); an earlier one has ended."""
-        self.end_load()
+        self.end_state_dict_load()
         self._load = load
 
-    def end_load(self) -> None:
+    def end_state_dict_load(self) -> None:
         """Keep what was loaded, if the module is in a load."""
         load, self._load = self._load, None
         if load is not None:

@@ -15,13 +15,10 @@ from fsdp_c._units.names import clean_name
 
 
 class UnitBuffers:
-    """The floating buffers of one unit, and their dtypes before any cast.
+    """The floating buffers of a unit's own modules, and their dtypes before any cast.
 
-    Args:
-        module: The wrapped module.
-        own_modules: It and what is in it, without nested units and ignored modules.
-        dtype: The dtype for compute; a floating one.
-        is_full_in_eval: Whether eval mode computes in the original dtypes.
+    Compute is in ``dtype``, or in eval mode, with ``is_full_in_eval``, in the original
+    ones.
 
     Source:
         ``_get_buffers_and_dtypes_for_computation``,

@@ -37,6 +37,16 @@ class Groups(NamedTuple):
         """This rank in the sharding group; 0 where nothing is sharded."""
         return 0 if self.shard_group is None else self.shard_group.rank()
 
+    @property
+    def is_in_first_replica(self) -> bool:
+        """Whether this rank is in the replica that contains the first rank."""
+        return self.inter_node_group is None or self.inter_node_group.rank() == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all."""
+        return self.process_group.rank() == 0 and self.is_in_first_replica
+
 
 def choose_groups(
     process_group: Any,

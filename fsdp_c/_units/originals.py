@@ -62,15 +62,8 @@ class Originals:
     With use_orig_params=True the module keeps them registered and nothing here
     changes that. Otherwise they are *hidden*: moved from ``module._parameters``
     to ``module.__dict__``, the same objects, so that ``module.weight`` still
-    finds them; and a flat parameter per segment is registered instead.
-
-    Args:
-        module: The wrapped module; flat parameters are registered on it.
-        unit: Its native unit.
-        uses: Where the parameters are, in the unit's order.
-        parallel: Which of them stand for tensor parallel DTensors.
-        use_orig_params: As in the constructor of FSDP.
-        rank: This rank in the sharding group.
+    finds them; and a flat parameter per segment is registered on the wrapped
+    ``module``. ``rank`` is this one in the sharding group.
     """
 
     def __init__(

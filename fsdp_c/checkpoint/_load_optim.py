@@ -8,19 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_c._state.optim.groups import groups_for_optimizer
-from fsdp_c._state.optim.keys import (
-    ParamKeys,
-    check_params,
-    keys_of_optimizer,
-    uses_names,
-)
+from fsdp_c._state.optim.keys import ParamKeys, keys_of_optimizer, uses_names
 from fsdp_c._state.optim.states import ParamState, assemble
 from fsdp_c._state.optim.states import collect as collect_states
-from fsdp_c._state.parts import ParamPart, parts_of_params
+from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
 from fsdp_c.checkpoint._memory import is_direct
-from fsdp_c.checkpoint._parallel_states import held_of_rows, rows_to_read
+from fsdp_c.checkpoint._parallel_parts import held_of_rows, rows_to_read
 from fsdp_c.checkpoint._plain import decode, tensor_keys
 from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
 from fsdp_c.checkpoint._row_parts import parts_in
@@ -262,13 +257,11 @@ class OptimLoad:
         current = self._optim.state_dict()
         keys = keys_of_optimizer(self._model, self._optim, is_named=uses_names(current))
         parts = {fqn: state.part for fqn, state in self._held.items()}
-        of_param = parts_of_params(parts)
-        check_params(keys, of_param)
-        groups = groups_for_optimizer(
-            self._groups, keys, of_param, target=current["param_groups"]
-        )
+        keys = keys.with_parts(parts)
+        target = current["param_groups"]
+        groups = groups_for_optimizer(self._groups, keys, target=target)
         held = held_of_rows(states, self._held)
-        return keys, {"state": assemble(keys, of_param, held), "param_groups": groups}
+        return keys, {"state": assemble(keys, held), "param_groups": groups}
 
     # Install ----------------------------------------------------------------
 

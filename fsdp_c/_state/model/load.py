@@ -81,7 +81,7 @@ def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
     if load is None or load.error_msgs is None:
         return
     if load.modules[0] is not module:
-        module.end_load()
+        module.end_state_dict_load()
         return
     _end_tree(module)
     for names in (
@@ -94,7 +94,7 @@ def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
 
 def _end_tree(module: ShardedModule) -> None:
     for each in () if module._load is None else module._load.modules:
-        each.end_load()
+        each.end_state_dict_load()
 
 
 # Check ------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def _end_tree(module: ShardedModule) -> None:
 def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> Load:
     """Check, for all units in ``module``, that what ``state_dict`` has fits."""
     for each in sharded_modules(module):
-        each.end_load()  # one that an exception has left
+        each.end_state_dict_load()  # one that an exception has left
     modules = check_tree(module, "load_state_dict")
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
@@ -122,7 +122,7 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
     _raise_problems(module, problems, on_any_rank=communicates)
     loads = [Load(tuple(modules), is_plain) for _ in modules]
     for each, load in zip(modules, loads, strict=True):
-        each.begin_load(load)
+        each.begin_state_dict_load(load)
     return loads[0]
 
 

@@ -87,7 +87,7 @@ def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int
     if not modules:
         return None
     groups = modules[0]._sharded.groups
-    if groups.inter_node_group is not None and groups.inter_node_group.rank() != 0:
+    if not groups.is_in_first_replica:
         return -1  # another replica has it
     return dist.get_global_rank(groups.process_group, 0)
 

@@ -14,14 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_c._state.optim.groups import groups_by_name
-from fsdp_c._state.optim.keys import (
-    Key,
-    ParamKeys,
-    check_params,
-    keys_of_optimizer,
-    uses_names,
-)
-from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
+from fsdp_c._state.optim.keys import Key, ParamKeys, keys_of_optimizer, uses_names
+from fsdp_c._state.parts import ParamPart, find_parts
 
 
 @dataclass
@@ -66,12 +60,8 @@ def collect(
 ) -> OptimStates:
     """Return the states of ``optim`` by parameter name; the tensors are its own.
 
-    Args:
-        model: The wrapped model, or one that contains wrapped modules.
-        optim: Steps parameters of ``model``.
-        parts: The parameters of ``model``; those of its units if None.
-        state_dict: Its state dict; ``optim.state_dict()`` if None.
-        keys: The keys in ``state_dict``; those of ``optim`` if None.
+    By default ``parts`` are those of the units in ``model``, ``state_dict`` is
+    ``optim.state_dict()``, and ``keys`` are those in it.
 
     Raises:
         ValueError: Nothing in ``model`` is wrapped, or ``optim`` steps parameters
@@ -79,21 +69,20 @@ def collect(
     """
     if parts is None:
         parts = find_parts(model)
-    of_param = parts_of_params(parts)
     if state_dict is None:
         state_dict = optim.state_dict()
     if keys is None:
         keys = keys_of_optimizer(model, optim, is_named=uses_names(state_dict))
-    check_params(keys, of_param)
+    keys = keys.with_parts(parts)
     given: Mapping[Any, Any] = state_dict.get("state", {})
     plain = {
         name
-        for key, param in keys.param_of_key.items()
+        for key, its_parts in keys.parts.items()
         for name, value in (given.get(key) or {}).items()
         if isinstance(value, Tensor)
         and value.dim() > 0
         and value.numel() > 0
-        and not _fits(value, of_param[param][0])
+        and not _fits(value, its_parts[0])
     }
     states: dict[str, ParamState] = {}
     for fqn, part in parts.items():
@@ -110,7 +99,7 @@ def collect(
     _move_scalars(states.values())
     return OptimStates(
         states,
-        groups_by_name(state_dict, keys, of_param),
+        groups_by_name(state_dict, keys),
         {k: v for k, v in given.items() if k not in keys.param_of_key},
     )
 
@@ -145,11 +134,7 @@ def _move_scalars(states: Collection[ParamState]) -> None:
 # Into the optimizer's own form ----------------------------------------------
 
 
-def assemble(
-    keys: ParamKeys,
-    parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]],
-    states: Mapping[str, ParamState],
-) -> dict[Key, Any]:
+def assemble(keys: ParamKeys, states: Mapping[str, ParamState]) -> dict[Key, Any]:
     """Return the "state" of an optimizer's state dict on this rank.
 
     A parameter of which this rank holds nothing has none, as if stepped here, unless
@@ -157,14 +142,13 @@ def assemble(
     differ in their plain state, or in the dtype of their sharded state.
     """
     result: dict[Key, Any] = {}
-    for key, param in keys.param_of_key.items():
-        parts = parts_of_param[param]
+    for key, parts in keys.parts.items():
         given = [states.get(part.fqn) for part in parts]
         present = [state for state in given if state is not None and state.has_state]
         if not present:
             continue
         if parts[0].is_flat:
-            result[key] = _flat_state(param, parts, given)
+            result[key] = _flat_state(parts, given)
         else:
             state = present[0]
             result[key] = {
@@ -175,11 +159,10 @@ def assemble(
 
 
 def _flat_state(
-    param: nn.Parameter,
-    parts: Sequence[ParamPart],
-    given: Sequence[ParamState | None],
+    parts: Sequence[ParamPart], given: Sequence[ParamState | None]
 ) -> dict[str, Any]:
     """Return the state of a flat parameter; zeros where a parameter has none."""
+    param = parts[0].param
     states = [
         ParamState(part) if state is None else state
         for part, state in zip(parts, given, strict=True)
