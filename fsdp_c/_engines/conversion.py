@@ -33,12 +33,7 @@ def convert(
         return
     with ExitStack() as stack:
         for each in modules:
-            if each._sharded.buffers is not None:
-                stack.enter_context(
-                    each._sharded.buffers.in_original_dtypes(
-                        is_training=each.wrapped.training
-                    )
-                )
+            stack.enter_context(each._sharded.buffers.in_original_dtypes())
         for current in module.modules():
             _convert_unsharded(current, fn)
 

@@ -202,8 +202,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         super().train(mode)
         sharded = self._sharded
         sharded.unit.full_precision = sharded.config.full_precision_in_eval and not mode
-        if sharded.buffers is not None:
-            sharded.buffers.follow(is_training=mode)
+        sharded.buffers.follow(is_training=mode)
         return self
 
     # Whole parameters ------------------------------------------------------

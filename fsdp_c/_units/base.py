@@ -51,14 +51,14 @@ class ShardedUnit:
         config: The constructor's arguments; process groups are in it.
         originals: The original parameters and the flat ones.
         ignored: What the module leaves alone.
-        buffers: The buffers that are cast; None without ``buffer_dtype``.
+        buffers: The buffers that are cast for compute.
     """
 
     unit: _native.Unit
     config: Config
     originals: Originals
     ignored: Ignored
-    buffers: UnitBuffers | None
+    buffers: UnitBuffers
 
     @property
     def name(self) -> str:
@@ -169,9 +169,8 @@ class ShardedModule(nn.Module):
     def join_engine(self, running: Running | None) -> None:
         """Run in another engine, or in none until the next call."""
         self._running = running
-        buffers = self._sharded.buffers
-        if running is not None and buffers is not None:
-            buffers.activate(is_training=self.wrapped.training)
+        if running is not None:
+            self._sharded.buffers.activate()
 
     def adopt_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the unit's gradients."""

@@ -79,14 +79,12 @@ def take_unit(
     """
     for use in uses:
         mark_sharded(use.param, unit.name)
-    buffers = None
-    if config.mixed_precision.buffer_dtype is not None:
-        buffers = UnitBuffers(
-            module,
-            [current for _, current in own_modules(module, ignored.modules)],
-            dtype=config.mixed_precision.buffer_dtype,
-            is_full_in_eval=config.full_precision_in_eval,
-        )
+    buffers = UnitBuffers(
+        module,
+        [current for _, current in own_modules(module, ignored.modules)],
+        dtype=config.mixed_precision.buffer_dtype,
+        is_full_in_eval=config.full_precision_in_eval,
+    )
     originals = Originals(
         module,
         unit,

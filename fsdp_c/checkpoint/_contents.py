@@ -143,7 +143,7 @@ def _buffers(model: nn.Module) -> Iterator[Buffer]:
     dtypes: dict[str, torch.dtype] = {}
     names: dict[Tensor, list[str]] = {}
     for prefix, module in _named_modules(model):
-        if isinstance(module, ShardedModule) and module._sharded.buffers is not None:
+        if isinstance(module, ShardedModule):
             for name, dtype in module._sharded.buffers.original_dtypes.items():
                 dtypes[prefix + name] = dtype
         for name, buffer in module._buffers.items():

@@ -339,9 +339,7 @@ def _convert_rest(
     module: ShardedModule, target: dict[str, Any], prefix: str, *, offload_to_cpu: bool
 ) -> None:
     """Give buffers the dtype from before ``buffer_dtype``; offload plain tensors."""
-    buffers = module._sharded.buffers
-    dtypes = {} if buffers is None else buffers.original_dtypes
-    for name, dtype in dtypes.items():
+    for name, dtype in module._sharded.buffers.original_dtypes.items():
         value = target.get(f"{prefix}{name}")
         if isinstance(value, Tensor) and value.dtype != dtype:
             target[f"{prefix}{name}"] = value.to(dtype)
