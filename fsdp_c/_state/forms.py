@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp.api import OptimStateDictConfig, StateDictConfig
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, Move, exchange
@@ -42,6 +43,18 @@ class Form:
     first: int | None = None
     offload_to_cpu: bool = True
     use_dtensor: bool | None = None
+
+    @classmethod
+    def of_config(
+        cls,
+        config: StateDictConfig | OptimStateDictConfig,
+        *,
+        shards: bool,
+        first: int | None,
+    ) -> "Form":
+        """Return the form that a config asks for."""
+        use_dtensor = getattr(config, "_use_dtensor", False) or None
+        return cls(shards, first, config.offload_to_cpu, use_dtensor)
 
     @property
     def is_wanted(self) -> bool:

@@ -87,12 +87,8 @@ def _form_of(module: ShardedModule, kind: StateDictType) -> Form:
     first = None
     if getattr(config, "rank0_only", False):
         first = dist.get_global_rank(module.process_group, 0)
-    return Form(
-        kind is StateDictType.SHARDED_STATE_DICT,
-        first,
-        config.offload_to_cpu,
-        getattr(config, "_use_dtensor", None),
-    )
+    shards = kind is StateDictType.SHARDED_STATE_DICT
+    return Form.of_config(config, shards=shards, first=first)
 
 
 def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import (
+    FullOptimStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     StateDictType,
@@ -105,16 +106,7 @@ class OptimStateMethods:
                 offload_to_cpu=config.offload_to_cpu,
                 state_dict=optim_state_dict,
             )
-        return save(
-            model,
-            optim,
-            shards=kind is StateDictType.SHARDED_STATE_DICT,
-            rank0_only=getattr(config, "rank0_only", False),
-            offload_to_cpu=config.offload_to_cpu,
-            use_dtensor=getattr(config, "_use_dtensor", False) or None,
-            group=group,
-            state_dict=optim_state_dict,
-        )
+        return save(model, optim, config, group=group, state_dict=optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -187,7 +179,8 @@ class OptimStateMethods:
         """
         _warn_of_name("full_optim_state_dict", "optim_state_dict", optim_input)
         keys = None if optim_input is None else keys_of_input(model, optim_input)
-        return save(model, optim, rank0_only=rank0_only, group=group, keys=keys)
+        config = FullOptimStateDictConfig(rank0_only=rank0_only)
+        return save(model, optim, config, group=group, keys=keys)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -197,7 +190,7 @@ class OptimStateMethods:
     ) -> dict[str, Any]:
         """Return :meth:`optim_state_dict` as SHARDED, in host memory."""
         _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
-        return save(model, optim, shards=True, group=group)
+        return save(model, optim, ShardedOptimStateDictConfig(), group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(
