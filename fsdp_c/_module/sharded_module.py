@@ -132,8 +132,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
                 stacklevel=3,
             )
         ignored = find_ignored(module, config)
-        device_mesh = arguments.get("device_mesh")
-        check_params(module, ignored.params, device_mesh)
+        check_params(module, ignored.params, config.device_mesh)
         group = config.groups.process_group
         device = choose_device(
             config.device_id, unsharded_params(module, ignored.params), group
@@ -148,7 +147,6 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             device,
             name=name or type(module).__name__,
             left_out=left_out,
-            device_mesh=device_mesh,
         )
         self.process_group = as_given(group)
         self.rank = group.rank()
@@ -161,7 +159,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         self.forward_prefetch = config.forward_prefetch
         self.limit_all_gathers = config.limit_all_gathers
         self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
-        self.adopt_module(module, sharded, device_mesh)
+        self.adopt_module(module, sharded)
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )

@@ -73,7 +73,7 @@ def wrap_chunk(
     Its memory is used. ``use_dtensor=None``: where the module has a device mesh.
     """
     if use_dtensor is None:
-        use_dtensor = module._device_mesh is not None
+        use_dtensor = module._sharded.config.device_mesh is not None
     if not use_dtensor:
         rows = [
             rows_of(shape[0], module.world_size, rank)

@@ -122,13 +122,10 @@ class ShardedModule(nn.Module):
     # Methods that run like forward; see fsdp_c._engines.forward_methods.
     _forward_methods: frozenset[str]
     _state_dict_settings: StateDictSettings
-    # As given; and what stands in for it where a DTensor needs one.
-    _device_mesh: DeviceMesh | None
+    # What stands in for the device mesh where a DTensor needs one.
     _group_mesh: DeviceMesh | None
 
-    def adopt_module(
-        self, module: nn.Module, sharded: ShardedUnit, device_mesh: DeviceMesh | None
-    ) -> None:
+    def adopt_module(self, module: nn.Module, sharded: ShardedUnit) -> None:
         """Become the wrapper of ``module``, of which ``sharded`` is the unit."""
         self._comm_hook = self._comm_hook_state = self._follower = None
         self._forward_methods = frozenset()
@@ -137,7 +134,7 @@ class ShardedModule(nn.Module):
             FullStateDictConfig(),
             FullOptimStateDictConfig(),
         )
-        self._device_mesh, self._group_mesh = device_mesh, None
+        self._group_mesh = None
         self.adopt_unit(module, sharded)
 
     def adopt_unit(self, module: nn.Module, sharded: ShardedUnit) -> None:
@@ -234,8 +231,8 @@ class ShardedModule(nn.Module):
     @property
     def dtensor_mesh(self) -> DeviceMesh:
         """The device mesh, or a 1-D one over the sharding group."""
-        if self._device_mesh is not None:
-            return self._device_mesh
+        if self._sharded.config.device_mesh is not None:
+            return self._sharded.config.device_mesh
         if self._group_mesh is None:
             self._group_mesh = DeviceMesh.from_group(
                 self.process_group, self.compute_device.type
@@ -262,6 +259,7 @@ class ShardedModule(nn.Module):
     _optim_state_dict_config = property(
         attrgetter("_state_dict_settings.optim_state_dict_config")
     )
+    _device_mesh = property(attrgetter("_sharded.config.device_mesh"))
     _ignored_params = property(attrgetter("_sharded.ignored.params"))
     _ignored_modules = property(attrgetter("_sharded.ignored.modules"))
 

@@ -26,16 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp.api import (
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp.api import ShardingStrategy, StateDictType
 
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
 from fsdp_c._state.forms import Form, Saving, save_tensors
-from fsdp_c._state.kinds import refuse_local_with_mesh
+from fsdp_c._state.kinds import follow_mesh
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import saves_plainly
 from fsdp_c._state.parts import named_uses, unit_parts
@@ -60,8 +56,7 @@ def kind_of(module: ShardedModule) -> StateDictType:
         RuntimeError: LOCAL_STATE_DICT with a device mesh.
 
     Source:
-        Full state dicts for NO_SHARD, and that mesh and LOCAL exclude each other:
-        ``_pre_state_dict_hook``, ``_set_use_dtensor`` (torch 2.13,
+        Full state dicts for NO_SHARD: ``_pre_state_dict_hook`` (torch 2.13,
         ``fsdp/_state_dict_utils.py``).
     """
     kind: StateDictType = module._state_dict_type
@@ -74,10 +69,7 @@ def kind_of(module: ShardedModule) -> StateDictType:
             stacklevel=5,
         )
         return StateDictType.FULL_STATE_DICT
-    refuse_local_with_mesh(module, kind)
-    config = module._state_dict_config
-    if module._device_mesh is not None and isinstance(config, ShardedStateDictConfig):
-        config._use_dtensor = True  # where FSDP1 shows it, too
+    follow_mesh(module, kind, module._state_dict_config)
     return kind
 
 

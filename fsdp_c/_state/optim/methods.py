@@ -14,7 +14,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fsdp_c._state.kinds import get_state_dict_type, refuse_local_with_mesh
+from fsdp_c._state.kinds import follow_mesh, get_state_dict_type
 from fsdp_c._state.optim.keys import keys_of_input, warn_of_input
 from fsdp_c._state.optim.load import load
 from fsdp_c._state.optim.local import load_local, save_local
@@ -36,21 +36,11 @@ def _warn_of_name(name: str, new: str, optim_input: OptimInput = None) -> None:
 
 
 def _settings(model: nn.Module) -> tuple[StateDictType, OptimStateDictConfig]:
-    """Return the kind and config; a device mesh makes sharded tensors DTensors.
-
-    Raises:
-        RuntimeError: LOCAL_STATE_DICT with a device mesh.
-
-    Source:
-        ``_set_optim_use_dtensor`` (torch 2.13, ``fsdp/_optim_utils.py``).
-    """
+    """Return the kind and config that are set; see :func:`follow_mesh`."""
     settings = get_state_dict_type(model)
     for module in sharded_modules(model):
-        refuse_local_with_mesh(module, settings.state_dict_type)
         config = module._optim_state_dict_config
-        has_mesh = module._device_mesh is not None
-        if has_mesh and isinstance(config, ShardedOptimStateDictConfig):
-            config._use_dtensor = True  # where FSDP1 shows it, too
+        follow_mesh(module, settings.state_dict_type, config)
     return settings.state_dict_type, settings.optim_state_dict_config
 
 
