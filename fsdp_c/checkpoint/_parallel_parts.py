@@ -5,7 +5,7 @@ parameters, as those of fully_shard(): see Note [Rows in files].
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -108,14 +108,13 @@ def _parallel_part(part: ParamPart) -> ParallelPart:
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     begin, end = rows_of(shape[0] if shape else 1, size, rank)
     row_numel = shape[1:].numel()
-    facts = vars(part) | {
+    facts = {each.name: getattr(part, each.name) for each in fields(part)} | {
         "shape": shape,
         "begin": begin * row_numel,
         "end": end * row_numel,
         "held": part,
     }
-    names = {*ParamPart.__dataclass_fields__, "held"}
-    return ParallelPart(**{name: facts[name] for name in names})
+    return ParallelPart(**facts)
 
 
 # Optimizer states ----------------------------------------------------------------
