@@ -113,7 +113,7 @@ class ShardedModule(nn.Module):
     process_group: ProcessGroup
     _sharded: ShardedUnit
     _running: Running | None  # None until the first call
-    _load: Load | None  # None outside of load_state_dict()
+    _state_dict_load: Load | None  # None outside of load_state_dict()
     # FSDP1's names for what register_comm_hook was given.
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: Any
@@ -141,7 +141,7 @@ class ShardedModule(nn.Module):
         """Go on with the unit of ``module``, in no engine and no load."""
         self._modules[WRAPPED_MODULE] = module
         self._sharded = sharded
-        self._running = self._load = None
+        self._running = self._state_dict_load = None
         unit, config = sharded.unit, sharded.config
         unit.full_precision = config.full_precision_in_eval and not module.training
         if self._comm_hook is not None:
@@ -201,11 +201,11 @@ class ShardedModule(nn.Module):
     def begin_state_dict_load(self, load: Load) -> None:
         """Take part in a load_state_dict(); an earlier one has ended."""
         self.end_state_dict_load()
-        self._load = load
+        self._state_dict_load = load
 
     def end_state_dict_load(self) -> None:
         """Keep what was loaded, if the module is in a load."""
-        load, self._load = self._load, None
+        load, self._state_dict_load = self._state_dict_load, None
         if load is not None:
             load.stack.close()
 

@@ -119,7 +119,7 @@ def find_contents(model: nn.Module) -> Contents:
     for module in sharded_modules(model):
         if (
             module._sharded.unit.is_summoned
-            or module._load is not None
+            or module._state_dict_load is not None
             or module.is_in_step
         ):
             raise RuntimeError(

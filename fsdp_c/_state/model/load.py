@@ -60,7 +60,7 @@ def begin_load(
             "pass assign=False"
         )
     try:
-        load = module._load
+        load = module._state_dict_load
         if load is None:
             load = _begin_tree(module, state_dict, prefix)
         load.error_msgs = error_msgs
@@ -77,7 +77,7 @@ def begin_load(
 def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
     """End what :func:`begin_load` began, and clean the names in messages."""
     assert isinstance(module, ShardedModule)
-    load = module._load
+    load = module._state_dict_load
     if load is None or load.error_msgs is None:
         return
     if load.modules[0] is not module:
@@ -93,7 +93,8 @@ def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _end_tree(module: ShardedModule) -> None:
-    for each in () if module._load is None else module._load.modules:
+    load = module._state_dict_load
+    for each in () if load is None else load.modules:
         each.end_state_dict_load()
 
 
