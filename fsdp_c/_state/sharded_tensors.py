@@ -26,8 +26,7 @@ from fsdp_c._torch_compat import (
     TensorProperties,
 )
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import as_dtensor
-from fsdp_c._units.parallel import row_placements
+from fsdp_c._units.cuts import as_dtensor, row_placements
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:

@@ -19,8 +19,7 @@ from fsdp_c._state.optim.agreement import packed_value, unpacked_value
 from fsdp_c._state.optim.states import ParamState
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import rows_of
-from fsdp_c._units.cuts import as_dtensor
-from fsdp_c._units.parallel import row_placements
+from fsdp_c._units.cuts import as_dtensor, row_placements
 from fsdp_c.checkpoint._ranks import Ranks
 from fsdp_c.checkpoint._row_parts import parts_in
 
