@@ -14,7 +14,7 @@ from torch.distributed.fsdp.api import ShardingStrategy
 from fsdp_c._torch_compat import HYBRID_SHARD_ZERO2, timeout_of
 from fsdp_c._units.device import current_accelerator
 from fsdp_c._units.failures import naming_ranks
-from fsdp_c._units.foreign_groups import ForeignGroup, RankAndSize
+from fsdp_c._units.foreign_groups import ForeignGroup, is_foreign_group
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
@@ -162,7 +162,7 @@ def _check_group(argument: str, group: Any) -> ProcessGroup:
         )
     if isinstance(group, ProcessGroup):
         return group
-    if isinstance(group, RankAndSize) and not isinstance(group, type):
+    if is_foreign_group(group):
         return ForeignGroup(group)
     raise TypeError(
         f"{argument} must be a torch.distributed.ProcessGroup, got {group!r}: "
