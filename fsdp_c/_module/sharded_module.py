@@ -186,7 +186,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             ensure_engine(self)
         wrapped: Any = self._modules[WRAPPED_MODULE]
         sharded = self._sharded
-        if sharded.originals.has_listeners:
+        if sharded.originals.listeners:
             wrapped = partial(sharded.originals.call_announced, wrapped)
         return sharded.unit.forward(wrapped, args, kwargs)
 

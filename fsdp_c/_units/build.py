@@ -83,12 +83,5 @@ def take_unit(
         dtype=config.mixed_precision.buffer_dtype,
         is_full_in_eval=config.full_precision_in_eval,
     )
-    originals = Originals(
-        module,
-        unit,
-        uses,
-        parallel,
-        use_orig_params=config.use_orig_params,
-        rank=config.groups.shard_rank,
-    )
+    originals = Originals(module, unit, config, uses, parallel)
     return ShardedUnit(unit, config, originals, ignored, buffers)

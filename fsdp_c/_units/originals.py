@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_c import _native
 from fsdp_c._torch_compat import interpreted, interpreted_with_callees
+from fsdp_c._units.config import Config
 from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.parallel import ParallelParams
@@ -63,31 +64,29 @@ class Originals:
     changes that. Otherwise they are *hidden*: moved from ``module._parameters``
     to ``module.__dict__``, the same objects, so that ``module.weight`` still
     finds them; and a flat parameter per segment is registered on the wrapped
-    ``module``. ``rank`` is this one in the sharding group.
+    ``module``.
     """
 
     def __init__(
         self,
         module: nn.Module,
         unit: _native.Unit,
+        config: Config,
         uses: Sequence[ParamUse],
         parallel: ParallelParams,
-        *,
-        use_orig_params: bool,
-        rank: int,
     ) -> None:
-        self._rank = rank
+        self._rank = config.groups.shard_rank
         self._module = module
         self.uses = tuple(uses)
         self.parallel = parallel
-        self._hides = not use_orig_params
+        self._hides = not config.use_orig_params
         self._num_shows = 0
         holders = dict.fromkeys(use.module for use in uses)  # each once
         self._order = {holder: tuple(holder._parameters) for holder in holders}
         self._flat_params: dict[str, FlatParameter] = {}
         is_unsafe = os.environ.get(UNSAFE_SETATTR) == "1"
         # Modules with a __setattr__ of their own.
-        self._listeners = frozenset(
+        self.listeners = frozenset(
             use.module
             for use in uses
             if not is_unsafe
@@ -146,11 +145,6 @@ class Originals:
 
     # Replaced parameters ----------------------------------------------------
 
-    @property
-    def has_listeners(self) -> bool:
-        """Whether a module has a ``__setattr__`` of its own."""
-        return bool(self._listeners)
-
     @interpreted
     def call_announced(
         self, module: Callable[..., Any], *args: Any, **kwargs: Any
@@ -162,7 +156,7 @@ class Originals:
         objects that they are already.
         """
         for use in self.uses:
-            if use.module in self._listeners:
+            if use.module in self.listeners:
                 setattr(use.module, use.name, self.parallel.shown(use.param))
         if self._hides and self._num_shows == 0:
             self._arrange()
