@@ -48,13 +48,10 @@ from fsdp_c._fully_shard.api import (
 from fsdp_c._fully_shard.either import memory_stats, reset
 from fsdp_c._fully_shard.in_backward import optimizer_in_backward
 from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
-from fsdp_c._fully_shard.torch_state_dicts import gatherers
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
-from fsdp_c._state.whole_rows import with_whole_rows
 from fsdp_c._units.originals import FlatParameter
 from fsdp_c.integrations import install, uninstall
 
-gatherers.append(with_whole_rows)  # _fully_shard is below _state
 FSDP = FullyShardedDataParallel
 __version__ = _native.build_info()["version"]
 

@@ -33,12 +33,7 @@ def convert(
         return
     with ExitStack() as stack:
         for each in modules:
-            if each._sharded.buffers is not None:
-                stack.enter_context(
-                    each._sharded.buffers.in_original_dtypes(
-                        is_training=each.wrapped.training
-                    )
-                )
+            stack.enter_context(each._sharded.buffers.in_original_dtypes())
         for current in module.modules():
             _convert_unsharded(current, fn)
 
@@ -59,7 +54,7 @@ def _check(module: ShardedModule) -> None:
             f"unit {module._sharded.name!r} cannot be converted inside forward, "
             "backward or summon_full_params(): call to(), half(), cuda() between steps"
         )
-    own = [*(use.param for use in module._sharded.originals.uses), *module.parameters()]
+    own = [*(use.param for use in module._sharded.uses), *module.parameters()]
     if any(param.grad is not None for param in own):
         raise RuntimeError(
             f"unit {module._sharded.name!r} has gradients, which would not fit its "
@@ -68,7 +63,7 @@ def _check(module: ShardedModule) -> None:
 
 
 def _convert_unit(module: ShardedModule, fn: Callable[[Tensor], Tensor]) -> None:
-    params = [use.param for use in module._sharded.originals.uses]
+    params = [use.param for use in module._sharded.uses]
     converted: dict[nn.Parameter, Tensor] = {}
     ensure_engine(module)
     with torch.no_grad(), summoned(module, writeback=False):

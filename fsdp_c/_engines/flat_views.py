@@ -46,7 +46,7 @@ def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
         _show_grads(module, views)
         return
     slots, segments = unit.slots, unit.segments
-    for use in module._sharded.originals.uses:
+    for use in module._sharded.uses:
         segment, _, numel = slots[use.slot]
         padded_numel = segments[segment][5]
         param, view = use.param.detach(), views[segment]
@@ -61,7 +61,7 @@ def _show_grads(module: ShardedModule, views: list[FlatParameter]) -> None:
     slots = module._sharded.unit.slots
     for view in views:
         view.grad = None
-    for use in module._sharded.originals.uses:
+    for use in module._sharded.uses:
         view, grad = views[slots[use.slot][0]], use.param.grad
         nbytes = view.numel() * view.element_size()
         if (

@@ -28,15 +28,9 @@ def watch_order(root: ShardedModule, modules: Sequence[ShardedModule]) -> None:
     """
     watch = _Watch(root)
     for module in modules:
-        ignore_order(module)
+        if module in _handles:
+            _handles[module].remove()
         _handles[module] = module.register_forward_pre_hook(watch.note)
-
-
-def ignore_order(module: ShardedModule) -> None:
-    """Watch ``module`` no longer."""
-    handle = _handles.pop(module, None)
-    if handle is not None:
-        handle.remove()
 
 
 class _Watch:

@@ -8,7 +8,6 @@ from torch import nn
 from fsdp_c._engines.engine import ensure_engines
 from fsdp_c._engines.flat_views import follow_summon
 from fsdp_c._units.base import ShardedModule, refuse_fully_shard, sharded_modules
-from fsdp_c._units.sessions import SummonSession
 
 
 class SummonError(AssertionError, RuntimeError):
@@ -130,7 +129,4 @@ def summon_full_params(
             )
             if not rank0_only or each.shard_rank == 0:
                 stack.enter_context(each._sharded.originals.shown(as_dtensors=True))
-            if each.find_session(SummonSession) is None:
-                each.begin_session(SummonSession())
-                stack.callback(each.end_session, SummonSession)
         yield

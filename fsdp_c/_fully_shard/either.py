@@ -14,7 +14,6 @@ from fsdp_c._fully_shard.group import own_modules as modules_of
 from fsdp_c._units.base import ShardedModule, require_sharded, sharded_modules
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.params import own_modules
-from fsdp_c._units.sessions import LoadSession
 
 # Of torch's ShardingStrategy: by whether there are replicas, and whether the unit
 # reshards after forward.
@@ -192,7 +191,7 @@ def reset(model: nn.Module) -> None:
     for engine in engines_in(model):
         engine.reset()
     for each in sharded_modules(model):
-        each.end_session(LoadSession)
+        each.end_state_dict_load()
 
 
 def _groups(model: nn.Module) -> dict[Group, str]:

@@ -13,7 +13,7 @@ And what is slow: it gathers full state dicts tensor by tensor.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c._fully_shard.group import group_of, groups_in
 from fsdp_c._fully_shard.rows import part_of
+from fsdp_c._fully_shard.whole_rows import with_whole_rows
 from fsdp_c._torch_compat import checkpoint_state_dict, is_strided, state_dict_utils
 from fsdp_c._units.cuts import as_dtensor
-
-# Put whole tensors in the place of DTensors: of a state dict, for one rank or all.
-gatherers: list[Callable[[Any, int | None], Any]] = []
 
 
 @functools.cache
@@ -83,8 +81,7 @@ def correct_state_dicts() -> None:
         if info.full_state_dict and dist.is_initialized():
             # Who gets it is torch's decision.
             first = 0 if info.cpu_offload else None
-            for gather in gatherers:
-                state_dict = gather(state_dict, first)
+            state_dict = with_whole_rows(state_dict, first)
         return make_full(state_dict, info)
 
     distribute = checkpoint._distribute_state_dict

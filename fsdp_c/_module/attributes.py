@@ -20,7 +20,6 @@ from fsdp_c._torch_compat import (
 )
 from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.originals import FlatParameter
-from fsdp_c._units.sessions import SummonSession
 
 
 class FlatParamHandle:
@@ -38,7 +37,7 @@ class FlatParamHandle:
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether parameters are sharded: not with NO_SHARD."""
-        return self._module._sharded.config.groups.shard_group is not None
+        return self._module._sharded.groups.shard_group is not None
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
@@ -179,10 +178,7 @@ class Attributes(ShardedModule):
     @property
     def training_state(self) -> TrainingState:
         """IDLE, FORWARD_BACKWARD or SUMMON_FULL_PARAMS."""
-        if (
-            self._sharded.unit.is_summoned
-            or self.find_session(SummonSession) is not None
-        ):
+        if self._sharded.unit.is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.FORWARD_BACKWARD if self.is_in_step else TrainingState.IDLE
 
@@ -215,7 +211,7 @@ class Attributes(ShardedModule):
     @property
     def _has_params(self) -> bool:
         """Whether this unit shards any parameter."""
-        return bool(self._sharded.originals.uses)
+        return bool(self._sharded.uses)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
@@ -252,7 +248,7 @@ class Attributes(ShardedModule):
 
     @property
     def _inter_node_pg(self) -> ProcessGroup | None:
-        return self._sharded.config.groups.inter_node_group
+        return self._sharded.groups.inter_node_group
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         """Return whether buffers have a dtype of their own."""

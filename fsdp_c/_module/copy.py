@@ -1,7 +1,6 @@
 """copy.deepcopy of a wrapped module: new parameters over a copy of the shards."""
 
 import copy
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -38,12 +37,8 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
             "copied: build the model again and load its state dict"
         )
     sharded.unit.show_kept(False)
-    with ExitStack() as stack:
-        stack.enter_context(sharded.originals.shown())  # no flat parameters
-        if sharded.buffers is not None:
-            stack.enter_context(
-                sharded.buffers.in_original_dtypes(is_training=module.wrapped.training)
-            )
+    # Without flat parameters.
+    with sharded.originals.shown(), sharded.buffers.in_original_dtypes():
         wrapped: nn.Module = copy.deepcopy(module.wrapped, memo)
     uses = [
         use._replace(module=memo[id(use.module)], param=memo[id(use.param)])
@@ -54,9 +49,8 @@ def copy_sharded(module: Attributes, memo: dict[int, Any]) -> Any:
         frozenset(memo.get(id(each), each) for each in sharded.ignored.modules),
         frozenset(memo.get(id(each), each) for each in sharded.ignored.params),
     )
-    parallel = sharded.originals.parallel
-    result.adopt_unit(
-        wrapped, take_unit(wrapped, unit, sharded.config, ignored, uses, parallel)
-    )
+    parallel = sharded.originals.parallel  # none
+    copied = take_unit(wrapped, unit, sharded.config, ignored, uses, parallel)
+    result.adopt_unit(wrapped, copied)
     result.follow_reductions(None)  # the optimizer steps the module that was copied
     return result

@@ -6,7 +6,7 @@ parallel rank clips by a norm of its own there.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -69,9 +69,8 @@ def _groups_of(part: ParamPart) -> tuple[ProcessGroup, ...]:
 def _total(terms: dict[tuple[ProcessGroup, ...], Tensor], norm_type: float) -> Tensor:
     is_max = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    values: Sequence[Tensor] = list(terms.values())
     for groups, value in terms.items():
         for group in groups:
             dist.all_reduce(value, op, group=group)
-    stacked = torch.stack(list(values)) if values else torch.zeros(1)
+    stacked = torch.stack(list(terms.values())) if terms else torch.zeros(1)
     return stacked.max() if is_max else stacked.sum().pow(1.0 / norm_type)

@@ -36,7 +36,6 @@ from fsdp_c._units.foreign_groups import as_given
 from fsdp_c._units.ignored import find_ignored
 from fsdp_c._units.names import WRAPPED_MODULE, clean_name
 from fsdp_c._units.params import check_params, unsharded_params
-from fsdp_c._units.sessions import LoadSession, SummonSession
 from fsdp_c._units.wrap import auto_wrap
 
 
@@ -133,8 +132,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
                 stacklevel=3,
             )
         ignored = find_ignored(module, config)
-        device_mesh = arguments.get("device_mesh")
-        check_params(module, ignored.params, device_mesh)
+        check_params(module, ignored.params, config.device_mesh)
         group = config.groups.process_group
         device = choose_device(
             config.device_id, unsharded_params(module, ignored.params), group
@@ -149,7 +147,6 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             device,
             name=name or type(module).__name__,
             left_out=left_out,
-            device_mesh=device_mesh,
         )
         self.process_group = as_given(group)
         self.rank = group.rank()
@@ -162,7 +159,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         self.forward_prefetch = config.forward_prefetch
         self.limit_all_gathers = config.limit_all_gathers
         self._use_orig_params = self._fsdp_use_orig_params = config.use_orig_params
-        self.adopt_module(module, sharded, device_mesh)
+        self.adopt_module(module, sharded)
         add_post_hook: Callable[[Callable[..., None]], object] = (
             self.register_load_state_dict_post_hook
         )
@@ -189,7 +186,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             ensure_engine(self)
         wrapped: Any = self._modules[WRAPPED_MODULE]
         sharded = self._sharded
-        if sharded.originals.has_listeners:
+        if sharded.originals.listeners:
             wrapped = partial(sharded.originals.call_announced, wrapped)
         return sharded.unit.forward(wrapped, args, kwargs)
 
@@ -203,8 +200,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         super().train(mode)
         sharded = self._sharded
         sharded.unit.full_precision = sharded.config.full_precision_in_eval and not mode
-        if sharded.buffers is not None:
-            sharded.buffers.follow(is_training=mode)
+        sharded.buffers.follow(is_training=mode)
         return self
 
     # Whole parameters ------------------------------------------------------
@@ -229,13 +225,13 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by name; the names are clean inside a summon."""
-        is_clean = self.find_session(SummonSession) is not None
+        is_clean = self._sharded.unit.is_summoned
         for name, param in super().named_parameters(*args, **kwargs):
             yield (clean_name(name) if is_clean else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers by name; the names are clean inside a summon."""
-        is_clean = self.find_session(SummonSession) is not None
+        is_clean = self._sharded.unit.is_summoned
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (clean_name(name) if is_clean else name), buffer
 
@@ -306,7 +302,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             )
         finally:
             for module in sharded_modules(self):
-                module.end_session(LoadSession)
+                module.end_state_dict_load()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         state_dict, prefix, local_metadata, _, missing_keys, _, error_msgs = args

@@ -98,7 +98,7 @@ def exchange(
         if module not in units:
             group: Any = module.process_group
             if over_replicas:
-                group = module._sharded.config.groups.inter_node_group
+                group = module._sharded.groups.inter_node_group
             device = module.compute_device
             units[module] = _Unit(module._sharded.name, group, device, [])
         units[module].items.append(item)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp.api import OptimStateDictConfig, StateDictConfig
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import ExchangeItem, Move, exchange
@@ -43,6 +44,18 @@ class Form:
     offload_to_cpu: bool = True
     use_dtensor: bool | None = None
 
+    @classmethod
+    def of_config(
+        cls,
+        config: StateDictConfig | OptimStateDictConfig,
+        *,
+        shards: bool,
+        first: int | None,
+    ) -> "Form":
+        """Return the form that a config asks for."""
+        use_dtensor = getattr(config, "_use_dtensor", False) or None
+        return cls(shards, first, config.offload_to_cpu, use_dtensor)
+
     @property
     def is_wanted(self) -> bool:
         """Whether this rank gets tensors."""
@@ -62,7 +75,8 @@ class Form:
         value = value.to(CPU if self.offload_to_cpu else part.over.compute_device)
         if not self.shards or not has_rows(part.shape):
             return value.view(part.shape)
-        return self._wrap(part.over, value.view(-1, *part.shape[1:]), part.shape)
+        rows = value.view(-1, *part.shape[1:])
+        return wrap_chunk(part.over, rows, part.shape, use_dtensor=self.use_dtensor)
 
     def of_whole(self, module: ShardedModule | None, whole: Tensor) -> Any:
         """Return a copy of ``whole``, which all ranks of ``module`` have.
@@ -78,10 +92,8 @@ class Form:
         chunk = torch.empty_like(
             rows, device=device, memory_format=torch.contiguous_format
         )
-        return self._wrap(module, chunk.copy_(rows), whole.shape)
-
-    def _wrap(self, module: ShardedModule, chunk: Tensor, shape: torch.Size) -> Any:
-        return wrap_chunk(module, chunk, shape, use_dtensor=self.use_dtensor)
+        chunk.copy_(rows)
+        return wrap_chunk(module, chunk, whole.shape, use_dtensor=self.use_dtensor)
 
 
 # A parameter, the name of its state if it is one, this rank's part, and its dtype.
@@ -95,26 +107,21 @@ def save_tensors(
 
     All ranks must call it with the same tensors of sharded parameters, and take all.
     """
-    for part, key, value in _save_tensors(tensors, what):
-        yield part, key, value if part.cut is None else to_state(value, part.cut)
-
-
-def _save_tensors(
-    tensors: Iterable[tuple[Form, Saving]], what: str
-) -> Iterator[tuple[ParamPart, str, Any]]:
     items = []
-    for form, (part, key, value, dtype) in tensors:
+    for form, (part, key, own, dtype) in tensors:
         if part.shard_group is not None:
             held = part.spread.sharded(part.index)
-            move = Move(value, dtype, part.index, held, form.needed(part))
+            move = Move(own, dtype, part.index, held, form.needed(part))
             items.append(ExchangeItem((form, key), part, move))
         elif form.is_wanted:
-            assert value is not None  # each rank has the whole
-            yield part, key, form.of_whole(part.module, value.reshape(part.shape))
-    for item, value in exchange(items, what):
+            assert own is not None  # each rank has the whole
+            value = form.of_whole(part.module, own.reshape(part.shape))
+            yield part, key, to_state(value, part.cut)
+    for item, own in exchange(items, what):
         form, key = item.key
         if form.is_wanted:
-            yield item.part, key, form.of_exchanged(item.part, value)
+            value = form.of_exchanged(item.part, own)
+            yield item.part, key, to_state(value, item.part.cut)
 
 
 def load_item(

@@ -135,11 +135,27 @@ def state_dict_type(
             each.change_state_dict_settings(own)
 
 
-def refuse_local_with_mesh(module: ShardedModule, kind: StateDictType) -> None:
-    """Raise, in FSDP1's words, if LOCAL_STATE_DICT is set with a device mesh."""
-    if kind is StateDictType.LOCAL_STATE_DICT and module._device_mesh is not None:
+def follow_mesh(
+    module: ShardedModule,
+    kind: StateDictType,
+    config: StateDictConfig | OptimStateDictConfig,
+) -> None:
+    """With a device mesh let sharded tensors be DTensors, where FSDP1 shows it, too.
+
+    Raises:
+        RuntimeError: With LOCAL_STATE_DICT.
+
+    Source:
+        ``_set_use_dtensor`` (torch 2.13, ``fsdp/_state_dict_utils.py``),
+        ``_set_optim_use_dtensor`` (``fsdp/_optim_utils.py``).
+    """
+    if module._sharded.config.device_mesh is None:
+        return
+    if kind is StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError(
             "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
             "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get "
             "DTensor state_dict."
         )
+    if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
+        config._use_dtensor = True

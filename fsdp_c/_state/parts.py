@@ -1,9 +1,9 @@
 """Parts: what this rank holds of every parameter of a model, and what all ranks do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,9 @@ class ParamPart:
     spread: Spread
     cut: Cut | None = field(default=None, kw_only=True)
 
+    # Each rank has rows and, even with none, a state: of DTensors.
+    is_rows: ClassVar[bool] = False
+
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
@@ -114,19 +117,14 @@ class ParamPart:
     @property
     def is_in_unit(self) -> bool:
         """Whether a unit has it."""
-        return self.module is not None
-
-    @property
-    def is_rows(self) -> bool:
-        """Whether each rank has rows and, even with none, a state: of DTensors."""
-        return False
+        return self.module is not None or self.is_rows
 
     @property
     def shard_group(self) -> ProcessGroup | None:
         """The group over which it is sharded; None if each rank has the whole."""
         if self.module is None:
             return None
-        return self.module._sharded.config.groups.shard_group
+        return self.module._sharded.groups.shard_group
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -150,11 +148,6 @@ class ParamPart:
             is_summoned = flat.numel() != self.part_numel
             return flat[self.begin : self.end] if is_summoned else flat
         return self.part_in(values)
-
-    @property
-    def communicates(self) -> bool:
-        """Whether :meth:`values` is a collective of all that hold the model."""
-        return False
 
     def as_state(self, values: Tensor) -> Tensor:
         """Return an optimizer's state for this rank's part, of its 1-D values."""
@@ -208,7 +201,7 @@ def find_parts(model: nn.Module) -> dict[str, ParamPart]:
             its_parts = unit_parts(module, clean_name(f"{name}.") if name else "")
             parts += its_parts
             known.update(part.param for part in its_parts)
-            known.update(use.param for use in module._sharded.originals.uses)
+            known.update(use.param for use in module._sharded.uses)
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in known:
@@ -263,7 +256,7 @@ def unit_parts(
     if as_shown and unit.is_summoned:
         flat_params = []
     slots = unit.slots
-    is_sharded = module._sharded.config.groups.shard_group is not None
+    is_sharded = module._sharded.groups.shard_group is not None
     shapes = [its_uses[0].shape for its_uses in uses.values()]
     spread = Spread(shapes, unit.layout if is_sharded else None, module.world_size)
     parts = []
@@ -290,21 +283,10 @@ def unit_parts(
     return parts
 
 
-def parts_of_params(
-    parts: Mapping[str, ParamPart],
-) -> dict[nn.Parameter, list[ParamPart]]:
-    """Return the parts by the parameter that the optimizer steps.
-
-    Those of a flat parameter are in the order of their elements.
-    """
-    found: dict[nn.Parameter, list[ParamPart]] = {}
-    for part in parts.values():
-        found.setdefault(part.param, []).append(part)
-    for its_parts in found.values():
-        if len(its_parts) > 1:
-            slots = its_parts[0].over._sharded.unit.slots
-            its_parts.sort(key=lambda part: slots[part.index][1])
-    return found
+def named_parts(module: ShardedModule) -> dict[str, ParamPart]:
+    """Return the parts of one unit as they are shown, by all names in its module."""
+    in_order = unit_parts(module, as_shown=True)
+    return {name: in_order[use.slot] for name, use in named_uses(module)}
 
 
 def named_uses(module: ShardedModule) -> list[tuple[str, ParamUse]]:
@@ -314,7 +296,7 @@ def named_uses(module: ShardedModule) -> list[tuple[str, ParamUse]]:
     the state dict of the unwrapped model; the names begin at the wrapped module.
     """
     uses: dict[nn.Module, list[ParamUse]] = {}
-    for use in module._sharded.originals.uses:
+    for use in module._sharded.uses:
         uses.setdefault(use.module, []).append(use)
     return [
         (clean_name(f"{prefix}.{use.name}" if prefix else use.name), use)

@@ -26,8 +26,7 @@ from fsdp_c._torch_compat import (
     TensorProperties,
 )
 from fsdp_c._units.base import ShardedModule
-from fsdp_c._units.cuts import as_dtensor
-from fsdp_c._units.parallel import row_placements
+from fsdp_c._units.cuts import as_dtensor, row_placements
 
 
 def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
@@ -73,7 +72,7 @@ def wrap_chunk(
     Its memory is used. ``use_dtensor=None``: where the module has a device mesh.
     """
     if use_dtensor is None:
-        use_dtensor = module._device_mesh is not None
+        use_dtensor = module._sharded.config.device_mesh is not None
     if not use_dtensor:
         rows = [
             rows_of(shape[0], module.world_size, rank)
@@ -96,12 +95,8 @@ def sharded_tensor_of(
 ) -> ShardedTensor:
     """Return a ShardedTensor over the sharding group, without communication.
 
-    Args:
-        module: A wrapped module.
-        local: This rank's part, which may have no elements.
-        shape: Of the whole tensor.
-        parts: Offsets and sizes of the ranks' parts, by rank. A rank whose part has
-            no elements does not stand in the metadata.
+    ``parts`` are offsets and sizes of the ranks' parts; one without elements does not
+    stand in the metadata. ``local`` is this rank's part of the whole of ``shape``.
     """
     group, mine = module.process_group, dist.get_rank()
     metadata, shards = [], []

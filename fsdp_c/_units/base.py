@@ -1,14 +1,15 @@
 """What a wrapped module knows of itself; all that changes it is here.
 
 Everything else reads: the frozen value :class:`ShardedUnit`, which engine runs the
-module, and the sessions (a load, a save, a summon) that the module is in.
+module, and the load that it is in.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -26,11 +27,10 @@ from torch.distributed.fsdp.api import (
 from fsdp_c import _native
 from fsdp_c._units.buffers import UnitBuffers
 from fsdp_c._units.config import Config
+from fsdp_c._units.groups import Groups
 from fsdp_c._units.names import WRAPPED_MODULE
 from fsdp_c._units.originals import Originals
-from fsdp_c._units.sessions import Session
-
-_Session = TypeVar("_Session", bound=Session)
+from fsdp_c._units.uses import ParamUse
 
 
 class Ignored(NamedTuple):
@@ -51,19 +51,29 @@ class ShardedUnit:
         config: The constructor's arguments; process groups are in it.
         originals: The original parameters and the flat ones.
         ignored: What the module leaves alone.
-        buffers: The buffers that are cast; None without ``buffer_dtype``.
+        buffers: The buffers that are cast for compute.
     """
 
     unit: _native.Unit
     config: Config
     originals: Originals
     ignored: Ignored
-    buffers: UnitBuffers | None
+    buffers: UnitBuffers
 
     @property
     def name(self) -> str:
         """The unit's name, for messages."""
         return self.unit.name
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups that it communicates over."""
+        return self.config.groups
+
+    @property
+    def uses(self) -> tuple[ParamUse, ...]:
+        """Where its parameters are, in its order."""
+        return self.originals.uses
 
 
 class Running(NamedTuple):
@@ -72,6 +82,23 @@ class Running(NamedTuple):
     engine: _native.Engine
     root: "weakref.ref[ShardedModule]"
     members: "WeakSet[ShardedModule]"
+
+
+@dataclass(slots=True)
+class Load:
+    """One module's part of a load_state_dict().
+
+    Attributes:
+        modules: All wrapped modules of the call, the outermost first.
+        is_checked: The state dict fits all of them.
+        stack: Puts back what loading into the module's unit changed.
+        error_msgs: What load_state_dict() collects; None until the module's turn.
+    """
+
+    modules: "tuple[ShardedModule, ...]"
+    is_checked: bool
+    stack: ExitStack = field(default_factory=ExitStack)
+    error_msgs: list[str] | None = None
 
 
 class ShardedModule(nn.Module):
@@ -86,7 +113,7 @@ class ShardedModule(nn.Module):
     process_group: ProcessGroup
     _sharded: ShardedUnit
     _running: Running | None  # None until the first call
-    _sessions: dict[type[Session], Any]  # by class
+    _state_dict_load: Load | None  # None outside of load_state_dict()
     # FSDP1's names for what register_comm_hook was given.
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: Any
@@ -95,13 +122,10 @@ class ShardedModule(nn.Module):
     # Methods that run like forward; see fsdp_c._engines.forward_methods.
     _forward_methods: frozenset[str]
     _state_dict_settings: StateDictSettings
-    # As given; and what stands in for it where a DTensor needs one.
-    _device_mesh: DeviceMesh | None
+    # What stands in for the device mesh where a DTensor needs one.
     _group_mesh: DeviceMesh | None
 
-    def adopt_module(
-        self, module: nn.Module, sharded: ShardedUnit, device_mesh: DeviceMesh | None
-    ) -> None:
+    def adopt_module(self, module: nn.Module, sharded: ShardedUnit) -> None:
         """Become the wrapper of ``module``, of which ``sharded`` is the unit."""
         self._comm_hook = self._comm_hook_state = self._follower = None
         self._forward_methods = frozenset()
@@ -110,15 +134,14 @@ class ShardedModule(nn.Module):
             FullStateDictConfig(),
             FullOptimStateDictConfig(),
         )
-        self._device_mesh, self._group_mesh = device_mesh, None
+        self._group_mesh = None
         self.adopt_unit(module, sharded)
 
     def adopt_unit(self, module: nn.Module, sharded: ShardedUnit) -> None:
-        """Go on with the unit of ``module``, in no engine and no session."""
+        """Go on with the unit of ``module``, in no engine and no load."""
         self._modules[WRAPPED_MODULE] = module
         self._sharded = sharded
-        self._running = None
-        self._sessions = {}
+        self._running = self._state_dict_load = None
         unit, config = sharded.unit, sharded.config
         unit.full_precision = config.full_precision_in_eval and not module.training
         if self._comm_hook is not None:
@@ -133,8 +156,7 @@ class ShardedModule(nn.Module):
         their shards.
         """
         sharded = replace(self._sharded, unit=None)  # type: ignore[arg-type]
-        for kind in list(self._sessions):
-            self.end_session(kind)
+        self.end_state_dict_load()
         sharded.originals.unbind()
         del self._sharded
         unit = make_unit()
@@ -144,9 +166,8 @@ class ShardedModule(nn.Module):
     def join_engine(self, running: Running | None) -> None:
         """Run in another engine, or in none until the next call."""
         self._running = running
-        buffers = self._sharded.buffers
-        if running is not None and buffers is not None:
-            buffers.activate(is_training=self.wrapped.training)
+        if running is not None:
+            self._sharded.buffers.activate()
 
     def adopt_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the unit's gradients."""
@@ -177,22 +198,16 @@ class ShardedModule(nn.Module):
         """Let ``settings`` say what ``state_dict()`` returns."""
         self._state_dict_settings = settings
 
-    # Sessions --------------------------------------------------------------
+    def begin_state_dict_load(self, load: Load) -> None:
+        """Take part in a load_state_dict(); an earlier one has ended."""
+        self.end_state_dict_load()
+        self._state_dict_load = load
 
-    def find_session(self, kind: type[_Session]) -> _Session | None:
-        """Return the session of class ``kind`` that the module is in."""
-        return self._sessions.get(kind)
-
-    def begin_session(self, session: Session) -> None:
-        """Enter ``session``; one of its class ends."""
-        self.end_session(type(session))
-        self._sessions[type(session)] = session
-
-    def end_session(self, kind: type[Session]) -> None:
-        """Leave the session of class ``kind``, if the module is in one."""
-        session = self._sessions.pop(kind, None)
-        if session is not None:
-            session.close()
+    def end_state_dict_load(self) -> None:
+        """Keep what was loaded, if the module is in a load."""
+        load, self._state_dict_load = self._state_dict_load, None
+        if load is not None:
+            load.stack.close()
 
     # Looking ---------------------------------------------------------------
 
@@ -211,13 +226,13 @@ class ShardedModule(nn.Module):
     @property
     def shard_rank(self) -> int:
         """This rank in the sharding group; 0 where nothing is sharded."""
-        return self._sharded.config.groups.shard_rank
+        return self._sharded.groups.shard_rank
 
     @property
     def dtensor_mesh(self) -> DeviceMesh:
         """The device mesh, or a 1-D one over the sharding group."""
-        if self._device_mesh is not None:
-            return self._device_mesh
+        if self._sharded.config.device_mesh is not None:
+            return self._sharded.config.device_mesh
         if self._group_mesh is None:
             self._group_mesh = DeviceMesh.from_group(
                 self.process_group, self.compute_device.type
@@ -244,6 +259,7 @@ class ShardedModule(nn.Module):
     _optim_state_dict_config = property(
         attrgetter("_state_dict_settings.optim_state_dict_config")
     )
+    _device_mesh = property(attrgetter("_sharded.config.device_mesh"))
     _ignored_params = property(attrgetter("_sharded.ignored.params"))
     _ignored_modules = property(attrgetter("_sharded.ignored.modules"))
 

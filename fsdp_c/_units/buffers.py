@@ -15,13 +15,10 @@ from fsdp_c._units.names import clean_name
 
 
 class UnitBuffers:
-    """The floating buffers of one unit, and their dtypes before any cast.
+    """The floating buffers of a unit's own modules, and their dtypes before any cast.
 
-    Args:
-        module: The wrapped module.
-        own_modules: It and what is in it, without nested units and ignored modules.
-        dtype: The dtype for compute; a floating one.
-        is_full_in_eval: Whether eval mode computes in the original dtypes.
+    Compute is in ``dtype``, or in eval mode, with ``is_full_in_eval``, in the original
+    ones. Without ``dtype`` nothing is cast and there are none here.
 
     Source:
         ``_get_buffers_and_dtypes_for_computation``,
@@ -35,13 +32,14 @@ class UnitBuffers:
         module: nn.Module,
         own_modules: Iterable[nn.Module],
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         is_full_in_eval: bool,
     ) -> None:
+        self._module = module
         self._dtype = dtype
         self._is_full_in_eval = is_full_in_eval
         self._is_active = False
-        own = set(own_modules)
+        own = set() if dtype is None else set(own_modules)
         self._places: dict[str, tuple[nn.Module, str]] = {}
         for prefix, current in module.named_modules(remove_duplicate=False):
             if current in own:
@@ -52,10 +50,10 @@ class UnitBuffers:
         """By clean name, from the unit's module."""
         self._remember()
 
-    def activate(self, *, is_training: bool) -> None:
+    def activate(self) -> None:
         """Cast the buffers, and from now on at every change of the mode."""
         self._is_active = True
-        self.follow(is_training=is_training)
+        self.follow(is_training=self._module.training)
 
     def follow(self, *, is_training: bool) -> None:
         """Cast the buffers to what the mode wants, once they are active."""
@@ -63,16 +61,16 @@ class UnitBuffers:
             return
         is_full = self._is_full_in_eval and not is_training
         for fqn, original in self.original_dtypes.items():
-            self._cast(fqn, original if is_full else self._dtype)
+            self._cast(fqn, original if is_full else self._dtype or original)
 
     @contextmanager
-    def in_original_dtypes(self, *, is_training: bool) -> Iterator[None]:
+    def in_original_dtypes(self) -> Iterator[None]:
         """Undo the cast for a while; dtypes that changed in it are the new ones."""
         for fqn, original in self.original_dtypes.items():
             self._cast(fqn, original)
         yield
         self._remember()
-        self.follow(is_training=is_training)
+        self.follow(is_training=self._module.training)
 
     def _remember(self) -> None:
         self.original_dtypes = {

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _native
@@ -28,7 +27,6 @@ def build_unit(
     *,
     name: str,
     left_out: frozenset[nn.Parameter],
-    device_mesh: DeviceMesh | None,
 ) -> ShardedUnit:
     """Shard the parameters of ``module`` that no unit in it has, on ``device``.
 
@@ -42,7 +40,7 @@ def build_unit(
         left_out=left_out,
     )
     uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
-    uses, cuts = localize(uses, device_mesh)
+    uses, cuts = localize(uses, config.device_mesh)
     if cuts and config.full_precision_in_eval:
         raise ValueError(
             f"unit {name!r} has parameters that are DTensors, which forward shows in "
@@ -79,20 +77,11 @@ def take_unit(
     """
     for use in uses:
         mark_sharded(use.param, unit.name)
-    buffers = None
-    if config.mixed_precision.buffer_dtype is not None:
-        buffers = UnitBuffers(
-            module,
-            [current for _, current in own_modules(module, ignored.modules)],
-            dtype=config.mixed_precision.buffer_dtype,
-            is_full_in_eval=config.full_precision_in_eval,
-        )
-    originals = Originals(
+    buffers = UnitBuffers(
         module,
-        unit,
-        uses,
-        parallel,
-        use_orig_params=config.use_orig_params,
-        rank=config.groups.shard_rank,
+        [current for _, current in own_modules(module, ignored.modules)],
+        dtype=config.mixed_precision.buffer_dtype,
+        is_full_in_eval=config.full_precision_in_eval,
     )
+    originals = Originals(module, unit, config, uses, parallel)
     return ShardedUnit(unit, config, originals, ignored, buffers)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -59,6 +60,7 @@ class Config:
     """How one unit is sharded. Made by :func:`make_config` only."""
 
     groups: Groups
+    device_mesh: DeviceMesh | None
     sharding_strategy: ShardingStrategy
     cpu_offload: CPUOffload
     auto_wrap_policy: Policy | Callable[..., bool] | None
@@ -136,6 +138,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     modules, params = _check_ignored(given["ignored_modules"], given["ignored_states"])
     return Config(
         groups=groups,
+        device_mesh=given["device_mesh"],
         sharding_strategy=strategy,
         cpu_offload=_check_class(given, "cpu_offload") or CPUOffload(),
         auto_wrap_policy=_check_policy(given["auto_wrap_policy"]),

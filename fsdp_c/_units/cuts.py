@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_c._torch_compat import (
     joined_meshes,
@@ -52,7 +52,13 @@ def cut_of(
     """
     if not isinstance(param, DTensor):
         return Cut(dim, mesh, placements, param.shape, param.shape, None)
-    check_parallel(name, param, mesh)
+    kind, expected = param.device_mesh.device_type, mesh.device_type
+    if kind != expected:  # torch's first words
+        raise ValueError(
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+            f"{kind} for DTensor and {expected} for FSDP: parameter {name!r}"
+        )
+    check_placements(name, param)
     parallel = (param.device_mesh, tuple(param.placements))
     num_parts = num_parts_along(param, dim)
     if num_parts > 1:
@@ -67,20 +73,14 @@ def cut_of(
     )
 
 
-def check_parallel(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Check that the DTensor ``param`` can be cut over the data parallel ``mesh``.
+def row_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Return the placements of rows over a data parallel mesh."""
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
-    Raises:
-        ValueError: It cannot.
-    """
-    kind, expected = param.device_mesh.device_type, mesh.device_type
-    if kind != expected:  # torch's first words
-        raise ValueError(
-            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
-            f"{kind} for DTensor and {expected} for FSDP: parameter {name!r}"
-        )
-    check_placements(name, param)
-    _join(name, mesh, param.device_mesh)
+
+def row_cut(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Cut:
+    """Return how ``param`` is cut in rows; see :func:`cut_of`."""
+    return cut_of(name, param, 0, mesh, row_placements(mesh))
 
 
 def check_placements(name: str, param: DTensor) -> None:

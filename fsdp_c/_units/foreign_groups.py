@@ -3,35 +3,19 @@
 FSDP1 accepts them, and PyTorch's own tests wrap modules with one.
 """
 
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 from torch.distributed import ProcessGroup
 
 
-@runtime_checkable
-class RankAndSize(Protocol):
-    """What wrapping a module needs of a process group."""
-
-    def rank(self) -> int:
-        """Return this process's rank."""
-        ...
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        ...
-
-
 class ForeignGroup(ProcessGroup):
-    """Stands for a :class:`RankAndSize` where the native unit needs c10d's class.
+    """Stands for the user's ``group`` where the native unit needs c10d's class.
 
     A module can be wrapped and inspected with it, as with FSDP1; its first
     communication raises.
-
-    Args:
-        group: The user's object.
     """
 
-    def __init__(self, group: RankAndSize) -> None:
+    def __init__(self, group: Any) -> None:
         # The stub lacks c10d's constructor without a store.
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.given = group
@@ -68,6 +52,12 @@ for _name in (
     "reduce_scatter_tensor_coalesced",
 ):
     setattr(ForeignGroup, _name, ForeignGroup._refuse)
+
+
+def is_foreign_group(group: object) -> bool:
+    """Return whether wrapping a module can do with ``group``."""
+    methods = (getattr(group, name, None) for name in ("rank", "size"))
+    return all(map(callable, methods)) and not isinstance(group, type)
 
 
 def as_given(group: ProcessGroup) -> Any:

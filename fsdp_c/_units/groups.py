@@ -14,7 +14,7 @@ from torch.distributed.fsdp.api import ShardingStrategy
 from fsdp_c._torch_compat import HYBRID_SHARD_ZERO2, timeout_of
 from fsdp_c._units.device import current_accelerator
 from fsdp_c._units.failures import naming_ranks
-from fsdp_c._units.foreign_groups import ForeignGroup, RankAndSize
+from fsdp_c._units.foreign_groups import ForeignGroup, is_foreign_group
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
@@ -36,6 +36,16 @@ class Groups(NamedTuple):
     def shard_rank(self) -> int:
         """This rank in the sharding group; 0 where nothing is sharded."""
         return 0 if self.shard_group is None else self.shard_group.rank()
+
+    @property
+    def is_in_first_replica(self) -> bool:
+        """Whether this rank is in the replica that contains the first rank."""
+        return self.inter_node_group is None or self.inter_node_group.rank() == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all."""
+        return self.process_group.rank() == 0 and self.is_in_first_replica
 
 
 def choose_groups(
@@ -152,7 +162,7 @@ def _check_group(argument: str, group: Any) -> ProcessGroup:
         )
     if isinstance(group, ProcessGroup):
         return group
-    if isinstance(group, RankAndSize) and not isinstance(group, type):
+    if is_foreign_group(group):
         return ForeignGroup(group)
     raise TypeError(
         f"{argument} must be a torch.distributed.ProcessGroup, got {group!r}: "

@@ -1,5 +1,6 @@
 """Original and flat parameters of a unit: which of them the module registers."""
 
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from torch import nn
 
 from fsdp_c import _native
 from fsdp_c._torch_compat import interpreted, interpreted_with_callees
+from fsdp_c._units.config import Config
 from fsdp_c._units.flat_param_facts import FlatParamFacts, find_facts
 from fsdp_c._units.names import flat_param_name
 from fsdp_c._units.parallel import ParallelParams
@@ -61,82 +63,62 @@ class Originals:
     With use_orig_params=True the module keeps them registered and nothing here
     changes that. Otherwise they are *hidden*: moved from ``module._parameters``
     to ``module.__dict__``, the same objects, so that ``module.weight`` still
-    finds them; and a flat parameter per segment is registered instead.
-
-    Args:
-        module: The wrapped module; flat parameters are registered on it.
-        unit: Its native unit.
-        uses: Where the parameters are, in the unit's order.
-        parallel: Which of them stand for tensor parallel DTensors.
-        use_orig_params: As in the constructor of FSDP.
-        rank: This rank in the sharding group.
+    finds them; and a flat parameter per segment is registered on the wrapped
+    ``module``.
     """
 
     def __init__(
         self,
         module: nn.Module,
         unit: _native.Unit,
+        config: Config,
         uses: Sequence[ParamUse],
         parallel: ParallelParams,
-        *,
-        use_orig_params: bool,
-        rank: int,
     ) -> None:
-        self._rank = rank
+        self._rank = config.groups.shard_rank
         self._module = module
-        self._unit = unit
         self.uses = tuple(uses)
         self.parallel = parallel
-        self._hides = not use_orig_params
+        self._hides = not config.use_orig_params
         self._num_shows = 0
         holders = dict.fromkeys(use.module for use in uses)  # each once
         self._order = {holder: tuple(holder._parameters) for holder in holders}
         self._flat_params: dict[str, FlatParameter] = {}
         is_unsafe = os.environ.get(UNSAFE_SETATTR) == "1"
         # Modules with a __setattr__ of their own.
-        self._listeners = frozenset(
+        self.listeners = frozenset(
             use.module
             for use in uses
             if not is_unsafe
             and type(use.module).__setattr__ is not nn.Module.__setattr__
         )
-        parallel.bind(unit, self.uses)
-        if self._hides:
-            self._bind(self.make_flat_params())
-        self._arrange()
-        self._watch()
+        self.rebind(unit)
 
     def unbind(self) -> None:
         """Let go of the unit; :meth:`rebind` must follow."""
         del self._unit
 
     def rebind(self, unit: _native.Unit) -> None:
-        """Go on with ``unit``, which shards the same parameters in another form.
+        """Go on with ``unit``, which shards the parameters, maybe in another form.
 
         Flat parameters stay the same objects, unless their number changes.
         """
         self._unit = unit
         self.parallel.bind(unit, self.uses)
-        self._watch()
-        if not self._hides:
-            self._arrange()
-            return
-        new = self.make_flat_params()
-        old = self.flat_params()
-        if len(old) == len(new):
-            for flat_param, like in zip(old, new, strict=True):
-                flat_param.become(like)
-            new = old
-        for name in self._flat_params:
-            self._module._parameters.pop(name, None)
-        self._bind(new)
+        if self._hides:
+            new, old = self.make_flat_params(), self.flat_params()
+            if len(old) == len(new):
+                for flat_param, like in zip(old, new, strict=True):
+                    flat_param.become(like)
+                new = old
+            for name in self._flat_params:
+                self._module._parameters.pop(name, None)
+            self._flat_params = {
+                flat_param_name(segment): param for segment, param in enumerate(new)
+            }
+            unit.bind_flat_params(new)
         self._arrange()
-
-    def _bind(self, flat_params: Sequence[FlatParameter]) -> None:
-        self._flat_params = {
-            flat_param_name(segment): param for segment, param in enumerate(flat_params)
-        }
-        self._unit.bind_flat_params(list(flat_params))
+        self._watch()
 
     def make_flat_params(self) -> list[FlatParameter]:
         """Return a new flat parameter over the shard of each segment."""
@@ -163,11 +145,6 @@ class Originals:
 
     # Replaced parameters ----------------------------------------------------
 
-    @property
-    def has_listeners(self) -> bool:
-        """Whether a module has a ``__setattr__`` of its own."""
-        return bool(self._listeners)
-
     @interpreted
     def call_announced(
         self, module: Callable[..., Any], *args: Any, **kwargs: Any
@@ -179,7 +156,7 @@ class Originals:
         objects that they are already.
         """
         for use in self.uses:
-            if use.module in self._listeners:
+            if use.module in self.listeners:
                 setattr(use.module, use.name, self.parallel.shown(use.param))
         if self._hides and self._num_shows == 0:
             self._arrange()
@@ -216,17 +193,13 @@ class Originals:
         parameter, one that is gone, or of another dtype or size is an error.
         """
         is_hidden = self._hides and self._num_shows == 0
-        current = [
-            (use.module.__dict__ if is_hidden else use.module._parameters).get(use.name)
-            for use in self.uses
-        ]
-        current = [
-            use.param if self.parallel.stands_for(now, use.param) else now
-            for now, use in zip(current, self.uses, strict=True)
-        ]
-        if any(
-            now is not use.param for now, use in zip(current, self.uses, strict=True)
-        ):
+        current = []
+        for use in self.uses:
+            registered: Any = use.module._parameters
+            now = (use.module.__dict__ if is_hidden else registered).get(use.name)
+            is_same = self.parallel.stands_for(now, use.param)
+            current.append(use.param if is_same else now)
+        if any(map(operator.is_not, current, (use.param for use in self.uses))):
             self._take_over(current)
 
     def _take_over(self, current: Sequence[nn.Parameter | None]) -> None:

@@ -16,25 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
-from torch.distributed.tensor import Shard as RowShard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_c import _native
 from fsdp_c._torch_compat import local_tensor
 from fsdp_c._units.cuts import (
     Cut,
     as_dtensor,
-    cut_of,
     local_grad,
     local_of,
     parallel_param,
+    row_cut,
+    row_placements,
 )
 from fsdp_c._units.uses import ParamUse
-
-
-def row_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Return the placements of rows over a data parallel mesh."""
-    return (*[Replicate()] * (mesh.ndim - 1), RowShard(0))
 
 
 def localize(
@@ -54,7 +49,7 @@ def localize(
         assert mesh is not None
         local = nn.Parameter(local_of(param).detach(), param.requires_grad)
         vars(local).update(vars(param))
-        cuts[local] = cut_of(use.fqn, param, 0, mesh, row_placements(mesh))
+        cuts[local] = row_cut(use.fqn, param, mesh)
         new[param] = local
     localized = []
     for use in uses:
@@ -175,11 +170,14 @@ class ParallelParams:
 # The values of state dicts -------------------------------------------------------
 
 
-def to_state(value: Any, cut: Cut) -> DTensor:
+def to_state(value: Any, cut: Cut | None) -> Any:
     """Return the DTensor for a state dict of what the unit's part of it is.
 
-    ``value`` is the whole local tensor, or a DTensor of it in rows.
+    ``value`` is the whole local tensor, or a DTensor of it in rows. Without a cut it
+    is what the state dict has.
     """
+    if cut is None:
+        return value
     assert cut.parallel is not None
     if isinstance(value, DTensor):
         return as_dtensor(local_of(value), cut.shape, cut.mesh, cut.placements)

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_c._torch_compat import overrides_dispatch
 from fsdp_c._units.base import sharded_modules
-from fsdp_c._units.cuts import check_parallel
+from fsdp_c._units.cuts import row_cut
 from fsdp_c._units.names import clean_name
 from fsdp_c._units.uses import ParamUse, is_flat_param, is_taken, sharding_unit
 
@@ -45,7 +45,7 @@ def check_params(
     """
     for name, param in unsharded_params(module, ignored_params):
         if isinstance(param, DTensor) and device_mesh is not None:
-            check_parallel(clean_name(name), param, device_mesh)
+            row_cut(clean_name(name), param, device_mesh)  # raises if it cannot be
         else:
             check_param(clean_name(name), param)
 

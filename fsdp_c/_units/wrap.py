@@ -16,7 +16,6 @@ from fsdp_c._units.params import unsharded_params
 
 _Chosen = dict[nn.Module, dict[str, Any]]
 
-
 # Wraps a module, with these arguments of the constructor; its name, and the parameters
 # in it that belong to a unit around it.
 MakeSharded = Callable[
@@ -38,13 +37,7 @@ def auto_wrap(
 
     A parameter that is used in several units goes to the lowest unit that
     contains all its uses (FSDP1 does not support it); a warning says which.
-
-    Args:
-        root: The module that is being wrapped.
-        config: Its checked arguments.
-        arguments: The constructor's arguments; the children get most of them.
-        ignored: What to leave alone.
-        make: Wraps one module.
+    ``config`` are the checked ``arguments``, most of which the children get, too.
 
     Raises:
         ValueError: A module in ``root`` is wrapped already.

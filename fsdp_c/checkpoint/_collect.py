@@ -19,11 +19,12 @@ from fsdp_c.checkpoint._contents import (
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._files import FileItem
 from fsdp_c.checkpoint._manifest import Manifest, OptimSpec, StateSpec, UnitSpec
-from fsdp_c.checkpoint._parallel_states import with_rows
+from fsdp_c.checkpoint._parallel_parts import ParallelPart, with_rows
 from fsdp_c.checkpoint._plain import encode
 from fsdp_c.checkpoint._random_states import random_states
 from fsdp_c.checkpoint._rank_entry import model_key, state_key
 from fsdp_c.checkpoint._ranks import Ranks
+from fsdp_c.checkpoint._row_parts import RowPart, parts_in
 
 
 @dataclass
@@ -86,7 +87,8 @@ def collect(
     collected = Collected(units=units)
     mine = _saved_here(contents, units, ranks)
     for name, place in contents.places.items():
-        if name not in mine and not place.communicates:
+        joins = isinstance(place, (RowPart, ParallelPart)) and place.communicates
+        if name not in mine and not joins:
             continue
         part = place.values()
         if name not in mine:
@@ -101,7 +103,7 @@ def collect(
             )
     states = None
     if optim is not None:
-        states = collect_states(model, optim)
+        states = collect_states(model, optim, parts=parts_in(model))
         for name, state in with_rows(states.states, contents.places, ranks).items():
             if name in mine and state.has_state:
                 _add_state(collected, name, state)

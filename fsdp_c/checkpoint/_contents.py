@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from fsdp_c import _native
 from fsdp_c._fully_shard.group import Group, groups_in
-from fsdp_c._state.parallel_parts import with_parallel_parts
 from fsdp_c._state.parts import ParamPart
-from fsdp_c._state.rows import RowPart, parts_in
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.names import clean_name
-from fsdp_c._units.sessions import LoadSession
 from fsdp_c.checkpoint._dtypes import dtype_name
 from fsdp_c.checkpoint._holders import make_layout
 from fsdp_c.checkpoint._manifest import ParamSpec, SegmentSpec, UnitSpec, WholeSpec
+from fsdp_c.checkpoint._parallel_parts import with_parallel_parts
 from fsdp_c.checkpoint._ranks import Ranks
+from fsdp_c.checkpoint._row_parts import RowPart, parts_in
 
 _EXTRA_STATE = "_extra_state"
 
@@ -120,7 +119,7 @@ def find_contents(model: nn.Module) -> Contents:
     for module in sharded_modules(model):
         if (
             module._sharded.unit.is_summoned
-            or module.find_session(LoadSession) is not None
+            or module._state_dict_load is not None
             or module.is_in_step
         ):
             raise RuntimeError(
@@ -144,7 +143,7 @@ def _buffers(model: nn.Module) -> Iterator[Buffer]:
     dtypes: dict[str, torch.dtype] = {}
     names: dict[Tensor, list[str]] = {}
     for prefix, module in _named_modules(model):
-        if isinstance(module, ShardedModule) and module._sharded.buffers is not None:
+        if isinstance(module, ShardedModule):
             for name, dtype in module._sharded.buffers.original_dtypes.items():
                 dtypes[prefix + name] = dtype
         for name, buffer in module._buffers.items():
@@ -174,7 +173,7 @@ def _unit(
 ) -> UnitSpec:
     layout = module._sharded.unit.layout
     slots, segments = layout.slots, layout.segments
-    group = module._sharded.config.groups.shard_group
+    group = module._sharded.groups.shard_group
     return UnitSpec(
         name=name,
         ranks=tuple(ranks.positions(group) if group is not None else [0]),

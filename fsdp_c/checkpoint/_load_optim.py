@@ -1,22 +1,24 @@
 """The optimizer's part of a load: states by name, into whatever form it needs."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_c._state.optim.groups import groups_for_optimizer
-from fsdp_c._state.optim.keys import check_params, keys_of_optimizer, uses_names
-from fsdp_c._state.optim.states import ParamState, assemble, install
+from fsdp_c._state.optim.keys import ParamKeys, keys_of_optimizer, uses_names
+from fsdp_c._state.optim.states import ParamState, assemble
 from fsdp_c._state.optim.states import collect as collect_states
-from fsdp_c._state.parts import ParamPart, parts_of_params
+from fsdp_c._state.parts import ParamPart
 from fsdp_c.checkpoint._dtypes import dtype_named
 from fsdp_c.checkpoint._manifest import OptimSpec, ParamSpec, StateSpec, WholeSpec
 from fsdp_c.checkpoint._memory import is_direct
-from fsdp_c.checkpoint._parallel_states import held_of_rows, rows_to_read
+from fsdp_c.checkpoint._parallel_parts import held_of_rows, rows_to_read
 from fsdp_c.checkpoint._plain import decode, tensor_keys
 from fsdp_c.checkpoint._plan import Plain, Target, find_plain, plan_target
+from fsdp_c.checkpoint._row_parts import parts_in
 from fsdp_c.checkpoint._source import Source
 
 
@@ -38,7 +40,7 @@ class OptimLoad:
         self._optim = optim
         self._source = source
         self._spec = spec
-        collected = collect_states(model, optim)
+        collected = collect_states(model, optim, parts=parts_in(model))
         self._held = collected.states
         self._current = rows_to_read(model, collected.states)
         self._current_groups = collected.param_groups or []
@@ -209,12 +211,6 @@ class OptimLoad:
 
     def _try(self) -> None:
         """Let a copy of the optimizer load states that need no memory."""
-        current = self._optim.state_dict()
-        keys = keys_of_optimizer(self._model, self._optim, is_named=uses_names(current))
-        of_param = parts_of_params(
-            {fqn: state.part for fqn, state in self._held.items()}
-        )
-        check_params(keys, of_param)
         on_meta = {
             fqn: ParamState(
                 state.part,
@@ -224,10 +220,7 @@ class OptimLoad:
             )
             for fqn, state in self._states.items()
         }
-        states = assemble(keys, of_param, held_of_rows(on_meta, self._held))
-        groups = groups_for_optimizer(
-            self._groups, keys, of_param, target=current["param_groups"]
-        )
+        _, trial_dict = self._state_dict(on_meta)
         if (
             type(self._optim).load_state_dict
             is not torch.optim.Optimizer.load_state_dict
@@ -244,26 +237,50 @@ class OptimLoad:
         for name, value in vars(trial).items():
             if name.endswith("_hooks"):
                 value.clear()
-        state = {
+        trial_dict["state"] = {
             key: {n: _without_memory(v) for n, v in each.items()}
-            for key, each in states.items()
+            for key, each in trial_dict["state"].items()
         }
+        trial_dict["state"].update(self._others)
         try:
-            trial.load_state_dict(
-                {"state": {**state, **self._others}, "param_groups": groups}
-            )
+            trial.load_state_dict(trial_dict)
         except Exception as error:
             raise ValueError(
                 f"{type(self._optim).__name__} does not take the state that "
                 f"{self._spec.name} saved ({error!r:.200})"
             ) from None
 
+    def _state_dict(
+        self, states: Mapping[str, ParamState]
+    ) -> tuple[ParamKeys, dict[str, Any]]:
+        """Return the optimizer's keys, and what it loads; without other state."""
+        current = self._optim.state_dict()
+        keys = keys_of_optimizer(self._model, self._optim, is_named=uses_names(current))
+        parts = {fqn: state.part for fqn, state in self._held.items()}
+        keys = keys.with_parts(parts)
+        target = current["param_groups"]
+        groups = groups_for_optimizer(self._groups, keys, target=target)
+        held = held_of_rows(states, self._held)
+        return keys, {"state": assemble(keys, held), "param_groups": groups}
+
     # Install ----------------------------------------------------------------
 
     def install(self) -> None:
-        """Put the states that were read into the optimizer."""
-        states = held_of_rows(self._states, self._held)
-        install(self._model, self._optim, states, self._groups, others=self._others)
+        """Put the states that were read into the optimizer, in their own dtypes."""
+        keys, state_dict = self._state_dict(self._states)
+        states = {key: dict(state) for key, state in state_dict["state"].items()}
+        state_dict["state"].update(self._others)
+        self._optim.load_state_dict(state_dict)
+        for key, param in keys.param_of_key.items():
+            loaded = self._optim.state[param] if key in states else {}
+            for name, value in states.get(key, {}).items():
+                if (
+                    name != "step"  # torch.optim decides what it is
+                    and isinstance(value, Tensor)
+                    and isinstance(loaded.get(name), Tensor)
+                    and loaded[name].dtype != value.dtype
+                ):
+                    loaded[name] = value.to(loaded[name].device)
 
 
 def _without_memory(value: Any) -> Any:

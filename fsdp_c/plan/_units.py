@@ -85,7 +85,7 @@ class _PlannedModule(ShardedModule):
         ignored = find_ignored(module, config)
         auto_wrap(module, config, arguments, ignored, _PlannedModule)
         uses = collect_uses(module, ignored_params=ignored.params, left_out=left_out)
-        self._sharded = ShardedUnit(_NONE, config, _NONE, ignored, None)
+        self._sharded = ShardedUnit(_NONE, config, _NONE, ignored, _NONE)
         self.params: dict[nn.Parameter, str] = {}  # in the order of first uses
         for use in uses:
             self.params.setdefault(use.param, use.fqn)

@@ -331,6 +331,10 @@ def test_what_cannot_be_saved(rank: int, tmp_path: Path) -> None:
     problem = "'weight' is a DTensor of a group that is not in this _Part"
     with pytest.raises(checkpoint.CheckpointError, match=problem):
         checkpoint.save(tmp_path / "none", _Part(model))
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    problem = r"the optimizer steps parameter 0 of shape \(2,\), which is not in"
+    with pytest.raises(checkpoint.CheckpointError, match=problem):
+        checkpoint.save(tmp_path / "none", model, stranger)
     handle = model.blocks[1].register_forward_hook(
         lambda *_: checkpoint.save(tmp_path / "none", model)
     )

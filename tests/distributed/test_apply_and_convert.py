@@ -153,6 +153,17 @@ def test_with_gradients() -> None:
 
 
 @distributed(world_size=2)
+def test_names_inside_apply() -> None:
+    """They are clean there, as FSDP1's, and only there."""
+    model = _wrap(MLP(), use_orig_params=True)
+    found: list[list[str]] = []
+    model.apply(lambda _: found.append([name for name, _ in model.named_parameters()]))
+    expected = [name for name, _ in MLP().named_parameters()]
+    assert all(names == expected for names in found)
+    assert [name for name, _ in model.named_parameters()] != expected
+
+
+@distributed(world_size=2)
 def test_inside_a_summon() -> None:
     """Neither conversions nor apply()."""
     model = _wrap(MLP(1), use_orig_params=True)

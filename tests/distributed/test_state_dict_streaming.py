@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.allocations import counted
 from helpers.distributed import TEST_DEVICE, distributed
-from helpers.impl import FSDP, FullStateDictConfig, fsdp
+from helpers.impl import FullStateDictConfig, fsdp
 from helpers.reference import assert_same_tensors, full_state_dict
 from helpers.state_dicts import FULL, LOCAL, SHARDED, load, save, whole_state
 
@@ -267,6 +267,8 @@ def test_a_rank_that_does_not_call(rank: int, has_met: bool) -> None:
 
     Ranks whose group has carried nothing yet wait in their first meeting: no call.
     """
+    from fsdp_c._state.model import save as saving
+
     with _impatient_group() as group:
         model = _wrap(_Deep(), process_group=group)
         if has_met:
@@ -281,6 +283,6 @@ def test_a_rank_that_does_not_call(rank: int, has_met: bool) -> None:
                 assert "rank 0: no answer" in message
             else:  # NCCL's watchdog says it
                 assert f"rank {rank} of 3" in message
-            assert all(not module._sessions for module in FSDP.fsdp_modules(model))
+            assert not saving._kept
         dist.barrier()
         del model

@@ -12,7 +12,7 @@ module does more (hooks around loading, ``_load_from_state_dict()`` or
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -27,20 +27,18 @@ from fsdp_c._state.forms import load_item
 from fsdp_c._state.model.local import find_local_problems, load_local, local_names
 from fsdp_c._state.model.plain import loads_plainly
 from fsdp_c._state.model.save import check_tree, kind_of
-from fsdp_c._state.parts import ParamPart, named_uses, unit_parts
+from fsdp_c._state.parts import ParamPart, named_parts
 from fsdp_c._state.sharded_tensors import (
     find_problem,
     has_rows,
     is_sharded,
     sharded_shape,
 )
-from fsdp_c._units.base import ShardedModule, sharded_modules
+from fsdp_c._units.base import Load, ShardedModule, sharded_modules
 from fsdp_c._units.device import CPU, wait_for_uploads
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX, clean_name
 from fsdp_c._units.parallel import from_state
-from fsdp_c._units.sessions import LoadSession
-from fsdp_c._units.uses import ParamUse
 
 
 def begin_load(
@@ -62,12 +60,12 @@ def begin_load(
             "pass assign=False"
         )
     try:
-        session = module.find_session(LoadSession)
-        if session is None:
-            session = _begin_tree(module, state_dict, prefix)
-        session.error_msgs = error_msgs
+        load = module._state_dict_load
+        if load is None:
+            load = _begin_tree(module, state_dict, prefix)
+        load.error_msgs = error_msgs
         with torch.no_grad():
-            _load_unit(module, state_dict, prefix, missing_keys, session)
+            _load_unit(module, state_dict, prefix, missing_keys, load)
     except BaseException:
         _end_tree(module)
         raise
@@ -79,36 +77,34 @@ def begin_load(
 def finish_load(module: nn.Module, incompatible_keys: Any) -> None:
     """End what :func:`begin_load` began, and clean the names in messages."""
     assert isinstance(module, ShardedModule)
-    session = module.find_session(LoadSession)
-    if session is None or session.error_msgs is None:
+    load = module._state_dict_load
+    if load is None or load.error_msgs is None:
         return
-    if session.modules[0] is not module:
-        module.end_session(LoadSession)
+    if load.modules[0] is not module:
+        module.end_state_dict_load()
         return
     _end_tree(module)
     for names in (
         incompatible_keys.missing_keys,
         incompatible_keys.unexpected_keys,
-        session.error_msgs,
+        load.error_msgs,
     ):
         names[:] = [clean_name(name) for name in names]
 
 
 def _end_tree(module: ShardedModule) -> None:
-    session = module.find_session(LoadSession)
-    for each in () if session is None else session.modules:
-        each.end_session(LoadSession)
+    load = module._state_dict_load
+    for each in () if load is None else load.modules:
+        each.end_state_dict_load()
 
 
 # Check ------------------------------------------------------------------------
 
 
-def _begin_tree(
-    module: ShardedModule, state_dict: dict[str, Any], prefix: str
-) -> LoadSession:
+def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> Load:
     """Check, for all units in ``module``, that what ``state_dict`` has fits."""
     for each in sharded_modules(module):
-        each.end_session(LoadSession)  # one that an exception has left
+        each.end_state_dict_load()  # one that an exception has left
     modules = check_tree(module, "load_state_dict")
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
@@ -120,16 +116,15 @@ def _begin_tree(
         if isinstance(each, ShardedModule)
     }
     for each in modules:
-        _drop_own_shards(each, state_dict, prefixes[each])
-        _localize(each, state_dict, prefixes[each])
+        _replace_parts(each, state_dict, prefixes[each])
         if is_plain:  # or a hook might change the state dict before a unit sees it
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
     _raise_problems(module, problems, on_any_rank=communicates)
-    sessions = [LoadSession(tuple(modules), is_plain) for _ in modules]
-    for each, session in zip(modules, sessions, strict=True):
-        each.begin_session(session)
-    return sessions[0]
+    loads = [Load(tuple(modules), is_plain) for _ in modules]
+    for each, load in zip(modules, loads, strict=True):
+        each.begin_state_dict_load(load)
+    return loads[0]
 
 
 def _raise_problems(
@@ -161,13 +156,17 @@ def _find_problems(
 ) -> list[str]:
     """Return what of ``state_dict`` does not fit the parameters of one unit."""
     given = [
-        (f"{prefix}{name}", use)
-        for name, use in named_uses(module)
+        (f"{prefix}{name}", part, state_dict[f"{prefix}{name}"])
+        for name, part in named_parts(module).items()
         if f"{prefix}{name}" in state_dict
     ]
     names = [name for name in local_names(module) if f"{prefix}{name}" in state_dict]
     if kind is StateDictType.LOCAL_STATE_DICT:
-        if given and not names and not _are_slices(module, state_dict, given):
+        are_slices = all(
+            isinstance(value, Tensor) and value.shape == part.values().shape
+            for _, part, value in given
+        )
+        if not names and not are_slices:
             return [
                 f"{given[0][0]!r} is not in a LOCAL state dict, which has "
                 f"{prefix + local_names(module)[0]!r} for unit "
@@ -176,8 +175,8 @@ def _find_problems(
             ]
         return find_local_problems(module, state_dict, prefix)
     problems = []
-    for key, use in given:
-        problem = _find_mismatch(module, kind, state_dict[key], use.shape)
+    for key, part, value in given:
+        problem = _find_mismatch(module, kind, value, part.shape)
         if problem is not None:
             problems.append(problem.format(key=key))
     if names and (problems or not given):
@@ -186,20 +185,6 @@ def _find_problems(
             f"is {kind.name}: load it with state_dict_type LOCAL_STATE_DICT"
         ]
     return problems
-
-
-def _are_slices(
-    module: ShardedModule,
-    state_dict: dict[str, Any],
-    given: Sequence[tuple[str, ParamUse]],
-) -> bool:
-    """Return whether the values are what this rank holds of each parameter."""
-    parts = unit_parts(module, as_shown=True)
-    return all(
-        isinstance(state_dict[key], Tensor)
-        and state_dict[key].shape == parts[use.slot].values().shape
-        for key, use in given
-    )
 
 
 def _find_mismatch(
@@ -236,33 +221,28 @@ def _find_mismatch(
     return None if problem is None else f"{{key}} {problem}"
 
 
-def _drop_own_shards(
+def _replace_parts(
     module: ShardedModule, state_dict: dict[str, Any], prefix: str
 ) -> None:
-    """Take values out that are what the unit itself has registered.
+    """Drop what the unit has registered; replace tensor parallel values by its own.
 
-    ``set_model_state_dict()`` of torch.distributed.checkpoint adds these to the whole
-    tensors that the user gives. They are this rank's shards and say nothing new.
+    ``set_model_state_dict()`` of torch.distributed.checkpoint adds the former to the
+    whole tensors that the user gives. They are this rank's shards and say nothing new.
     """
-    group = module._sharded.config.groups.shard_group
-    if group is None or group.size() == 1 or module._sharded.unit.is_summoned:
-        return
-    own = {id(use.param) for use in module._sharded.originals.uses}
-    own.update(id(flat_param) for flat_param in module._sharded.originals.flat_params())
-    names = [name for name, _ in named_uses(module)] + local_names(module)
-    for name in names:
-        if id(state_dict.get(f"{prefix}{name}")) in own:
-            del state_dict[f"{prefix}{name}"]
-
-
-def _localize(module: ShardedModule, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace values of tensor parallel parameters by what their unit has of them."""
-    parallel = module._sharded.originals.parallel
-    for name, use in named_uses(module) if parallel else ():
-        cut = parallel.cuts.get(use.param)
+    parts: dict[str, ParamPart | None] = {**named_parts(module)}
+    parts.update(dict.fromkeys(local_names(module)))
+    sharded = module._sharded
+    own: set[int] = set()
+    if sharded.groups.shard_group is not None and not sharded.unit.is_summoned:
+        own.update(id(use.param) for use in sharded.uses)
+        own.update(map(id, sharded.originals.flat_params()))
+    for name, part in parts.items():
         key = f"{prefix}{name}"
-        if cut is not None and key in state_dict:
-            state_dict[key] = from_state(state_dict[key], cut, module.dtensor_mesh)
+        if id(state_dict.get(key)) in own:
+            del state_dict[key]
+        elif part is not None and part.cut is not None and key in state_dict:
+            value = from_state(state_dict[key], part.cut, module.dtensor_mesh)
+            state_dict[key] = value
 
 
 # Load -------------------------------------------------------------------------
@@ -273,20 +253,19 @@ def _load_unit(
     state_dict: dict[str, Any],
     prefix: str,
     missing_keys: list[str],
-    session: LoadSession,
+    load: Load,
 ) -> None:
     """Take the values of one unit's parameters out of ``state_dict`` and load them."""
     kind = kind_of(module)
     is_local = kind is StateDictType.LOCAL_STATE_DICT
     is_plain = is_local or loads_plainly(module)
-    if not session.is_checked:
+    if not load.is_checked:
         problems = _find_problems(module, kind, state_dict, prefix)
         if kind is StateDictType.FULL_STATE_DICT and not is_plain:
             problems = [each for each in problems if "size mismatch" not in each]
         _raise_problems(module, problems, on_any_rank=True)
     values: dict[str, Any] = {}
-    in_order = unit_parts(module, as_shown=True)
-    parts = {name: in_order[use.slot] for name, use in named_uses(module)}
+    parts = named_parts(module)
     names: Iterable[str] = parts
     if is_local:
         names = _load_slices(module, state_dict, prefix, missing_keys, parts)
@@ -303,14 +282,14 @@ def _load_unit(
     else:
         whole = _whole(module, values, parts)
         state_dict.update((f"{prefix}{name}", value) for name, value in whole.items())
-        session.stack.enter_context(summoned(module, writeback=True))
+        load.stack.enter_context(summoned(module, writeback=True))
         return
     # A rank that holds nothing of a parameter copied nothing. Yet the ranks must agree
     # on whether a block that was kept between micro-batches is stale, since they gather
     # it again together.
-    for use in module._sharded.originals.uses:
+    for use in module._sharded.uses:
         torch.autograd.graph.increment_version(use.param)
-    session.stack.enter_context(module._sharded.originals.absent())
+    load.stack.enter_context(module._sharded.originals.absent())
 
 
 _Parts = dict[str, ParamPart]  # of one unit, by all names

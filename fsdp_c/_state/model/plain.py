@@ -35,7 +35,7 @@ def _are_plain(
     module: ShardedModule, methods: tuple[str, ...], hooks: tuple[str, ...]
 ) -> bool:
     modules = {each for _, each in own_modules(module.wrapped, frozenset())}
-    modules.update(use.module for use in module._sharded.originals.uses)
+    modules.update(use.module for use in module._sharded.uses)
     for each in modules:
         # Its own hook, in each direction, only adds or removes its prefix.
         num_known = 1 if isinstance(each, ActivationWrapper) else 0

@@ -26,28 +26,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp.api import (
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp.api import ShardingStrategy, StateDictType
 
 from fsdp_c._engines.engine import ensure_engine
 from fsdp_c._engines.summon import summoned
-from fsdp_c._state.forms import Form, save_tensors
-from fsdp_c._state.kinds import refuse_local_with_mesh
+from fsdp_c._state.forms import Form, Saving, save_tensors
+from fsdp_c._state.kinds import follow_mesh
 from fsdp_c._state.model.local import local_state
 from fsdp_c._state.model.plain import saves_plainly
-from fsdp_c._state.parts import ParamPart, named_uses, unit_parts
+from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.names import WRAPPED_PREFIX
 from fsdp_c._units.parallel import to_state
-from fsdp_c._units.sessions import SaveSession
 from fsdp_c._units.uses import is_flat_param, sharding_unit
 
 _Kinds = dict[ShardedModule, StateDictType]
+
+# State dicts of nested modules, with the prefix of their keys, while the outermost
+# module is saved.
+_kept: dict[ShardedModule, tuple[dict[str, Any], str]] = {}
 
 
 def kind_of(module: ShardedModule) -> StateDictType:
@@ -57,8 +56,7 @@ def kind_of(module: ShardedModule) -> StateDictType:
         RuntimeError: LOCAL_STATE_DICT with a device mesh.
 
     Source:
-        Full state dicts for NO_SHARD, and that mesh and LOCAL exclude each other:
-        ``_pre_state_dict_hook``, ``_set_use_dtensor`` (torch 2.13,
+        Full state dicts for NO_SHARD: ``_pre_state_dict_hook`` (torch 2.13,
         ``fsdp/_state_dict_utils.py``).
     """
     kind: StateDictType = module._state_dict_type
@@ -71,10 +69,7 @@ def kind_of(module: ShardedModule) -> StateDictType:
             stacklevel=5,
         )
         return StateDictType.FULL_STATE_DICT
-    refuse_local_with_mesh(module, kind)
-    config = module._state_dict_config
-    if module._device_mesh is not None and isinstance(config, ShardedStateDictConfig):
-        config._use_dtensor = True  # where FSDP1 shows it, too
+    follow_mesh(module, kind, module._state_dict_config)
     return kind
 
 
@@ -84,12 +79,8 @@ def _form_of(module: ShardedModule, kind: StateDictType) -> Form:
     first = None
     if getattr(config, "rank0_only", False):
         first = dist.get_global_rank(module.process_group, 0)
-    return Form(
-        kind is StateDictType.SHARDED_STATE_DICT,
-        first,
-        config.offload_to_cpu,
-        getattr(config, "_use_dtensor", None),
-    )
+    shards = kind is StateDictType.SHARDED_STATE_DICT
+    return Form.of_config(config, shards=shards, first=first)
 
 
 def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
@@ -100,7 +91,7 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
     """
     ensure_engine(module)
     modules = list(sharded_modules(module))
-    owned = {use.param for each in modules for use in each._sharded.originals.uses}
+    owned = {use.param for each in modules for use in each._sharded.uses}
     for name, param in module.wrapped.named_parameters():
         unit_name = sharding_unit(param)
         if unit_name is not None and param not in owned and not is_flat_param(param):
@@ -141,9 +132,8 @@ def save(
     """
     if destination is None:
         destination = _new_state()
-    kept = module.find_session(SaveSession)
-    if kept is not None:
-        _hand_out(kept, destination, prefix)
+    if module in _kept:
+        _hand_out(*_kept[module], destination, prefix)
         return destination
     modules = check_tree(module, "state_dict")
     kinds = {each: kind_of(each) for each in modules}
@@ -155,12 +145,15 @@ def save(
     with torch.no_grad(), ExitStack() as stack:
         # A loss that is there already may use them.
         stack.callback(module._sharded.unit.show_kept, True)
-        summons = _find_summons(modules, kinds)
+        exchanging = []
         for each in modules:
             originals = each._sharded.originals
             is_local = kinds[each] is StateDictType.LOCAL_STATE_DICT
             stack.enter_context(originals.absent() if is_local else originals.shown())
-        values = _exchanged([each for each in modules if each not in summons], kinds)
+            if not is_local:
+                exchanging.append(each)
+        summons = _find_summons(exchanging)
+        values = _exchanged([each for each in exchanging if each not in summons], kinds)
 
         def save_unit(
             each: ShardedModule, target: dict[str, Any], own: str
@@ -170,12 +163,12 @@ def save(
 
         for each in reversed(modules[1:]):  # parents come first in it
             state = save_unit(each, _new_state(), prefixes[each])
-            each.begin_session(SaveSession(state, prefixes[each]))
-            stack.callback(each.end_session, SaveSession)
+            _kept[each] = state, prefixes[each]
+            stack.callback(_kept.pop, each)
         return save_unit(module, destination, prefix)
 
 
-def _find_summons(modules: list[ShardedModule], kinds: _Kinds) -> set[ShardedModule]:
+def _find_summons(modules: list[ShardedModule]) -> set[ShardedModule]:
     """Return the modules whose unit is summoned; the same on all ranks.
 
     A hook may be registered on some ranks only, so the ranks ask each other. One that
@@ -183,8 +176,7 @@ def _find_summons(modules: list[ShardedModule], kinds: _Kinds) -> set[ShardedMod
     """
     of_group: dict[ProcessGroup, list[ShardedModule]] = {}
     for each in modules:
-        if kinds[each] is not StateDictType.LOCAL_STATE_DICT:
-            of_group.setdefault(each.process_group, []).append(each)
+        of_group.setdefault(each.process_group, []).append(each)
     summons: set[ShardedModule] = set()
     for group, its_modules in of_group.items():
         flags = torch.tensor(
@@ -210,35 +202,30 @@ def _exchanged(
     modules: list[ShardedModule], kinds: _Kinds
 ) -> dict[ShardedModule, dict[int, Any]]:
     """Return the values of units' parameters in the state dict, by parameter."""
-    modules = [m for m in modules if kinds[m] is not StateDictType.LOCAL_STATE_DICT]
     values: dict[ShardedModule, dict[int, Any]] = {module: {} for module in modules}
-    tensors = [
-        (form, (part, "", own, own.dtype))
-        for module in modules
-        for form in [_form_of(module, kinds[module])]
-        for part in unit_parts(module)
-        for own in [_own_values(part)]
-    ]
+    tensors: list[tuple[Form, Saving]] = []
+    for module in modules:
+        form = _form_of(module, kinds[module])
+        for part in unit_parts(module):
+            own = part.values()
+            if part.shard_group is None:  # the whole, whose device the result has
+                own = own.to(module.compute_device)
+            tensors.append((form, (part, "", own, own.dtype)))
     for part, _, value in save_tensors(tensors, "parameters"):
         values[part.over][part.index] = value
     return values
 
 
-def _own_values(part: ParamPart) -> Tensor:
-    """Return this rank's part; where it is the whole, on the unit's device."""
-    values = part.values()
-    is_whole = part.shard_group is None
-    return values.to(part.over.compute_device) if is_whole else values
-
-
-def _hand_out(kept: SaveSession, destination: dict[str, Any], prefix: str) -> None:
-    """Add what was kept of a nested unit to ``destination``."""
-    for key, value in kept.state.items():
-        destination[prefix + key.removeprefix(kept.prefix)] = value
+def _hand_out(
+    state: dict[str, Any], old_prefix: str, destination: dict[str, Any], prefix: str
+) -> None:
+    """Add the ``state`` that was kept of a nested unit to ``destination``."""
+    for key, value in state.items():
+        destination[prefix + key.removeprefix(old_prefix)] = value
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
-        for name, version in getattr(kept.state, "_metadata", {}).items():
-            rest = f"{name}.".removeprefix(kept.prefix)
+        for name, version in getattr(state, "_metadata", {}).items():
+            rest = f"{name}.".removeprefix(old_prefix)
             metadata[f"{prefix}{rest}"[:-1]] = version
 
 
@@ -304,7 +291,7 @@ def _replace_params(
     nested unit shares a parameter of this one, what that unit has kept is a part of it,
     and found by its key.
     """
-    uses = module._sharded.originals.uses
+    uses = module._sharded.uses
     storages = {_storage_of(use.param) for use in uses}
     copies: dict[tuple[Any, ...], Any] = {}
 
@@ -328,26 +315,19 @@ def _replace_params(
         if each is not module
         for inner in each.modules()
     }
-    if any(use.module in nested for use in uses):
-        for name, use in named_uses(module):
-            key = f"{prefix}{name}"
-            if use.module in nested and key in target:
-                target[key] = copy_once(use.param.detach())
     cuts = module._sharded.originals.parallel.cuts
-    for name, use in named_uses(module) if cuts else ():
-        cut = cuts.get(use.param)
-        if cut is not None and f"{prefix}{name}" in target:
-            value = form.of_whole(module, use.param.detach())
-            target[f"{prefix}{name}"] = to_state(value, cut)
+    for name, use in named_uses(module):
+        key = f"{prefix}{name}"
+        if key in target and (use.module in nested or use.param in cuts):
+            value = copy_once(use.param.detach())
+            target[key] = to_state(value, cuts.get(use.param))
 
 
 def _convert_rest(
     module: ShardedModule, target: dict[str, Any], prefix: str, *, offload_to_cpu: bool
 ) -> None:
     """Give buffers the dtype from before ``buffer_dtype``; offload plain tensors."""
-    buffers = module._sharded.buffers
-    dtypes = {} if buffers is None else buffers.original_dtypes
-    for name, dtype in dtypes.items():
+    for name, dtype in module._sharded.buffers.original_dtypes.items():
         value = target.get(f"{prefix}{name}")
         if isinstance(value, Tensor) and value.dtype != dtype:
             target[f"{prefix}{name}"] = value.to(dtype)

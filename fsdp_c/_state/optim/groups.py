@@ -4,19 +4,14 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from fsdp_c._state.optim.keys import Key, ParamKeys
-from fsdp_c._state.parts import ParamPart
-
-PartsOfParam = Mapping[nn.Parameter, Sequence[ParamPart]]
 
 # Optimizers made of named parameters keep these beside "params".
 _NAMES = "param_names"
 
 
 def groups_by_name(
-    state_dict: Mapping[str, Any], keys: ParamKeys, parts_of_param: PartsOfParam
+    state_dict: Mapping[str, Any], keys: ParamKeys
 ) -> list[dict[str, Any]] | None:
     """Return the groups of an optimizer's state dict with names for keys; None if none.
 
@@ -28,13 +23,13 @@ def groups_by_name(
     for group in state_dict["param_groups"]:
         names = []
         for key in group["params"]:
-            if key not in keys.param_of_key:
+            if key not in keys.parts:
                 raise ValueError(
                     f"parameter {key!r} of the optimizer's state dict is none of the "
-                    f"optimizer's {len(keys.param_of_key)} parameters: pass the "
+                    f"optimizer's {len(keys.parts)} parameters: pass the "
                     "optimizer that the state dict is of"
                 )
-            names += [part.fqn for part in parts_of_param[keys.param_of_key[key]]]
+            names += [part.fqn for part in keys.parts[key]]
         renamed = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
         if _NAMES in renamed:
             renamed[_NAMES] = list(names)
@@ -46,7 +41,6 @@ def groups_by_name(
 def groups_for_optimizer(
     param_groups: Sequence[Mapping[str, Any]],
     keys: ParamKeys,
-    parts_of_param: PartsOfParam,
     *,
     target: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
@@ -55,16 +49,16 @@ def groups_for_optimizer(
     The groups are in the optimizer's order where that is known, else in the given.
     ``target`` are the optimizer's own groups, for the names that it keeps in them.
     """
-    group_of_key = _groups_of_keys(param_groups, keys, parts_of_param)
+    group_of_key = _groups_of_keys(param_groups, keys)
     wanted: list[tuple[list[Key], int]]
     if keys.groups is None:
         wanted = [
-            ([k for k in keys.param_of_key if group_of_key.get(k) == number], number)
+            ([k for k in keys.parts if group_of_key.get(k) == number], number)
             for number in range(len(param_groups))
         ]
     else:
         wanted = [
-            _match(number, group, keys, group_of_key, parts_of_param)
+            _match(number, group, keys, group_of_key)
             for number, group in enumerate(keys.groups)
         ]
     results = []
@@ -82,15 +76,13 @@ def groups_for_optimizer(
 
 
 def _groups_of_keys(
-    param_groups: Sequence[Mapping[str, Any]],
-    keys: ParamKeys,
-    parts_of_param: PartsOfParam,
+    param_groups: Sequence[Mapping[str, Any]], keys: ParamKeys
 ) -> dict[Key, int]:
     """Return the number of the given group that has each of the optimizer's keys."""
     key_of_name = {
         name: key
-        for key, param in keys.param_of_key.items()
-        for part in parts_of_param[param]
+        for key, parts in keys.parts.items()
+        for part in parts
         for name in part.names
     }
     group_of_key: dict[Key, int] = {}
@@ -98,12 +90,12 @@ def _groups_of_keys(
         for name in group["params"]:
             key = key_of_name.get(name)
             if key is None:
-                raise ValueError(_unknown(name, parts_of_param))
+                raise ValueError(_unknown(name, keys))
             if group_of_key.setdefault(key, number) != number:
-                parts = parts_of_param[keys.param_of_key[key]]
+                first = keys.parts[key][0].fqn
                 raise ValueError(
                     f"parameter {name!r} is in parameter group {number} of the state "
-                    f"dict, others of its flat parameter ({parts[0].fqn!r}, ...) are "
+                    f"dict, others of its flat parameter ({first!r}, ...) are "
                     f"in group {group_of_key[key]}: one flat parameter is in one "
                     "group; use use_orig_params=True"
                 )
@@ -115,13 +107,12 @@ def _match(
     group: Sequence[Key],
     keys: ParamKeys,
     group_of_key: Mapping[Key, int],
-    parts_of_param: PartsOfParam,
 ) -> tuple[list[Key], int]:
     """Return the keys of an optimizer's group, and the given group that has them."""
     found: list[Key] = []
     sources: dict[int, str] = {}
     for key in group:
-        part = parts_of_param[keys.param_of_key[key]][0]
+        part = keys.parts[key][0]
         if key in group_of_key:
             found.append(key)
             sources.setdefault(group_of_key[key], part.fqn)
@@ -141,14 +132,11 @@ def _match(
     return found, next(iter(sources), number)
 
 
-def _unknown(name: Any, parts_of_param: PartsOfParam) -> str:
-    in_model = any(
-        name in part.names for parts in parts_of_param.values() for part in parts
-    )
+def _unknown(name: Any, keys: ParamKeys) -> str:
     where = (
         "not one that the optimizer steps: load it into an optimizer over the same "
         "parameters"
-        if in_model
+        if name in keys.names
         else "not in the model: load it into the model that it was saved from"
     )
     return (

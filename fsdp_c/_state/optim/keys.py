@@ -7,7 +7,7 @@ KeyedOptimizer, which use the names of ``model.named_parameters()``).
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,16 +23,67 @@ Key = int | str
 class ParamKeys:
     """The parameters of an optimizer and their keys, in its order.
 
-    ``groups`` has the keys of each parameter group; None if the groups are not known.
+    Attributes:
+        param_of_key: The parameters.
+        groups: The keys of each parameter group; None if the groups are not known.
+        parts: What each of them stands for: itself, or the parameters of a flat one in
+            the order of their elements. Empty before :meth:`with_parts`.
+        names: Those of all parameters of the model, stepped or not.
     """
 
     param_of_key: dict[Key, nn.Parameter]
     groups: list[list[Key]] | None
+    parts: dict[Key, list[ParamPart]] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
 
     @cached_property
     def key_of_param(self) -> dict[nn.Parameter, Key]:
         """The reverse."""
         return {param: key for key, param in self.param_of_key.items()}
+
+    def with_parts(self, parts: Mapping[str, ParamPart]) -> "ParamKeys":
+        """Return the keys with ``parts``, which are those of the model.
+
+        Raises:
+            ValueError: The optimizer steps other parameters.
+        """
+        of_param: dict[nn.Parameter, list[ParamPart]] = {}
+        for part in parts.values():
+            of_param.setdefault(part.param, []).append(part)
+        for key, param in self.param_of_key.items():
+            if param not in of_param:
+                raise ValueError(_stranger(key, param, of_param))
+        for its_parts in of_param.values():
+            if len(its_parts) > 1:
+                slots = its_parts[0].over._sharded.unit.slots
+                its_parts.sort(key=lambda part: slots[part.index][1])
+        return replace(
+            self,
+            parts={key: of_param[param] for key, param in self.param_of_key.items()},
+            names=frozenset(name for part in parts.values() for name in part.names),
+        )
+
+
+def _stranger(
+    key: Key, param: nn.Parameter, of_param: Mapping[nn.Parameter, list[ParamPart]]
+) -> str:
+    hidden = {
+        use.param: use.fqn
+        for its_parts in of_param.values()
+        if its_parts[0].is_flat
+        for use in its_parts[0].over._sharded.uses
+    }
+    what = (
+        f"the original parameter {hidden[param]!r}, which a flat parameter stands "
+        "for since wrapping"
+        if param in hidden
+        else f"parameter {key!r} of shape {tuple(param.shape)}, which is not in the "
+        "model"
+    )
+    return (
+        f"the optimizer steps {what}: make the optimizer after wrapping, of the "
+        "wrapped model's parameters"
+    )
 
 
 def keys_of_optimizer(
@@ -119,32 +170,6 @@ def _by_position(groups: Sequence[Sequence[nn.Parameter]]) -> ParamKeys:
 def uses_names(optim_state_dict: Mapping[str, Any]) -> bool:
     """Return whether a state dict is keyed by names."""
     return isinstance(next(iter(optim_state_dict.get("state", {})), None), str)
-
-
-def check_params(
-    keys: ParamKeys, parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]]
-) -> None:
-    """Check that all parameters of an optimizer are the model's."""
-    for key, param in keys.param_of_key.items():
-        if param in parts_of_param:
-            continue
-        hidden = {
-            use.param: use.fqn
-            for its_parts in parts_of_param.values()
-            for use in its_parts[0].over._sharded.originals.uses
-            if its_parts[0].is_flat
-        }
-        what = (
-            f"the original parameter {hidden[param]!r}, which a flat parameter stands "
-            "for since wrapping"
-            if param in hidden
-            else f"parameter {key!r} of shape {tuple(param.shape)}, which is not in "
-            "the model"
-        )
-        raise ValueError(
-            f"the optimizer steps {what}: make the optimizer after wrapping, of the "
-            "wrapped model's parameters"
-        )
 
 
 def renamed(

@@ -26,16 +26,16 @@ from fsdp_c._state.optim.header import (
     check_header,
     read_header,
 )
-from fsdp_c._state.optim.keys import check_params, keys_of_either
+from fsdp_c._state.optim.keys import ParamKeys, keys_of_either
 from fsdp_c._state.optim.states import assemble
-from fsdp_c._state.parts import ParamPart, find_parts, parts_of_params
+from fsdp_c._state.parts import ParamPart, find_parts
 from fsdp_c._state.sharded_tensors import find_problem
 from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.parallel import from_state
 
 _Wanted = Mapping[str, Wanted]
-_Checked = tuple[Header, _Wanted, list[dict[str, Any]] | None]
+_Checked = tuple[ParamKeys, Header, _Wanted, list[dict[str, Any]] | None]
 
 
 def load(
@@ -57,20 +57,17 @@ def load(
     with ``model.parameters()``.
     """
     parts = find_parts(model)
-    of_param = parts_of_params(parts)
     state_dict = _localized(state_dict, parts)
-    keys = keys_of_either(model, optim, optim_input, is_named=is_named)
+    optim_keys = keys_of_either(model, optim, optim_input, is_named=is_named)
     modules = list(sharded_modules(model))
 
     def check(header: Header) -> _Checked:
-        check_params(keys, of_param)
+        keys = optim_keys.with_parts(parts)
         wanted = check_header(header, parts)
         groups = None
         if header.param_groups is not None:
             target = None if optim is None else optim.param_groups
-            groups = groups_for_optimizer(
-                header.param_groups, keys, of_param, target=target
-            )
+            groups = groups_for_optimizer(header.param_groups, keys, target=target)
         for each in wanted.values():
             if each.state.part.param not in keys.key_of_param:
                 raise ValueError(
@@ -86,15 +83,11 @@ def load(
                 or part.shard_group is None
                 or (optim is not None and bool(optim.state.get(part.param)))
             )
-        assembled(wanted)  # whether it can be; no elements are needed
-        return header, wanted, groups
-
-    def assembled(wanted: _Wanted) -> dict[Any, Any]:
-        states = {fqn: each.state for fqn, each in wanted.items()}
-        return assemble(keys, of_param, states)
+        _assembled(keys, wanted)  # whether it can be; no elements are needed
+        return keys, header, wanted, groups
 
     if rank0_only:
-        header, wanted, groups = check(
+        keys, header, wanted, groups = check(
             _header_from_first(modules, state_dict, parts, group)
         )
         _take_from_first(wanted, state_dict)
@@ -103,19 +96,23 @@ def load(
         error: Exception | None = None
         try:
             checked = check(read_header(state_dict, parts))
-            _check_sharded(checked[1], state_dict)
+            _check_sharded(checked[2], state_dict)
         except Exception as caught:  # the other ranks wait for it
             error = caught
-        _compare(modules, None if checked is None else checked[1], error, is_sharded)
+        _compare(modules, None if checked is None else checked[2], error, is_sharded)
         assert checked is not None  # or it was an error
         assert state_dict is not None
-        header, wanted, groups = checked
+        keys, header, wanted, groups = checked
         _take_own(wanted, state_dict)
     others = copy.deepcopy(header.others)
-    result: dict[str, Any] = {"state": {**assembled(wanted), **others}}
+    result: dict[str, Any] = {"state": {**_assembled(keys, wanted), **others}}
     if groups is not None:
         result["param_groups"] = groups
     return result
+
+
+def _assembled(keys: ParamKeys, wanted: _Wanted) -> dict[Any, Any]:
+    return assemble(keys, {fqn: each.state for fqn, each in wanted.items()})
 
 
 def _localized(
@@ -169,7 +166,7 @@ def _compare(
     sharded = [] if wanted is None else _sharded_states(wanted)
     names = [(part.fqn, key, info) for part, _, key, info in sharded]
     digest = hashlib.sha256(repr(names).encode()).hexdigest()
-    groups = [each._sharded.config.groups.process_group for each in modules]
+    groups = [each._sharded.groups.process_group for each in modules]
     groups = list(dict.fromkeys(groups)) if is_sharded or sharded else []
     what = "comparison of optimizer states to load"
     gathered = gather_reports(groups, lambda _: digest, error, what)
@@ -211,17 +208,6 @@ def _receive(
         wanted[item.part.fqn].state.sharded[item.key] = own
 
 
-def _is_first(module: ShardedModule) -> bool:
-    return module._sharded.config.groups.process_group.rank() == 0 and (
-        _is_in_first_replica(module)
-    )
-
-
-def _is_in_first_replica(module: ShardedModule) -> bool:
-    replicas = module._sharded.config.groups.inter_node_group
-    return replicas is None or replicas.rank() == 0
-
-
 def _header_from_first(
     modules: list[ShardedModule],
     state_dict: Any,
@@ -233,12 +219,12 @@ def _header_from_first(
     What went wrong in reading it is raised on all ranks alike.
     """
     content: list[Any] = [None]
-    if _is_first(modules[0]) if group is None else group.rank() == 0:
+    groups = modules[0]._sharded.groups
+    if groups.is_first if group is None else group.rank() == 0:
         try:
             content = [_read_whole(modules, state_dict or {}, parts)]
         except Exception as error:  # the other ranks wait for it
             content = [error]
-    groups = modules[0]._sharded.config.groups
     path = [groups.process_group] if group is None else [group]
     if group is None and groups.inter_node_group and groups.process_group.rank() == 0:
         path.insert(0, groups.inter_node_group)  # to rank 0 of each replica
@@ -255,7 +241,7 @@ def _header_from_first(
 def _read_whole(
     modules: list[ShardedModule], state_dict: Any, parts: Mapping[str, ParamPart]
 ) -> Header:
-    if not all(_is_first(each) for each in modules):
+    if not all(each._sharded.groups.is_first for each in modules):
         raise ValueError(
             "rank 0 of `group` must be rank 0 of the process groups of all units: "
             "leave `group` out"
@@ -278,22 +264,22 @@ def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
     """
     items, replicated = [], []
     for each in wanted.values():
-        part, over = each.state.part, each.state.part.over
+        part, groups = each.state.part, each.state.part.over._sharded.groups
         held, needed = part.spread.whole(0, 1), part.spread.sharded(part.index)
-        for key, info in each.infos.items() if _is_in_first_replica(over) else ():
-            whole = state_dict["state"][each.name][key] if _is_first(over) else None
+        for key, info in each.infos.items() if groups.is_in_first_replica else ():
+            whole = state_dict["state"][each.name][key] if groups.is_first else None
             move = Move(whole, info.dtype, part.index, held, needed)
             items.append(ExchangeItem(key, part, move))
     _receive(wanted, items)
     for each in wanted.values():
-        part = each.state.part
-        replicas = part.over._sharded.config.groups.inter_node_group
+        part, groups = each.state.part, each.state.part.over._sharded.groups
+        replicas = groups.inter_node_group
         if replicas is not None and replicas.size() > 1:
             numels = [*[0] * part.index, part.part_numel]
             held = Placement.on_ranks(numels, 0, 1)
             needed = Placement.on_ranks(numels, 0, replicas.size())
             for key, own in each.state.sharded.items():
-                source = own if _is_in_first_replica(part.over) else None
+                source = own if groups.is_in_first_replica else None
                 move = Move(source, own.dtype, part.index, held, needed)
                 replicated.append(ExchangeItem(key, part, move))
     _receive(wanted, replicated, over_replicas=True)

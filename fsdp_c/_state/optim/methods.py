@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.api import (
+    FullOptimStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     StateDictType,
 )
 
-from fsdp_c._state.kinds import get_state_dict_type, refuse_local_with_mesh
+from fsdp_c._state.kinds import follow_mesh, get_state_dict_type
 from fsdp_c._state.optim.keys import keys_of_input, warn_of_input
 from fsdp_c._state.optim.load import load
 from fsdp_c._state.optim.local import load_local, save_local
@@ -35,21 +36,11 @@ def _warn_of_name(name: str, new: str, optim_input: OptimInput = None) -> None:
 
 
 def _settings(model: nn.Module) -> tuple[StateDictType, OptimStateDictConfig]:
-    """Return the kind and config; a device mesh makes sharded tensors DTensors.
-
-    Raises:
-        RuntimeError: LOCAL_STATE_DICT with a device mesh.
-
-    Source:
-        ``_set_optim_use_dtensor`` (torch 2.13, ``fsdp/_optim_utils.py``).
-    """
+    """Return the kind and config that are set; see :func:`follow_mesh`."""
     settings = get_state_dict_type(model)
     for module in sharded_modules(model):
-        refuse_local_with_mesh(module, settings.state_dict_type)
         config = module._optim_state_dict_config
-        has_mesh = module._device_mesh is not None
-        if has_mesh and isinstance(config, ShardedOptimStateDictConfig):
-            config._use_dtensor = True  # where FSDP1 shows it, too
+        follow_mesh(module, settings.state_dict_type, config)
     return settings.state_dict_type, settings.optim_state_dict_config
 
 
@@ -105,16 +96,7 @@ class OptimStateMethods:
                 offload_to_cpu=config.offload_to_cpu,
                 state_dict=optim_state_dict,
             )
-        return save(
-            model,
-            optim,
-            shards=kind is StateDictType.SHARDED_STATE_DICT,
-            rank0_only=getattr(config, "rank0_only", False),
-            offload_to_cpu=config.offload_to_cpu,
-            use_dtensor=getattr(config, "_use_dtensor", False) or None,
-            group=group,
-            state_dict=optim_state_dict,
-        )
+        return save(model, optim, config, group=group, state_dict=optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -187,7 +169,8 @@ class OptimStateMethods:
         """
         _warn_of_name("full_optim_state_dict", "optim_state_dict", optim_input)
         keys = None if optim_input is None else keys_of_input(model, optim_input)
-        return save(model, optim, rank0_only=rank0_only, group=group, keys=keys)
+        config = FullOptimStateDictConfig(rank0_only=rank0_only)
+        return save(model, optim, config, group=group, keys=keys)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -197,7 +180,7 @@ class OptimStateMethods:
     ) -> dict[str, Any]:
         """Return :meth:`optim_state_dict` as SHARDED, in host memory."""
         _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
-        return save(model, optim, shards=True, group=group)
+        return save(model, optim, ShardedOptimStateDictConfig(), group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(

@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp.api import (
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+)
 
 from fsdp_c._state.forms import Form, save_tensors
 from fsdp_c._state.optim.agreement import (
@@ -34,27 +38,25 @@ RANK_STATES = "rank_states"
 def save(
     model: nn.Module,
     optim: torch.optim.Optimizer,
+    config: OptimStateDictConfig,
     *,
-    shards: bool = False,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = True,
-    use_dtensor: bool | None = None,
     group: ProcessGroup | None = None,
     state_dict: Mapping[str, Any] | None = None,
     keys: ParamKeys | None = None,
 ) -> dict[str, Any]:
     """Return the full or sharded state dict of ``optim``, by parameter names.
 
-    See ``FSDP.optim_state_dict`` for ``rank0_only`` and ``group``, and
-    :class:`fsdp_c._state.forms.Form` for what is between. ``state_dict`` is
+    See ``FSDP.optim_state_dict`` for ``group``. ``state_dict`` is
     ``optim.state_dict()`` if None, ``keys`` are those in it.
     """
     modules = list(sharded_modules(model))
+    rank0_only = getattr(config, "rank0_only", False)
     first = _first_rank(modules, group) if rank0_only else None
-    form = Form(shards, first, offload_to_cpu, use_dtensor)
+    shards = isinstance(config, ShardedOptimStateDictConfig)
+    form = Form.of_config(config, shards=shards, first=first)
     groups = [
         each
-        for each in dict.fromkeys(m._sharded.config.groups.shard_group for m in modules)
+        for each in dict.fromkeys(m._sharded.groups.shard_group for m in modules)
         if each is not None
         and (first is None or first in dist.get_process_group_ranks(each))
     ]
@@ -86,8 +88,8 @@ def _first_rank(modules: list[ShardedModule], group: ProcessGroup | None) -> int
         return dist.get_global_rank(group, 0)
     if not modules:
         return None
-    groups = modules[0]._sharded.config.groups
-    if groups.inter_node_group is not None and groups.inter_node_group.rank() != 0:
+    groups = modules[0]._sharded.groups
+    if not groups.is_in_first_replica:
         return -1  # another replica has it
     return dist.get_global_rank(groups.process_group, 0)
 

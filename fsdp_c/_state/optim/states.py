@@ -6,7 +6,6 @@ each rank has its own plain state and they are normally equal. A name is one or 
 other for all parameters. Nothing here communicates.
 """
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,16 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_c._state.optim.groups import groups_by_name, groups_for_optimizer
-from fsdp_c._state.optim.keys import (
-    Key,
-    ParamKeys,
-    check_params,
-    keys_of_optimizer,
-    uses_names,
-)
-from fsdp_c._state.parts import ParamPart, parts_of_params
-from fsdp_c._state.rows import parts_in
+from fsdp_c._state.optim.groups import groups_by_name
+from fsdp_c._state.optim.keys import Key, ParamKeys, keys_of_optimizer, uses_names
+from fsdp_c._state.parts import ParamPart, find_parts
 
 
 @dataclass
@@ -62,37 +54,35 @@ def collect(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     *,
+    parts: Mapping[str, ParamPart] | None = None,
     state_dict: Mapping[str, Any] | None = None,
     keys: ParamKeys | None = None,
 ) -> OptimStates:
     """Return the states of ``optim`` by parameter name; the tensors are its own.
 
-    Args:
-        model: The wrapped model, or one that contains wrapped modules.
-        optim: Steps parameters of ``model``.
-        state_dict: Its state dict; ``optim.state_dict()`` if None.
-        keys: The keys in ``state_dict``; those of ``optim`` if None.
+    By default ``parts`` are those of the units in ``model``, ``state_dict`` is
+    ``optim.state_dict()``, and ``keys`` are those in it.
 
     Raises:
         ValueError: Nothing in ``model`` is wrapped, or ``optim`` steps parameters
             that are not in it.
     """
-    parts = parts_in(model)
-    of_param = parts_of_params(parts)
+    if parts is None:
+        parts = find_parts(model)
     if state_dict is None:
         state_dict = optim.state_dict()
     if keys is None:
         keys = keys_of_optimizer(model, optim, is_named=uses_names(state_dict))
-    check_params(keys, of_param)
+    keys = keys.with_parts(parts)
     given: Mapping[Any, Any] = state_dict.get("state", {})
     plain = {
         name
-        for key, param in keys.param_of_key.items()
+        for key, its_parts in keys.parts.items()
         for name, value in (given.get(key) or {}).items()
         if isinstance(value, Tensor)
         and value.dim() > 0
         and value.numel() > 0
-        and not _fits(value, of_param[param][0])
+        and not _fits(value, its_parts[0])
     }
     states: dict[str, ParamState] = {}
     for fqn, part in parts.items():
@@ -109,7 +99,7 @@ def collect(
     _move_scalars(states.values())
     return OptimStates(
         states,
-        groups_by_name(state_dict, keys, of_param),
+        groups_by_name(state_dict, keys),
         {k: v for k, v in given.items() if k not in keys.param_of_key},
     )
 
@@ -141,76 +131,10 @@ def _move_scalars(states: Collection[ParamState]) -> None:
                 state.sharded[name] = part.part_in(state.plain.pop(name).detach())
 
 
-def install(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    states: Mapping[str, ParamState],
-    param_groups: Sequence[Mapping[str, Any]] | None,
-    *,
-    others: Mapping[Any, Any] | None = None,
-) -> None:
-    """Put states into ``optim``, exactly: no dtype is converted.
-
-    ``states`` are as of :func:`collect` on this rank, ``param_groups`` have names as
-    ``params``, ``others`` is state of no parameter. The optimizer takes over the
-    tensors. A parameter without an entry will have no state, its groups stay if none
-    are given. Everything is checked first.
-    """
-    current = optim.state_dict()
-    keys = keys_of_optimizer(model, optim, is_named=uses_names(current))
-    parts = parts_in(model)
-    of_param = parts_of_params(parts)
-    check_params(keys, of_param)
-    for name, state in states.items():
-        _check_state(name, state, parts)
-    groups = copy.deepcopy(current["param_groups"])
-    if param_groups is not None:
-        groups = groups_for_optimizer(param_groups, keys, of_param, target=groups)
-    result: dict[str, Any] = {
-        "state": {**assemble(keys, of_param, states), **(others or {})},
-        "param_groups": groups,
-    }
-    exact = {
-        key: {n: v for n, v in state.items() if isinstance(v, Tensor)}
-        for key, state in result["state"].items()
-        if isinstance(state, Mapping)
-    }
-    optim.load_state_dict(result)
-    for key, param in keys.param_of_key.items():
-        for name, value in exact.get(key, {}).items():
-            loaded = optim.state[param].get(name)
-            if (
-                name != "step"  # torch.optim decides what it is
-                and isinstance(loaded, Tensor)
-                and loaded.dtype != value.dtype
-            ):
-                optim.state[param][name] = value.to(loaded.device)
-
-
-def _check_state(name: str, state: ParamState, parts: Mapping[str, ParamPart]) -> None:
-    part = parts.get(name)
-    if part is None:
-        raise ValueError(
-            f"there is optimizer state for parameter {name!r}, which is not in the "
-            "model: load it into the model that it was saved from"
-        )
-    for key, value in state.sharded.items():
-        if value.dim() != 1 or value.numel() != part.part_numel:
-            raise ValueError(
-                f"optimizer state {key!r} of parameter {name!r} has shape "
-                f"{tuple(value.shape)} on this rank, expected ({part.part_numel},): "
-                f"elements {part.begin} to {part.end} of {part.numel}"
-            )
-
-
 # Into the optimizer's own form ----------------------------------------------
 
 
-def assemble(
-    keys: ParamKeys,
-    parts_of_param: Mapping[nn.Parameter, Sequence[ParamPart]],
-    states: Mapping[str, ParamState],
-) -> dict[Key, Any]:
+def assemble(keys: ParamKeys, states: Mapping[str, ParamState]) -> dict[Key, Any]:
     """Return the "state" of an optimizer's state dict on this rank.
 
     A parameter of which this rank holds nothing has none, as if stepped here, unless
@@ -218,14 +142,13 @@ def assemble(
     differ in their plain state, or in the dtype of their sharded state.
     """
     result: dict[Key, Any] = {}
-    for key, param in keys.param_of_key.items():
-        parts = parts_of_param[param]
+    for key, parts in keys.parts.items():
         given = [states.get(part.fqn) for part in parts]
         present = [state for state in given if state is not None and state.has_state]
         if not present:
             continue
         if parts[0].is_flat:
-            result[key] = _flat_state(param, parts, given)
+            result[key] = _flat_state(parts, given)
         else:
             state = present[0]
             result[key] = {
@@ -236,11 +159,10 @@ def assemble(
 
 
 def _flat_state(
-    param: nn.Parameter,
-    parts: Sequence[ParamPart],
-    given: Sequence[ParamState | None],
+    parts: Sequence[ParamPart], given: Sequence[ParamState | None]
 ) -> dict[str, Any]:
     """Return the state of a flat parameter; zeros where a parameter has none."""
+    param = parts[0].param
     states = [
         ParamState(part) if state is None else state
         for part, state in zip(parts, given, strict=True)

@@ -5,19 +5,23 @@ parameters, as those of fully_shard(): see Note [Rows in files].
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._state.forms import Form, save_tensors
+from fsdp_c._state.optim.agreement import packed_value, unpacked_value
+from fsdp_c._state.optim.states import ParamState
 from fsdp_c._state.parts import ParamPart
 from fsdp_c._state.sharded_tensors import rows_of
-from fsdp_c._units.cuts import as_dtensor
-from fsdp_c._units.parallel import row_placements
+from fsdp_c._units.cuts import as_dtensor, row_placements
+from fsdp_c.checkpoint._ranks import Ranks
+from fsdp_c.checkpoint._row_parts import parts_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +39,8 @@ class ParallelPart(ParamPart):
         """Whether the rows are a part of a flat parameter: no."""
         return False
 
-    @property
-    def is_rows(self) -> bool:
-        """Whether each rank has rows: yes."""
-        return True
-
-    @property
-    def communicates(self) -> bool:
-        """Whether :meth:`values` is a collective: yes."""
-        return True
+    is_rows: ClassVar[bool] = True
+    communicates: ClassVar[bool] = True
 
     def rows_of_held(self, values: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the rows, 1-D, of values of all ranks' elements. Collective.
@@ -110,11 +107,94 @@ def _parallel_part(part: ParamPart) -> ParallelPart:
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     begin, end = rows_of(shape[0] if shape else 1, size, rank)
     row_numel = shape[1:].numel()
-    facts = vars(part) | {
+    facts = {each.name: getattr(part, each.name) for each in fields(part)} | {
         "shape": shape,
         "begin": begin * row_numel,
         "end": end * row_numel,
         "held": part,
     }
-    names = {*ParamPart.__dataclass_fields__, "held"}
-    return ParallelPart(**{name: facts[name] for name in names})
+    return ParallelPart(**facts)
+
+
+# Optimizer states ----------------------------------------------------------------
+
+# Of one parameter: dtypes of what has one value per element, and the rest.
+_Kinds = tuple[dict[str, torch.dtype], dict[str, Any]]
+
+
+def with_rows(
+    states: Mapping[str, ParamState], places: Mapping[str, ParamPart], ranks: Ranks
+) -> dict[str, ParamState]:
+    """Return the states that this rank writes: of those parameters its rows.
+
+    Collective if there are any: a rank that holds no element of one has no state.
+    """
+    found = {name: place for name, place in places.items() if name in states}
+    parallel = {n: p for n, p in found.items() if isinstance(p, ParallelPart)}
+    result = dict(states)
+    if not any(isinstance(place, ParallelPart) for place in places.values()):
+        return result
+    mine: dict[str, _Kinds] = {
+        name: (
+            {key: value.dtype for key, value in states[name].sharded.items()},
+            {key: packed_value(value) for key, value in states[name].plain.items()},
+        )
+        for name in parallel
+        if states[name].has_state
+    }
+    theirs = ranks.all_gather(mine)
+    for name, place in parallel.items():
+        kinds = [each[name] for each in theirs if name in each]
+        dtypes = {key: dtype for each, _ in kinds for key, dtype in each.items()}
+        plain = {
+            key: value for _, each in reversed(kinds) for key, value in each.items()
+        }
+        held = states[name].sharded
+        result[name] = ParamState(
+            place,
+            {
+                key: place.rows_of_held(held.get(key), dtypes[key])
+                for key in sorted(dtypes)
+            },
+            {**{k: unpacked_value(v) for k, v in plain.items()}, **states[name].plain},
+            has_state=bool(kinds),
+        )
+    return result
+
+
+def rows_to_read(
+    model: nn.Module, states: Mapping[str, ParamState]
+) -> dict[str, ParamState]:
+    """Return the states with rows for those parameters, which are not there yet."""
+    places = with_parallel_parts(parts_in(model))
+    return {
+        name: ParamState(place)
+        if isinstance(place := places[name], ParallelPart)
+        else state
+        for name, state in states.items()
+    }
+
+
+def held_of_rows(
+    states: Mapping[str, ParamState], held: Mapping[str, ParamState]
+) -> dict[str, ParamState]:
+    """Return the states with what the unit holds in the place of rows. Collective.
+
+    On the meta device, to be tried, it is not.
+    """
+    result = dict(states)
+    for name, state in states.items():
+        place = state.part
+        if not isinstance(place, ParallelPart):
+            continue
+        part = place.held
+        sharded = {
+            key: value.new_empty(part.part_numel)
+            if value.is_meta
+            else place.held_of_rows(value)
+            for key, value in sorted(state.sharded.items())
+        }
+        result[name] = ParamState(part, sharded, state.plain, state.has_state)
+        if part.part_numel == 0 and not part.is_flat:  # as if stepped here
+            result[name] = held[name]
+    return result

@@ -10,6 +10,7 @@ Loading goes the other way. That communicates, and for a moment each rank has th
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +37,7 @@ class RowPart(ParamPart):
 
     group: Group = field(kw_only=True)
 
-    @property
-    def is_in_unit(self) -> bool:
-        """Whether a unit has it: yes."""
-        return True
-
-    @property
-    def is_rows(self) -> bool:
-        """Whether each rank has rows: yes."""
-        return True
+    is_rows: ClassVar[bool] = True
 
     @property
     def shard_group(self) -> ProcessGroup | None:
@@ -74,7 +67,7 @@ class RowPart(ParamPart):
 
     @property
     def communicates(self) -> bool:
-        """Whether the part is not what is here."""
+        """Whether :meth:`values` is a collective: the part is not what is here."""
         return not self._is_rows
 
     @cached_property
