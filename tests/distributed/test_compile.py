@@ -29,7 +29,10 @@ TIMEOUT_S = 240.0
 
 @contextlib.contextmanager
 def _dynamo() -> Iterator[None]:
-    """Begin and end without compiled code; count from zero; start no threads."""
+    """Begin and end without compiled code; count from zero; start no threads.
+
+    Inductor's kernels are scalar: looking for vector units takes it compiler runs.
+    """
     with contextlib.suppress(ImportError):
         import tqdm
 
@@ -37,7 +40,7 @@ def _dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     try:
-        with torch._inductor.config.patch(compile_threads=1):
+        with torch._inductor.config.patch({"compile_threads": 1, "cpp.simdlen": 0}):
             yield
     finally:
         torch._dynamo.reset()
