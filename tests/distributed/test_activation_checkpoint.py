@@ -52,6 +52,19 @@ class _Model(nn.Module):
         return self.out(x)
 
 
+class _Plain(_Model):
+    """The same blocks, which do not recompute by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(use_reentrant=False, around=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
 def _wrap(model: Any, strategy: str, use_orig_params: bool) -> Any:
     kwargs = {
         "sharding_strategy": ShardingStrategy[strategy],
@@ -107,19 +120,7 @@ def test_checkpoint_wrapper(order: str, impl: str, use_orig_params: bool) -> Non
             model.blocks[index] = wrap_block(block)
         return fsdp(model, use_orig_params=use_orig_params)
 
-    class Plain(_Model):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.out(x)
-
-    differential = Differential(
-        lambda: Plain(use_reentrant=False, around=True),
-        wrap,
-        vectors,
-        use_orig_params=use_orig_params,
-    )
+    differential = Differential(_Plain, wrap, vectors, use_orig_params=use_orig_params)
     differential.train(3)
 
 
@@ -139,19 +140,7 @@ def test_applied_after_wrapping(impl: str) -> None:
         )
         return sharded
 
-    class Plain(_Model):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.inp(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.out(x)
-
-    differential = Differential(
-        lambda: Plain(use_reentrant=False, around=True),
-        wrap,
-        vectors,
-        use_orig_params=True,
-    )
+    differential = Differential(_Plain, wrap, vectors, use_orig_params=True)
     differential.train(3)
 
 

@@ -64,24 +64,6 @@ def test_hybrid_mesh(
         assert param.placements == (Replicate(), Shard(0))
 
 
-@distributed(world_size=4)
-def test_all_reduce_once(rank: int, world_size: int) -> None:
-    """set_requires_all_reduce(False) keeps partial sums; unused parameters too."""
-    with groups_destroyed():
-        mesh = init_device_mesh(
-            TEST_DEVICE, (2, 2), mesh_dim_names=("replicate", "once")
-        )
-        both = Rows.of("unused", mesh=mesh)
-        for _ in range(2):
-            both.zero_grad()
-            for index in range(3):
-                both.model.set_requires_all_reduce(index == 2)
-                both.forward_backward()
-            both.check()
-            both.step()
-            both.check()
-
-
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)

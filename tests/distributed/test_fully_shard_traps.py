@@ -147,10 +147,7 @@ def test_4_all_reduce_once(rank: int, world_size: int) -> None:
         both = pair(UsesSome, mesh=mesh)
         for _ in range(2):
             both.zero_grad()
-            for index in range(3):
-                both.model.set_requires_all_reduce(index == 2)
-                both.forward_backward()
-            both.check()
+            both.accumulate_in_shards(3)
             both.step()
 
 

@@ -100,6 +100,7 @@ def test_equal_failures_stand_once() -> None:
 
 def test_hang_shows_every_late_rank() -> None:
     """Stacks instead of silence; the next test has fresh workers."""
+    helper.run_task(_passes, 2, {})  # loading this file may take loaded cores a second
     message = _message(_hangs_on_rank_0, timeout_s=1.0)
     assert "rank 0 of 2 did not finish within 1 s" in message
     assert "_sleep_for_ever" in message

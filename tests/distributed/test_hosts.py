@@ -37,21 +37,23 @@ def on_hosts(*hosts: str) -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("model", ["transformer", "uneven", "mixed_dtype"])
 @distributed(world_size=4)
-def test_training_on_two_hosts(strategy: str, use_orig_params: bool) -> None:
+def test_training_on_two_hosts(
+    model: str, strategy: str, use_orig_params: bool
+) -> None:
     """As the unsharded model, with uneven parameters and accumulation."""
-    for model in ("transformer", "uneven", "mixed_dtype"):
-        with on_hosts("a", "a", "b", "b") as group:
-            differential = Differential.of_model(
-                model,
-                strategy=strategy,
-                use_orig_params=use_orig_params,
-                process_group=group,
-            )
-            differential.train(2)
-            differential.accumulate(2, no_sync=True)
-            assert transport_of(group) == ("hierarchical", "")
-            del differential
+    with on_hosts("a", "a", "b", "b") as group:
+        differential = Differential.of_model(
+            model,
+            strategy=strategy,
+            use_orig_params=use_orig_params,
+            process_group=group,
+        )
+        differential.train(2)
+        differential.accumulate(2, no_sync=True)
+        assert transport_of(group) == ("hierarchical", "")
+        del differential
 
 
 @distributed(world_size=4)

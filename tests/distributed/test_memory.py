@@ -80,6 +80,12 @@ def _shards(
     return shards
 
 
+def _trainable_shards(module: nn.Module, world_size: int) -> list[int]:
+    """Return the bytes of the shards of the segments that are trained."""
+    shards = _shards(module.parameters(), world_size)
+    return [nbytes for (_, trains), nbytes in shards.items() if trains]
+
+
 def _shard_nbytes(params: Iterable[Tensor], world_size: int) -> int:
     return sum(_shards(params, world_size).values())
 
@@ -330,11 +336,7 @@ def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> No
     """Its segments lie at 256-byte steps."""
     case = CASES["mixed_dtype"]
     module = case.build()
-    shards = [
-        nbytes
-        for (_, trains), nbytes in _shards(module.parameters(), world_size).items()
-        if trains
-    ]
+    shards = _trainable_shards(module, world_size)
     assert len(shards) > 1
     num_shards = 1 if world_size == 2 else world_size
     need = _in_block(nbytes * num_shards for nbytes in shards)
@@ -515,11 +517,7 @@ def test_partial_sums_of_several_dtypes(rank: int, world_size: int) -> None:
     """The segments of a unit's block lie at 256-byte steps."""
     case = CASES["mixed_dtype"]
     module = case.build()
-    shards = [
-        nbytes
-        for (_, trains), nbytes in _shards(module.parameters(), world_size).items()
-        if trains
-    ]
+    shards = _trainable_shards(module, world_size)
     model = fsdp(module, use_orig_params=True)
     with model.no_sync(sharded=True):
         loss_of(model(*case.inputs(generator(rank)))).backward()

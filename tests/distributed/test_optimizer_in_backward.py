@@ -257,10 +257,7 @@ def test_groups_and_parameters_outside(rank: int, world_size: int) -> None:
     )
     optimizer = fsdp_c.optimizer_in_backward(model, build)
     for step in range(3):
-        expected.zero_grad()
-        for r in range(world_size):
-            (loss_of(reference(*_batch(case, step, r))) / world_size).backward()
-        expected.step()
+        _train_reference(reference, case, expected, range(step, step + 1))
         loss_of(model(*_batch(case, step, rank))).backward()
         with_grads = [p for p in model.parameters() if p.grad is not None]
         assert all(p is ignored or p is left_out for p in with_grads)
@@ -325,10 +322,7 @@ def test_fully_shard_keeps_what_no_optimizer_has(rank: int, world_size: int) -> 
     rest = [p for p in reference.parameters() if p is not outside]
     expected = torch.optim.SGD(rest, lr=0.1)
     for step in range(3):
-        expected.zero_grad()
-        for r in range(world_size):
-            (loss_of(reference(*_batch(case, step, r))) / world_size).backward()
-        expected.step()
+        _train_reference(reference, case, expected, range(step, step + 1))
         loss_of(model(*_batch(case, step, rank))).backward()
         with_grads = [p for p in model.parameters() if p.grad is not None]
         assert len(with_grads) == 1

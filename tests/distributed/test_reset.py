@@ -101,6 +101,17 @@ def _reset(differential: Differential) -> None:
     differential.reference_optimizer.zero_grad()
 
 
+def _step_fails(differential: Differential, place: str, failure: str) -> None:
+    """Let a step fail at ``place``, with the exception's own type, and reset."""
+    fail, kind, message = _FAILURES[failure]
+    handles = _fail_at(place, differential.model, fail)
+    with pytest.raises(kind, match=message):
+        differential.model(torch.ones(BATCH, DIM)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    _reset(differential)
+
+
 def _go_on(differential: Differential) -> None:
     differential.train(2)
     differential.accumulate(2, no_sync=True)
@@ -120,17 +131,11 @@ def _go_on(differential: Differential) -> None:
 def test_on_all_ranks(transport: str, strategy: str, place: str, failure: str) -> None:
     """The exception keeps its type; the next steps are right."""
     with over(transport):
-        fail, kind, message = _FAILURES[failure]
         differential = _make(strategy)
         differential.train(2)
-        handles = _fail_at(place, differential.model, fail)
-        with pytest.raises(kind, match=message):
-            differential.model(torch.ones(BATCH, DIM)).sum().backward()
-        for handle in handles:
-            handle.remove()
-        _reset(differential)
+        _step_fails(differential, place, failure)
         _go_on(differential)
-        del differential, handles
+        del differential
 
 
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
@@ -140,15 +145,10 @@ def test_several_failures(transport: str, use_orig_params: bool) -> None:
     with over(transport):
         differential = _make("FULL_SHARD", use_orig_params=use_orig_params)
         for place in ("backward", "forward", "last backward", "backward"):
-            handles = _fail_at(place, differential.model, _mistake)
-            with pytest.raises(_MistakeError):
-                differential.model(torch.ones(BATCH, DIM)).sum().backward()
-            for handle in handles:
-                handle.remove()
-            _reset(differential)
+            _step_fails(differential, place, "mistake")
             differential.train(1)
         _go_on(differential)
-        del differential, handles
+        del differential
 
 
 @pytest.mark.parametrize("transport", [OWN, "c10d"])
@@ -164,14 +164,9 @@ def test_in_an_accumulation(transport: str) -> None:
             else:
                 with differential.model.no_sync():
                     differential.model(torch.ones(BATCH, DIM)).sum().backward()
-            handles = _fail_at("backward", differential.model, _mistake)
-            with pytest.raises(_MistakeError):
-                differential.model(torch.ones(BATCH, DIM)).sum().backward()
-            for handle in handles:
-                handle.remove()
-            _reset(differential)
+            _step_fails(differential, "backward", "mistake")
             _go_on(differential)
-        del differential, handles
+        del differential
 
 
 @pytest.mark.parametrize("transport", [OWN, "c10d"])

@@ -227,6 +227,7 @@ def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
         assert model.head.weight.dtype == model.head.weight.grad.dtype == torch.float64
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("hidden", [8, 7])
 @distributed(world_size=4)
 def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) -> None:

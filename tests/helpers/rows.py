@@ -137,6 +137,14 @@ class Rows(Differential):
             self.model.set_requires_gradient_sync(is_last or not no_sync)
             self.forward_backward()
 
+    def accumulate_in_shards(self, num_micro_batches: int) -> None:
+        """Run micro batches, of which only the last one all-reduces; check them."""
+        for index in range(num_micro_batches):
+            is_last = index == num_micro_batches - 1
+            self.model.set_requires_all_reduce(is_last)
+            self.forward_backward()
+        self.check()
+
     def clip(self, max_norm: float, norm_type: float = 2.0) -> None:
         """Clip both models' gradients with torch's function; compare the norms."""
         expected = nn.utils.clip_grad_norm_(

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,11 @@ def _folder(rank: int, **env: str) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("accumulate", cases([1, 2], slow=[1]))
-@pytest.mark.parametrize("strategy", list(ShardingStrategy.__members__))
+@pytest.mark.parametrize(
+    "strategy",
+    # test_trainer_options.py runs the others as well.
+    cases(ShardingStrategy.__members__, ["NO_SHARD", "HYBRID_SHARD"]),
+)
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
 def test_strategy(rank: int, strategy: str, accumulate: int) -> None:
     expected, _ = _reference("llama", 4, WORLD * accumulate)
@@ -180,10 +185,13 @@ def test_version_2(rank: int, case: tuple[str, int]) -> None:
         del loop, accelerator
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "lora"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+_MODELS = list(product(("gpt2", "t5", "lora"), (True, False)))
+
+
+@pytest.mark.parametrize("case", cases(_MODELS, [("gpt2", False), ("t5", True)]))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_model(rank: int, name: str, use_orig_params: bool) -> None:
+def test_model(rank: int, case: tuple[str, bool]) -> None:
+    name, use_orig_params = case
     expected, _ = _reference(name, 4, WORLD)
     with _folder(rank):
         accelerator = _accelerator(use_orig_params=use_orig_params)
@@ -199,14 +207,16 @@ def test_model(rank: int, name: str, use_orig_params: bool) -> None:
 
 
 _SAVING = [("llama", 1), ("gpt2", 1), ("gpt2", 2), ("lora", 2)]
+_SAVES = [(*case, kind) for case in _SAVING for kind in KINDS]
+_COMMON = [("llama", 1, KINDS[0]), ("gpt2", 1, KINDS[1])]
+_COMMON += [("gpt2", 2, KINDS[0]), ("lora", 2, KINDS[1])]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", cases(_SAVING, _SAVING[3:]))
+@pytest.mark.parametrize("case", cases(_SAVES, set(_SAVES) - set(_COMMON)))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_save_state_and_load_state(rank: int, case: tuple[str, int], kind: str) -> None:
+def test_save_state_and_load_state(rank: int, case: tuple[str, int, str]) -> None:
     """Two steps, a checkpoint, two more: again from the checkpoint, the same bits."""
-    name, version = case
+    name, version, kind = case
     with shared_folder() as folder, groups_destroyed():
         options = {"state_dict_type": kind, "fsdp_version": version}
         _save_and_load_state(rank, name, options, folder)

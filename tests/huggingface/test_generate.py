@@ -1,5 +1,6 @@
 """generate() of sharded models: the same tokens as from the unwrapped model."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from helpers.hf_training import (
     BATCH,
     WORLD,
     arguments,
+    cases,
     fsdp_config,
     root,
     train,
@@ -32,10 +34,15 @@ def _unwrapped(name: str, weights: dict[str, Tensor]) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("num_beams", [1, 2])
-@pytest.mark.parametrize("kind", ["full_shard", "shard_grad_op"])
+_PREDICTS = list(product(("full_shard", "shard_grad_op"), (1, 2)))
+
+
+@pytest.mark.parametrize(
+    "case", cases(_PREDICTS, [("full_shard", 1), ("shard_grad_op", 2)])
+)
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_predict_with_generate(rank: int, kind: str, num_beams: int) -> None:
+def test_predict_with_generate(rank: int, case: tuple[str, int]) -> None:
+    kind, num_beams = case
     num_examples, num_tokens = 2 * WORLD * BATCH, 5
     examples = data("t5", num_examples)
     with shared_folder() as folder, launched(rank, WORLD):
@@ -66,10 +73,14 @@ def test_predict_with_generate(rank: int, kind: str, num_beams: int) -> None:
     assert set(expected.flatten().tolist()) != {PAD}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "lora"])
+_SUMMONED = list(product(("llama", "gpt2", "lora"), (True, False)))
+_COMMON = [("llama", True), ("gpt2", False), ("lora", True)]
+
+
+@pytest.mark.parametrize("case", cases(_SUMMONED, set(_SUMMONED) - set(_COMMON)))
 @distributed(world_size=WORLD, timeout_s=TIMEOUT_S, device="cpu")
-def test_within_summon_full_params(rank: int, name: str, use_orig_params: bool) -> None:
+def test_within_summon_full_params(rank: int, case: tuple[str, bool]) -> None:
+    name, use_orig_params = case
     prompt = data(name, WORLD)[rank]["input_ids"][None]
     config = fsdp_config(use_orig_params=use_orig_params)
     with trained(name, rank, config=config) as record:

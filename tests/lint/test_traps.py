@@ -5,6 +5,7 @@ source. `@pytest.mark.trap(number)` stands at the tests that fail if it is made 
 """
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def _numbers(node: ast.FunctionDef) -> list[int]:
     ]
 
 
+@functools.cache
 def marked_tests() -> dict[int, list[str]]:
     """Return the tests of each trap."""
     found = defaultdict(list)

@@ -9,6 +9,7 @@ On a line of its own it stands for the fields up to the next blank line or comme
 Functions named ``*_create`` may initialise every field of what they create (``self``).
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,10 +51,18 @@ def fields_of(header: str) -> Iterator[Field]:
             heading = named
 
 
+@functools.cache
+def code_of(source: str) -> str:
+    """Return a source without comments, literals and what initialises."""
+    text = LITERAL.sub('""', COMMENT.sub(" ", source))
+    return CREATE.sub(lambda match: match.group().replace("self->", ""), text)
+
+
 def writes_in(source: str, field: str) -> list[str]:
     """Return the places in the text of a source that may write ``field``."""
-    text = LITERAL.sub('""', COMMENT.sub(" ", source))
-    text = CREATE.sub(lambda match: match.group().replace("self->", ""), text)
+    text = code_of(source)
+    if field not in text:
+        return []
     member = rf"\b[\w\->.\[\]]*(?:->|\.){field}\b(?:\[[^\]]*\])*"
     assigned = rf"{member}\s*(?:[-+|&*/^]|<<|>>)?=(?!=)|{member}(?:\+\+|--)"
     pattern = rf"{assigned}|(?:\+\+|--){member}|(?<!&)&{member}(?!\s*(?:->|\.))"

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -260,16 +258,7 @@ def test_exit_status_follows_the_report(
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_c", "doctor", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(done.stdout)
+    content = json.loads(programs.run_program("fsdp_c", "doctor", "--json"))
     assert content["is_broken"] is False
     assert {"section", "name", "value", "level", "remedy"} == set(content["rows"][0])
     assert doctor.main([]) == 0
