@@ -11,7 +11,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from helpers.jobs import Jobs
 from helpers.pairwise import covering
 
 if importlib.metadata.version("torch").startswith("2.11"):  # it has no such meshes
@@ -31,18 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="of each test function run one set of parameters, always the same one",
     )
-    parser.addoption(
-        "--jobs",
-        type=int,
-        default=1,
-        help="processes that run tests, forked from one that has collected them",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Replace pytest's loop over the tests if there are several jobs."""
-    if config.option.jobs > 1 and not config.option.collectonly:
-        config.pluginmanager.register(Jobs(config.option.jobs))
 
 
 def pytest_collection_modifyitems(
