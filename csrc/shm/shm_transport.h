@@ -17,7 +17,7 @@
  * Note [Order of sums]
  * A reduce_scatter adds up rank r's shard in the order r - 1, r - 2, ... 0, the
  * last rank, ... r + 1, r, and rounds float16 and bfloat16 after each addition.
- * So do the rings of gloo: gradients have the bits that torch's have over it.
+ * So do the rings of gloo: sums have the bits that torch's have over it.
  * An all_reduce goes in rank order, so that all ranks get the same bits.
  *
  * A rank that dies, leaves, is stopped for longer than the time limit or makes

@@ -28,6 +28,7 @@ from fsdp_c._fully_shard.arguments import Arguments
 from fsdp_c._fully_shard.comms import Comms
 from fsdp_c._fully_shard.extension import Extension, is_extended
 from fsdp_c._fully_shard.rows import plain_param
+from fsdp_c._fully_shard.several import Runs, end_runs
 from fsdp_c._torch_compat import interpreted, interpreted_with_callees
 from fsdp_c._units.cuts import (
     Cut,
@@ -48,11 +49,12 @@ class Place(NamedTuple):
 
 
 class SharedEngine(NamedTuple):
-    """An engine, the group of its root, and all groups."""
+    """An engine, the group of its root, all groups, and those of several modules."""
 
     engine: _native.Engine
     root: "weakref.ref[Group]"
     groups: "list[weakref.ref[Group]]"
+    several: "list[weakref.ref[Group]]"
 
 
 class Group:
@@ -61,6 +63,7 @@ class Group:
     Attributes:
         modules: As passed to fully_shard().
         arguments: Likewise.
+        runs: Of these modules in a forward.
         places: Where the modules have them.
         sharded: The sharded parameters.
         cuts: How each is cut.
@@ -101,7 +104,7 @@ class Group:
         self._parts: list[nn.Parameter | None] = []
         self._shown: list[nn.Parameter] = []
         self._extensions: dict[int, Extension] = {}
-        self._still_to_run: set[nn.Module] = set()
+        self.runs = Runs(modules)
         self._follower: Callable[[], object] | None = None
         self._hide_kept_from_state_dicts()
 
@@ -473,10 +476,9 @@ class Group:
             sync = _native.SYNC_SHARD
         else:
             sync = _native.SYNC_REDUCE
-        reshards = not self.is_root if self.reshards is None else self.reshards
         self.unit.set(
             sync=sync,
-            reshard_after_forward=reshards,
+            reshard_after_forward=self.reshards_after_forward(),
             divisor=self.divisor,
             unshard_in_backward=self.unshards_in_backward,
             keeps_part=self.keeps_part,
@@ -537,18 +539,20 @@ class Group:
             for group in groups_of(module):
                 group._note_run(module)
         output = self.unit.forward(function, args, kwargs)
+        if self.running is not None and self.running.several and self.is_root:
+            end_runs(self.running.several)
         return self.arguments.cast_output(output)
+
+    def reshards_after_forward(self) -> bool:
+        """Return what was set, or what follows from being the root."""
+        return not self.is_root if self.reshards is None else self.reshards
 
     @interpreted_with_callees
     def _note_run(self, module: nn.Module) -> None:
         """Keep the parameters until the last module of the group has run."""
         assert self.unit is not None
-        assert self.running is not None
-        if not self._still_to_run:
-            self._still_to_run = set(self.modules)
-        self._still_to_run.discard(module)
-        reshards = not self.is_root if self.reshards is None else self.reshards
-        self.unit.set(reshard_after_forward=reshards and not self._still_to_run)
+        is_last = self.runs.begin(module)
+        self.unit.set(reshard_after_forward=self.reshards_after_forward() and is_last)
 
 
 def _has_plain_setattr(module: nn.Module) -> bool:
@@ -629,9 +633,9 @@ def ensure_engine(module: nn.Module, group: Group) -> None:
         unit.reshard()  # the old engine has the memory
     engine = _native.Engine(units)
     engine.check_order(c10d.get_debug_level() != c10d.DebugLevel.OFF)
-    running = SharedEngine(
-        engine, weakref.ref(group), [weakref.ref(each) for each in groups]
-    )
+    refs = {each: weakref.ref(each) for each in groups}
+    several = [ref for each, ref in refs.items() if len(each.modules) > 1]
+    running = SharedEngine(engine, refs[group], [*refs.values()], several)
     for each in groups:
         each.running = running
     for each in groups:

@@ -255,3 +255,36 @@ def test_what_the_user_unsharded() -> None:
         expected.square().sum().backward()
         assert are_plain(model.spare) == {False}
         check(reference, model)
+
+
+class Beside(nn.Module):
+    """Two modules of one call, of which forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 6)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x).tanh()
+        return out
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@distributed(world_size=2)
+def test_a_list_of_which_a_module_does_not_run(reshards: bool) -> None:
+    """It is resharded when the root's forward ends, if at all, as in torch."""
+    reference = nn.Sequential(Beside(), Beside()).double().to(TEST_DEVICE)
+    model: Any = copy.deepcopy(reference)
+    for each in model:
+        fully_shard([each.used, each.spare], reshard_after_forward=reshards)
+    fully_shard(model)
+    for _ in range(2):
+        loss = model(batch()).square().sum()
+        assert are_plain(model[0].used) == are_plain(model[1].spare) == {not reshards}
+        loss.backward()
+        reference(batch()).square().sum().backward()
+        check(reference, model)
+    with torch.no_grad():
+        model(batch())
+    assert are_plain(model) == {False}

@@ -58,6 +58,8 @@ def test_bits_of_sums(
         (module(torch.eye(64)).t() * given).sum().backward()
         assert transport_of(group)[0] == transport
     assert torch.equal(module.weight.grad.to_local(), expected.float())
+    del module
+    dist.destroy_process_group(group)
 
 
 @distributed(world_size=(2, 3))
