@@ -23,14 +23,14 @@ Optimizer = torch.optim.Optimizer
 
 
 class LowPrecisionStates(torch.optim.SGD):
-    """SGD with a state of lower precision, which torch's load_state_dict() casts."""
+    """SGD with a first gradient in bfloat16, which torch's load_state_dict() casts."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                self.state[param]["low"] = param.grad.to(torch.bfloat16)
+            if param.grad is not None and "first" not in self.state[param]:
+                self.state[param]["first"] = param.grad.to(torch.bfloat16)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {

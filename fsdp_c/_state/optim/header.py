@@ -117,15 +117,17 @@ def _info(value: Any, is_whole: bool) -> Any:
     return packed_value(value)
 
 
-class Wanted(NamedTuple):
+@dataclass
+class WantedState(ParamState):
     """The state that one parameter is to have; its tensors have no memory yet."""
 
-    name: str  # of the parameter in the state dict
-    state: ParamState
-    infos: dict[str, StateInfo]  # of the tensors
+    name: str = field(kw_only=True)  # of the parameter in the state dict
+    infos: dict[str, StateInfo] = field(default_factory=dict)  # of the tensors
 
 
-def check_header(header: Header, parts: Mapping[str, ParamPart]) -> dict[str, Wanted]:
+def check_header(
+    header: Header, parts: Mapping[str, ParamPart]
+) -> dict[str, WantedState]:
     """Return what each parameter is to have, by first name, if that fits the model."""
     by_name = {name: part for part in parts.values() for name in part.names}
     for name in header.states:
@@ -136,7 +138,7 @@ def check_header(header: Header, parts: Mapping[str, ParamPart]) -> dict[str, Wa
                 "the parameter out of the state dict"
             )
     sharded_names, scalar_names = _kinds(header, by_name)
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, WantedState] = {}
     for name, values in header.states.items():
         part = by_name[name]
         if part.fqn in wanted:
@@ -144,7 +146,7 @@ def check_header(header: Header, parts: Mapping[str, ParamPart]) -> dict[str, Wa
                 f"there is optimizer state for {wanted[part.fqn].name!r} and for "
                 f"{name!r}, which are one parameter: leave one of them out"
             )
-        each = wanted[part.fqn] = Wanted(name, ParamState(part), {})
+        each = wanted[part.fqn] = WantedState(part, name=name)
         for key in sorted(values, key=str):
             value = values[key]
             info = _as_sharded(part, key, value, sharded_names, scalar_names)
@@ -152,10 +154,10 @@ def check_header(header: Header, parts: Mapping[str, ParamPart]) -> dict[str, Wa
                 _check_shape(name, part, key, info, sharded_names)
             if info is None or info.shape != part.shape:
                 own = value.of(part, key) if isinstance(value, PerRank) else value
-                each.state.plain[key] = unpacked_value(own)
+                each.plain[key] = unpacked_value(own)
             else:
                 each.infos[key] = info
-                each.state.sharded[key] = torch.empty(
+                each.sharded[key] = torch.empty(
                     part.part_numel, dtype=info.dtype, device="meta"
                 )
     # Not in the order of the dictionary, which is each rank's own.

@@ -22,7 +22,7 @@ from fsdp_c._state.optim.groups import groups_for_optimizer
 from fsdp_c._state.optim.header import (
     Header,
     StateInfo,
-    Wanted,
+    WantedState,
     check_header,
     read_header,
 )
@@ -34,7 +34,7 @@ from fsdp_c._units.base import ShardedModule, sharded_modules
 from fsdp_c._units.failures import naming_ranks
 from fsdp_c._units.parallel import from_state
 
-_Wanted = Mapping[str, Wanted]
+_Wanted = Mapping[str, WantedState]
 _Checked = tuple[ParamKeys, Header, _Wanted, list[dict[str, Any]] | None]
 
 
@@ -69,21 +69,21 @@ def load(
             target = None if optim is None else optim.param_groups
             groups = groups_for_optimizer(header.param_groups, keys, target=target)
         for each in wanted.values():
-            if each.state.part.param not in keys.key_of_param:
+            part = each.part
+            if part.param not in keys.key_of_param:
                 raise ValueError(
                     f"there is optimizer state for parameter {each.name!r}, which the "
                     "optimizer does not step: load it into an optimizer over the same "
                     "parameters"
                 )
-            part = each.state.part
             # A rank that holds nothing of a parameter has a state if it had one before.
-            each.state.has_state = (
+            each.has_state = (
                 part.is_flat
                 or part.part_numel > 0
                 or part.shard_group is None
                 or (optim is not None and bool(optim.state.get(part.param)))
             )
-        _assembled(keys, wanted)  # whether it can be; no elements are needed
+        assemble(keys, wanted)  # whether it can be; no elements are needed
         return keys, header, wanted, groups
 
     if rank0_only:
@@ -105,14 +105,10 @@ def load(
         keys, header, wanted, groups = checked
         _take_own(wanted, state_dict)
     others = copy.deepcopy(header.others)
-    result: dict[str, Any] = {"state": {**_assembled(keys, wanted), **others}}
+    result: dict[str, Any] = {"state": {**assemble(keys, wanted), **others}}
     if groups is not None:
         result["param_groups"] = groups
     return result
-
-
-def _assembled(keys: ParamKeys, wanted: _Wanted) -> dict[Any, Any]:
-    return assemble(keys, {fqn: each.state for fqn, each in wanted.items()})
 
 
 def _localized(
@@ -142,7 +138,7 @@ def _localized(
 def _sharded_states(wanted: _Wanted) -> list[tuple[ParamPart, str, str, StateInfo]]:
     """Return the states that come as sharded tensors: parameter, names, info."""
     return [
-        (each.state.part, each.name, key, info)
+        (each.part, each.name, key, info)
         for each in wanted.values()
         for key, info in each.infos.items()
         if info.is_sharded
@@ -187,14 +183,14 @@ def _take_own(wanted: _Wanted, state_dict: Mapping[str, Any]) -> None:
     """Take this rank's parts of tensors that each rank has, whole or sharded."""
     items = []
     for each in wanted.values():
-        part = each.state.part
+        part = each.part
         for key, info in each.infos.items():
             value = state_dict["state"][each.name][key]
             if info.is_sharded:
                 items.append(load_item(part, key, value))
             else:
                 own = value.detach().reshape(-1)[part.begin : part.end]
-                each.state.sharded[key] = own.to(part.param.device, copy=True)
+                each.sharded[key] = own.to(part.param.device, copy=True)
     _receive(wanted, items)
 
 
@@ -205,7 +201,7 @@ def _receive(
     exchanged = exchange(items, "optimizer states", over_replicas=over_replicas)
     for item, value in exchanged:
         own = value.to(item.part.param.device)
-        wanted[item.part.fqn].state.sharded[item.key] = own
+        wanted[item.part.fqn].sharded[item.key] = own
 
 
 def _header_from_first(
@@ -264,7 +260,7 @@ def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
     """
     items, replicated = [], []
     for each in wanted.values():
-        part, groups = each.state.part, each.state.part.over._sharded.groups
+        part, groups = each.part, each.part.over._sharded.groups
         held, needed = part.spread.whole(0, 1), part.spread.sharded(part.index)
         for key, info in each.infos.items() if groups.is_in_first_replica else ():
             whole = state_dict["state"][each.name][key] if groups.is_first else None
@@ -272,13 +268,13 @@ def _take_from_first(wanted: _Wanted, state_dict: Any) -> None:
             items.append(ExchangeItem(key, part, move))
     _receive(wanted, items)
     for each in wanted.values():
-        part, groups = each.state.part, each.state.part.over._sharded.groups
+        part, groups = each.part, each.part.over._sharded.groups
         replicas = groups.inter_node_group
         if replicas is not None and replicas.size() > 1:
             numels = [*[0] * part.index, part.part_numel]
             held = Placement.on_ranks(numels, 0, 1)
             needed = Placement.on_ranks(numels, 0, replicas.size())
-            for key, own in each.state.sharded.items():
+            for key, own in each.sharded.items():
                 source = own if groups.is_in_first_replica else None
                 move = Move(source, own.dtype, part.index, held, needed)
                 replicated.append(ExchangeItem(key, part, move))
