@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c import fully_shard
@@ -134,3 +136,19 @@ def test_columns_are_contiguous(rank: int, world_size: int) -> None:
         assert tensor.is_contiguous()
         assert tensor.to_local().is_contiguous()
     assert torch.equal(model.weight.to_local(), whole.chunk(3, 1)[rank])
+
+
+@pytest.mark.cpu_only("gloo sums in host memory")
+@distributed(world_size=4)
+def test_low_precision_gradients_have_the_bits_of_torchs(rank: int) -> None:
+    """Sums of bf16 are rounded after each addition, in the same order."""
+    torch.manual_seed(rank)
+    x = torch.randn(3, 16).bfloat16()
+    grads = []
+    for shard in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(16, 8, bias=False)
+        shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        model(x).square().sum().backward()
+        grads.append(model.weight.grad.to_local())
+    assert torch.equal(*grads)
