@@ -95,9 +95,7 @@ def test_2_divide_factor(rank: int, world_size: int, shape: tuple[int, int]) -> 
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(6.0)
         both.accumulate(2, no_sync=False)
-        for param in both.reference.parameters():
-            assert param.grad is not None
-            param.grad *= world_size / 6.0
+        both.scale_reference_grads(world_size / 6.0)
         both.check()
 
 
@@ -217,9 +215,7 @@ def test_8_offload_and_factors_on_gloo(rank: int, world_size: int) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(world_size / 3)
     both.forward_backward()
-    for param in both.reference.parameters():
-        assert param.grad is not None
-        param.grad *= 3
+    both.scale_reference_grads(3)
     both.check()
     both.step()
     both.check()

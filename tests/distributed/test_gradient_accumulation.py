@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from helpers.distributed import distributed, every_strategy, varied
-from helpers.groups import hybrid_groups
 from helpers.impl import CPUOffload
 from helpers.reference import Differential, with_model
 
@@ -104,24 +103,3 @@ def test_no_sync_does_not_communicate_gradients(
     differential.zero_grad()
     differential.forward_backward()
     differential.check()
-
-
-@pytest.mark.trap(14)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
-@distributed(world_size=4)
-def test_replicas_are_reduced_once(
-    shape: tuple[int, int], strategy: str, use_orig_params: bool
-) -> None:
-    """With no_sync(sharded=True): in the first backward outside."""
-    with hybrid_groups(*shape) as groups:
-        differential = Differential.of_model(
-            "mlp",
-            process_group=groups,
-            strategy=strategy,
-            use_orig_params=use_orig_params,
-        )
-        for name in ("sharded", "sharded and not"):
-            differential.run(SCHEDULES[name])
-        del differential

@@ -408,6 +408,12 @@ class Differential:
         torch.stack([mean for mean, _ in losses]).sum().backward()
         torch.stack([mine for _, mine in losses]).sum().backward()
 
+    def scale_reference_grads(self, factor: float) -> None:
+        """Multiply the gradients of the reference, of which none may be None."""
+        for param in self.reference.parameters():
+            assert param.grad is not None
+            param.grad *= factor
+
     def accumulate(self, num_micro_batches: int, *, no_sync: bool) -> None:
         """Run micro batches; only the last one synchronises under ``no_sync``."""
         for index in range(num_micro_batches):
