@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.common_fsdp as original
 from torch import Tensor
 
 import fsdp_c
@@ -23,7 +22,7 @@ THEIRS = "    FullyShardedDataParallel as FSDP,\n"
 OURS = "from fsdp_c import FullyShardedDataParallel as FSDP\n"
 
 
-def _changed() -> types.ModuleType:
+def _changed(original: types.ModuleType) -> types.ModuleType:
     """Return torch's module, executed anew with one import line changed."""
     assert original.__file__ is not None
     path = Path(original.__file__)
@@ -68,7 +67,9 @@ def _train(code: Any, model_class: str, options: dict[str, Any]) -> list[Tensor]
 )
 @distributed(world_size=2, device="cpu", timeout_s=240)
 def test_torch_s_models(model_class: str, use_orig_params: bool) -> None:
-    changed = _changed()
+    import torch.testing._internal.common_fsdp as original  # and much of torch
+
+    changed = _changed(original)
     assert changed.FSDP is fsdp_c.FullyShardedDataParallel
     options = {"use_orig_params": use_orig_params}
     actual = _train(changed, model_class, options)

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -27,18 +24,35 @@ from helpers.rows import Rows, shard_units
 TIMEOUT_S = 240.0
 
 
+def _counter(backend: str) -> Any:
+    """Return the backend, which counts what it is asked to compile.
+
+    Collecting tests does not import the compiler, which takes a second.
+    """
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(backend)
+
+
+def _counted(what: str) -> Any:
+    """Return what dynamo has counted."""
+    return torch._dynamo.utils.counters[what]
+
+
 @contextlib.contextmanager
 def _dynamo() -> Iterator[None]:
     """Begin and end without compiled code; count from zero; start no threads.
 
     Inductor's kernels are scalar: looking for vector units takes it compiler runs.
     """
+    import torch._inductor.config
+
     with contextlib.suppress(ImportError):
         import tqdm
 
         tqdm.tqdm.monitor_interval = 0
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     try:
         with torch._inductor.config.patch({"compile_threads": 1, "cpp.simdlen": 0}):
             yield
@@ -55,6 +69,16 @@ def _compile_blocks(
             module.compile(backend=backend, fullgraph=True, dynamic=False)
 
 
+def _train_compiled(differential: Differential, counter: Any) -> int:
+    """Train; fail unless the first step alone compiles. Return the number of frames."""
+    differential.train(1)
+    num_frames: int = counter.frame_count
+    assert num_frames >= 1
+    differential.train(2)
+    assert counter.frame_count == num_frames, "recompiled after the first step"
+    return num_frames
+
+
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params", "backend"),
     [
@@ -69,21 +93,18 @@ def test_block_inside_a_unit(
 ) -> None:
     """One graph serves all blocks and all steps; gradients equal the reference's."""
     with _dynamo():
-        counter = CompileCounterWithBackend(backend)
+        counter = _counter(backend)
         differential = Differential.of_model(
             "mlp", strategy=strategy, use_orig_params=use_orig_params
         )
         _compile_blocks(differential, counter)
-        differential.train(1)
-        num_frames = counter.frame_count
-        assert num_frames >= 1
-        differential.train(3)
+        num_frames = _train_compiled(differential, counter)
         differential.zero_grad()
         differential.accumulate(2, no_sync=True)
         differential.check()
         differential.step()
         assert counter.frame_count == num_frames, "recompiled after the first step"
-        assert not counters["graph_break"]
+        assert not _counted("graph_break")
         del differential
 
 
@@ -95,7 +116,7 @@ def test_block_inside_a_unit(
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_compiled_module_is_wrapped(place: str, strategy: str) -> None:
     """Compiled first, by compile() or torch.compile(), then made a unit."""
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = _counter("aot_eager")
     kwargs = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
 
     def wrap(model: nn.Module) -> Any:
@@ -111,11 +132,7 @@ def test_compiled_module_is_wrapped(place: str, strategy: str) -> None:
 
     with _dynamo():
         differential = Differential(MLP, wrap, vectors, use_orig_params=True)
-        differential.train(1)
-        num_frames = counter.frame_count
-        assert num_frames >= 1
-        differential.train(2)
-        assert counter.frame_count == num_frames
+        _train_compiled(differential, counter)
         del differential
 
 
@@ -123,7 +140,7 @@ def test_compiled_module_is_wrapped(place: str, strategy: str) -> None:
 def test_mixed_precision() -> None:
     """The graph is made for the bf16 parameters that forward sees."""
     with _dynamo():
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = _counter("aot_eager")
         differential = Differential.of_model(
             "transformer",
             param_dtype=torch.bfloat16,
@@ -132,11 +149,7 @@ def test_mixed_precision() -> None:
             ),
         )
         _compile_blocks(differential, counter, block=TransformerBlock)
-        differential.train(1)
-        num_frames = counter.frame_count
-        assert num_frames >= 1
-        differential.train(2)
-        assert counter.frame_count == num_frames
+        _train_compiled(differential, counter)
         del differential
 
 
@@ -144,7 +157,7 @@ def test_mixed_precision() -> None:
 def test_evaluation_between_steps() -> None:
     """Grad mode and training mode are guarded: one more graph, then none."""
     with _dynamo():
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = _counter("aot_eager")
         differential = Differential.of_model("mlp")
         _compile_blocks(differential, counter)
         for _ in range(2):
@@ -172,18 +185,14 @@ def test_evaluation_between_steps() -> None:
 def test_inductor(api: str) -> None:
     """Compiled kernels read and write the unsharded memory of every step."""
     with _dynamo():
-        counter = CompileCounterWithBackend("inductor")
+        counter = _counter("inductor")
         if api == "fully_shard":
             both: Differential = Rows.of("mlp")
         else:
             is_flat = api == "flat parameters"
             both = Differential.of_model("mlp", use_orig_params=not is_flat)
         _compile_blocks(both, counter)
-        both.train(1)
-        num_frames = counter.frame_count
-        assert num_frames >= 1
-        both.train(2)
-        assert counter.frame_count == num_frames
+        _train_compiled(both, counter)
         del both
 
 
@@ -284,7 +293,7 @@ def _counts(
     generator = torch.Generator().manual_seed(3)
     torch.manual_seed(1)
     with _dynamo():
-        counter = CompileCounterWithBackend(backend)
+        counter = _counter(backend)
         model = Straight(checkpoints=checkpoints).double()
         reference = copy.deepcopy(model)
         blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -315,8 +324,8 @@ def _counts(
                 optimizer.zero_grad()
             frames.add(counter.frame_count)
         assert len(frames) == 1, "recompiled after the first step"
-        assert not counters["recompiles"]
-        return counter.frame_count, counter.op_count, counters["graph_break"].total()
+        assert not _counted("recompiles")
+        return counter.frame_count, counter.op_count, _counted("graph_break").total()
 
 
 @pytest.mark.cpu_only("torch's own units compute nothing right on the simulated device")

@@ -9,25 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from fsdp_c import fully_shard
 from helpers.distributed import distributed
 from helpers.groups import device_under_test, groups_destroyed
 
 DIM, NUM_MICRO_BATCHES = 6, 4
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 # With several stages on each rank.
-INTERLEAVED: dict[str, Any] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero bubble": ScheduleInterleavedZeroBubble,
-    "v zero bubble": ScheduleZBVZeroBubble,
+INTERLEAVED = {
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero bubble": "ScheduleInterleavedZeroBubble",
+    "v zero bubble": "ScheduleZBVZeroBubble",
 }
 
 
@@ -74,6 +67,9 @@ def make_meshes(name: str, reshards: bool) -> tuple[Any, Any]:
 
 def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None:
     """Train both; ``options`` are of each stage."""
+    # Imports torch's compiler: collecting tests goes without.
+    from torch.distributed import pipelining
+
     torch.manual_seed(0)
     num_dp = dp.size()
     num_stages = 4 if name in INTERLEAVED else 2
@@ -93,7 +89,7 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None
             fully_shard(layer, mesh=dp, reshard_after_forward=reshards)
         fully_shard(whole[index], mesh=dp, reshard_after_forward=reshards)
         stages.append(
-            PipelineStage(
+            pipelining.PipelineStage(
                 whole[index],
                 index,
                 num_stages,
@@ -102,15 +98,13 @@ def compare(pp: Any, dp: Any, name: str, reshards: bool, **options: Any) -> None
                 **options,
             )
         )
-    if name in INTERLEAVED:
-        schedule: Any = INTERLEAVED[name](
-            stages, NUM_MICRO_BATCHES, loss_fn=loss_fn, scale_grads=False
-        )
-    else:
-        kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
-        schedule = kind(
-            stages[0], NUM_MICRO_BATCHES, loss_fn=loss_fn, scale_grads=False
-        )
+    kind: Any = getattr(pipelining, {**SCHEDULES, **INTERLEAVED}[name])
+    schedule = kind(
+        stages if name in INTERLEAVED else stages[0],
+        NUM_MICRO_BATCHES,
+        loss_fn=loss_fn,
+        scale_grads=False,
+    )
     params = [p for index in mine for p in whole[index].parameters()]
     expected = [p for index in mine for p in reference[index].parameters()]
     optimizer = torch.optim.SGD(params, lr=0.01)

@@ -5,6 +5,7 @@ FSDP_C_RANDOM_FIRST=123 FSDP_C_RANDOM_CASES=1 pytest ...         # one of them
 """
 
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from helpers.distributed import run_task
 from helpers.groups import groups_destroyed
-from helpers.random_rows import draw_row_program
+from helpers.random_rows import draw_row_program, draw_world_size
 from helpers.row_runs import run_row_program
 
 FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
@@ -39,7 +40,7 @@ def _batches() -> Iterator[Any]:
     is_all = "FSDP_C_RANDOM_FIRST" not in os.environ and NUM_CASES == NUM_SHORT_CASES
     count = NUM_FULL_CASES if is_all else NUM_CASES
     sizes = {
-        seed: draw_row_program(seed).world_size
+        seed: draw_world_size(random.Random(seed))
         for seed in range(FIRST_CASE, FIRST_CASE + count)
     }
     for is_full in (False, True):

@@ -147,10 +147,15 @@ class RowProgram:
         return f"{facts}\n{self.root.show()}\nsteps:\n{steps}"
 
 
+def draw_world_size(rng: random.Random) -> int:
+    """Return how many ranks a program has: what is drawn of it first."""
+    return rng.choice([2, 3, 4, 4])
+
+
 def draw_row_program(seed: int) -> RowProgram:
     """Return the program of ``seed``."""
     rng = random.Random(seed)
-    world_size = rng.choice([2, 3, 4, 4])
+    world_size = draw_world_size(rng)
     num_tp = draw_num_tp(rng, world_size) if rng.random() < 0.4 else None
     num_dp = world_size // (num_tp or 1)
     mesh: tuple[int, ...] = (num_dp,)
