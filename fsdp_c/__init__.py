@@ -48,6 +48,7 @@ from fsdp_c._fully_shard.api import (
 from fsdp_c._fully_shard.either import memory_stats, reset
 from fsdp_c._fully_shard.in_backward import optimizer_in_backward
 from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
+from fsdp_c._fully_shard.offload import offload_activations
 from fsdp_c._module.sharded_module import FullyShardedDataParallel
 from fsdp_c._units.originals import FlatParameter
 from fsdp_c.integrations import install, uninstall
@@ -131,6 +132,7 @@ __all__ = [
     "fully_shard",
     "install",
     "memory_stats",
+    "offload_activations",
     "optimizer_in_backward",
     "register_forward_method",
     "register_fsdp_forward_method",

@@ -156,6 +156,7 @@ class Unit:
     def set_reduce_hook(self, state: Any, hook: Callable[..., object], /) -> None: ...
     def set_custom(self, function: Callable[..., object], kinds: int, /) -> None: ...
     def follow_reductions(self, function: Callable[[], object] | None, /) -> None: ...
+    def offload_activations(self, min_nbytes: int, keep_last: int, /) -> None: ...
     def clone(self, params: Sequence[torch.Tensor], /) -> Unit: ...
 
 @final
@@ -305,7 +306,10 @@ def plan_step(
             bool,
         ]
     ],
-    events: Sequence[tuple[int, int, int, int, float, float]],
+    events: Sequence[
+        tuple[int, int, int, int, float, float]
+        | tuple[int, int, int, int, float, float, int]
+    ],
     shard_link: tuple[float, float],
     replica_link: tuple[float, float],
     *,
@@ -314,6 +318,7 @@ def plan_step(
     wants_scratch: bool = False,
     is_host: bool = False,
     hosts: tuple[int, float, float] = (0, 1.0, 0.0),
+    offload: tuple[int, float] = ...,
 ) -> dict[str, Any]:
     """What a rank needs for a training step; see fsdp_c.plan."""
 

@@ -185,6 +185,8 @@ static PyObject *engine_memory_stats(PyObject *object,
   fsdp_engine_stats stats;
   if (engine == NULL) return NULL;
   fsdp_engine_get_stats(fsdp_torch_engine_core(engine), &stats);
+  fsdp_offload_stats offload;
+  fsdp_torch_engine_offload_stats(engine, &offload);
 
   const struct {
     const char *name;
@@ -203,6 +205,11 @@ static PyObject *engine_memory_stats(PyObject *object,
       {"partial_grad_nbytes", stats.partial_grad_nbytes},
       {"scratch_nbytes", stats.scratch_nbytes},
       {"ring_nbytes", fsdp_torch_engine_ring_nbytes(engine)},
+      {"offloaded_nbytes", offload.held_nbytes},
+      {"peak_offloaded_nbytes", offload.peak_nbytes},
+      {"pinned_nbytes", offload.host_nbytes},
+      {"num_downloads", offload.num_downloads},
+      {"num_uploads", offload.num_uploads},
       {"num_iterations", stats.num_iterations},
       {"num_all_gathers", stats.num_all_gathers},
       {"num_reduces", stats.num_reduces},

@@ -72,16 +72,18 @@ PyDoc_STRVAR(
     plan_step_doc,
     "plan_step($module, /, units, events, shard_link, replica_link, *,\n"
     "          num_batches=1, accumulation=SYNC_REDUCE, wants_scratch=False,\n"
-    "          is_host=False, hosts=(0, 1.0, 0.0))\n"
+    "          is_host=False, hosts=(0, 1.0, 0.0), offload=(0, 0.0))\n"
     "--\n\n"
     "What a rank needs for a training step, by name: the engine runs over a\n"
     "port that only counts. See fsdp_c/plan and csrc/core/plan/step_plan.h.\n"
     "\n"
     "units: (name, layout, [(param, reduce, grad dtype)], num_replicas,\n"
     "reshards, backward_prefetch, forward_prefetch, offloads), root first.\n"
-    "events: (kind, unit, param, nbytes, forward_seconds, backward_seconds),\n"
-    "kind one of the PLAN constants. links: (bytes per second, latency in\n"
-    "seconds); hosts: (ranks of a host or 0, and the same of a host's link).");
+    "events: (kind, unit, param, nbytes, forward_seconds, backward_seconds[,\n"
+    "nbytes that may be offloaded]), kind one of the PLAN constants. links:\n"
+    "(bytes per second, latency in seconds); hosts: (ranks of a host or 0, "
+    "and\n"
+    "the same of a host's link); offload: (keep_last or 0, bytes per second).");
 
 PyDoc_STRVAR(
     empty_tensors_doc,

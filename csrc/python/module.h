@@ -83,6 +83,13 @@ PyObject *fsdp_unit_object_watch(PyObject *object, PyObject *args);
 PyObject *fsdp_unit_object_forward(PyObject *object, PyObject *const *args,
                                    Py_ssize_t num_args);
 
+/* unit_offload.c */
+/* Unit.offload_activations(min_nbytes, keep_last). */
+PyObject *fsdp_unit_object_offload(PyObject *object, PyObject *args);
+/* Pushes hooks for saved tensors if the forward of the unit, which has begun,
+ * needs them. Whether it did; -1 with an exception. */
+int fsdp_saved_hooks_push(const fsdp_torch_unit *unit);
+
 /* layout_object.c. */
 /* A Layout over what belongs to `owner`, which it keeps: a new reference. */
 PyObject *fsdp_layout_object_share(const module_state *state,

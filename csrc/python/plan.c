@@ -146,13 +146,14 @@ static int read_unit(const module_state *state, PyObject *item,
 static int read_event(PyObject *item, fsdp_step_event *event) {
   int kind;
   long long unit, param, nbytes;
+  long long offload_nbytes = 0;
   if (!PyTuple_Check(item)) {
     PyErr_Format(PyExc_TypeError, "events must be tuples, got %R", item);
     return -1;
   }
-  if (!PyArg_ParseTuple(item, "iLLLdd;an event of plan_step", &kind, &unit,
+  if (!PyArg_ParseTuple(item, "iLLLdd|L;an event of plan_step", &kind, &unit,
                         &param, &nbytes, &event->forward_seconds,
-                        &event->backward_seconds)) {
+                        &event->backward_seconds, &offload_nbytes)) {
     return -1;
   }
   if (kind < FSDP_STEP_ENTER || kind > FSDP_STEP_LEAVE) {
@@ -163,6 +164,7 @@ static int read_event(PyObject *item, fsdp_step_event *event) {
   event->unit = unit;
   event->param = param;
   event->nbytes = nbytes;
+  event->offload_nbytes = offload_nbytes;
   return 0;
 }
 
@@ -253,6 +255,8 @@ static int add_counts(PyObject *dict, const fsdp_step_plan_report *report) {
       {"first_steps_peak_nbytes", stats->arena.peak_nbytes},
       {"scratch_nbytes", stats->scratch_nbytes},
       {"num_step_allocs", report->num_step_allocs},
+      {"offloaded_nbytes", report->offload.peak_nbytes},
+      {"pinned_nbytes", report->offload.host_nbytes},
   };
   for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
     if (add_int(dict, counts[i].name, counts[i].value) < 0) return -1;
@@ -293,19 +297,20 @@ static PyObject *report_dict(const fsdp_step_plan_report *report,
 
 PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
                                 PyObject *kwargs) {
-  static const char *const keywords[] = {"units",         "events",
-                                         "shard_link",    "replica_link",
-                                         "num_batches",   "accumulation",
-                                         "wants_scratch", "is_host",
-                                         "hosts",         NULL};
+  static const char *const keywords[] = {
+      "units",         "events",      "shard_link",
+      "replica_link",  "num_batches", "accumulation",
+      "wants_scratch", "is_host",     "hosts",
+      "offload",       NULL};
   PyObject *units, *events; /* borrowed */
   fsdp_step_plan_options options = {.num_batches = 1};
   long long num_batches = 1;
   long long num_local = 0;
   int accumulation = FSDP_SYNC_REDUCE, wants_scratch = 0;
   int is_host = 0;
+  long long offload_keep_last = 0;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "OO(dd)(dd)|$Lipp(Ldd):plan_step",
+          args, kwargs, "OO(dd)(dd)|$Lipp(Ldd)(Ld):plan_step",
           FSDP_KEYWORDS(keywords), &units, &events,
           &options.shard_link.bytes_per_second,
           &options.shard_link.latency_seconds,
@@ -313,7 +318,8 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
           &options.replica_link.latency_seconds, &num_batches, &accumulation,
           &wants_scratch, &is_host, &num_local,
           &options.host_link.bytes_per_second,
-          &options.host_link.latency_seconds)) {
+          &options.host_link.latency_seconds, &offload_keep_last,
+          &options.copy_bytes_per_second)) {
     return NULL;
   }
   if (accumulation < FSDP_SYNC_NONE || accumulation > FSDP_SYNC_SHARD) {
@@ -343,6 +349,7 @@ PyObject *fsdp_module_plan_step(PyObject *module, PyObject *args,
   options.wants_scratch = wants_scratch != 0;
   options.is_host = is_host != 0;
   options.num_local = num_local;
+  options.offload_keep_last = offload_keep_last;
   if (fsdp_step_plan_run(&options, &report, unit_seconds, &error) != FSDP_OK) {
     fsdp_torch_set_python_error(&error);
     goto done;

@@ -232,8 +232,12 @@ static PyObject *run_module(const module_state *state, fsdp_torch_unit *unit,
 
   fsdp_torch_unit_end_span(unit, FSDP_TIMELINE_PRE_FORWARD, begin_ns);
 
-  output =
-      PyObject_Call(module, args, PyDict_GET_SIZE(kwargs) == 0 ? NULL : kwargs);
+  const int is_saving = fsdp_saved_hooks_push(unit);
+  output = is_saving < 0
+               ? NULL
+               : PyObject_Call(module, args,
+                               PyDict_GET_SIZE(kwargs) == 0 ? NULL : kwargs);
+  if (is_saving > 0) fsdp_torch_pop_saved_hooks();
   begin_ns = fsdp_torch_unit_begin_span(unit);
   if (output == NULL) goto fail;
 

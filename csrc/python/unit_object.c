@@ -447,6 +447,11 @@ PyDoc_STRVAR(unit_follow_doc,
              "follow_reductions($self, function, /)\n--\n\n"
              "Let function() run whenever the sharded gradients are complete,\n"
              "in backward; None: nothing.");
+PyDoc_STRVAR(
+    unit_offload_doc,
+    "offload_activations($self, min_nbytes, keep_last, /)\n--\n\n"
+    "What a forward saves in storages of at least min_nbytes waits in\n"
+    "host memory, but that of the last units; 0: it stays.");
 PyDoc_STRVAR(unit_clone_doc,
              "clone($self, params, /)\n--\n\n"
              "Return a unit with a copy of the shards, shown by `params`.");
@@ -523,6 +528,8 @@ static PyMethodDef unit_methods[] = {
     {"set_reduce_hook", unit_set_reduce_hook, METH_VARARGS, unit_hook_doc},
     {"set_custom", unit_set_custom, METH_VARARGS, unit_custom_doc},
     {"follow_reductions", unit_follow_reductions, METH_O, unit_follow_doc},
+    {"offload_activations", fsdp_unit_object_offload, METH_VARARGS,
+     unit_offload_doc},
     {"clone", unit_clone, METH_O, unit_clone_doc},
     {"dismiss", (PyCFunction)(void (*)(void))unit_dismiss,
      METH_VARARGS | METH_KEYWORDS, unit_dismiss_doc},

@@ -17,6 +17,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "offload/offload.h"
 #include "runtime/engine.h"
 #include "state/exchange.h"
 
@@ -434,6 +435,37 @@ FSDP_NODISCARD fsdp_status fsdp_torch_engine_clip_grad_norm(
     fsdp_torch_engine *engine, struct _object *const *extra_params,
     int64_t num_extra_params, double max_norm, double norm_type,
     struct _object **norm, fsdp_error *error);
+
+/* Saved tensors in host memory (GIL) --------------------------------------- */
+
+/* Of forwards that begin from now on: what they save for backward waits in host
+ * memory, storages of at least min_nbytes; 0: it stays. keep_last >= 1. Nothing
+ * happens on a host device. */
+void fsdp_torch_unit_set_offload(fsdp_torch_unit *unit, int64_t min_nbytes,
+                                 int64_t keep_last) FSDP_NOEXCEPT;
+
+/* Whether hooks are to stand around the forward of the unit, which has begun:
+ * push and pop them. */
+bool fsdp_torch_unit_begins_offload(const fsdp_torch_unit *unit) FSDP_NOEXCEPT;
+
+/* What the pack hook needs to know: a new reference, or NULL with an exception.
+ */
+struct _object *fsdp_torch_offload_context(const fsdp_torch_unit *unit);
+
+/* Makes two functions torch's hooks for saved tensors, of this thread. 0, or -1
+ * with an exception. */
+int fsdp_torch_push_saved_hooks(struct _object *pack, struct _object *unpack);
+void fsdp_torch_pop_saved_hooks(void) FSDP_NOEXCEPT;
+
+/* The hooks. New references, or NULL with an exception. Unpacking releases the
+ * GIL meanwhile. */
+struct _object *fsdp_torch_offload_pack(struct _object *context,
+                                        struct _object *tensor);
+struct _object *fsdp_torch_offload_unpack(struct _object *packed);
+
+/* Zeros where nothing was offloaded. */
+void fsdp_torch_engine_offload_stats(const fsdp_torch_engine *engine,
+                                     fsdp_offload_stats *stats) FSDP_NOEXCEPT;
 
 /* Moving state between ranks ----------------------------------------------- */
 

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <thread>
 
+#include "torch/offload.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -18,6 +19,7 @@ void Engine::recover() {
   if (has_abort_reason) publish_abort_reason("");
   if (!is_aborted.exchange(false)) return;
   fsdp_engine_reset(core);
+  if (offload) offload->end_backward();
   for (Unit *unit : units) {
     unit->graph_task = -1;
     unit->custom_pieces.clear();

@@ -14,6 +14,7 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/offload.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -81,6 +82,7 @@ class BackwardEnd {
     check([&](fsdp_error *error) {
       return fsdp_engine_finish_backward(engine_->core, error);
     });
+    if (engine_->offload) engine_->offload->end_backward();
     fsdp_engine_note(engine_->core, nullptr, FSDP_TIMELINE_FINISH_BACKWARD,
                      begin_ns);
   }

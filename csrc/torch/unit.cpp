@@ -349,6 +349,8 @@ fsdp_status fsdp_torch_unit_clone(const fsdp_torch_unit *source,
     self->offloads = from.offloads;
     self->cast_forward_inputs = from.cast_forward_inputs;
     self->cast_root_forward_inputs = from.cast_root_forward_inputs;
+    self->offload_min_nbytes = from.offload_min_nbytes;
+    self->offload_keep_last = from.offload_keep_last;
     self->param_dtype_code = from.param_dtype_code;
     self->shard_group = from.shard_group;
     self->replica_group = from.replica_group;

@@ -30,6 +30,7 @@
 
 namespace fsdp_torch {
 
+class Offload;
 struct Unit;
 struct InputCall;
 struct Follower;
@@ -76,6 +77,7 @@ struct Engine {
   std::string split_unit;   // Note [Split backward]; empty: none was missed
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> has_abort_reason{false};
+  std::shared_ptr<Offload> offload;  // null until a forward wants it
 };
 
 // engine_groups.cpp: all groups of the engine that have several ranks, each
@@ -240,6 +242,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
   // backward].
   std::vector<std::weak_ptr<InputCall>> input_calls;
   bool ran_as_root = false;  // in its last forward; a recomputation follows it
+  int64_t offload_min_nbytes = 0;  // of saved tensors; 0: they stay
+  int64_t offload_keep_last = 1;
 };
 
 // storage_views.cpp: views over storages that come and go.
@@ -366,6 +370,9 @@ void await_end_of_backward(Engine &engine);
 // extension.cpp: see Note [Extended parameters].
 void add_extension_ops(fsdp_view_ops *ops);
 void show_extended(Unit &unit);
+
+// offload.cpp: with the engine's lock, where a forward of the unit begins.
+void enter_offload(Unit &unit);
 
 // reduce_hook.cpp
 void add_hook_ops(fsdp_view_ops *ops);

@@ -9,6 +9,7 @@
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/offload.hpp"
 #include "torch/unit.hpp"
 
 using fsdp_torch::Engine;
@@ -20,6 +21,17 @@ namespace {
 bool is_recomputation(const Engine &engine) {
   return torch::autograd::get_current_graph_task_id() != -1 &&
          fsdp_engine_in_backward(engine.core);
+}
+
+// The last step of pre_forward, which is undone where it fails.
+void enter_offload_or_abandon(Unit &unit, bool in_backward) {
+  try {
+    fsdp_torch::enter_offload(unit);
+  } catch (...) {
+    fsdp_torch::show_hidden_grads(unit);
+    fsdp_unit_abandon_forward(unit.core, in_backward);
+    throw;
+  }
 }
 
 }  // namespace
@@ -80,6 +92,7 @@ fsdp_status fsdp_torch_unit_pre_forward(fsdp_torch_unit *unit,
         !fsdp_unit_is_summoned(self.core)) {
       fsdp_torch::hook_accumulators(self);
     }
+    if (status == FSDP_OK) enter_offload_or_abandon(self, in_backward);
     return status;
   };
 }
@@ -92,6 +105,7 @@ fsdp_status fsdp_torch_unit_post_forward(fsdp_torch_unit *unit,
     const std::lock_guard<std::mutex> lock(self.engine->mutex);
     const bool in_backward = is_recomputation(*self.engine);
     fsdp_torch::show_hidden_grads(self);
+    if (self.engine->offload) self.engine->offload->leave(self);
     return fsdp_unit_post_forward(self.core, in_backward, expects_backward,
                                   error);
   };
@@ -110,6 +124,7 @@ void fsdp_torch_unit_abandon_forward(fsdp_torch_unit *unit,
     }
   }
   fsdp_torch::show_hidden_grads(self);
+  if (self.engine->offload) self.engine->offload->leave(self);
   fsdp_unit_abandon_forward(self.core, is_recomputation(*self.engine));
 }
 

@@ -156,6 +156,10 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
       reductions over gloo need beside the arena (on the CPU only while they run: the
       most so far).
     * ring_nbytes: shared memory that this rank reserves for its groups.
+    * offloaded_nbytes, peak_offloaded_nbytes, pinned_nbytes: of
+      :func:`fsdp_c.offload_activations`: saved tensors that are in host memory now,
+      the most so far, and the pinned memory that is reserved for them.
+    * num_downloads, num_uploads: storages that were copied there and back so far.
     * num_iterations, num_all_gathers, num_reduces, num_prefetches: since wrapping.
 
     Several engines (sharded modules without a common sharded ancestor) add up.

@@ -182,6 +182,18 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="recompute every unit's activations in backward",
     )
     add(
+        "--offload-activations",
+        action="store_true",
+        help="keep activations in host memory: fsdp_c.offload_activations()",
+    )
+    add(
+        "--offload-keep-last",
+        type=_count,
+        metavar="N",
+        default=1,
+        help="units whose activations stay on the device (default: 1)",
+    )
+    add(
         "--freeze",
         action="append",
         default=[],
@@ -232,6 +244,13 @@ def _add_estimates(group: argparse._ArgumentGroup) -> None:
         help="latency between hosts (default: --latency-us)",
     )
     add(
+        "--copy-gbps",
+        type=_number,
+        default=200.0,
+        help="bandwidth between device and host memory per direction, in Gbit/s "
+        "(default: 200)",
+    )
+    add(
         "--tflops",
         type=_number,
         default=400.0,
@@ -277,6 +296,8 @@ def _settings(words: argparse.Namespace) -> Settings:
         optimizer=words.optimizer,
         on_cpu=words.device == "cpu",
         recomputes=words.checkpoint_activations,
+        offload_keep_last=words.offload_keep_last if words.offload_activations else 0,
+        copy_gbps=words.copy_gbps,
         num_batches=words.micro_batches,
         accumulation=_native.SYNC_SHARD
         if words.accumulate_sharded

@@ -25,6 +25,10 @@ from fsdp_c.plan._wrapping import AUTO, Wrapping, candidates, parse
 MAX_RANKS = 1_000_000
 # A candidate must be so much better than the usual one to be suggested instead.
 _WORTH = 0.01
+_TIMES = (
+    "Times are estimates: operations over --tflops, collectives over the link, copies "
+    "to the host over --copy-gbps; casts, the optimizer and the host count nothing."
+)
 
 
 @dataclass(frozen=True)
@@ -302,12 +306,10 @@ def _notes(trace: ForwardTrace) -> tuple[str, ...]:
             "Activations are an estimate: what autograd keeps of a forward on meta, "
             "with attention as a fused kernel; temporary memory of kernels, the "
             "allocator's gaps and the CUDA context are not in it.",
-            "Times are estimates: operations over --tflops, collectives over the link; "
-            "casts, copies, the optimizer and the host count nothing.",
+            _TIMES,
         )
     return (
         f"Activations are not known: {trace.why}. The units' order is that of the "
         "module tree, and the operations are 2 for each element of a matrix and token.",
-        "Times are estimates: operations over --tflops, collectives over the link; "
-        "casts, copies, the optimizer and the host count nothing.",
+        _TIMES,
     )

@@ -70,6 +70,11 @@ class Settings:
         rank: Whose optimizer state is counted; with use_orig_params it depends on
             the rank. The first one holds the most.
         by_rows: Units are those of fully_shard().
+        offload_keep_last: As in :func:`fsdp_c.offload_activations`; 0: it was not
+            called, or the device is a CPU.
+        offload_min_bytes: Likewise.
+        copy_gbps: 1e9 bits per second between the device and host memory, in each
+            direction.
     """
 
     link: Link = Link()
@@ -85,6 +90,9 @@ class Settings:
     wants_scratch: bool = False
     rank: int = 0
     by_rows: bool = False
+    offload_keep_last: int = 0
+    offload_min_bytes: int = 1 << 20
+    copy_gbps: float = 200.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,9 @@ class RankPlan:
             a forward on meta, with attention as a fused kernel. None: not known.
         peak_nbytes: Device memory at the busiest moment of a step. Gradients and
             activations count as far as they are there then.
-        host_nbytes: In host memory, with CPU offload.
+        host_nbytes: In host memory, with CPU offload or offloaded activations.
+        pinned_nbytes: Of it, chunks for offloaded activations.
+        offloaded_nbytes: Most of the activations that are there at once.
         step_allocs: Blocks that a step allocates once the assignment is fixed.
         all_gather, reduce_scatter, all_reduce: The collectives of a step.
         compute_seconds: An estimate: operations over ``tflops``.
@@ -177,6 +187,8 @@ class RankPlan:
     activation_nbytes: int | None
     peak_nbytes: int
     host_nbytes: int
+    pinned_nbytes: int
+    offloaded_nbytes: int
     step_allocs: int
     all_gather: Collective
     reduce_scatter: Collective
@@ -245,6 +257,10 @@ def plan_rank(
             wants_scratch=settings.wants_scratch,
             is_host=settings.on_cpu,
             hosts=(settings.ranks_per_host, *settings.host_link.in_seconds()),
+            offload=(
+                0 if settings.on_cpu else settings.offload_keep_last,
+                settings.copy_gbps * 1e9 / _BITS,
+            ),
         )
     except (ValueError, OverflowError, RuntimeError) as error:
         raise PlanError(f"{world_size} ranks: {error}") from error
@@ -283,6 +299,8 @@ def plan_rank(
         activation_nbytes=peak["activations"] if trace.has_activations else None,
         peak_nbytes=at_rest + peak["nbytes"],
         host_nbytes=on_host + peak["host"],
+        pinned_nbytes=report["pinned_nbytes"],
+        offloaded_nbytes=report["offloaded_nbytes"],
         step_allocs=report["num_step_allocs"],
         all_gather=_collective(report["all_gather"]),
         reduce_scatter=_collective(report["reduce_scatter"]),
@@ -398,7 +416,7 @@ def _optimizer_nbytes(
 
 # Events -----------------------------------------------------------------------
 
-_Event = tuple[int, int, int, int, float, float]
+_Event = tuple[int, int, int, int, float, float, int]
 
 
 class _Events:
@@ -416,6 +434,7 @@ class _Events:
         self._trains = [[p.requires_grad for p in unit.params] for unit in units]
         self._rate = settings.tflops * 1e12
         self._recomputes = settings.recomputes
+        self._min_bytes = settings.offload_min_bytes
         self._inside: list[int] = []  # units entered, the root first
         # Of the recomputed unit that is entered: its ENTER event, what is kept
         # inside it, and its forward.
@@ -445,7 +464,7 @@ class _Events:
         if self._is_recomputed(len(self._inside)) and len(self._inside) == 2:
             self._kept_nbytes = 0
             self._seconds = 0.0
-            self._add(_native.PLAN_WORK, nbytes=entry.nbytes)
+            self._add(_native.PLAN_WORK, nbytes=entry.nbytes, storages=(entry.nbytes,))
             self._begin = len(self.events)
         self._add(_native.PLAN_ENTER, unit)
 
@@ -458,16 +477,17 @@ class _Events:
 
     def _work(self, entry: Any) -> None:
         seconds = entry.flops / self._rate
-        nbytes = entry.nbytes
+        nbytes, storages = entry.nbytes, entry.storages
         if self._is_recomputed(len(self._inside)):
             self._kept_nbytes += nbytes
             self._seconds += seconds
-            nbytes = 0
+            nbytes, storages = 0, ()
         self._add(
             _native.PLAN_WORK,
             nbytes=nbytes,
             forward=seconds,
             backward=BACKWARD_FACTOR * seconds,
+            storages=storages,
         )
 
     def _leave(self, entry: Any) -> None:
@@ -477,7 +497,8 @@ class _Events:
         nbytes, seconds = 0, 0.0
         if self._is_recomputed(len(self._inside)) and len(self._inside) == 2:
             nbytes, seconds = self._kept_nbytes, self._seconds
-            self.events[self._begin] = (_native.PLAN_ENTER, unit, 0, nbytes, 0.0, 0.0)
+            enter = (_native.PLAN_ENTER, unit, 0, nbytes, 0.0, 0.0, 0)
+            self.events[self._begin] = enter
         self._inside.pop()
         self._add(_native.PLAN_LEAVE, unit, nbytes=nbytes, backward=seconds)
 
@@ -490,5 +511,7 @@ class _Events:
         nbytes: int = 0,
         forward: float = 0.0,
         backward: float = 0.0,
+        storages: Sequence[int] = (),
     ) -> None:
-        self.events.append((kind, unit, param, nbytes, forward, backward))
+        offloaded = sum(each for each in storages if each >= self._min_bytes)
+        self.events.append((kind, unit, param, nbytes, forward, backward, offloaded))

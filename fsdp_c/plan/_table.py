@@ -39,7 +39,7 @@ def parts_at_peak(plan: RankPlan) -> dict[str, int]:
     ``blocks`` are those of the busiest moment.
     """
     activations = plan.activation_nbytes or 0
-    offloads = plan.host_nbytes > 0
+    offloads = plan.host_nbytes > plan.pinned_nbytes
     parameters = 0 if offloads else plan.shard_nbytes
     optimizer = 0 if offloads else plan.optimizer_nbytes
     blocks = min(plan.arena_nbytes, plan.peak_block_nbytes)

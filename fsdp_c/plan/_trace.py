@@ -29,6 +29,7 @@ class ForwardEntry(NamedTuple):
     name: str = ""  # of a module, or of a parameter
     flops: int = 0  # of work
     nbytes: int = 0  # of work: activations kept; of enter: the module's inputs
+    storages: tuple[int, ...] = ()  # of work: their bytes, without the inputs'
 
 
 @dataclass
@@ -167,6 +168,8 @@ class _Recorder:
         # that no other has the same identity.
         self._storages: dict[int, Any] = {}
         self._kept_nbytes = 0
+        self._kept_storages: list[int] = []
+        self._inputs: frozenset[int] = frozenset()  # storages of the caller's tensors
         self._attention_flops = 0
         self._counted_flops = 0
         self._flops = FlopCounterMode(display=False)
@@ -181,6 +184,7 @@ class _Recorder:
             self._note_storage(tensor)
         leaves = [x for x in tree_leaves(dict(inputs.kwargs)) if torch.is_tensor(x)]
         leaves += [x for x in tree_leaves(inputs.args) if torch.is_tensor(x)]
+        self._inputs = frozenset(x.untyped_storage()._cdata for x in leaves)
         self._trace.num_tokens = num_tokens or max(
             (x.numel() for x in leaves if not x.is_floating_point()), default=0
         )
@@ -230,9 +234,17 @@ class _Recorder:
         total = self._flops.get_total_flops() + self._attention_flops
         flops, nbytes = total - self._counted_flops, self._kept_nbytes
         if flops or nbytes:
-            self._trace.entries.append(ForwardEntry("work", flops=flops, nbytes=nbytes))
+            self._trace.entries.append(
+                ForwardEntry(
+                    "work",
+                    flops=flops,
+                    nbytes=nbytes,
+                    storages=tuple(self._kept_storages),
+                )
+            )
         self._counted_flops = total
         self._kept_nbytes = 0
+        self._kept_storages = []
 
     def _note_storage(self, tensor: Tensor) -> bool:
         """Return whether the tensor's storage is a new one."""
@@ -245,7 +257,10 @@ class _Recorder:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if self._note_storage(tensor):
-            self._kept_nbytes += tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            self._kept_nbytes += storage.nbytes()
+            if storage._cdata not in self._inputs:
+                self._kept_storages.append(storage.nbytes())
         return tensor
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

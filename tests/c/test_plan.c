@@ -527,6 +527,57 @@ TEST(test_alignment) {
   CHECK(device.params && device.shards);
 }
 
+/* Two units' activations are there at once, not three. */
+TEST(test_offload_of_activations) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  for (int64_t i = 0; i < self.options.num_events; i++) {
+    self.events[i].nbytes *= 1000; /* more than the blocks */
+  }
+  const int64_t peak = run(&self)->peak_nbytes;
+  CHECK_I64(self.report.at_peak[FSDP_COUNTED_ACTIVATIONS], 3000000);
+  self.options.offload_keep_last = 1;
+  CHECK_I64(run(&self)->peak_nbytes, peak); /* nothing may go */
+  for (int64_t i = 0; i < self.options.num_events; i++) {
+    self.events[i].offload_nbytes = self.events[i].nbytes;
+  }
+  const fsdp_step_plan_report *report = run(&self);
+  /* In the backward of b, when the sharded gradient of c is there. */
+  const int64_t shard = 2 * NUMEL * 4 / WORLD_SIZE;
+  CHECK_I64(report->peak_nbytes, peak - 1000000 + shard);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_ACTIVATIONS], 2000000);
+  CHECK_I64(report->at_peak[FSDP_COUNTED_HOST], FSDP_OFFLOAD_CHUNK_NBYTES);
+  CHECK_I64(report->offload.peak_nbytes, 2000000);
+  CHECK_I64(report->offload.held_nbytes, 0);
+  CHECK_I64(report->offload.num_downloads, 2 * 3);
+  CHECK_I64(report->offload.num_uploads, 2 * 3);
+  check_close(report->stall_seconds, 0);
+  self.options.copy_bytes_per_second = 1e6; /* as long as a forward */
+  check_close(run(&self)->stall_seconds, 0);
+  /* 4 s: of both downloads a forward is hidden, of the uploads a backward. */
+  self.options.copy_bytes_per_second = 250e3;
+  check_close(run(&self)->stall_seconds, 2 * (4 - 1) + 2 * (4 - 2));
+  self.options.offload_keep_last = 2;
+  CHECK_I64(run(&self)->offload.num_downloads, 3);
+  fini(&self);
+}
+
+TEST(test_bad_offloads) {
+  fixture self;
+  init_tree(&self, WORLD_SIZE);
+  (void)run(&self);
+  self.events[0].offload_nbytes = 1;
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "event 0 offloads 1 of 0 bytes: need 0 up to all of them, and 0 "
+             "unless it is WORK");
+  self.events[0].offload_nbytes = 0;
+  self.options.offload_keep_last = -1;
+  CHECK_TEXT(message_of(&self, FSDP_INVALID_ARGUMENT),
+             "-1 last units that are not offloaded, 0 bytes per second to the "
+             "host: need numbers >= 0");
+  fini(&self);
+}
+
 /* What belongs to summons and hooks, not to a step, is refused. */
 TEST(test_calls_outside_a_step) {
   const fsdp_link link = {.bytes_per_second = 1};
@@ -540,8 +591,6 @@ TEST(test_calls_outside_a_step) {
   const fsdp_call call = {0};
   uint64_t ticket = 0;
   void *block = NULL;
-  CHECK_I64(ops.host_alloc(&device, 1, &block, NULL), FSDP_INVALID_STATE);
-  ops.host_free(&device, block);
   CHECK_I64(group.transport->ops->broadcast(group.transport, &call, NULL, 1, 0,
                                             FP32, &ticket, NULL),
             FSDP_INVALID_STATE);
@@ -550,6 +599,7 @@ TEST(test_calls_outside_a_step) {
   CHECK_I64(ops.all_gather_bytes(&device, &group, NULL, 8, NULL, NULL),
             FSDP_INVALID_STATE);
   CHECK_I64(ops.block_alloc(&device, INT64_MAX, &block, NULL), FSDP_OVERFLOW);
+  CHECK_I64(ops.host_alloc(&device, INT64_MAX, &block, NULL), FSDP_OVERFLOW);
   CHECK(block == NULL);
   CHECK_I64(device.peak_nbytes, 0);
 }

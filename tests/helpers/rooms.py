@@ -12,6 +12,7 @@ CORE_ROOMS = (
     "order",
     "port",
     "arena",
+    "offload",
     "runtime",
     "plan",
     "state",

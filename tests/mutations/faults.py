@@ -49,6 +49,42 @@ FAULTS = (
         skip("ANY->mark_params("),
         "test_traps_gradients.py",
     ),
+    # Saved tensors in host memory.
+    core_fault(
+        "saved tensors are copied before compute has made them",
+        "start_leaving",
+        skip("FSDP_TRY(follow(self, FSDP_LANE_DOWNLOAD, FSDP_LANE_COMPUTE,"),
+    ),
+    core_fault(
+        "host memory is used again while it is copied to the device",
+        "start_leaving",
+        never("self->has_uploads"),
+    ),
+    core_fault(
+        "memory of saved tensors goes while it is copied",
+        "finish_leaving",
+        skip("FSDP_TRY( ops->event_wait("),
+    ),
+    core_fault(
+        "saved tensors come back into memory that compute uses",
+        "start_arriving",
+        skip("FSDP_TRY(follow(self, FSDP_LANE_UPLOAD, FSDP_LANE_COMPUTE,"),
+    ),
+    core_fault(
+        "saved tensors come back before they were copied",
+        "start_arriving",
+        skip("FSDP_TRY(ops->event_wait("),
+    ),
+    core_fault(
+        "backward reads saved tensors before they are back",
+        "finish_arriving",
+        skip("FSDP_TRY( ops->event_wait("),
+    ),
+    core_fault(
+        "saved tensors that somebody else holds are copied",
+        "keep_shared",
+        never("!self->calls.is_alone(self->calls.context, item->token)"),
+    ),
     # Forward.
     core_fault(
         "parameters kept before a write are used after it",

@@ -26,7 +26,7 @@ FAULTS = (*faults.FAULTS, *faults_of_transports.FAULTS)
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutations"
 C_TESTS = {
-    CORE: ("test_engine", "test_arena", "test_order"),
+    CORE: ("test_engine", "test_arena", "test_order", "test_offload"),
     NCCL: ("test_nccl",),
     SHM: ("test_shm",),
 }

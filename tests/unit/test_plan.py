@@ -491,6 +491,25 @@ def test_a_device_with_room_for_all_gets_the_fastest() -> None:
     assert peaks[0] <= 1.01 * min(peaks)
 
 
+def test_offloaded_activations() -> None:
+    """All but the last block's, and less on the device; none on a CPU."""
+    row = TOKENS * WIDTH * 4
+
+    def plan(**settings: Any) -> RankPlan:
+        options = Settings(offload_min_bytes=row, copy_gbps=1e6, **settings)
+        return plan_model(
+            find_model(SOURCE), [2], settings=options, wrap="Block"
+        ).ranks[0]
+
+    without = plan()
+    for keep_last, num_rows in ((0, 0), (1, 3), (2, 2), (3, 0)):
+        some = plan(offload_keep_last=keep_last)
+        assert some.offloaded_nbytes == num_rows * row
+        assert some.host_nbytes == some.pinned_nbytes == (1 << 24) * (num_rows > 0)
+        assert some.peak_nbytes <= without.peak_nbytes
+    assert plan(offload_keep_last=1, on_cpu=True).offloaded_nbytes == 0
+
+
 def test_one_unit_and_by_size() -> None:
     assert len(plan(wrap="none").units) == 1
     assert len(plan(wrap="size:4096").units) == 1 + NUM_BLOCKS + 1

@@ -33,9 +33,9 @@ typedef enum fsdp_lane {
   FSDP_LANE_UNSHARD,
   FSDP_LANE_REDUCE,
   FSDP_LANE_REPLICATE,
-  FSDP_LANE_UPLOAD,   /* offloaded parameters, to the device */
-  FSDP_LANE_DOWNLOAD, /* offloaded gradients, to the host (and back, where they
-                         accumulate) */
+  FSDP_LANE_UPLOAD, /* offloaded parameters and saved tensors, to the device */
+  FSDP_LANE_DOWNLOAD, /* offloaded gradients (and back, where they accumulate)
+                         and saved tensors, to the host */
   FSDP_NUM_LANES
 } fsdp_lane;
 

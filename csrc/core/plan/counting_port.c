@@ -48,13 +48,11 @@ static void drop(fsdp_counting_device *device, fsdp_counted purpose,
   (void)!fsdp_counting_device_hold(device, purpose, -nbytes, NULL);
 }
 
-static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
-                               fsdp_error *error) {
-  fsdp_counting_device *self = context;
+/* Memory at an address that nobody reads or writes. */
+static fsdp_status take_address(fsdp_counting_device *self, int64_t nbytes,
+                                void **block, fsdp_error *error) {
   const uint64_t address = self->next_address;
   int64_t length = 0;
-  fsdp_status status = FSDP_OK;
-
   if (!fsdp_round_up_i64(nbytes, BLOCK_ALIGNMENT, &length) ||
       (uint64_t)length > INT64_MAX - address) {
     return FSDP_FAIL(error, FSDP_OVERFLOW,
@@ -63,9 +61,19 @@ static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
                      "space: the model is too large to be planned",
                      nbytes);
   }
-  FSDP_TRY(fsdp_counting_device_hold(self, FSDP_COUNTED_BLOCKS, nbytes, error));
   self->next_address = address + (uint64_t)length;
-  *block = (void *)(uintptr_t)address; /* nobody reads or writes there */
+  *block = (void *)(uintptr_t)address;
+  return FSDP_OK;
+}
+
+static fsdp_status block_alloc(void *context, int64_t nbytes, void **block,
+                               fsdp_error *error) {
+  fsdp_counting_device *self = context;
+  fsdp_status status = FSDP_OK;
+  void *taken = NULL;
+  FSDP_TRY(take_address(self, nbytes, &taken, error));
+  FSDP_TRY(fsdp_counting_device_hold(self, FSDP_COUNTED_BLOCKS, nbytes, error));
+  *block = taken;
 done:
   return status;
 }
@@ -76,13 +84,17 @@ static void block_free(void *context, void *block, int64_t nbytes,
   drop(context, FSDP_COUNTED_BLOCKS, nbytes);
 }
 
-/* Host blocks belong to summons, which are no part of a step. */
+/* Of saved tensors: kept until the plan ends. */
 static fsdp_status host_alloc(void *context, int64_t nbytes, void **block,
                               fsdp_error *error) {
-  (void)context, (void)block;
-  return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "a step plan has no host block of %" PRId64 " bytes",
-                   nbytes);
+  fsdp_counting_device *self = context;
+  fsdp_status status = FSDP_OK;
+  void *taken = NULL;
+  FSDP_TRY(take_address(self, nbytes, &taken, error));
+  FSDP_TRY(fsdp_counting_device_hold(self, FSDP_COUNTED_HOST, nbytes, error));
+  *block = taken;
+done:
+  return status;
 }
 
 static void host_free(void *context, void *block) {
@@ -153,8 +165,11 @@ static fsdp_status cast(void *context, fsdp_lane lane, void *destination,
 static fsdp_status copy_to_device(void *context, fsdp_lane lane, void *device,
                                   const void *host, int64_t nbytes,
                                   fsdp_error *error) {
-  (void)context, (void)lane, (void)device, (void)host, (void)nbytes,
-      (void)error;
+  fsdp_counting_device *self = context;
+  (void)device, (void)host, (void)error;
+  if (self->copy_bytes_per_second > 0) {
+    self->clocks[lane] += (double)nbytes / self->copy_bytes_per_second;
+  }
   return FSDP_OK;
 }
 

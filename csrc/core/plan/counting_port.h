@@ -17,8 +17,9 @@
  * of the shard group and that of the replica group; the launches of one link
  * take turns, in the order in which the engine issues them. An event carries
  * the clock of its lane, waiting for it moves the waiting lane's clock. A stall
- * of COMPUTE is exposed communication. Casts, packs, copies to the host, the
- * optimizer and the host's own time count nothing.
+ * of COMPUTE is exposed communication. A copy between the device and the host
+ * takes nbytes / copy_bytes_per_second of its lane. Casts, packs, the optimizer
+ * and the host's own time count nothing.
  */
 #ifndef FSDP_PLAN_COUNTING_PORT_H
 #define FSDP_PLAN_COUNTING_PORT_H
@@ -39,7 +40,7 @@ typedef enum fsdp_counted {
   FSDP_COUNTED_GRAD_SHARDS,   /* sharded gradients on the device */
   FSDP_COUNTED_PENDING_GRADS, /* autograd's gradients, not packed yet */
   FSDP_COUNTED_ACTIVATIONS,   /* what the caller adds */
-  FSDP_COUNTED_HOST,          /* sharded gradients in host memory */
+  FSDP_COUNTED_HOST, /* sharded gradients and saved tensors in host memory */
   FSDP_NUM_COUNTED
 } fsdp_counted;
 
@@ -80,7 +81,8 @@ typedef struct fsdp_counting_device {
   fsdp_link replica_link;
   int64_t num_local;   /* ranks of the shard group on a host; 0: one host */
   fsdp_link host_link; /* of a host, which its ranks share; with num_local */
-  bool params_changed; /* the optimizer stepped since mark_params */
+  double copy_bytes_per_second; /* 0: copies take no time */
+  bool params_changed;          /* the optimizer stepped since mark_params */
   /* The unit charged for COMPUTE's stalls; NULL: none. Borrowed. */
   fsdp_counted_unit *charged_unit;
 

@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "base/alloc.h"
+#include "plan/planned_offload.h"
 
 /* The first step finds the order, the second is the first that prefetches by
  * it; from the third on blocks stay. */
@@ -29,6 +30,7 @@ typedef struct planned_unit {
 typedef struct plan_run {
   const fsdp_step_plan_options *options;
   fsdp_counting_device device;
+  fsdp_planned_offload offload;
   planned_unit *units;
   bool *has_grad; /* per event: the data that flows there requires grad */
   fsdp_engine *engine;
@@ -66,6 +68,16 @@ static fsdp_status check_options(const fsdp_step_plan_options *options,
   if (options->num_local > 0) {
     FSDP_TRY(check_link("hosts'", &options->host_link, error));
   }
+  if (options->offload_keep_last < 0 ||
+      !is_seconds(options->copy_bytes_per_second)) {
+    status =
+        FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                  "%" PRId64
+                  " last units that are not offloaded, %g "
+                  "bytes per second to the host: need numbers >= 0",
+                  options->offload_keep_last, options->copy_bytes_per_second);
+    goto done;
+  }
   if (options->num_units < 1 || options->num_batches < 1 ||
       options->num_events < 0) {
     status = FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
@@ -88,6 +100,14 @@ static fsdp_status check_event(const fsdp_step_plan_options *options,
                      " bytes and takes %g and %g seconds: need numbers >= 0",
                      index, event->nbytes, event->forward_seconds,
                      event->backward_seconds);
+  }
+  if (event->offload_nbytes < 0 || event->offload_nbytes > event->nbytes ||
+      (event->offload_nbytes > 0 && event->kind != FSDP_STEP_WORK)) {
+    return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
+                     "event %" PRId64 " offloads %" PRId64 " of %" PRId64
+                     " bytes: need 0 up to all of them, and 0 unless it is "
+                     "WORK",
+                     index, event->offload_nbytes, event->nbytes);
   }
   if (event->kind == FSDP_STEP_WORK) return FSDP_OK;
   if (event->unit < 0 || event->unit >= options->num_units) {
@@ -242,6 +262,7 @@ static fsdp_status run_init(plan_run *run,
   run->device.num_local = options->num_local;
   run->device.host_link = options->host_link;
   run->device.is_host = options->is_host;
+  run->device.copy_bytes_per_second = options->copy_bytes_per_second;
   run->units = fsdp_calloc((size_t)options->num_units, sizeof *run->units);
   run->has_grad = fsdp_calloc((size_t)options->num_events, sizeof(bool));
   if (run->units == NULL || run->has_grad == NULL) {
@@ -249,6 +270,9 @@ static fsdp_status run_init(plan_run *run,
                        options->num_units);
     goto done;
   }
+  FSDP_TRY(fsdp_planned_offload_init(&run->offload, &run->device,
+                                     options->num_events,
+                                     options->offload_keep_last, error));
   const fsdp_device_ops ops = fsdp_counting_device_ops(&run->device);
   const fsdp_view_ops views = fsdp_counting_device_views(&run->device);
   FSDP_TRY(fsdp_engine_create(&ops, &views, &run->engine, error));
@@ -261,6 +285,7 @@ done:
 }
 
 static void run_fini(plan_run *run) {
+  fsdp_planned_offload_fini(&run->offload);
   for (int64_t i = 0; run->units != NULL && i < run->options->num_units; i++) {
     planned_unit *planned = &run->units[i];
     fsdp_unit_destroy(planned->unit);
@@ -287,13 +312,19 @@ static fsdp_status run_forward(plan_run *run, fsdp_error *error) {
         event->kind == FSDP_STEP_WORK ? NULL : &planned->counted;
     if (event->kind == FSDP_STEP_ENTER) {
       FSDP_TRY(fsdp_unit_pre_forward(planned->unit, false, error));
+      FSDP_TRY(fsdp_planned_offload_enter(&run->offload, error));
     }
     fsdp_counting_device_compute(&run->device, event->forward_seconds);
     if (event->kind == FSDP_STEP_WORK) {
       FSDP_TRY(fsdp_counting_device_hold(&run->device, FSDP_COUNTED_ACTIVATIONS,
                                          event->nbytes, error));
+      FSDP_TRY(fsdp_planned_offload_save(&run->offload, i,
+                                         event->offload_nbytes, error));
     }
     if (event->kind == FSDP_STEP_LEAVE) {
+      if (event->unit == 0) {
+        FSDP_TRY(fsdp_planned_offload_leave(&run->offload, error));
+      }
       FSDP_TRY(fsdp_unit_post_forward(planned->unit, false, run->has_grad[i],
                                       error));
     }
@@ -352,12 +383,16 @@ static fsdp_status backward_event(plan_run *run, int64_t index,
                                        event->nbytes, error));
   }
   if (run->has_grad[index]) {
+    FSDP_TRY(fsdp_planned_offload_need(&run->offload, index, error));
     fsdp_counting_device_compute(device, event->backward_seconds);
   }
   if (event->kind == FSDP_STEP_USE) FSDP_TRY(give_grad(run, event, error));
   if (event->kind == FSDP_STEP_WORK || event->kind == FSDP_STEP_ENTER) {
+    const int64_t offloaded =
+        run->offload.offload != NULL ? event->offload_nbytes : 0;
     FSDP_TRY(fsdp_counting_device_hold(device, FSDP_COUNTED_ACTIVATIONS,
-                                       -event->nbytes, error));
+                                       offloaded - event->nbytes, error));
+    fsdp_planned_offload_drop(&run->offload, index);
   }
   if (event->kind == FSDP_STEP_ENTER && run->has_grad[index] &&
       planned->has_begun_backward) {
@@ -377,6 +412,7 @@ static fsdp_status run_backward(plan_run *run, fsdp_error *error) {
   }
   run->device.charged_unit = NULL;
   FSDP_TRY(fsdp_engine_finish_backward(run->engine, error));
+  FSDP_TRY(fsdp_planned_offload_end_backward(&run->offload, error));
 done:
   return status;
 }
@@ -434,6 +470,7 @@ fsdp_status fsdp_step_plan_run(const fsdp_step_plan_options *options,
       .step_seconds = fsdp_counting_device_now(&run.device) - begin,
       .compute_seconds = compute_seconds(&run),
       .stall_seconds = run.device.stall_seconds,
+      .offload = fsdp_planned_offload_stats(&run.offload),
   };
   fsdp_engine_get_stats(run.engine, &report->stats);
   report->num_step_allocs =

@@ -26,6 +26,7 @@
 
 #include "base/status.h"
 #include "layout/flat_layout.h"
+#include "offload/offload.h"
 #include "plan/counting_port.h"
 #include "runtime/engine.h"
 
@@ -45,6 +46,8 @@ typedef struct fsdp_step_event {
   int64_t unit;            /* unless WORK */
   int64_t param;           /* of USE: each at most once */
   int64_t nbytes;          /* of activations, >= 0; 0 for USE */
+  int64_t offload_nbytes;  /* of them, in storages that may wait in host memory;
+                              0 unless WORK */
   double forward_seconds;  /* of compute; >= 0 */
   double backward_seconds; /* likewise, before what the event does */
 } fsdp_step_event;
@@ -78,6 +81,8 @@ typedef struct fsdp_step_plan_options {
   bool is_host;           /* the device is one: blocks come and go */
   int64_t num_batches;    /* of a step; >= 1 */
   fsdp_sync accumulation; /* of all batches but the last */
+  int64_t offload_keep_last;    /* see offload.h; 0: nothing is offloaded */
+  double copy_bytes_per_second; /* to and from the host; 0: takes no time */
 } fsdp_step_plan_options;
 
 /* All of one rank. */
@@ -91,7 +96,8 @@ typedef struct fsdp_step_plan_report {
   fsdp_collective_count collectives[FSDP_NUM_COLLECTIVES]; /* in it */
   double step_seconds;
   double compute_seconds;
-  double stall_seconds; /* of COMPUTE: exposed communication */
+  double stall_seconds;       /* of COMPUTE: exposed communication and copies */
+  fsdp_offload_stats offload; /* counts since the first step */
 } fsdp_step_plan_report;
 
 /*
