@@ -33,6 +33,11 @@ FAULTS = (
         "test_memory.py",
     ),
     core_fault(
+        "blocks that are free on a host pile up",
+        "fsdp_arena_give",
+        never("ops->is_host"),
+    ),
+    core_fault(
         "a used block is given back on the lane of all-gathers",
         "fsdp_unit_priv_reshard",
         ("was_used ? FSDP_LANE_COMPUTE", "was_used && !MUTANT ? FSDP_LANE_COMPUTE"),

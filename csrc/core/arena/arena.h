@@ -33,11 +33,11 @@
  * exact size that was given back last, which is still in the caches. If there
  * is none, all free blocks are freed, so that none of another size waits while
  * one is allocated. One free block of a size is enough for a backward: when
- * accumulated gradients are reduced, a second would only pile up. At the end of backward the plan frees all that nobody
- * holds. The engine takes and gives back as late and as early as it can: a
- * gradient block when a unit's gradients are complete, back when its reduction
- * has ended, before the next unit is gathered (Note [Least memory in backward]
- * in backward.c).
+ * accumulated gradients are reduced, a second would only pile up. At the end of
+ * backward the plan frees all that nobody holds. The engine takes and gives
+ * back as late and as early as it can: a gradient block when a unit's gradients
+ * are complete, back when its reduction has ended, before the next unit is
+ * gathered (Note [Least memory in backward] in backward.c).
  *
  * Note [Memory that blocks leave]
  * Blocks lie in memory that the device's allocator keeps apart from the user's
