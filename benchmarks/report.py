@@ -115,11 +115,11 @@ reserves. torch's rows are over gloo, whose own buffers do not count. The model 
   batch adds to the peak of one byte; less where blocks are gone when activations are
   largest.
 
-At the peak of full fine-tuning, accumulation and activation checkpointing fsdp_c holds
-the shards, their gradients so far and the optimizer's state, the activations, what is
-accumulated, and the whole parameters of the root and of one block: nothing that could
-be left out. So where most of a row's peak is what every implementation holds, its last
-column cannot fall much.
+At its peak on 2 ranks over gloo, in full fine-tuning, accumulation with `no_sync()`
+and activation checkpointing, fsdp_c holds the shards, their gradients so far, the
+optimizer's state, the activations, what is accumulated, and the whole parameters of the
+root and of one block. Every implementation holds most of that, so the last column can
+fall little.
 
 torch's figures vary between runs by up to a shard of a block, probably because gloo
 frees its buffers on threads of its own.

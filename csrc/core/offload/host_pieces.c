@@ -20,7 +20,9 @@ static fsdp_status take_chunk(fsdp_host_pieces *pieces, fsdp_host_chunk **chunk,
   }
   taken = fsdp_calloc(1, sizeof *taken);
   if (taken == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "a chunk of host memory");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for the record of a chunk of "
+                     "offloaded activations");
   }
   status =
       ops->host_alloc(ops->context, pieces->chunk_nbytes, &taken->data, error);

@@ -118,7 +118,8 @@ static fsdp_status make_group(fsdp_offload *self, group **made,
   }
   created = fsdp_calloc(1, sizeof *created);
   if (created == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "a group of saved tensors");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for a group of saved tensors");
   }
   FSDP_TRY(ops->event_create(ops->context, &created->left, error));
   FSDP_TRY(ops->event_create(ops->context, &created->arrived, error));
@@ -429,7 +430,8 @@ fsdp_status fsdp_offload_add(fsdp_offload *self, void *token, const void *data,
   }
   fsdp_offload_item *created = fsdp_calloc(1, sizeof *created);
   if (created == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "a saved tensor");
+    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
+                     "out of host memory for the record of a saved tensor");
   }
   created->token = token;
   created->source = data;
@@ -478,7 +480,9 @@ fsdp_status fsdp_offload_create(const fsdp_device_ops *ops,
   }
   created = fsdp_calloc(1, sizeof *created);
   if (created == NULL) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY, "offload of saved tensors");
+    return FSDP_FAIL(
+        error, FSDP_OUT_OF_MEMORY,
+        "out of host memory while creating the offload of saved tensors");
   }
   created->ops = ops;
   created->calls = *calls;
