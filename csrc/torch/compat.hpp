@@ -66,17 +66,17 @@ WorkPtr reduce_scatter_base_coalesced(ProcessGroup &group,
   }
 }
 
-// Every rank sends and receives equal pieces.
+// `received` and `sent` have the elements from and to each rank.
 template <typename ProcessGroup>
 WorkPtr all_to_all_base(ProcessGroup &group, at::Tensor &output,
-                        at::Tensor &input, std::vector<int64_t> split) {
-  std::vector<int64_t> sent = split;
+                        at::Tensor &input, std::vector<int64_t> received,
+                        std::vector<int64_t> sent) {
   if constexpr (requires {
-                  group.all_to_all_single(output, input, split, sent);
+                  group.all_to_all_single(output, input, received, sent);
                 }) {
-    return group.all_to_all_single(output, input, split, sent);
+    return group.all_to_all_single(output, input, received, sent);
   } else {
-    return group.alltoall_base(output, input, split, sent);
+    return group.alltoall_base(output, input, received, sent);
   }
 }
 

@@ -51,11 +51,10 @@ typedef struct fsdp_call {
   void *scratch;     /* of reduce_scatter: fsdp_scratch_numel(); NULL: none */
 } fsdp_call;
 
-/* Elements of a reduce_scatter's scratch: a shard of each rank, or, of two
- * ranks, of the other one. */
+/* Elements of a reduce_scatter's scratch: a shard of each other rank. */
 static inline int64_t fsdp_scratch_numel(int64_t world_size,
                                          int64_t shard_numel) {
-  return world_size == 2 ? shard_numel : world_size * shard_numel;
+  return (world_size - 1) * shard_numel;
 }
 
 typedef struct fsdp_transport fsdp_transport;

@@ -7,6 +7,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdio>
@@ -188,35 +189,50 @@ WorkPtr scatter_sum(const C10dGroup &group, at::Tensor &piece,
   return reduce_scatter_base_coalesced(*group.process_group, outputs, inputs);
 }
 
-// Each rank sends its part for every other rank and adds up what it got, in the
+// Each rank sends its slots to the other ranks and adds up what it got, in the
 // order of gloo's own reduce-scatter (Note [Order of sums]) and half its time.
-// Two ranks send each other one part, and scratch holds the other's.
-Pending reduce_by_exchange(const C10dGroup &group, at::Tensor sent,
-                           at::Tensor received, at::Tensor own) {
-  const int64_t numel = own.numel();
-  const WorkPtr work =
-      all_to_all_base(*group.process_group, received, sent,
-                      group.rank == 0 ? std::vector<int64_t>{0, numel}
-                                      : std::vector<int64_t>{numel, 0});
-  const auto sum = [received, own]() mutable { own.add_(received); };
-  return {{work}, sum};
-}
-
-Pending reduce_by_all_to_all(const C10dGroup &group, at::Tensor sent,
-                             at::Tensor received, at::Tensor own) {
-  const WorkPtr work =
-      all_to_all_base(*group.process_group, received, sent, {});
-  const auto sum = [received, own, world_size = group.world_size,
-                    rank = group.rank]() mutable {
-    const std::vector<at::Tensor> parts = received.chunk(world_size);
-    const auto before = [&](int64_t turn) {
-      return parts[static_cast<size_t>((rank + world_size - turn) %
-                                       world_size)];
-    };
-    at::add_out(own, before(1), before(2));
-    for (int64_t turn = 3; turn <= world_size; turn++) own.add_(before(turn));
+// `others` holds a shard of each other rank. all_to_all sends contiguous slots,
+// and a rank's own, which is not sent, parts them: hence two calls, one to the
+// ranks below and one to those above. Of two ranks, one call.
+Pending reduce_by_exchange(C10dTransport &self, void *buffer, void *others,
+                           int64_t shard_numel, fsdp_dtype dtype) {
+  const int64_t rank = self.group.rank;
+  const int64_t world_size = self.group.world_size;
+  const auto slots = [&](void *data, int64_t begin, int64_t end) {
+    const int64_t offset = begin * shard_numel * dtype.itemsize;
+    return view(self, static_cast<char *>(data) + offset,
+                (end - begin) * shard_numel, dtype);
   };
-  return {{work}, sum};
+  const auto sizes = [&](int64_t begin, int64_t end) {
+    std::vector<int64_t> of_ranks(static_cast<size_t>(world_size), 0);
+    std::fill(of_ranks.begin() + begin, of_ranks.begin() + end, shard_numel);
+    return of_ranks;
+  };
+  const auto place = [&](int64_t other) { return other - (other > rank); };
+  Works works;
+  const auto exchange = [&](int64_t to, int64_t to_end, int64_t from,
+                            int64_t from_end) {
+    at::Tensor sent = slots(buffer, to, to_end);
+    at::Tensor received = slots(others, place(from), place(from_end));
+    works.push_back(all_to_all_base(*self.group.process_group, received, sent,
+                                    sizes(from, from_end), sizes(to, to_end)));
+  };
+  if (world_size == 2) {
+    exchange(1 - rank, 2 - rank, 1 - rank, 2 - rank);
+  } else {
+    exchange(0, rank, rank + 1, world_size);
+    exchange(rank + 1, world_size, 0, rank);
+  }
+  c10::SmallVector<at::Tensor, 8> parts;
+  for (int64_t turn = 1; turn < world_size; turn++) {
+    const int64_t from = place((rank + world_size - turn) % world_size);
+    parts.push_back(slots(others, from, from + 1));
+  }
+  const auto sum = [parts, own = slots(buffer, rank, rank + 1)]() mutable {
+    for (size_t i = 1; i < parts.size(); i++) parts[0].add_(parts[i]);
+    own.add_(parts[0]);
+  };
+  return {works, sum};
 }
 
 // The table -------------------------------------------------------------------
@@ -269,25 +285,15 @@ fsdp_status reduce_scatter(fsdp_transport *transport, const fsdp_call *call,
                            uint64_t *ticket, fsdp_error *error) {
   C10dTransport &self = self_of(transport);
   return start(self, call, ticket, error, [&]() -> Pending {
-    const int64_t world_size = self.group.world_size;
-    const auto slot = [&](int64_t rank) {
-      return view(
-          self,
-          static_cast<char *>(buffer) + rank * shard_numel * dtype.itemsize,
-          shard_numel, dtype);
-    };
-    at::Tensor own = slot(self.group.rank);
-    if (call->scratch != nullptr && world_size == 2) {
-      return reduce_by_exchange(self.group, slot(1 - self.group.rank),
-                                view(self, call->scratch, shard_numel, dtype),
-                                own);
-    }
-    at::Tensor whole = view(self, buffer, shard_numel * world_size, dtype);
     if (call->scratch != nullptr) {
-      return reduce_by_all_to_all(
-          self.group, whole,
-          view(self, call->scratch, shard_numel * world_size, dtype), own);
+      return reduce_by_exchange(self, buffer, call->scratch, shard_numel,
+                                dtype);
     }
+    char *slot = static_cast<char *>(buffer) +
+                 self.group.rank * shard_numel * dtype.itemsize;
+    at::Tensor own = view(self, slot, shard_numel, dtype);
+    at::Tensor whole =
+        view(self, buffer, shard_numel * self.group.world_size, dtype);
     return {{scatter_sum(self.group, own, whole)}, nullptr};
   });
 }
