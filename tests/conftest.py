@@ -71,13 +71,17 @@ def _one_of_each(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _every_pair(_: str, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return items that hold every pair of parameter values, and every world size."""
+    """Return items that hold every pair of parameter values, and every world size.
+
+    Of functions marked ``each_value`` they hold every value.
+    """
+    strength = 1 if items[0].get_closest_marker("each_value") else 2
     rows = []
     for item in items:
         call = getattr(item, "callspec", None)
         params = {} if call is None else call.params
         rows.append({name: repr(value) for name, value in params.items()})
-    return [items[index] for index in covering(rows, spread="world_size")]
+    return [items[index] for index in covering(rows, "world_size", strength)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,7 @@ def rounds_of(*medians: float, losses: tuple[float, ...] = (1.0, 0.5)):
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.cpu_only("torch's FSDP1 does not know the simulated accelerator")
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

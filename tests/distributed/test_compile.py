@@ -79,6 +79,7 @@ def _train_compiled(differential: Differential, counter: Any) -> int:
     return num_frames
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params", "backend"),
     [
@@ -153,6 +154,7 @@ def test_mixed_precision() -> None:
         del differential
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_evaluation_between_steps() -> None:
     """Grad mode and training mode are guarded: one more graph, then none."""
@@ -234,6 +236,7 @@ def test_fully_shard(rank: int, world_size: int) -> None:
         both.train(2)
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("is_compiled", ["at once", "after a step"])
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_whole_model_under_fully_shard(is_compiled: str) -> None:
@@ -333,9 +336,13 @@ def _counts(
     ("place", "backend", "reshards", "checkpoints"),
     [
         ("torch.compile", "aot_eager", True, False),
-        ("torch.compile", "eager", False, True),
+        pytest.param(
+            "torch.compile", "eager", False, True, marks=pytest.mark.only_full
+        ),
         ("root", "aot_eager", True, True),
-        ("blocks before", "aot_eager", False, False),
+        pytest.param(
+            *("blocks before", "aot_eager", False, False), marks=pytest.mark.only_full
+        ),
         ("blocks after", "eager", True, False),
         pytest.param(
             *("torch.compile", "inductor", True, False),
@@ -366,7 +373,9 @@ def test_fully_shard_compiles_what_it_does_under_torch(
 
 
 @pytest.mark.cpu_only("torch's own units compute nothing right on the simulated device")
-@pytest.mark.parametrize("place", ["torch.compile", "root"])
+@pytest.mark.parametrize(
+    "place", ["torch.compile", pytest.param("root", marks=pytest.mark.only_full)]
+)
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_fsdp_compiles_what_it_does_under_torch(place: str) -> None:
     """The same of FullyShardedDataParallel, with use_orig_params=True."""

@@ -77,6 +77,7 @@ def test_copy_trains_alone(differential: Differential, num_steps: int) -> None:
     _check_copy(differential)
 
 
+@pytest.mark.bookkeeping
 @varied(model=["tied", "transformer", "scalar", "mixed_dtype"])
 @distributed(world_size=4)
 @with_model()

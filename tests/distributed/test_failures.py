@@ -230,7 +230,7 @@ _WRAPPINGS = tuple(
     )
 )
 _OFTEN = {
-    "shm": ("meeting-raise", "broadcast-kill", "broadcast-stop-store"),
+    "shm": ("meeting-raise", "broadcast-kill"),
     "c10d": ("meeting-stop-store",),
     "hierarchical": (),
 }

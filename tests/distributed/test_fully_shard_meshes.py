@@ -162,10 +162,13 @@ class SpmdRows(Rows):
     ("sizes", "shard", "replicate"),
     [
         ({"dp": 2, "tp": 2}, ("dp",), ()),
-        ({"tp": 2, "dp": 2}, ("dp",), ()),
+        pytest.param({"tp": 2, "dp": 2}, ("dp",), (), marks=pytest.mark.only_full),
         pytest.param({"dp": 2, "cp": 2}, ("dp", "cp"), (), marks=pytest.mark.only_full),
         ({"dp": 2, "tp": 1, "cp": 2}, ("dp", "cp"), ()),
-        ({"dp": 1, "cp": 2, "tp": 2}, ("dp", "cp"), ()),
+        pytest.param(
+            *({"dp": 1, "cp": 2, "tp": 2}, ("dp", "cp"), ()),
+            marks=pytest.mark.only_full,
+        ),
         pytest.param({"hp": 2, "dp": 2}, ("dp",), ("hp",), marks=pytest.mark.only_full),
         ({"hp": 2, "dp": 1, "cp": 2}, ("dp", "cp"), ("hp",)),
         ({"hp": 2, "cp": 2}, (), ("hp", "cp")),
@@ -195,6 +198,7 @@ def test_named_dimensions(
         assert up.weight.to_local().shape[0] <= -(-up.weight.shape[0] // num_parts) + 1
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=2)
 def test_named_dimensions_of_two_ranks(rank: int, world_size: int) -> None:
     """One rank in a dimension, parts of different sizes, other dimensions."""
@@ -473,6 +477,7 @@ def test_expert_parallel(rank: int, world_size: int, in_blocks: bool) -> None:
         assert up.to_local().shape == (1 if in_blocks or rank < 2 else 0, rows, 6)
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("kind", ["meshes", "experts", "experts_in_blocks"])
 @distributed(world_size=4)
 def test_state_of_several_meshes(rank: int, world_size: int, kind: str) -> None:

@@ -18,7 +18,7 @@ from helpers.random_rows import draw_row_program, draw_world_size
 from helpers.row_runs import run_row_program
 
 FIRST_CASE = int(os.environ.get("FSDP_C_RANDOM_FIRST", "0"))
-NUM_SHORT_CASES = 8
+NUM_SHORT_CASES = 6
 NUM_CASES = int(os.environ.get("FSDP_C_RANDOM_CASES", NUM_SHORT_CASES))
 NUM_FULL_CASES = 1000
 BATCH = 12

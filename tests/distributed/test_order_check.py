@@ -265,7 +265,11 @@ def _is_dead(rank: int, world_size: int) -> None:
 @pytest.mark.cpu_only("the host waits for gloo's collectives, and is told there")
 @pytest.mark.parametrize(
     ("body", "world_size"),
-    [(_skips_in_eval, 3), (_skips_in_training, 2), (_is_dead, 3)],
+    [
+        pytest.param(_skips_in_eval, 3, marks=pytest.mark.only_full),
+        (_skips_in_training, 2),
+        (_is_dead, 3),
+    ],
 )
 def test_post_mortem(world_size: int, body: Callable[..., None]) -> None:
     """Without the debug mode: when the group's timeout is over."""

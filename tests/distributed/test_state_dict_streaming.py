@@ -260,6 +260,7 @@ def _impatient_group() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("has_met", [True, False])
 @distributed(world_size=3)
 def test_a_rank_that_does_not_call(rank: int, has_met: bool) -> None:

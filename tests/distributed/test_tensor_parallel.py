@@ -71,6 +71,7 @@ def test_training(
     check_training(2, 2, hidden, reshard_after_forward=reshard_after_forward)
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("hidden", [10, 7])
 @distributed(world_size=2)
 def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> None:
@@ -79,6 +80,7 @@ def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> Non
     check_training(2, 1, hidden)
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=3)
 def test_more_ranks_than_parts(rank: int, world_size: int) -> None:
     """A rank of the tensor parallel group that has nothing of some parameters."""
@@ -206,6 +208,7 @@ def test_mixed_precision_and_frozen(rank: int, world_size: int) -> None:
         assert isinstance(model.head.weight.grad, DTensor)
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=4)
 def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
     """Materialized after sharding, then converted and trained."""
@@ -260,6 +263,7 @@ def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) ->
             torch.testing.assert_close(step(other, optimizer, seed=2), loss)
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world_size=4)
 def test_full_state_of_uneven_parts(

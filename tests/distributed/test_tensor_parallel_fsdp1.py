@@ -67,6 +67,7 @@ def test_training(
     )
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_one_rank_in_a_dimension(
@@ -110,6 +111,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(full_tensors(actual), full_tensors(expected))
 
 
+@pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @distributed(world_size=4)
@@ -222,6 +224,8 @@ MAKERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.bookkeeping
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1)])
 @pytest.mark.parametrize(
     ("saved", "loaded"),

@@ -114,6 +114,7 @@ def test_replicas_have_transports_of_their_own() -> None:
         del model
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=(2, 3))
 def test_messages(rank: int, world_size: int) -> None:
     """Of all sizes and dtypes, to every other rank at once."""
@@ -171,6 +172,7 @@ def test_wrong_messages(rank: int) -> None:
     assert there.tolist() == [1.0 - rank] * 3
 
 
+@pytest.mark.bookkeeping
 @distributed(world_size=1)
 def test_empty_tensors() -> None:
     """Each is a tensor like any other; large ones lie side by side."""

@@ -1,4 +1,4 @@
-"""Which rows of a table still hold every pair of values."""
+"""Which rows of a table still hold every pair of values, or every value."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -7,31 +7,35 @@ from itertools import combinations
 Row = Mapping[str, Hashable]
 
 
-def _pairs(row: Row, spread: str) -> set[Hashable]:
-    """Return the pairs of a row, and the cells without one: a single or spread one."""
+def _tuples(row: Row, spread: str, strength: int) -> set[Hashable]:
+    """Return the tuples of that many cells, or of all where there are fewer.
+
+    A spread cell is alone.
+    """
     cells = sorted(cell for cell in row.items() if cell[0] != spread)
-    pairs: set[Hashable] = set(combinations(cells, 2) if len(cells) > 1 else cells)
-    return pairs | {(spread, row[spread])} if spread in row else pairs
+    tuples: set[Hashable] = set(combinations(cells, min(strength, len(cells))))
+    return tuples | {(spread, row[spread])} if spread in row else tuples
 
 
-def covering(rows: Sequence[Row], spread: str = "") -> list[int]:
+def covering(rows: Sequence[Row], spread: str = "", strength: int = 2) -> list[int]:
     """Return the indices of rows that hold every pair of values that ``rows`` holds.
 
+    Or every tuple of ``strength`` values of different columns: with 1, every value.
     Of the column ``spread`` every value is held, about equally often, but no pairs.
     Equal rows are a choice like any other, so rows without columns give one index.
     Always the same ones: of rows that are as good the first is taken.
     """
-    pairs = [_pairs(row, spread) for row in rows]
-    missing = set().union(*pairs)
+    tuples = [_tuples(row, spread, strength) for row in rows]
+    missing = set().union(*tuples)
     uses: Counter[Hashable] = Counter()
 
     def gain(index: int) -> tuple[int, int]:
-        return len(pairs[index] & missing), -uses[rows[index].get(spread)]
+        return len(tuples[index] & missing), -uses[rows[index].get(spread)]
 
     chosen: list[int] = []
     while missing or (rows and not chosen):
         best = max(range(len(rows)), key=gain)
         chosen.append(best)
-        missing -= pairs[best]
+        missing -= tuples[best]
         uses[rows[best].get(spread)] += 1
     return sorted(chosen)

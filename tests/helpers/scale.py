@@ -1,9 +1,9 @@
 """Counts the calls that Python makes, or measures the time, for models of two sizes.
 
-    python -m helpers.scale calls|seconds <kind> <small> <large>
+    python -m helpers.scale calls|seconds <kind>:<small>:<large> ...
 
 In a process of its own, as rank 0 of 4 in a group that only pretends (torch's "fake"
-backend). Prints, by phase, the number of calls of both sizes, or the processor's time.
+backend). Prints, by kind and phase, the number of calls of both sizes, or the processor's time.
 Calls do not see loops in C: tests/c counts those that could grow; the time sees them.
 """
 
@@ -135,11 +135,15 @@ def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     warnings.simplefilter("ignore")  # of parameters that units share
-    measure, kind, small, large = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    _phases(measure, kind, 2)  # what is made once
-    sums = [_phases(measure, kind, size) for size in (small, large)]
-    print(json.dumps({name: [each[name] for each in sums] for name in sums[0]}))
+    measure, *models = sys.argv[1:]
+    sums = {}
+    for model in models:
+        kind, small, large = model.split(":")
+        _phases(measure, kind, 2)  # what is made once
+        both = [_phases(measure, kind, int(size)) for size in (small, large)]
+        sums[kind] = {name: [each[name] for each in both] for name in both[0]}
+    print(json.dumps(sums))
 
 
 if __name__ == "__main__":

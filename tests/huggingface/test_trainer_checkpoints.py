@@ -108,13 +108,13 @@ _COMMON = (
     ("llama", "flat_params", "FULL_STATE_DICT"),
     ("t5", "default", "SHARDED_STATE_DICT"),
     ("lora", "default", "FULL_STATE_DICT"),
-    ("llama", "hybrid_shard", "SHARDED_STATE_DICT"),
     ("llama", "cpu_offload", "FULL_STATE_DICT"),
-    ("llama", "bf16", "SHARDED_STATE_DICT"),
     ("llama", "version_2_bf16", "SHARDED_STATE_DICT"),
     ("gpt2", "version_2", "FULL_STATE_DICT"),
 )
 _RARE = (
+    ("llama", "hybrid_shard"),
+    ("llama", "bf16"),
     ("llama", "default"),
     ("gpt2", "default"),
     ("llama", "shard_grad_op"),

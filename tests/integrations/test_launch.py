@@ -80,6 +80,7 @@ def test_a_script_of_torch(tmp_path: Path) -> None:
     assert done.stdout == "fsdp_c._module.sharded_module rank 0\n", done.stderr
 
 
+@pytest.mark.only_full
 def test_a_script_of_lightning(tmp_path: Path) -> None:
     """Its class is ours, also in the process that Lightning starts."""
     require("lightning")

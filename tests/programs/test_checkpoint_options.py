@@ -60,6 +60,7 @@ def settings(strategy: str, **kwargs: Any) -> dict[str, Any]:
     return kwargs
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("name", ["tied", "unused", "called_twice"])
 @pytest.mark.parametrize("use_orig_params", [True, False])

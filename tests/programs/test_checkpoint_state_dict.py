@@ -154,6 +154,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("name", ["frozen_units", "uneven"])
 @distributed(world_size=2, device="cpu", timeout_s=120)
@@ -257,6 +258,7 @@ def assert_resumes(name: str, first: Any, second: Any) -> None:
         assert_same_tensors(key, actual[1]["state"][key], state, 0.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("saved", ["same", "torch", "plain"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu", timeout_s=120)

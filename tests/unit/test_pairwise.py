@@ -50,3 +50,12 @@ def test_values_of_the_spread_column_take_turns() -> None:
     assert [sum(row["column 1"] == each for row in chosen) for each in range(3)] == [
         4
     ] * 3
+
+
+def test_every_value_is_in_fewer_rows() -> None:
+    rows = _table(3, 3, 2)
+    chosen = [rows[index] for index in covering(rows, strength=1)]
+    assert {cell for row in chosen for cell in row.items()} == {
+        cell for row in rows for cell in row.items()
+    }
+    assert len(chosen) == 3

@@ -20,23 +20,25 @@ FACTOR = 4
 GIB = 1 << 30
 
 
-def _measured(measure: str, kind: str, large: int) -> dict[str, list[float]]:
-    small = str(large // FACTOR)
-    output = run_program("helpers.scale", measure, kind, small, str(large))
-    sums: dict[str, list[float]] = json.loads(output)
+CASES = {"units": 160, "shared": 80, "ignored": 80, "params": 800}
+
+
+def _measured(measure: str, **sizes: int) -> dict[str, dict[str, list[float]]]:
+    """Return of each kind of model the sums of its phases, at both sizes."""
+    words = [f"{kind}:{size // FACTOR}:{size}" for kind, size in sizes.items()]
+    sums: dict[str, dict[str, list[float]]] = json.loads(
+        run_program("helpers.scale", measure, *words)
+    )
     return sums
 
 
-@pytest.mark.parametrize(
-    ("kind", "large"),
-    [("units", 160), ("shared", 80), ("ignored", 80), ("params", 800)],
-)
-def test_calls_grow_with_the_model(kind: str, large: int) -> None:
+def test_calls_grow_with_the_model() -> None:
     """Four times the units, or parameters of one: at most four times the calls."""
-    counts = _measured("calls", kind, large)
-    assert counts["construction"][0] > large // FACTOR  # calls were counted
-    for phase, (few, many) in counts.items():
-        assert many <= 1.05 * FACTOR * few, f"{phase}: {few} calls, then {many}"
+    for kind, counts in _measured("calls", **CASES).items():
+        assert counts["construction"][0] > CASES[kind] // FACTOR  # calls were counted
+        for phase, (few, many) in counts.items():
+            words = f"{kind}, {phase}: {few} calls, then {many}"
+            assert many <= 1.05 * FACTOR * few, words
 
 
 @pytest.mark.only_full
@@ -46,7 +48,7 @@ def test_time_grows_with_the_model(kind: str, large: int) -> None:
 
     Of work that grows with the square it would be 16 times the time.
     """
-    for phase, (few, many) in _measured("seconds", kind, large).items():
+    for phase, (few, many) in _measured("seconds", **{kind: large})[kind].items():
         if (kind, phase) == ("units", "load_state_dict"):
             continue  # torch compares all keys with each child's name
         assert many <= 2 * FACTOR * few, f"{phase}: {few:.3f} s, then {many:.3f} s"
