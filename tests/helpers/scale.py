@@ -3,8 +3,9 @@
     python -m helpers.scale calls|seconds <kind>:<small>:<large> ...
 
 In a process of its own, as rank 0 of 4 in a group that only pretends (torch's "fake"
-backend). Prints, by kind and phase, the number of calls of both sizes, or the processor's time.
-Calls do not see loops in C: tests/c counts those that could grow; the time sees them.
+backend). Prints, by kind and phase, the number of calls of both sizes, or the
+processor's time. Calls do not see loops in C: tests/c counts those that could grow;
+the time sees them.
 """
 
 import gc
