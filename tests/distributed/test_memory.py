@@ -123,7 +123,7 @@ def _of_equal_units(param_nbytes: int, grad_nbytes: int) -> int:
 
 def _scratch_nbytes(grad_nbytes: int, world_size: int, group: Any = None) -> int:
     """Return the scratch of a unit whose gradients have so many bytes."""
-    return num_scratches(group) * grad_nbytes // (2 if world_size == 2 else 1)
+    return num_scratches(group) * grad_nbytes // world_size * (world_size - 1)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -338,8 +338,7 @@ def test_scratch_of_one_unit_of_several_dtypes(rank: int, world_size: int) -> No
     module = case.build()
     shards = _trainable_shards(module, world_size)
     assert len(shards) > 1
-    num_shards = 1 if world_size == 2 else world_size
-    need = _in_block(nbytes * num_shards for nbytes in shards)
+    need = _in_block(nbytes * (world_size - 1) for nbytes in shards)
     model = fsdp(module, use_orig_params=True)
     inputs = case.inputs(generator(rank))
     with c10d_only():
