@@ -297,11 +297,18 @@ def _assert_case(record: Record, expected: Record, case: _Case) -> None:
 
 _SLOW = (
     "activation_checkpointing_flat_params",
+    "backward_post",
     "bf16_flat_params_no_shard",
     "cpu_offload",
+    "gradient_checkpointing",
     "hybrid_shard_zero2",
+    "no_clipping",
+    "no_prefetch",
+    "no_wrap",
+    "version_2_by_strategy",
     "version_2_by_string",
     "version_2_no_wrap",
+    "wrap_by_size",
 )
 _SLOW_MODELS = (("gpt2", True), ("t5", False), ("lora", False))
 
