@@ -340,10 +340,8 @@ class BuildNative(build_ext):
             script = [sys.executable, "csrc/cuda/build.py", library]
             script += ["--folder", BUILD_DIR, *(["--hip"] if HIP else [])]
             if subprocess.run(script, check=False).returncode != 0:
-                name = "HIP" if HIP else "CUDA"
-                stop(
-                    f"the {name} kernels do not compile (see above), set FSDP_C_{name}=0"
-                )
+                name = "FSDP_C_HIP" if HIP else "FSDP_C_CUDA"
+                stop(f"the kernels for GPUs do not compile (see above), set {name}=0")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(library, target)
 
