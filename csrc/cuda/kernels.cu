@@ -1,8 +1,7 @@
 // The kernels, their launches, and the table that the bridge gets.
-#include <cuda_runtime.h>
-
 #include "cuda/kernels.h"
 #include "cuda/launch.hpp"
+#include "cuda/runtime.hpp"
 #include "cuda/work.hpp"
 
 namespace fsdp_cuda {
@@ -67,9 +66,10 @@ __global__ void __launch_bounds__(kThreads)
 fsdp_status launched(const char *operation, int num_blocks, fsdp_error *error) {
   const cudaError_t code = cudaGetLastError();
   if (code == cudaSuccess) return FSDP_OK;
-  return FSDP_FAIL(
-      error, FSDP_BACKEND, "CUDA %s: launching %d blocks failed: %s (%s)",
-      operation, num_blocks, cudaGetErrorString(code), cudaGetErrorName(code));
+  return FSDP_FAIL(error, FSDP_BACKEND,
+                   FSDP_CUDA_RUNTIME " %s: launching %d blocks failed: %s (%s)",
+                   operation, num_blocks, cudaGetErrorString(code),
+                   cudaGetErrorName(code));
 }
 
 template <int To>
@@ -207,16 +207,20 @@ fsdp_cuda_kernels_table(fsdp_error *error) {
   cudaFuncAttributes attributes = {};
   cudaError_t code = cudaDriverGetVersion(&driver);
   if (code == cudaSuccess) code = cudaRuntimeGetVersion(&runtime);
-  if (code == cudaSuccess && driver / 1000 >= runtime / 1000) {
-    code = cudaFuncGetAttributes(&attributes, fsdp_cuda::norm_finish_kernel);
+  if (code == cudaSuccess &&
+      driver / FSDP_CUDA_MAJOR >= runtime / FSDP_CUDA_MAJOR) {
+    code = cudaFuncGetAttributes(
+        &attributes,
+        reinterpret_cast<const void *>(fsdp_cuda::norm_finish_kernel));
     if (code == cudaSuccess) return &fsdp_cuda::kernels;
   }
   (void)cudaGetLastError();  // reported here, and no launch's failure
   (void)FSDP_FAIL(
       error, FSDP_BACKEND,
-      "the CUDA kernels cannot run here: %s; driver %d.%d, built "
-      "with CUDA %d.%d",
+      "the " FSDP_CUDA_RUNTIME
+      " kernels cannot run here: %s; driver %d.%d, built with %d.%d",
       code != cudaSuccess ? cudaGetErrorString(code) : "the driver is too old",
-      driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+      driver / FSDP_CUDA_MAJOR, driver % FSDP_CUDA_MAJOR / FSDP_CUDA_MINOR,
+      runtime / FSDP_CUDA_MAJOR, runtime % FSDP_CUDA_MAJOR / FSDP_CUDA_MINOR);
   return nullptr;
 }

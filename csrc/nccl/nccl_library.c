@@ -8,7 +8,6 @@
 #include <inttypes.h>
 #include <link.h>
 #include <stdarg.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -153,14 +152,14 @@ static bool try_loaded_symbols(fsdp_nccl_library *library) {
   return true;
 }
 
-/* Tries the file `path`, or the library in the folder `path`. */
-static bool try_wheel(const char *path, fsdp_nccl_library *library,
-                      char *reasons) {
+/* Tries the file `path`, or the library `name` in the folder `path`. */
+static bool try_wheel(const char *path, const char *name,
+                      fsdp_nccl_library *library, char *reasons) {
   char file[FSDP_NCCL_PATH_NBYTES];
   if (strstr(path, ".so") != NULL) {
     return try_open(path, 0, FSDP_NCCL_WHEEL, library, reasons);
   }
-  const int length = snprintf(file, sizeof file, "%s/libnccl.so.2", path);
+  const int length = snprintf(file, sizeof file, "%s/%s", path, name);
   if (length < 0 || (size_t)length >= sizeof file) return false;
   return try_open(file, 0, FSDP_NCCL_WHEEL, library, reasons);
 }
@@ -168,7 +167,7 @@ static bool try_wheel(const char *path, fsdp_nccl_library *library,
 fsdp_status fsdp_nccl_library_open(const fsdp_nccl_search *search,
                                    fsdp_nccl_library *library,
                                    fsdp_error *error) {
-  static const char name[] = "libnccl.so.2";
+  const char *name = search->is_rocm ? "librccl.so.1" : "libnccl.so.2";
   char reasons[REASONS_NBYTES] = "";
 
   if (search->forced_path != NULL) {
@@ -182,12 +181,14 @@ fsdp_status fsdp_nccl_library_open(const fsdp_nccl_search *search,
     return FSDP_OK;
   }
   if (search->wheel_path != NULL &&
-      try_wheel(search->wheel_path, library, reasons)) {
+      try_wheel(search->wheel_path, name, library, reasons)) {
     return FSDP_OK;
   }
   if (try_open(name, 0, FSDP_NCCL_SYSTEM, library, reasons)) return FSDP_OK;
   return FSDP_FAIL(error, FSDP_BACKEND,
-                   "no usable NCCL was found; tried %s. Install torch with "
-                   "CUDA, or the package of NCCL for your CUDA",
-                   reasons);
+                   "no usable %s was found; tried %s. Install %s",
+                   search->is_rocm ? "RCCL" : "NCCL", reasons,
+                   search->is_rocm ? "RCCL, which is a part of ROCm"
+                                   : "torch with CUDA, or the package of NCCL "
+                                     "for your CUDA");
 }

@@ -44,7 +44,8 @@ std::vector<Gathering> tensors_to_gather(Unit &unit, size_t index) {
 
 fsdp_status gather_extended(void *context, void *owner, int64_t segment,
                             const fsdp_group *group, const fsdp_call *call,
-                            uint64_t *ticket, fsdp_error *error) {
+                            uint64_t *ticket, int64_t *nbytes,
+                            fsdp_error *error) {
   GUARDED(error) {
     const Provider &provider = *static_cast<Provider *>(context);
     Unit &unit = unit_of(owner);
@@ -55,6 +56,7 @@ fsdp_status gather_extended(void *context, void *owner, int64_t segment,
       // By rows each parameter is a segment.
       for (Gathering &each :
            tensors_to_gather(unit, static_cast<size_t>(segment))) {
+        *nbytes += static_cast<int64_t>(each.output.nbytes());
         if (call == nullptr) {
           each.output.copy_(each.input);
           continue;

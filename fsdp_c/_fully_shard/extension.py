@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._torch_compat import preserved_version
-from fsdp_c._units.cuts import local_of
+from fsdp_c._units.cuts import local_of, with_memory
 
 # The stages of csrc/torch/bridge.h.
 GATHER, SHOW, FREE = range(3)
@@ -163,11 +163,7 @@ class Extension:
 
 
 def _as_plain(tensor: Tensor) -> Tensor:
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor.detach().reshape(-1)
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    plain.copy_(tensor)
-    return plain.view(-1)
+    return with_memory(tensor).detach().reshape(-1)
 
 
 def _as_plain_grad(grad: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import Move, exchange_in
-from fsdp_c._units.cuts import local_of
+from fsdp_c._units.cuts import local_of, with_memory
 
 # Of whole tensors in one exchange, unless one is larger.
 _BATCH_NBYTES = 256 * 1024 * 1024
@@ -105,7 +105,7 @@ def _gather(
     needed = Placement.on_ranks([value.numel() for value in values], begin, end)
     moves = [
         Move(
-            local_of(value).detach().contiguous().reshape(-1),
+            with_memory(local_of(value)).detach().contiguous().reshape(-1),
             value.dtype,
             index,
             held,

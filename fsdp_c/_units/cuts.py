@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._torch_compat import (
     joined_meshes,
@@ -169,3 +170,15 @@ def local_of(sharded: Tensor) -> Tensor:
     """Return the local tensor of a sharded parameter."""
     assert isinstance(sharded, DTensor)
     return local_tensor(sharded)
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or its values in a plain one if it only wraps others.
+
+    So do the weights of torchao's float8; such a tensor has no memory of its own.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor.detach())
+    return plain

@@ -176,9 +176,12 @@ def _problem(param: nn.Parameter) -> str | None:
             "register it as nn.Parameter(value.detach())"
         )
     if overrides_dispatch(param) and not _has_own_memory(param):
+        other = "pass a plain tensor"
+        if hasattr(param, "fsdp_pre_all_gather"):
+            other = "use fsdp_c.fully_shard, which gathers what it sends"
         return (
             f"is a {kind}, a tensor subclass that wraps other tensors and has no "
-            f"memory of its own: pass a plain tensor, {left_alone}"
+            f"memory of its own: {other}, {left_alone}"
         )
     return None
 

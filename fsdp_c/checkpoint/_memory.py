@@ -7,13 +7,21 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor; keep the tensor meanwhile."""
+    """Return the memory of a contiguous CPU tensor; keep the tensor meanwhile.
+
+    Raises:
+        ValueError: It is a subclass that wraps other tensors.
+    """
     assert tensor.device.type == "cpu"
     assert tensor.is_contiguous()
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(b"")
-    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    address = tensor.data_ptr()
+    if address == 0:
+        kind = type(tensor).__name__
+        raise ValueError(f"a {kind} has no memory of its own: pass a plain tensor")
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
     return memoryview(array).cast("B")
 
 

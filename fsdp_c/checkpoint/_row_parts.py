@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c._fully_shard.group import Group, groups_in
 from fsdp_c._fully_shard.meshes import DataMesh
@@ -23,7 +24,7 @@ from fsdp_c._fully_shard.rows import part_of
 from fsdp_c._state.parts import ParamPart, Spread, find_parts, whole_part
 from fsdp_c._state.sharded_tensors import rows_of
 from fsdp_c._units.base import sharded_modules
-from fsdp_c._units.cuts import Cut, as_dtensor, local_of
+from fsdp_c._units.cuts import Cut, as_dtensor, local_of, with_memory
 from fsdp_c._units.names import clean_name
 
 
@@ -76,7 +77,7 @@ class RowPart(ParamPart):
 
     def part_in(self, values: Tensor) -> Tensor:
         """Return this rank's part of a DTensor, 1-D, a view if it can be."""
-        local = local_of(values)
+        local = with_memory(local_of(values))
         if self._is_rows:
             return local.reshape(-1)
         data, cut = self._data, self._cut
@@ -107,9 +108,11 @@ class RowPart(ParamPart):
 
     @property
     def memory(self) -> Tensor | None:
-        """The local tensor, if it is rows."""
+        """The local tensor, if it is rows and has memory."""
         local = local_of(self.param)
-        return local if self._is_rows and local.is_contiguous() else None
+        if not self._is_rows or is_traceable_wrapper_subclass(local):
+            return None
+        return local if local.is_contiguous() else None
 
     def put(self, values: Tensor) -> None:
         """Copy 1-D values of this rank's part into place."""

@@ -140,7 +140,7 @@ def _build_rows() -> Iterator[Row]:
     slow = "a debug build: do not time it" if info["asserts"] == "yes" else ""
     yield Row(section, "asserts", info["asserts"], "note" if slow else "ok", slow)
     yield Row(section, "sanitizer", info["sanitizer"])
-    yield Row(section, "CUDA kernels built", info["cuda"])
+    yield Row(section, "GPU kernels built", info["cuda"])
 
 
 def _torch_row(built: str, loaded: str) -> Row:
@@ -164,12 +164,15 @@ def _device_rows(machine: Machine) -> Iterator[Row]:
         yield Row("devices", "accelerator", f"{count} x {machine.accelerator}")
     else:
         yield Row("devices", "accelerator", "none: everything runs on the CPU")
-    yield Row("devices", "torch's CUDA", torch.version.cuda or "none")
+    if torch.version.hip:
+        yield Row("devices", "torch's ROCm", torch.version.hip)
+    else:
+        yield Row("devices", "torch's CUDA", torch.version.cuda or "none")
     yield _kernels_row(machine)
 
 
 def _kernels_row(machine: Machine) -> Row:
-    name = "CUDA kernels"
+    name = "GPU kernels"
     library = Path(_native.__file__).with_name("_cuda.so")
     why_not = machine.parts["why_no_cuda_kernels"]
     if not why_not:
@@ -180,7 +183,10 @@ def _kernels_row(machine: Machine) -> Row:
     value = f"not used, ATen's need more launches: {why_not}"
     if machine.env.get("FSDP_C_CUDA") == "0":
         return Row("devices", name, value, "note", "unset FSDP_C_CUDA")
-    remedy = "" if library.exists() else "install nvcc, and build with FSDP_C_CUDA=1"
+    remedy = "install nvcc, and build with FSDP_C_CUDA=1"
+    if torch.version.hip:
+        remedy = "install torch's ROCm, and build with FSDP_C_HIP=1"
+    remedy = "" if library.exists() else remedy
     return Row("devices", name, value, "note", remedy)
 
 
@@ -241,8 +247,8 @@ def _nccl_rows(machine: Machine) -> Iterator[Row]:
         value = "the group's own c10d backend: switched off by FSDP_C_NCCL=0"
         yield Row(_SECTION, "nccl", value, "note", "unset FSDP_C_NCCL on all ranks")
     elif why_not:
-        value = "the group's own c10d backend: no usable libnccl"
-        remedy = "install NCCL 2.18 or newer"
+        value = "the group's own c10d backend: no usable libnccl or librccl"
+        remedy = "install NCCL 2.18 (RCCL 2.18) or newer"
         if is_forced:
             remedy = "correct FSDP_C_NCCL_LIBRARY, or unset it"
         yield Row(_SECTION, "nccl", value, "warning", remedy)

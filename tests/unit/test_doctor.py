@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_c import _native, doctor
 from fsdp_c.doctor import Machine, Row
@@ -134,7 +135,7 @@ def test_healthy() -> None:
                 "accelerator": "cuda",
                 "parts": {**PARTS, "why_no_cuda_kernels": "FSDP_C_CUDA=0"},
             },
-            "CUDA kernels",
+            "GPU kernels",
             "note",
             "unset FSDP_C_CUDA",
         ),
@@ -198,12 +199,22 @@ def test_which_libnccl() -> None:
     assert _value("nccl", parts=parts).startswith("no such groups")
 
 
+def test_torch_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version, and what to build; its accelerator is called cuda."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
+    assert _value("torch's ROCm") == "6.4.43484"
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    parts = {**PARTS, "why_no_cuda_kernels": "_cuda.so: no such file"}
+    machine = Machine(**{**vars(HEALTHY), "accelerator": "cuda", "parts": parts})
+    assert "FSDP_C_HIP=1" in _found(machine)["GPU kernels"].remedy
+
+
 def test_what_packs_on_cuda() -> None:
-    assert _value("CUDA kernels", accelerator="cuda").startswith("used")
+    assert _value("GPU kernels", accelerator="cuda").startswith("used")
     parts = {**PARTS, "why_no_cuda_kernels": "no sm_80"}
-    value = _value("CUDA kernels", accelerator="cuda", parts=parts)
+    value = _value("GPU kernels", accelerator="cuda", parts=parts)
     assert value == "not used, ATen's need more launches: no sm_80"
-    assert "not used: no sm_80" in _value("CUDA kernels", parts=parts)
+    assert "not used: no sm_80" in _value("GPU kernels", parts=parts)
 
 
 def test_parts_are_tried() -> None:

@@ -58,10 +58,11 @@ typedef struct fsdp_view_ops {
                              fsdp_error *error);
   /* Of an extended segment: issues what gathers its parameter, as a part of the
    * launch `call` of the group, whose ticket it updates. A group of one rank:
-   * `call` is NULL, and it copies on UNSHARD. show_params follows. */
+   * `call` is NULL, and it copies on UNSHARD. Adds the bytes of the whole to
+   * `nbytes`. show_params follows. */
   fsdp_status (*gather)(void *context, void *owner, int64_t segment,
                         const fsdp_group *group, const fsdp_call *call,
-                        uint64_t *ticket, fsdp_error *error);
+                        uint64_t *ticket, int64_t *nbytes, fsdp_error *error);
   /* Of a unit with extended segments: their parameters are not used until the
    * next gather. Cannot fail. */
   void (*ungather)(void *context, void *owner);

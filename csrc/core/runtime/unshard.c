@@ -155,18 +155,19 @@ done:
 
 static fsdp_status gather_extended(fsdp_unit *unit, int64_t segment,
                                    const fsdp_call *call, uint64_t *ticket,
-                                   fsdp_error *error) {
+                                   int64_t *nbytes, fsdp_error *error) {
   const fsdp_view_ops *views = &unit->engine->views;
   return views->gather(views->context, unit->options.owner, segment,
-                       &unit->options.shard_group, call, ticket, error);
+                       &unit->options.shard_group, call, ticket, nbytes, error);
 }
 
 /* A group of one rank. */
 static fsdp_status gather_alone(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
+  int64_t nbytes = 0;
   for (int64_t i = 0; i < unit->num_segments; i++) {
     if (!unit->segments[i].options.is_extended) continue;
-    FSDP_TRY(gather_extended(unit, i, NULL, NULL, error));
+    FSDP_TRY(gather_extended(unit, i, NULL, NULL, &nbytes, error));
   }
 done:
   return status;
@@ -196,7 +197,8 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
     const bool sends_shard = !of_parts && !unit->options.offloads &&
                              fsdp_dtype_equal(dtype, segment->layout->dtype);
     if (segment->options.is_extended) {
-      status = gather_extended(unit, i, &launch.call, &launch.ticket, error);
+      status = gather_extended(unit, i, &launch.call, &launch.ticket, &nbytes,
+                               error);
       continue;
     }
     const int64_t numel =

@@ -98,8 +98,9 @@ struct Library {
 const Library &the_library() {
   static const auto *const self = [] {
     auto *made = new Library();
-    const std::string wheel = wheel_folder();
     fsdp_nccl_search search = {};
+    search.is_rocm = FSDP_C_ROCM != 0;
+    const std::string wheel = search.is_rocm ? "" : wheel_folder();
     search.forced_path = std::getenv("FSDP_C_NCCL_LIBRARY");
     search.wheel_path = wheel.empty() ? nullptr : wheel.c_str();
     fsdp_error error = {};
