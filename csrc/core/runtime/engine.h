@@ -413,6 +413,36 @@ bool fsdp_engine_in_forward(const fsdp_engine *engine);
  * after it, failed ones too. The way back after an exception. */
 void fsdp_engine_reset(fsdp_engine *engine);
 
+/*
+ * Capturing a step in a graph of the device, and replaying it: see Note
+ * [Captured steps] in capture.c. The order of the calls:
+ *
+ *   begin_capture                         refuses, or pins the blocks
+ *     (the capture begins) fork_lanes
+ *     (a whole step; its gradients cleared)
+ *     join_lanes (the capture ends)
+ *   end_capture, fork_lanes               also if the step or the capture
+ * failed
+ *
+ *   join_lanes (a replay, on COMPUTE) fork_lanes
+ *
+ *   release_capture                       once, when no replay runs or follows
+ *
+ * FSDP_INVALID_STATE: the engine is in the middle of a step, or a unit cannot
+ * be captured, or not now.
+ */
+FSDP_NODISCARD fsdp_status fsdp_engine_begin_capture(fsdp_engine *engine,
+                                                     fsdp_error *error);
+void fsdp_engine_end_capture(fsdp_engine *engine);
+void fsdp_engine_release_capture(fsdp_engine *engine);
+bool fsdp_engine_is_capturing(const fsdp_engine *engine);
+/* Brings all units to rest; COMPUTE then waits for all lanes. */
+FSDP_NODISCARD fsdp_status fsdp_engine_join_lanes(fsdp_engine *engine,
+                                                  fsdp_error *error);
+/* All lanes wait for COMPUTE. */
+FSDP_NODISCARD fsdp_status fsdp_engine_fork_lanes(fsdp_engine *engine,
+                                                  fsdp_error *error);
+
 /* What a summon shows, and where. */
 typedef struct fsdp_summon_options {
   bool on_first_rank_only; /* the other ranks of the shard group take part, and

@@ -33,7 +33,6 @@ static void run_step(void *argument) {
     }
     self->target[i] = value + self->added;
   }
-  free(self);
 }
 
 static uint64_t push(sim_stream *stream, const int *source, int *target,
@@ -41,7 +40,7 @@ static uint64_t push(sim_stream *stream, const int *source, int *target,
   step *self = malloc(sizeof *self);
   if (self == NULL) abort();
   *self = (step){source, target, added, expected};
-  return sim_stream_push(stream, run_step, self);
+  return sim_stream_push(stream, run_step, free, self);
 }
 
 /* A chain over all lanes: each adds one to what the one before wrote; the
