@@ -24,7 +24,7 @@ static fsdp_status refuse(const fsdp_unit *unit, const char *why,
 }
 
 static bool can_capture(const fsdp_group *group) {
-  return group->world_size == 1 ||
+  return group->world_size < 2 ||
          (group->transport != NULL && group->transport->ops->can_capture);
 }
 
