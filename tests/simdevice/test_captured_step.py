@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import fsdp_c
 from helpers.distributed import distributed
+from helpers.groups import kept_mesh
 from helpers.impl import fsdp
 from simdevice.device import native
 
@@ -109,8 +110,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_strategies(variant: str) -> None:
     options = dict(VARIANTS[variant])
     if variant == "HYBRID_SHARD":
-        mesh = torch.distributed.init_device_mesh("sim", (2, 2))
-        options["device_mesh"] = mesh
+        options["device_mesh"] = kept_mesh((2, 2), ("replicate", "shard"))
     original = network()
     plain, mine = (
         fsdp(
@@ -231,12 +231,13 @@ def test_after_steps_on_the_default_stream() -> None:
 def test_memory_of_a_capture() -> None:
     model = shard("orig_params", network())
     step = captured(model)
-    for x, y in batches(3):
+    data = batches(3)
+    for x, y in data:
         step(x, y)
     native().synchronize()
     before = fsdp_c.memory_stats(model)
     held = native().memory_stats()["held_nbytes"]
-    for x, y in batches(3):
+    for x, y in data:
         step(x, y)
     after = fsdp_c.memory_stats(model)
     assert native().memory_stats()["held_nbytes"] == held
@@ -388,11 +389,18 @@ def test_refusals() -> None:
     with pytest.raises(RuntimeError, match="Adagrad keeps 'step' of its state on cpu"):
         step(*batches(1)[0])
     rows = shard("fully_shard", network())
-    rows.set_reshard_after_backward(False)
+    rows.unshard()
+    with pytest.raises(RuntimeError, match="unshard.. was called on it; call reshard"):
+        captured(rows)
+    rows.reshard()
     step = captured(rows)
-    step(*batches(1)[0])
-    with pytest.raises(RuntimeError, match="reshard it, also after backward"):
-        step(*batches(1)[0])
+    for x, y in batches(2):
+        step(x, y)
+    rows.unshard()
+    with pytest.raises(RuntimeError, match="unshard.. was called on it; call reshard"):
+        step(x, y)
+    rows.reshard()
+    step(x, y)
     with pytest.raises(ValueError, match="warmup must be at least 1, got 0"):
         fsdp_c.capture_step(print, model, adamw(model), warmup=0)
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got list"):

@@ -68,8 +68,8 @@ static fsdp_status bring_to_rest(fsdp_engine *engine, fsdp_error *error) {
       goto done;
     }
     if (fsdp_unit_priv_is_pinned(unit)) {
-      status = refuse(unit, "it keeps its unsharded parameters",
-                      "reshard it, also after backward", error);
+      status = refuse(unit, "unshard() was called on it",
+                      "call reshard() first", error);
       goto done;
     }
     FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
