@@ -205,6 +205,11 @@ static PyObject *engine_end_capture(PyObject *object,
   return run_without_gil(object, fsdp_torch_engine_end_capture);
 }
 
+static PyObject *engine_begin_replay(PyObject *object,
+                                     PyObject *Py_UNUSED(ignored)) {
+  return run_without_gil(object, fsdp_torch_engine_begin_replay);
+}
+
 static PyObject *engine_release_capture(PyObject *object,
                                         PyObject *Py_UNUSED(ignored)) {
   return run_without_gil(object, fsdp_torch_engine_release_capture);
@@ -387,16 +392,20 @@ PyDoc_STRVAR(engine_reduce_kept_doc,
 PyDoc_STRVAR(engine_begin_capture_doc,
              "begin_capture($self, /)\n--\n\n"
              "Refuse, or prepare the capture of a step in a graph.");
-PyDoc_STRVAR(engine_fork_lanes_doc,
-             "fork_lanes($self, /)\n--\n\n"
-             "Let all lanes wait for the compute stream.");
+PyDoc_STRVAR(
+    engine_fork_lanes_doc,
+    "fork_lanes($self, /)\n--\n\n"
+    "Inside the capture, first: all lanes wait for the compute stream.");
 PyDoc_STRVAR(
     engine_join_lanes_doc,
     "join_lanes($self, /)\n--\n\n"
-    "Bring all units to rest; the compute stream waits for all lanes.");
+    "Inside it, last: units come to rest, the compute stream waits for all.");
 PyDoc_STRVAR(engine_end_capture_doc,
              "end_capture($self, /)\n--\n\n"
              "The capture has ended, in whatever way.");
+PyDoc_STRVAR(engine_begin_replay_doc,
+             "begin_replay($self, /)\n--\n\n"
+             "Bring all units to rest; a replay may follow.");
 PyDoc_STRVAR(engine_release_capture_doc,
              "release_capture($self, /)\n--\n\n"
              "The graph is gone, and no replay runs.");
@@ -440,6 +449,7 @@ static PyMethodDef engine_methods[] = {
     {"fork_lanes", engine_fork_lanes, METH_NOARGS, engine_fork_lanes_doc},
     {"join_lanes", engine_join_lanes, METH_NOARGS, engine_join_lanes_doc},
     {"end_capture", engine_end_capture, METH_NOARGS, engine_end_capture_doc},
+    {"begin_replay", engine_begin_replay, METH_NOARGS, engine_begin_replay_doc},
     {"release_capture", engine_release_capture, METH_NOARGS,
      engine_release_capture_doc},
     {"check_order", engine_check_order, METH_O, engine_check_order_doc},

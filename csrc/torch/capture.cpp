@@ -6,18 +6,20 @@
 namespace fsdp_torch {
 namespace {
 
-// With the lock. What an aborted backward left is dropped first.
 template <typename Stage>
-fsdp_status run_stage(Engine &engine, Stage &&stage) {
+fsdp_status run_locked(Engine &engine, Stage &&stage) {
   const std::lock_guard<std::mutex> lock(engine.mutex);
-  engine.recover();
   return stage(engine.core);
 }
 
-// The same of a stage that brings the units to rest.
+// A stage that brings the units to rest. What an aborted backward left is
+// dropped first.
 template <typename Stage>
 fsdp_status run_to_rest(Engine &engine, Stage &&stage) {
-  const fsdp_status status = run_stage(engine, stage);
+  const fsdp_status status = run_locked(engine, [&](fsdp_engine *core) {
+    engine.recover();
+    return stage(core);
+  });
   if (status == FSDP_OK) close_rows(engine);
   return status;
 }
@@ -36,6 +38,15 @@ fsdp_status fsdp_torch_engine_begin_capture(fsdp_torch_engine *engine,
   };
 }
 
+fsdp_status fsdp_torch_engine_fork_lanes(fsdp_torch_engine *engine,
+                                         fsdp_error *error) {
+  GUARDED(error) {
+    return fsdp_torch::run_locked(*engine->self, [&](fsdp_engine *core) {
+      return fsdp_engine_fork_lanes(core, error);
+    });
+  };
+}
+
 fsdp_status fsdp_torch_engine_join_lanes(fsdp_torch_engine *engine,
                                          fsdp_error *error) {
   GUARDED(error) {
@@ -45,30 +56,31 @@ fsdp_status fsdp_torch_engine_join_lanes(fsdp_torch_engine *engine,
   };
 }
 
-fsdp_status fsdp_torch_engine_fork_lanes(fsdp_torch_engine *engine,
-                                         fsdp_error *error) {
+fsdp_status fsdp_torch_engine_end_capture(fsdp_torch_engine *engine,
+                                          fsdp_error *error) {
   GUARDED(error) {
-    return fsdp_torch::run_stage(*engine->self, [&](fsdp_engine *core) {
-      return fsdp_engine_fork_lanes(core, error);
+    return fsdp_torch::run_locked(*engine->self, [&](fsdp_engine *core) {
+      return fsdp_engine_end_capture(core, error);
     });
   };
 }
 
-fsdp_status fsdp_torch_engine_end_capture(fsdp_torch_engine *engine,
-                                          fsdp_error *error) {
+fsdp_status fsdp_torch_engine_begin_replay(fsdp_torch_engine *engine,
+                                           fsdp_error *error) {
   GUARDED(error) {
-    const std::lock_guard<std::mutex> lock(engine->self->mutex);
-    fsdp_engine_end_capture(engine->self->core);
-    return FSDP_OK;
+    return fsdp_torch::run_to_rest(*engine->self, [&](fsdp_engine *core) {
+      return fsdp_engine_begin_replay(core, error);
+    });
   };
 }
 
 fsdp_status fsdp_torch_engine_release_capture(fsdp_torch_engine *engine,
                                               fsdp_error *error) {
   GUARDED(error) {
-    const std::lock_guard<std::mutex> lock(engine->self->mutex);
-    fsdp_engine_release_capture(engine->self->core);
-    return FSDP_OK;
+    return fsdp_torch::run_locked(*engine->self, [](fsdp_engine *core) {
+      fsdp_engine_release_capture(core);
+      return FSDP_OK;
+    });
   };
 }
 

@@ -153,7 +153,6 @@ class _Graph:
             finally:
                 self._graph.capture_end()
         self._each(_native.Engine.end_capture)
-        self._each(_native.Engine.fork_lanes)
         if (hyperparameters(owner._optimizer), len(owner._optimizer.state)) != before:
             raise RuntimeError(
                 f"{type(owner._optimizer).__name__} changes its param_groups, or adds "
@@ -179,10 +178,10 @@ class _Graph:
 
     def _give_up(self) -> None:
         """Make the model as it was before the capture."""
-        self._each(_native.Engine.end_capture)
+        for engine in self._pinned:
+            engine.end_capture()
         reset(self._owner._model)
         self._owner.clear_gradients()
-        self._each(_native.Engine.fork_lanes)
         self.close()
 
     def _find_facts(self) -> tuple[Any, ...]:
@@ -200,9 +199,8 @@ class _Graph:
         self._check_facts()
         self._take(leaves, structure)
         self._owner.clear_gradients()
-        self._each(_native.Engine.join_lanes)
+        self._each(_native.Engine.begin_replay)
         self._graph.replay()
-        self._each(_native.Engine.fork_lanes)
         return self._outputs
 
     def _check_facts(self) -> None:

@@ -6,20 +6,20 @@
  * - blocks that a captured step used are pinned (Note [Pinned blocks] in
  *   arena.h);
  * - inside a capture no lane may wait for an event from outside it, nor later
- *   outside for one from inside. At each border all lanes therefore follow
- *   COMPUTE (fork) and before it COMPUTE follows all lanes (join), and the free
- *   events of blocks are recorded anew. What an older event says is then true;
+ *   outside for one from inside. All lanes follow COMPUTE at its begin and are
+ *   followed by it at its end. Between steps COMPUTE has followed every use of
+ *   a block, so at both borders the free events of blocks are recorded anew, on
+ *   COMPUTE;
  * - a replay is work of COMPUTE, of which the engine knows nothing. It finds
- *   every unit at rest and leaves it so, without gradients.
+ *   every unit at rest, as the capture did, and leaves it so, without
+ *   gradients. What comes next waits for COMPUTE, as after an optimizer.
  */
-#include <inttypes.h>
-
 #include "runtime/engine_priv.h"
 
 static fsdp_status refuse(const fsdp_unit *unit, const char *why,
                           const char *remedy, fsdp_error *error) {
   return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                   "unit '%s': a step cannot be captured in a graph: %s; %s",
+                   "unit '%s': a step cannot be captured or replayed: %s; %s",
                    unit->name, why, remedy);
 }
 
@@ -54,6 +54,7 @@ static fsdp_status bring_to_rest(fsdp_engine *engine, fsdp_error *error) {
                      "inside a %s",
                      engine->in_backward ? "backward" : "forward");
   }
+  FSDP_TRY(fsdp_engine_join_reduces(engine, error));
   for (size_t i = 0; i < engine->num_units; i++) {
     fsdp_unit *unit = engine->units[i];
     FSDP_TRY(fsdp_unit_priv_check(unit, error));
@@ -108,8 +109,9 @@ done:
   return status;
 }
 
-void fsdp_engine_end_capture(fsdp_engine *engine) {
+fsdp_status fsdp_engine_end_capture(fsdp_engine *engine, fsdp_error *error) {
   engine->is_capturing = false;
+  return fsdp_arena_renew_events(engine->arena, FSDP_LANE_COMPUTE, error);
 }
 
 void fsdp_engine_release_capture(fsdp_engine *engine) {
@@ -118,25 +120,6 @@ void fsdp_engine_release_capture(fsdp_engine *engine) {
 
 bool fsdp_engine_is_capturing(const fsdp_engine *engine) {
   return engine->is_capturing;
-}
-
-fsdp_status fsdp_engine_join_lanes(fsdp_engine *engine, fsdp_error *error) {
-  fsdp_status status = FSDP_OK;
-  if (engine->num_units != engine->num_captured_units) {
-    return FSDP_FAIL(error, FSDP_INVALID_STATE,
-                     "a step was captured with %zu units, of which %zu are "
-                     "left: the model was wrapped or used in another root "
-                     "since; capture it anew",
-                     engine->num_captured_units, engine->num_units);
-  }
-  FSDP_TRY(bring_to_rest(engine, error));
-  for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
-    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
-                                        (fsdp_lane)lane, engine->compute_done,
-                                        error));
-  }
-done:
-  return status;
 }
 
 fsdp_status fsdp_engine_fork_lanes(fsdp_engine *engine, fsdp_error *error) {
@@ -151,4 +134,27 @@ fsdp_status fsdp_engine_fork_lanes(fsdp_engine *engine, fsdp_error *error) {
   FSDP_TRY(fsdp_arena_renew_events(engine->arena, FSDP_LANE_COMPUTE, error));
 done:
   return status;
+}
+
+fsdp_status fsdp_engine_join_lanes(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(bring_to_rest(engine, error));
+  for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
+                                        (fsdp_lane)lane, engine->compute_done,
+                                        error));
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_begin_replay(fsdp_engine *engine, fsdp_error *error) {
+  if (engine->num_units != engine->num_captured_units) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "a step was captured with %zu units, of which %zu are "
+                     "left: the model was wrapped or used in another root "
+                     "since; capture it anew",
+                     engine->num_captured_units, engine->num_units);
+  }
+  return bring_to_rest(engine, error);
 }
