@@ -351,6 +351,23 @@ def test_what_changed_since_the_capture() -> None:
     assert step.is_captured
 
 
+@distributed(world_size=2, device="sim")
+def test_a_scheduler_changes_a_learning_rate_on_the_device() -> None:
+    plain, mine = (shard("orig_params", copy.deepcopy(m)) for m in [network()] * 2)
+    losses = []
+    for model in (plain, mine):
+        optimizer = adamw(model, lr=torch.tensor(0.1))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        step = step_of(model, optimizer)
+        if model is mine:
+            step = fsdp_c.capture_step(step, model, optimizer, warmup=1)
+        torch.manual_seed(5)
+        for x, y in batches():
+            losses.append(step(x, y).item())
+            scheduler.step()
+    assert losses[:NUM_STEPS] == losses[NUM_STEPS:]
+
+
 def refused(
     model: nn.Module, match: str, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
