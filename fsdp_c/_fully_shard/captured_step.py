@@ -111,6 +111,8 @@ class CapturedStep:
 class _Graph:
     """One captured graph: what it reads and writes, and what it was captured of."""
 
+    _graph: Any = None
+
     def __init__(self, owner: CapturedStep, leaves: list[Any], structure: Any) -> None:
         self._owner = weakref.proxy(owner)  # which goes at once when it is dropped
         self._module = owner._module
@@ -121,7 +123,7 @@ class _Graph:
         ]
         self._engines = engines_in(owner._model)
         self._pinned: list[_native.Engine] = []
-        self._graph: Any = self._module.CUDAGraph()
+        self._graph = self._module.CUDAGraph()
         self._outputs: Any = None
         failure: BaseException | None = None
         try:

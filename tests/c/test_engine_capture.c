@@ -24,6 +24,8 @@ static void capture(const char *step) {
   PLAY(step);
   CHECK_OK(fsdp_engine_join_lanes(m.engine, NULL));
   check_fenced();
+  CHECK_TAPE_HAS("group_begin unshard g0 captured;");
+  CHECK_TAPE_HAS("group_begin reduce g0 captured;");
   CHECK_TAPE_HAS(
       "wait unshard e1; wait reduce e1; wait replicate e1; wait upload e1; "
       "wait download e1;");
@@ -43,6 +45,7 @@ TEST(test_fences) {
   capture("step; zero_grad; optimizer");
   PLAY("step; check_grads");
   check_fenced();
+  CHECK_TAPE_LACKS("captured");
   fsdp_engine_release_capture(m.engine);
   PLAY("end");
 }
@@ -58,6 +61,9 @@ TEST(test_pinned_blocks) {
   CHECK(fsdp_unit_summon(m.units[0].unit, NULL, NULL) == FSDP_OUT_OF_MEMORY);
   recorder_limit_memory(m.device, 0);
   PLAY("reset; step; zero_grad; summon root; dismiss root; step; zero_grad");
+  /* Another order, of which a plan would free blocks. */
+  PLAY("enter root; enter b; leave b; enter a; leave a; leave root; backward");
+  PLAY("zero_grad; step; zero_grad");
   CHECK_I64(model_stats(&m).arena.num_frees, before.arena.num_frees);
   fsdp_engine_release_capture(m.engine);
   recorder_limit_memory(m.device, recorder_live_nbytes(m.device));

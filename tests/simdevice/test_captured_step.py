@@ -183,11 +183,11 @@ def test_the_model_between_replays(api: str) -> None:
     step, own_step = captured(mine, optimizer), step_of(mine, optimizer)
 
     def check() -> None:
-        for values, expected in zip(
+        for pair in zip(
             mine.state_dict().values(), plain.state_dict().values(), strict=True
         ):
-            values, expected = (getattr(v, "_local_tensor", v) for v in (values, expected))
-            assert torch.equal(values.cpu(), expected.cpu())
+            found, expected = (getattr(each, "_local_tensor", each) for each in pair)
+            assert torch.equal(found.cpu(), expected.cpu())
         x = torch.randn(4, DIM)
         with torch.no_grad():
             assert torch.equal(mine(x).cpu(), plain(x).cpu())
@@ -195,10 +195,8 @@ def test_the_model_between_replays(api: str) -> None:
 
     for number, (x, y) in enumerate(batches(12)):
         expected = plain_step(x, y)
-        if number < 4 or number % 3 == 0:
-            found = step(x, y)
-        else:  # with the same model and optimizer, without the graph
-            found = own_step(x, y)
+        # Some with the same model and optimizer, without the graph.
+        found = (step if number < 4 or number % 3 == 0 else own_step)(x, y)
         assert torch.equal(found.cpu(), expected.cpu()), number
         if number >= 3:
             check()
@@ -329,7 +327,7 @@ def test_what_changed_since_the_capture() -> None:
         step(*batch)
     with pytest.raises(ValueError, match=r"shape \(4, 8\).*got a tensor of shape \(3,"):
         step(x[:3], y[:3])
-    with pytest.raises(ValueError, match="got a tensor of shape .* torch.float64"):
+    with pytest.raises(ValueError, match=r"got a tensor of shape .* torch\.float64"):
         step(x.double(), y)
     with pytest.raises(ValueError, match="capture a step for each kind of batch"):
         step({"x": x}, y)
@@ -381,9 +379,7 @@ def refused(
 
 @distributed(world_size=2, device="sim")
 def test_refusals() -> None:
-    offloaded = fsdp(
-        network(), cpu_offload=fsdp_c.CPUOffload(offload_params=True)
-    )
+    offloaded = fsdp(network(), cpu_offload=fsdp_c.CPUOffload(offload_params=True))
     refused(offloaded, "its shards are in host memory; wrap it without CPU offload")
     model = shard("orig_params", network())
     refused(model, "capturable=True", adamw(model, capturable=False))
@@ -396,9 +392,11 @@ def test_refusals() -> None:
         refused(model, "it is in no_sync; leave no_sync first")
     model.zero_grad()
     model(torch.randn(2, DIM)).sum().backward()
-    with fsdp_c.FSDP.summon_full_params(model):
-        with pytest.raises(RuntimeError, match="summoned; leave summon_full_params"):
-            captured(model)
+    with (
+        fsdp_c.FSDP.summon_full_params(model),
+        pytest.raises(RuntimeError, match="summoned; leave summon_full_params"),
+    ):
+        captured(model)
     with torch.device("cpu"):  # where it makes the tensor of its step
         adagrad = torch.optim.Adagrad(model.parameters())
     step = captured(model, adagrad)
@@ -407,14 +405,18 @@ def test_refusals() -> None:
         step(*batches(1)[0])
     rows = shard("fully_shard", network())
     rows.unshard()
-    with pytest.raises(RuntimeError, match="unshard.. was called on it; call reshard"):
+    with pytest.raises(
+        RuntimeError, match=r"unshard\(\) was called on it; call reshard"
+    ):
         captured(rows)
     rows.reshard()
     step = captured(rows)
     for x, y in batches(2):
         step(x, y)
     rows.unshard()
-    with pytest.raises(RuntimeError, match="unshard.. was called on it; call reshard"):
+    with pytest.raises(
+        RuntimeError, match=r"unshard\(\) was called on it; call reshard"
+    ):
         step(x, y)
     rows.reshard()
     step(x, y)
