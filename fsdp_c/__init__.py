@@ -45,6 +45,7 @@ from fsdp_c._fully_shard.api import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp_c._fully_shard.captured_step import CapturedStep, capture_step
 from fsdp_c._fully_shard.either import memory_stats, reset
 from fsdp_c._fully_shard.in_backward import optimizer_in_backward
 from fsdp_c._fully_shard.module import FSDPModule, UnshardHandle
@@ -105,6 +106,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CapturedStep",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
@@ -127,6 +129,7 @@ __all__ = [
     "UnitSummary",
     "UnshardHandle",
     "__version__",
+    "capture_step",
     "checkpoint",
     "explain",
     "fully_shard",

@@ -134,6 +134,8 @@ static fsdp_status issue_locked(fsdp_nccl_transport *transport,
     return fsdp_nccl_priv_fail_result(transport, index, operation.name, result,
                                       error);
   }
+  /* What is captured has no end to ask for: not even its event may be asked. */
+  if (channel->is_captured) return FSDP_OK;
   status = fsdp_nccl_priv_track(transport, index, &operation, channel->stream,
                                 &cause);
   if (status != FSDP_OK) status = fsdp_nccl_priv_fail(transport, &cause, error);
@@ -217,6 +219,7 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
     }
     if (channel->num_collectives == 0) {
       channel->stream = call->stream;
+      channel->is_captured = call->is_captured;
       (void)snprintf(channel->label, sizeof channel->label, "%s",
                      call->label == NULL ? "" : call->label);
     }

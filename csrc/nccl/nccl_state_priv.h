@@ -70,6 +70,7 @@ typedef struct fsdp_nccl_channel {
   fsdp_nccl_comm *comm_in_use; /* `comm` when the channel was locked */
   bool is_group_open;
   void *stream;                       /* of the collectives */
+  bool is_captured;                   /* so are they, into a graph */
   char label[FSDP_NCCL_LABEL_NBYTES]; /* of the first collective */
   fsdp_nccl_collective *collectives;
   size_t num_collectives;

@@ -64,6 +64,7 @@ static const fsdp_transport_ops OPS = {
     .name = "nccl",
     .is_host = false,
     .reads_labels = true,
+    .can_capture = true,
     .destroy = destroy,
     .group_begin = fsdp_nccl_priv_group_begin,
     .group_end = fsdp_nccl_priv_group_end,

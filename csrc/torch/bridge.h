@@ -421,6 +421,22 @@ fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 FSDP_NODISCARD fsdp_status
 fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine, fsdp_error *error);
 
+/* The stages of a captured step in runtime/engine.h, of the same names. After
+ * those that bring the units to rest, the sharded parameters are registered.
+ * GIL not held. may block */
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_begin_capture(fsdp_torch_engine *engine, fsdp_error *error);
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_fork_lanes(fsdp_torch_engine *engine, fsdp_error *error);
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_join_lanes(fsdp_torch_engine *engine, fsdp_error *error);
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_end_capture(fsdp_torch_engine *engine, fsdp_error *error);
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_begin_replay(fsdp_torch_engine *engine, fsdp_error *error);
+FSDP_NODISCARD fsdp_status
+fsdp_torch_engine_release_capture(fsdp_torch_engine *engine, fsdp_error *error);
+
 /* Drops what an unfinished step left (see fsdp_engine_reset), and registers the
  * sharded parameters. GIL not held. may block */
 void fsdp_torch_engine_reset(fsdp_torch_engine *engine) FSDP_NOEXCEPT;

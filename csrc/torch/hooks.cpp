@@ -3,6 +3,7 @@
 // run on autograd's threads, without the GIL and without Python.
 #include <ATen/ATen.h>
 #include <Python.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -328,9 +329,27 @@ class GradHook : public torch::autograd::FunctionPostHook {
   size_t index_;
 };
 
+// Note [Streams of accumulators]
+// AccumulateGrad, and so our hooks of gradients, runs on the stream that was
+// current when the node was made. The engine takes that for COMPUTE. If a step
+// runs on another stream than the steps before (a capture does), its nodes must
+// be new. An older graph that still has them keeps them, with their hooks.
+void drop_accumulators_of_other_streams(Unit &unit) {
+  if (unit.device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(unit.device.type());
+  const c10::Stream current = guard.getStream(unit.device);
+  for (Param &param : unit.params) {
+    if (param.accumulator && param.accumulator.use_count() == 1 &&
+        param.accumulator->stream() != current) {
+      unhook_accumulator(param);
+    }
+  }
+}
+
 }  // namespace
 
 void hook_accumulators(Unit &unit) {
+  drop_accumulators_of_other_streams(unit);
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
     if (param.accumulator || !param.leaf().requires_grad()) continue;

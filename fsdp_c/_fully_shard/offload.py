@@ -76,6 +76,15 @@ def offload_activations(
     _settings[model].apply(model)
 
 
+def is_offloading(model: nn.Module) -> bool:
+    """Return whether units in ``model`` were asked to offload activations."""
+    modules = set(model.modules())
+    return any(
+        settings.min_bytes > 0 and not modules.isdisjoint(each.modules())
+        for each, settings in _settings.items()
+    )
+
+
 def _tell_new_engine(root: nn.Module) -> None:
     """Tell the units in ``root``, whose engine was made."""
     modules = set(root.modules())

@@ -14,8 +14,10 @@ static fsdp_lane lane_of(const recorder *self, const fsdp_call *call) {
 static fsdp_status group_begin(fsdp_transport *transport, const fsdp_call *call,
                                fsdp_error *error) {
   recorder *self = group_of(transport)->device;
-  return recorder_priv_begin(self, FSDP_BACKEND, error, "group_begin %L %G",
-                             lane_of(self, call), transport);
+  return recorder_priv_begin(
+      self, FSDP_BACKEND, error,
+      call->is_captured ? "group_begin %L %G captured" : "group_begin %L %G",
+      lane_of(self, call), transport);
 }
 
 static fsdp_status group_end(fsdp_transport *transport, const fsdp_call *call,
@@ -129,6 +131,7 @@ fsdp_group recorder_group(recorder *self, int64_t rank, int64_t world_size,
                                        .name = "recorder",
                                        .reads_labels = true,
                                        .wants_scratch = wants_scratch,
+                                       .can_capture = true,
                                        .group_begin = group_begin,
                                        .group_end = group_end,
                                        .all_gather = all_gather,

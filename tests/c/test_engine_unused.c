@@ -214,3 +214,19 @@ TEST(test_every_call_fails) {
   failures_every_call(&options, NULL, train, 1);
   failures_every_allocation(&options, NULL, train);
 }
+
+/* The host would have to ask in each replay. */
+TEST(test_a_capture_is_refused) {
+  const model_options options = {.rank = 1};
+  fsdp_error error = {FSDP_OK, 0, NULL, ""};
+  start_with(&options, false);
+  PLAY("step; zero_grad");
+  CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
+  CHECK_OK(fsdp_engine_fork_lanes(m.engine, NULL));
+  PLAY("step; zero_grad; forward; pre_backward u; expect u 1");
+  CHECK_FAILS(model_give_grad(&m, 0, 0, true, &error), FSDP_INVALID_STATE,
+              error.message, "..all trainable parameters can be captured");
+  CHECK_OK(fsdp_engine_end_capture(m.engine, NULL));
+  fsdp_engine_release_capture(m.engine);
+  PLAY("reset; step; check_grads; end");
+}

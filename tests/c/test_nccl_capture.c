@@ -115,6 +115,41 @@ TEST(test_watchdog_beside_a_capture) {
   nccl_fixture_leave(transport);
 }
 
+static fsdp_status refuse_record(void *context, void *event, void *stream,
+                                 fsdp_error *error) {
+  (void)context, (void)event, (void)stream;
+  return FSDP_FAIL(error, FSDP_BACKEND, "an event was recorded");
+}
+
+/* Behind a captured call there is no event that the watchdog would ask for: the
+ * question would spoil the capture. Nor does it count as outstanding. */
+TEST(test_captured_calls_have_no_events) {
+  fsdp_nccl_options options = nccl_fixture_options();
+  fsdp_nccl_events events = nccl_fake_events();
+  fsdp_error error = {0};
+  events.record = refuse_record;
+  options.events = &events;
+  options.timeout_ms = 30;
+  options.poll_ms = 1;
+  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, "unit 'a'");
+  call.is_captured = true;
+  for (int i = 0; i < 3; i++) {
+    CHECK_OK(transport->ops->all_gather(transport, &call, nccl_fixture_memory,
+                                        nccl_fixture_memory, 8, NCCL_F32, NULL,
+                                        &error));
+  }
+  nccl_fixture_sleep_ms(100);
+  CHECK_OK(transport->ops->check(transport, &error));
+  /* A call that is not captured has one again. */
+  call.is_captured = false;
+  CHECK_FAILS(transport->ops->all_gather(transport, &call, nccl_fixture_memory,
+                                         nccl_fixture_memory, 8, NCCL_F32, NULL,
+                                         &error),
+              FSDP_BACKEND, error.message, "..an event was recorded");
+  nccl_fixture_leave(transport);
+}
+
 /* Whatever a question about a capture ends with, training goes on. */
 TEST(test_errors_about_captures) {
   fsdp_nccl_options options = nccl_fixture_options();

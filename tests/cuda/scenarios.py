@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -215,6 +216,45 @@ def launches(device: torch.device) -> None:
     assert 3 * num_units <= len(names) <= 5 * num_units, names
 
 
+def captured_step(device: torch.device) -> None:
+    """Steps that replay a graph change the parameters as plain ones do, to the bit."""
+    changed = []
+    for is_captured in (False, True):
+        model = sharded_model(device)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=torch.tensor(0.1, device=device), capturable=True
+        )
+
+        def train_step(
+            batch: Tensor,
+            model: FullyShardedDataParallel = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+        ) -> Tensor:
+            loss = model(batch).square().mean()
+            loss.backward()
+            norm = model.clip_grad_norm_(MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        step: Callable[[Tensor], Tensor] = train_step
+        if is_captured and device.type != "cuda":
+            with pytest.raises(RuntimeError, match="on the CPU cannot be captured"):
+                fsdp_c.capture_step(train_step, model, optimizer)
+            return
+        if is_captured:
+            step = fsdp_c.capture_step(train_step, model, optimizer, warmup=2)
+        elif device.type != "cuda":
+            continue  # there AdamW is not capturable
+        norms = [
+            step(batch_of(dist.get_rank(), number).to(device)).clone()
+            for number in range(2 + NUM_STEPS)
+        ]
+        changed.append([*norms, *(param.detach() for param in model.parameters())])
+    for captured, plain in zip(*changed, strict=True):
+        assert torch.equal(captured, plain)
+
+
 SCENARIOS: dict[str, Callable[[torch.device], None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -225,6 +265,7 @@ SCENARIOS: dict[str, Callable[[torch.device], None]] = {
         gradient_accumulation,
         memory,
         launches,
+        captured_step,
     )
 }
 

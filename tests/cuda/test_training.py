@@ -26,6 +26,7 @@ NAMES = (
     "gradient_accumulation",
     "memory",
     "launches",
+    "captured_step",
 )
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

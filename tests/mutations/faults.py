@@ -54,6 +54,48 @@ FAULTS = (
         skip("ANY->mark_params("),
         "test_traps_gradients.py",
     ),
+    # Captured steps.
+    core_fault(
+        "a capture waits for events from before it",
+        "fsdp_engine_fork_lanes",
+        skip("FSDP_TRY(fsdp_arena_renew_events("),
+    ),
+    core_fault(
+        "a step waits for events of a capture",
+        "fsdp_engine_end_capture",
+        (
+            "return fsdp_arena_renew_events(",
+            "return MUTANT ? FSDP_OK : fsdp_arena_renew_events(",
+        ),
+    ),
+    core_fault(
+        "a lane leaves the capture unjoined",
+        "fsdp_engine_join_lanes",
+        ("lane = FSDP_LANE_UNSHARD;", "lane = FSDP_LANE_UNSHARD + MUTANT;"),
+    ),
+    core_fault(
+        "a replay finds units that keep old parameters",
+        "bring_to_rest",
+        skip("FSDP_TRY(fsdp_unit_priv_reshard("),
+    ),
+    core_fault(
+        "blocks of a graph are freed",
+        "remove_free_blocks",
+        never("arena->num_pins > 0"),
+    ),
+    core_fault(
+        "blocks of a graph are planned anew",
+        "fsdp_arena_plan",
+        ("arena->num_pins > 0", "(arena->num_pins > 0 && !MUTANT)"),
+    ),
+    core_fault(
+        "collectives do not know that they are captured",
+        "fsdp_engine_priv_open_launch",
+        (
+            ".is_captured = engine->is_capturing",
+            ".is_captured = !MUTANT && engine->is_capturing",
+        ),
+    ),
     # Saved tensors in host memory.
     core_fault(
         "saved tensors are copied before compute has made them",
@@ -363,6 +405,12 @@ FAULTS = (
         "test_summon.py",
     ),
     # The bridge: gradients.
+    bridge_fault(
+        "gradients come on the stream of an earlier step",
+        "hook_accumulators",
+        skip("drop_accumulators_of_other_streams(unit);"),
+        "simdevice/test_waits.py",
+    ),
     bridge_fault(
         "a gradient that a user set is not taken over",
         "take_one_grad",

@@ -38,6 +38,11 @@ FAULTS = (
         ("exchange(&mode) == 0", "(MUTANT || exchange(&mode) == 0)"),
     ),
     nccl_fault(
+        "the watchdog asks for captured operations",
+        "issue_locked",
+        never("channel->is_captured"),
+    ),
+    nccl_fault(
         "an error about a capture ends training",
         "query",
         (

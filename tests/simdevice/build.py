@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = HERE / "csrc"
 
-CORE = ("sim_streams.c", "sim_memory.c")
+CORE = ("sim_streams.c", "sim_memory.c", "sim_graph.c")
 # It includes the other C++ sources.
 BRIDGE = ("joined.cpp",)
 C_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-Wall", "-Wextra")

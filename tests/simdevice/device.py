@@ -76,6 +76,7 @@ def _device_module() -> types.ModuleType:
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "Stream": lambda *args, **kwargs: torch.Stream("sim", *args, **kwargs),
         "Event": lambda *args, **kwargs: torch.Event("sim", *args, **kwargs),
+        "CUDAGraph": lambda: native().Graph(),
         "manual_seed_all": lambda seed: None,  # the CPU's generator
         "manual_seed": lambda seed: None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),

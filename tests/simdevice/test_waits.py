@@ -4,6 +4,7 @@ Each body goes wrong, for some of its seeds, when the wait that it names is take
 out (docs/internals/simdevice.md).
 """
 
+import contextlib
 import copy
 import itertools
 
@@ -49,6 +50,32 @@ def test_written_by_the_first_rank(rank: int, world_size: int) -> None:
             seen = [param.detach() + 0 for param in model.parameters()]
             for each in seen:
                 assert set(each.flatten().tolist()) == {expected}
+
+
+@distributed(world_size=2, device="sim")
+def test_steps_on_changing_streams(rank: int, world_size: int) -> None:
+    # hooks.cpp, Note [Streams of accumulators]: a reduction waits for gradients
+    # that come on the stream of this step, not on one of a step before.
+    original = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    for seed in range(NUM_SEEDS):
+        native().set_schedule(seed, 1.0)
+        reference = copy.deepcopy(original)
+        layers = [fsdp(copy.deepcopy(each), use_orig_params=True) for each in original]
+        model = fsdp(nn.Sequential(*layers), use_orig_params=True)
+        for step in range(4):
+            x = torch.randn(4, DIM)
+            stream, current = torch.Stream("sim"), torch.accelerator.current_stream()
+            stream.wait_stream(current)
+            with stream if step % 2 == 0 else contextlib.nullcontext():
+                model(x).square().mean().backward()
+            current.wait_stream(stream)
+            reference(x).square().mean().backward()
+            with FSDP.summon_full_params(model, with_grads=True):
+                pairs = zip(model.parameters(), reference.parameters(), strict=True)
+                for mine, theirs in pairs:
+                    torch.testing.assert_close(
+                        mine.grad, theirs.grad, msg=f"seed {seed}, step {step}"
+                    )
 
 
 @distributed(world_size=2, device="sim")

@@ -49,6 +49,7 @@ struct fsdp_arena {
   int64_t last_async_giver;   /* gave back after a collective; likewise */
   int64_t num_gives;
   int64_t num_held;
+  int64_t num_pins;
   bool is_dirty;          /* fsdp_arena_plan() has something to do */
   bool left_memory;       /* a block was freed since the last memory_release */
   int64_t num_plan_steps; /* see arena_priv.h */
@@ -193,8 +194,9 @@ static void release_memory(fsdp_arena *arena) {
   if (ops->memory_release != NULL) ops->memory_release(ops->context);
 }
 
-/* Frees every block that nobody holds. */
+/* Frees every block that nobody holds, unless the arena is pinned. */
 static void remove_free_blocks(fsdp_arena *arena) {
+  if (arena->num_pins > 0) return;
   for (size_t i = 0; i < arena->num_slots; i++) {
     const block *candidate = &arena->blocks[i];
     if (candidate->data == NULL || candidate->holder != NONE) continue;
@@ -390,6 +392,29 @@ void *fsdp_arena_data(const fsdp_arena *arena, int64_t client) {
   return slot == NONE ? NULL : arena->blocks[slot].data;
 }
 
+void fsdp_arena_pin(fsdp_arena *arena) {
+  arena->num_pins++;
+}
+
+void fsdp_arena_unpin(fsdp_arena *arena) {
+  assert(arena->num_pins > 0);
+  arena->num_pins--;
+}
+
+fsdp_status fsdp_arena_renew_events(fsdp_arena *arena, fsdp_lane lane,
+                                    fsdp_error *error) {
+  const fsdp_device_ops *ops = arena->ops;
+  fsdp_status status = FSDP_OK;
+  for (size_t i = 0; i < arena->num_slots; i++) {
+    block *renewed = &arena->blocks[i];
+    if (renewed->data == NULL || renewed->holder != NONE) continue;
+    FSDP_TRY(ops->event_record(ops->context, renewed->free_event, lane, error));
+    renewed->was_given = true;
+  }
+done:
+  return status;
+}
+
 bool fsdp_arena_trim(fsdp_arena *arena) {
   const int64_t num_frees = arena->stats.num_frees;
   remove_free_blocks(arena);
@@ -532,7 +557,9 @@ fsdp_status fsdp_arena_plan(fsdp_arena *arena, fsdp_error *error) {
     remove_free_blocks(arena);
     return FSDP_OK;
   }
-  if (!arena->is_dirty || arena->num_held > 0) return FSDP_OK;
+  if (!arena->is_dirty || arena->num_held > 0 || arena->num_pins > 0) {
+    return FSDP_OK;
+  }
   arena->num_plan_steps = 0;
 
   items = fsdp_calloc((size_t)num_clients, sizeof *items);

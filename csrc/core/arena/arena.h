@@ -44,6 +44,11 @@
  * tensors (Note [Streams of blocks] in provider.cpp). Memory that a plan no
  * longer needs would stay there unused, so the plan gives it back, once. When
  * the device runs out of memory, free blocks are freed before the caller fails.
+ *
+ * Note [Pinned blocks]
+ * A captured step has the addresses of blocks in its graph. While the arena is
+ * pinned it frees no block and makes no plan, so that they stay what they are;
+ * clients still share them with eager steps, in the order of the lanes.
  */
 #ifndef FSDP_ARENA_ARENA_H
 #define FSDP_ARENA_ARENA_H
@@ -123,8 +128,19 @@ void *fsdp_arena_data(const fsdp_arena *arena, int64_t client);
 FSDP_NODISCARD fsdp_status fsdp_arena_plan(fsdp_arena *arena,
                                            fsdp_error *error);
 
+/* From now on no block is freed, until as many unpins. Then the device must
+ * have done all that uses them behind the arena's back. Cannot fail. */
+void fsdp_arena_pin(fsdp_arena *arena);
+void fsdp_arena_unpin(fsdp_arena *arena);
+
+/* Every block that nobody holds is free after the work now on `lane`, whatever
+ * its free event said. */
+FSDP_NODISCARD fsdp_status fsdp_arena_renew_events(fsdp_arena *arena,
+                                                   fsdp_lane lane,
+                                                   fsdp_error *error);
+
 /* Frees all free blocks; later takes allocate again. Returns whether there were
- * any. May block the host. Cannot fail. */
+ * any: none while it is pinned. May block the host. Cannot fail. */
 bool fsdp_arena_trim(fsdp_arena *arena);
 
 /* Cannot fail. */

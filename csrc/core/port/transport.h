@@ -49,6 +49,7 @@ typedef struct fsdp_call {
   void *stream;      /* the device's; NULL on a host transport */
   const char *label; /* unit and operation, for errors; copied; may be NULL */
   void *scratch;     /* of reduce_scatter: fsdp_scratch_numel(); NULL: none */
+  bool is_captured;  /* into a graph: it runs later, and more than once */
 } fsdp_call;
 
 /* Elements of a reduce_scatter's scratch: a shard of each other rank. */
@@ -68,6 +69,8 @@ typedef struct fsdp_transport_ops {
   bool reads_labels;
   /* Whether reduce_scatter is faster with scratch memory. */
   bool wants_scratch;
+  /* Whether its calls may be captured in a graph of the device. */
+  bool can_capture;
 
   /* Leaves the group without waiting for the others. NULL is fine. */
   void (*destroy)(fsdp_transport *transport);

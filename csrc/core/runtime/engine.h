@@ -413,6 +413,34 @@ bool fsdp_engine_in_forward(const fsdp_engine *engine);
  * after it, failed ones too. The way back after an exception. */
 void fsdp_engine_reset(fsdp_engine *engine);
 
+/*
+ * Capturing a step in a graph of the device, and replaying it: see Note
+ * [Captured steps] in capture.c. The order of the calls:
+ *
+ *   begin_capture                         refuses, or pins the blocks
+ *     (the capture begins) fork_lanes
+ *     (a whole step, whose gradients are cleared at its end)
+ *     join_lanes (the capture ends)
+ *   end_capture                           also if the step or the capture
+ * failed begin_replay (a replay on COMPUTE)    any number release_capture once,
+ * when no replay runs or follows
+ *
+ * FSDP_INVALID_STATE: the engine is in the middle of a step, or a unit cannot
+ * be captured, or not now, or not replayed.
+ */
+FSDP_NODISCARD fsdp_status fsdp_engine_begin_capture(fsdp_engine *engine,
+                                                     fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_engine_fork_lanes(fsdp_engine *engine,
+                                                  fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_engine_join_lanes(fsdp_engine *engine,
+                                                  fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_engine_end_capture(fsdp_engine *engine,
+                                                   fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_engine_begin_replay(fsdp_engine *engine,
+                                                    fsdp_error *error);
+void fsdp_engine_release_capture(fsdp_engine *engine);
+bool fsdp_engine_is_capturing(const fsdp_engine *engine);
+
 /* What a summon shows, and where. */
 typedef struct fsdp_summon_options {
   bool on_first_rank_only; /* the other ranks of the shard group take part, and

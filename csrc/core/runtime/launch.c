@@ -20,6 +20,7 @@ fsdp_status fsdp_engine_priv_open_launch(fsdp_engine *engine, fsdp_lane lane,
       .channel =
           lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE,
       .stream = ops->stream == NULL ? NULL : ops->stream(ops->context, lane),
+      .is_captured = engine->is_capturing,
   };
   if (group->transport->ops->reads_labels) {
     launch->call.label = launch->label;

@@ -129,6 +129,14 @@ fsdp_status fsdp_unit_priv_read_marks(fsdp_unit *unit, fsdp_lane lane,
       unit->settings.has_reduce_hook) {
     return FSDP_OK;
   }
+  if (fsdp_engine_is_capturing(unit->engine)) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "unit '%s': some of its parameters got no gradient, and "
+                     "the host asks in each step whether other ranks have one; "
+                     "a step that uses all trainable parameters can be "
+                     "captured in a graph",
+                     unit->name);
+  }
   const fsdp_segment *layout = marks_of(unit)->layout;
   const int64_t nbytes = layout->shard_numel * layout->dtype.itemsize;
   if (unit->marks == NULL) {

@@ -75,6 +75,7 @@ at::Tensor reduce_scalar(Provider &provider, Group &group,
   fsdp_call call = {};
   call.channel = FSDP_CHANNEL_REDUCE;
   call.label = label;
+  call.is_captured = fsdp_engine_is_capturing(provider.engine);
   if (provider.has_streams()) {
     call.stream = provider.native_stream(FSDP_LANE_REDUCE);
   }

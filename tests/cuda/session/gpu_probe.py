@@ -58,6 +58,7 @@ def parse_args() -> argparse.Namespace:
     add("--die-at", type=int, default=-1, help="step at which the last rank ends")
     add("--group-timeout", type=float, default=60.0, help="of the group, in seconds")
     add("--capture", action="store_true", help="capture a CUDA graph after each step")
+    add("--captured", action="store_true", help="time captured steps, too")
     add("--profile", action="store_true", help="count kernels and waits of a step")
     add("--limit", type=float, default=150.0, help="of the job, in seconds")
     add("--label", default="", help="name of the job in the result")
@@ -100,6 +101,8 @@ class Worker:
             transport = _native.transport(dist.group.WORLD, self.device)
             self.found["transport"] = list(transport)
         self._measure()
+        if args.captured:
+            self._measure_captured_steps()
         if args.profile:
             self._profile()
         if args.group != "fake":
@@ -175,6 +178,25 @@ class Worker:
             "cuda_mallocs": after - before,
             "capture_safe": all(c == "ok" for c in self.found.get("captures", [])),
         }
+
+    def _measure_captured_steps(self) -> None:
+        """Time steps with an optimizer that can be captured, without and with it."""
+        import fsdp_c
+
+        trainer = self.trainer
+        params = trainer.model.parameters()
+        trainer.optimizer = torch.optim.AdamW(
+            params, lr=3e-4, foreach=True, capturable=True
+        )
+        for name in ("capturable", "captured"):
+            if name == "captured":
+                trainer.step = fsdp_c.capture_step(
+                    trainer.step, trainer.model, trainer.optimizer
+                )
+            for _ in range(self.args.warmup):
+                trainer.step()
+            step_ms, host_ms = trainer.medians(self.args.steps)
+            self.found |= {f"{name}_step_ms": step_ms, f"{name}_host_ms": host_ms}
 
     def _profile(self) -> None:
         events, self.found["num_waits"] = self.trainer.events()

@@ -196,7 +196,12 @@ abort() { # a rank that dies: the other one hears of it, and does not hang
     --group-timeout 15
 }
 
-graph() { # a user's CUDA graph, captured while the watchdog looks
+graph() { # captured steps; a user's CUDA graph, captured while the watchdog looks
+  local ranks
+  for ranks in 1 2; do
+    probe_job "graph: captured steps, $ranks ranks" 140 --group nccl --ranks $ranks --captured
+  done
+  two_ranks "captured step equals the plain one" captured_step
   probe_job "graph: captured after a step" 100 --group nccl --ranks 2 --warmup 6 --steps 2 --capture
 }
 

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "sim_graph.h"
 #include "sim_memory.h"
 #include "sim_streams.h"
 
@@ -33,7 +34,6 @@ static void run_step(void *argument) {
     }
     self->target[i] = value + self->added;
   }
-  free(self);
 }
 
 static uint64_t push(sim_stream *stream, const int *source, int *target,
@@ -41,7 +41,7 @@ static uint64_t push(sim_stream *stream, const int *source, int *target,
   step *self = malloc(sizeof *self);
   if (self == NULL) abort();
   *self = (step){source, target, added, expected};
-  return sim_stream_push(stream, run_step, self);
+  return sim_stream_push(stream, run_step, free, self);
 }
 
 /* A chain over all lanes: each adds one to what the one before wrote; the
@@ -69,6 +69,30 @@ static void run_chain(sim_stream **lanes, bool forgets) {
   sim_memory_free(blocks[NUM_LANES - 1]);
 }
 
+/* The same chain, captured and replayed, over memory of its own. */
+static void replay_chain(sim_stream **lanes, int num_replays) {
+  static int blocks[NUM_LANES][NUMEL];
+  char reason[256];
+  sim_graph *graph = sim_graph_begin(lanes[0]);
+  uint64_t ticket = push(lanes[0], NULL, blocks[0], 1, 0);
+  for (int i = 1; i < NUM_LANES; i++) {
+    sim_stream_wait(lanes[i], lanes[i - 1], ticket);
+    ticket = push(lanes[i], blocks[i - 1], blocks[i], 1, i);
+  }
+  sim_stream_wait(lanes[0], lanes[NUM_LANES - 1], ticket);
+  if (!sim_graph_end(graph, reason, sizeof reason)) {
+    printf("%s\n", reason);
+    num_wrong++;
+  }
+  for (int i = 0; i < num_replays; i++) {
+    sim_graph_replay(graph, lanes[i % 2]);
+    sim_stream_wait(lanes[1 - i % 2], lanes[i % 2],
+                    sim_stream_last(lanes[i % 2]));
+  }
+  sim_graph_destroy(graph);
+  num_wrong += blocks[NUM_LANES - 1][0] != NUM_LANES;
+}
+
 int main(int argc, char **argv) {
   const int num_rounds = argc > 1 ? atoi(argv[1]) : 200;
   const bool forgets = argc > 2 && strcmp(argv[2], "forget") == 0;
@@ -82,6 +106,7 @@ int main(int argc, char **argv) {
     }
     if (seed % 50 == 49) sim_memory_empty_cache();
   }
+  replay_chain(lanes, 5);
   sim_synchronize();
   const sim_memory_stats stats = sim_memory_get_stats();
   if (stats.live_blocks != 0 || stats.live_nbytes != 0) {

@@ -58,29 +58,44 @@ c10::Stream new_stream() {
                      static_cast<c10::StreamId>(all.by_id.size() - 1));
 }
 
+namespace {
+
+void run_body(void *argument) {
+  try {
+    (*static_cast<std::function<void()> *>(argument))();
+  } catch (const c10::Error &e) {
+    sim_fail(e.what_without_backtrace());
+  } catch (const std::exception &e) {
+    sim_fail(e.what());
+  }
+}
+
+void drop_body(void *argument) {
+  delete static_cast<std::function<void()> *>(argument);
+}
+
+}  // namespace
+
 uint64_t enqueue(sim_stream *stream, std::function<void()> body) {
   // For debugging: the host waits for every task.
   static const bool is_synchronous = std::getenv("SIM_SYNC") != nullptr;
   auto *kept = new std::function<void()>(std::move(body));
-  const uint64_t ticket = sim_stream_push(
-      stream,
-      [](void *argument) {
-        const std::unique_ptr<std::function<void()>> task(
-            static_cast<std::function<void()> *>(argument));
-        try {
-          (*task)();
-        } catch (const c10::Error &e) {
-          sim_fail(e.what_without_backtrace());
-        } catch (const std::exception &e) {
-          sim_fail(e.what());
-        }
-      },
-      kept);
-  if (is_synchronous) sim_stream_synchronize(stream, ticket);
+  const uint64_t ticket = sim_stream_push(stream, run_body, drop_body, kept);
+  if (is_synchronous && !sim_graph_is_capturing()) {
+    sim_stream_synchronize(stream, ticket);
+  }
   return ticket;
 }
 
+void throw_capture_failure() {
+  char message[256];
+  TORCH_CHECK(
+      !sim_graph_failure(message, sizeof message),
+      "sim: operation not permitted when a stream is capturing: ", message);
+}
+
 void throw_failure() {
+  throw_capture_failure();
   char message[1024];
   if (sim_take_failure(message, sizeof message)) {
     TORCH_CHECK(false, "a task of the sim device failed: ", message);
@@ -281,7 +296,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream &s) const override {
     sim_stream *stream = stream_of(s.id());
-    return sim_stream_is_done(stream, sim_stream_last(stream));
+    const bool is_done = sim_stream_is_done(stream, sim_stream_last(stream));
+    throw_capture_failure();
+    return is_done;
   }
   void synchronizeStream(const c10::Stream &s) const override {
     sim::synchronize(stream_of(s.id()));
@@ -304,10 +321,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void *event, const c10::Stream &s) const override {
     const Event &self = *static_cast<Event *>(event);
     sim_stream_wait(stream_of(s.id()), self.stream, self.ticket);
+    if (s.id() == 0 && sim_graph_of(stream_of(0)) != 0) {
+      sim_graph_fail("the default stream cannot be captured");
+    }
+    throw_capture_failure();
+  }
+  bool isStreamCapturing(const c10::Stream &s) const override {
+    return sim_graph_of(stream_of(s.id())) != 0;
   }
   bool queryEvent(void *event) const override {
     const auto *self = static_cast<Event *>(event);
-    return self == nullptr || sim_stream_is_done(self->stream, self->ticket);
+    const bool is_done =
+        self == nullptr || sim_stream_is_done(self->stream, self->ticket);
+    throw_capture_failure();
+    return is_done;
   }
   void synchronizeEvent(void *event) const override {
     const Event &self = *static_cast<Event *>(event);

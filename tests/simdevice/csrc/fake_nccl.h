@@ -14,6 +14,7 @@
 #include <stdint.h>
 
 #include "shm/shm_transport.h"
+#include "sim_graph.h"
 #include "sim_streams.h"
 
 /* ---- What nccl.h declares --------------------------------------------------
@@ -95,6 +96,7 @@ struct comm {
   char message[256];
   sim_stream *last_stream; /* of the last call */
   uint64_t last_ticket;
+  uint64_t last_graph; /* that it was captured into; 0: none */
 };
 
 void fake_count(long long *counter, long long change);

@@ -82,7 +82,11 @@ static void run_launch(void *argument) {
                                       ticket, &error));
 done:
   if (status != FSDP_OK) fake_fail(comm, REMOTE_ERROR, error.message);
-  fake_release(comm);
+}
+
+static void drop_launch(void *argument) {
+  launch *self = argument;
+  fake_release(self->comm);
   free(self);
 }
 
@@ -99,11 +103,15 @@ static int enqueue(launch *self, sim_stream *stream) {
     return result == IN_PROGRESS ? INVALID_USAGE : result;
   }
   comm->num_references++;
-  if (comm->last_stream != NULL && comm->last_stream != stream) {
+  /* Between a capture and the rest the order is the caller's. */
+  const bool is_first =
+      comm->last_stream == NULL || comm->last_graph != sim_graph_of(stream);
+  comm->last_graph = sim_graph_of(stream);
+  if (!is_first && comm->last_stream != stream) {
     sim_stream_wait(stream, comm->last_stream, comm->last_ticket);
   }
   comm->last_stream = stream;
-  comm->last_ticket = sim_stream_push(stream, run_launch, self);
+  comm->last_ticket = sim_stream_push(stream, run_launch, drop_launch, self);
   pthread_mutex_unlock(&comm->mutex);
   fake_count(&num_launches, 1);
   return SUCCESS;

@@ -24,6 +24,41 @@ void synchronize() {
   sim::throw_failure();
 }
 
+// A graph with the methods of torch.cuda.CUDAGraph.
+class Graph {
+ public:
+  Graph() = default;
+  ~Graph() { reset(); }
+  Graph(const Graph &) = delete;
+  Graph &operator=(const Graph &) = delete;
+
+  void capture_begin(const std::string & /*capture_error_mode*/) {
+    TORCH_CHECK(sim::current_stream() != sim::stream_of(0),
+                "sim: the default stream cannot be captured");
+    reset();
+    graph_ = sim_graph_begin(sim::current_stream());
+    TORCH_CHECK(graph_ != nullptr, "sim: another graph is being captured");
+  }
+  void capture_end() {
+    char reason[256];
+    TORCH_CHECK(graph_ != nullptr, "sim: nothing is captured");
+    if (sim_graph_end(graph_, reason, sizeof reason)) return;
+    reset();
+    TORCH_CHECK(false, "sim: the capture failed: ", reason);
+  }
+  void replay() {
+    TORCH_CHECK(graph_ != nullptr, "sim: nothing was captured");
+    sim_graph_replay(graph_, sim::current_stream());
+  }
+  void reset() {
+    sim_graph_destroy(graph_);
+    graph_ = nullptr;
+  }
+
+ private:
+  sim_graph *graph_ = nullptr;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_sim_native, m) {
@@ -35,4 +70,11 @@ PYBIND11_MODULE(_sim_native, m) {
   m.def("reset_peak", sim_memory_reset_peak);
   m.def("memory_stats", memory_stats);
   m.def("make_backend", sim::make_backend, without_gil());
+  py::class_<Graph>(m, "Graph")
+      .def(py::init<>())
+      .def("capture_begin", &Graph::capture_begin, without_gil(),
+           py::arg("capture_error_mode") = "global")
+      .def("capture_end", &Graph::capture_end, without_gil())
+      .def("replay", &Graph::replay, without_gil())
+      .def("reset", &Graph::reset, without_gil());
 }

@@ -412,19 +412,20 @@ void run_later(const c10::OperatorHandle &op, Stack &arguments,
   }
   Stack operands = convert_stack(arguments, operand_of);
   replace_devices(operands, c10::DeviceType::CPU);
-  enqueue(current_stream(), [op, operands = std::move(operands),
-                             targets = std::move(targets)]() mutable {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    try {
-      op.callBoxed(operands);  // which leaves its results there
-      for (size_t i = 0; i < targets.size(); i++) {
-        if (!targets[i].isNone()) copy_results(operands[i], targets[i]);
-      }
-    } catch (const c10::Error &e) {
-      TORCH_CHECK(false, op.schema().operator_name(), ": ",
-                  e.what_without_backtrace());
-    }
-  });
+  enqueue(current_stream(),
+          [op, operands = std::move(operands), targets = std::move(targets)] {
+            const at::AutoDispatchBelowADInplaceOrView guard;
+            try {
+              Stack stack = operands;  // it may run again: a graph's replay
+              op.callBoxed(stack);     // which leaves its results there
+              for (size_t i = 0; i < targets.size(); i++) {
+                if (!targets[i].isNone()) copy_results(stack[i], targets[i]);
+              }
+            } catch (const c10::Error &e) {
+              TORCH_CHECK(false, op.schema().operator_name(), ": ",
+                          e.what_without_backtrace());
+            }
+          });
 }
 
 void fallback(const c10::OperatorHandle &op, Stack *stack) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "sim_graph.h"
 #include "sim_memory.h"
 #include "sim_streams.h"
 
@@ -34,6 +35,8 @@ uint64_t enqueue(sim_stream *stream, std::function<void()> body);
 void synchronize(sim_stream *stream);
 // Throws the first failure of a task, once.
 void throw_failure();
+// Throws if a graph is being captured and that has failed.
+void throw_capture_failure();
 
 // A CPU tensor over the memory of a tensor of the device.
 at::Tensor host_alias(const at::Tensor &tensor);

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "sim_graph.h"
+
 enum { ALIGNMENT = 512, POISON = 0xFF };
 
 typedef struct use {
@@ -19,9 +21,10 @@ typedef struct use {
 typedef struct block {
   struct block *next; /* in `cached` or `pending` */
   sim_stream *stream;
-  size_t nbytes; /* a multiple of ALIGNMENT */
-  size_t wanted; /* of the present allocation */
-  use *uses;     /* on other streams */
+  size_t nbytes;  /* a multiple of ALIGNMENT */
+  size_t wanted;  /* of the present allocation */
+  uint64_t graph; /* captured streams allocated it; 0: none did */
+  use *uses;      /* on other streams */
 } block;
 
 _Static_assert(sizeof(block) <= ALIGNMENT, "a header fits before the data");
@@ -46,12 +49,23 @@ static void poison(void *argument) {
 }
 
 /* With the mutex held, like all that follows. */
+
+/* The graph that the block belongs to; 0: to nobody in particular. */
+static uint64_t pool_of(const block *self) {
+  return sim_graph_is_alive(self->graph) ? self->graph : 0;
+}
+
 static void give(block *self) {
   sim_stream *stream = self->stream;
-  if (sim_stream_is_done(stream, sim_stream_last(stream))) {
+  const uint64_t pool = pool_of(self);
+  if (pool != 0 && pool == sim_graph_of(stream)) {
+    sim_stream_push_now(stream, poison, NULL, self); /* in each replay */
+  } else if (pool != 0) {
+    /* Replays write it: nothing may be said of what it holds. */
+  } else if (sim_stream_is_idle(stream)) {
     poison(self); /* its turn is now */
   } else {
-    sim_stream_push_now(stream, poison, self);
+    sim_stream_push_past(stream, poison, self);
   }
   self->next = cached;
   cached = self;
@@ -60,7 +74,11 @@ static void give(block *self) {
 static bool is_used(block *self) {
   while (self->uses != NULL) {
     use *first = self->uses;
-    if (!sim_stream_is_done(first->stream, first->ticket)) return true;
+    const bool is_captured = sim_ticket_is_captured(first->ticket);
+    if (is_captured ? sim_graph_is_capturing()
+                    : !sim_stream_is_done(first->stream, first->ticket)) {
+      return true;
+    }
     self->uses = first->next;
     free(first);
   }
@@ -82,11 +100,12 @@ static void give_pending(void) {
 
 /* The smallest cached block of the stream that is not much too large. */
 static block *take_cached(sim_stream *stream, size_t nbytes) {
+  const uint64_t pool = sim_graph_of(stream);
   block **best = NULL;
   for (block **link = &cached; *link != NULL; link = &(*link)->next) {
     const block *self = *link;
-    if (self->stream != stream || self->nbytes < nbytes ||
-        self->nbytes > 2 * nbytes) {
+    if (self->stream != stream || pool_of(self) != pool ||
+        self->nbytes < nbytes || self->nbytes > 2 * nbytes) {
       continue;
     }
     if (best == NULL || self->nbytes < (*best)->nbytes) best = link;
@@ -104,6 +123,7 @@ static block *take_new(sim_stream *stream, size_t nbytes) {
   if (self == NULL) return NULL;
   self->stream = stream;
   self->nbytes = nbytes;
+  self->graph = sim_graph_of(stream);
   memset(data_of(self), POISON, nbytes);
   stats.held_nbytes += (int64_t)nbytes;
   return self;
@@ -187,10 +207,10 @@ void sim_memory_empty_cache(void) {
   while (rest != NULL) {
     block *self = rest;
     rest = self->next;
-    if (sim_stream_is_done(self->stream, sim_stream_last(self->stream))) {
+    if (pool_of(self) == 0 && sim_stream_is_idle(self->stream)) {
       stats.held_nbytes -= (int64_t)self->nbytes;
       free(self);
-    } else { /* another thread went on meanwhile */
+    } else { /* another thread went on meanwhile, or a graph's replays do */
       self->next = kept;
       kept = self;
     }

@@ -7,6 +7,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "sim_graph.h"
+
 /*
  * Note [When a task runs]
  * A stream draws a mood for each stretch of tasks:
@@ -31,6 +33,7 @@ enum {
 typedef struct task_entry {
   struct task_entry *next;
   sim_task run;
+  sim_task drop;
   void *argument;
   bool is_immediate;
 } task_entry;
@@ -166,6 +169,7 @@ static void *run_stream(void *argument) {
     if (stream->first == NULL) stream->last = NULL;
     pthread_mutex_unlock(&stream->mutex);
     entry->run(entry->argument);
+    if (entry->drop != NULL) entry->drop(entry->argument);
     free(entry);
     pthread_mutex_lock(&stream->mutex);
     stream->num_done++;
@@ -203,12 +207,9 @@ sim_stream *sim_stream_create(void) {
   return stream;
 }
 
-static uint64_t push(sim_stream *stream, sim_task task, void *argument,
-                     bool is_immediate) {
+static uint64_t push(sim_stream *stream, const task_entry *task) {
   task_entry *entry = allocate(sizeof *entry);
-  entry->run = task;
-  entry->argument = argument;
-  entry->is_immediate = is_immediate;
+  *entry = *task;
   pthread_mutex_lock(&stream->mutex);
   if (!stream->has_thread) start_thread(stream);
   if (stream->last != NULL) {
@@ -223,30 +224,46 @@ static uint64_t push(sim_stream *stream, sim_task task, void *argument,
   return ticket;
 }
 
-uint64_t sim_stream_push(sim_stream *stream, sim_task task, void *argument) {
-  return push(stream, task, argument, false);
+static uint64_t capture_or_push(sim_stream *stream, const task_entry *task) {
+  const uint64_t captured =
+      sim_graph_add(stream, task->run, task->drop, task->argument);
+  return captured != 0 ? captured : push(stream, task);
 }
 
-uint64_t sim_stream_push_now(sim_stream *stream, sim_task task,
+uint64_t sim_stream_push(sim_stream *stream, sim_task task, sim_task drop,
+                         void *argument) {
+  return capture_or_push(
+      stream, &(task_entry){.run = task, .drop = drop, .argument = argument});
+}
+
+uint64_t sim_stream_push_now(sim_stream *stream, sim_task task, sim_task drop,
                              void *argument) {
-  return push(stream, task, argument, true);
+  return capture_or_push(stream, &(task_entry){.run = task,
+                                               .drop = drop,
+                                               .argument = argument,
+                                               .is_immediate = true});
 }
 
-uint64_t sim_stream_last(sim_stream *stream) {
+void sim_stream_push_past(sim_stream *stream, sim_task task, void *argument) {
+  push(stream,
+       &(task_entry){.run = task, .argument = argument, .is_immediate = true});
+}
+
+static uint64_t last_pushed(sim_stream *stream) {
   pthread_mutex_lock(&stream->mutex);
   const uint64_t ticket = stream->num_pushed;
   pthread_mutex_unlock(&stream->mutex);
   return ticket;
 }
 
-bool sim_stream_is_done(sim_stream *stream, uint64_t ticket) {
+static bool is_done(sim_stream *stream, uint64_t ticket) {
   pthread_mutex_lock(&stream->mutex);
-  const bool is_done = stream->num_done >= ticket;
+  const bool value = stream->num_done >= ticket;
   pthread_mutex_unlock(&stream->mutex);
-  return is_done;
+  return value;
 }
 
-void sim_stream_synchronize(sim_stream *stream, uint64_t ticket) {
+static void wait_until_done(sim_stream *stream, uint64_t ticket) {
   pthread_mutex_lock(&stream->mutex);
   if (ticket > stream->wanted) {
     stream->wanted = ticket;
@@ -256,6 +273,35 @@ void sim_stream_synchronize(sim_stream *stream, uint64_t ticket) {
     pthread_cond_wait(&stream->changed, &stream->mutex);
   }
   pthread_mutex_unlock(&stream->mutex);
+}
+
+uint64_t sim_stream_last(sim_stream *stream) {
+  const uint64_t captured = sim_graph_last(stream);
+  return captured != 0 ? captured : last_pushed(stream);
+}
+
+bool sim_stream_is_done(sim_stream *stream, uint64_t ticket) {
+  if (!sim_ticket_is_captured(ticket)) return is_done(stream, ticket);
+  sim_graph_fail("a question about captured work, which is never done");
+  return true;
+}
+
+bool sim_stream_is_idle(sim_stream *stream) {
+  return is_done(stream, last_pushed(stream));
+}
+
+void sim_stream_synchronize(sim_stream *stream, uint64_t ticket) {
+  if (sim_graph_is_capturing()) {
+    sim_graph_fail("the host must not wait while a stream is capturing");
+  } else if (sim_ticket_is_captured(ticket)) {
+    sim_fail("the host waits for an event that was recorded in a capture");
+  } else {
+    wait_until_done(stream, ticket);
+  }
+}
+
+void sim_stream_finish(sim_stream *stream) {
+  wait_until_done(stream, last_pushed(stream));
 }
 
 /* ---- Between streams -------------------------------------------------------
@@ -268,17 +314,17 @@ typedef struct wait_argument {
 
 static void run_wait(void *argument) {
   wait_argument *wait = argument;
-  sim_stream_synchronize(wait->recorder, wait->ticket);
-  free(wait);
+  wait_until_done(wait->recorder, wait->ticket);
 }
 
 void sim_stream_wait(sim_stream *waiter, sim_stream *recorder,
                      uint64_t ticket) {
+  if (sim_graph_add_wait(waiter, recorder, ticket)) return;
   if (waiter == recorder || ticket == 0) return;
   wait_argument *wait = allocate(sizeof *wait);
   wait->recorder = recorder;
   wait->ticket = ticket;
-  sim_stream_push_now(waiter, run_wait, wait);
+  sim_stream_push_now(waiter, run_wait, free, wait);
 }
 
 void sim_synchronize(void) {
@@ -286,7 +332,7 @@ void sim_synchronize(void) {
   const size_t count = num_streams;
   pthread_mutex_unlock(&registry_mutex);
   for (size_t i = 0; i < count; i++) { /* registered streams stay */
-    sim_stream_synchronize(registry[i], sim_stream_last(registry[i]));
+    sim_stream_synchronize(registry[i], last_pushed(registry[i]));
   }
 }
 

@@ -22,25 +22,35 @@ extern "C" {
 
 typedef struct sim_stream sim_stream;
 
-/* Runs on the stream's thread and owns `argument`. */
+/* Runs on the stream's thread. One that was captured runs in each replay
+ * (sim_graph.h). */
 typedef void (*sim_task)(void *argument);
 
 /* A new stream. It lives as long as the process. Aborts without memory. */
 SIM_API sim_stream *sim_stream_create(void);
 
-/* Enqueues; returns the task's ticket. */
+/* Enqueues; returns the task's ticket. `drop` (NULL: nothing) gets the argument
+ * when the task will not run again. */
 SIM_API uint64_t sim_stream_push(sim_stream *stream, sim_task task,
-                                 void *argument);
+                                 sim_task drop, void *argument);
 /* The same without a delay of its own: for what hardware does at once. */
 SIM_API uint64_t sim_stream_push_now(sim_stream *stream, sim_task task,
-                                     void *argument);
+                                     sim_task drop, void *argument);
+/* The same past a capture: the stream does it now. */
+SIM_API void sim_stream_push_past(sim_stream *stream, sim_task task,
+                                  void *argument);
 /* The ticket of the last task so far; 0: none. */
 SIM_API uint64_t sim_stream_last(sim_stream *stream);
 
 /* Whether the ticket's task, and all before it, are done. */
 SIM_API bool sim_stream_is_done(sim_stream *stream, uint64_t ticket);
-/* The calling thread waits for the ticket's task. */
+/* The calling thread waits for the ticket's task. Not while a graph is
+ * captured: that fails the capture, and does not wait. */
 SIM_API void sim_stream_synchronize(sim_stream *stream, uint64_t ticket);
+/* Waits for all that was enqueued, also while a graph is captured. */
+SIM_API void sim_stream_finish(sim_stream *stream);
+/* Whether all that was enqueued is done, whatever is captured. */
+SIM_API bool sim_stream_is_idle(sim_stream *stream);
 /* Later tasks of `waiter` start after the ticket's task of `recorder`. */
 SIM_API void sim_stream_wait(sim_stream *waiter, sim_stream *recorder,
                              uint64_t ticket);

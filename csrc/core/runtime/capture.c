@@ -1,0 +1,160 @@
+/*
+ * Captures: what lets a device record a step into a graph, and replay it.
+ *
+ * Note [Captured steps]
+ * A graph holds addresses and an order of work, no host. So
+ * - blocks that a captured step used are pinned (Note [Pinned blocks] in
+ *   arena.h);
+ * - inside a capture no lane may wait for an event from outside it, nor later
+ *   outside for one from inside. All lanes follow COMPUTE at its begin and are
+ *   followed by it at its end. Between steps COMPUTE has followed every use of
+ *   a block, so at both borders the free events of blocks are recorded anew, on
+ *   COMPUTE;
+ * - a replay is work of COMPUTE, of which the engine knows nothing. It finds
+ *   every unit at rest, as the capture did, and leaves it so, without
+ *   gradients. What comes next waits for COMPUTE, as after an optimizer.
+ */
+#include "runtime/engine_priv.h"
+
+static fsdp_status refuse(const fsdp_unit *unit, const char *why,
+                          const char *remedy, fsdp_error *error) {
+  return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                   "unit '%s': a step cannot be captured or replayed: %s; %s",
+                   unit->name, why, remedy);
+}
+
+static bool can_capture(const fsdp_group *group) {
+  return group->world_size < 2 ||
+         (group->transport != NULL && group->transport->ops->can_capture);
+}
+
+static fsdp_status check_unit(const fsdp_unit *unit, fsdp_error *error) {
+  if (unit->options.offloads) {
+    return refuse(unit, "its shards are in host memory",
+                  "wrap it without CPU offload", error);
+  }
+  if (unit->settings.sync != FSDP_SYNC_REDUCE) {
+    return refuse(unit, "it is in no_sync", "leave no_sync first", error);
+  }
+  if (!can_capture(&unit->options.shard_group) ||
+      !can_capture(&unit->options.replica_group) ||
+      !can_capture(&unit->options.part_group)) {
+    return refuse(unit, "its collectives do not go through NCCL from C",
+                  "python -m fsdp_c doctor says why", error);
+  }
+  return FSDP_OK;
+}
+
+/* Gives back what forwards kept; refuses what only the user can end. */
+static fsdp_status bring_to_rest(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (engine->depth > 0 || engine->in_backward) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "a captured step begins and ends between steps, not "
+                     "inside a %s",
+                     engine->in_backward ? "backward" : "forward");
+  }
+  FSDP_TRY(fsdp_engine_join_reduces(engine, error));
+  for (size_t i = 0; i < engine->num_units; i++) {
+    fsdp_unit *unit = engine->units[i];
+    FSDP_TRY(fsdp_unit_priv_check(unit, error));
+    if (unit->is_summoned) {
+      status = refuse(unit, "its parameters are summoned",
+                      "leave summon_full_params first", error);
+      goto done;
+    }
+    if (fsdp_unit_holds_grads(unit)) {
+      status = refuse(unit, "it holds gradients that are not reduced",
+                      "end with a backward outside no_sync", error);
+      goto done;
+    }
+    if (fsdp_unit_priv_is_pinned(unit)) {
+      status = refuse(unit, "unshard() was called on it",
+                      "call reshard() first", error);
+      goto done;
+    }
+    FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+    fsdp_unit_priv_drop_cleared_grads(unit);
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_begin_capture(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (fsdp_engine_priv_is_host(engine) || engine->num_units == 0) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "a step on the CPU cannot be captured in a graph: train "
+                     "on a CUDA device");
+  }
+  if (engine->is_capturing || engine->checks_order ||
+      engine->timeline != NULL) {
+    return FSDP_FAIL(
+        error, FSDP_INVALID_STATE,
+        "a step cannot be captured in a graph while %s",
+        engine->is_capturing ? "another one is"
+        : engine->checks_order
+            ? "the ranks compare what they do on the host: unset "
+              "TORCH_DISTRIBUTED_DEBUG"
+            : "it is recorded: end the recording of fsdp_c.trace first");
+  }
+  for (size_t i = 0; i < engine->num_units; i++) {
+    FSDP_TRY(check_unit(engine->units[i], error));
+  }
+  FSDP_TRY(bring_to_rest(engine, error));
+  fsdp_arena_pin(engine->arena);
+  engine->is_capturing = true;
+  engine->num_captured_units = engine->num_units;
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_end_capture(fsdp_engine *engine, fsdp_error *error) {
+  engine->is_capturing = false;
+  return fsdp_arena_renew_events(engine->arena, FSDP_LANE_COMPUTE, error);
+}
+
+void fsdp_engine_release_capture(fsdp_engine *engine) {
+  fsdp_arena_unpin(engine->arena);
+}
+
+bool fsdp_engine_is_capturing(const fsdp_engine *engine) {
+  return engine->is_capturing;
+}
+
+fsdp_status fsdp_engine_fork_lanes(fsdp_engine *engine, fsdp_error *error) {
+  const fsdp_device_ops *ops = &engine->ops;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(ops->event_record(ops->context, engine->compute_done,
+                             FSDP_LANE_COMPUTE, error));
+  for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
+    FSDP_TRY(ops->event_wait(ops->context, (fsdp_lane)lane,
+                             engine->compute_done, error));
+  }
+  FSDP_TRY(fsdp_arena_renew_events(engine->arena, FSDP_LANE_COMPUTE, error));
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_join_lanes(fsdp_engine *engine, fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(bring_to_rest(engine, error));
+  for (int lane = FSDP_LANE_UNSHARD; lane < FSDP_NUM_LANES; lane++) {
+    FSDP_TRY(fsdp_engine_priv_wait_lane(engine, FSDP_LANE_COMPUTE,
+                                        (fsdp_lane)lane, engine->compute_done,
+                                        error));
+  }
+done:
+  return status;
+}
+
+fsdp_status fsdp_engine_begin_replay(fsdp_engine *engine, fsdp_error *error) {
+  if (engine->num_units != engine->num_captured_units) {
+    return FSDP_FAIL(error, FSDP_INVALID_STATE,
+                     "a step was captured with %zu units, of which %zu are "
+                     "left: the model was wrapped or used in another root "
+                     "since; capture it anew",
+                     engine->num_captured_units, engine->num_units);
+  }
+  return bring_to_rest(engine, error);
+}

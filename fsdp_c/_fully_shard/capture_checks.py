@@ -1,0 +1,103 @@
+"""What a captured step asks of the model and the optimizer."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_c._fully_shard.either import engines_in, units_in
+from fsdp_c._fully_shard.offload import is_offloading
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be captured. Changes nothing.
+
+    Raises:
+        RuntimeError: With the reason and a remedy.
+    """
+    devices = {unit.device for unit in units_in(model)}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"units on {sorted(map(str, devices))} cannot be captured in one graph: "
+            "capture a step of each device's model"
+        )
+    for engine in engines_in(model):
+        engine.begin_capture()  # refuses
+        engine.end_capture()
+        engine.release_capture()
+    device = devices.pop()
+    if not hasattr(torch.get_device_module(device), "CUDAGraph"):
+        raise RuntimeError(
+            f"torch has no graphs for {device}: train on a CUDA device, or without "
+            "capture_step"
+        )
+    if is_offloading(model):
+        raise RuntimeError(
+            "a step that keeps activations in host memory cannot be captured in a "
+            "graph: call offload_activations(model, enabled=False)"
+        )
+
+
+def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
+    """Refuse an optimizer whose steps a graph would freeze.
+
+    Raises:
+        TypeError: It is no optimizer.
+        RuntimeError: With the reason and a remedy.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if group.get("capturable", True) is False:
+            raise RuntimeError(
+                f"{name} counts its steps on the host, and a graph would repeat one of "
+                f"them: make it with {name}(..., capturable=True)"
+            )
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.device.type != device.type:
+                raise RuntimeError(
+                    f"{key!r} of {name} is a tensor on {value.device}, and a graph "
+                    f"would keep its value: put it on {device}"
+                )
+
+
+def check_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """The same for the state that the first steps made.
+
+    Raises:
+        RuntimeError: With the reason and a remedy.
+    """
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type != device.type:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} keeps {key!r} of its state on "
+                    f"{value.device}, and a graph would not change it: use an "
+                    "optimizer with capturable=True, as AdamW"
+                )
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return what a graph has frozen of the param_groups: tensors by their address."""
+    return [
+        {
+            key: value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        | {"params": [id(param) for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def memory_of(model: nn.Module) -> list[int]:
+    """Return the addresses of the parameters' memory on this rank."""
+    return [
+        (param.to_local() if isinstance(param, DTensor) else param).data_ptr()
+        for param in model.parameters()
+    ]

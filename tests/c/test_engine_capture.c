@@ -1,0 +1,138 @@
+/*
+ * Tests of runtime/capture.c: what a step that a device captures may not do,
+ * and how it is fenced off from the steps around it.
+ */
+#include "engine_fixture.h"
+
+/* On the tape, every event that is waited for was recorded before. */
+static void check_fenced(void) {
+  bool is_recorded[64] = {false};
+  for (const char *line = recorder_tape(m.device); *line != '\0';
+       line = strchr(line, '\n') + 1) {
+    int event = 0;
+    if (sscanf(line, "record e%d", &event) == 1) is_recorded[event] = true;
+    if (sscanf(line, "wait %*s e%d", &event) != 1) continue;
+    if (!CHECK(is_recorded[event])) printf("e%d\n", event);
+  }
+}
+
+/* Leaves what follows the capture on the tape. */
+static void capture(const char *step) {
+  CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
+  PLAY("clear");
+  CHECK_OK(fsdp_engine_fork_lanes(m.engine, NULL));
+  PLAY(step);
+  CHECK_OK(fsdp_engine_join_lanes(m.engine, NULL));
+  check_fenced();
+  CHECK_TAPE_HAS("group_begin unshard g0 captured;");
+  CHECK_TAPE_HAS("group_begin reduce g0 captured;");
+  CHECK_TAPE_HAS(
+      "wait unshard e1; wait reduce e1; wait replicate e1; wait upload e1; "
+      "wait download e1;");
+  CHECK_TAPE_HAS(
+      "record e1 unshard; wait compute e1; record e1 reduce; wait compute e1; "
+      "record e1 replicate; wait compute e1; record e1 upload; "
+      "wait compute e1; record e1 download; wait compute e1;");
+  PLAY("clear");
+  CHECK_OK(fsdp_engine_end_capture(m.engine, NULL));
+}
+
+/* A capture waits for nothing from before it, and nothing waits for what was
+ * recorded in it. */
+TEST(test_fences) {
+  model_start_tree(&m, NULL, 2);
+  PLAY("step; zero_grad");
+  capture("step; zero_grad; optimizer");
+  PLAY("step; check_grads");
+  check_fenced();
+  CHECK_TAPE_LACKS("captured");
+  fsdp_engine_release_capture(m.engine);
+  PLAY("end");
+}
+
+/* Blocks stay while a graph has them, and can go after it. */
+TEST(test_pinned_blocks) {
+  model_start_tree(&m, NULL, 2);
+  PLAY("step; zero_grad");
+  capture("step; zero_grad");
+  const fsdp_engine_stats before = model_stats(&m);
+  CHECK(before.arena.num_blocks > 0);
+  recorder_limit_memory(m.device, recorder_live_nbytes(m.device));
+  CHECK(fsdp_unit_summon(m.units[0].unit, NULL, NULL) == FSDP_OUT_OF_MEMORY);
+  recorder_limit_memory(m.device, 0);
+  PLAY("reset; step; zero_grad; summon root; dismiss root; step; zero_grad");
+  /* Another order, of which a plan would free blocks. */
+  PLAY("enter root; enter b; leave b; enter a; leave a; leave root; backward");
+  PLAY("zero_grad; step; zero_grad");
+  CHECK_I64(model_stats(&m).arena.num_frees, before.arena.num_frees);
+  fsdp_engine_release_capture(m.engine);
+  recorder_limit_memory(m.device, recorder_live_nbytes(m.device));
+  PLAY("summon root; drop root");
+  CHECK(model_stats(&m).arena.num_frees > before.arena.num_frees);
+  recorder_limit_memory(m.device, 0);
+  PLAY("step; end");
+}
+
+/* A replay finds what the capture found. */
+TEST(test_replays_find_units_at_rest) {
+  const model_options options = {.keeps_after_forward = true};
+  fsdp_error error = {0};
+  model_start_tree(&m, &options, 2);
+  PLAY("step; zero_grad");
+  capture("step; zero_grad");
+  PLAY("forward; state a HIDDEN");
+  CHECK_OK(fsdp_engine_begin_replay(m.engine, NULL));
+  PLAY("check_sharded; check_idle; step; zero_grad");
+  CHECK_OK(fsdp_unit_unshard(m.units[1].unit, NULL));
+  CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
+              error.message, "..unshard() was called on it; call reshard()");
+  CHECK_OK(fsdp_unit_reshard(m.units[1].unit, NULL));
+  PLAY("summon root");
+  CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
+              error.message, "..leave summon_full_params first");
+  PLAY("drop root; sync none; step");
+  CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
+              error.message, "..gradients that are not reduced");
+  PLAY("sync reduce; zero_grad; enter root");
+  CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
+              error.message, "..not inside a forward");
+  PLAY("leave root; step; zero_grad; destroy b");
+  CHECK_FAILS(fsdp_engine_begin_replay(m.engine, &error), FSDP_INVALID_STATE,
+              error.message, "..captured with 3 units, of which 2 are left");
+  fsdp_engine_release_capture(m.engine);
+  PLAY("end");
+}
+
+static void check_refused(const char *why) {
+  fsdp_error error = {0};
+  PLAY("clear");
+  CHECK_FAILS(fsdp_engine_begin_capture(m.engine, &error), FSDP_INVALID_STATE,
+              error.message, why);
+  CHECK_TAPE(""); /* nothing was changed */
+}
+
+TEST(test_refusals) {
+  model_options options = {.offloads = true};
+  model_start_tree(&m, &options, 2);
+  check_refused("..shards are in host memory; wrap it without CPU offload");
+  PLAY("end");
+  model_start_tree(&m, NULL, 2);
+  fsdp_transport *transport = m.shard_group.transport;
+  fsdp_transport_ops ops = *transport->ops;
+  fsdp_transport other = {&ops};
+  ops.can_capture = false;
+  fsdp_unit_set_transports(m.units[1].unit, &other, NULL, NULL);
+  check_refused("..do not go through NCCL from C; python -m fsdp_c doctor");
+  fsdp_unit_set_transports(m.units[1].unit, transport, NULL, NULL);
+  PLAY("sync none");
+  check_refused("..it is in no_sync; leave no_sync first");
+  PLAY("sync reduce");
+  fsdp_engine_set_order_check(m.engine, true);
+  check_refused("..unset TORCH_DISTRIBUTED_DEBUG");
+  fsdp_engine_set_order_check(m.engine, false);
+  CHECK_OK(fsdp_engine_begin_capture(m.engine, NULL));
+  check_refused("..while another one is");
+  CHECK_OK(fsdp_engine_end_capture(m.engine, NULL));
+  fsdp_engine_release_capture(m.engine);
+  PLAY("step; end");
+}
