@@ -417,13 +417,12 @@ void fsdp_engine_reset(fsdp_engine *engine);
  * Capturing a step in a graph of the device, and replaying it: see Note
  * [Captured steps] in capture.c. The order of the calls:
  *
- *   begin_capture                         refuses, or pins the blocks
- *     (the capture begins) fork_lanes
- *     (a whole step, whose gradients are cleared at its end)
- *     join_lanes (the capture ends)
- *   end_capture                           also if the step or the capture
- * failed begin_replay (a replay on COMPUTE)    any number release_capture once,
- * when no replay runs or follows
+ * 1. begin_capture refuses, or pins the blocks.
+ * 2. The capture begins. fork_lanes; a whole step, whose gradients are cleared
+ *    at its end; join_lanes. The capture ends.
+ * 3. end_capture, also if the step or the capture failed.
+ * 4. begin_replay and a replay on COMPUTE, any number of times.
+ * 5. release_capture once, when no replay runs or follows.
  *
  * FSDP_INVALID_STATE: the engine is in the middle of a step, or a unit cannot
  * be captured, or not now, or not replayed.
