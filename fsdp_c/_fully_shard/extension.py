@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from fsdp_c._torch_compat import preserved_version
 from fsdp_c._units.cuts import local_of, with_memory
@@ -137,7 +138,7 @@ class Extension:
         if dtype is None or not self.sharded.is_floating_point():
             dtype = self.sharded.dtype
         self._inputs = []
-        metadata, self._metadata = self._metadata, None
+        metadata = self._metadata
         if self.param is None:
             tensor, self._inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
             tensor = torch.as_strided(tensor, self.sharded.shape, self._stride, 0)
@@ -157,9 +158,19 @@ class Extension:
 
     def _free(self) -> None:
         for tensor in (*self._outputs, *self._inner):
-            if tensor.device.type != "cpu":
-                tensor.record_stream(torch.accelerator.current_stream())
+            _note_use(tensor)
             tensor.untyped_storage().resize_(0)
+        # Computation may still read it, such as the scale of float8.
+        metadata, self._metadata = self._metadata, None
+        for leaf in tree_leaves(metadata):
+            if isinstance(leaf, Tensor):
+                _note_use(leaf)
+
+
+def _note_use(tensor: Tensor) -> None:
+    """Let the allocator reuse it when the current stream has come here."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream())
 
 
 def _as_plain(tensor: Tensor) -> Tensor:

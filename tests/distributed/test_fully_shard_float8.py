@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from fsdp_c import FSDP, checkpoint, fully_shard, trace
 from fsdp_c.checkpoint._memory import bytes_of
 from helpers.distributed import distributed
-from helpers.groups import groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed
 from helpers.seeds import generator
 
 ROWS, COLUMNS = 8, 6
@@ -170,7 +170,7 @@ def test_full_state_dict(rank: int, world_size: int) -> None:
 def test_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     """What two ranks save, four load."""
     with groups_destroyed():
-        mesh = DeviceMesh("cpu", [0, 1])
+        mesh = DeviceMesh(device_under_test(), [0, 1])
         expected = [torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS)]
         if rank < 2:
             model = _make_model(mesh)
