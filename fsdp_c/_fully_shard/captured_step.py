@@ -91,18 +91,18 @@ class CapturedStep:
         self._stream.wait_stream(current)
         try:
             with self._module.stream(self._stream):
-                return self.run(inputs)
+                return self._run(inputs)
         finally:
             current.wait_stream(self._stream)
 
-    def run(self, inputs: Any) -> Any:
+    def _run(self, inputs: Any) -> Any:
         """Make the step as it is, on the current stream."""
-        self.clear_gradients()
+        self._clear_gradients()
         result = self._train_step(*inputs)
-        self.clear_gradients()
+        self._clear_gradients()
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
-    def clear_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         """Clear the gradients of the model, and of whatever the optimizer steps."""
         self._model.zero_grad(set_to_none=True)
         self._optimizer.zero_grad(set_to_none=True)
@@ -150,7 +150,7 @@ class _Graph:
             try:
                 self._each(_native.Engine.fork_lanes)
                 inputs = tree_unflatten(self._static, self._structure)
-                self._outputs = owner.run(inputs)
+                self._outputs = owner._run(inputs)
                 self._each(_native.Engine.join_lanes)
             finally:
                 self._graph.capture_end()
@@ -183,7 +183,7 @@ class _Graph:
         for engine in self._pinned:
             engine.end_capture()
         reset(self._owner._model)
-        self._owner.clear_gradients()
+        self._owner._clear_gradients()
         self.close()
 
     def _find_facts(self) -> tuple[Any, ...]:
@@ -200,7 +200,7 @@ class _Graph:
         """Run the step for these inputs."""
         self._check_facts()
         self._take(leaves, structure)
-        self._owner.clear_gradients()
+        self._owner._clear_gradients()
         self._each(_native.Engine.begin_replay)
         self._graph.replay()
         return self._outputs

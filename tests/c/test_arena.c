@@ -503,3 +503,18 @@ TEST(test_resized_client) {
   CHECK_LACKS(recorder_tape(device), "alloc");
   ARENA("end");
 }
+
+/* What a graph has stays, whatever a plan would do; its free events are told
+ * anew. */
+TEST(test_pinned) {
+  arena_open("64 32");
+  ARENA("take 0; take 1; give 0; give 1; plan; num_blocks 2");
+  fsdp_arena_pin(arena);
+  CHECK_OK(fsdp_arena_resize_client(arena, 0, 128, NULL));
+  ARENA("take 0; give 0; plan; trim; num_blocks 3; num_frees 0; take 1; clear");
+  CHECK_OK(fsdp_arena_renew_events(arena, FSDP_LANE_COMPUTE, NULL));
+  CHECK_LINES(recorder_tape(device), "record e1 compute; record e3 compute");
+  ARENA("give 1");
+  fsdp_arena_unpin(arena);
+  ARENA("plan; num_blocks 2; num_frees 1; end");
+}
