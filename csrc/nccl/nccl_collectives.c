@@ -220,6 +220,7 @@ static fsdp_status add(fsdp_nccl_transport *transport, const fsdp_call *call,
       channel->stream = call->stream;
       (void)snprintf(channel->label, sizeof channel->label, "%s",
                      call->label == NULL ? "" : call->label);
+      channel->unit = call->unit;
     }
     channel->collectives[channel->num_collectives++] = *collective;
   }

@@ -1,6 +1,6 @@
 /*
  * Places: which memory of the arena's blocks each collective uses. A collective
- * is known by its label, its arguments and the launch before it, which all
+ * is known by its unit, its arguments and the launch before it, which all
  * ranks have in common; the memory is this rank's own choice. See Note
  * [Symmetric windows] in nccl_windows.c.
  */
@@ -20,6 +20,7 @@ static uint64_t fold_number(uint64_t hash, uint64_t value) {
 /* The launch that is about to be made, whatever came before. */
 static uint64_t hash_launch(const fsdp_nccl_channel *channel) {
   uint64_t hash = fsdp_order_fold(FSDP_ORDER_FINGERPRINT, channel->label);
+  hash = fold_number(hash, (uint64_t)channel->unit);
   for (size_t i = 0; i < channel->num_collectives; i++) {
     const fsdp_nccl_collective *each = &channel->collectives[i];
     hash = fold_number(hash, (uint64_t)each->kind);

@@ -120,6 +120,7 @@ typedef struct fsdp_nccl_channel {
   bool is_group_open;
   void *stream;                       /* of the collectives */
   char label[FSDP_NCCL_LABEL_NBYTES]; /* of the first collective */
+  int64_t unit;                       /* likewise */
   fsdp_nccl_collective *collectives;
   size_t num_collectives;
   size_t collective_capacity;

@@ -150,6 +150,10 @@ FSDP_NODISCARD fsdp_status fsdp_nccl_register(fsdp_transport *transport,
  * for a buffer that is not registered. Cannot fail. */
 void fsdp_nccl_deregister(fsdp_transport *transport, void *buffer);
 
+/* Whether blocks should be of memory from ncclMemAlloc, and be offered: this
+ * rank wants windows and can have them. Cannot fail. */
+bool fsdp_nccl_wants_blocks(fsdp_transport *transport);
+
 /*
  * Tells of a block of memory from ncclMemAlloc, which may become a symmetric
  * window. fsdp_nccl_withdraw ends it: call it before the memory is freed, when

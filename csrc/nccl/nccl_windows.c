@@ -17,7 +17,7 @@
  * before it asks for windows:
  *
  * 1. It learns which memory each collective uses. A collective is known by what
- *    ranks have in common: its label, its arguments, the launch before it.
+ *    ranks have in common: its unit, its arguments, the launch before it.
  * 2. When the first of them was used `uses_needed` times, on all ranks at the
  *    same launch, the ranks meet in the store. A rank refuses if a collective
  *    used other memory lately, or if blocks and offsets are not rank 0's.
@@ -370,11 +370,15 @@ done:
 
 /* ---- Blocks ---------------------------------------------------------------*/
 
+bool fsdp_nccl_wants_blocks(fsdp_transport *base) {
+  const fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
+  return !fsdp_nccl_priv_is_forked(transport) && transport->can_have_windows;
+}
+
 fsdp_status fsdp_nccl_offer(fsdp_transport *base, void *block, int64_t nbytes,
                             fsdp_error *error) {
   fsdp_nccl_transport *transport = fsdp_nccl_priv_of(base);
-  if (fsdp_nccl_priv_is_forked(transport)) return FSDP_OK;
-  if (!transport->can_have_windows) return FSDP_OK;
+  if (!fsdp_nccl_wants_blocks(base)) return FSDP_OK;
   (void)pthread_mutex_lock(&transport->lock);
   void *blocks = transport->blocks;
   const bool has_room =

@@ -323,6 +323,22 @@ TEST(test_other_memory_ends_the_transport) {
   nccl_fixture_leave(transport);
 }
 
+/* Units of one name: their numbers tell them apart. */
+TEST(test_units_of_one_name) {
+  fsdp_transport *transport = join_symmetric();
+  fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, "of unit 'Block'");
+  char *memory = nccl_fixture_memory;
+  let_peer_agree();
+  for (int i = 0; i < 3 * 9; i++) {
+    call.unit = 1 + i % 3;
+    char *data = memory + i % 3 * 16;
+    CHECK_OK(transport->ops->all_gather(transport, &call, data, data, 4,
+                                        NCCL_F32, NULL, NULL));
+  }
+  CHECK_I64(nccl_fake_num_windows(), 1);
+  nccl_fixture_leave(transport);
+}
+
 /* Also where the input alone has moved. */
 TEST(test_other_input_ends_the_transport) {
   fsdp_transport *transport = join_symmetric();

@@ -48,6 +48,8 @@ typedef struct fsdp_call {
   fsdp_channel channel;
   void *stream;      /* the device's; NULL on a host transport */
   const char *label; /* unit and operation, for errors; copied; may be NULL */
+  int64_t unit;      /* names need not differ, numbers do: from 1, the same on
+                        all ranks; 0: of no unit */
   void *scratch;     /* of reduce_scatter: fsdp_scratch_numel(); NULL: none */
 } fsdp_call;
 
