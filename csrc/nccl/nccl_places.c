@@ -138,7 +138,8 @@ fsdp_nccl_verdict fsdp_nccl_priv_compare(fsdp_nccl_transport *transport,
       verdict = FSDP_NCCL_OTHER_MEMORY;
     }
   }
-  windows->last_call = launch;
+  /* Otherwise it is learned next. */
+  if (verdict == FSDP_NCCL_AS_AGREED) windows->last_call = launch;
   return verdict;
 }
 

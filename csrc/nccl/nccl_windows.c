@@ -26,9 +26,10 @@
  *    deregister.
  * 4. While windows are open, each launch is compared with what was agreed. A
  *    collective that is new (the order has changed, on all ranks alike) makes
- *    every rank close its windows before the launch, and learn anew. A known
- *    one that uses other memory ends the transport before the launch, with an
- *    error: the other ranks cannot know.
+ *    every rank close its windows before the launch, and learn anew. So does a
+ *    known one that uses other memory (the arena has a new plan), if it does on
+ *    all ranks: they meet before the launch. A rank that does not come has
+ *    launched in its window, so that the time limit ends the transport.
  *
  * Registration and the meetings are on the channel that the thread uses, so no
  * other call can come between. A rank that hangs there, or dies, ends the
@@ -322,22 +323,35 @@ static fsdp_status close_and_learn(fsdp_nccl_transport *transport,
   fsdp_nccl_priv_close_windows(transport, index);
   fsdp_nccl_priv_forget_places(transport, index);
   set_phase(transport, windows, FSDP_NCCL_WINDOWS_LEARNING, 0,
-            "the order of the collectives has changed, it is watched anew");
+            "the order or memory of the collectives has changed, they are "
+            "watched anew");
   return FSDP_OK;
 }
 
-static fsdp_status fail_moved(fsdp_nccl_transport *transport,
+/* A known collective uses other memory. If it does so on all ranks, they meet
+ * here; where one does not come, it has launched in its window. */
+static fsdp_status meet_moved(fsdp_nccl_transport *transport,
                               fsdp_channel index, fsdp_error *error) {
-  const fsdp_nccl_channel *channel = &transport->channels[index];
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  char reason[FSDP_NCCL_REASON_NBYTES];
+  bool is_agreed = false;
   FSDP_LOCAL_ERROR(cause);
-  (void)FSDP_FAIL(&cause, FSDP_BACKEND,
+  FSDP_LOCAL_ERROR(moved);
+  channel->windows.num_meetings++;
+  fsdp_nccl_priv_set_meeting(transport, index, true);
+  const fsdp_status status =
+      vote(transport, index, "moved", NULL, &is_agreed, reason, &cause);
+  fsdp_nccl_priv_set_meeting(transport, index, false);
+  if (status == FSDP_OK) return FSDP_OK;
+  (void)FSDP_FAIL(&moved, FSDP_BACKEND,
                   "rank %" PRId64 " of %" PRId64
                   ": '%s' uses other memory than the ranks agreed on for the "
-                  "symmetric windows of the %s: this rank computes in another "
-                  "order than before, or ran out of memory. %s",
+                  "symmetric windows of the %s, and not on all ranks: this one "
+                  "computes in another order, or ran out of memory (%.200s). "
+                  "%s",
                   transport->rank, transport->world_size, channel->label,
-                  channel_name(index), REMEDY);
-  return fsdp_nccl_priv_fail(transport, &cause, error);
+                  channel_name(index), cause.message, REMEDY);
+  return fsdp_nccl_priv_fail(transport, &moved, error);
 }
 
 fsdp_status fsdp_nccl_priv_follow(fsdp_nccl_transport *transport,
@@ -351,11 +365,13 @@ fsdp_status fsdp_nccl_priv_follow(fsdp_nccl_transport *transport,
       case FSDP_NCCL_AS_AGREED:
         return FSDP_OK;
       case FSDP_NCCL_OTHER_MEMORY:
-        return fail_moved(transport, index, error);
+        FSDP_TRY(meet_moved(transport, index, error));
+        break;
       case FSDP_NCCL_NEW_CALL:
       default:
-        FSDP_TRY(close_and_learn(transport, index, error));
+        break;
     }
+    FSDP_TRY(close_and_learn(transport, index, error));
   }
   FSDP_TRY(fsdp_nccl_priv_learn(transport, index, &is_due, error));
   if (windows->num_places > MAX_PLACES) {

@@ -45,12 +45,17 @@ done:
   return status;
 }
 
-static fsdp_transport *join_symmetric(void) {
-  const fsdp_nccl_options options = symmetric_options();
+static fsdp_transport *join_for(int64_t init_timeout_ms) {
+  fsdp_nccl_options options = symmetric_options();
+  options.init_timeout_ms = init_timeout_ms;
   fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
   CHECK_OK(fsdp_nccl_offer(transport, nccl_fixture_memory, 256, NULL));
   CHECK_OK(fsdp_nccl_offer(transport, nccl_fixture_memory + 512, 64, NULL));
   return transport;
+}
+
+static fsdp_transport *join_symmetric(void) {
+  return join_for(60000);
 }
 
 TEST(test_windows_open_after_some_steps) {
@@ -258,8 +263,9 @@ TEST(test_new_order_closes_windows) {
               "window_end 0 +0; window_end 0 +512; "
               "all_gather 0 u8 16 +0 +0 s1");
   check_windows(transport,
-                "gathers: no symmetric windows, the order of the collectives "
-                "has changed, it is watched anew; reductions: no symmetric "
+                "gathers: no symmetric windows, the order or memory of "
+                "the collectives has changed, they are watched anew; "
+                "reductions: no symmetric "
                 "windows, the first steps are watched");
   let_peer_meet("p/windows/gathers/2/places/met");
   let_peer_meet("p/windows/gathers/2/registered/met");
@@ -289,10 +295,10 @@ TEST(test_closing_waits_for_the_device) {
   nccl_fixture_leave(transport);
 }
 
-/* A known collective on other memory: this rank alone knows, so it must not
- * launch. */
+/* A known collective on other memory, on this rank alone: it must not launch.
+ */
 TEST(test_other_memory_ends_the_transport) {
-  fsdp_transport *transport = join_symmetric();
+  fsdp_transport *transport = join_for(100);
   const fsdp_call call =
       nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, "all_gather of unit 'b'");
   char *memory = nccl_fixture_memory;
@@ -314,6 +320,31 @@ TEST(test_other_memory_ends_the_transport) {
   nccl_fixture_leave(transport);
 }
 
+/* On all ranks: the windows close, and open later. */
+TEST(test_other_memory_of_all_ranks) {
+  fsdp_transport *transport = join_symmetric();
+  const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, "b");
+  char *memory = nccl_fixture_memory;
+  let_peer_agree();
+  let_peer_meet("p/windows/gathers/2/moved/met");
+  let_peer_meet("p/windows/gathers/3/places/met");
+  let_peer_meet("p/windows/gathers/3/registered/met");
+  for (int i = 0; i < 9 + 16; i++) {
+    char *data = memory + (i < 9 ? 0 : 512);
+    if (i == 9) CHECK_I64(nccl_fake_num_windows(), 1);
+    if (i == 9) nccl_fake_clear_tape();
+    CHECK_OK(transport->ops->all_gather(transport, &call, data, data, 4,
+                                        NCCL_F32, NULL, NULL));
+    if (i == 9) {
+      CHECK_LINES(nccl_fake_tape(),
+                  "window_end 0 +0; all_gather 0 u8 16 +512 +512 s1");
+    }
+  }
+  CHECK_I64(nccl_fake_num_windows(), 1);
+  CHECK_HAS(nccl_fake_tape(), "window 0 +512 64");
+  nccl_fixture_leave(transport);
+}
+
 /* Units of one name: their numbers tell them apart. */
 TEST(test_units_of_one_name) {
   fsdp_transport *transport = join_symmetric();
@@ -332,7 +363,7 @@ TEST(test_units_of_one_name) {
 
 /* Also where the input alone has moved. */
 TEST(test_other_input_ends_the_transport) {
-  fsdp_transport *transport = join_symmetric();
+  fsdp_transport *transport = join_for(100);
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, "b");
   char *memory = nccl_fixture_memory;
   let_peer_agree();
@@ -348,7 +379,7 @@ TEST(test_other_input_ends_the_transport) {
 
 /* A block that is freed takes its windows with it, and only these. */
 TEST(test_withdrawn_block) {
-  fsdp_transport *transport = join_symmetric();
+  fsdp_transport *transport = join_for(100);
   let_peer_agree();
   CHECK_OK(run(transport, 9, true, NULL));
   CHECK_I64(nccl_fake_num_windows(), 3);

@@ -165,7 +165,10 @@ FAULTS = (
     nccl_fault(
         "a collective is launched beside the window that was agreed",
         "fsdp_nccl_priv_follow",
-        ("return fail_moved(", "return MUTANT ? FSDP_OK : fail_moved("),
+        (
+            "FSDP_TRY(meet_moved(transport, index, error));",
+            "if (MUTANT) return FSDP_OK; OLD",
+        ),
     ),
     nccl_fault(
         "windows end under a collective",

@@ -143,3 +143,23 @@ def test_rank_without_symmetric_memory(rank: int) -> None:
         run("1", rank, check)
     finally:
         fake.run_out_of_memory(False)
+
+
+@distributed(world_size=2, device="sim")
+def test_models_in_turn(rank: int) -> None:
+    """Equal models over one group have memory of their own."""
+    fake = Fake()
+    before = fake.num_in_windows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "1")
+        group = dist.new_group()
+        for _ in range(2):
+            train(make(group), 11, rank)
+        first = make(group)
+        second = make(group)
+        for _ in range(11):  # beside each other
+            train(first, 1, rank)
+            train(second, 1, rank)
+        del first, second
+        dist.destroy_process_group(group)
+    assert fake.num_in_windows > before

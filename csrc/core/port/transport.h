@@ -48,8 +48,8 @@ typedef struct fsdp_call {
   fsdp_channel channel;
   void *stream;      /* the device's; NULL on a host transport */
   const char *label; /* unit and operation, for errors; copied; may be NULL */
-  int64_t unit;      /* names need not differ, numbers do: from 1, the same on
-                        all ranks; 0: of no unit */
+  int64_t unit;      /* its number in the process, from 1; 0: of no unit. Names
+                        need not differ, also those of units of several models */
   void *scratch;     /* of reduce_scatter: fsdp_scratch_numel(); NULL: none */
 } fsdp_call;
 

@@ -21,7 +21,7 @@ fsdp_status fsdp_engine_priv_open_launch(const fsdp_unit *unit, fsdp_lane lane,
       .channel =
           lane == FSDP_LANE_UNSHARD ? FSDP_CHANNEL_GATHER : FSDP_CHANNEL_REDUCE,
       .stream = ops->stream == NULL ? NULL : ops->stream(ops->context, lane),
-      .unit = unit->index + 1,
+      .unit = unit->number,
   };
   if (group->transport->ops->reads_labels) {
     launch->call.label = launch->label;
