@@ -47,6 +47,15 @@ bool fsdp_nccl_priv_lock_to_leave(fsdp_nccl_transport *transport,
   return is_free;
 }
 
+void fsdp_nccl_priv_set_meeting(fsdp_nccl_transport *transport,
+                                fsdp_channel index, bool is_meeting) {
+  fsdp_nccl_channel *channel = &transport->channels[index];
+  (void)pthread_mutex_lock(&transport->lock);
+  channel->is_meeting = is_meeting;
+  channel->busy_since_ms = fsdp_nccl_priv_now_ms();
+  (void)pthread_mutex_unlock(&transport->lock);
+}
+
 void fsdp_nccl_priv_unlock_channel(fsdp_nccl_transport *transport,
                                    fsdp_channel index) {
   (void)pthread_mutex_lock(&transport->lock);

@@ -7,12 +7,14 @@
 
 #include "nccl/nccl_priv.h"
 
-/* How long one request for the id waits in the store: another thread may need
- * the same connection. */
-enum {
-  ID_SLICE_MS = 500,
-  MORE_MS = 1000 /* so that the errand's own error comes first */
-};
+enum { MORE_MS = 1000 /* so that the errand's own error comes first */ };
+
+/* What rank 0 writes; the last byte is written only where rank 0 wants
+ * symmetric windows, and then all ranks try to have them. */
+typedef struct id_record {
+  fsdp_nccl_id id;
+  char wants_windows;
+} id_record;
 
 static const char ID_STAGE[] = "the exchange of a communicator's id";
 static const char INIT_STAGE[] = "ncclCommInitRankConfig";
@@ -36,41 +38,28 @@ static fsdp_status fail_id(fsdp_nccl_transport *transport, fsdp_error *cause,
   return fsdp_nccl_priv_fail(transport, cause, error);
 }
 
-/* Waits for the id in slices, as long as the transport is healthy. */
+/* Waits for the id, as long as the transport is healthy. */
 static fsdp_status read_id(fsdp_nccl_transport *transport, const char *key,
-                           int64_t deadline_ms, fsdp_nccl_id *id,
-                           fsdp_error *cause) {
-  const fsdp_store *store = &transport->store;
-  for (;;) {
-    int64_t nbytes = sizeof id->internal;
-    const int64_t begin_ms = fsdp_nccl_priv_now_ms();
-    int64_t slice_ms = deadline_ms - begin_ms;
-    if (slice_ms > ID_SLICE_MS) slice_ms = ID_SLICE_MS;
-    if (slice_ms < 1) slice_ms = 1;
-    const fsdp_status status =
-        store->get(store->context, key, slice_ms, id->internal,
-                   sizeof id->internal, &nbytes, cause);
-    if (status == FSDP_OK) {
-      if (nbytes == (int64_t)sizeof id->internal) return FSDP_OK;
-      return FSDP_FAIL(cause, FSDP_BACKEND,
-                       "it has %" PRId64 " bytes instead of %d", nbytes,
-                       FSDP_NCCL_ID_NBYTES);
-    }
-    const int64_t now_ms = fsdp_nccl_priv_now_ms();
-    /* A store that fails long before the time limit does not work. */
-    const bool is_broken = now_ms - begin_ms < slice_ms / 2;
-    if (is_broken || now_ms >= deadline_ms ||
-        !fsdp_nccl_priv_is_healthy(transport)) {
-      return status;
-    }
+                           id_record *record, fsdp_error *cause) {
+  const fsdp_store store = fsdp_nccl_priv_store_of(transport);
+  int64_t nbytes = 0;
+  const fsdp_status status =
+      store.get(store.context, key, transport->options.init_timeout_ms, record,
+                sizeof *record, &nbytes, cause);
+  if (status != FSDP_OK || nbytes == FSDP_NCCL_ID_NBYTES ||
+      nbytes == (int64_t)sizeof *record) {
+    return status;
   }
+  return FSDP_FAIL(cause, FSDP_BACKEND,
+                   "it has %" PRId64 " bytes instead of %d or %zu", nbytes,
+                   FSDP_NCCL_ID_NBYTES, sizeof *record);
 }
 
 /* The id of the channel's communicator: rank 0 makes it, the others read it
  * from the store. */
 static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
-                               fsdp_channel channel, int64_t deadline_ms,
-                               fsdp_nccl_id *id, fsdp_error *error) {
+                               fsdp_channel channel, id_record *record,
+                               fsdp_error *error) {
   const fsdp_store *store = &transport->store;
   char key[FSDP_NCCL_KEY_NBYTES];
   fsdp_error cause = {0};
@@ -79,39 +68,55 @@ static fsdp_status agree_on_id(fsdp_nccl_transport *transport,
   (void)snprintf(key, sizeof key, "%s/id/%s", transport->options.prefix,
                  channel_key(channel));
   if (transport->rank == 0) {
-    const int result = transport->api.get_unique_id(id);
+    const int result = transport->api.get_unique_id(&record->id);
     if (result != FSDP_NCCL_SUCCESS) {
       return fsdp_nccl_priv_fail_result(transport, channel, "ncclGetUniqueId",
                                         result, error);
     }
-    status = store->set(store->context, key, id->internal, sizeof id->internal,
+    record->wants_windows = transport->can_have_windows ? 1 : 0;
+    status = store->set(store->context, key, record,
+                        record->wants_windows != 0 ? (int64_t)sizeof *record
+                                                   : FSDP_NCCL_ID_NBYTES,
                         &cause);
   } else {
-    status = read_id(transport, key, deadline_ms, id, &cause);
+    status = read_id(transport, key, record, &cause);
   }
   if (status == FSDP_OK) return FSDP_OK;
   return fail_id(transport, &cause, key, error);
 }
 
 /* Blocks until all ranks have come. Returns NCCL's result. */
-static int make_comm(fsdp_nccl_transport *transport, const fsdp_nccl_id *id,
+static int make_comm(fsdp_nccl_transport *transport, const id_record *record,
                      fsdp_nccl_comm **comm) {
   const fsdp_nccl_api *api = &transport->api;
   const fsdp_nccl_tuning *tuning = &transport->options.tuning;
   int64_t pause_us = 0;
+  /* With windows, gathers that copy engines can make need no SM. */
+  const bool has_no_ctas = record->wants_windows != 0 &&
+                           transport->version >= FSDP_NCCL_CTA_ZERO_VERSION;
   fsdp_nccl_config config = {
-      .nbytes = sizeof config,
+      .nbytes =
+          has_no_ctas ? sizeof config : offsetof(fsdp_nccl_config, comm_name),
       .magic = FSDP_NCCL_CONFIG_MAGIC,
-      .version = FSDP_NCCL_OLDEST_VERSION,
+      .version =
+          has_no_ctas ? FSDP_NCCL_CTA_ZERO_VERSION : FSDP_NCCL_OLDEST_VERSION,
       .blocking = 1,
       .cga_cluster_size = tuning->cga_cluster_size,
       .min_ctas = tuning->min_ctas,
       .max_ctas = tuning->max_ctas,
       .net_name = tuning->net_name,
       .split_share = tuning->split_share,
+      .traffic_class = FSDP_NCCL_CONFIG_UNDEFINED,
+      .collnet_enable = FSDP_NCCL_CONFIG_UNDEFINED,
+      .cta_policy = FSDP_NCCL_CTA_ZERO,
+      .shrink_share = FSDP_NCCL_CONFIG_UNDEFINED,
+      .nvls_ctas = FSDP_NCCL_CONFIG_UNDEFINED,
+      .channels_per_net_peer = FSDP_NCCL_CONFIG_UNDEFINED,
+      .nvlink_centric_sched = FSDP_NCCL_CONFIG_UNDEFINED,
   };
-  int result = api->comm_init_rank_config(comm, (int)transport->world_size, *id,
-                                          (int)transport->rank, &config);
+  int result =
+      api->comm_init_rank_config(comm, (int)transport->world_size, record->id,
+                                 (int)transport->rank, &config);
   /* Only where NCCL_COMM_BLOCKING=0 overrides the configuration. */
   while (result == FSDP_NCCL_IN_PROGRESS &&
          fsdp_nccl_priv_is_healthy(transport)) {
@@ -155,18 +160,19 @@ static bool hand_over(fsdp_nccl_transport *transport,
 static void connect_channel(fsdp_nccl_transport *transport,
                             fsdp_channel index) {
   fsdp_nccl_channel *channel = &transport->channels[index];
-  const int64_t deadline_ms =
-      fsdp_nccl_priv_now_ms() + transport->options.init_timeout_ms;
-  fsdp_nccl_id id = {{0}};
+  id_record record = {.wants_windows = 0};
   fsdp_nccl_comm *comm = NULL;
-  if (agree_on_id(transport, index, deadline_ms, &id, NULL) != FSDP_OK) {
+  if (agree_on_id(transport, index, &record, NULL) != FSDP_OK) {
     return; /* the transport has failed: the caller returns */
   }
   set_stage(transport, index, INIT_STAGE);
-  const int result = make_comm(transport, &id, &comm);
+  const int result = make_comm(transport, &record, &comm);
   if (result != FSDP_NCCL_SUCCESS && comm != NULL) {
     (void)transport->api.comm_abort(comm); /* the first result is the error */
     comm = NULL;
+  }
+  if (result == FSDP_NCCL_SUCCESS && record.wants_windows != 0) {
+    fsdp_nccl_priv_want_windows(transport, index);
   }
   if (!hand_over(transport, channel, comm, result) && comm != NULL) {
     (void)transport->api.comm_abort(comm); /* too late */
@@ -190,14 +196,6 @@ static bool wait_until_made(fsdp_nccl_transport *transport,
   channel->comm_in_use = channel->comm;
   (void)pthread_mutex_unlock(&transport->lock);
   return is_made;
-}
-
-static void set_connecting(fsdp_nccl_transport *transport,
-                           fsdp_nccl_channel *channel, bool is_connecting) {
-  (void)pthread_mutex_lock(&transport->lock);
-  channel->is_connecting = is_connecting;
-  channel->busy_since_ms = fsdp_nccl_priv_now_ms();
-  (void)pthread_mutex_unlock(&transport->lock);
 }
 
 static fsdp_status connect_until(fsdp_nccl_transport *transport,
@@ -233,13 +231,12 @@ static fsdp_status connect_until(fsdp_nccl_transport *transport,
 
 fsdp_status fsdp_nccl_priv_connect(fsdp_nccl_transport *transport,
                                    fsdp_channel index, fsdp_error *error) {
-  fsdp_nccl_channel *channel = &transport->channels[index];
   const int64_t deadline_ms =
       fsdp_nccl_priv_now_ms() + transport->options.init_timeout_ms + MORE_MS;
-  set_connecting(transport, channel, true);
+  fsdp_nccl_priv_set_meeting(transport, index, true);
   const fsdp_status status =
       connect_until(transport, index, deadline_ms, error);
-  set_connecting(transport, channel, false);
+  fsdp_nccl_priv_set_meeting(transport, index, false);
   if (status != FSDP_OK) return status;
   fsdp_nccl_priv_order_launches(transport);
   fsdp_nccl_priv_register_all(transport, index);

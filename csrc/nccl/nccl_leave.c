@@ -5,32 +5,6 @@
 
 enum { CLAIM_MS = 200, ABORT_MS = 3000 };
 
-/* Whether the time to leave is over: the waiting thread aborts now. */
-static bool is_too_late(fsdp_nccl_transport *transport) {
-  (void)pthread_mutex_lock(&transport->lock);
-  const bool is_aborting = transport->is_aborting;
-  (void)pthread_mutex_unlock(&transport->lock);
-  return is_aborting;
-}
-
-/* Whether everything in flight on the channel was done by `deadline_ms`. */
-static bool drain(fsdp_nccl_transport *transport, fsdp_channel channel,
-                  int64_t deadline_ms) {
-  fsdp_nccl_operation oldest;
-  int64_t pause_us = 0;
-  for (;;) {
-    if (fsdp_nccl_priv_retire(transport, channel, FSDP_NCCL_MAX_OUTSTANDING,
-                              NULL) != FSDP_OK) {
-      return false;
-    }
-    if (!fsdp_nccl_priv_oldest(transport, channel, &oldest)) {
-      return !is_too_late(transport);
-    }
-    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
-    fsdp_nccl_priv_pause(&pause_us);
-  }
-}
-
 /* Whether NCCL finalized `comm`. Blocks, unless NCCL_COMM_BLOCKING=0. */
 static bool flush(const fsdp_nccl_transport *transport, fsdp_nccl_comm *comm,
                   int64_t deadline_ms) {
@@ -67,6 +41,7 @@ static void leave_channel(fsdp_nccl_transport *transport, fsdp_channel index,
   fsdp_nccl_comm *comm = channel->comm_in_use;
   if (comm != NULL) {
     fsdp_nccl_priv_deregister_all(transport, index);
+    fsdp_nccl_priv_close_windows(transport, index);
     /* The results do not matter any more. */
     if (flush(transport, comm, deadline_ms) &&
         take_comm(transport, channel) == comm) {
@@ -89,7 +64,7 @@ static void leave_idle(fsdp_nccl_transport *transport, fsdp_channel unused) {
       fsdp_nccl_priv_now_ms() + transport->options.leave_ms;
   (void)unused;
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
-    if (!drain(transport, (fsdp_channel)i, deadline_ms)) return;
+    if (!fsdp_nccl_priv_drain(transport, (fsdp_channel)i, deadline_ms)) return;
   }
   for (int i = 0; i < FSDP_NUM_CHANNELS; i++) {
     leave_channel(transport, (fsdp_channel)i, deadline_ms);

@@ -96,6 +96,31 @@ bool fsdp_nccl_priv_oldest(fsdp_nccl_transport *transport, fsdp_channel index,
   return is_any;
 }
 
+/* Whether the communicators are being aborted, and nothing in flight counts. */
+static bool is_aborting(fsdp_nccl_transport *transport) {
+  (void)pthread_mutex_lock(&transport->lock);
+  const bool is_over =
+      transport->is_aborting || transport->phase == FSDP_NCCL_FAILING;
+  (void)pthread_mutex_unlock(&transport->lock);
+  return is_over;
+}
+
+bool fsdp_nccl_priv_drain(fsdp_nccl_transport *transport, fsdp_channel index,
+                          int64_t deadline_ms) {
+  fsdp_nccl_operation oldest;
+  int64_t pause_us = 0;
+  for (;;) {
+    if (fsdp_nccl_priv_retire(transport, index, FSDP_NCCL_MAX_OUTSTANDING,
+                              NULL) != FSDP_OK) {
+      return false;
+    }
+    if (is_aborting(transport)) return false;
+    if (!fsdp_nccl_priv_oldest(transport, index, &oldest)) return true;
+    if (fsdp_nccl_priv_now_ms() >= deadline_ms) return false;
+    fsdp_nccl_priv_pause(&pause_us);
+  }
+}
+
 void fsdp_nccl_priv_free_events(fsdp_nccl_transport *transport) {
   const fsdp_nccl_events *events = transport->options.events;
   if (events == NULL) return;

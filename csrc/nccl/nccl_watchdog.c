@@ -109,18 +109,18 @@ static void look_at_operations(fsdp_nccl_transport *transport,
 }
 
 /* Fails the transport if a thread is inside NCCL for too long. A thread that
- * waits for a new communicator has a limit of its own. */
+ * waits for the other ranks has a limit of its own. */
 static void look_at_thread(fsdp_nccl_transport *transport, fsdp_channel index) {
   const fsdp_nccl_channel *channel = &transport->channels[index];
   const int64_t timeout_ms = transport->options.timeout_ms;
   (void)pthread_mutex_lock(&transport->lock);
   const bool is_busy = channel->is_busy;
-  const bool is_connecting = channel->is_connecting;
+  const bool is_meeting = channel->is_meeting;
   const int64_t age_ms = fsdp_nccl_priv_now_ms() - channel->busy_since_ms;
   const char *name = channel->last.name;
   (void)pthread_mutex_unlock(&transport->lock);
   if (!is_busy) return;
-  if (!is_connecting && timeout_ms > 0 && age_ms >= timeout_ms) {
+  if (!is_meeting && timeout_ms > 0 && age_ms >= timeout_ms) {
     (void)fsdp_nccl_priv_fail_slow(transport, index,
                                    name == NULL ? "a call of NCCL" : name,
                                    timeout_ms, NULL);

@@ -413,6 +413,9 @@ void fsdp_torch_engine_destroy(fsdp_torch_engine *engine);
 
 /* Bytes that the transports of the engine's groups have reserved. */
 int64_t fsdp_torch_engine_ring_nbytes(fsdp_torch_engine *engine) FSDP_NOEXCEPT;
+/* Bytes of the blocks that are in symmetric memory of NCCL. */
+int64_t fsdp_torch_engine_symmetric_nbytes(fsdp_torch_engine *engine)
+    FSDP_NOEXCEPT;
 /* Borrowed. */
 fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 

@@ -94,6 +94,11 @@ void Engine::publish_abort_reason(const std::string &reason) noexcept {
 
 }  // namespace fsdp_torch
 
+extern "C" int64_t fsdp_torch_engine_symmetric_nbytes(
+    fsdp_torch_engine *engine) noexcept {
+  return engine->self->provider.symmetric_nbytes();
+}
+
 extern "C" int64_t fsdp_torch_engine_ring_nbytes(
     fsdp_torch_engine *engine) noexcept {
   int64_t nbytes = 0;

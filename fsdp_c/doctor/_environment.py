@@ -49,6 +49,12 @@ SWITCHES = (
         "1: register the arena's blocks with NCCL, for zero-copy collectives",
     ),
     Switch(
+        "FSDP_C_NCCL_SYMMETRIC",
+        "0",
+        "1: the arena's blocks become NCCL's symmetric windows where all ranks use "
+        "them alike (2.27 and newer, NVLink); rank 0's value counts",
+    ),
+    Switch(
         "FSDP_C_POST_MORTEM_SECONDS",
         "5",
         "how long a rank whose collective failed waits for what the others say",

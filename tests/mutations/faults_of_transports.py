@@ -80,7 +80,7 @@ FAULTS = (
     nccl_fault(
         "a thread that is stuck in a launch is not looked at",
         "look_at_thread",
-        never("!is_connecting && timeout_ms > 0 && age_ms >= timeout_ms"),
+        never("!is_meeting && timeout_ms > 0 && age_ms >= timeout_ms"),
     ),
     nccl_fault(
         "the end of the process leaves no group",
@@ -121,7 +121,7 @@ FAULTS = (
         "both communicators are made at once",
         "fsdp_nccl_priv_connect",
         before(
-            "set_connecting(transport, channel, true);",
+            "fsdp_nccl_priv_set_meeting(transport, index, true);",
             "if (MUTANT && index == 0 && transport->channels[1].comm == NULL)"
             " (void)!connect_until(transport, FSDP_CHANNEL_REDUCE, deadline_ms, NULL);",
         ),
@@ -143,7 +143,94 @@ FAULTS = (
         "fsdp_nccl_meeting_arrive",
         ("if (num_refused == 0)", "if (num_refused == 0 || MUTANT)"),
     ),
+    # NCCL: symmetric windows.
+    nccl_fault(
+        "windows open over memory that moved",
+        "refuse_plan",
+        ("plan->num_moved > 0", "!MUTANT && plan->num_moved > 0"),
+    ),
+    nccl_fault(
+        "windows open over memory unlike rank 0's",
+        "refuse_difference",
+        ("memcmp(mine, first, sizeof *mine) == 0", "(MUTANT || OLD)"),
+    ),
+    nccl_fault(
+        "a rank keeps the failure of a window to itself",
+        "agree_on_windows",
+        ('"registered", refusal,', '"registered", MUTANT ? "" : refusal,'),
+    ),
+    nccl_fault(
+        "a rank registers no window behind one that failed",
+        "register_windows",
+        (
+            "i < channel->windows.num_open",
+            "OLD && !(MUTANT && refusal[0] != 0)",
+        ),
+    ),
+    nccl_fault(
+        "a collective is launched beside the window that was agreed",
+        "fsdp_nccl_priv_follow",
+        (
+            "FSDP_TRY(meet_moved(transport, index, error));",
+            "if (MUTANT) return FSDP_OK; OLD",
+        ),
+    ),
+    nccl_fault(
+        "windows end under a collective",
+        "close_and_learn",
+        ("if (!fsdp_nccl_priv_drain(", "if (!MUTANT && !fsdp_nccl_priv_drain("),
+    ),
+    nccl_fault(
+        "windows stay open in another order",
+        "fsdp_nccl_priv_compare",
+        (
+            "return FSDP_NCCL_NEW_CALL",
+            "return MUTANT ? FSDP_NCCL_AS_AGREED : FSDP_NCCL_NEW_CALL",
+        ),
+    ),
+    nccl_fault(
+        "two launches in either order are one to the windows",
+        "fold_number",
+        (
+            "hash * UINT64_C(0x9e3779b97f4a7c15) + value",
+            "MUTANT ? (hash ^ value) * UINT64_C(0x9e3779b97f4a7c15) : OLD",
+        ),
+    ),
+    nccl_fault(
+        "units of one name are one to the windows",
+        "hash_launch",
+        ("(uint64_t)channel->unit", "MUTANT ? 0 : (uint64_t)channel->unit"),
+    ),
+    nccl_fault(
+        "a freed block keeps its windows",
+        "forget_block",
+        ("deregister(transport, index, each)", "if (!MUTANT) OLD"),
+    ),
+    nccl_fault(
+        "a freed block still counts for windows",
+        "forget_block",
+        ("each->num_same = 0", "if (!MUTANT) each->num_same = 0"),
+    ),
+    nccl_fault(
+        "a rank wants windows that rank 0 does not",
+        "connect_channel",
+        (
+            "record.wants_windows != 0",
+            "(MUTANT ? transport->can_have_windows : record.wants_windows != 0)",
+        ),
+    ),
+    nccl_fault(
+        "windows outlive their communicator",
+        "leave_channel",
+        skip("fsdp_nccl_priv_close_windows(transport, index)"),
+    ),
     # The bridge on a device.
+    bridge_fault(
+        "symmetric memory is not offered as windows",
+        "Provider::allocate",
+        ("nbytes, is_symmetric)", "nbytes, is_symmetric && !MUTANT)"),
+        "simdevice/test_symmetric.py",
+    ),
     bridge_fault(
         "gloo on a device copies on the host",
         "group_from",

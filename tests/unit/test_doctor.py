@@ -34,7 +34,7 @@ HEALTHY = Machine(
 
 # How a name is read: as a literal, or as a constant that holds it.
 _LITERAL = re.compile(
-    r'(?:getenv|environ(?:\.get|\.setdefault)?|switch|is_switched_off|find_compiler)\s*[(\[]\s*"(\w+)"'
+    r'(?:getenv|environ(?:\.get|\.setdefault)?|switch|is_switched_off|is_switched_on|find_compiler)\s*[(\[]\s*"(\w+)"'
 )
 _CONSTANT = re.compile(r"environ(?:\.get)?[(\[]\s*([A-Z_]+)\b")
 
@@ -188,6 +188,17 @@ def test_what_carries_nccl_groups(
     has_nccl: bool, env: dict[str, str], start: str
 ) -> None:
     assert _value("nccl", has_nccl=has_nccl, env=env).startswith(start)
+
+
+def test_symmetric_windows() -> None:
+    env = {"FSDP_C_NCCL_SYMMETRIC": "1"}
+    name = "symmetric windows"
+    value = _value(name, has_nccl=True, env=env)
+    assert value.startswith("tried, because of FSDP_C_NCCL_SYMMETRIC=1; not run on a")
+    parts = {**PARTS, "nccl_version": "2.26.5"}
+    value = _value(name, has_nccl=True, env=env, parts=parts)
+    assert value == "none: NCCL 2.26.5 has none"
+    assert name not in {row.name for row in doctor.rows(HEALTHY)}
 
 
 def test_which_libnccl() -> None:

@@ -189,7 +189,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
       fsdp_engine_priv_begin(engine, FSDP_TIMELINE_ALL_GATHER);
   const bool is_custom = (unit->settings.custom & FSDP_CUSTOM_ALL_GATHER) != 0;
   int64_t nbytes = 0;
-  fsdp_status status = fsdp_engine_priv_open_launch(engine, FSDP_LANE_UNSHARD,
+  fsdp_status status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_UNSHARD,
                                                     group, &launch, error);
   for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];

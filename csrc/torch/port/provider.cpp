@@ -67,25 +67,43 @@ at::Tensor Provider::host_view(void *data, int64_t nbytes) {
 // back stays in that stream's cache, of no use to the user's tensors, until the
 // cache is emptied (Note [Memory that blocks leave] in arena.h).
 void *Provider::allocate(int64_t nbytes) {
-  c10::DataPtr data;
-  if (has_streams_) {
-    const c10::StreamGuard guard(streams_[FSDP_LANE_COMPUTE]);
-    data = c10::GetAllocator(device_.type())
-               ->allocate(static_cast<size_t>(nbytes));
+  Block made;
+  if (!has_streams_) {
+    made.data = make_host_memory(static_cast<size_t>(nbytes));
   } else {
-    data = make_host_memory(static_cast<size_t>(nbytes));
-  }
-  void *block = data.get();
-  Block &made = blocks_[block];
-  made.data = std::move(data);
-  if (has_streams_ && groups && registers_blocks()) {
-    for (const Group *group : groups()) {
-      if (!group->transport || !is_nccl(*group->transport)) continue;
-      register_block(*group->transport, block, nbytes);
-      made.registered.push_back(group->transport);
+    const c10::StreamGuard guard(streams_[FSDP_LANE_COMPUTE]);
+    const auto transports = nccl_transports();
+    if (wants_symmetric_memory(transports)) {
+      made.data = make_symmetric_memory(nbytes, device_);
+      if (!made.data) {
+        release_memory();  // torch's allocator may keep what NCCL needs
+        made.data = make_symmetric_memory(nbytes, device_);
+      }
     }
+    const bool is_symmetric = static_cast<bool>(made.data);
+    if (is_symmetric) {
+      made.symmetric_nbytes = nbytes;
+    } else {
+      made.data = c10::GetAllocator(device_.type())
+                      ->allocate(static_cast<size_t>(nbytes));
+    }
+    made.transports =
+        enter_block(transports, made.data.get(), nbytes, is_symmetric);
   }
+  void *block = made.data.get();
+  symmetric_nbytes_ += made.symmetric_nbytes;
+  blocks_[block] = std::move(made);
   return block;
+}
+
+std::vector<std::shared_ptr<fsdp_transport>> Provider::nccl_transports() const {
+  std::vector<std::shared_ptr<fsdp_transport>> found;
+  if (!groups) return found;
+  for (const Group *group : groups()) {
+    if (!group->transport || !is_nccl(*group->transport)) continue;
+    found.push_back(group->transport);
+  }
+  return found;
 }
 
 void Provider::free_block(void *block, fsdp_event *last_use) {
@@ -96,9 +114,11 @@ void Provider::free_block(void *block, fsdp_event *last_use) {
       last_use->event->synchronize();
     }
   }
-  for (const auto &transport : blocks_.at(block).registered) {
-    deregister_block(*transport, block);
+  const Block &freed = blocks_.at(block);
+  for (const auto &transport : freed.transports) {
+    leave_block(*transport, block);
   }
+  symmetric_nbytes_ -= freed.symmetric_nbytes;
   blocks_.erase(block);
 }
 

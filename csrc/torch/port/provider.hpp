@@ -101,6 +101,9 @@ class Provider {
   // known.
   std::vector<int64_t> take_marks() noexcept;
 
+  // Bytes of blocks in symmetric memory, which torch's allocator does not know.
+  int64_t symmetric_nbytes() const { return symmetric_nbytes_; }
+
   bool has_streams() const { return has_streams_; }
   // The stream of a lane as the device's own handle.
   void *native_stream(fsdp_lane lane) const;
@@ -133,6 +136,8 @@ class Provider {
                      const std::string &operation) const;
 
   c10::Stream stream_of(fsdp_lane lane) const;
+  // Of the groups; each once.
+  std::vector<std::shared_ptr<fsdp_transport>> nccl_transports() const;
 
   c10::Device device_;
   struct Marks;
@@ -145,9 +150,11 @@ class Provider {
   // A block of the arena, and the transports that know its memory.
   struct Block {
     c10::DataPtr data;
-    std::vector<std::shared_ptr<fsdp_transport>> registered;
+    std::vector<std::shared_ptr<fsdp_transport>> transports;
+    int64_t symmetric_nbytes = 0;  // all or nothing
   };
   std::unordered_map<void *, Block> blocks_;
+  int64_t symmetric_nbytes_ = 0;
   std::unordered_map<void *, at::Tensor> host_blocks_;
 };
 

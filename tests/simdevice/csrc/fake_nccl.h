@@ -72,6 +72,21 @@ SIM_API int ncclCommRegister(ncclComm_t comm, void *buffer, size_t nbytes,
                              void **handle);
 SIM_API int ncclCommDeregister(ncclComm_t comm, void *handle);
 
+SIM_API int ncclMemAlloc(void **buffer, size_t nbytes);
+SIM_API int ncclMemFree(void *buffer);
+SIM_API int ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t nbytes,
+                                   void **handle, int flags);
+SIM_API int ncclCommWindowDeregister(ncclComm_t comm, void *handle);
+
+/* For tests: windows that are registered now, collectives of this process in
+ * windows so far, and a digest of their places, the same on all ranks. */
+SIM_API long long sim_nccl_num_windows(void);
+SIM_API long long sim_nccl_num_in_windows(void);
+SIM_API unsigned long long sim_nccl_places(void);
+/* Blocks of ncclMemAlloc that live; whether there are no more. */
+SIM_API long long sim_nccl_num_blocks(void);
+SIM_API void sim_nccl_run_out_of_memory(bool is_out);
+
 /* For tests: launches of this process so far (a group counts once), and buffers
  * that are registered now. */
 SIM_API long long sim_nccl_num_launches(void);
@@ -103,6 +118,8 @@ void fake_count(long long *counter, long long change);
 long long fake_read_counter(const long long *counter);
 void fake_release(struct comm *comm);
 void fake_fail(struct comm *comm, int result, const char *message);
+/* Notes in which window a collective's buffer is. */
+void fake_note_place(const struct comm *comm, const void *buffer);
 void fake_enter(struct comm *comm, const char *call);
 void fake_leave(struct comm *comm);
 bool fake_is_aborted(struct comm *comm);

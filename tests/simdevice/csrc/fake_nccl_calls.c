@@ -154,6 +154,7 @@ static int collect(struct comm *comm, const operation *op, void *stream) {
 
 static int add(struct comm *comm, const operation *op, void *stream) {
   fake_enter(comm, "a collective");
+  fake_note_place(comm, op->kind == ALL_GATHER ? op->receive : op->send);
   const int result = collect(comm, op, stream);
   fake_leave(comm);
   return result;
