@@ -111,8 +111,10 @@ def wants_hip() -> bool:
 
     It needs torch's HIP runtime: a second one in the process has other streams.
     """
-    hipcc = KERNELS["find_hipcc"]()
     wanted = torch.version.hip
+    if wanted is None and not switch("FSDP_C_HIP"):
+        return False
+    hipcc = KERNELS["find_hipcc"]()
     found = "" if hipcc is None else KERNELS["hip_version"](hipcc)
     is_same = wanted is not None and wanted.split(".")[0] == found.split(".")[0]
     if os.environ.get("FSDP_C_HIP", "") == "":

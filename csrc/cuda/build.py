@@ -148,7 +148,7 @@ def build(
     """Build the library ``output`` with objects in ``folder``.
 
     Raises:
-        FileNotFoundError: There is no nvcc, or no hipcc.
+        FileNotFoundError: There is no nvcc or hipcc, or none that knows a GPU.
         subprocess.CalledProcessError: A compiler failed; it said why.
     """
     compiler = find_hipcc() if hip else find_nvcc()
@@ -162,6 +162,11 @@ def build(
     output.parent.mkdir(parents=True, exist_ok=True)
     if hip:
         named = archs or hip_architectures(compiler)
+        if not named:
+            raise FileNotFoundError(
+                f"{compiler} knows none of {', '.join(HIP_ARCHITECTURES)}: name one "
+                "with --arch or PYTORCH_ROCM_ARCH"
+            )
         steps = hip_commands(compiler, output, folder, named)
     else:
         numbers = [int(arch) for arch in archs or architectures(compiler)]

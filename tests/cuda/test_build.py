@@ -87,11 +87,16 @@ def fake_hipcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_what_a_hipcc_tells(fake_hipcc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hipcc_tells(
+    fake_hipcc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its version; which architectures it knows, unless the user chooses."""
     assert BUILD["find_hipcc"]() == fake_hipcc
     assert BUILD["hip_version"](fake_hipcc) == "6.4.43484"
     assert BUILD["hip_architectures"](fake_hipcc) == ["gfx90a", "gfx942"]
+    monkeypatch.setitem(BUILD["build"].__globals__, "HIP_ARCHITECTURES", ("gfx1",))
+    with pytest.raises(FileNotFoundError, match="knows none of gfx1: name one with"):
+        BUILD["build"](tmp_path / "x.so", tmp_path, hip=True)
     monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx1100;gfx1101")
     assert BUILD["hip_architectures"](fake_hipcc) == ["gfx1100", "gfx1101"]
 
