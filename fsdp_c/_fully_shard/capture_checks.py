@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from fsdp_c._fully_shard.either import engines_in, units_in
 from fsdp_c._fully_shard.offload import is_offloading
+from fsdp_c._torch_compat import local_tensor
 
 
 def check_model(model: nn.Module) -> None:
@@ -95,9 +96,9 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def memory_of(model: nn.Module) -> list[int]:
+def memory_of(params: list[nn.Parameter]) -> list[int]:
     """Return the addresses of the parameters' memory on this rank."""
     return [
-        (param.to_local() if isinstance(param, DTensor) else param).data_ptr()
-        for param in model.parameters()
+        (local_tensor(param) if isinstance(param, DTensor) else param).data_ptr()
+        for param in params
     ]

@@ -9,6 +9,7 @@ units at rest and no gradients. Parameters and the optimizer's state change in t
 memory, which the graph knows by address.
 """
 
+import contextlib
 import gc
 import sys
 import weakref
@@ -122,6 +123,7 @@ class _Graph:
             for leaf in leaves
         ]
         self._engines = engines_in(owner._model)
+        self._params = list(owner._model.parameters())
         self._pinned: list[_native.Engine] = []
         self._graph = self._module.CUDAGraph()
         self._outputs: Any = None
@@ -152,8 +154,11 @@ class _Graph:
                 inputs = tree_unflatten(self._static, self._structure)
                 self._outputs = owner._run(inputs)
                 self._each(_native.Engine.join_lanes)
-            finally:
-                self._graph.capture_end()
+            except BaseException:  # that is the error to see, not the one of the end
+                with contextlib.suppress(RuntimeError):
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
         self._each(_native.Engine.end_capture)
         if (hyperparameters(owner._optimizer), len(owner._optimizer.state)) != before:
             raise RuntimeError(
@@ -192,7 +197,7 @@ class _Graph:
         return (
             hyperparameters(owner._optimizer),
             id(owner._optimizer.state),
-            memory_of(owner._model),
+            memory_of(self._params),
             owner._model.training,
         )
 
@@ -200,7 +205,8 @@ class _Graph:
         """Run the step for these inputs."""
         self._check_facts()
         self._take(leaves, structure)
-        self._owner._clear_gradients()
+        if any(param.grad is not None for param in self._params):
+            self._owner._clear_gradients()
         self._each(_native.Engine.begin_replay)
         self._graph.replay()
         return self._outputs
@@ -278,11 +284,8 @@ def _raise_failure(failure: BaseException | None) -> None:
         )
     if not isinstance(failure, Exception):
         raise failure
-    cause = failure
-    while isinstance(cause.__context__, Exception):  # the end of the capture raises too
-        cause = cause.__context__
     raise RuntimeError(
-        f"the step cannot be captured in a graph: {cause}\nThe model is as it was "
+        f"the step cannot be captured in a graph: {failure}\nThe model is as it was "
         "before this call. Inside a captured step the host must not wait for the "
         "device, nor decide by values that it computes: no .item(), .cpu(), print() "
         "or `if` of a tensor, no tensors of the host"
@@ -317,7 +320,7 @@ def capture_step(
             and dtypes are the same in each call, as are other values. May return
             tensors, on which the next call writes.
         model: A sharded module, of either API, or one that contains some. All its
-            units are on one CUDA device.
+            units are on the current CUDA device.
         optimizer: Steps inside ``train_step``, with ``capturable=True`` where it has
             that option.
         warmup: How many calls run as usual first, >= 1.

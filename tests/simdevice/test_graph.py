@@ -100,31 +100,33 @@ def test_what_a_capture_refuses() -> None:
         graph.capture_begin()
 
 
+def held_nbytes() -> int:
+    native().synchronize()
+    native().empty_cache()
+    return int(native().memory_stats()["held_nbytes"])
+
+
 @sim_test
 def test_memory_of_a_graph() -> None:
+    before = held_nbytes()
     with capture() as graph:
-        x = torch.ones(1000)
+        x = torch.ones(1024)
         address = x.data_ptr()
         y = x * 2
         del x
-        z = torch.full((1000,), 5.0)  # its memory again, behind poison
+        z = torch.full((1024,), 5.0)  # its memory again, behind poison
         assert z.data_ptr() == address
-    stream = torch.Stream("sim")
     del z
-    with stream:
-        others = [torch.empty(1000) for _ in range(10)]
-    assert address not in {other.data_ptr() for other in others}
-    native().synchronize()
     for _ in range(3):
         graph.replay()
         assert set(y.tolist()) == {2}
-    held = native().memory_stats()["held_nbytes"]
-    native().empty_cache()
-    assert native().memory_stats()["held_nbytes"] > held - 4096  # still the graph's
-    del y
+    assert held_nbytes() == before + 2 * 4096  # that of `z` is still the graph's
+    others = [torch.empty(1024) for _ in range(10)]
+    assert address not in {other.data_ptr() for other in others}
+    del y, others
+    assert held_nbytes() == before + 2 * 4096
     graph.reset()
-    native().empty_cache()
-    assert native().memory_stats()["held_nbytes"] <= held - 2 * 4000
+    assert held_nbytes() == before
 
 
 @sim_test
