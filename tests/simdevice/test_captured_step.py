@@ -403,6 +403,9 @@ def test_refusals() -> None:
     step(*batches(1)[0])
     with pytest.raises(RuntimeError, match="Adagrad keeps 'step' of its state on cpu"):
         step(*batches(1)[0])
+    hooked = shard("orig_params", network())
+    hooked.register_comm_hook(None, lambda state, grad, mine: mine.zero_())
+    refused(hooked, "it has communication hooks")
     rows = shard("fully_shard", network())
     rows.unshard()
     with pytest.raises(

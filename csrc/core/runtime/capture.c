@@ -30,6 +30,15 @@ static bool can_capture(const fsdp_group *group) {
          transport->ops->can_capture(transport);
 }
 
+/* What runs Python, or frees memory in its own way, has never been captured. */
+static bool has_foreign_parts(const fsdp_unit *unit) {
+  if (unit->settings.custom != 0 || unit->settings.has_reduce_hook) return true;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    if (unit->segments[i].options.is_extended) return true;
+  }
+  return false;
+}
+
 static fsdp_status check_unit(const fsdp_unit *unit, fsdp_error *error) {
   if (unit->options.offloads) {
     return refuse(unit, "its shards are in host memory",
@@ -37,6 +46,12 @@ static fsdp_status check_unit(const fsdp_unit *unit, fsdp_error *error) {
   }
   if (unit->settings.sync != FSDP_SYNC_REDUCE) {
     return refuse(unit, "it is in no_sync", "leave no_sync first", error);
+  }
+  if (has_foreign_parts(unit)) {
+    return refuse(unit,
+                  "it has communication hooks, custom collectives or "
+                  "parameters with fsdp_pre_all_gather",
+                  "train without capture_step", error);
   }
   if (!can_capture(&unit->options.shard_group) ||
       !can_capture(&unit->options.replica_group) ||
