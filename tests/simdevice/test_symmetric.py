@@ -149,7 +149,6 @@ def test_rank_without_symmetric_memory(rank: int) -> None:
 def test_models_in_turn(rank: int) -> None:
     """Equal models over one group have memory of their own."""
     fake = Fake()
-    before = fake.num_in_windows
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "1")
         group = dist.new_group()
@@ -157,7 +156,8 @@ def test_models_in_turn(rank: int) -> None:
             train(make(group), 11, rank)
         first = make(group)
         second = make(group)
-        for _ in range(11):  # beside each other
+        before = fake.num_in_windows
+        for _ in range(20):  # beside each other
             train(first, 1, rank)
             train(second, 1, rank)
         del first, second
