@@ -55,7 +55,7 @@ static fsdp_transport *join_for(int64_t init_timeout_ms) {
 }
 
 static fsdp_transport *join_symmetric(void) {
-  return join_for(60000);
+  return join_for(10000);
 }
 
 TEST(test_windows_open_after_some_steps) {

@@ -90,7 +90,7 @@ static void run_rank(shared *all, int64_t rank, trouble what) {
   }
   fsdp_nccl_options_init(&options);
   options.prefix = "p";
-  if (what == MOVES) options.init_timeout_ms = 2000;
+  options.init_timeout_ms = what == MOVES ? 2000 : 10000;
   options.timeout_ms = what == FAILING_ALONE ? 1000 : 60000;
   options.grace_ms = 500;
   options.poll_ms = 5;

@@ -146,23 +146,24 @@ def test_rank_without_symmetric_memory(rank: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_models_in_turn(rank: int) -> None:
-    """Equal models over one group have memory of their own."""
+def test_equal_models_over_one_group(rank: int) -> None:
+    """They have memory of their own, beside each other and in turn."""
     fake = Fake()
-    before = fake.num_in_windows
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "1")
         group = dist.new_group()
-        for _ in range(2):
-            train(make(group), 11, rank)
         first = make(group)
         second = make(group)
-        for _ in range(11):  # beside each other
+        before = fake.num_in_windows
+        for _ in range(11):
             train(first, 1, rank)
             train(second, 1, rank)
+        assert fake.num_in_windows > before, windows_of(group)
         del first, second
+        for _ in range(2):
+            train(make(group), 11, rank)
         dist.destroy_process_group(group)
-    assert fake.num_in_windows > before
+    assert fake.num_windows == 0
 
 
 @distributed(world_size=2, device="sim")
