@@ -16,6 +16,7 @@ from pathlib import Path
 import host_instructions
 import host_overhead
 import memory
+import offload
 import pictures
 import state_dict
 import state_dict_worker
@@ -91,7 +92,7 @@ sum.
 {collectives}
 
 {memory}
-{state_dict}"""
+{offload}{state_dict}"""
 
 MEMORY_TEXT = """\
 ## Memory per rank
@@ -129,6 +130,25 @@ frees its buffers on threads of its own.
 {tables}
 """
 
+OFFLOAD_TEXT = """\
+### Activations in host memory, on the simulated accelerator
+
+Made by
+
+    {command}
+
+on {machine}.
+
+The same model with `fully_shard` on 2 ranks of the [simulated
+accelerator](../internals/simdevice.md): what its allocator holds at the peak of forward
+and backward, and what [offload_activations](../guide/offload.md) holds in host memory.
+An accelerator keeps more blocks than a CPU. A GPU has not run this, and the device's
+times mean nothing; `python -m fsdp_c plan` estimates them.
+
+{table}
+
+"""
+
 STATE_DICT_TEXT = """\
 ## State dicts and checkpoints
 
@@ -157,6 +177,7 @@ FILES = (
     "host_instructions.json",
     "train_step.json",
     "memory.json",
+    "offload.json",
     "state_dict.json",
 )
 
@@ -172,6 +193,7 @@ def read_or_run_all(args: argparse.Namespace) -> list[Json]:
         (host_instructions, []),
         (train_step, ["--steps", str(args.steps), *rounds]),
         (memory, []),
+        (offload, []),
         (state_dict, []),
     )
     for file, (benchmark, words) in zip(FILES, benchmarks, strict=True):
@@ -195,6 +217,15 @@ def memory_section(peaks: Json) -> str:
     )
 
 
+def offload_section(ways: Json) -> str:
+    """Return the part of the page on activations in host memory."""
+    return OFFLOAD_TEXT.format(
+        command=ways["command"],
+        machine=environment_line(ways["environment"]),
+        table=offload.render(ways, markdown=True),
+    )
+
+
 def state_dict_section(states: Json) -> str:
     """Return the part of the page on state dicts."""
     return STATE_DICT_TEXT.format(
@@ -209,7 +240,7 @@ def state_dict_section(states: Json) -> str:
 
 def write_markdown(results: list[Json], path: Path) -> None:
     """Write the page."""
-    host, counts, step, peaks, states = results
+    host, counts, step, peaks, ways, states = results
     commands = dict.fromkeys([host["command"], counts["command"], step["command"]])
     tables = "\n\n".join(
         f"{train_step.describe(model)} parameters.\n\n"
@@ -237,6 +268,7 @@ def write_markdown(results: list[Json], path: Path) -> None:
         rounds=step["settings"]["rounds"],
         collectives=train_step.render_collectives(step, markdown=True),
         memory=memory_section(peaks),
+        offload=offload_section(ways),
         state_dict=state_dict_section(states),
     )
     path.write_text(text)
@@ -265,7 +297,7 @@ def main() -> int:
             if not (args.json / name).is_file():
                 parser.error(f"--json {args.json}: {name} is not there")
     results = read_or_run_all(args)
-    _, counts, step, peaks, _ = results
+    _, counts, step, peaks, _, _ = results
     args.out.mkdir(parents=True, exist_ok=True)
     write_markdown(results, args.out / "benchmarks.md")
     pictures.draw_host(counts, args.out / "host.png")
