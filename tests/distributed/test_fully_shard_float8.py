@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from fsdp_c import FSDP, checkpoint, fully_shard, trace
 from fsdp_c.checkpoint._memory import bytes_of
 from helpers.distributed import distributed
-from helpers.groups import device_under_test, groups_destroyed
+from helpers.groups import device_under_test, groups_destroyed, kept_mesh
 from helpers.seeds import generator
 
 ROWS, COLUMNS = 8, 6
@@ -95,6 +95,8 @@ class _Linear(nn.Linear):
 
 
 def _make_model(mesh: DeviceMesh | None = None) -> Any:
+    # Named, because torch remembers meshes of other tests, whose groups are gone.
+    mesh = mesh or kept_mesh((dist.get_world_size(),), ("float8",))
     torch.manual_seed(0)
     model = nn.Sequential(_Linear(), nn.Linear(ROWS, 3))
     for module in model:
@@ -170,7 +172,7 @@ def test_full_state_dict(rank: int, world_size: int) -> None:
 def test_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     """What two ranks save, four load."""
     with groups_destroyed():
-        mesh = DeviceMesh(device_under_test(), [0, 1])
+        mesh = DeviceMesh(device_under_test(), [0, 1], mesh_dim_names=("two",))
         expected = [torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS)]
         if rank < 2:
             model = _make_model(mesh)
