@@ -412,6 +412,12 @@ FAULTS = (
         "simdevice/test_waits.py",
     ),
     bridge_fault(
+        "gradients come on the stream of an older graph that is gone",
+        "hook_accumulators",
+        ("are_accumulators_of(unit, stream)", "MUTANT || OLD"),
+        "simdevice/test_waits.py",
+    ),
+    bridge_fault(
         "a gradient that a user set is not taken over",
         "take_one_grad",
         never("!is_ours"),
