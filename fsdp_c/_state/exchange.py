@@ -33,6 +33,7 @@ from fsdp_c._native import (
     prepare_exchange,
 )
 from fsdp_c._state.parts import ParamPart
+from fsdp_c._units.batches import in_batches
 from fsdp_c._units.device import CPU, backends_of
 from fsdp_c._units.failures import naming_ranks
 
@@ -102,7 +103,13 @@ def exchange(
             device = module.compute_device
             units[module] = _Unit(module._sharded.name, group, device, [])
         units[module].items.append(item)
-    for batch in _batches(list(units.values())):
+    sizes = [unit.size() for unit in units.values()]
+    sized = (
+        (unit, unit[1:3], extra)
+        for unit, (_, extra) in zip(units.values(), sizes, strict=True)
+    )
+    most = max((nbytes for nbytes, _ in sizes), default=0)
+    for batch in in_batches(sized, most):
         first, last = batch[0], batch[-1]
         names = repr(first.name)
         if last is not first:
@@ -112,22 +119,6 @@ def exchange(
         moves = [item.move for item in its_items]
         results = exchange_in(first.group, first.device, moves, label)
         yield from zip(its_items, results, strict=True)
-
-
-def _batches(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
-    """Yield the units in lists of which each is for one exchange."""
-    sizes = [unit.size() for unit in units]
-    most = max((nbytes for nbytes, _ in sizes), default=0)
-    batch: list[_Unit] = []
-    extra = 0
-    for unit, (_, more) in zip(units, sizes, strict=True):
-        if batch and (batch[-1][1:3] != unit[1:3] or extra + more > most):
-            yield batch
-            batch, extra = [], 0
-        batch.append(unit)
-        extra += more
-    if batch:
-        yield batch
 
 
 def exchange_in(

@@ -328,6 +328,15 @@ def test_unshard(rank: int, world_size: int, async_op: bool) -> None:
     both.train(1)
 
 
+class TwoLinears(nn.Module):
+    """What is run of the second one is up to the subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.Linear(4, 4)
+
+
 @pytest.mark.parametrize("async_op", [True, False])
 @distributed(world_size=2)
 def test_unshard_before_the_first_forward(
@@ -335,12 +344,7 @@ def test_unshard_before_the_first_forward(
 ) -> None:
     """The root, which then makes an engine of its own, keeps it, as in torch."""
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.inner = nn.Linear(4, 4)
-
+    class Outer(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(self.first(x), self.inner.weight)
 
@@ -365,12 +369,7 @@ def test_unshard_before_the_first_forward(
 def test_parameters_used_without_forward(rank: int, world_size: int) -> None:
     """unshard() in the forward of another module, whose parameters it uses."""
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.inner = nn.Linear(4, 4)
-
+    class Outer(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             inner: Any = self.inner
             if isinstance(inner, FSDPModule):
