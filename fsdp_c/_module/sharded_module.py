@@ -260,15 +260,8 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             RuntimeError: Inside forward or backward; a parameter was replaced, or is
                 shared with a module outside; LOCAL_STATE_DICT with a device mesh.
         """
-        positional = dict(
-            zip(("destination", "prefix", "keep_vars"), args, strict=False)
-        )
-        return save.save(
-            self,
-            positional.get("destination", destination),
-            positional.get("prefix", prefix),
-            positional.get("keep_vars", keep_vars),
-        )
+        given = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        return save.save(self, *given)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -296,9 +289,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         """
         try:
             return super().load_state_dict(
-                load.with_wrapped_metadata(self, state_dict),
-                strict,
-                assign,
+                load.with_wrapped_metadata(self, state_dict), strict, assign
             )
         finally:
             for module in sharded_modules(self):

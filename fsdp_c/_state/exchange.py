@@ -62,8 +62,6 @@ class Move(NamedTuple):
 
 
 class ExchangeItem(NamedTuple):
-    """A parameter, or one of its states, and its move."""
-
     key: Any  # the caller's
     part: ParamPart
     move: Move
@@ -122,10 +120,7 @@ def exchange(
 
 
 def exchange_in(
-    group: ProcessGroup,
-    device: torch.device,
-    moves: Sequence[Move],
-    label: str,
+    group: ProcessGroup, device: torch.device, moves: Sequence[Move], label: str
 ) -> list[Tensor]:
     """Return what this rank needs of each, in one exchange of ``group``.
 
@@ -176,7 +171,6 @@ def exchange_in(
 
 
 def _new_results(moves: Sequence[Move], numels: list[int]) -> list[Tensor]:
-    """Return host memory for the results of moves without a target."""
     new = [i for i, move in enumerate(moves) if move.target is None]
     return empty_tensors([numels[i] for i in new], [moves[i].dtype for i in new])
 

@@ -80,7 +80,6 @@ class ParallelParams:
         return bool(self.cuts)
 
     def shown(self, param: nn.Parameter) -> nn.Parameter:
-        """Return what forward shows of ``param``."""
         return self._shown.get(param, param)
 
     def stands_for(self, shown: object, param: nn.Parameter) -> bool:

@@ -149,10 +149,7 @@ def _raise_problems(
 
 
 def _find_problems(
-    module: ShardedModule,
-    kind: StateDictType,
-    state_dict: dict[str, Any],
-    prefix: str,
+    module: ShardedModule, kind: StateDictType, state_dict: dict[str, Any], prefix: str
 ) -> list[str]:
     """Return what of ``state_dict`` does not fit the parameters of one unit."""
     given = [
@@ -322,7 +319,6 @@ def _load_slices(
 
 
 def _write(module: ShardedModule, values: dict[str, Any], parts: _Parts) -> None:
-    """Copy values, by name, into the parameters of one unit."""
     if module._sharded.unit.is_summoned:
         values = _whole(module, values, parts)
     for name, value in values.items():

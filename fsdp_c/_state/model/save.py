@@ -52,9 +52,6 @@ _kept: dict[ShardedModule, tuple[dict[str, Any], str]] = {}
 def kind_of(module: ShardedModule) -> StateDictType:
     """Return the kind of state dict that ``module``'s own unit gives and takes.
 
-    Raises:
-        RuntimeError: LOCAL_STATE_DICT with a device mesh.
-
     Source:
         Full state dicts for NO_SHARD: ``_pre_state_dict_hook`` (torch 2.13,
         ``fsdp/_state_dict_utils.py``).
@@ -113,7 +110,6 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
 
 
 def _new_state() -> "OrderedDict[str, Any]":
-    """Return an empty state dict with metadata."""
     state: OrderedDict[str, Any] = OrderedDict()
     cast("Any", state)._metadata = OrderedDict()
     return state
