@@ -47,6 +47,7 @@ def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
     for use in module._sharded.uses:
         segment = unit.slots[use.slot][0]
         view = views[segment]
+        shown: torch.Tensor | None
         if unit.is_summoned:
             shown, numel = use.param.detach(), unit.segments[segment][5]
         else:

@@ -68,14 +68,10 @@ def wrap_chunk(
     if use_dtensor is None:
         use_dtensor = module._sharded.config.device_mesh is not None
     if not use_dtensor:
-        rows = [
-            rows_of(shape[0], module.world_size, rank)
-            for rank in range(module.world_size)
-        ]
-        rest = list(shape[1:])
-        parts = [
-            ([begin, *[0] * len(rest)], [end - begin, *rest]) for begin, end in rows
-        ]
+        parts = []
+        for rank in range(module.world_size):
+            begin, end = rows_of(shape[0], module.world_size, rank)
+            parts.append(([begin, *[0] * len(shape[1:])], [end - begin, *shape[1:]]))
         return sharded_tensor_of(module, chunk, shape, parts)
     mesh = module.dtensor_mesh
     return as_dtensor(chunk, shape, mesh, row_placements(mesh))

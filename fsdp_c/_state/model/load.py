@@ -121,10 +121,10 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
     _raise_problems(module, problems, on_any_rank=communicates)
-    loads = [Load(tuple(modules), is_plain) for _ in modules]
-    for each, load in zip(modules, loads, strict=True):
+    for each in reversed(modules):
+        load = Load(tuple(modules), is_plain)
         each.begin_state_dict_load(load)
-    return loads[0]
+    return load  # of the outermost
 
 
 def _raise_problems(
