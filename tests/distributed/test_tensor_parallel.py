@@ -64,9 +64,7 @@ def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> Non
 @pytest.mark.parametrize("hidden", [10, 7])
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @distributed(world_size=4)
-def test_training(
-    rank: int, world_size: int, hidden: int, reshard_after_forward: bool | None
-) -> None:
+def test_training(hidden: int, reshard_after_forward: bool | None) -> None:
     """2 x 2, with parts of equal and of different sizes."""
     check_training(2, 2, hidden, reshard_after_forward=reshard_after_forward)
 
@@ -74,7 +72,7 @@ def test_training(
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("hidden", [10, 7])
 @distributed(world_size=2)
-def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> None:
+def test_one_rank_in_a_dimension(hidden: int) -> None:
     """1 x 2 and 2 x 1."""
     check_training(1, 2, hidden)
     check_training(2, 1, hidden)
@@ -82,16 +80,14 @@ def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> Non
 
 @pytest.mark.bookkeeping
 @distributed(world_size=3)
-def test_more_ranks_than_parts(rank: int, world_size: int) -> None:
+def test_more_ranks_than_parts() -> None:
     """A rank of the tensor parallel group that has nothing of some parameters."""
     check_training(1, 3, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @distributed(world_size=3)
-def test_a_unit_without_elements(
-    rank: int, world_size: int, dtype: torch.dtype
-) -> None:
+def test_a_unit_without_elements(rank: int, dtype: torch.dtype) -> None:
     """A rank that has nothing of a unit has gradients and takes part in norms."""
     with groups_destroyed():
         dp, tp = two_meshes(1, 3)
@@ -129,7 +125,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tenso
 
 @pytest.mark.cpu_only("it compares with values on the CPU")
 @distributed(world_size=4)
-def test_what_a_rank_holds(rank: int, world_size: int) -> None:
+def test_what_a_rank_holds() -> None:
     """The tensor parallel cut first, then torch.chunk of its local tensor."""
     with groups_destroyed():
         dp, tp = two_meshes(2, 2)
@@ -164,7 +160,7 @@ def test_what_a_rank_holds(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_replicas(rank: int, world_size: int) -> None:
+def test_replicas() -> None:
     """(replicate, shard, tp) = (2, 1, 2): the third dimension is tensor parallel."""
     with groups_destroyed():
         names = ("replicas", "shards", "parallel")
@@ -186,7 +182,7 @@ def test_replicas(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_mixed_precision_and_frozen(rank: int, world_size: int) -> None:
+def test_mixed_precision_and_frozen() -> None:
     """Modules see DTensors of param_dtype; frozen ones get no gradient."""
     with groups_destroyed():
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -210,7 +206,7 @@ def test_mixed_precision_and_frozen(rank: int, world_size: int) -> None:
 
 @pytest.mark.bookkeeping
 @distributed(world_size=4)
-def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
+def test_meta_construction_and_conversion(rank: int) -> None:
     """Materialized after sharding, then converted and trained."""
     with groups_destroyed():
         dp, tp = two_meshes(2, 2)
@@ -233,7 +229,7 @@ def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("hidden", [8, 7])
 @distributed(world_size=4)
-def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) -> None:
+def test_checkpoint_at_another_shape(hidden: int) -> None:
     """Saved at 2 x 2, loaded at 1 x 4 and 4 x 1, optimizer included."""
     with groups_destroyed(), shared_folder() as folder:
         model = make_2d(2, 2, hidden=hidden)
@@ -266,9 +262,7 @@ def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) ->
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world_size=4)
-def test_full_state_of_uneven_parts(
-    rank: int, world_size: int, broadcast: bool
-) -> None:
+def test_full_state_of_uneven_parts(rank: int, broadcast: bool) -> None:
     """13 rows over 2 x 2 ranks: torch's own fails, or puts rows in wrong places."""
     with groups_destroyed():
         model = make_2d(2, 2, hidden=13)
@@ -289,7 +283,7 @@ def test_full_state_of_uneven_parts(
 
 
 @distributed(world_size=2)
-def test_refusals(rank: int, world_size: int) -> None:
+def test_refusals() -> None:
     """A mesh of another mesh, and a Partial parameter."""
     with groups_destroyed():
         dp, tp = two_meshes(1, 2)

@@ -54,9 +54,7 @@ def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> Non
 @pytest.mark.parametrize("hidden", [10, 7])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=4)
-def test_training(
-    rank: int, world_size: int, use_orig_params: bool, hidden: int, strategy: str
-) -> None:
+def test_training(use_orig_params: bool, hidden: int, strategy: str) -> None:
     """2 x 2, with parts of equal and of different sizes."""
     check_training(
         2,
@@ -70,9 +68,7 @@ def test_training(
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_one_rank_in_a_dimension(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_one_rank_in_a_dimension(use_orig_params: bool) -> None:
     """1 x 2 and 2 x 1."""
     check_training(1, 2, 7, use_orig_params=use_orig_params)
     check_training(2, 1, 7, use_orig_params=use_orig_params)
@@ -115,9 +111,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @distributed(world_size=4)
-def test_state_dicts(
-    rank: int, world_size: int, use_orig_params: bool, kind: str
-) -> None:
+def test_state_dicts(use_orig_params: bool, kind: str) -> None:
     """DTensors on the tensor parallel mesh, or on the mesh of both, and back."""
     with groups_destroyed():
         torch.manual_seed(0)
@@ -179,9 +173,7 @@ def moved(value: Any, like: Any) -> Any:
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
-def test_checkpoint_at_another_shape(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_checkpoint_at_another_shape(use_orig_params: bool) -> None:
     """Through get_state_dict and torch.distributed.checkpoint, at 2 x 2 and 4 x 1."""
     with groups_destroyed(), shared_folder() as folder:
         model = make_2d(2, 2, hidden=8, use_orig_params=use_orig_params)
@@ -238,7 +230,7 @@ MAKERS: dict[str, Any] = {
 )
 @distributed(world_size=4)
 def test_own_checkpoint_at_another_shape(
-    rank: int, world_size: int, saved: str, loaded: str, shape: tuple[int, int]
+    saved: str, loaded: str, shape: tuple[int, int]
 ) -> None:
     """fsdp_c.checkpoint at other shapes and of the other API, optimizer included."""
     with groups_destroyed(), shared_folder() as folder:
@@ -281,7 +273,7 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_refusals(rank: int, world_size: int) -> None:
+def test_refusals() -> None:
     """A copy, and a mesh of another mesh."""
     with groups_destroyed():
         model = make_2d(1, 2)
@@ -296,7 +288,7 @@ def test_refusals(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_replicas_and_mixed_precision(rank: int, world_size: int) -> None:
+def test_replicas_and_mixed_precision() -> None:
     """(replicate, shard, tp) = (2, 1, 2); forward shows DTensors of param_dtype."""
     with groups_destroyed():
         names = ("flat_replicas", "flat_shards", "flat_parallel")

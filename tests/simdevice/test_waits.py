@@ -29,7 +29,7 @@ def keep_busy() -> torch.Tensor:
 
 
 @distributed(world_size=2, device="sim")
-def test_written_by_the_first_rank(rank: int, world_size: int) -> None:
+def test_written_by_the_first_rank(rank: int) -> None:
     # summon.c, write_back_resident: the broadcast comes after what the user
     # wrote, and what the user reads after the broadcast.
     for seed in range(NUM_SEEDS):
@@ -89,7 +89,7 @@ def check_steps(seed: int, is_on_stream: Sequence[bool], graph_until: int = 0) -
 
 
 @distributed(world_size=2, device="sim")
-def test_steps_on_changing_streams(rank: int, world_size: int) -> None:
+def test_steps_on_changing_streams() -> None:
     # hooks.cpp, Note [Streams of accumulators]: a reduction waits for gradients
     # that come on the stream of this step, not on one of a step before.
     for seed in range(NUM_SEEDS):
@@ -97,14 +97,14 @@ def test_steps_on_changing_streams(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_streams_after_an_older_graph(rank: int, world_size: int) -> None:
+def test_streams_after_an_older_graph() -> None:
     # Likewise when an older graph, which kept the nodes of its stream, is gone.
     for seed in range(NUM_SEEDS):
         check_steps(seed, [False, True, True, True], graph_until=2)
 
 
 @distributed(world_size=2, device="sim")
-def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
+def test_staged_gradients_follow_the_block() -> None:
     # reduce_unit.c, accumulate_segments: the sharded gradient comes from the host
     # to memory that COMPUTE used a moment ago, for a unit that reduces nothing.
     sizes = (DIM, DIM, 2 * DIM, 4 * DIM)
@@ -137,7 +137,7 @@ def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_replaced_parameter(rank: int, world_size: int) -> None:
+def test_replaced_parameter() -> None:
     # unit_views.cpp, replace_param: the unit's gather comes after the copy of the
     # new values into the shard.
     for seed in range(NUM_SEEDS):
@@ -158,9 +158,7 @@ def test_replaced_parameter(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_shards_in_host_memory_are_written_after_their_upload(
-    rank: int, world_size: int
-) -> None:
+def test_shards_in_host_memory_are_written_after_their_upload() -> None:
     # forward.c, end_iteration; _device.py, wait_for_uploads; unit_views.cpp,
     # write_back: what a forward computes is what the shards held when it ran.
     ways = ("evaluation", "load", "replaced")
