@@ -53,9 +53,7 @@ def test_hybrid_mesh(shape: tuple[int, int], no_sync: bool) -> None:
         both.train(2)
         both.zero_grad()
         both.accumulate(2, no_sync=no_sync)
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
         param = next(iter(both.model.parameters()))
         assert param.placements == (Replicate(), Shard(0))
 

@@ -365,9 +365,7 @@ def test_mesh_of_single_parameters(reshard_after_forward: bool | int | None) -> 
         both.evaluate()
         both.zero_grad()
         both.accumulate(2, no_sync=True)
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
         block = both.model.blocks[0]
         experts = block.experts
         assert experts.up.placements == (Replicate(), Shard(1))

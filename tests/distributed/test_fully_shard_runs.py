@@ -139,19 +139,6 @@ def test_mixed_precision(
 
 
 @distributed(world_size=2)
-def test_reduce_dtype_with_accumulation_and_unused() -> None:
-    """Torch fails here: no synchronization, another reduce_dtype, unused ones."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    both = Rows.of("unused", mp_policy=policy)
-    both.tolerance = 1e-5  # reduced in fp32
-    for _ in range(2):
-        both.zero_grad()
-        both.accumulate(3, no_sync=True)
-        both.check()
-        both.step()
-
-
-@distributed(world_size=2)
 def test_divide_factor(world_size: int) -> None:
     """Gradients are sums over the ranks, divided by the factor."""
     both = Rows.of("mlp")
@@ -195,19 +182,6 @@ def test_frozen_and_thawed() -> None:
         both.forward_backward()
         both.check()
         both.step()
-
-
-@distributed(world_size=2)
-def test_eval_between_backward_and_step() -> None:
-    """The forward after it uses the new weights."""
-    both = Rows.of("mlp", reshard_after_forward=False)
-    for _ in range(2):
-        both.zero_grad()
-        both.forward_backward()
-        both.evaluate()
-        both.step()
-        both.evaluate()
-    both.train(1)
 
 
 @distributed(world_size=2)

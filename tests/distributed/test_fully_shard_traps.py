@@ -214,9 +214,7 @@ def test_8_offload_and_factors_on_gloo(world_size: int) -> None:
             module.set_gradient_divide_factor(world_size / 3)
     both.forward_backward()
     both.scale_reference_grads(3)
-    both.check()
-    both.step()
-    both.check()
+    both.checked_step()
 
 
 class Kinds(Layers):

@@ -121,9 +121,7 @@ def test_accumulation() -> None:
         both.forward_backward()
         both.check()
         both.forward_backward()
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
     both.reference.blocks[0].scale.grad = None
     both.model.blocks[0].scale.grad = None
     both.forward_backward()

@@ -39,8 +39,10 @@ from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
     ParallelModel,
     ParallelRows,
+    make_rows,
     parallelize,
     shard_blocks,
+    shared_step,
     tokens,
     train_and_check,
     two_meshes,
@@ -102,25 +104,6 @@ def test_a_unit_without_elements(rank: int, dtype: torch.dtype) -> None:
         assert model.weight.grad.to_local().numel() == (8, 8, 0)[rank]
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert norm.full_tensor().item() == pytest.approx(16.0)
-
-
-def make_2d(
-    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
-) -> Any:
-    """Return a model over the mesh, of values by ``seed``."""
-    dp, tp = two_meshes(num_dp, num_tp)
-    torch.manual_seed(seed)
-    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp, **options)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
-    """Run a step on a batch that all ranks share; return the loss."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer.zero_grad()
-    loss: Tensor = model(*tokens(generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.cpu_only("it compares with values on the CPU")
@@ -186,7 +169,7 @@ def test_mixed_precision_and_frozen() -> None:
     """Modules see DTensors of param_dtype; frozen ones get no gradient."""
     with groups_destroyed():
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model = make_2d(2, 2, mp_policy=policy)
+        model = make_rows(2, 2, mp_policy=policy)
         model.head.weight.requires_grad_(False)
         seen: list[Any] = []
         block = model.blocks[0]
@@ -194,13 +177,13 @@ def test_mixed_precision_and_frozen() -> None:
             lambda m, _: seen.extend((m.weight.dtype, m.weight.to_local().dtype))
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = [step(model, optimizer, seed=0) for _ in range(3)]
+        losses = [shared_step(model, optimizer, seed=0) for _ in range(3)]
         assert losses[2] < losses[0]
         assert seen[:2] == [torch.bfloat16] * 2
         assert block.up.weight.dtype == block.up.weight.grad.dtype == torch.float32
         assert model.head.weight.grad is None
         model.head.weight.requires_grad_(True)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         assert isinstance(model.head.weight.grad, DTensor)
 
 
@@ -218,11 +201,11 @@ def test_meta_construction_and_conversion(rank: int) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, full if rank == 0 else {}, options=options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        first = step(model, optimizer, seed=0)
+        first = shared_step(model, optimizer, seed=0)
         model.double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        assert step(model, optimizer, seed=0).dtype == torch.float64
-        assert step(model, optimizer, seed=0) < first
+        assert shared_step(model, optimizer, seed=0).dtype == torch.float64
+        assert shared_step(model, optimizer, seed=0) < first
         assert model.head.weight.dtype == model.head.weight.grad.dtype == torch.float64
 
 
@@ -232,18 +215,18 @@ def test_meta_construction_and_conversion(rank: int) -> None:
 def test_checkpoint_at_another_shape(hidden: int) -> None:
     """Saved at 2 x 2, loaded at 1 x 4 and 4 x 1, optimizer included."""
     with groups_destroyed(), shared_folder() as folder:
-        model = make_2d(2, 2, hidden=hidden)
+        model = make_rows(2, 2, hidden=hidden)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for seed in range(2):
-            step(model, optimizer, seed)
+            shared_step(model, optimizer, seed)
         state, optim_state = get_state_dict(model, optimizer)
         path = Path(folder) / "checkpoint"
         dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
         full = StateDictOptions(full_state_dict=True)
         expected = get_model_state_dict(model, options=full)
-        loss = step(model, optimizer, seed=2)
+        loss = shared_step(model, optimizer, seed=2)
         for shape in ((1, 4), (4, 1)):
-            other = make_2d(*shape, hidden=hidden, seed=1)
+            other = make_rows(*shape, hidden=hidden, seed=1)
             optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
             state, optim_state = get_state_dict(other, optimizer)
             loaded = {"model": state, "optim": optim_state}
@@ -256,7 +239,7 @@ def test_checkpoint_at_another_shape(hidden: int) -> None:
             )
             for name, value in get_model_state_dict(other, options=full).items():
                 assert torch.equal(value, expected[name]), name
-            torch.testing.assert_close(step(other, optimizer, seed=2), loss)
+            torch.testing.assert_close(shared_step(other, optimizer, seed=2), loss)
 
 
 @pytest.mark.bookkeeping
@@ -265,21 +248,21 @@ def test_checkpoint_at_another_shape(hidden: int) -> None:
 def test_full_state_of_uneven_parts(rank: int, broadcast: bool) -> None:
     """13 rows over 2 x 2 ranks: torch's own fails, or puts rows in wrong places."""
     with groups_destroyed():
-        model = make_2d(2, 2, hidden=13)
+        model = make_rows(2, 2, hidden=13)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         state, optim_state = get_state_dict(model, optimizer, options=full)
         has_it = rank == 0 or not broadcast
-        loss = step(model, optimizer, seed=1)
-        other = make_2d(2, 2, hidden=13, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
+        other = make_rows(2, 2, hidden=13, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
         given = (dict(state), optim_state) if has_it else ({}, {})
         set_model_state_dict(other, given[0], options=full)
         set_optimizer_state_dict(other, optimizer, given[1], options=full)
         for name, value in get_model_state_dict(other, options=full).items():
             assert torch.equal(value, state[name]), name
-        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
+        torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
 
 
 @distributed(world_size=2)

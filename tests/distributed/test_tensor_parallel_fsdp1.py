@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -28,8 +28,9 @@ from helpers.tensor_parallel import (
     ParallelBlock,
     ParallelFlat,
     ParallelModel,
+    make_rows,
     parallelize,
-    shard_blocks,
+    shared_step,
     tokens,
     train_and_check,
     two_meshes,
@@ -85,16 +86,6 @@ def make_2d(
     return FSDP(model, device_mesh=dp, auto_wrap_policy=policy, **options)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
-    """Run a step on a batch that all ranks share; return the loss."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer.zero_grad()
-    loss: Tensor = model(*tokens(generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def full_tensors(state: Any) -> Any:
     """Return whole tensors for DTensors, nested dicts included."""
     if isinstance(state, dict):
@@ -125,13 +116,13 @@ def test_state_dicts(use_orig_params: bool, kind: str) -> None:
             assert isinstance(value, DTensor)
             assert value.device_mesh.ndim == (1 if kind.startswith("FULL") else 2)
             assert torch.equal(value.full_tensor(), param), name
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         state = copy.deepcopy(model.state_dict())
         optim_state = copy.deepcopy(FSDP.optim_state_dict(model, optimizer))
         moment = optim_state["state"]["blocks.0.up.weight"]["exp_avg"]
         assert isinstance(moment, DTensor)
         assert moment.shape == reference.blocks[0].up.weight.shape
-        loss = step(model, optimizer, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
         after = full_tensors(model.state_dict())
         other = make_2d(2, 2, use_orig_params=use_orig_params, seed=1)
         FSDP.set_state_dict_type(other, StateDictType[kind])
@@ -150,7 +141,7 @@ def test_state_dicts(use_orig_params: bool, kind: str) -> None:
             other, other_optimizer, {**optim_state, "state": moved_states}
         )
         other_optimizer.load_state_dict(loaded)
-        torch.testing.assert_close(step(other, other_optimizer, seed=1), loss)
+        torch.testing.assert_close(shared_step(other, other_optimizer, seed=1), loss)
         assert_equal(other.state_dict(), after)
         if kind.startswith("FULL"):  # plain tensors of the whole
             other.load_state_dict(reference.state_dict())
@@ -178,11 +169,11 @@ def test_checkpoint_at_another_shape(use_orig_params: bool) -> None:
     with groups_destroyed(), shared_folder() as folder:
         model = make_2d(2, 2, hidden=8, use_orig_params=use_orig_params)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         state, optim_state = get_state_dict(model, optimizer)
         path = Path(folder) / "checkpoint"
         dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
-        loss = step(model, optimizer, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
         other = make_2d(4, 1, hidden=8, seed=1, use_orig_params=use_orig_params)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
         state, optim_state = get_state_dict(other, optimizer)
@@ -194,14 +185,7 @@ def test_checkpoint_at_another_shape(use_orig_params: bool) -> None:
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optim"],
         )
-        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
-
-
-def make_rows(num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0) -> Any:
-    """Return the same model as :func:`make_2d`, of fully_shard()."""
-    dp, tp = two_meshes(num_dp, num_tp)
-    torch.manual_seed(seed)
-    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp)
+        torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
 
 
 MAKERS: dict[str, Any] = {
@@ -236,18 +220,18 @@ def test_own_checkpoint_at_another_shape(
     with groups_destroyed(), shared_folder() as folder:
         model = MAKERS[saved](2, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         path = Path(folder) / "checkpoint"
         checkpoint.save(path, model, optimizer)
         expected = full_tensors(get_model_state_dict(model))
-        loss = step(model, optimizer, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
         other = MAKERS[loaded](*shape, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
         if loaded != "flat":  # memory of a state that goes
-            step(other, optimizer, seed=3)
+            shared_step(other, optimizer, seed=3)
         checkpoint.load(path, other, optimizer)
         assert_equal(get_model_state_dict(other), expected)
-        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
+        torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
 
 
 @distributed(world_size=4)
