@@ -18,7 +18,7 @@ from torch.distributed.fsdp.api import (
 
 from fsdp_c._engines.conversion import convert
 from fsdp_c._engines.engine import ensure_engine
-from fsdp_c._engines.forward_methods import bind_forward_method
+from fsdp_c._engines.forward_methods import run_forward_method
 from fsdp_c._engines.summon import summon_full_params, summoned
 from fsdp_c._module import torch_dispatch
 from fsdp_c._module.copy import copy_sharded
@@ -331,7 +331,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
                 raise
         value = getattr(modules[WRAPPED_MODULE], name)
         if name in self._forward_methods:
-            return bind_forward_method(self, value)
+            return partial(run_forward_method, self, value)
         return value
 
     def __getitem__(self, key: Any) -> Any:

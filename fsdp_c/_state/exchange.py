@@ -130,8 +130,10 @@ def exchange_in(
     rank = group.rank()
     numels = [each.needed.numel(each.position, rank) for each in moves]
     if device == CPU:
-        new = iter(_new_results(moves, numels))
-        results = [next(new) if each.target is None else each.target for each in moves]
+        new = [i for i, move in enumerate(moves) if move.target is None]
+        made = empty_tensors([numels[i] for i in new], [moves[i].dtype for i in new])
+        free = iter(made)
+        results = [next(free) if each.target is None else each.target for each in moves]
     else:
         results = [
             torch.empty(numel, dtype=each.dtype, device=device)
@@ -168,11 +170,6 @@ def exchange_in(
                 work.wait()
     copy_tensors(unpacking)
     return results
-
-
-def _new_results(moves: Sequence[Move], numels: list[int]) -> list[Tensor]:
-    new = [i for i, move in enumerate(moves) if move.target is None]
-    return empty_tensors([numels[i] for i in new], [moves[i].dtype for i in new])
 
 
 def _exchange_device(group: ProcessGroup, device: torch.device) -> torch.device:

@@ -25,7 +25,7 @@ from fsdp_c._engines.summon import summoned
 from fsdp_c._state.exchange import ExchangeItem, exchange
 from fsdp_c._state.forms import load_item
 from fsdp_c._state.model.local import find_local_problems, load_local, local_names
-from fsdp_c._state.model.plain import loads_plainly
+from fsdp_c._state.model.plain import LOADING, moves_plainly
 from fsdp_c._state.model.save import check_tree, kind_of
 from fsdp_c._state.parts import ParamPart, named_parts
 from fsdp_c._state.sharded_tensors import (
@@ -108,7 +108,7 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
     modules = check_tree(module, "load_state_dict")
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
-    is_plain = all(loads_plainly(each) for each in modules)
+    is_plain = all(moves_plainly(each, LOADING) for each in modules)
     problems: list[str] = []
     prefixes = {
         each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
@@ -255,7 +255,7 @@ def _load_unit(
     """Take the values of one unit's parameters out of ``state_dict`` and load them."""
     kind = kind_of(module)
     is_local = kind is StateDictType.LOCAL_STATE_DICT
-    is_plain = is_local or loads_plainly(module)
+    is_plain = is_local or moves_plainly(module, LOADING)
     if not load.is_checked:
         problems = _find_problems(module, kind, state_dict, prefix)
         if kind is StateDictType.FULL_STATE_DICT and not is_plain:
