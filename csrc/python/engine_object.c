@@ -178,6 +178,12 @@ static PyObject *engine_reduce_kept(PyObject *object,
 static PyObject *engine_run_capture_stage(PyObject *object, PyObject *value) {
   const long stage = PyLong_AsLong(value);
   if (stage == -1 && PyErr_Occurred()) return NULL;
+  if (stage < FSDP_TORCH_BEGIN_CAPTURE || stage > FSDP_TORCH_RELEASE_CAPTURE) {
+    return PyErr_Format(PyExc_ValueError,
+                        "stage must be BEGIN_CAPTURE to RELEASE_CAPTURE, "
+                        "got %ld",
+                        stage);
+  }
   fsdp_torch_engine *engine = engine_of(object);
   FSDP_LOCAL_ERROR(error);
   fsdp_status status;

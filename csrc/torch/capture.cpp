@@ -20,12 +20,10 @@ fsdp_status run_stage(fsdp_engine *core, fsdp_torch_capture_stage stage,
     case FSDP_TORCH_BEGIN_REPLAY:
       return fsdp_engine_begin_replay(core, error);
     case FSDP_TORCH_RELEASE_CAPTURE:
-      fsdp_engine_release_capture(core);
-      return FSDP_OK;
+      break;
   }
-  return FSDP_FAIL(error, FSDP_INVALID_ARGUMENT,
-                   "stage %d of a captured step does not exist",
-                   static_cast<int>(stage));
+  fsdp_engine_release_capture(core);
+  return FSDP_OK;
 }
 
 bool brings_to_rest(fsdp_torch_capture_stage stage) {
