@@ -42,14 +42,15 @@ def follow_summon(module: ShardedModule) -> None:
 def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
     """Let the views be unsharded in a summon; else show the sharded gradients."""
     unit = module._sharded.unit
+    slots, segments = unit.slots, unit.segments
     for view in [] if unit.is_summoned else views:
         view.grad = None
     for use in module._sharded.uses:
-        segment = unit.slots[use.slot][0]
+        segment = slots[use.slot][0]
         view = views[segment]
         shown: torch.Tensor | None
         if unit.is_summoned:
-            shown, numel = use.param.detach(), unit.segments[segment][5]
+            shown, numel = use.param.detach(), segments[segment][5]
         else:
             shown, numel = use.param.grad, view.numel()
         # With rank0_only the other ranks keep their shards.

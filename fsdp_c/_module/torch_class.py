@@ -90,8 +90,9 @@ if TYPE_CHECKING:
         """torch's class, without its behaviour."""
 
 else:
+    _known = frozenset(dir(nn.Module))
     _overrides = {
-        name: getattr(nn.Module, name) if name in dir(nn.Module) else _refusal(name)
+        name: getattr(nn.Module, name) if name in _known else _refusal(name)
         for name in names_of_torch()
     }
     TorchClass = type("TorchClass", (TorchFSDP,), _overrides)

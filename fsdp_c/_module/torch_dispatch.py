@@ -70,7 +70,7 @@ def torch_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def is_ours(module: object, method: str) -> bool:
-    """Return whether modules of fsdp_c, and not of torch as well, are in ``module``."""
+    """Return whether modules of fsdp_c are in ``module``; refuse those of both."""
     if not isinstance(module, nn.Module):
         return False
     first = next(sharded_modules(module), None)

@@ -33,7 +33,7 @@ class Form:
     """The form of the tensors in a state dict."""
 
     shards: bool = False  # all ranks get sharded tensors, in rows; else whole ones
-    first: int | None = None  # the only rank, a global one, that gets whole ones
+    first: int | None = None  # the only rank, a global one, that gets them; None: all
     offload_to_cpu: bool = True
     # Sharded tensors are DTensors; None: if the unit has a device mesh.
     use_dtensor: bool | None = None

@@ -28,9 +28,7 @@ class ParamKeys:
     # What each stands for: itself, or the parameters of a flat one in the order of
     # their elements. Empty before with_parts().
     parts: dict[Key, list[ParamPart]] = field(default_factory=dict)
-    names: frozenset[str] = (
-        frozenset()
-    )  # of all parameters of the model, stepped or not
+    names: frozenset[str] = frozenset()  # of all of the model, stepped or not
 
     @cached_property
     def key_of_param(self) -> dict[nn.Parameter, Key]:
@@ -101,7 +99,8 @@ def check_stepped(
             raise ValueError(
                 f"the optimizer steps a parameter of shape {tuple(param.shape)} "
                 f"(number {index} in its groups) that is not in the model: pass the "
-                "model and the optimizer of its parameters, made after wrapping"
+                "model that it is of, or an optimizer of this model's parameters, made "
+                "after wrapping if it is wrapped"
             )
 
 
