@@ -182,6 +182,8 @@ C_FLAGS = [
     "-Wimplicit-fallthrough",
 ]
 CXX_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion"]
+# Without it torch's headers declare each operator in every file.
+CXX_FLAGS += ["-DAT_PER_OPERATOR_HEADERS"]
 for folder in (sysconfig.get_path("include"), *cpp_extension.include_paths()):
     CXX_FLAGS += ["-isystem", folder]
 # In host all loops over elements are vectorised, products and sums not fused.
@@ -249,26 +251,29 @@ def room_steps() -> list[Step]:
     ]
 
 
-def bridge_steps(num_files: int = 4) -> list[Step]:
+# Torch's expensive headers, the most expensive ones first: sources that include some of
+# the first folder are compiled together, then those that include some of the second,
+# then the rest.
+HEADER_FOLDERS = ("torch/csrc/distributed/", "torch/csrc/")
+
+
+def bridge_steps() -> list[Step]:
     """Describe the compilations of the bridge, several sources each.
 
     Torch's headers take a compiler longer than a source of ours, so each compiler run
-    reads them for several sources. Sources stay in order and each run gets about as
-    many bytes, so that one that changes compiles few others again. A
-    precompiled header saves less: it takes two runs' time and 560 MB, and each run
-    with it still instantiates torch's inline code, which is half of the work.
+    reads them for all sources that need the same. A precompiled header saves less: it
+    takes two runs' time and 560 MB, and each run with it still instantiates torch's
+    inline code, which is half of the work.
     """
-    sources = sorted(glob("csrc/torch/**/*.cpp", recursive=True))
-    nbytes = [Path(source).stat().st_size for source in sources]
-    joined: list[list[str]] = [[] for _ in range(num_files)]
-    begin = 0
-    for source, size in zip(sources, nbytes, strict=True):
-        joined[(begin + size // 2) * num_files // sum(nbytes)].append(source)
-        begin += size
+    joined: dict[str, list[str]] = {folder: [] for folder in (*HEADER_FOLDERS, "")}
+    for source in sorted(glob("csrc/torch/**/*.cpp", recursive=True)):
+        text = Path(source).read_text()
+        needed = (each for each in HEADER_FOLDERS if f"#include <{each}" in text)
+        joined[next(needed, "")].append(source)
     command = [*CXX, *CXX_FLAGS, *COMMON_FLAGS]
     command += flags_of("CXXFLAGS") or flags_of("CFLAGS")
     steps = []
-    for index, names in enumerate(joined):
+    for index, names in enumerate(joined.values()):
         text = "".join(f'#include "{name.removeprefix("csrc/")}"\n' for name in names)
         path = Path(BUILD_DIR, f"bridge_{index}.cpp")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,9 @@
 // COMPUTE. Gradients go the other way when they are packed. A dimension that
 // the ranks do not divide evenly needs nothing more: all pieces but the last
 // are of one size, so there are no gaps.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 
 #include <algorithm>
 #include <numeric>

@@ -1,16 +1,17 @@
 // Collectives of the user's own, and the hook on reduced gradients: Python's
 // functions, see fsdp_unit_settings. They take the GIL; units without them
 // never come here.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
+#include "torch/port/transports.hpp"
 #include "torch/unit.hpp"
 
 namespace fsdp_torch {
@@ -53,8 +54,10 @@ void call(const Unit &unit, const CustomPieces &pieces, fsdp_custom kind,
       listed.append(
           py::make_tuple(wrapped(piece.first), wrapped(piece.second)));
     }
-    unit.custom->function(static_cast<int>(kind), listed, group.process_group,
-                          group.rank, scale);
+    unit.custom->function(
+        static_cast<int>(kind), listed,
+        py::reinterpret_steal<py::object>(group_object(group)), group.rank,
+        scale);
   } catch (py::error_already_set &raised) {
     raised.restore();
     python_error kept;

@@ -1,5 +1,12 @@
 // Engines: one per module tree, and the norm over all of its gradients.
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -49,10 +56,7 @@ void add_grad(std::vector<NormPart> &parts, Group *group, c10::Device device,
 }
 
 void add_unit(std::vector<NormPart> &parts, Unit &unit) {
-  const c10d::ProcessGroup *process_group = process_group_of(&unit.shard_group);
-  Group *group = process_group == nullptr || process_group->getSize() == 1
-                     ? nullptr
-                     : &unit.shard_group;
+  Group *group = unit.shard_group.world_size == 1 ? nullptr : &unit.shard_group;
   const c10::Device device = unit.offloads ? c10::kCPU : unit.device;
   for (const Segment &segment : unit.segments) {
     add_grad(parts, group, device, segment.flat_param);

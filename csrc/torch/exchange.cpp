@@ -1,8 +1,9 @@
 // Exchanges over tensors: what is to be passed, copied and unpacked, as views.
 #include "state/exchange.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

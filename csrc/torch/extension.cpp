@@ -6,7 +6,7 @@
 // came. Its owner calls both, in Python, once per gather, and has the memory of
 // all of it. The unit issues the all-gathers among its own. For gradients such
 // a parameter is like all others.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

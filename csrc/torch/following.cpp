@@ -13,7 +13,8 @@
 // before stands aside meanwhile, as autograd keeps it from hooks. A gradient
 // that is cleared is let go at once. Units that nobody follows pay for a
 // comparison.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function_hook.h>

@@ -1,6 +1,8 @@
 // The memory of sharded gradients: made when a reduction needs it, let go when
 // the user has cleared them.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "torch/unit.hpp"
 

@@ -1,7 +1,7 @@
 // Autograd hooks: an output's gradient starts a unit's backward, a parameter's
 // gradient is handed to the engine, the end of backward finishes the step. They
 // run on autograd's threads, without the GIL and without Python.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <Python.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>

@@ -14,8 +14,10 @@
 // wait with its reshard: the units inside it may still have a long way to go.
 // (It must not use a parameter detached before it uses it otherwise; FSDP1 has
 // the same limit.) Its reduction does wait: Note [Where a unit is reduced].
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/alias.h>
 #include <Python.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>

@@ -18,9 +18,9 @@
 // that a saved tensor that was changed in place is an error, as without hooks.
 #include "torch/offload.hpp"
 
-#include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/Tensor.h>
 #include <Python.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>

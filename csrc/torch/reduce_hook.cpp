@@ -1,7 +1,8 @@
 // Communication hooks: the user's Python function in place of a unit's
 // reductions. It runs on autograd's thread and takes the GIL; units without one
 // never do.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

@@ -22,7 +22,8 @@
 // is the leaf of autograd, and its gradient a DTensor with placements of its
 // own. The owner of the unit brings that to the placements of the parameter:
 // one call of Python, in which the tensor parallel ranks may communicate.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>

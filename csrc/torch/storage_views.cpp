@@ -1,5 +1,6 @@
 // Views over storages that are pointed at memory and away from it.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "torch/unit.hpp"
 

@@ -1,7 +1,9 @@
 // Units: flattening parameters into shards, copying a unit, taking it apart.
 #include "torch/unit.hpp"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <Python.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>

@@ -1,5 +1,6 @@
 // The calls around a unit's forward, unsharding on request, and summons.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>

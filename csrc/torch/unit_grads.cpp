@@ -1,7 +1,6 @@
 // Gradients: what the user sees on the parameters, and what happens when the
 // user sets or clears them.
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/variable.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 

@@ -1,6 +1,7 @@
 // Views: what a unit's parameters point at, and what happens when the user
 // points them elsewhere.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 

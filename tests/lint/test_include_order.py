@@ -140,6 +140,29 @@ def test_c_files_see_no_torch_header() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# As in setup.py, which compiles the sources of one folder together.
+TORCH_FOLDERS = ("torch/csrc/distributed/", "torch/csrc/")
+
+
+def torch_folder(names: list[str]) -> str:
+    """Return the folder of the most expensive of torch's headers among ``names``."""
+    found = (each for each in TORCH_FOLDERS if any(n.startswith(each) for n in names))
+    return next(found, "")
+
+
+def test_expensive_torch_headers_are_included_by_those_who_need_them() -> None:
+    """A header of ours that includes them costs each compiler run seconds."""
+    wrong = []
+    for path in FILES:
+        if path.suffix == ".cpp":
+            seen = [name for file in reachable(path) for name in includes_of(file, "<")]
+            if torch_folder(seen) != torch_folder(includes_of(path, "<")):
+                wrong.append(f"{path.relative_to(ROOT)} sees {torch_folder(seen)}*")
+            if "ATen/ATen.h" in seen and not torch_folder(seen).endswith("uted/"):
+                wrong.append(f"{path.relative_to(ROOT)} includes all operators")
+    assert not wrong, "\n".join(wrong)
+
+
 def module_name(path: Path) -> str:
     """Return the dotted name of a Python file of the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "torch/port/provider.hpp"
 
 namespace fsdp_torch {

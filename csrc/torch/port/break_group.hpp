@@ -5,7 +5,10 @@
 #include <c10/core/Device.h>
 
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace c10d {
+class ProcessGroup;
+}
 
 namespace fsdp_torch {
 

@@ -15,14 +15,21 @@
 #include <deque>
 #include <functional>
 #include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
-#include "torch/compat.hpp"
 #include "torch/guard.hpp"
 #include "torch/port/break_group.hpp"
+#include "torch/port/c10d_compat.hpp"
 #include "torch/port/nccl_group.hpp"
 
 namespace fsdp_torch {
+
+C10dGroup::C10dGroup() = default;
+C10dGroup::C10dGroup(const C10dGroup &) = default;
+C10dGroup &C10dGroup::operator=(const C10dGroup &) = default;
+C10dGroup::~C10dGroup() = default;
+
 namespace over_c10d {  // the names stand in other files, too
 namespace {
 

@@ -1,19 +1,30 @@
 // The transport over c10d: for groups that no transport of our own carries.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "port/transport.h"
+
+namespace c10d {
+class ProcessGroup;
+class Work;
+}  // namespace c10d
 
 namespace fsdp_torch {
 
 // A process group and what is to be known about its backend on a device.
 struct C10dGroup {
+  // Not inline: files without c10d's headers hold groups, too.
+  C10dGroup();
+  C10dGroup(const C10dGroup &);
+  C10dGroup &operator=(const C10dGroup &);
+  ~C10dGroup();
+
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
   c10::Device device{c10::DeviceType::CPU};
   int64_t rank = 0;

@@ -1,7 +1,8 @@
 // Opens the library of CUDA kernels and calls it.
 #include "torch/port/cuda_kernels.hpp"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -4,8 +4,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "torch/compat.hpp"
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "torch/guard.hpp"
+#include "torch/port/c10d_compat.hpp"
 #include "torch/port/provider.hpp"
 
 namespace fsdp_torch {

@@ -3,6 +3,7 @@
 #include <array>
 #include <exception>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "torch/guard.hpp"

@@ -1,13 +1,19 @@
 // Hosts of a gloo group's ranks, and the groups of peers between them.
 #pragma once
 
+#include <c10/util/intrusive_ptr.h>
+
 #include <chrono>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "port/host_layout.h"
 #include "port/transport.h"
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+}  // namespace c10d
 
 namespace fsdp_torch {
 

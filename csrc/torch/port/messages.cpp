@@ -1,5 +1,5 @@
 // Messages between two ranks of a group, through its transport.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <thread>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
 #include <utility>

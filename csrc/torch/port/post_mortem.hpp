@@ -13,13 +13,19 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "torch/port/post_mortem_text.hpp"
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+}  // namespace c10d
 
 namespace fsdp_torch {
 

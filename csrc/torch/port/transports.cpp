@@ -13,6 +13,7 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/dtypes.h"
@@ -480,6 +481,10 @@ Group group_from(PyObject *object, c10::Device device) {
   }
   group.post_mortem = PostMortem::of(group.process_group);
   return group;
+}
+
+PyObject *group_object(const Group &group) {
+  return pybind11::cast(group.process_group).release().ptr();
 }
 
 void connect(Group &group, c10::Device device, int64_t call_nbytes) {

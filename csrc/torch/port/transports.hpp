@@ -15,6 +15,9 @@ namespace fsdp_torch {
 // `object` is a ProcessGroup, or null: this rank alone. GIL.
 Group group_from(struct _object *object, c10::Device device);
 
+// The ProcessGroup of group_from, or None. New reference. Throws. GIL.
+struct _object *group_object(const Group &group);
+
 // Gives the group its transport: shared memory for gloo ranks of one host, NCCL
 // on a device, else c10d, for the reason in `group.why_c10d`. All ranks of the
 // group must come here, and wait for each other at the group's first time.
