@@ -226,6 +226,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::vector<int64_t> param_of_use;
   std::vector<Segment> segments;
   std::vector<Param> params;
+  std::shared_ptr<c10::DataPtr> region;  // of the shards; null: none
+  int64_t region_nbytes = 0;
   std::vector<GradPlace> grad_places;  // unit_grads.cpp
   uint64_t marked_version = 0;         // unit_views.cpp
   bool shard_was_written = false;      // likewise: no gather waits for it yet

@@ -8,4 +8,7 @@ namespace fsdp_torch {
 // Uninitialised. Throws std::bad_alloc.
 c10::DataPtr make_host_memory(size_t nbytes);
 
+// Address space of zeros (fsdp_host_space_alloc). Throws std::bad_alloc.
+c10::DataPtr make_host_space(size_t nbytes);
+
 }  // namespace fsdp_torch

@@ -537,6 +537,10 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   group.why_c10d = refusal == nullptr ? found->why_not : refusal;
 }
 
+bool may_share_memory() {
+  return !is_switched_off("FSDP_C_SHM");
+}
+
 void merge_small_calls(Group &group, Mergings &made) {
   const std::shared_ptr<fsdp_transport> inner = group.transport;
   if (!inner || !inner->ops->is_host) return;
