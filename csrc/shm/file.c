@@ -52,11 +52,12 @@ static fsdp_status reserve(int descriptor, int64_t nbytes, fsdp_error *error) {
   return FSDP_OK;
 }
 
-fsdp_status fsdp_shm_priv_file_create(int64_t nbytes, int64_t num_files,
-                                      int *descriptor, fsdp_error *error) {
+fsdp_status fsdp_shm_priv_file_create(const char *name, int64_t nbytes,
+                                      int64_t num_files, int *descriptor,
+                                      fsdp_error *error) {
   fsdp_status status = check_memory(num_files, nbytes, error);
   if (status != FSDP_OK) return status;
-  int file = memfd_create("fsdp_c_shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  int file = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (file < 0) {
     return FSDP_FAIL(error, FSDP_BACKEND, "memfd_create failed (%s)",
                      strerror(errno));

@@ -90,8 +90,8 @@ fsdp_status fsdp_shm_priv_segment_create(const fsdp_shm_geometry *geometry,
                                          int *descriptor, fsdp_error *error) {
   int file = -1;
   fsdp_status status = FSDP_OK;
-  FSDP_TRY(fsdp_shm_priv_file_create(geometry->nbytes, geometry->world_size,
-                                     &file, error));
+  FSDP_TRY(fsdp_shm_priv_file_create("fsdp_c_shm", geometry->nbytes,
+                                     geometry->world_size, &file, error));
   FSDP_TRY(map(file, geometry->nbytes, segment, error));
   *descriptor = file;
   file = -1;

@@ -103,7 +103,7 @@ static fsdp_shared *create(const fsdp_shm *shm, const char *label,
 }
 
 fsdp_status fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
-                                fsdp_region region,
+                                fsdp_region region, int64_t nbytes,
                                 const fsdp_region_range *own, int64_t num_own,
                                 void **whole, fsdp_shared **shared,
                                 fsdp_error *error) {
@@ -120,10 +120,12 @@ fsdp_status fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
                      "out of host memory while %" PRId64 " ranks share shards",
                      shm->world_size);
   }
-  fsdp_shared *self = create(shm, label, region.nbytes);
+  fsdp_shared *self =
+      region.data == NULL ? NULL : create(shm, label, nbytes);
   if (self != NULL) mine.nbytes = self->closed_nbytes + self->nbytes;
   if (self != NULL && shm->rank == 0 &&
-      fsdp_shm_priv_file_create(mine.nbytes, 1, &created, NULL) == FSDP_OK) {
+      fsdp_shm_priv_file_create("fsdp_c_shards", mine.nbytes, 1, &created,
+                                NULL) == FSDP_OK) {
     mine.descriptor = created;
   }
   FSDP_TRY(tell(shm, label, &mine, all, error));

@@ -382,9 +382,9 @@ static inline bool fsdp_shm_priv_is_reading(const fsdp_shared *shared,
 /* Makes the memory file of the transport op. */
 FSDP_NODISCARD fsdp_status
 fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
-                    fsdp_region region, const fsdp_region_range *own,
-                    int64_t num_own, void **whole, fsdp_shared **shared,
-                    fsdp_error *error);
+                    fsdp_region region, int64_t nbytes,
+                    const fsdp_region_range *own, int64_t num_own, void **whole,
+                    fsdp_shared **shared, fsdp_error *error);
 void fsdp_shm_priv_unshare(fsdp_shared *shared);
 
 /* Drops what this rank wrote into the whole, and lets the owners write. */

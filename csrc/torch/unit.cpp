@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <Python.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -146,15 +147,12 @@ int64_t round_up(int64_t nbytes, int64_t multiple) {
   return (nbytes + multiple - 1) / multiple * multiple;
 }
 
-// Smaller units are gathered faster than their pages are found.
-constexpr int64_t kMinRegion = int64_t{16} << 10;
-
 // The bytes of a region for the unit's shards; 0: they need none. Of what is in
 // the way the core decides (runtime/in_place.c).
 int64_t region_nbytes_of(const Unit &unit) {
   int64_t nbytes = 0;
   if (!unit.device.is_cpu() || core_group(unit.shard_group).world_size < 2 ||
-      !may_share_memory()) {
+      !may_read_in_place()) {
     return 0;
   }
   for (const Segment &segment : unit.segments) {
@@ -163,8 +161,19 @@ int64_t region_nbytes_of(const Unit &unit) {
     nbytes = round_up(nbytes, FSDP_SEGMENT_ALIGNMENT_NBYTES) +
              segment.layout->padded_numel * segment.layout->dtype.itemsize;
   }
-  return nbytes < kMinRegion ? 0 : nbytes;
+  return nbytes < FSDP_MIN_REGION_NBYTES ? 0 : nbytes;
 }
+
+// What a shard's storage owns. torch's memory profiler sees it.
+struct HeldShard {
+  std::shared_ptr<c10::DataPtr> region;
+  void *data;
+
+  static void free(void *held) {
+    const std::unique_ptr<HeldShard> self(static_cast<HeldShard *>(held));
+    c10::profiledCPUMemoryReporter().Delete(self->data);
+  }
+};
 
 // A shard in the unit's region, whose segment begins at byte `begin`.
 at::Tensor shard_in_region(const Unit &unit, const Segment &segment,
@@ -175,10 +184,10 @@ at::Tensor shard_in_region(const Unit &unit, const Segment &segment,
   char *space = static_cast<char *>(unit.region->get());
   *populated = fsdp_host_space_populate(space, offset, offset + nbytes,
                                         *populated);
-  using Region = std::shared_ptr<c10::DataPtr>;
-  c10::DataPtr data(
-      space + offset, new Region(unit.region),
-      [](void *held) { delete static_cast<Region *>(held); }, c10::kCPU);
+  auto held = std::make_unique<HeldShard>(HeldShard{unit.region, space + offset});
+  c10::profiledCPUMemoryReporter().New(held->data,
+                                       static_cast<size_t>(nbytes));
+  c10::DataPtr data(held->data, held.release(), &HeldShard::free, c10::kCPU);
   const auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes),
       std::move(data), c10::GetAllocator(c10::kCPU), /*resizable=*/true);
@@ -191,8 +200,7 @@ void make_shards(Unit &unit) {
   int64_t populated = 0;
   unit.region_nbytes = region_nbytes_of(unit);
   if (unit.region_nbytes > 0) {
-    unit.region = std::make_shared<c10::DataPtr>(
-        make_host_space(static_cast<size_t>(unit.region_nbytes)));
+    unit.region = make_host_space(unit.region_nbytes);
   }
   for (Segment &segment : unit.segments) {
     if (!unit.region || segment.layout->padded_numel == 0) {

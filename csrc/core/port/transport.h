@@ -158,14 +158,14 @@ typedef struct fsdp_transport_ops {
   /* Note [Shards in place]. The transport that the next five are asked of, if
    * there is one; NULL: none, and they are NULL. */
   fsdp_transport *(*sharer)(fsdp_transport *transport);
-  /* Shares the regions, of which `own` are this rank's shards. Their addresses
-   * and values stay. All ranks call it, with regions of one size. whole [out]
-   * what the ranks read between open and close. shared [out] new; NULL: some
-   * rank could not, and none does. `label` is copied. */
+  /* Shares the regions of `nbytes`, of which `own` are this rank's shards. Their
+   * addresses and values stay. All ranks call it; one without a region takes
+   * part, too. whole [out] what the ranks read between open and close. shared
+   * [out] new; NULL: some rank could not, and none does. `label` is copied. */
   fsdp_status (*share)(fsdp_transport *transport, const char *label,
-                       fsdp_region region, const fsdp_region_range *own,
-                       int64_t num_own, void **whole, fsdp_shared **shared,
-                       fsdp_error *error);
+                       fsdp_region region, int64_t nbytes,
+                       const fsdp_region_range *own, int64_t num_own,
+                       void **whole, fsdp_shared **shared, fsdp_error *error);
   /* Frees what this rank has of the whole. The region stays. NULL is fine. Cannot
    * fail. */
   void (*unshare)(fsdp_shared *shared);

@@ -55,6 +55,10 @@ typedef enum fsdp_sync {
                          sharded, in reduce dtype; replicas do not talk */
 } fsdp_sync;
 
+/* Smaller units are not read in place: Note [Reading shards in place] in
+ * in_place.c. They are gathered faster than their pages are looked at. */
+enum { FSDP_MIN_REGION_NBYTES = 16 << 10 };
+
 /* Segments of one block start at multiples of this many bytes. */
 enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
 

@@ -27,22 +27,33 @@ static fsdp_region_range own_range(const fsdp_unit *unit, int64_t segment) {
       .nbytes = self->is_resident ? 0 : nbytes};
 }
 
-/* Whether all ranks' shards, as they lie in their regions, are the block. */
+/* Whether the unit's block holds the shards of all ranks, and no more; the same
+ * on all ranks. */
 static bool is_shareable(const fsdp_unit *unit) {
-  const fsdp_region *region = &unit->options.region;
   if (unit->is_resident || unit->has_cast || unit->is_extended ||
-      unit->options.offloads || region->data == NULL ||
-      region->nbytes != unit->param_nbytes) {
+      unit->options.offloads || !unit->settings.reshard_after_forward ||
+      unit->param_nbytes < FSDP_MIN_REGION_NBYTES) {
     return false;
   }
   for (int64_t i = 0; i < unit->num_segments; i++) {
-    const fsdp_region_range own = own_range(unit, i);
-    if (own.nbytes > 0 &&
-        unit->segments[i].options.shard != (char *)region->data + own.offset) {
-      return false;
-    }
+    if (unit->segments[i].options.spare_numel > 0) return false;
   }
   return true;
+}
+
+/* The region, if each shard lies there as in the block. */
+static fsdp_region region_of(const fsdp_unit *unit) {
+  static const fsdp_region none = {.data = NULL};
+  const fsdp_region region = unit->options.region;
+  if (region.data == NULL || region.nbytes != unit->param_nbytes) return none;
+  for (int64_t i = 0; i < unit->num_segments; i++) {
+    const fsdp_region_range own = own_range(unit, i);
+    const char *shard = unit->segments[i].options.shard;
+    if (own.nbytes > 0 && shard != (char *)region.data + own.offset) {
+      return none;
+    }
+  }
+  return region;
 }
 
 static bool keeps_parts(const fsdp_unit *unit) {
@@ -64,10 +75,7 @@ fsdp_status fsdp_unit_priv_share(fsdp_unit *unit, fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   if (unit->asked_to_share) return FSDP_OK;
   unit->asked_to_share = true;
-  if (!is_shareable(unit) || !unit->settings.reshard_after_forward ||
-      transport->ops->sharer == NULL) {
-    return FSDP_OK;
-  }
+  if (!is_shareable(unit) || transport->ops->sharer == NULL) return FSDP_OK;
   unit->sharer = transport->ops->sharer(transport);
   if (unit->sharer == NULL) return FSDP_OK;
   fsdp_region_range *own =
@@ -79,8 +87,8 @@ fsdp_status fsdp_unit_priv_share(fsdp_unit *unit, fsdp_error *error) {
   }
   for (int64_t i = 0; i < unit->num_segments; i++) own[i] = own_range(unit, i);
   FSDP_TRY(unit->sharer->ops->share(
-      unit->sharer, unit->name, unit->options.region, own, unit->num_segments,
-      &unit->shared_whole, &unit->shared, error));
+      unit->sharer, unit->name, region_of(unit), unit->param_nbytes, own,
+      unit->num_segments, &unit->shared_whole, &unit->shared, error));
 done:
   fsdp_free(own);
   return status;

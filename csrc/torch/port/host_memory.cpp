@@ -39,11 +39,11 @@ c10::DataPtr make_host_memory(size_t nbytes) {
   return own(data, wanted, &HostMemory::free);
 }
 
-c10::DataPtr make_host_space(size_t nbytes) {
-  const auto wanted = static_cast<int64_t>(nbytes);
-  void *data = fsdp_host_space_alloc(wanted);
-  if (data == nullptr) throw std::bad_alloc();
-  return own(data, wanted, &HostMemory::free_space);
+std::shared_ptr<c10::DataPtr> make_host_space(int64_t nbytes) {
+  void *data = fsdp_host_space_alloc(nbytes);
+  if (data == nullptr) return nullptr;
+  return std::make_shared<c10::DataPtr>(
+      own(data, nbytes, &HostMemory::free_space));
 }
 
 }  // namespace fsdp_torch

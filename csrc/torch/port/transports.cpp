@@ -537,8 +537,8 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   group.why_c10d = refusal == nullptr ? found->why_not : refusal;
 }
 
-bool may_share_memory() {
-  return !is_switched_off("FSDP_C_SHM");
+bool may_read_in_place() {
+  return !is_switched_off("FSDP_C_SHM") && !has_value("FSDP_C_SHM", "copy");
 }
 
 void merge_small_calls(Group &group, Mergings &made) {

@@ -22,8 +22,8 @@ Group group_from(struct _object *object, c10::Device device);
 // others in one call, the same on all of them (Note [Size of rings]).
 void connect(Group &group, c10::Device device, int64_t call_nbytes);
 
-// Whether the switches let groups of this rank use shared memory.
-bool may_share_memory();
+// Whether FSDP_C_SHM lets others read this rank's shards in place.
+bool may_read_in_place();
 
 // Lets the group's transport, if it is one of a host, make small calls one
 // (port/merging.h); the same for all groups over it, which `made` keeps.
