@@ -184,10 +184,10 @@ at::Tensor shard_in_region(const Unit &unit, const Segment &segment,
   char *space = static_cast<char *>(unit.region->get());
   *populated = fsdp_host_space_populate(space, offset, offset + nbytes,
                                         *populated);
-  auto held = std::make_unique<HeldShard>(HeldShard{unit.region, space + offset});
-  c10::profiledCPUMemoryReporter().New(held->data,
-                                       static_cast<size_t>(nbytes));
-  c10::DataPtr data(held->data, held.release(), &HeldShard::free, c10::kCPU);
+  void *const shard = space + offset;
+  auto held = std::make_unique<HeldShard>(HeldShard{unit.region, shard});
+  c10::profiledCPUMemoryReporter().New(shard, static_cast<size_t>(nbytes));
+  c10::DataPtr data(shard, held.release(), &HeldShard::free, c10::kCPU);
   const auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes),
       std::move(data), c10::GetAllocator(c10::kCPU), /*resizable=*/true);
