@@ -16,7 +16,9 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.grad_mode import (
+    _unsafe_preserve_version_counter as preserved_version,
+)
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -88,13 +90,10 @@ def _interpreted(function: F, callees: _FrameAction) -> F:
 
 
 def run_policy(
-    policy: Policy,
-    root: Module,
-    ignored_modules: set[Module],
-    root_kwargs: dict[str, Any],
+    policy: Policy, root: Module, ignored: set[Module], kwargs: dict[str, Any]
 ) -> dict[Module, dict[str, Any]]:
     """Return the constructor arguments of every module that ``policy`` wraps."""
-    return policy._run_policy(root, ignored_modules, root_kwargs)
+    return policy._run_policy(root, ignored, kwargs)
 
 
 def checkpoint_state_dict() -> Any:
@@ -108,7 +107,6 @@ def state_dict_utils() -> Any:
 
 
 def overrides_dispatch(tensor: Tensor) -> bool:
-    """Whether the tensor's class has a ``__torch_dispatch__`` of its own."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
@@ -125,11 +123,7 @@ def note_fully_sharded(module: Module, state: Any) -> None:
 
 
 def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the dimensions of all, which are parts of one mesh.
-
-    Raises:
-        RuntimeError: They are not.
-    """
+    """Return a mesh of all their dimensions; RuntimeError if they are not of one."""
     mesh: DeviceMesh = DeviceMesh._concatenate(meshes)
     return mesh
 
@@ -176,11 +170,6 @@ def local_tensor(value: DTensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def preserved_version(tensor: Tensor) -> Any:
-    """Return a context in which writing ``tensor`` is not seen by autograd."""
-    return _unsafe_preserve_version_counter(tensor)
-
-
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the time limit of a group's collectives; None where it tells none."""
     for device in getattr(group, "_device_types", ()):
@@ -191,7 +180,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def in_backward_optimizers(param: Tensor) -> list[torch.optim.Optimizer]:
-    """Return what ``_apply_optimizer_in_backward()`` has put on ``param``."""
     optimizers: list[torch.optim.Optimizer] = getattr(
         param, "_in_backward_optimizers", []
     )

@@ -163,56 +163,36 @@ static PyObject *engine_reset(PyObject *object, PyObject *Py_UNUSED(ignored)) {
   Py_RETURN_NONE;
 }
 
-static PyObject *run_without_gil(PyObject *object,
-                                 fsdp_status (*stage)(fsdp_torch_engine *,
-                                                      fsdp_error *)) {
+static PyObject *engine_reduce_kept(PyObject *object,
+                                    PyObject *Py_UNUSED(ignored)) {
   fsdp_torch_engine *engine = engine_of(object);
   FSDP_LOCAL_ERROR(error);
   fsdp_status status;
   if (engine == NULL) return NULL;
   Py_BEGIN_ALLOW_THREADS;
-  status = stage(engine, &error);
+  status = fsdp_torch_engine_reduce_kept(engine, &error);
   Py_END_ALLOW_THREADS;
-  if (status != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
+  return fsdp_none_or_error(status, &error);
+}
+
+static PyObject *engine_run_capture_stage(PyObject *object, PyObject *value) {
+  const long stage = PyLong_AsLong(value);
+  if (stage == -1 && PyErr_Occurred()) return NULL;
+  if (stage < FSDP_TORCH_BEGIN_CAPTURE || stage > FSDP_TORCH_RELEASE_CAPTURE) {
+    return PyErr_Format(PyExc_ValueError,
+                        "stage must be BEGIN_CAPTURE to RELEASE_CAPTURE, "
+                        "got %ld",
+                        stage);
   }
-  Py_RETURN_NONE;
-}
-
-static PyObject *engine_reduce_kept(PyObject *object,
-                                    PyObject *Py_UNUSED(ignored)) {
-  return run_without_gil(object, fsdp_torch_engine_reduce_kept);
-}
-
-static PyObject *engine_begin_capture(PyObject *object,
-                                      PyObject *Py_UNUSED(ignored)) {
-  return run_without_gil(object, fsdp_torch_engine_begin_capture);
-}
-
-static PyObject *engine_fork_lanes(PyObject *object,
-                                   PyObject *Py_UNUSED(ignored)) {
-  return run_without_gil(object, fsdp_torch_engine_fork_lanes);
-}
-
-static PyObject *engine_join_lanes(PyObject *object,
-                                   PyObject *Py_UNUSED(ignored)) {
-  return run_without_gil(object, fsdp_torch_engine_join_lanes);
-}
-
-static PyObject *engine_end_capture(PyObject *object,
-                                    PyObject *Py_UNUSED(ignored)) {
-  return run_without_gil(object, fsdp_torch_engine_end_capture);
-}
-
-static PyObject *engine_begin_replay(PyObject *object,
-                                     PyObject *Py_UNUSED(ignored)) {
-  return run_without_gil(object, fsdp_torch_engine_begin_replay);
-}
-
-static PyObject *engine_release_capture(PyObject *object,
-                                        PyObject *Py_UNUSED(ignored)) {
-  return run_without_gil(object, fsdp_torch_engine_release_capture);
+  fsdp_torch_engine *engine = engine_of(object);
+  FSDP_LOCAL_ERROR(error);
+  fsdp_status status;
+  if (engine == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  status = fsdp_torch_engine_run_capture_stage(
+      engine, (fsdp_torch_capture_stage)stage, &error);
+  Py_END_ALLOW_THREADS;
+  return fsdp_none_or_error(status, &error);
 }
 
 static PyObject *engine_memory_stats(PyObject *object,
@@ -330,11 +310,7 @@ static PyObject *engine_start_timeline(PyObject *object, PyObject *args) {
   status =
       fsdp_torch_engine_start_timeline(engine, capacity, num_steps, &error);
   Py_END_ALLOW_THREADS;
-  if (status != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(status, &error);
 }
 
 static PyObject *engine_stop_timeline(PyObject *object,
@@ -390,26 +366,12 @@ PyDoc_STRVAR(engine_doc,
 PyDoc_STRVAR(engine_reduce_kept_doc,
              "reduce_kept($self, /)\n--\n\n"
              "Reduce the gradients that backwards kept, and show them.");
-PyDoc_STRVAR(engine_begin_capture_doc,
-             "begin_capture($self, /)\n--\n\n"
-             "Refuse, or prepare the capture of a step in a graph.");
-PyDoc_STRVAR(
-    engine_fork_lanes_doc,
-    "fork_lanes($self, /)\n--\n\n"
-    "Inside the capture, first: all lanes wait for the compute stream.");
-PyDoc_STRVAR(
-    engine_join_lanes_doc,
-    "join_lanes($self, /)\n--\n\n"
-    "Inside it, last: units come to rest, the compute stream waits for all.");
-PyDoc_STRVAR(engine_end_capture_doc,
-             "end_capture($self, /)\n--\n\n"
-             "The capture has ended, in whatever way.");
-PyDoc_STRVAR(engine_begin_replay_doc,
-             "begin_replay($self, /)\n--\n\n"
-             "Bring all units to rest; a replay may follow.");
-PyDoc_STRVAR(engine_release_capture_doc,
-             "release_capture($self, /)\n--\n\n"
-             "The graph is gone, and no replay runs.");
+PyDoc_STRVAR(engine_run_capture_stage_doc,
+             "run_capture_stage($self, stage, /)\n--\n\n"
+             "Run a stage of a captured step, in this order: BEGIN_CAPTURE;\n"
+             "inside the capture FORK_LANES first and JOIN_LANES last;\n"
+             "END_CAPTURE, also after a failure; BEGIN_REPLAY before each\n"
+             "replay; RELEASE_CAPTURE when the graph is gone.");
 PyDoc_STRVAR(engine_reset_doc,
              "reset($self, /)\n--\n\n"
              "Drop what an unfinished step left; all units are SHARDED after.");
@@ -445,14 +407,8 @@ PyDoc_STRVAR(
 static PyMethodDef engine_methods[] = {
     {"reset", engine_reset, METH_NOARGS, engine_reset_doc},
     {"reduce_kept", engine_reduce_kept, METH_NOARGS, engine_reduce_kept_doc},
-    {"begin_capture", engine_begin_capture, METH_NOARGS,
-     engine_begin_capture_doc},
-    {"fork_lanes", engine_fork_lanes, METH_NOARGS, engine_fork_lanes_doc},
-    {"join_lanes", engine_join_lanes, METH_NOARGS, engine_join_lanes_doc},
-    {"end_capture", engine_end_capture, METH_NOARGS, engine_end_capture_doc},
-    {"begin_replay", engine_begin_replay, METH_NOARGS, engine_begin_replay_doc},
-    {"release_capture", engine_release_capture, METH_NOARGS,
-     engine_release_capture_doc},
+    {"run_capture_stage", engine_run_capture_stage, METH_O,
+     engine_run_capture_stage_doc},
     {"check_order", engine_check_order, METH_O, engine_check_order_doc},
     {"wait_for_reduces", engine_wait_for_reduces, METH_O,
      engine_wait_for_reduces_doc},

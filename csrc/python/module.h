@@ -145,4 +145,12 @@ static inline module_state *state_of_object(PyObject *object) {
   return (module_state *)PyType_GetModuleState(Py_TYPE(object));
 }
 
+/* None, or NULL with the exception of a call that failed. */
+static inline PyObject *fsdp_none_or_error(fsdp_status status,
+                                           const fsdp_error *error) {
+  if (status == FSDP_OK) Py_RETURN_NONE;
+  fsdp_torch_set_python_error(error);
+  return NULL;
+}
+
 #endif /* FSDP_PYTHON_MODULE_H */

@@ -186,11 +186,7 @@ static PyObject *unit_summon(PyObject *object, PyObject *args,
   Py_BEGIN_ALLOW_THREADS;
   status = fsdp_torch_unit_summon(unit, &options, &error);
   Py_END_ALLOW_THREADS;
-  if (status != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(status, &error);
 }
 
 static PyObject *unit_dismiss(PyObject *object, PyObject *args,
@@ -207,11 +203,7 @@ static PyObject *unit_dismiss(PyObject *object, PyObject *args,
   Py_BEGIN_ALLOW_THREADS;
   status = fsdp_torch_unit_dismiss(unit, writeback != 0, &error);
   Py_END_ALLOW_THREADS;
-  if (status != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(status, &error);
 }
 
 static PyObject *unit_bind_flat_params(PyObject *object, PyObject *params) {
@@ -222,11 +214,7 @@ static PyObject *unit_bind_flat_params(PyObject *object, PyObject *params) {
       unit_of(object), PySequence_Fast_ITEMS(items),
       PySequence_Fast_GET_SIZE(items), &error);
   Py_DECREF(items);
-  if (status != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(status, &error);
 }
 
 /* Changes ------------------------------------------------------------------ */
@@ -251,23 +239,17 @@ static PyObject *unit_replace_param(PyObject *object, PyObject *args) {
     return PyErr_Format(PyExc_IndexError, "param %lld must be in [0, %lld)",
                         index, num_params);
   }
-  if (fsdp_torch_unit_replace_param(unit, index, tensor, &error) != FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(
+      fsdp_torch_unit_replace_param(unit, index, tensor, &error), &error);
 }
 
 static PyObject *unit_set_reduce_hook(PyObject *object, PyObject *args) {
   FSDP_LOCAL_ERROR(error);
   PyObject *state, *hook; /* borrowed */
   if (!PyArg_ParseTuple(args, "OO:set_reduce_hook", &state, &hook)) return NULL;
-  if (fsdp_torch_unit_set_reduce_hook(unit_of(object), state, hook, &error) !=
-      FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(
+      fsdp_torch_unit_set_reduce_hook(unit_of(object), state, hook, &error),
+      &error);
 }
 
 static PyObject *unit_set_custom(PyObject *object, PyObject *args) {
@@ -275,22 +257,16 @@ static PyObject *unit_set_custom(PyObject *object, PyObject *args) {
   PyObject *function; /* borrowed */
   unsigned kinds;
   if (!PyArg_ParseTuple(args, "OI:set_custom", &function, &kinds)) return NULL;
-  if (fsdp_torch_unit_set_custom(unit_of(object), function, kinds, &error) !=
-      FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(
+      fsdp_torch_unit_set_custom(unit_of(object), function, kinds, &error),
+      &error);
 }
 
 static PyObject *unit_follow_reductions(PyObject *object, PyObject *function) {
   FSDP_LOCAL_ERROR(error);
-  if (fsdp_torch_unit_follow_reductions(unit_of(object), function, &error) !=
-      FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(
+      fsdp_torch_unit_follow_reductions(unit_of(object), function, &error),
+      &error);
 }
 
 static PyObject *unit_clone(PyObject *object, PyObject *params) {

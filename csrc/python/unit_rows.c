@@ -196,12 +196,8 @@ static PyObject *bind_param(PyObject *object, PyObject *args, bind_call bind) {
   long long index;
   PyObject *param, *local; /* borrowed */
   if (!PyArg_ParseTuple(args, "LOO", &index, &param, &local)) return NULL;
-  if (bind(((unit_object *)object)->unit, index, param, local, &error) !=
-      FSDP_OK) {
-    fsdp_torch_set_python_error(&error);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return fsdp_none_or_error(
+      bind(((unit_object *)object)->unit, index, param, local, &error), &error);
 }
 
 PyObject *fsdp_unit_object_bind_sharded(PyObject *object, PyObject *args) {

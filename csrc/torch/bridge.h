@@ -424,21 +424,21 @@ fsdp_engine *fsdp_torch_engine_core(fsdp_torch_engine *engine);
 FSDP_NODISCARD fsdp_status
 fsdp_torch_engine_reduce_kept(fsdp_torch_engine *engine, fsdp_error *error);
 
-/* The stages of a captured step in runtime/engine.h, of the same names. After
- * those that bring the units to rest, the sharded parameters are registered.
- * GIL not held. may block */
-FSDP_NODISCARD fsdp_status
-fsdp_torch_engine_begin_capture(fsdp_torch_engine *engine, fsdp_error *error);
-FSDP_NODISCARD fsdp_status
-fsdp_torch_engine_fork_lanes(fsdp_torch_engine *engine, fsdp_error *error);
-FSDP_NODISCARD fsdp_status
-fsdp_torch_engine_join_lanes(fsdp_torch_engine *engine, fsdp_error *error);
-FSDP_NODISCARD fsdp_status
-fsdp_torch_engine_end_capture(fsdp_torch_engine *engine, fsdp_error *error);
-FSDP_NODISCARD fsdp_status
-fsdp_torch_engine_begin_replay(fsdp_torch_engine *engine, fsdp_error *error);
-FSDP_NODISCARD fsdp_status
-fsdp_torch_engine_release_capture(fsdp_torch_engine *engine, fsdp_error *error);
+/* The functions of a captured step in runtime/engine.h, of the same names. */
+typedef enum fsdp_torch_capture_stage {
+  FSDP_TORCH_BEGIN_CAPTURE,
+  FSDP_TORCH_FORK_LANES,
+  FSDP_TORCH_JOIN_LANES,
+  FSDP_TORCH_END_CAPTURE,
+  FSDP_TORCH_BEGIN_REPLAY,
+  FSDP_TORCH_RELEASE_CAPTURE
+} fsdp_torch_capture_stage;
+
+/* Runs one of them. After those that bring the units to rest, the sharded
+ * parameters are registered. GIL not held. may block */
+FSDP_NODISCARD fsdp_status fsdp_torch_engine_run_capture_stage(
+    fsdp_torch_engine *engine, fsdp_torch_capture_stage stage,
+    fsdp_error *error);
 
 /* Drops what an unfinished step left (see fsdp_engine_reset), and registers the
  * sharded parameters. GIL not held. may block */

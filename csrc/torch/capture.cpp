@@ -6,22 +6,29 @@
 namespace fsdp_torch {
 namespace {
 
-template <typename Stage>
-fsdp_status run_locked(Engine &engine, Stage &&stage) {
-  const std::lock_guard<std::mutex> lock(engine.mutex);
-  return stage(engine.core);
+fsdp_status run_stage(fsdp_engine *core, fsdp_torch_capture_stage stage,
+                      fsdp_error *error) {
+  switch (stage) {
+    case FSDP_TORCH_BEGIN_CAPTURE:
+      return fsdp_engine_begin_capture(core, error);
+    case FSDP_TORCH_FORK_LANES:
+      return fsdp_engine_fork_lanes(core, error);
+    case FSDP_TORCH_JOIN_LANES:
+      return fsdp_engine_join_lanes(core, error);
+    case FSDP_TORCH_END_CAPTURE:
+      return fsdp_engine_end_capture(core, error);
+    case FSDP_TORCH_BEGIN_REPLAY:
+      return fsdp_engine_begin_replay(core, error);
+    case FSDP_TORCH_RELEASE_CAPTURE:
+      break;
+  }
+  fsdp_engine_release_capture(core);
+  return FSDP_OK;
 }
 
-// A stage that brings the units to rest. What an aborted backward left is
-// dropped first.
-template <typename Stage>
-fsdp_status run_to_rest(Engine &engine, Stage &&stage) {
-  const fsdp_status status = run_locked(engine, [&](fsdp_engine *core) {
-    engine.recover();
-    return stage(core);
-  });
-  if (status == FSDP_OK) close_rows(engine);
-  return status;
+bool brings_to_rest(fsdp_torch_capture_stage stage) {
+  return stage == FSDP_TORCH_BEGIN_CAPTURE || stage == FSDP_TORCH_JOIN_LANES ||
+         stage == FSDP_TORCH_BEGIN_REPLAY;
 }
 
 }  // namespace
@@ -29,58 +36,20 @@ fsdp_status run_to_rest(Engine &engine, Stage &&stage) {
 
 extern "C" {
 
-fsdp_status fsdp_torch_engine_begin_capture(fsdp_torch_engine *engine,
-                                            fsdp_error *error) {
+fsdp_status fsdp_torch_engine_run_capture_stage(fsdp_torch_engine *engine,
+                                                fsdp_torch_capture_stage stage,
+                                                fsdp_error *error) {
   GUARDED(error) {
-    return fsdp_torch::run_to_rest(*engine->self, [&](fsdp_engine *core) {
-      return fsdp_engine_begin_capture(core, error);
-    });
-  };
-}
-
-fsdp_status fsdp_torch_engine_fork_lanes(fsdp_torch_engine *engine,
-                                         fsdp_error *error) {
-  GUARDED(error) {
-    return fsdp_torch::run_locked(*engine->self, [&](fsdp_engine *core) {
-      return fsdp_engine_fork_lanes(core, error);
-    });
-  };
-}
-
-fsdp_status fsdp_torch_engine_join_lanes(fsdp_torch_engine *engine,
-                                         fsdp_error *error) {
-  GUARDED(error) {
-    return fsdp_torch::run_to_rest(*engine->self, [&](fsdp_engine *core) {
-      return fsdp_engine_join_lanes(core, error);
-    });
-  };
-}
-
-fsdp_status fsdp_torch_engine_end_capture(fsdp_torch_engine *engine,
-                                          fsdp_error *error) {
-  GUARDED(error) {
-    return fsdp_torch::run_locked(*engine->self, [&](fsdp_engine *core) {
-      return fsdp_engine_end_capture(core, error);
-    });
-  };
-}
-
-fsdp_status fsdp_torch_engine_begin_replay(fsdp_torch_engine *engine,
-                                           fsdp_error *error) {
-  GUARDED(error) {
-    return fsdp_torch::run_to_rest(*engine->self, [&](fsdp_engine *core) {
-      return fsdp_engine_begin_replay(core, error);
-    });
-  };
-}
-
-fsdp_status fsdp_torch_engine_release_capture(fsdp_torch_engine *engine,
-                                              fsdp_error *error) {
-  GUARDED(error) {
-    return fsdp_torch::run_locked(*engine->self, [](fsdp_engine *core) {
-      fsdp_engine_release_capture(core);
-      return FSDP_OK;
-    });
+    fsdp_torch::Engine &self = *engine->self;
+    const bool rests = fsdp_torch::brings_to_rest(stage);
+    fsdp_status status;
+    {
+      const std::lock_guard<std::mutex> lock(self.mutex);
+      if (rests) self.recover();  // drops what an aborted backward left
+      status = fsdp_torch::run_stage(self.core, stage, error);
+    }
+    if (rests && status == FSDP_OK) fsdp_torch::close_rows(self);
+    return status;
   };
 }
 

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "torch/bridge.h"
@@ -333,26 +334,43 @@ class GradHook : public torch::autograd::FunctionPostHook {
 // AccumulateGrad, and so our hooks of gradients, runs on the stream that was
 // current when the node was made. The engine takes that for COMPUTE. If a step
 // runs on another stream than the steps before (a capture does), its nodes must
-// be new. An older graph that still has them keeps them, with their hooks.
-void drop_accumulators_of_other_streams(Unit &unit) {
-  if (unit.device.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(unit.device.type());
-  const c10::Stream current = guard.getStream(unit.device);
+// be new. An older graph that still has them keeps them, with their hooks,
+// until a forward finds that graph gone. So a unit notes the stream of its
+// nodes, or none while they differ, and a forward on that stream does not look
+// at them. Nodes of CPU units have no stream.
+std::optional<c10::Stream> current_stream(const Unit &unit) {
+  if (unit.device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(unit.device.type()).getStream(unit.device);
+}
+
+void drop_accumulators_of_other_streams(
+    Unit &unit, const std::optional<c10::Stream> &stream) {
   for (Param &param : unit.params) {
     if (param.accumulator && param.accumulator.use_count() == 1 &&
-        param.accumulator->stream() != current) {
+        param.accumulator->stream() != stream) {
       unhook_accumulator(param);
     }
   }
 }
 
+bool are_accumulators_of(const Unit &unit,
+                         const std::optional<c10::Stream> &stream) {
+  return std::all_of(
+      unit.params.begin(), unit.params.end(), [&](const Param &param) {
+        return !param.accumulator || param.accumulator->stream() == stream;
+      });
+}
+
 }  // namespace
 
 void hook_accumulators(Unit &unit) {
-  drop_accumulators_of_other_streams(unit);
+  const std::optional<c10::Stream> stream = current_stream(unit);
+  bool is_new = unit.accumulator_stream != stream;
+  if (is_new) drop_accumulators_of_other_streams(unit, stream);
   for (size_t i = 0; i < unit.params.size(); i++) {
     Param &param = unit.params[i];
     if (param.accumulator || !param.leaf().requires_grad()) continue;
+    is_new = true;
     param.accumulator = torch::autograd::impl::grad_accumulator(param.leaf());
     param.hook = param.accumulator->add_post_hook(
         std::make_unique<GradHook>(unit.handle, i));
@@ -360,6 +378,11 @@ void hook_accumulators(Unit &unit) {
       param.accumulator->add_pre_hook(
           std::make_unique<EarlyGradHook>(unit.handle, i));
     }
+  }
+  // A graph may have kept the one that a parameter has had before.
+  if (is_new) {
+    unit.accumulator_stream =
+        are_accumulators_of(unit, stream) ? stream : std::nullopt;
   }
 }
 

@@ -17,6 +17,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -228,6 +229,8 @@ struct Unit : std::enable_shared_from_this<Unit> {
   std::vector<Param> params;
   std::shared_ptr<c10::DataPtr> region;  // of the shards; null: none
   int64_t region_nbytes = 0;
+  // Of all their accumulators; none on the CPU, or if they differ. hooks.cpp
+  std::optional<c10::Stream> accumulator_stream;
   std::vector<GradPlace> grad_places;  // unit_grads.cpp
   uint64_t marked_version = 0;         // unit_views.cpp
   bool shard_was_written = false;      // likewise: no gather waits for it yet

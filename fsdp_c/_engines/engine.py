@@ -23,10 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_c import _native
-from fsdp_c._engines.optimizer_in_backward import (
-    adopt_in_backward_optimizers,
-    unit_of,
-)
+from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers, unit_of
 from fsdp_c._engines.order_warning import watch_order
 from fsdp_c._torch_compat import interpreted_with_callees
 from fsdp_c._units.base import Running, ShardedModule, sharded_modules

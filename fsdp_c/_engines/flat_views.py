@@ -40,34 +40,28 @@ def follow_summon(module: ShardedModule) -> None:
 
 
 def _show(module: ShardedModule, views: list[FlatParameter]) -> None:
-    """Make the views unsharded while the unit's parameters are."""
+    """Let the views be unsharded in a summon; else show the sharded gradients."""
     unit = module._sharded.unit
-    if not unit.is_summoned:
-        _show_grads(module, views)
-        return
     slots, segments = unit.slots, unit.segments
-    for use in module._sharded.uses:
-        segment, _, numel = slots[use.slot]
-        padded_numel = segments[segment][5]
-        param, view = use.param.detach(), views[segment]
-        nbytes = padded_numel * param.element_size()
-        # With rank0_only the other ranks keep their shards.
-        if numel > 0 and param.untyped_storage().nbytes() == nbytes:
-            view.data = torch.as_strided(param, (padded_numel,), (1,), 0)
-
-
-def _show_grads(module: ShardedModule, views: list[FlatParameter]) -> None:
-    """Set the gradients of the views, over those of the parameters."""
-    slots = module._sharded.unit.slots
-    for view in views:
+    for view in [] if unit.is_summoned else views:
         view.grad = None
     for use in module._sharded.uses:
-        view, grad = views[slots[use.slot][0]], use.param.grad
-        nbytes = view.numel() * view.element_size()
+        segment = slots[use.slot][0]
+        view = views[segment]
+        shown: torch.Tensor | None
+        if unit.is_summoned:
+            shown, numel = use.param.detach(), segments[segment][5]
+        else:
+            shown, numel = use.param.grad, view.numel()
+        # With rank0_only the other ranks keep their shards.
         if (
-            grad is not None
-            and grad.numel() > 0
-            and grad.dtype == view.dtype
-            and grad.untyped_storage().nbytes() == nbytes
+            shown is not None
+            and shown.numel() > 0
+            and shown.dtype == view.dtype
+            and shown.untyped_storage().nbytes() == numel * shown.element_size()
         ):
-            view.grad = torch.as_strided(grad, (view.numel(),), (1,), 0)
+            flat = torch.as_strided(shown, (numel,), (1,), 0)
+            if unit.is_summoned:
+                view.data = flat
+            else:
+                view.grad = flat

@@ -1,6 +1,5 @@
 """register_forward_method: other methods than forward, with whole parameters."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -79,17 +78,11 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     module.add_forward_method(method_name)
 
 
-def bind_forward_method(
-    module: ShardedModule, method: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return ``method`` of the wrapped module, to be run by the module's unit."""
-    return functools.partial(_run, module, method)
-
-
 @interpreted
-def _run(
+def run_forward_method(
     module: ShardedModule, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Let the unit of ``module`` run ``method`` of the wrapped module."""
     if module._running is None:
         ensure_engine(module)
     return module._sharded.unit.forward(method, args, kwargs)

@@ -79,10 +79,8 @@ class Arguments:
 
     @interpreted_with_callees
     def cast_output(self, output: Any) -> Any:
-        """Return what forward returned, in the output dtype."""
+        """Return what forward returned, in the output dtype, which is not None."""
         dtype = self.precision.output_dtype
-        if dtype is None:
-            return output
         return tree_map_only(
             Tensor,
             lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,

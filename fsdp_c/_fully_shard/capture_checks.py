@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_c import _native
 from fsdp_c._fully_shard.either import engines_in, units_in
 from fsdp_c._fully_shard.offload import is_offloading
 from fsdp_c._torch_compat import local_tensor
@@ -25,9 +26,9 @@ def check_model(model: nn.Module) -> None:
             "capture a step of each device's model"
         )
     for engine in engines_in(model):
-        engine.begin_capture()  # refuses
-        engine.end_capture()
-        engine.release_capture()
+        engine.run_capture_stage(_native.BEGIN_CAPTURE)  # refuses
+        engine.run_capture_stage(_native.END_CAPTURE)
+        engine.run_capture_stage(_native.RELEASE_CAPTURE)
     device = devices.pop()
     if not hasattr(torch.get_device_module(device), "CUDAGraph"):
         raise RuntimeError(

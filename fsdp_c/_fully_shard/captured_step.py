@@ -142,7 +142,7 @@ class _Graph:
         check_optimizer_state(owner._optimizer, owner._device)
         before = hyperparameters(owner._optimizer), len(owner._optimizer.state)
         for engine in self._engines:
-            engine.begin_capture()
+            engine.run_capture_stage(_native.BEGIN_CAPTURE)
             self._pinned.append(engine)
         gc.collect()  # what is freed inside the capture is freed for the graph alone
         self._module.synchronize()
@@ -150,16 +150,16 @@ class _Graph:
         with self._module.stream(owner._stream):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._each(_native.Engine.fork_lanes)
+                self._each(_native.FORK_LANES)
                 inputs = tree_unflatten(self._static, self._structure)
                 self._outputs = owner._run(inputs)
-                self._each(_native.Engine.join_lanes)
+                self._each(_native.JOIN_LANES)
             except BaseException:  # that is the error to see, not the one of the end
                 with contextlib.suppress(RuntimeError):
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
-        self._each(_native.Engine.end_capture)
+        self._each(_native.END_CAPTURE)
         if (hyperparameters(owner._optimizer), len(owner._optimizer.state)) != before:
             raise RuntimeError(
                 f"{type(owner._optimizer).__name__} changes its param_groups, or adds "
@@ -167,9 +167,9 @@ class _Graph:
                 "neither; give it a longer warmup, or train without capture_step"
             )
 
-    def _each(self, stage: Callable[[_native.Engine], None]) -> None:
+    def _each(self, stage: int) -> None:
         for engine in self._engines:
-            stage(engine)
+            engine.run_capture_stage(stage)
 
     def _is_fine_everywhere(self, is_fine: bool) -> bool:
         """Return whether all ranks could capture: replays need all of them."""
@@ -186,7 +186,7 @@ class _Graph:
     def _give_up(self) -> None:
         """Make the model as it was before the capture."""
         for engine in self._pinned:
-            engine.end_capture()
+            engine.run_capture_stage(_native.END_CAPTURE)
         reset(self._owner._model)
         self._owner._clear_gradients()
         self.close()
@@ -207,7 +207,7 @@ class _Graph:
         self._take(leaves, structure)
         if any(param.grad is not None for param in self._params):
             self._owner._clear_gradients()
-        self._each(_native.Engine.begin_replay)
+        self._each(_native.BEGIN_REPLAY)
         self._graph.replay()
         return self._outputs
 
@@ -264,7 +264,7 @@ class _Graph:
         graph.reset()
         pinned, self._pinned = self._pinned, []
         for engine in pinned:
-            engine.release_capture()
+            engine.run_capture_stage(_native.RELEASE_CAPTURE)
 
     def __del__(self) -> None:
         self.close()

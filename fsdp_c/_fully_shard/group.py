@@ -541,6 +541,8 @@ class Group:
         output = self.unit.forward(function, args, kwargs)
         if self.running is not None and self.running.several and self.is_root:
             end_runs(self.running.several)
+        if self.arguments.precision.output_dtype is None:
+            return output
         return self.arguments.cast_output(output)
 
     def reshards_after_forward(self) -> bool:

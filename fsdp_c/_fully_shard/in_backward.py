@@ -1,11 +1,11 @@
 """Optimizers that step in backward, for models of either API."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_c._engines.optimizer_in_backward import step_in_backward, unit_of
+from fsdp_c._engines.optimizer_in_backward import adopt_in_backward_optimizers, unit_of
 from fsdp_c._fully_shard.group import groups_in
 from fsdp_c._units.base import require_sharded
 
@@ -52,4 +52,76 @@ def optimizer_in_backward(
     units = [group.followed(name) for group, name in groups.items()] or [
         unit_of(module) for module in require_sharded(model)
     ]
-    return step_in_backward(units, list(model.parameters()), build)
+    for unit in units:
+        if unit.has_optimizer or adopt_in_backward_optimizers(unit):
+            raise ValueError(
+                f"unit {unit.name!r} has an optimizer in backward already: build one "
+                "optimizer, with several groups"
+            )
+    optimizer = build(list(model.parameters()))
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "build must return a torch.optim.Optimizer over the parameters that it is "
+            f"given, got {type(optimizer).__name__}"
+        )
+    for unit in units:
+        step = _UnitStep(optimizer, unit.name, unit.params)
+        if step.find_parts():
+            unit.follow(step)
+    return optimizer
+
+
+class _UnitStep:
+    def __init__(
+        self, optimizer: Optimizer, name: str, params: Sequence[nn.Parameter]
+    ) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        self._ids = frozenset(map(id, params))
+        self._numels: list[int] = []
+        self._parts: list[list[nn.Parameter]] = []
+
+    def find_parts(self) -> bool:
+        """Find the unit's parameters in each group, anew after add_param_group().
+
+        Return whether there are any.
+        """
+        groups = self._optimizer.param_groups
+        numels = [len(group["params"]) for group in groups]
+        if numels != self._numels:
+            self._numels = numels
+            self._parts = [
+                [param for param in group["params"] if id(param) in self._ids]
+                for group in groups
+            ]
+        return any(self._parts)
+
+    def __call__(self) -> None:
+        """Step the unit's parameters and clear their gradients."""
+        self.find_parts()
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        before = [dict(group) for group in groups]
+        try:
+            for group, part in zip(groups, self._parts, strict=True):
+                group["params"] = part
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+        for group, old in zip(groups, before, strict=True):
+            for key, value in group.items():
+                is_same = value is old.get(key) or value == old.get(key)
+                if key != "params" and not is_same:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} changes {key!r} of its "
+                        f"param_groups when it steps, here once for unit "
+                        f"{self._name!r}: optimizer_in_backward() is for optimizers "
+                        "that treat parameters one by one; step this one after backward"
+                    )
+        for part in self._parts:
+            for param in part:
+                param.grad = None

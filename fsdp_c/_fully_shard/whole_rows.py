@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c._native import Placement
 from fsdp_c._state.exchange import Move, exchange_in
+from fsdp_c._units.batches import in_batches
 from fsdp_c._units.cuts import local_of, with_memory
 
 # Of whole tensors in one exchange, unless one is larger.
@@ -37,7 +38,8 @@ def with_whole_rows(state: Any, first: int | None) -> Any:
             found.setdefault(group, []).append(value)
     whole: dict[int, Tensor] = {}
     for group, values in found.items():
-        for batch in _batches(values):
+        sized = ((v, None, v.numel() * v.element_size()) for v in values)
+        for batch in in_batches(sized, _BATCH_NBYTES):
             gathered = _gather(group, batch, first)
             whole.update(zip(map(id, batch), gathered, strict=True))
     return _replaced(state, whole)
@@ -75,20 +77,6 @@ def _group_of_rows(value: Any) -> ProcessGroup | None:
     if type(placement) is not Shard or placement.dim != 0:
         return None
     return value.device_mesh.get_group(cutting[0])
-
-
-def _batches(values: Sequence[DTensor]) -> Iterator[list[DTensor]]:
-    batch: list[DTensor] = []
-    nbytes = 0
-    for value in values:
-        more = value.numel() * value.element_size()
-        if batch and nbytes + more > _BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(value)
-        nbytes += more
-    if batch:
-        yield batch
 
 
 def _gather(

@@ -23,15 +23,11 @@ from fsdp_c._units.originals import FlatParameter
 
 
 class FlatParamHandle:
-    """FSDP1's ``_handle`` of a unit, to read; the native engine runs the unit.
-
-    Attributes:
-        flat_param: The flat parameter that stands for the unit; whole in a summon.
-    """
+    """FSDP1's ``_handle`` of a unit, to read; the native engine runs the unit."""
 
     def __init__(self, module: ShardedModule, flat_param: FlatParameter) -> None:
         self._module = module
-        self.flat_param = flat_param
+        self.flat_param = flat_param  # stands for the unit; whole in a summon
         self.rank, self.world_size = module.shard_rank, flat_param._world_size
 
     @property
@@ -54,7 +50,6 @@ class FlatParamHandle:
         return self.flat_param.shard_metadata()
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has the size of this rank's shard."""
         if not self.uses_sharded_strategy:
             return False
         return tensor.size() == self.flat_param._sharded_size
@@ -81,7 +76,6 @@ class FlatParamHandle:
         return whole
 
     def needs_unshard(self) -> bool:
-        """Return whether the parameters are sharded now."""
         return (
             self.uses_sharded_strategy and self._module._sharded.unit.state == "SHARDED"
         )
@@ -89,8 +83,7 @@ class FlatParamHandle:
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         """Return the unsharded flat parameter between steps: a tensor without memory.
 
-        Raises:
-            RuntimeError: The parameters are whole now, in blocks of the engine.
+        While parameters are whole, they are in blocks of the engine.
         """
         self._check_sharded("_get_padded_unsharded_flat_param")
         whole = self.flat_param.detach().new_empty(
@@ -100,22 +93,14 @@ class FlatParamHandle:
         return whole
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
-        """Do nothing: between steps a unit is sharded.
-
-        Raises:
-            RuntimeError: Inside a step or a summon, which the engine ends.
-        """
+        """Do nothing between steps: the engine reshards what it has unsharded."""
         self._check_sharded("reshard")
 
     def post_reshard(self) -> None:
         """Do nothing: mixed precision leaves no copy of the shard."""
 
     def unshard(self) -> NoReturn:
-        """Refuse: a summon shows whole parameters.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Refuse: a summon shows whole parameters."""
         raise NotImplementedError(
             f"_handle.unshard() of unit {self._module._sharded.name!r}: the engine "
             "drives units; use FullyShardedDataParallel.summon_full_params(module, "
@@ -210,7 +195,6 @@ class Attributes(ShardedModule):
 
     @property
     def _has_params(self) -> bool:
-        """Whether this unit shards any parameter."""
         return bool(self._sharded.uses)
 
     @property
@@ -251,7 +235,6 @@ class Attributes(ShardedModule):
         return self._sharded.groups.inter_node_group
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
-        """Return whether buffers have a dtype of their own."""
         return self._sharded.config.mixed_precision.buffer_dtype is not None
 
     def _reset_lazy_init(self) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.api import (
 
 from fsdp_c._engines.conversion import convert
 from fsdp_c._engines.engine import ensure_engine
-from fsdp_c._engines.forward_methods import bind_forward_method
+from fsdp_c._engines.forward_methods import run_forward_method
 from fsdp_c._engines.summon import summon_full_params, summoned
 from fsdp_c._module import torch_dispatch
 from fsdp_c._module.copy import copy_sharded
@@ -260,15 +260,8 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
             RuntimeError: Inside forward or backward; a parameter was replaced, or is
                 shared with a module outside; LOCAL_STATE_DICT with a device mesh.
         """
-        positional = dict(
-            zip(("destination", "prefix", "keep_vars"), args, strict=False)
-        )
-        return save.save(
-            self,
-            positional.get("destination", destination),
-            positional.get("prefix", prefix),
-            positional.get("keep_vars", keep_vars),
-        )
+        given = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        return save.save(self, *given)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -296,9 +289,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
         """
         try:
             return super().load_state_dict(
-                load.with_wrapped_metadata(self, state_dict),
-                strict,
-                assign,
+                load.with_wrapped_metadata(self, state_dict), strict, assign
             )
         finally:
             for module in sharded_modules(self):
@@ -340,7 +331,7 @@ class FullyShardedDataParallel(OptimStateMethods, GradientMethods, TorchClass):
                 raise
         value = getattr(modules[WRAPPED_MODULE], name)
         if name in self._forward_methods:
-            return bind_forward_method(self, value)
+            return partial(run_forward_method, self, value)
         return value
 
     def __getitem__(self, key: Any) -> Any:

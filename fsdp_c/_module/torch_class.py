@@ -84,21 +84,16 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _namespace() -> dict[str, Any]:
-    namespace: dict[str, Any] = {
-        "__doc__": "torch's class, without its behaviour.",
-        "__module__": __name__,
-    }
-    for name in names_of_torch():
-        inherited = getattr(nn.Module, name, None)
-        namespace[name] = _refusal(name) if inherited is None else inherited
-    return namespace
-
-
 if TYPE_CHECKING:
 
     class TorchClass(nn.Module):
         """torch's class, without its behaviour."""
 
 else:
-    TorchClass = type("TorchClass", (TorchFSDP,), _namespace())
+    _known = frozenset(dir(nn.Module))
+    _overrides = {
+        name: getattr(nn.Module, name) if name in _known else _refusal(name)
+        for name in names_of_torch()
+    }
+    TorchClass = type("TorchClass", (TorchFSDP,), _overrides)
+    TorchClass.__doc__ = "torch's class, without its behaviour."

@@ -41,8 +41,7 @@ _applied: set[str] = set()
 def begin(ours: type[ShardedModule], module: object) -> None:
     """Replace torch's methods by dispatchers to ``ours``, before it wraps ``module``.
 
-    Raises:
-        ValueError: Modules of torch's own FSDP1 are in ``module``.
+    Refuse a ``module`` with modules of torch's own FSDP1 in it.
     """
     if isinstance(module, nn.Module) and torch_modules(module):
         raise ValueError(mixed(type(module).__name__, "fsdp_c"))
@@ -71,11 +70,7 @@ def torch_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def is_ours(module: object, method: str) -> bool:
-    """Return whether modules of fsdp_c are in ``module``, with which ``method`` runs.
-
-    Raises:
-        ValueError: Modules of torch's own FSDP1 are in there as well.
-    """
+    """Return whether modules of fsdp_c are in ``module``; refuse those of both."""
     if not isinstance(module, nn.Module):
         return False
     first = next(sharded_modules(module), None)

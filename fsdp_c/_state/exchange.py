@@ -33,6 +33,7 @@ from fsdp_c._native import (
     prepare_exchange,
 )
 from fsdp_c._state.parts import ParamPart
+from fsdp_c._units.batches import in_batches
 from fsdp_c._units.device import CPU, backends_of
 from fsdp_c._units.failures import naming_ranks
 
@@ -61,8 +62,6 @@ class Move(NamedTuple):
 
 
 class ExchangeItem(NamedTuple):
-    """A parameter, or one of its states, and its move."""
-
     key: Any  # the caller's
     part: ParamPart
     move: Move
@@ -102,7 +101,13 @@ def exchange(
             device = module.compute_device
             units[module] = _Unit(module._sharded.name, group, device, [])
         units[module].items.append(item)
-    for batch in _batches(list(units.values())):
+    sizes = [unit.size() for unit in units.values()]
+    sized = (
+        (unit, unit[1:3], extra)
+        for unit, (_, extra) in zip(units.values(), sizes, strict=True)
+    )
+    most = max((nbytes for nbytes, _ in sizes), default=0)
+    for batch in in_batches(sized, most):
         first, last = batch[0], batch[-1]
         names = repr(first.name)
         if last is not first:
@@ -114,27 +119,8 @@ def exchange(
         yield from zip(its_items, results, strict=True)
 
 
-def _batches(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
-    """Yield the units in lists of which each is for one exchange."""
-    sizes = [unit.size() for unit in units]
-    most = max((nbytes for nbytes, _ in sizes), default=0)
-    batch: list[_Unit] = []
-    extra = 0
-    for unit, (_, more) in zip(units, sizes, strict=True):
-        if batch and (batch[-1][1:3] != unit[1:3] or extra + more > most):
-            yield batch
-            batch, extra = [], 0
-        batch.append(unit)
-        extra += more
-    if batch:
-        yield batch
-
-
 def exchange_in(
-    group: ProcessGroup,
-    device: torch.device,
-    moves: Sequence[Move],
-    label: str,
+    group: ProcessGroup, device: torch.device, moves: Sequence[Move], label: str
 ) -> list[Tensor]:
     """Return what this rank needs of each, in one exchange of ``group``.
 
@@ -144,8 +130,10 @@ def exchange_in(
     rank = group.rank()
     numels = [each.needed.numel(each.position, rank) for each in moves]
     if device == CPU:
-        new = iter(_new_results(moves, numels))
-        results = [next(new) if each.target is None else each.target for each in moves]
+        new = [i for i, move in enumerate(moves) if move.target is None]
+        made = empty_tensors([numels[i] for i in new], [moves[i].dtype for i in new])
+        free = iter(made)
+        results = [next(free) if each.target is None else each.target for each in moves]
     else:
         results = [
             torch.empty(numel, dtype=each.dtype, device=device)
@@ -182,12 +170,6 @@ def exchange_in(
                 work.wait()
     copy_tensors(unpacking)
     return results
-
-
-def _new_results(moves: Sequence[Move], numels: list[int]) -> list[Tensor]:
-    """Return host memory for the results of moves without a target."""
-    new = [i for i, move in enumerate(moves) if move.target is None]
-    return empty_tensors([numels[i] for i in new], [moves[i].dtype for i in new])
 
 
 def _exchange_device(group: ProcessGroup, device: torch.device) -> torch.device:

@@ -30,18 +30,12 @@ from fsdp_c._units.parallel import to_state
 
 @dataclass(frozen=True)
 class Form:
-    """The form of the tensors in a state dict.
+    """The form of the tensors in a state dict."""
 
-    Attributes:
-        shards: All ranks get sharded tensors, in rows; otherwise whole tensors.
-        first: The only rank, a global one, that gets whole tensors; None for all.
-        offload_to_cpu: Tensors are in host memory.
-        use_dtensor: Sharded tensors are DTensors; None: if the unit has a device mesh.
-    """
-
-    shards: bool = False
-    first: int | None = None
+    shards: bool = False  # all ranks get sharded tensors, in rows; else whole ones
+    first: int | None = None  # the only rank, a global one, that gets them; None: all
     offload_to_cpu: bool = True
+    # Sharded tensors are DTensors; None: if the unit has a device mesh.
     use_dtensor: bool | None = None
 
     @classmethod
@@ -52,17 +46,14 @@ class Form:
         shards: bool,
         first: int | None,
     ) -> "Form":
-        """Return the form that a config asks for."""
         use_dtensor = getattr(config, "_use_dtensor", False) or None
         return cls(shards, first, config.offload_to_cpu, use_dtensor)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this rank gets tensors."""
         return self.first is None or self.first == dist.get_rank()
 
     def needed(self, part: ParamPart) -> Placement:
-        """Return where elements of ``part`` go."""
         if self.shards:
             return part.spread.rows(part.index)
         if self.first is None:

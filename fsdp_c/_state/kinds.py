@@ -142,9 +142,6 @@ def follow_mesh(
 ) -> None:
     """With a device mesh let sharded tensors be DTensors, where FSDP1 shows it, too.
 
-    Raises:
-        RuntimeError: With LOCAL_STATE_DICT.
-
     Source:
         ``_set_use_dtensor`` (torch 2.13, ``fsdp/_state_dict_utils.py``),
         ``_set_optim_use_dtensor`` (``fsdp/_optim_utils.py``).

@@ -65,35 +65,22 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)  # one object for each parameter
 class ParamPart:
-    """A parameter of the model, and the part of it that this rank holds.
+    """A parameter of the model, and the part of it that this rank holds."""
 
-    Attributes:
-        fqn: Its first name in the unwrapped model.
-        names: All its names there; several for a shared parameter.
-        shape: Its unsharded shape.
-        param: What the optimizer steps: the parameter, or the flat parameter.
-        begin: This rank's part begins at this element of the flattened parameter.
-        end: It ends before this one; ``begin == end`` if the rank holds nothing.
-        offset: The part's first element in ``param``, flattened.
-        module: The module whose unit shards it; None outside of all units.
-        over: The module over whose process group it is exchanged; None in a model of
-            fully_shard(), where torch does that.
-        index: The parameter's index in that unit; 0 outside.
-        spread: How the unit's parameters lie over ranks, by index.
-        cut: Of a tensor parallel parameter, whose local tensor all of this is about.
-    """
-
-    fqn: str
-    names: tuple[str, ...]
-    shape: torch.Size
-    param: nn.Parameter
+    fqn: str  # its first name in the unwrapped model
+    names: tuple[str, ...]  # all there; several for a shared parameter
+    shape: torch.Size  # unsharded
+    param: nn.Parameter  # what the optimizer steps: it, or the flat parameter
+    # This rank's elements [begin, end) of the flattened parameter; empty for none.
     begin: int
     end: int
-    offset: int
-    module: ShardedModule | None
+    offset: int  # of the first of them in `param`, flattened
+    module: ShardedModule | None  # whose unit shards it; None outside of all units
+    # Over whose group it is exchanged; None in a model of fully_shard(): torch does.
     over: ShardedModule
-    index: int
-    spread: Spread
+    index: int  # in that unit; 0 outside
+    spread: Spread  # of the unit's parameters over ranks, by index
+    # Of a tensor parallel parameter, whose local tensor all of this is about.
     cut: Cut | None = field(default=None, kw_only=True)
 
     # Each rank has rows and, even with none, a state: of DTensors.
@@ -101,12 +88,10 @@ class ParamPart:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
         return self.shape.numel()
 
     @property
     def part_numel(self) -> int:
-        """Elements of this rank's part."""
         return self.end - self.begin
 
     @cached_property
@@ -116,7 +101,6 @@ class ParamPart:
 
     @property
     def is_in_unit(self) -> bool:
-        """Whether a unit has it."""
         return self.module is not None or self.is_rows
 
     @property

@@ -35,14 +35,12 @@ def is_sharded(value: object) -> TypeGuard[ShardedTensor | DTensor]:
 
 
 def sharded_shape(value: ShardedTensor | DTensor) -> torch.Size:
-    """Return the shape of the whole tensor."""
     if isinstance(value, DTensor):
         return value.shape
     return torch.Size(value.metadata().size)  # size() warns of its deprecation
 
 
 def sharded_dtype(value: ShardedTensor | DTensor) -> torch.dtype:
-    """Return the dtype of the elements."""
     if isinstance(value, DTensor):
         return value.dtype
     dtype: torch.dtype = value.metadata().tensor_properties.dtype
@@ -61,11 +59,7 @@ def rows_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def wrap_chunk(
-    module: ShardedModule,
-    chunk: Tensor,
-    shape: torch.Size,
-    *,
-    use_dtensor: bool | None,
+    module: ShardedModule, chunk: Tensor, shape: torch.Size, *, use_dtensor: bool | None
 ) -> ShardedTensor | DTensor:
     """Return the sharded tensor of ``shape`` of which this rank holds ``chunk``.
 
@@ -74,14 +68,10 @@ def wrap_chunk(
     if use_dtensor is None:
         use_dtensor = module._sharded.config.device_mesh is not None
     if not use_dtensor:
-        rows = [
-            rows_of(shape[0], module.world_size, rank)
-            for rank in range(module.world_size)
-        ]
-        rest = list(shape[1:])
-        parts = [
-            ([begin, *[0] * len(rest)], [end - begin, *rest]) for begin, end in rows
-        ]
+        parts = []
+        for rank in range(module.world_size):
+            begin, end = rows_of(shape[0], module.world_size, rank)
+            parts.append(([begin, *[0] * len(shape[1:])], [end - begin, *shape[1:]]))
         return sharded_tensor_of(module, chunk, shape, parts)
     mesh = module.dtensor_mesh
     return as_dtensor(chunk, shape, mesh, row_placements(mesh))

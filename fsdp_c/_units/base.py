@@ -45,29 +45,20 @@ class ShardedUnit:
     """One wrapped module's unit, and what was decided when it was made.
 
     Only a conversion of the module replaces it, as a whole.
-
-    Attributes:
-        unit: The native unit, which has the layout: segments, slots, shards.
-        config: The constructor's arguments; process groups are in it.
-        originals: The original parameters and the flat ones.
-        ignored: What the module leaves alone.
-        buffers: The buffers that are cast for compute.
     """
 
-    unit: _native.Unit
-    config: Config
-    originals: Originals
-    ignored: Ignored
-    buffers: UnitBuffers
+    unit: _native.Unit  # has the layout: segments, slots, shards
+    config: Config  # the constructor's arguments; process groups are in it
+    originals: Originals  # and the flat parameters
+    ignored: Ignored  # what the module leaves alone
+    buffers: UnitBuffers  # those that are cast for compute
 
     @property
     def name(self) -> str:
-        """The unit's name, for messages."""
         return self.unit.name
 
     @property
     def groups(self) -> Groups:
-        """The process groups that it communicates over."""
         return self.config.groups
 
     @property
@@ -86,19 +77,13 @@ class Running(NamedTuple):
 
 @dataclass(slots=True)
 class Load:
-    """One module's part of a load_state_dict().
+    """One module's part of a load_state_dict()."""
 
-    Attributes:
-        modules: All wrapped modules of the call, the outermost first.
-        is_checked: The state dict fits all of them.
-        stack: Puts back what loading into the module's unit changed.
-        error_msgs: What load_state_dict() collects; None until the module's turn.
-    """
-
-    modules: "tuple[ShardedModule, ...]"
-    is_checked: bool
+    modules: "tuple[ShardedModule, ...]"  # all of the call, the outermost first
+    is_checked: bool  # the state dict fits all of them
+    # Puts back what loading into the module's unit changed.
     stack: ExitStack = field(default_factory=ExitStack)
-    error_msgs: list[str] | None = None
+    error_msgs: list[str] | None = None  # torch's list; None until the module's turn
 
 
 class ShardedModule(nn.Module):
@@ -191,11 +176,9 @@ class ShardedModule(nn.Module):
         self._sharded.unit.follow_reductions(run)
 
     def add_forward_method(self, name: str) -> None:
-        """Run the wrapped module's method ``name`` as its forward."""
         self._forward_methods |= {name}
 
     def change_state_dict_settings(self, settings: StateDictSettings) -> None:
-        """Let ``settings`` say what ``state_dict()`` returns."""
         self._state_dict_settings = settings
 
     def begin_state_dict_load(self, load: Load) -> None:
@@ -213,7 +196,6 @@ class ShardedModule(nn.Module):
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether an optimizer steps the unit in backward."""
         return self._follower is not None
 
     @property
@@ -245,7 +227,6 @@ class ShardedModule(nn.Module):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the engine runs forward or backward."""
         engine = self._engine
         return engine is not None and (engine.in_forward or engine.in_backward)
 
@@ -265,10 +246,7 @@ class ShardedModule(nn.Module):
 
 
 def require_sharded(model: nn.Module) -> list[ShardedModule]:
-    """Return the wrapped modules in ``model``, itself included, parents first.
-
-    Raises TypeError or ValueError if there are none.
-    """
+    """Return the wrapped modules in ``model``, parents first; there must be one."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     modules = list(sharded_modules(model))
@@ -282,11 +260,7 @@ def require_sharded(model: nn.Module) -> list[ShardedModule]:
 
 
 def refuse_fully_shard(model: nn.Module, remedy: str) -> None:
-    """Refuse a model of the other API, where only this one works.
-
-    Raises:
-        ValueError: There is a module of fully_shard() in ``model``.
-    """
+    """Refuse a model with modules of the other API, where only this one works."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(

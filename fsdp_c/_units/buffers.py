@@ -40,14 +40,13 @@ class UnitBuffers:
         self._is_full_in_eval = is_full_in_eval
         self._is_active = False
         own = set() if dtype is None else set(own_modules)
-        self._places: dict[str, tuple[nn.Module, str]] = {}
-        for prefix, current in module.named_modules(remove_duplicate=False):
-            if current in own:
-                for name in current._buffers:
-                    fqn = clean_name(f"{prefix}.{name}" if prefix else name)
-                    self._places[fqn] = (current, name)
-        self.original_dtypes: dict[str, torch.dtype] = {}
-        """By clean name, from the unit's module."""
+        self._places = {
+            clean_name(f"{prefix}.{name}" if prefix else name): (current, name)
+            for prefix, current in module.named_modules(remove_duplicate=False)
+            if current in own
+            for name in current._buffers
+        }
+        self.original_dtypes: dict[str, torch.dtype] = {}  # by clean name
         self._remember()
 
     def activate(self) -> None:

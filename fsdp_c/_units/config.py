@@ -86,7 +86,6 @@ class Config:
     def make_unit(
         self, name: str, params: list[nn.Parameter], device: torch.device
     ) -> _native.Unit:
-        """Return the native unit that shards ``params`` on ``device``."""
         precision = self.mixed_precision
         reshards = self.sharding_strategy in RESHARDING
         return _native.Unit(

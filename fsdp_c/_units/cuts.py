@@ -18,25 +18,16 @@ from fsdp_c._torch_compat import (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut.
+    """How a parameter is cut."""
 
-    Attributes:
-        dim: The dimension that the data parallel ranks cut.
-        mesh: Of the sharded parameter: with the tensor parallel mesh, if there is one.
-        placements: On it.
-        shape: Of the whole parameter.
-        local_shape: Of what the unit gathers: the part of a tensor parallel rank.
-        parallel: The mesh and the placements of a parameter that is a DTensor.
-        data_dims: Dimensions of that mesh that are data parallel; see dp_mesh_dims.
-    """
-
-    dim: int
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    local_shape: torch.Size
+    dim: int  # that the data parallel ranks cut
+    mesh: DeviceMesh  # of the sharded one: with the tensor parallel mesh, if any
+    placements: tuple[Placement, ...]  # on it
+    shape: torch.Size  # of the whole parameter
+    local_shape: torch.Size  # of what the unit gathers: a tensor parallel rank's part
+    # The mesh and the placements of a parameter that is a DTensor.
     parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
-    data_dims: frozenset[int] = frozenset()
+    data_dims: frozenset[int] = frozenset()  # of that mesh; see dp_mesh_dims
 
 
 def cut_of(
@@ -46,10 +37,9 @@ def cut_of(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
 ) -> Cut:
-    """Return how ``param`` is cut along ``dim``; both others are data parallel.
+    """Return how ``param`` is cut along ``dim``, if it can be.
 
-    Raises:
-        ValueError: ``param`` is a DTensor that cannot be cut; the message names it.
+    ``mesh`` and ``placements`` are data parallel.
     """
     if not isinstance(param, DTensor):
         return Cut(dim, mesh, placements, param.shape, param.shape, None)
@@ -75,7 +65,6 @@ def cut_of(
 
 
 def row_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Return the placements of rows over a data parallel mesh."""
     return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
 
@@ -85,11 +74,7 @@ def row_cut(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Cut:
 
 
 def check_placements(name: str, param: DTensor) -> None:
-    """Check that no placement of ``param`` is Partial.
-
-    Raises:
-        ValueError: One is.
-    """
+    """Check that no placement of ``param`` is Partial."""
     if any(placement.is_partial() for placement in param.placements):
         raise ValueError(
             f"parameter {name!r} has the placements {tuple(param.placements)}: a "

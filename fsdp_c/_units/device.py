@@ -126,6 +126,5 @@ def _accelerator_of_group(process_group: ProcessGroup) -> torch.device | None:
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:
-    """Return a group's backends by type of device."""
     pairs = dist.get_backend_config(group).split(",")  # as "cpu:gloo,cuda:nccl"
     return dict(pair.split(":", 1) for pair in pairs if ":" in pair)

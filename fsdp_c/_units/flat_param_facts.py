@@ -63,22 +63,19 @@ def find_facts(
     shapes = tuple(firsts[param].shape for param in params)
     shard_numel, padded_numel = unit.segments[segment][4:6]
     world_size = padded_numel // shard_numel if shard_numel else 1
-    numels: list[int] = []
-    mask: list[bool] = []
+    extents: list[tuple[int, bool]] = []  # numels, and whether they are padding
     end = 0
     for param in params:
         _, offset, numel = slots[param]
         if offset > end:
-            numels.append(offset - end)
-            mask.append(True)
-        numels.append(numel)
-        mask.append(False)
+            extents.append((offset - end, True))
+        extents.append((numel, False))
         end = offset + numel
     if use_orig_params and end % world_size:  # FSDP1 counts that padding with it only
-        numels.append(-end % world_size)
-        mask.append(True)
+        extents.append((-end % world_size, True))
+    total = sum(numel for numel, _ in extents)
     own = tuple(unit.intersect(param, rank) for param in params)
-    missing = (rank + 1) * shard_numel - sum(numels)
+    missing = (rank + 1) * shard_numel - total
     return {
         "_places": tuple(
             _Place(
@@ -100,9 +97,9 @@ def find_facts(
         # A flat parameter holds its parameters contiguously.
         "_strides": tuple(torch.empty(s, device="meta").stride() for s in shapes),
         "_contiguities": (True,) * len(params),
-        "_numels_with_padding": tuple(numels),
-        "_is_padding_mask": tuple(mask),
-        "_unpadded_unsharded_size": torch.Size([sum(numels)]),
+        "_numels_with_padding": tuple(numel for numel, _ in extents),
+        "_is_padding_mask": tuple(is_padding for _, is_padding in extents),
+        "_unpadded_unsharded_size": torch.Size([total]),
         "_padded_unsharded_size": torch.Size([padded_numel]),
         "_sharded_size": torch.Size([shard_numel]),
         "_shard_numel_padded": min(max(missing, 0), shard_numel),
@@ -138,7 +135,6 @@ class FlatParamFacts:
         super().__setattr__(name, value)
 
     def take_facts(self, facts: dict[str, Any]) -> None:
-        """Show what :func:`find_facts` returned."""
         self._facts = facts
         vars(self).update(facts)
 

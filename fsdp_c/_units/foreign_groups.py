@@ -22,7 +22,6 @@ class ForeignGroup(ProcessGroup):
         self._kind = type(group).__name__
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
-        """Return the name that messages show."""
         return self._kind
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
@@ -61,5 +60,4 @@ def is_foreign_group(group: object) -> bool:
 
 
 def as_given(group: ProcessGroup) -> Any:
-    """Return the group as the user passed it."""
     return group.given if isinstance(group, ForeignGroup) else group

@@ -49,19 +49,12 @@ class Groups(NamedTuple):
 
 
 def choose_groups(
-    process_group: Any,
-    device_mesh: Any,
-    strategy: ShardingStrategy,
+    process_group: Any, device_mesh: Any, strategy: ShardingStrategy
 ) -> Groups:
     """Return the groups for the constructor's ``process_group`` or ``device_mesh``.
 
     Objects with ``rank()`` and ``size()`` only are accepted as groups, as FSDP1 does;
     see :class:`fsdp_c._units.foreign_groups.ForeignGroup`.
-
-    Raises:
-        TypeError: An argument is of a wrong type.
-        ValueError: Both or contradicting arguments were given, this rank is not
-            in the group, or there is no default group yet.
 
     Source:
         ``_init_process_group_state`` (torch 2.13, ``fsdp/_init_utils.py``).
@@ -187,9 +180,6 @@ def node_groups(default_group: ProcessGroup) -> _NodeGroups:
     for all ranks of ``default_group``. Ranks are taken to be numbered node by node.
     Example with 2 nodes of 4: rank 1 shards over ``[0, 1, 2, 3]`` and replicates over
     ``[1, 5]``.
-
-    Raises:
-        ValueError: The world size is not a multiple of the ranks per node.
 
     Source:
         ``_init_intra_and_inter_node_groups`` (torch 2.13,

@@ -12,9 +12,6 @@ from fsdp_c._units.uses import is_flat_param
 def find_ignored(module: nn.Module, config: Config) -> Ignored:
     """Return what ``config`` and the wrapped modules in ``module`` ignore.
 
-    Raises:
-        ValueError: An ignored module is wrapped itself.
-
     Source:
         ``_get_ignored_modules``, ``_get_ignored_params`` (torch 2.13,
         ``fsdp/_init_utils.py``).

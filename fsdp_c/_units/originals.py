@@ -121,7 +121,6 @@ class Originals:
         self._watch()
 
     def make_flat_params(self) -> list[FlatParameter]:
-        """Return a new flat parameter over the shard of each segment."""
         return [
             FlatParameter(
                 shard,
@@ -140,7 +139,6 @@ class Originals:
         ]
 
     def flat_params(self) -> list[FlatParameter]:
-        """Return the registered flat parameters, one per segment."""
         return list(self._flat_params.values())
 
     # Replaced parameters ----------------------------------------------------

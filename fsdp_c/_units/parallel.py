@@ -80,16 +80,12 @@ class ParallelParams:
         return bool(self.cuts)
 
     def shown(self, param: nn.Parameter) -> nn.Parameter:
-        """Return what forward shows of ``param``."""
         return self._shown.get(param, param)
 
     def stands_for(self, shown: object, param: nn.Parameter) -> bool:
         """Whether ``shown`` is ``param`` or a DTensor over it."""
-        return (
-            shown is param
-            or (shown is not None and shown is self._shown.get(param))
-            or (shown is not None and shown is self._whole.get(param))
-        )
+        ours = (param, self._shown.get(param), self._whole.get(param))
+        return shown is not None and any(shown is each for each in ours)
 
     def bind(self, unit: _native.Unit, uses: Sequence[ParamUse]) -> None:
         """Make what forward shows; the unit is a new one."""

@@ -35,9 +35,7 @@ def unsharded_params(
 
 
 def check_params(
-    module: nn.Module,
-    ignored_params: Set[nn.Parameter],
-    device_mesh: DeviceMesh | None,
+    module: nn.Module, ignored_params: Set[nn.Parameter], device_mesh: DeviceMesh | None
 ) -> None:
     """Check that all parameters in ``module`` can be flattened.
 
@@ -51,10 +49,7 @@ def check_params(
 
 
 def collect_uses(
-    module: nn.Module,
-    *,
-    ignored_params: Set[nn.Parameter],
-    left_out: Set[nn.Parameter],
+    module: nn.Module, *, ignored_params: Set[nn.Parameter], left_out: Set[nn.Parameter]
 ) -> list[ParamUse]:
     """Return the uses of the parameters that a unit over ``module`` shards.
 

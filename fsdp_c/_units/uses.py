@@ -22,12 +22,10 @@ _MARK = "_fsdp_flattened"
 
 
 def mark_sharded(param: nn.Parameter, unit_name: str) -> None:
-    """Note on ``param`` that the unit ``unit_name`` shards it."""
     setattr(param, _MARK, unit_name)
 
 
 def sharding_unit(param: nn.Parameter) -> str | None:
-    """Return the name of the unit that shards ``param``, or None."""
     name: str | None = getattr(param, _MARK, None)
     return name
 

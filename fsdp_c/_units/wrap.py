@@ -39,11 +39,6 @@ def auto_wrap(
     contains all its uses (FSDP1 does not support it); a warning says which.
     ``config`` are the checked ``arguments``, most of which the children get, too.
 
-    Raises:
-        ValueError: A module in ``root`` is wrapped already.
-        TypeError: The policy returned an argument that does not exist.
-        RuntimeError: A module cannot be replaced in its parent.
-
     Source:
         ``_auto_wrap`` (torch 2.13, ``fsdp/_wrap_utils.py``), ``_recursive_wrap``,
         ``_post_order_apply`` (``fsdp/wrap.py``).

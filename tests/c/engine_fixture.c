@@ -490,6 +490,12 @@ void model_step(model *self) {
   CHECK_TEXT(error.message, "");
 }
 
+fsdp_summon_options model_summon_options(int bits) {
+  return (fsdp_summon_options){.on_first_rank_only = (bits & FIRST_ONLY) != 0,
+                               .on_host = (bits & ON_HOST) != 0,
+                               .with_grads = (bits & WITH_GRADS) != 0};
+}
+
 void model_zero_grad(model *self) {
   recorder_set_grads_live(self->device, false);
   for (int64_t i = 0; i < self->num_units; i++) {

@@ -112,6 +112,10 @@ typedef struct model {
 /* The model of the running test, which makes and frees it. */
 extern model m;
 
+/* Options of a summon as bits, to go through all of them. */
+enum { FIRST_ONLY = 1, ON_HOST = 2, WITH_GRADS = 4, MODEL_NUM_SUMMONS = 8 };
+fsdp_summon_options model_summon_options(int bits);
+
 /* options NULL: all zero. */
 void model_init(model *self, const model_options *options);
 

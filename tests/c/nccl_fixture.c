@@ -56,12 +56,16 @@ fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
   return transport;
 }
 
-void nccl_fixture_leave(fsdp_transport *transport) {
-  transport->ops->destroy(transport);
+void nccl_fixture_check_nothing_lives(void) {
   for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
     nccl_fixture_sleep_ms(1); /* a thread that was stuck frees the rest */
   }
   CHECK_I64(fsdp_alloc_live(), 0);
+}
+
+void nccl_fixture_leave(fsdp_transport *transport) {
+  transport->ops->destroy(transport);
+  nccl_fixture_check_nothing_lives();
   CHECK_I64(nccl_fake_num_live(), 0);
   CHECK_I64(nccl_fake_num_events(), 0);
   CHECK(!fsdp_nccl_priv_has_watchdog());
@@ -91,6 +95,11 @@ fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
   nccl_fake_set_base(nccl_fixture_memory);
   if (rank > 0) nccl_fixture_write_ids();
   return nccl_fixture_join_next(options, rank, world_size);
+}
+
+fsdp_transport *nccl_fixture_open(int64_t rank, int64_t world_size) {
+  const fsdp_nccl_options options = nccl_fixture_options();
+  return nccl_fixture_join(&options, rank, world_size);
 }
 
 fsdp_call nccl_fixture_call(fsdp_channel channel, intptr_t stream,

@@ -25,12 +25,16 @@ fsdp_nccl_options nccl_fixture_quick_options(void);
 /* A transport that is not connected yet. */
 fsdp_transport *nccl_fixture_create(const fsdp_nccl_options *options,
                                     int64_t rank, int64_t world_size);
+/* Nothing is allocated, or will not be in a moment. */
+void nccl_fixture_check_nothing_lives(void);
 /* Destroys the last transport; nothing is left then. */
 void nccl_fixture_leave(fsdp_transport *transport);
 
 /* Resets the fake and joins as `rank`; rank > 0 finds the ids in the store. */
 fsdp_transport *nccl_fixture_join(const fsdp_nccl_options *options,
                                   int64_t rank, int64_t world_size);
+/* Likewise, with the usual options. */
+fsdp_transport *nccl_fixture_open(int64_t rank, int64_t world_size);
 /* Joins without a reset, after rank 0. */
 fsdp_transport *nccl_fixture_join_next(const fsdp_nccl_options *options,
                                        int64_t rank, int64_t world_size);

@@ -19,10 +19,7 @@ static void start(const model_options *options, int64_t num_children) {
 enum { BLOCK = 2 * 16 * 4 }; /* two ranks, fp32 */
 
 static void step(void) {
-  model_zero_grad(&m);
-  model_optimizer_step(&m);
-  model_step(&m);
-  model_check_grads(&m);
+  PLAY("zero_grad; optimizer; step; check_grads");
   CHECK_TEXT(recorder_race(m.device), "");
 }
 
@@ -45,8 +42,7 @@ TEST(test_blocks_of_a_step) {
 TEST(test_where_activations_are_largest) {
   start(NULL, 5);
   for (int i = 0; i < 3; i++) step();
-  model_zero_grad(&m);
-  CHECK_OK(model_forward(&m, true, NULL));
+  PLAY("zero_grad; forward");
   CHECK_I64(model_stats(&m).arena.nbytes, 2 * BLOCK);
   CHECK_OK(model_pre_backward(&m, 0, NULL));
   CHECK_OK(model_pre_backward(&m, 5, NULL));
@@ -60,9 +56,7 @@ TEST(test_where_activations_are_largest) {
     CHECK(i == 1 || model_state(&m, i - 1) == FSDP_UNIT_PREFETCHED);
   }
   CHECK_OK(model_give_grads(&m, 0, NULL));
-  CHECK_OK(model_finish(&m, NULL));
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("finish; check_grads; end");
 }
 
 /* A unit's sharded gradient is made when its reduction has ended, which is
@@ -70,21 +64,11 @@ TEST(test_where_activations_are_largest) {
 TEST(test_sharded_gradients_come_late) {
   start(NULL, 2);
   step();
-  model_zero_grad(&m);
-  CHECK_OK(model_forward(&m, true, NULL));
-  CHECK_OK(model_pre_backward(&m, 0, NULL));
-  CHECK_OK(model_pre_backward(&m, 2, NULL));
-  recorder_clear(m.device);
-  CHECK_OK(model_give_grads(&m, 2, NULL));
+  PLAY("zero_grad; forward; pre_backward root; pre_backward b; clear; grads b");
   const char *reduced = strstr(recorder_tape(m.device), "reduce_scatter");
   CHECK(reduced != NULL && strstr(reduced, "grad_shard") != NULL);
   CHECK(strstr(recorder_tape(m.device), "grad_shard") > reduced);
-  CHECK_OK(model_pre_backward(&m, 1, NULL));
-  CHECK_OK(model_give_grads(&m, 1, NULL));
-  CHECK_OK(model_give_grads(&m, 0, NULL));
-  CHECK_OK(model_finish(&m, NULL));
-  model_check_grads(&m);
-  model_fini(&m);
+  PLAY("pre_backward a; grads a; grads root; finish; check_grads; end");
 }
 
 /* Scratch ends with its reduction, a partial gradient with its addition. */
@@ -93,14 +77,10 @@ TEST(test_scratch_and_partial_gradients_end) {
   options.wants_scratch = true;
   start(&options, 3);
   for (int i = 0; i < 2; i++) {
-    model_zero_grad(&m);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_SHARD);
-    model_step(&m);
+    PLAY("zero_grad; sync shard; step");
     CHECK_I64(model_stats(&m).partial_grad_nbytes, 4 * BLOCK / 2);
     CHECK_I64(recorder_live_nbytes(m.device), 4 * BLOCK / 2);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-    model_step(&m);
-    model_check_grads(&m);
+    PLAY("sync reduce; step; check_grads");
     CHECK_I64(recorder_live_nbytes(m.device), 0);
     CHECK_I64(model_stats(&m).scratch_nbytes, BLOCK / 2); /* the most */
   }
@@ -112,17 +92,9 @@ TEST(test_scratch_and_partial_gradients_end) {
 TEST(test_a_gradient_after_the_last) {
   start(NULL, 2);
   for (int i = 0; i < 2; i++) {
-    model_zero_grad(&m);
-    CHECK_OK(model_forward(&m, true, NULL));
-    CHECK_OK(model_pre_backward(&m, 0, NULL));
-    CHECK_OK(model_pre_backward(&m, 2, NULL));
-    CHECK_OK(model_give_grads(&m, 2, NULL));
-    CHECK_OK(model_give_grad(&m, 2, 0, false, NULL));
-    CHECK_OK(model_pre_backward(&m, 1, NULL));
-    CHECK_OK(model_give_grads(&m, 1, NULL));
-    CHECK_OK(model_give_grads(&m, 0, NULL));
-    CHECK_OK(model_finish(&m, NULL));
-    model_check_grads(&m);
+    PLAY("zero_grad; forward; pre_backward root; pre_backward b; grads b");
+    PLAY("unexpected b 0; pre_backward a; grads a; grads root; finish");
+    PLAY("check_grads");
     CHECK_TEXT(recorder_race(m.device), "");
   }
   model_fini(&m);
@@ -132,13 +104,9 @@ TEST(test_a_gradient_after_the_last) {
 TEST(test_unsharded_gradients_stay) {
   start(NULL, 3);
   for (int i = 0; i < 2; i++) {
-    model_zero_grad(&m);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
-    model_step(&m);
+    PLAY("zero_grad; sync none; step");
     CHECK_I64(recorder_live_nbytes(m.device), 4 * BLOCK);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-    model_step(&m);
-    model_check_grads(&m);
+    PLAY("sync reduce; step; check_grads");
     CHECK_I64(recorder_live_nbytes(m.device), 0);
   }
   model_fini(&m);
@@ -149,19 +117,14 @@ TEST(test_unsharded_gradients_stay) {
 TEST(test_accumulated_gradients_leave_one_by_one) {
   start(NULL, 5);
   for (int step = 0; step < 2; step++) {
-    model_zero_grad(&m);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_NONE);
-    model_step(&m);
-    fsdp_engine_set_sync(m.engine, FSDP_SYNC_REDUCE);
-    CHECK_OK(model_forward(&m, true, NULL));
-    CHECK_OK(model_pre_backward(&m, 0, NULL));
+    PLAY("zero_grad; sync none; step");
+    PLAY("sync reduce; forward; pre_backward root");
     for (int64_t i = 5; i >= 1; i--) {
       CHECK_OK(model_pre_backward(&m, i, NULL));
       CHECK_OK(model_give_grads(&m, i, NULL));
       CHECK_I64(model_stats(&m).arena.nbytes, (i + 2) * BLOCK);
     }
-    CHECK_OK(model_give_grads(&m, 0, NULL));
-    CHECK_OK(model_finish(&m, NULL));
+    PLAY("grads root; finish");
     CHECK_TEXT(recorder_race(m.device), "");
     CHECK_I64(recorder_live_nbytes(m.device), 0);
   }

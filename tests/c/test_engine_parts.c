@@ -18,8 +18,7 @@ static void start(bool prefetches) {
 TEST(test_backward_gathers_parts) {
   start(false);
   PLAY("enter root; enter a; leave a; state a PARTED; enter b; leave b");
-  PLAY("leave root; state b PARTED; state root HIDDEN");
-  recorder_clear(m.device);
+  PLAY("leave root; state b PARTED; state root HIDDEN; clear");
   PLAY("pre_backward root; pre_backward b");
   /* In the small group, twice as much per rank as in the shard group. */
   CHECK(strstr(recorder_tape(m.device), "all_gather unshard g1 32 ") != NULL);

@@ -6,21 +6,8 @@
 #include "base/alloc.h"
 #include "engine_failures.h"
 
-enum { FIRST_ONLY = 1, ON_HOST = 2, WITH_GRADS = 4, NUM_COMBINATIONS = 8 };
-
 /* What a summoned unit is made of: one segment, `numel` elements a rank. */
 enum { NUMEL = 8 };
-
-static fsdp_summon_options summon_options(int bits) {
-  return (fsdp_summon_options){.on_first_rank_only = (bits & FIRST_ONLY) != 0,
-                               .on_host = (bits & ON_HOST) != 0,
-                               .with_grads = (bits & WITH_GRADS) != 0};
-}
-
-static model_options two_ranks(int64_t rank) {
-  model_options options = {.rank = rank};
-  return options;
-}
 
 /* One unit after a step: it has a sharded gradient. */
 static void start(const model_options *options) {
@@ -74,8 +61,8 @@ static void write_whole(float *data, int bits, double first) {
 
 /* Rank 0 writes back what it alone sees: over the replicas, then the shards. */
 TEST(test_first_rank) {
-  model_options options = two_ranks(0);
-  const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
+  model_options options = {.rank = 0};
+  const fsdp_summon_options first_only = model_summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
@@ -97,8 +84,8 @@ TEST(test_first_rank) {
 
 /* Rank 1 helps to gather, gives the memory back, and gets what rank 0 wrote. */
 TEST(test_other_rank) {
-  model_options options = two_ranks(1);
-  const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
+  model_options options = {.rank = 1};
+  const fsdp_summon_options first_only = model_summon_options(FIRST_ONLY);
   options.num_replicas = 2;
   start(&options);
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
@@ -121,8 +108,9 @@ TEST(test_other_rank) {
 
 /* Shards and whole parameters in host memory, the device in between. */
 TEST(test_offloaded_on_host_with_gradients) {
-  model_options options = two_ranks(1);
-  const fsdp_summon_options on_host = summon_options(ON_HOST | WITH_GRADS);
+  model_options options = {.rank = 1};
+  const fsdp_summon_options on_host =
+      model_summon_options(ON_HOST | WITH_GRADS);
   options.offloads = true;
   start(&options);
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &on_host, NULL));
@@ -154,7 +142,7 @@ TEST(test_offloaded_on_host_with_gradients) {
 /* One rank with replicas: the shard itself is what is broadcast. */
 TEST(test_resident_on_first_rank) {
   model_options options = {.world_size = 1, .num_replicas = 2};
-  const fsdp_summon_options first_only = summon_options(FIRST_ONLY);
+  const fsdp_summon_options first_only = model_summon_options(FIRST_ONLY);
   start(&options);
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &first_only, NULL));
   PLAY("dismiss u");
@@ -197,7 +185,7 @@ static void check_shown(int bits) {
 static void check_combination(const model_options *options, int bits,
                               bool writeback) {
   enum { PARAMS = 100, GRADS = 60 };
-  const fsdp_summon_options how = summon_options(bits);
+  const fsdp_summon_options how = model_summon_options(bits);
   float params_before[NUMEL];
   float grads_before[NUMEL];
   start(options);
@@ -247,7 +235,7 @@ static void check_combination(const model_options *options, int bits,
 }
 
 TEST(test_combinations) {
-  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+  for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int kinds = 0; kinds < 32; kinds++) {
       model_options options = {.world_size = (kinds & 1) != 0 ? 2 : 1,
                                .rank = (kinds & 3) == 3 ? 1 : 0};
@@ -266,8 +254,8 @@ TEST(test_combinations) {
 
 /* The other rank gets the first one's gradients. */
 TEST(test_gradients_of_the_first_rank) {
-  const model_options options = two_ranks(1);
-  const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
+  const model_options options = {.rank = 1};
+  const fsdp_summon_options how = model_summon_options(FIRST_ONLY | WITH_GRADS);
   start(&options);
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
   recorder_set_broadcast(m.device, 40);
@@ -299,8 +287,8 @@ static void answer_yes(void *context, int64_t rank, const void *mine,
 
 /* No rank has any: nothing is gathered, nothing is shown. */
 TEST(test_no_gradients) {
-  const model_options options = two_ranks(0);
-  const fsdp_summon_options how = summon_options(WITH_GRADS);
+  const model_options options = {.rank = 0};
+  const fsdp_summon_options how = model_summon_options(WITH_GRADS);
   start(&options);
   PLAY("zero_grad");
   CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
@@ -314,8 +302,8 @@ TEST(test_no_gradients) {
  * has none afterwards; with one, what the user made of it. */
 TEST(test_gradients_of_another_rank) {
   for (int offloads = 0; offloads < 2; offloads++) {
-    model_options options = two_ranks(1);
-    const fsdp_summon_options how = summon_options(WITH_GRADS);
+    model_options options = {.rank = 1};
+    const fsdp_summon_options how = model_summon_options(WITH_GRADS);
     options.offloads = offloads != 0;
     start(&options);
     PLAY("zero_grad");
@@ -339,8 +327,9 @@ TEST(test_gradients_of_another_rank) {
 /* The user clears them while they are whole: gone on every rank. */
 TEST(test_cleared_gradients) {
   for (int64_t rank = 0; rank < 2; rank++) {
-    const model_options options = two_ranks(rank);
-    const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
+    const model_options options = {.rank = rank};
+    const fsdp_summon_options how =
+        model_summon_options(FIRST_ONLY | WITH_GRADS);
     start(&options);
     CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
     PLAY("clear");
@@ -371,7 +360,7 @@ static int64_t num_blocks_besides_the_arena(void) {
  * a dismissal that failed is done by the next one. False: no call failed. */
 static bool fail_call(const model_options *options, int bits, int64_t index) {
   enum { PARAMS = 100, GRADS = 60 };
-  const fsdp_summon_options how = summon_options(bits);
+  const fsdp_summon_options how = model_summon_options(bits);
   start(options);
   model_unit *unit = &m.units[0];
   recorder_set_broadcast(m.device, PARAMS);
@@ -414,7 +403,7 @@ static bool fail_call(const model_options *options, int bits, int64_t index) {
 }
 
 TEST(test_every_call_can_fail) {
-  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+  for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int kinds = 0; kinds < 6; kinds++) {
       model_options options = {.world_size = kinds == 3 || kinds == 5 ? 1 : 2,
                                .rank = kinds == 1 ? 1 : 0,
@@ -437,8 +426,8 @@ TEST(test_every_call_can_fail) {
 
 /* The ranks' agreement on gradients needs some memory. */
 TEST(test_every_allocation_can_fail) {
-  const model_options options = two_ranks(0);
-  const fsdp_summon_options how = summon_options(FIRST_ONLY | WITH_GRADS);
+  const model_options options = {.rank = 0};
+  const fsdp_summon_options how = model_summon_options(FIRST_ONLY | WITH_GRADS);
   for (int64_t i = 0;; i++) {
     start(&options);
     fsdp_alloc_fail_at(i);

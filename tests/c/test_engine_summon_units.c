@@ -3,19 +3,6 @@
  */
 #include "engine_failures.h"
 
-enum { FIRST_ONLY = 1, ON_HOST = 2, WITH_GRADS = 4, NUM_COMBINATIONS = 8 };
-
-static fsdp_summon_options summon_options(int bits) {
-  return (fsdp_summon_options){.on_first_rank_only = (bits & FIRST_ONLY) != 0,
-                               .on_host = (bits & ON_HOST) != 0,
-                               .with_grads = (bits & WITH_GRADS) != 0};
-}
-
-static model_options two_ranks(int64_t rank) {
-  model_options options = {.rank = rank};
-  return options;
-}
-
 static bool is_shown_here(int bits, int64_t rank) {
   return (bits & FIRST_ONLY) == 0 || rank == 0;
 }
@@ -23,7 +10,7 @@ static bool is_shown_here(int bits, int64_t rank) {
 /* Gradients that are not sharded yet stay as they are. */
 TEST(test_unreduced_gradients_stay) {
   static const fsdp_sync kinds[] = {FSDP_SYNC_NONE, FSDP_SYNC_SHARD};
-  const fsdp_summon_options how = summon_options(WITH_GRADS);
+  const fsdp_summon_options how = model_summon_options(WITH_GRADS);
   for (int i = 0; i < 2; i++) {
     model_start_tree(&m, NULL, 0);
     CHECK_OK(failures_step(kinds[i], NULL));
@@ -39,10 +26,10 @@ TEST(test_unreduced_gradients_stay) {
 }
 
 TEST(test_mixed_segments) {
-  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+  for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int64_t rank = 0; rank < 2; rank++) {
-      const model_options options = two_ranks(rank);
-      const fsdp_summon_options how = summon_options(bits);
+      const model_options options = {.rank = rank};
+      const fsdp_summon_options how = model_summon_options(bits);
       model_open(&options, "u mixed");
       PLAY("step; check_grads");
       CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
@@ -62,10 +49,10 @@ TEST(test_mixed_segments) {
 /* Nothing to show, anywhere. */
 TEST(test_units_without_elements) {
   const fsdp_param_spec empty = {0, 0, RECORDER_F32, true};
-  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+  for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int64_t num_params = 0; num_params < 2; num_params++) {
-      model_options options = two_ranks(0);
-      const fsdp_summon_options how = summon_options(bits);
+      model_options options = {.rank = 0};
+      const fsdp_summon_options how = model_summon_options(bits);
       options.num_replicas = 2;
       options.offloads = num_params == 1;
       model_init(&m, &options);
@@ -82,10 +69,10 @@ TEST(test_units_without_elements) {
 
 /* A unit, or its engine, that goes while it is summoned. */
 TEST(test_summoned_unit_goes) {
-  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+  for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int is_engine = 0; is_engine < 2; is_engine++) {
-      const model_options options = two_ranks(0);
-      const fsdp_summon_options how = summon_options(bits);
+      const model_options options = {.rank = 0};
+      const fsdp_summon_options how = model_summon_options(bits);
       model_start_tree(&m, &options, 0);
       PLAY("step");
       CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));
@@ -102,10 +89,10 @@ TEST(test_summoned_unit_goes) {
 
 /* A unit that goes must let go of what it shows, whatever the port says. */
 TEST(test_every_call_of_going_can_fail) {
-  for (int bits = 0; bits < NUM_COMBINATIONS; bits++) {
+  for (int bits = 0; bits < MODEL_NUM_SUMMONS; bits++) {
     for (int64_t i = 0;; i++) {
-      const model_options options = two_ranks(0);
-      const fsdp_summon_options how = summon_options(bits);
+      const model_options options = {.rank = 0};
+      const fsdp_summon_options how = model_summon_options(bits);
       model_start_tree(&m, &options, 0);
       PLAY("step");
       CHECK_OK(fsdp_unit_summon(m.units[0].unit, &how, NULL));

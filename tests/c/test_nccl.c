@@ -25,8 +25,7 @@ TEST(test_two_communicators) {
 
 /* One launch per unit in forward, two in backward. */
 TEST(test_tape_of_a_unit) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 1, 4);
+  fsdp_transport *transport = nccl_fixture_open(1, 4);
   fsdp_error error = {0};
   nccl_fake_clear_tape();
   CHECK_OK(nccl_fixture_unit(transport, false, &error));
@@ -49,8 +48,7 @@ TEST(test_tape_of_a_unit) {
 }
 
 TEST(test_single_collectives_need_no_group) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
+  fsdp_transport *transport = nccl_fixture_open(1, 2);
   const fsdp_transport_ops *ops = transport->ops;
   const fsdp_call gather = nccl_fixture_call(FSDP_CHANNEL_GATHER, 3, NULL);
   const fsdp_call reduce = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 4, NULL);
@@ -79,8 +77,7 @@ TEST(test_single_collectives_need_no_group) {
 }
 
 TEST(test_nothing_to_move) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *transport = nccl_fixture_open(0, 2);
   const fsdp_transport_ops *ops = transport->ops;
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, NULL);
   char *memory = nccl_fixture_memory;
@@ -101,8 +98,7 @@ TEST(test_nothing_to_move) {
 
 /* NCCL's names of the dtypes that it sums. */
 TEST(test_dtypes_of_sums) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *transport = nccl_fixture_open(0, 2);
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 1, NULL);
   const fsdp_dtype dtypes[] = {
       {FSDP_DTYPE_UINT8, 1},   {FSDP_DTYPE_INT8, 1},    {FSDP_DTYPE_INT32, 4},
@@ -151,8 +147,7 @@ TEST(test_old_library) {
 }
 
 TEST(test_wrong_arguments) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *transport = nccl_fixture_open(0, 2);
   const fsdp_transport_ops *ops = transport->ops;
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 1, NULL);
   const fsdp_call other = nccl_fixture_call(FSDP_CHANNEL_REDUCE, 2, NULL);
@@ -187,8 +182,7 @@ TEST(test_wrong_arguments) {
 
 /* Whoever gives up inside a group leaves nothing behind. */
 TEST(test_abandoned_group) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *transport = nccl_fixture_open(0, 2);
   const fsdp_transport_ops *ops = transport->ops;
   const fsdp_call call = nccl_fixture_call(FSDP_CHANNEL_GATHER, 1, NULL);
   nccl_fake_clear_tape();
@@ -229,8 +223,7 @@ TEST(test_in_progress_for_too_long) {
 }
 
 TEST(test_registration) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *transport = nccl_fixture_open(0, 2);
   char *memory = nccl_fixture_memory;
   fsdp_error error = {0};
   nccl_fake_clear_tape();

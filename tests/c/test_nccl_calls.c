@@ -74,8 +74,7 @@ TEST(test_launch_order) {
 /* Past the first call the host asks nothing, sleeps never and NCCL starts no
  * thread: the communicators are blocking ones. */
 TEST(test_steady_state) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 2);
+  fsdp_transport *transport = nccl_fixture_open(0, 2);
   CHECK_LACKS(nccl_fake_tape(), "NON-BLOCKING");
   CHECK_OK(nccl_fixture_unit(transport, true, NULL));
   const int64_t num_polls = nccl_fake_num(NCCL_FAKE_POLLS);

@@ -97,10 +97,7 @@ TEST(test_store_that_hangs_at_the_start) {
                 "in progress after 100 ms");
     transport->ops->destroy(transport);
     nccl_fake_store_hold(false);
-    for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
-      nccl_fixture_sleep_ms(1);
-    }
-    CHECK_I64(fsdp_alloc_live(), 0);
+    nccl_fixture_check_nothing_lives();
   }
 }
 
@@ -114,10 +111,7 @@ TEST(test_destroyed_while_the_store_hangs) {
   nccl_fixture_wait_for_aborts(2);
   transport->ops->destroy(transport);
   nccl_fake_store_hold(false);
-  for (int i = 0; i < 10000 && fsdp_alloc_live() > 0; i++) {
-    nccl_fixture_sleep_ms(1);
-  }
-  CHECK_I64(fsdp_alloc_live(), 0);
+  nccl_fixture_check_nothing_lives();
 }
 
 /* As many questions about 4096 ranks as about 65, and all in the grace. */

@@ -76,8 +76,7 @@ TEST(test_every_nccl_call_can_fail) {
 }
 
 TEST(test_what_an_error_says) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 1, 2);
+  fsdp_transport *transport = nccl_fixture_open(1, 2);
   fsdp_error error = {0};
   CHECK_OK(nccl_fixture_unit(transport, true, &error));
   nccl_fake_fail_at(6, FSDP_NCCL_REMOTE_ERROR, false);
@@ -218,8 +217,7 @@ TEST(test_every_event_call_can_fail) {
 
 /* An error that NCCL reports between calls: seen by the next call. */
 TEST(test_errors_that_come_later) {
-  const fsdp_nccl_options options = nccl_fixture_options();
-  fsdp_transport *transport = nccl_fixture_join(&options, 0, 1);
+  fsdp_transport *transport = nccl_fixture_open(0, 1);
   fsdp_error error = {0};
   fsdp_error again = {0};
   CHECK_OK(nccl_fixture_gather(transport, "unit 'a'", &error));

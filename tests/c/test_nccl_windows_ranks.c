@@ -166,35 +166,33 @@ TEST(test_ranks_open_windows) {
   (void)munmap(all, sizeof *all);
 }
 
-TEST(test_ranks_with_other_blocks) {
-  shared *all = run_ranks(OTHER_BLOCKS);
-  check_all(all, 0,
-            "gathers: no symmetric windows, rank 1: its collectives use memory "
-            "unlike those of rank 0: 3 of 3 lie in 1 blocks (4096 bytes), "
-            "there 3 of 3 in 2 (8192); reductions: no symmetric windows, rank "
-            "1: its collectives use memory unlike those of rank 0: 3 of 3 lie "
-            "in 1 blocks (4096 bytes), there 3 of 3 in 2 (8192)");
+/* The ranks agree to do without, and say why. */
+static void check_refusal(trouble kind, const char *why) {
+  char windows[512];
+  shared *all = run_ranks(kind);
+  (void)snprintf(windows, sizeof windows,
+                 "gathers: no symmetric windows, rank 1: %s; reductions: no "
+                 "symmetric windows, rank 1: %s",
+                 why, why);
+  check_all(all, 0, windows);
   (void)munmap(all, sizeof *all);
+}
+
+TEST(test_ranks_with_other_blocks) {
+  check_refusal(OTHER_BLOCKS,
+                "its collectives use memory unlike those of rank 0: 3 of 3 lie "
+                "in 1 blocks (4096 bytes), there 3 of 3 in 2 (8192)");
 }
 
 /* As where ncclMemAlloc failed. */
 TEST(test_rank_with_ordinary_memory) {
-  shared *all = run_ranks(ORDINARY_MEMORY);
-  check_all(all, 0,
-            "gathers: no symmetric windows, rank 1: no collective uses memory "
-            "from ncclMemAlloc; reductions: no symmetric windows, rank 1: no "
-            "collective uses memory from ncclMemAlloc");
-  (void)munmap(all, sizeof *all);
+  check_refusal(ORDINARY_MEMORY, "no collective uses memory from ncclMemAlloc");
 }
 
 TEST(test_rank_whose_registration_fails) {
-  shared *all = run_ranks(FAILING);
-  check_all(all, 0,
-            "gathers: no symmetric windows, rank 1: ncclCommWindowRegister of "
-            "4096 bytes failed with result 2 (some error); reductions: no "
-            "symmetric windows, rank 1: ncclCommWindowRegister of 4096 bytes "
-            "failed with result 2 (some error)");
-  (void)munmap(all, sizeof *all);
+  check_refusal(FAILING,
+                "ncclCommWindowRegister of 4096 bytes failed with result 2 "
+                "(some error)");
 }
 
 /* NCCL keeps the other ranks: nothing can be agreed, but nobody hangs. */

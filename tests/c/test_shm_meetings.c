@@ -30,6 +30,15 @@ static void note(const shm_rank *self, const fsdp_shm_verdict *verdict) {
   memcpy(all->reasons[self->rank], verdict->reason, sizeof verdict->reason);
 }
 
+/* Meets the others, who cannot use shared memory: all learn why. */
+static void meet_in_vain(const shm_rank *self,
+                         const fsdp_shm_options *options) {
+  fsdp_shm_verdict verdict = {0};
+  fsdp_error error = {0};
+  CHECK_OK(try_create(self, options, &verdict, &error));
+  note(self, &verdict);
+}
+
 static void check_reasons(const meeting *all, int64_t world_size,
                           const char *text) {
   for (int64_t rank = 0; rank < world_size; rank++) {
@@ -42,14 +51,11 @@ static void check_reasons(const meeting *all, int64_t world_size,
 
 static void meet_with_little_memory(const shm_rank *self) {
   const fsdp_shm_options options = shm_options("little");
-  fsdp_shm_verdict verdict = {0};
-  fsdp_error error = {0};
   if (self->rank == 1) {
     const struct rlimit limit = {.rlim_cur = 4096, .rlim_max = 4096};
     (void)setrlimit(RLIMIT_FSIZE, &limit);
   }
-  CHECK_OK(try_create(self, &options, &verdict, &error));
-  note(self, &verdict);
+  meet_in_vain(self, &options);
 }
 
 TEST(test_without_memory_there_is_none_for_anybody) {
@@ -65,10 +71,7 @@ static void meet_without_address_space(const shm_rank *self) {
   /* Should it be tried all the same, then not at the cost of the machine. */
   const struct rlimit limit = {.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
   CHECK_I64(setrlimit(RLIMIT_FSIZE, &limit), 0);
-  fsdp_shm_verdict verdict = {0};
-  fsdp_error error = {0};
-  CHECK_OK(try_create(self, &options, &verdict, &error));
-  note(self, &verdict);
+  meet_in_vain(self, &options);
 }
 
 TEST(test_too_much_memory_is_no_signal) {
@@ -79,11 +82,8 @@ TEST(test_too_much_memory_is_no_signal) {
 
 static void meet_with_other_options(const shm_rank *self) {
   fsdp_shm_options options = shm_options("other");
-  fsdp_shm_verdict verdict = {0};
-  fsdp_error error = {0};
   if (self->rank == 2) options.ring_nbytes *= 2;
-  CHECK_OK(try_create(self, &options, &verdict, &error));
-  note(self, &verdict);
+  meet_in_vain(self, &options);
 }
 
 TEST(test_ranks_with_other_options_do_not_meet) {

@@ -252,7 +252,7 @@ def _states(optim: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 @distributed(world_size=4, timeout_s=120.0, device="cpu")
-def test_tensor_parallel(rank: int, tmp_path: Path) -> None:
+def test_tensor_parallel(tmp_path: Path) -> None:
     """From (dp, tp) of (2, 2) to (4,) and to (1, 4), with parts of different sizes."""
 
     def train(model: Any, optim: torch.optim.Optimizer, steps: range, dp: Any) -> None:
@@ -322,7 +322,7 @@ def test_every_rank_has_a_state(rank: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_what_cannot_be_saved(rank: int, tmp_path: Path) -> None:
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = _rows(_Model(), None)
     with pytest.raises(checkpoint.CheckpointError, match="still on meta device"):

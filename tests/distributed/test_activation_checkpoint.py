@@ -93,9 +93,7 @@ def test_checkpoint(
     differential.evaluate()
     differential.zero_grad()
     differential.accumulate(2, no_sync=True)
-    differential.check()
-    differential.step()
-    differential.check()
+    differential.checked_step()
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

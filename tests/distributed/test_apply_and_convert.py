@@ -175,15 +175,6 @@ def test_inside_a_summon() -> None:
     model(torch.randn(4, 6)).sum().backward()
 
 
-@distributed(world_size=2)
-def test_clip_without_gradients(rank: int) -> None:
-    """A warning and a norm of 0, not an error."""
-    model = _wrap(MLP(1), use_orig_params=True)
-    with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
-        norm = model.clip_grad_norm_(1.0)
-    assert norm.item() == 0.0
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_handle(use_orig_params: bool) -> None:

@@ -88,9 +88,7 @@ def _train(differential: Differential) -> None:
     for no_sync in (False, True):
         differential.zero_grad()
         differential.accumulate(3, no_sync=no_sync)
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
     if differential.param_dtype is None:
         differential.clip(0.1)
 
@@ -133,9 +131,7 @@ def test_own_hook(
         differential.zero_grad()
         differential.forward_backward()
         differential.scale_reference_grads(3.0)
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
         assert len(record.calls) == NUM_UNITS
         for call, numel in zip(
@@ -199,9 +195,7 @@ def test_sharded_no_sync(differential: Differential) -> None:
             differential.forward_backward()
             differential.forward_backward()
         differential.forward_backward()
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 @every_strategy

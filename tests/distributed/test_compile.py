@@ -220,7 +220,7 @@ def test_whole_model_breaks_at_units(rank: int) -> None:
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-def test_fully_shard(rank: int, world_size: int) -> None:
+def test_fully_shard() -> None:
     """Module.compile() before fully_shard, of blocks, and after it, of the root."""
 
     def shard(model: nn.Module) -> Any:

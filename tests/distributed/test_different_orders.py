@@ -81,9 +81,7 @@ def _make(**kwargs: Any) -> Diverging:
 @every_strategy
 @pytest.mark.parametrize("prefetch", [True, False])
 @distributed(world_size=(2, 3))
-def test_training(
-    rank: int, strategy: str, use_orig_params: bool, prefetch: bool
-) -> None:
+def test_training(strategy: str, use_orig_params: bool, prefetch: bool) -> None:
     """Gradients and parameters are the unsharded model's after every step."""
     with debugging("DETAIL"):
         differential = _make(

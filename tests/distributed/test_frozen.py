@@ -322,9 +322,7 @@ def test_layers_unused_from_some_step_on(rank: int, use_orig_params: bool) -> No
         x.register_hook(look)
         loss_of(differential.model(x)).backward()
         assert_idle(differential.model)
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
     assert set(held) == {held[0]}
 
 

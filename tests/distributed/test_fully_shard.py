@@ -21,9 +21,7 @@ MODELS = sorted(set(CASES) - {"scalar", "mixed_dtype", "tied"})
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @distributed(world_size=(2, 3))
-def test_training(
-    rank: int, world_size: int, model: str, reshard_after_forward: bool | None
-) -> None:
+def test_training(model: str, reshard_after_forward: bool | None) -> None:
     """Every kind of model, its parameters and gradients after every step."""
     both = Rows.of(model, reshard_after_forward=reshard_after_forward)
     both.train(3)
@@ -33,7 +31,7 @@ def test_training(
 
 @pytest.mark.parametrize("model", MODELS)
 @distributed(world_size=4)
-def test_training_on_four_ranks(rank: int, world_size: int, model: str) -> None:
+def test_training_on_four_ranks(model: str) -> None:
     """More ranks than some parameters have rows."""
     both = Rows.of(model)
     both.train(2)
@@ -42,9 +40,7 @@ def test_training_on_four_ranks(rank: int, world_size: int, model: str) -> None:
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @distributed(world_size=4)
-def test_hybrid_mesh(
-    rank: int, world_size: int, shape: tuple[int, int], no_sync: bool
-) -> None:
+def test_hybrid_mesh(shape: tuple[int, int], no_sync: bool) -> None:
     """(replicate, shard), with accumulation.
 
     Names of their own: torch caches groups, which are destroyed, by equal meshes.
@@ -57,9 +53,7 @@ def test_hybrid_mesh(
         both.train(2)
         both.zero_grad()
         both.accumulate(2, no_sync=no_sync)
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
         param = next(iter(both.model.parameters()))
         assert param.placements == (Replicate(), Shard(0))
 
@@ -67,9 +61,7 @@ def test_hybrid_mesh(
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world_size=2)
-def test_accumulation(
-    rank: int, world_size: int, no_sync: bool, set_to_none: bool
-) -> None:
+def test_accumulation(no_sync: bool, set_to_none: bool) -> None:
     """Micro-batches, and sharded gradients that are kept over a step."""
     both = Rows.of("transformer")
     both.train(1)
@@ -86,7 +78,7 @@ def test_accumulation(
 
 
 @distributed(world_size=2)
-def test_sync_of_single_modules(rank: int, world_size: int) -> None:
+def test_sync_of_single_modules() -> None:
     """Without recurse the flag is the module's own."""
     both = Rows.of("mlp")
     blocks = [m for m in both.model.modules() if isinstance(m, Block)]
@@ -118,7 +110,7 @@ def test_rows_are_those_of_chunk(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_what_the_modules_show(rank: int, world_size: int) -> None:
+def test_what_the_modules_show() -> None:
     """Plain parameters inside forward, DTensors outside; gradients of DTensors."""
     seen = []
 
@@ -163,7 +155,7 @@ def test_what_the_modules_show(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_groups_of_modules(rank: int, world_size: int) -> None:
+def test_groups_of_modules() -> None:
     """A list of modules is one unit."""
 
     def shard(model: nn.Module) -> Any:
@@ -177,7 +169,7 @@ def test_groups_of_modules(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_without_a_root(rank: int, world_size: int) -> None:
+def test_without_a_root() -> None:
     """Sharded modules in a plain one are roots of their own."""
 
     def shard(model: nn.Module) -> Any:

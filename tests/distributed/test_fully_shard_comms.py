@@ -67,9 +67,7 @@ class Reduces(_Allocates, ReduceScatter):
 @pytest.mark.parametrize("model", ["uneven", "transformer", "frozen"])
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @distributed(world_size=(2, 4))
-def test_custom_collectives(
-    rank: int, world_size: int, model: str, reshard_after_forward: bool | None
-) -> None:
+def test_custom_collectives(model: str, reshard_after_forward: bool | None) -> None:
     """One call per unit, of memory that they allocate; set before and after a step."""
     both = Rows.of(model, reshard_after_forward=reshard_after_forward)
     both.train(1)
@@ -95,7 +93,7 @@ def test_custom_collectives(
 
 
 @distributed(world_size=4)
-def test_custom_collectives_of_replicas_and_parts(rank: int, world_size: int) -> None:
+def test_custom_collectives_of_replicas_and_parts() -> None:
     """The group is that of the shards, and of the parts after forward."""
     with groups_destroyed():
         mesh = init_device_mesh(
@@ -114,7 +112,7 @@ def test_custom_collectives_of_replicas_and_parts(rank: int, world_size: int) ->
 
 
 @distributed(world_size=2)
-def test_gather_of_several_dtypes(rank: int, world_size: int) -> None:
+def test_gather_of_several_dtypes() -> None:
     """As bytes, in one call."""
     model = nn.Linear(4, 3)
     model.scale = nn.Parameter(torch.arange(5.0, dtype=torch.float64))
@@ -129,7 +127,7 @@ def test_gather_of_several_dtypes(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("no_sync", [True, False])
 @distributed(world_size=4)
-def test_all_reduce_hook(rank: int, world_size: int, no_sync: bool) -> None:
+def test_all_reduce_hook(no_sync: bool) -> None:
     """A hook that sums over replicas: 2 x 2 of a 1-D mesh."""
     with groups_destroyed():
         mesh = init_device_mesh(
@@ -162,7 +160,7 @@ def test_all_reduce_hook(rank: int, world_size: int, no_sync: bool) -> None:
 
 
 @distributed(world_size=4)
-def test_hook_sees_means(rank: int, world_size: int) -> None:
+def test_hook_sees_means(rank: int) -> None:
     """After the all-reduce of a mesh with replicas, and after a divide factor."""
     with groups_destroyed():
         mesh = init_device_mesh(
@@ -191,7 +189,7 @@ def test_hook_sees_means(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_errors(rank: int, world_size: int) -> None:
+def test_errors() -> None:
     """What hook and comm raise reaches the user; settings that exclude each other."""
 
     class Raises(Gathers):

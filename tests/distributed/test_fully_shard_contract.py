@@ -29,7 +29,7 @@ Refusal = tuple[type[Exception], str, Any, dict[str, Any]]
 
 
 @distributed(world_size=2)
-def test_refused_arguments(rank: int, world_size: int) -> None:
+def test_refused_arguments() -> None:
     """With the words that name the argument; nothing is sharded."""
     linear = nn.Linear(4, 4)
     wrapped = nn.Sequential(fsdp_c.FSDP(nn.Linear(2, 2)))
@@ -59,7 +59,7 @@ def test_refused_arguments(rank: int, world_size: int) -> None:
 
 @pytest.mark.cpu_only("it makes values on the CPU")
 @distributed(world_size=2)
-def test_refusals(rank: int, world_size: int) -> None:
+def test_refusals() -> None:
     """What is not supported is named."""
     linear = nn.Linear(4, 4)
     scalar = nn.Module()
@@ -104,7 +104,7 @@ def test_no_process_group() -> None:
 
 
 @distributed(world_size=2)
-def test_refused_calls(rank: int, world_size: int) -> None:
+def test_refused_calls() -> None:
     """Methods with wrong values, or at the wrong moment; training goes on."""
     model: Any = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="does not have a method generate"):
@@ -130,7 +130,7 @@ def test_refused_calls(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_settings_without_effect(rank: int, world_size: int) -> None:
+def test_settings_without_effect(world_size: int) -> None:
     """They are there, and change nothing."""
     both = Rows.of("mlp")
     model: Any = both.model
@@ -163,7 +163,7 @@ class Casts(nn.Module):
 
 @pytest.mark.parametrize("casts", [True, False])
 @distributed(world_size=2)
-def test_casts_of_inputs(rank: int, world_size: int, casts: bool) -> None:
+def test_casts_of_inputs(casts: bool) -> None:
     """cast_forward_inputs, with the other fields of the policy."""
     model = Casts()
     policy = MixedPrecisionPolicy(
@@ -183,7 +183,7 @@ def test_casts_of_inputs(rank: int, world_size: int, casts: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_ignored_and_classes(rank: int, world_size: int) -> None:
+def test_ignored_and_classes() -> None:
     """Ignored parameters stay plain; classes are torch's and ours."""
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     ignored = model[0].weight

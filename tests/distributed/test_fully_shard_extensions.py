@@ -58,7 +58,7 @@ class Scaled:
 
 
 @distributed(world_size=(1, 2, 3))
-def test_quantized_gathers(rank: int, world_size: int) -> None:
+def test_quantized_gathers(world_size: int) -> None:
     """Uneven rows, metadata, several dtypes; what forward computes with."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
@@ -106,7 +106,7 @@ def post(
 
 
 @distributed(world_size=2)
-def test_tensor_subclass(rank: int, world_size: int) -> None:
+def test_tensor_subclass() -> None:
     """Modules see the subclass; without the protocol it is refused."""
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 6, bias=False)
@@ -135,7 +135,7 @@ def test_tensor_subclass(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_refusals(rank: int, world_size: int) -> None:
+def test_refusals() -> None:
     """Another dimension, and a wrong number of arguments."""
     from torch.distributed.tensor import Shard
 

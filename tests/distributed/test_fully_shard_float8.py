@@ -119,7 +119,7 @@ def _train(model: Any, num_steps: int = 2) -> torch.optim.Optimizer:
 
 
 @distributed(world_size=(2, 4))
-def test_training_sends_one_byte_per_element(rank: int, world_size: int) -> None:
+def test_training_sends_one_byte_per_element() -> None:
     """Forward and the gradient are those of the rounded weight."""
     model = _make_model()
     for step in range(3):
@@ -151,7 +151,7 @@ def test_training_sends_one_byte_per_element(rank: int, world_size: int) -> None
 
 
 @distributed(world_size=2)
-def test_full_state_dict(rank: int, world_size: int) -> None:
+def test_full_state_dict() -> None:
     """Full ones have plain tensors of the fp32 values, and load again."""
     model = _make_model()
     _train(model)
@@ -169,7 +169,7 @@ def test_full_state_dict(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_checkpoint(rank: int, tmp_path: Path) -> None:
     """What two ranks save, four load."""
     with groups_destroyed():
         mesh = DeviceMesh(device_under_test(), [0, 1], mesh_dim_names=("two",))

@@ -178,11 +178,7 @@ class SpmdRows(Rows):
 )
 @distributed(world_size=4)
 def test_named_dimensions(
-    rank: int,
-    world_size: int,
-    sizes: dict[str, int],
-    shard: tuple[str, ...],
-    replicate: tuple[str, ...],
+    sizes: dict[str, int], shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> None:
     """Dimensions that shard or replicate, in any place, one or several."""
     with groups_kept():
@@ -200,7 +196,7 @@ def test_named_dimensions(
 
 @pytest.mark.bookkeeping
 @distributed(world_size=2)
-def test_named_dimensions_of_two_ranks(rank: int, world_size: int) -> None:
+def test_named_dimensions_of_two_ranks() -> None:
     """One rank in a dimension, parts of different sizes, other dimensions."""
     with groups_kept():
         train_and_check(SpmdRows({"dp": 1, "tp": 2}, ("dp",)))
@@ -216,7 +212,7 @@ def test_named_dimensions_of_two_ranks(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_what_dp_mesh_dims_refuses(rank: int, world_size: int) -> None:
+def test_what_dp_mesh_dims_refuses() -> None:
     """As torch, and with its first words."""
     with groups_destroyed():
         mesh, name_of = make_mesh(dp=2, tp=1)
@@ -353,9 +349,7 @@ def expert_meshes(name: str) -> tuple[DeviceMesh, dict[str, Any]]:
 
 @pytest.mark.parametrize("reshard_after_forward", [None, False, 2])
 @distributed(world_size=4)
-def test_mesh_of_single_parameters(
-    rank: int, world_size: int, reshard_after_forward: bool | int | None
-) -> None:
+def test_mesh_of_single_parameters(reshard_after_forward: bool | int | None) -> None:
     """Experts over (2, 2) beside a router over all four ranks."""
     with groups_destroyed():
         arguments._part_meshes.clear()
@@ -371,9 +365,7 @@ def test_mesh_of_single_parameters(
         both.evaluate()
         both.zero_grad()
         both.accumulate(2, no_sync=True)
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
         block = both.model.blocks[0]
         experts = block.experts
         assert experts.up.placements == (Replicate(), Shard(1))
@@ -408,7 +400,7 @@ def _clip_by_mesh(model: nn.Module, max_norm: float) -> Tensor:
 
 
 @distributed(world_size=4)
-def test_experts_of_each_group(rank: int, world_size: int) -> None:
+def test_experts_of_each_group(rank: int) -> None:
     """Over two ranks only: the mean is that of the group, until a factor is set."""
     with groups_destroyed():
         whole, answers = expert_meshes("inner")
@@ -464,7 +456,7 @@ def shard_experts(model: Any, *, in_blocks: bool) -> Any:
 
 @pytest.mark.parametrize("in_blocks", [True, False])
 @distributed(world_size=4)
-def test_expert_parallel(rank: int, world_size: int, in_blocks: bool) -> None:
+def test_expert_parallel(rank: int, in_blocks: bool) -> None:
     """Experts of their own on each rank of a mesh."""
     with groups_destroyed():
         both = Rows(
@@ -480,7 +472,7 @@ def test_expert_parallel(rank: int, world_size: int, in_blocks: bool) -> None:
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("kind", ["meshes", "experts", "experts_in_blocks"])
 @distributed(world_size=4)
-def test_state_of_several_meshes(rank: int, world_size: int, kind: str) -> None:
+def test_state_of_several_meshes(kind: str) -> None:
     """Full state dicts, torch.distributed.checkpoint and fsdp_c.checkpoint."""
     with groups_destroyed(), shared_folder() as folder:
 
@@ -526,7 +518,7 @@ def test_state_of_several_meshes(rank: int, world_size: int, kind: str) -> None:
 
 
 @distributed(world_size=2)
-def test_what_placements_refuse(rank: int, world_size: int) -> None:
+def test_what_placements_refuse() -> None:
     """Another object of one mesh, dimensions without a name, a wrong answer."""
     with groups_destroyed():
         mesh, name_of = make_mesh(outer=1, inner=2)

@@ -23,7 +23,7 @@ def last_dim(param: nn.Parameter) -> Shard:
 @pytest.mark.parametrize("model", ["mlp", "transformer", "uneven", "called_twice"])
 @pytest.mark.parametrize("placement", [None, last_dim])
 @distributed(world_size=4)
-def test_training(rank: int, world_size: int, model: str, placement: Any) -> None:
+def test_training(model: str, placement: Any) -> None:
     """Backward gathers in groups of 2; with accumulation and evaluation between."""
     with groups_destroyed():
         both = Rows.of(model, reshard_after_forward=2, shard_placement_fn=placement)
@@ -37,7 +37,7 @@ def test_training(rank: int, world_size: int, model: str, placement: Any) -> Non
 
 
 @distributed(world_size=4)
-def test_evaluation_before_the_step(rank: int, world_size: int) -> None:
+def test_evaluation_before_the_step() -> None:
     """No stale weights after it."""
     with groups_destroyed():
         both = Rows.of("mlp", reshard_after_forward=2)
@@ -50,7 +50,7 @@ def test_evaluation_before_the_step(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @distributed(world_size=4)
-def test_what_the_modules_show(rank: int, world_size: int, dim: int) -> None:
+def test_what_the_modules_show(rank: int, dim: int) -> None:
     """Between forward and backward, DTensors over the small groups."""
     with groups_destroyed():
         show(rank, dim)
@@ -97,7 +97,7 @@ def show(rank: int, dim: int) -> None:
 
 
 @distributed(world_size=4)
-def test_memory_between_forward_and_backward(rank: int, world_size: int) -> None:
+def test_memory_between_forward_and_backward() -> None:
     """A rank holds a half of the unit, in param dtype."""
     with groups_destroyed():
         model: Any = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)])
@@ -116,7 +116,7 @@ def test_memory_between_forward_and_backward(rank: int, world_size: int) -> None
 
 
 @distributed(world_size=3)
-def test_columns_are_contiguous(rank: int, world_size: int) -> None:
+def test_columns_are_contiguous(rank: int) -> None:
     """Parameters, gradients and what forward sees, uneven parts included."""
     torch.manual_seed(0)
     model: Any = nn.Linear(7, 4)

@@ -38,7 +38,7 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     ],
 )
 @distributed(world_size=(2, 4))
-def test_schedules(rank: int, world_size: int, name: str, reshards: bool) -> None:
+def test_schedules(name: str, reshards: bool) -> None:
     """Gradients and parameters after two steps, against the whole model."""
     with groups_destroyed():
         compare(*make_meshes(name, reshards), name, reshards)
@@ -46,9 +46,7 @@ def test_schedules(rank: int, world_size: int, name: str, reshards: bool) -> Non
 
 @pytest.mark.parametrize("name", ["zero bubble", "v zero bubble"])
 @distributed(world_size=2)
-def test_whole_backward_of_sharded_parameters(
-    rank: int, world_size: int, name: str
-) -> None:
+def test_whole_backward_of_sharded_parameters(name: str) -> None:
     """Without a split: what the error of a split one advises."""
     with groups_destroyed():
         options = {"dw_builder": lambda: lambda: None}

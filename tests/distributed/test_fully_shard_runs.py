@@ -64,9 +64,7 @@ def _with_blocks(kind: type[Block]) -> Any:
 @pytest.mark.parametrize("kind", [SelfCheckpointed, ReentrantCheckpointed])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=2)
-def test_checkpoint_inside(
-    rank: int, world_size: int, kind: type[Block], reshard_after_forward: bool
-) -> None:
+def test_checkpoint_inside(kind: type[Block], reshard_after_forward: bool) -> None:
     """Recomputed parts see plain parameters in backward."""
     both = Rows(
         _with_blocks(kind),
@@ -80,7 +78,7 @@ def test_checkpoint_inside(
 
 @pytest.mark.parametrize("how", ["wrapper inside", "composable", "around"])
 @distributed(world_size=2)
-def test_checkpoint_wrappers(rank: int, world_size: int, how: str) -> None:
+def test_checkpoint_wrappers(how: str) -> None:
     """A wrapper in the sharded module, hooks on it, a wrapper around it."""
 
     def shard(model: Any) -> Any:
@@ -141,20 +139,7 @@ def test_mixed_precision(
 
 
 @distributed(world_size=2)
-def test_reduce_dtype_with_accumulation_and_unused(rank: int, world_size: int) -> None:
-    """Torch fails here: no synchronization, another reduce_dtype, unused ones."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    both = Rows.of("unused", mp_policy=policy)
-    both.tolerance = 1e-5  # reduced in fp32
-    for _ in range(2):
-        both.zero_grad()
-        both.accumulate(3, no_sync=True)
-        both.check()
-        both.step()
-
-
-@distributed(world_size=2)
-def test_divide_factor(rank: int, world_size: int) -> None:
+def test_divide_factor(world_size: int) -> None:
     """Gradients are sums over the ranks, divided by the factor."""
     both = Rows.of("mlp")
     for module in both.model.modules():
@@ -185,7 +170,7 @@ def test_placement_fn(rank: int, world_size: int, dim: int) -> None:
 
 
 @distributed(world_size=2)
-def test_frozen_and_thawed(rank: int, world_size: int) -> None:
+def test_frozen_and_thawed() -> None:
     """Parameters frozen at first train later, and the other way round."""
     both = Rows.of("transformer")
     for frozen in (True, False, True):
@@ -200,20 +185,7 @@ def test_frozen_and_thawed(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_eval_between_backward_and_step(rank: int, world_size: int) -> None:
-    """The forward after it uses the new weights."""
-    both = Rows.of("mlp", reshard_after_forward=False)
-    for _ in range(2):
-        both.zero_grad()
-        both.forward_backward()
-        both.evaluate()
-        both.step()
-        both.evaluate()
-    both.train(1)
-
-
-@distributed(world_size=2)
-def test_memory_of_cleared_gradients(rank: int, world_size: int) -> None:
+def test_memory_of_cleared_gradients() -> None:
     """The next forward frees it, before backward needs the most."""
     both = Rows.of("mlp")
     both.train(2)
@@ -228,7 +200,7 @@ def test_memory_of_cleared_gradients(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_writes_between_steps(rank: int, world_size: int) -> None:
+def test_writes_between_steps() -> None:
     """In-place writes to sharded parameters, also while a block is kept."""
     both = Rows.of("mlp", reshard_after_forward=False)
     both.train(1)
@@ -246,7 +218,7 @@ def test_writes_between_steps(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_finalize_backward(rank: int, world_size: int) -> None:
+def test_finalize_backward() -> None:
     """It reduces what backwards have kept; one that reduced leaves nothing to do."""
     both = Rows.of("mlp")
     both.model.set_manual_backward_finalization(True)
@@ -280,7 +252,7 @@ def test_finalize_backward(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_gradients_that_the_user_sets(rank: int, world_size: int) -> None:
+def test_gradients_that_the_user_sets() -> None:
     """Backward adds to them; cleared ones start anew."""
     both = Rows.of("mlp")
     both.train(1)
@@ -303,7 +275,7 @@ def test_gradients_that_the_user_sets(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("async_op", [True, False])
 @distributed(world_size=2)
-def test_unshard(rank: int, world_size: int, async_op: bool) -> None:
+def test_unshard(async_op: bool) -> None:
     """Plain parameters until reshard(), before the first forward too."""
     both = Rows.of("mlp")
     block: Any = next(m for m in both.model.modules() if isinstance(m, FSDPModule))
@@ -328,19 +300,21 @@ def test_unshard(rank: int, world_size: int, async_op: bool) -> None:
     both.train(1)
 
 
+class TwoLinears(nn.Module):
+    """What is run of the second one is up to the subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.Linear(4, 4)
+
+
 @pytest.mark.parametrize("async_op", [True, False])
 @distributed(world_size=2)
-def test_unshard_before_the_first_forward(
-    rank: int, world_size: int, async_op: bool
-) -> None:
+def test_unshard_before_the_first_forward(async_op: bool) -> None:
     """The root, which then makes an engine of its own, keeps it, as in torch."""
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.inner = nn.Linear(4, 4)
-
+    class Outer(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(self.first(x), self.inner.weight)
 
@@ -362,15 +336,10 @@ def test_unshard_before_the_first_forward(
 
 
 @distributed(world_size=2)
-def test_parameters_used_without_forward(rank: int, world_size: int) -> None:
+def test_parameters_used_without_forward() -> None:
     """unshard() in the forward of another module, whose parameters it uses."""
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.inner = nn.Linear(4, 4)
-
+    class Outer(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             inner: Any = self.inner
             if isinstance(inner, FSDPModule):
@@ -386,7 +355,7 @@ def test_parameters_used_without_forward(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_other_forward_methods(rank: int, world_size: int) -> None:
+def test_other_forward_methods() -> None:
     """register_fsdp_forward_method."""
 
     class Model(nn.Linear):
@@ -406,7 +375,7 @@ def test_other_forward_methods(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_meta_device(rank: int, world_size: int) -> None:
+def test_meta_device() -> None:
     """Sharded on meta, then to_empty() and initialised; or loaded with assign."""
     like = CASES["uneven"].build().double()
     with torch.device("meta"):
@@ -439,7 +408,7 @@ def test_meta_device(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_conversion(rank: int, world_size: int) -> None:
+def test_conversion() -> None:
     """to() after a step: the sharded parameters stay the same objects."""
     both = Rows.of("uneven")
     both.train(1)
@@ -452,7 +421,7 @@ def test_conversion(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_replaced_by_load_state_dict(rank: int, world_size: int) -> None:
+def test_replaced_by_load_state_dict() -> None:
     """assign=True after a step."""
     both = Rows.of("mlp")
     both.train(1)
@@ -466,7 +435,7 @@ def test_replaced_by_load_state_dict(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 @distributed(world_size=2)
-def test_state_dict_functions(rank: int, world_size: int, full: bool) -> None:
+def test_state_dict_functions(full: bool) -> None:
     """torch.distributed.checkpoint's, model and optimizer."""
     options = StateDictOptions(full_state_dict=full)
     both = Rows(
@@ -496,7 +465,7 @@ def test_state_dict_functions(rank: int, world_size: int, full: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_checkpoint_files(rank: int, world_size: int) -> None:
+def test_checkpoint_files() -> None:
     """Saved and loaded by torch.distributed.checkpoint into another model."""
     both = Rows.of("uneven")
     both.train(1)
@@ -511,7 +480,7 @@ def test_checkpoint_files(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_optimizers(rank: int, world_size: int) -> None:
+def test_optimizers() -> None:
     """Foreach and fused ones on the sharded parameters."""
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
         both = Rows(
@@ -526,7 +495,7 @@ def test_optimizers(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_recovers_from_exceptions(rank: int, world_size: int) -> None:
+def test_recovers_from_exceptions() -> None:
     """In forward and in backward; the DTensors are registered after both.
 
     On a device only after the reset: a thread of autograd ends such a backward later.
@@ -565,7 +534,7 @@ def test_recovers_from_exceptions(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_post_accumulate_hooks(rank: int, world_size: int) -> None:
+def test_post_accumulate_hooks() -> None:
     """They see the reduced gradient."""
     model = fully_shard(nn.Linear(4, 4))
     seen = []
@@ -579,7 +548,7 @@ def test_post_accumulate_hooks(rank: int, world_size: int) -> None:
 
 @pytest.mark.cpu_only("the simulated device has no LSTM")
 @distributed(world_size=2)
-def test_rnn(rank: int, world_size: int) -> None:
+def test_rnn() -> None:
     """A module with lists of its parameters."""
 
     class Net(nn.Module):
@@ -599,7 +568,7 @@ def test_rnn(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_tied_inside_a_group(rank: int, world_size: int) -> None:
+def test_tied_inside_a_group() -> None:
     """Shared parameters are one; shared between groups they are refused."""
 
     def shard(model: nn.Module) -> Any:
@@ -616,7 +585,7 @@ def test_tied_inside_a_group(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_models_go(rank: int, world_size: int) -> None:
+def test_models_go() -> None:
     """Nothing keeps a model that was trained."""
     both = Rows.of("mlp")
     both.train(1)
@@ -629,7 +598,7 @@ def test_models_go(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_several_models_and_transformer(rank: int, world_size: int) -> None:
+def test_several_models_and_transformer() -> None:
     """Two trees in one process; a model of blocks whose order alternates."""
     first, second = Rows.of("transformer"), Rows.of("called_twice")
     for _ in range(2):

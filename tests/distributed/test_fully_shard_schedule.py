@@ -55,7 +55,7 @@ def _chain() -> tuple[Rows, Any]:
 
 
 @distributed(world_size=2)
-def test_forward_prefetch(rank: int, world_size: int) -> None:
+def test_forward_prefetch() -> None:
     """In the order of the list, right after the module itself; from the first step."""
     both, blocks = _chain()
     blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
@@ -78,7 +78,7 @@ def test_forward_prefetch(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_a_prefetched_unit_that_does_not_run(rank: int, world_size: int) -> None:
+def test_a_prefetched_unit_that_does_not_run() -> None:
     """It is dropped, and gathered anew when it does."""
     both, blocks = _chain()
     both.train(1)
@@ -88,7 +88,7 @@ def test_a_prefetched_unit_that_does_not_run(rank: int, world_size: int) -> None
 
 
 @distributed(world_size=2)
-def test_backward_prefetch(rank: int, world_size: int) -> None:
+def test_backward_prefetch() -> None:
     """Instead of the unit that comes next; [] is that one again."""
     both, blocks = _chain()
     both.train(1)
@@ -142,7 +142,7 @@ def _tokens(generator: torch.Generator) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=(2, 3))
 def test_without_unshard_in_backward(
-    rank: int, world_size: int, kind: type[nn.Module], reshard_after_forward: bool
+    kind: type[nn.Module], reshard_after_forward: bool
 ) -> None:
     """The embedding is not gathered for its gradient, unless it is recomputed."""
     both = Rows(
@@ -172,7 +172,7 @@ def test_without_unshard_in_backward(
 
 
 @distributed(world_size=2)
-def test_unshard_in_backward_is_needed(rank: int, world_size: int) -> None:
+def test_unshard_in_backward_is_needed() -> None:
     """A backward that reads the parameters raises, instead of reading old memory."""
     both, blocks = _chain()
     both.train(1)
@@ -189,7 +189,7 @@ def test_unshard_in_backward_is_needed(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("no_sync", [True, False])
 @distributed(world_size=2)
-def test_last_backward(rank: int, world_size: int, no_sync: bool) -> None:
+def test_last_backward(no_sync: bool) -> None:
     """Micro-batches whose backwards leave their reductions to the last one."""
     both = Rows(MLP, lambda model: shard_units(model, [Block]), vectors)
     both.train(1)
@@ -200,9 +200,7 @@ def test_last_backward(rank: int, world_size: int, no_sync: bool) -> None:
             both.model.set_is_last_backward(is_last)
             both.model.set_requires_gradient_sync(is_last or not no_sync)
             both.forward_backward()
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
     both.model.set_is_last_backward(False)
     both.zero_grad()
     both.forward_backward()
@@ -212,7 +210,7 @@ def test_last_backward(rank: int, world_size: int, no_sync: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_hooks_see_reduced_gradients(rank: int, world_size: int) -> None:
+def test_hooks_see_reduced_gradients() -> None:
     """Also when the backward is not the last one."""
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Linear(64, 64))
@@ -229,7 +227,7 @@ def test_hooks_see_reduced_gradients(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_arguments(rank: int, world_size: int) -> None:
+def test_arguments() -> None:
     """As torch checks them."""
     model: Any = fully_shard(nn.Linear(4, 4))
     for value in (True, 1.0):

@@ -224,7 +224,7 @@ def test_full_with_replicas(rank: int) -> None:
 
 @pytest.mark.parametrize("keeps", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_submodules(rank: int, keeps: bool) -> None:
+def test_submodules(keeps: bool) -> None:
     options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=keeps)
     model, reference = _sharded(1), _initial(1)
     got, expected = (

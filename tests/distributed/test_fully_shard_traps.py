@@ -72,7 +72,7 @@ class RecomputedTwice(Layers):
 
 @pytest.mark.parametrize("reshards", [True, False])
 @distributed(world_size=2)
-def test_1_reentrant_and_twice(rank: int, world_size: int, reshards: bool) -> None:
+def test_1_reentrant_and_twice(reshards: bool) -> None:
     """Every use of a layer adds to its gradient, which is reduced once."""
     both = pair(RecomputedTwice, reshard_after_forward=reshards)
     both.train(2)
@@ -83,7 +83,7 @@ def test_1_reentrant_and_twice(rank: int, world_size: int, reshards: bool) -> No
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @distributed(world_size=2)
-def test_2_divide_factor(rank: int, world_size: int, shape: tuple[int, int]) -> None:
+def test_2_divide_factor(world_size: int, shape: tuple[int, int]) -> None:
     """Divided once, also where a shard group has one rank and sums are forced."""
     with groups_destroyed():
         mesh = init_device_mesh(
@@ -122,7 +122,7 @@ class Either(nn.Module):
 
 
 @distributed(world_size=(2, 3))
-def test_3_reduce_dtype(rank: int, world_size: int) -> None:
+def test_3_reduce_dtype() -> None:
     """Another reduce_dtype, no synchronization, parameters that some ranks use."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     both = pair(UsesSome, mp_policy=policy)
@@ -135,7 +135,7 @@ def test_3_reduce_dtype(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=(2, 4))
-def test_4_all_reduce_once(rank: int, world_size: int) -> None:
+def test_4_all_reduce_once(world_size: int) -> None:
     """Each micro-batch uses other parameters before the one that all-reduces."""
     with groups_destroyed():
         shape = (2, world_size // 2)
@@ -150,7 +150,7 @@ def test_4_all_reduce_once(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_5_thawed_with_mixed_precision(rank: int, world_size: int) -> None:
+def test_5_thawed_with_mixed_precision() -> None:
     """A group is frozen at its first forward, and trained later."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     both = pair(mp_policy=policy)
@@ -163,7 +163,7 @@ def test_5_thawed_with_mixed_precision(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("inner", [6, 7])
 @distributed(world_size=4)
-def test_6_columns_in_parts(rank: int, world_size: int, inner: int) -> None:
+def test_6_columns_in_parts(inner: int) -> None:
     """Shard(1) and reshard_after_forward=2, with equal parts and others."""
 
     class Wide(Layers):
@@ -186,9 +186,7 @@ def test_6_columns_in_parts(rank: int, world_size: int, inner: int) -> None:
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("mode", ["eval", "train", "unshard"])
 @distributed(world_size=2)
-def test_7_no_stale_weights(
-    rank: int, world_size: int, mode: str, reshards: bool
-) -> None:
+def test_7_no_stale_weights(mode: str, reshards: bool) -> None:
     """Whatever gathers between backward and the step, the next forward is right."""
     both = pair(reshard_after_forward=reshards)
     for _ in range(2):
@@ -208,7 +206,7 @@ def test_7_no_stale_weights(
 
 @pytest.mark.cpu_only("torch makes no DTensor of host memory beside that device")
 @distributed(world_size=2)
-def test_8_offload_and_factors_on_gloo(rank: int, world_size: int) -> None:
+def test_8_offload_and_factors_on_gloo(world_size: int) -> None:
     """CPUOffloadPolicy() as it is, and factors without forced sums."""
     both = pair(offload_policy=CPUOffloadPolicy())
     for module in both.model.modules():
@@ -216,9 +214,7 @@ def test_8_offload_and_factors_on_gloo(rank: int, world_size: int) -> None:
             module.set_gradient_divide_factor(world_size / 3)
     both.forward_backward()
     both.scale_reference_grads(3)
-    both.check()
-    both.step()
-    both.check()
+    both.checked_step()
 
 
 class Kinds(Layers):
@@ -241,7 +237,7 @@ class Kinds(Layers):
 
 @pytest.mark.parametrize("dim", [0, -1])
 @distributed(world_size=2)
-def test_9_kinds_of_parameters(rank: int, world_size: int, dim: int) -> None:
+def test_9_kinds_of_parameters(dim: int) -> None:
     """Not contiguous, without elements, with one, uneven columns, complex: trained."""
     both = pair(Kinds, shard_placement_fn=lambda param: Shard(dim % param.ndim))
     both.tolerance = 1e-4  # complex64
@@ -249,7 +245,7 @@ def test_9_kinds_of_parameters(rank: int, world_size: int, dim: int) -> None:
 
 
 @distributed(world_size=2)
-def test_9_refused(rank: int, world_size: int) -> None:
+def test_9_refused() -> None:
     """Scalars, and ties across groups, by name."""
     scalar = nn.Module()
     scalar.gain = nn.Parameter(torch.ones(()))
@@ -274,7 +270,7 @@ class TwoNames(Layers):
 
 
 @distributed(world_size=2)
-def test_10_full_state_of_two_names(rank: int, world_size: int) -> None:
+def test_10_full_state_of_two_names() -> None:
     """set_model_state_dict() loads a full one."""
     both, other = pair(TwoNames), pair(TwoNames)
     both.train(1)

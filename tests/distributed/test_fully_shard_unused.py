@@ -121,9 +121,7 @@ def test_accumulation() -> None:
         both.forward_backward()
         both.check()
         both.forward_backward()
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
     both.reference.blocks[0].scale.grad = None
     both.model.blocks[0].scale.grad = None
     both.forward_backward()
@@ -189,7 +187,7 @@ def test_as_torch(rank: int) -> None:
 
 
 @distributed(world_size=2)
-def test_reduce_scatter_unused_params(rank: int) -> None:
+def test_reduce_scatter_unused_params() -> None:
     """With it they have zeros, as in torch; also of a block that all left out."""
     model = shard(Model(has_always=False))
     model.set_reduce_scatter_unused_params(True)

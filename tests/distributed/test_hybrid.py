@@ -10,7 +10,7 @@ from helpers.reference import Differential
 
 # See `Differential.run`. Under no_sync(sharded=True) only the shard group reduces; the
 # replicas are reduced once, in the first backward outside.
-SCHEDULES = ("zsu zsu znsu", "zpsu zpppsku zsu zppsku", "zpsu zpnpsku zsu zpnsku")
+SCHEDULES = ("zsu zsu znsu nsu", "zpsu zpppsku zsu zppsku", "zpsu zpnpsku zsu zpnsku")
 # Replicas of one rank, one replica only, and both groups larger than one. With an odd
 # number of ranks the mean is no power of two.
 SHAPES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4)]

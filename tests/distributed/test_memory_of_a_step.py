@@ -85,7 +85,7 @@ def test_rings_follow_the_largest_unit(rank: int) -> None:
 
 @pytest.mark.cpu_only("rings are in shared memory")
 @distributed(world_size=2)
-def test_rings_are_small_where_ranks_read_each_other(rank: int) -> None:
+def test_rings_are_small_where_ranks_read_each_other() -> None:
     """Whatever the units, unless the system refuses."""
     with hybrid_groups(1, 2) as (group, _):
         large = fsdp(nn.Linear(1024, 512, bias=False), process_group=group)

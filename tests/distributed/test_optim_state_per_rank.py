@@ -144,7 +144,7 @@ def test_through_checkpoint_on_more_ranks(rank: int) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
 def test_through_torchs_functions(
-    rank: int, world_size: int, use_orig_params: bool, full: bool
+    world_size: int, use_orig_params: bool, full: bool
 ) -> None:
     """They pass on one value of a parameter, the first rank's, as FSDP1 does."""
     model, optim = _trained(use_orig_params)

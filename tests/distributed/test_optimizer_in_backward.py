@@ -300,7 +300,7 @@ def test_fully_shard(rank: int, world_size: int, name: str) -> None:
 
 
 @distributed(world_size=WORLD)
-def test_fully_shard_keeps_what_no_optimizer_has(rank: int, world_size: int) -> None:
+def test_fully_shard_keeps_what_no_optimizer_has(rank: int) -> None:
     """Gradients of such parameters accumulate; the others' memory is one unit's."""
     case = CASES["mlp"]
     reference = _build(case)

@@ -19,6 +19,14 @@ from helpers.models import OUTPUT_KINDS, Outputs, PackedBlock, Pair, Result, ten
 from helpers.reference import Differential
 
 
+class OneLayer(nn.Module):
+    """A layer, for what a test makes of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+
 @pytest.mark.trap(4)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -59,11 +67,7 @@ def test_only_one_output_is_used(
 def test_types_are_kept() -> None:
     """The caller gets the object that the module made, or an equal one."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(6, 6)
-
+    class Net(OneLayer):
         def forward(self, x: Tensor) -> Any:
             y = self.fc(x)
             return OrderedDict(
@@ -87,11 +91,7 @@ def test_types_are_kept() -> None:
 def test_outputs_without_gradients() -> None:
     """Integer and detached outputs, and no output at all, are left alone."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(6, 6)
-
+    class Net(OneLayer):
         def forward(self, x: Tensor, *, nothing: bool = False) -> Any:
             y = self.fc(x)
             return None if nothing else (y, y.detach(), y.argmax(dim=1))
@@ -109,11 +109,7 @@ def test_outputs_without_gradients() -> None:
 def test_same_tensor_twice_and_input_returned() -> None:
     """One tensor in two places; the input itself among the outputs."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(6, 6)
-
+    class Block(OneLayer):
         def forward(self, x: Tensor) -> Any:
             y = self.fc(x)
             return y, y, x
@@ -175,11 +171,7 @@ def test_frozen_dataclass() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.out(self.inner(x).value)
 
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(6, 6)
-
+    class Inner(OneLayer):
         def forward(self, x: Tensor) -> Any:
             return _Fixed(self.fc(x))
 

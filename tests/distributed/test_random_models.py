@@ -145,9 +145,7 @@ class _Run:
         differential.check()
         if step.clips is not None:
             differential.clip(*step.clips)
-            differential.check()
-        differential.step()
-        differential.check()
+            differential.checked_step()
 
     def no_sync(self, mode: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of a micro batch that is not the last one."""

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from helpers.distributed import distributed, every_strategy
+from helpers.distributed import distributed, every_strategy, varied
 from helpers.impl import FSDP, StateDictType
 from helpers.models import CASES
 from helpers.reference import (
@@ -18,16 +18,11 @@ from helpers.reference import (
 
 @pytest.mark.trap(16)
 @every_strategy
-@pytest.mark.parametrize("model", CASES)
+@varied(model=list(CASES))
 @distributed(world_size=(2, 3))
-def test_save_equals_the_unwrapped_model(
-    model: str, strategy: str, use_orig_params: bool
-) -> None:
+@with_model()
+def test_save_equals_the_unwrapped_model(differential: Differential) -> None:
     """Keys, their order, values and dtypes, before and after a step."""
-    CASES[model]
-    differential = Differential.of_model(
-        model, strategy=strategy, use_orig_params=use_orig_params
-    )
     for num_steps in (0, 1):
         differential.train(num_steps)
         state = full_state_dict(differential.model)
@@ -61,11 +56,9 @@ def test_tensors_own_their_memory(differential: Differential, strategy: str) -> 
 @every_strategy
 @pytest.mark.parametrize("model", ["mlp", "uneven", "transformer", "scalar"])
 @distributed(world_size=(2, 3))
-def test_load(model: str, strategy: str, use_orig_params: bool) -> None:
+@with_model()
+def test_load(differential: Differential, model: str) -> None:
     """A checkpoint of the unwrapped model goes in and trains on."""
-    differential = Differential.of_model(
-        model, strategy=strategy, use_orig_params=use_orig_params
-    )
     differential.train(1)
     torch.manual_seed(99)
     checkpoint = CASES[model].build().state_dict()

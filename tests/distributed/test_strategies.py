@@ -2,9 +2,9 @@
 
 import pytest
 
-from helpers.distributed import distributed, every_strategy
+from helpers.distributed import distributed, every_strategy, varied
 from helpers.models import CASES
-from helpers.reference import Differential
+from helpers.reference import Differential, with_model
 
 
 @pytest.mark.trap(1)
@@ -13,16 +13,11 @@ from helpers.reference import Differential
 @pytest.mark.trap(24)
 @pytest.mark.trap(30)
 @every_strategy
-@pytest.mark.parametrize("model", CASES)
+@varied(model=list(CASES))
 @distributed(world_size=(2, 3))
-def test_training_equals_the_unsharded_model(
-    model: str, strategy: str, use_orig_params: bool
-) -> None:
+@with_model()
+def test_training_equals_the_unsharded_model(differential: Differential) -> None:
     """Losses, gradients and parameters; of evaluations before and after too."""
-    CASES[model]
-    differential = Differential.of_model(
-        model, strategy=strategy, use_orig_params=use_orig_params
-    )
     differential.evaluate()
     differential.train(3)
     differential.evaluate()

@@ -275,9 +275,7 @@ def test_gradients_set_to_none(rank: int, strategy: str, use_orig_params: bool) 
                 assert all(p.grad is None for p in model.parameters())
             assert_idle(model)
             differential.forward_backward()
-            differential.check()
-            differential.step()
-            differential.check()
+            differential.checked_step()
 
 
 @pytest.mark.parametrize("clears", ["first", "others"])
@@ -375,9 +373,7 @@ def test_between_no_sync_backwards(
                 for name, param in differential.reference_params.items():
                     assert_same(name, mine[name].detach(), param.detach())
         differential.forward_backward()
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])

@@ -39,8 +39,10 @@ from helpers.shared_folder import shared_folder
 from helpers.tensor_parallel import (
     ParallelModel,
     ParallelRows,
+    make_rows,
     parallelize,
     shard_blocks,
+    shared_step,
     tokens,
     train_and_check,
     two_meshes,
@@ -64,9 +66,7 @@ def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> Non
 @pytest.mark.parametrize("hidden", [10, 7])
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @distributed(world_size=4)
-def test_training(
-    rank: int, world_size: int, hidden: int, reshard_after_forward: bool | None
-) -> None:
+def test_training(hidden: int, reshard_after_forward: bool | None) -> None:
     """2 x 2, with parts of equal and of different sizes."""
     check_training(2, 2, hidden, reshard_after_forward=reshard_after_forward)
 
@@ -74,7 +74,7 @@ def test_training(
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("hidden", [10, 7])
 @distributed(world_size=2)
-def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> None:
+def test_one_rank_in_a_dimension(hidden: int) -> None:
     """1 x 2 and 2 x 1."""
     check_training(1, 2, hidden)
     check_training(2, 1, hidden)
@@ -82,16 +82,14 @@ def test_one_rank_in_a_dimension(rank: int, world_size: int, hidden: int) -> Non
 
 @pytest.mark.bookkeeping
 @distributed(world_size=3)
-def test_more_ranks_than_parts(rank: int, world_size: int) -> None:
+def test_more_ranks_than_parts() -> None:
     """A rank of the tensor parallel group that has nothing of some parameters."""
     check_training(1, 3, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @distributed(world_size=3)
-def test_a_unit_without_elements(
-    rank: int, world_size: int, dtype: torch.dtype
-) -> None:
+def test_a_unit_without_elements(rank: int, dtype: torch.dtype) -> None:
     """A rank that has nothing of a unit has gradients and takes part in norms."""
     with groups_destroyed():
         dp, tp = two_meshes(1, 3)
@@ -108,28 +106,9 @@ def test_a_unit_without_elements(
         assert norm.full_tensor().item() == pytest.approx(16.0)
 
 
-def make_2d(
-    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
-) -> Any:
-    """Return a model over the mesh, of values by ``seed``."""
-    dp, tp = two_meshes(num_dp, num_tp)
-    torch.manual_seed(seed)
-    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp, **options)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
-    """Run a step on a batch that all ranks share; return the loss."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer.zero_grad()
-    loss: Tensor = model(*tokens(generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 @pytest.mark.cpu_only("it compares with values on the CPU")
 @distributed(world_size=4)
-def test_what_a_rank_holds(rank: int, world_size: int) -> None:
+def test_what_a_rank_holds() -> None:
     """The tensor parallel cut first, then torch.chunk of its local tensor."""
     with groups_destroyed():
         dp, tp = two_meshes(2, 2)
@@ -164,7 +143,7 @@ def test_what_a_rank_holds(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_replicas(rank: int, world_size: int) -> None:
+def test_replicas() -> None:
     """(replicate, shard, tp) = (2, 1, 2): the third dimension is tensor parallel."""
     with groups_destroyed():
         names = ("replicas", "shards", "parallel")
@@ -186,11 +165,11 @@ def test_replicas(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_mixed_precision_and_frozen(rank: int, world_size: int) -> None:
+def test_mixed_precision_and_frozen() -> None:
     """Modules see DTensors of param_dtype; frozen ones get no gradient."""
     with groups_destroyed():
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model = make_2d(2, 2, mp_policy=policy)
+        model = make_rows(2, 2, mp_policy=policy)
         model.head.weight.requires_grad_(False)
         seen: list[Any] = []
         block = model.blocks[0]
@@ -198,19 +177,19 @@ def test_mixed_precision_and_frozen(rank: int, world_size: int) -> None:
             lambda m, _: seen.extend((m.weight.dtype, m.weight.to_local().dtype))
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = [step(model, optimizer, seed=0) for _ in range(3)]
+        losses = [shared_step(model, optimizer, seed=0) for _ in range(3)]
         assert losses[2] < losses[0]
         assert seen[:2] == [torch.bfloat16] * 2
         assert block.up.weight.dtype == block.up.weight.grad.dtype == torch.float32
         assert model.head.weight.grad is None
         model.head.weight.requires_grad_(True)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         assert isinstance(model.head.weight.grad, DTensor)
 
 
 @pytest.mark.bookkeeping
 @distributed(world_size=4)
-def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
+def test_meta_construction_and_conversion(rank: int) -> None:
     """Materialized after sharding, then converted and trained."""
     with groups_destroyed():
         dp, tp = two_meshes(2, 2)
@@ -222,32 +201,32 @@ def test_meta_construction_and_conversion(rank: int, world_size: int) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, full if rank == 0 else {}, options=options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        first = step(model, optimizer, seed=0)
+        first = shared_step(model, optimizer, seed=0)
         model.double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        assert step(model, optimizer, seed=0).dtype == torch.float64
-        assert step(model, optimizer, seed=0) < first
+        assert shared_step(model, optimizer, seed=0).dtype == torch.float64
+        assert shared_step(model, optimizer, seed=0) < first
         assert model.head.weight.dtype == model.head.weight.grad.dtype == torch.float64
 
 
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("hidden", [8, 7])
 @distributed(world_size=4)
-def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) -> None:
+def test_checkpoint_at_another_shape(hidden: int) -> None:
     """Saved at 2 x 2, loaded at 1 x 4 and 4 x 1, optimizer included."""
     with groups_destroyed(), shared_folder() as folder:
-        model = make_2d(2, 2, hidden=hidden)
+        model = make_rows(2, 2, hidden=hidden)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for seed in range(2):
-            step(model, optimizer, seed)
+            shared_step(model, optimizer, seed)
         state, optim_state = get_state_dict(model, optimizer)
         path = Path(folder) / "checkpoint"
         dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
         full = StateDictOptions(full_state_dict=True)
         expected = get_model_state_dict(model, options=full)
-        loss = step(model, optimizer, seed=2)
+        loss = shared_step(model, optimizer, seed=2)
         for shape in ((1, 4), (4, 1)):
-            other = make_2d(*shape, hidden=hidden, seed=1)
+            other = make_rows(*shape, hidden=hidden, seed=1)
             optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
             state, optim_state = get_state_dict(other, optimizer)
             loaded = {"model": state, "optim": optim_state}
@@ -260,36 +239,34 @@ def test_checkpoint_at_another_shape(rank: int, world_size: int, hidden: int) ->
             )
             for name, value in get_model_state_dict(other, options=full).items():
                 assert torch.equal(value, expected[name]), name
-            torch.testing.assert_close(step(other, optimizer, seed=2), loss)
+            torch.testing.assert_close(shared_step(other, optimizer, seed=2), loss)
 
 
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world_size=4)
-def test_full_state_of_uneven_parts(
-    rank: int, world_size: int, broadcast: bool
-) -> None:
+def test_full_state_of_uneven_parts(rank: int, broadcast: bool) -> None:
     """13 rows over 2 x 2 ranks: torch's own fails, or puts rows in wrong places."""
     with groups_destroyed():
-        model = make_2d(2, 2, hidden=13)
+        model = make_rows(2, 2, hidden=13)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         state, optim_state = get_state_dict(model, optimizer, options=full)
         has_it = rank == 0 or not broadcast
-        loss = step(model, optimizer, seed=1)
-        other = make_2d(2, 2, hidden=13, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
+        other = make_rows(2, 2, hidden=13, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
         given = (dict(state), optim_state) if has_it else ({}, {})
         set_model_state_dict(other, given[0], options=full)
         set_optimizer_state_dict(other, optimizer, given[1], options=full)
         for name, value in get_model_state_dict(other, options=full).items():
             assert torch.equal(value, state[name]), name
-        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
+        torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
 
 
 @distributed(world_size=2)
-def test_refusals(rank: int, world_size: int) -> None:
+def test_refusals() -> None:
     """A mesh of another mesh, and a Partial parameter."""
     with groups_destroyed():
         dp, tp = two_meshes(1, 2)

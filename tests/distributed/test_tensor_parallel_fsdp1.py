@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -28,8 +28,9 @@ from helpers.tensor_parallel import (
     ParallelBlock,
     ParallelFlat,
     ParallelModel,
+    make_rows,
     parallelize,
-    shard_blocks,
+    shared_step,
     tokens,
     train_and_check,
     two_meshes,
@@ -54,9 +55,7 @@ def check_training(num_dp: int, num_tp: int, hidden: int, **options: Any) -> Non
 @pytest.mark.parametrize("hidden", [10, 7])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @distributed(world_size=4)
-def test_training(
-    rank: int, world_size: int, use_orig_params: bool, hidden: int, strategy: str
-) -> None:
+def test_training(use_orig_params: bool, hidden: int, strategy: str) -> None:
     """2 x 2, with parts of equal and of different sizes."""
     check_training(
         2,
@@ -70,9 +69,7 @@ def test_training(
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2)
-def test_one_rank_in_a_dimension(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_one_rank_in_a_dimension(use_orig_params: bool) -> None:
     """1 x 2 and 2 x 1."""
     check_training(1, 2, 7, use_orig_params=use_orig_params)
     check_training(2, 1, 7, use_orig_params=use_orig_params)
@@ -87,16 +84,6 @@ def make_2d(
     model = parallelize(ParallelModel(hidden=hidden), tp)
     policy = ModuleWrapPolicy({ParallelBlock})
     return FSDP(model, device_mesh=dp, auto_wrap_policy=policy, **options)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
-    """Run a step on a batch that all ranks share; return the loss."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer.zero_grad()
-    loss: Tensor = model(*tokens(generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def full_tensors(state: Any) -> Any:
@@ -115,9 +102,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @distributed(world_size=4)
-def test_state_dicts(
-    rank: int, world_size: int, use_orig_params: bool, kind: str
-) -> None:
+def test_state_dicts(use_orig_params: bool, kind: str) -> None:
     """DTensors on the tensor parallel mesh, or on the mesh of both, and back."""
     with groups_destroyed():
         torch.manual_seed(0)
@@ -131,13 +116,13 @@ def test_state_dicts(
             assert isinstance(value, DTensor)
             assert value.device_mesh.ndim == (1 if kind.startswith("FULL") else 2)
             assert torch.equal(value.full_tensor(), param), name
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         state = copy.deepcopy(model.state_dict())
         optim_state = copy.deepcopy(FSDP.optim_state_dict(model, optimizer))
         moment = optim_state["state"]["blocks.0.up.weight"]["exp_avg"]
         assert isinstance(moment, DTensor)
         assert moment.shape == reference.blocks[0].up.weight.shape
-        loss = step(model, optimizer, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
         after = full_tensors(model.state_dict())
         other = make_2d(2, 2, use_orig_params=use_orig_params, seed=1)
         FSDP.set_state_dict_type(other, StateDictType[kind])
@@ -156,7 +141,7 @@ def test_state_dicts(
             other, other_optimizer, {**optim_state, "state": moved_states}
         )
         other_optimizer.load_state_dict(loaded)
-        torch.testing.assert_close(step(other, other_optimizer, seed=1), loss)
+        torch.testing.assert_close(shared_step(other, other_optimizer, seed=1), loss)
         assert_equal(other.state_dict(), after)
         if kind.startswith("FULL"):  # plain tensors of the whole
             other.load_state_dict(reference.state_dict())
@@ -179,18 +164,16 @@ def moved(value: Any, like: Any) -> Any:
 @pytest.mark.bookkeeping
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=4)
-def test_checkpoint_at_another_shape(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_checkpoint_at_another_shape(use_orig_params: bool) -> None:
     """Through get_state_dict and torch.distributed.checkpoint, at 2 x 2 and 4 x 1."""
     with groups_destroyed(), shared_folder() as folder:
         model = make_2d(2, 2, hidden=8, use_orig_params=use_orig_params)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         state, optim_state = get_state_dict(model, optimizer)
         path = Path(folder) / "checkpoint"
         dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
-        loss = step(model, optimizer, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
         other = make_2d(4, 1, hidden=8, seed=1, use_orig_params=use_orig_params)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
         state, optim_state = get_state_dict(other, optimizer)
@@ -202,14 +185,7 @@ def test_checkpoint_at_another_shape(
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optim"],
         )
-        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
-
-
-def make_rows(num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0) -> Any:
-    """Return the same model as :func:`make_2d`, of fully_shard()."""
-    dp, tp = two_meshes(num_dp, num_tp)
-    torch.manual_seed(seed)
-    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp)
+        torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
 
 
 MAKERS: dict[str, Any] = {
@@ -238,24 +214,24 @@ MAKERS: dict[str, Any] = {
 )
 @distributed(world_size=4)
 def test_own_checkpoint_at_another_shape(
-    rank: int, world_size: int, saved: str, loaded: str, shape: tuple[int, int]
+    saved: str, loaded: str, shape: tuple[int, int]
 ) -> None:
     """fsdp_c.checkpoint at other shapes and of the other API, optimizer included."""
     with groups_destroyed(), shared_folder() as folder:
         model = MAKERS[saved](2, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step(model, optimizer, seed=0)
+        shared_step(model, optimizer, seed=0)
         path = Path(folder) / "checkpoint"
         checkpoint.save(path, model, optimizer)
         expected = full_tensors(get_model_state_dict(model))
-        loss = step(model, optimizer, seed=1)
+        loss = shared_step(model, optimizer, seed=1)
         other = MAKERS[loaded](*shape, seed=1)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
         if loaded != "flat":  # memory of a state that goes
-            step(other, optimizer, seed=3)
+            shared_step(other, optimizer, seed=3)
         checkpoint.load(path, other, optimizer)
         assert_equal(get_model_state_dict(other), expected)
-        torch.testing.assert_close(step(other, optimizer, seed=1), loss)
+        torch.testing.assert_close(shared_step(other, optimizer, seed=1), loss)
 
 
 @distributed(world_size=4)
@@ -281,7 +257,7 @@ def test_summon_apply_and_sync(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_refusals(rank: int, world_size: int) -> None:
+def test_refusals() -> None:
     """A copy, and a mesh of another mesh."""
     with groups_destroyed():
         model = make_2d(1, 2)
@@ -296,7 +272,7 @@ def test_refusals(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_replicas_and_mixed_precision(rank: int, world_size: int) -> None:
+def test_replicas_and_mixed_precision() -> None:
     """(replicate, shard, tp) = (2, 1, 2); forward shows DTensors of param_dtype."""
     with groups_destroyed():
         names = ("flat_replicas", "flat_shards", "flat_parallel")

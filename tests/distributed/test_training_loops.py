@@ -24,9 +24,7 @@ def test_several_forwards_before_one_backward(differential: Differential) -> Non
     for num_forwards in (2, 3, 1):
         differential.zero_grad()
         differential.forward_backward(num_forwards)
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 @pytest.mark.trap(5)
@@ -47,9 +45,7 @@ def test_forwards_then_backwards(
                 for loss in losses[index]:
                     loss.backward()
         assert_idle(differential.model)
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 @every_strategy
@@ -63,9 +59,7 @@ def test_backward_twice_with_retain_graph(differential: Differential) -> None:
         for loss in differential.forward():
             loss.backward(retain_graph=True)
             loss.backward()
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 @varied(use_orig_params=[True, False])
@@ -145,9 +139,7 @@ def test_forward_whose_loss_is_dropped(differential: Differential, what: str) ->
                     for param in model.parameters():
                         param.mul_(0.9)
         differential.forward_backward()
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 class _SharedModule(nn.Module):
@@ -357,9 +349,7 @@ def test_units_without_backward_in_some_steps(differential: Differential) -> Non
         differential.zero_grad()
         differential.forward_backward()
         assert_idle(differential.model)
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 class _Experts(nn.Module):
@@ -390,9 +380,7 @@ def test_ranks_use_different_parameters_of_a_unit(
             (loss_of(out) / world_size).backward()
             if index == rank:
                 loss_of(differential.model(batch, expert)).backward()
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 @varied(use_orig_params=[True, False])
@@ -471,13 +459,11 @@ class _Fails(nn.Module):
 @every_strategy
 @pytest.mark.parametrize("where", ["forward", "backward", "inner_forward"])
 @distributed(world_size=(2, 3))
+@with_model(_Fails, {Block})
 def test_training_goes_on_after_an_exception(
-    rank: int, where: str, strategy: str, use_orig_params: bool
+    differential: Differential, rank: int, where: str
 ) -> None:
     """The user's exception comes out as it is; the next steps are right."""
-    differential = Differential.of_units(
-        _Fails, {Block}, strategy=strategy, use_orig_params=use_orig_params
-    )
     model = differential.model
 
     def fail(*_: Any) -> None:
@@ -510,6 +496,4 @@ def test_exception_leaves_earlier_gradients(differential: Differential) -> None:
     differential.forward_backward()
     with pytest.raises(RuntimeError):
         differential.model(torch.randn(4, 7))
-    differential.check()
-    differential.step()
-    differential.check()
+    differential.checked_step()

@@ -62,9 +62,7 @@ def test_unit_gets_no_gradient(
         mean.backward()
         loss.backward()
         assert_idle(differential.model)
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 class _Side(nn.Module):
@@ -230,9 +228,7 @@ def test_frozen_units_under_reentrant_checkpoint(
         assert_idle(differential.model)
         num_gathers = memory_stats(differential.model)["num_all_gathers"] - before
         assert num_gathers <= 2 * 4
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 class _Outer(nn.Module):

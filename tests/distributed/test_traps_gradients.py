@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.distributed import STRATEGIES, distributed, every_strategy, varied
-from helpers.groups import hybrid_groups
 from helpers.impl import FSDP, MixedPrecision, assert_idle, fsdp, memory_stats
 from helpers.models import CASES, DIM, OneElement, loss_of, vectors
 from helpers.reference import Differential, assert_same, full_state_dict, with_model
-from helpers.seeds import generator
 
 
 @pytest.mark.trap(10)
@@ -48,9 +46,7 @@ def test_ways_to_enter_no_sync(differential: Differential, how: str) -> None:
                 differential.forward_backward()
                 differential.evaluate()
         differential.forward_backward()
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 @pytest.mark.trap(10)
@@ -174,9 +170,7 @@ def test_fresh_and_accumulated_gradients_in_one_reduction(
                     differential.forward_backward()
             else:
                 differential.forward_backward()
-        differential.check()
-        differential.step()
-        differential.check()
+        differential.checked_step()
 
 
 class _Weighted(nn.Module):
@@ -368,38 +362,7 @@ def test_tensors_replaced_between_backwards(
                 elif index % 2:
                     param.grad = None
         differential.forward_backward()
-        differential.check()
-        differential.step()
-        differential.check()
-
-
-@pytest.mark.trap(14)
-@pytest.mark.trap(13)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@distributed(world_size=4)
-def test_hybrid_mean_is_over_all_ranks(
-    rank: int, world_size: int, strategy: str, shape: tuple[int, int]
-) -> None:
-    """Shard x replicate, in one reduction, in two, and after no_sync; all equal."""
-    x = torch.rand(37, generator=generator("hybrid"))
-    num_shards = shape[1]
-    with hybrid_groups(*shape) as groups:
-        model = fsdp(
-            _Weighted(), process_group=groups, strategy=strategy, use_orig_params=False
-        )
-        for num_rounds in (1, 2):
-            with model.no_sync():
-                model(x * rank).backward()
-            model(x * (rank + 1)).backward()
-            (param,) = model.parameters()
-            pieces: list[Any] = [None] * world_size
-            dist.all_gather_object(pieces, param.grad)
-            for begin in range(0, world_size, num_shards):
-                grad = torch.cat(pieces[begin : begin + num_shards])[:37]
-                # The means of r and of r + 1 over four ranks are 1.5 and 2.5.
-                assert_same("gradient", grad, 4.0 * num_rounds * x, 1e-6)
-        del model, param
+        differential.checked_step()
 
 
 @pytest.mark.trap(11)
@@ -428,6 +391,4 @@ def test_block_is_reduced_twice_in_one_backward(differential: Differential) -> N
     """A unit whose gradients come in two waves adds the second to the first."""
     for _ in range(3):  # no zero_grad: everything adds up
         differential.forward_backward(2)
-        differential.check()
-    differential.step()
-    differential.check()
+        differential.checked_step()

@@ -78,9 +78,7 @@ def test_a_setattr_of_the_modules_own_is_called(
             )
             assert set(listener.shapes) >= expected
             assert bool(listener.shapes) == bool(expected)
-            differential.check()
-            differential.step()
-            differential.check()
+            differential.checked_step()
     finally:
         del os.environ["FSDP_USE_UNSAFE_SETATTR"]
         if before is not None:

@@ -241,9 +241,7 @@ def test_rows_are_on_the_page() -> None:
 @pytest.mark.parametrize(("row", "column"), CELLS)
 @distributed(world_size=2, device="cpu")
 @pytest.mark.filterwarnings("ignore")
-def test_cell(
-    rank: int, world_size: int, row: str, column: str, tmp_path: Path
-) -> None:
+def test_cell(world_size: int, row: str, column: str, tmp_path: Path) -> None:
     works = True
     with groups_destroyed():
         try:

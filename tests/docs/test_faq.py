@@ -190,7 +190,7 @@ def test_every_message_has_a_case() -> None:
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 @distributed(world_size=2, device="cpu")
-def test_message(rank: int, world_size: int, index: int) -> None:
+def test_message(rank: int, index: int) -> None:
     """Rank 0 raises it; ``...`` on the page stands for any text."""
     raised = ""
     try:
@@ -205,7 +205,7 @@ def test_message(rank: int, world_size: int, index: int) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_optimizers_made_before_wrapping(rank: int, world_size: int) -> None:
+def test_optimizers_made_before_wrapping() -> None:
     """They step nothing with flat parameters, and everything with original ones."""
     for use_orig_params in (False, True):
         net = Net()
@@ -220,7 +220,7 @@ def test_optimizers_made_before_wrapping(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_ranks_differ_inside_a_summon(rank: int, world_size: int) -> None:
+def test_ranks_differ_inside_a_summon(rank: int) -> None:
     """Nothing is gathered there: one rank alone may call the model."""
     model = fsdp(Net(), auto_wrap_policy=POLICY, use_orig_params=True)
     with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
@@ -230,9 +230,7 @@ def test_ranks_differ_inside_a_summon(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_a_module_inside_the_wrapper_gathers_nothing(
-    rank: int, world_size: int
-) -> None:
+def test_a_module_inside_the_wrapper_gathers_nothing() -> None:
     """Its state dict has this rank's parts, so all ranks have other shapes."""
     model = fsdp(Net(), use_orig_params=True)
     shapes = [tuple(v.shape) for v in model.module.state_dict().values()]
@@ -244,7 +242,7 @@ def test_a_module_inside_the_wrapper_gathers_nothing(
 
 
 @distributed(world_size=2, device="cpu")
-def test_gradients_of_gradients_fail(rank: int, world_size: int) -> None:
+def test_gradients_of_gradients_fail() -> None:
     """Not silently: FSDP1 leaves the parameters without gradients."""
     model = fsdp(nn.Linear(3, 1), use_orig_params=True)
     x = torch.randn(2, 3, requires_grad=True)
@@ -254,7 +252,7 @@ def test_gradients_of_gradients_fail(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="cpu")
-def test_policy_finds_blocks_inside_compiled_ones(rank: int, world_size: int) -> None:
+def test_policy_finds_blocks_inside_compiled_ones() -> None:
     import fsdp_c
 
     module = nn.Sequential(nn.Linear(4, 4))

@@ -81,7 +81,7 @@ def _fsdp2(world_size: int) -> MLP:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(world_size=2, device="cpu")
-def test_full_state_of_fsdp2(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_full_state_of_fsdp2(world_size: int, use_orig_params: bool) -> None:
     """Parameters and optimizer state load as they are; training goes on alike."""
     batch = torch.randn(4, DIM)
     theirs = _fsdp2(world_size)
@@ -105,9 +105,7 @@ def test_full_state_of_fsdp2(rank: int, world_size: int, use_orig_params: bool) 
 
 
 @distributed(world_size=2, device="cpu")
-def test_fsdp2_loads_what_was_saved_here(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_fsdp2_loads_what_was_saved_here(world_size: int, tmp_path: Path) -> None:
     ours = fsdp(MLP(), units={Block})
     expected = full_state_dict(ours)
     with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT):
@@ -121,7 +119,7 @@ def test_fsdp2_loads_what_was_saved_here(
 
 
 @distributed(world_size=2, device="cpu")
-def test_autocast_around_forward(rank: int, world_size: int) -> None:
+def test_autocast_around_forward() -> None:
     """As DeepSpeed's torch_autocast: parameters stay fp32, matmuls are bf16."""
     reference = MLP()
     model = MLP()

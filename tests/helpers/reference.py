@@ -455,6 +455,12 @@ class Differential:
         self.reference_optimizer.step()
         self.optimizer.step()
 
+    def checked_step(self) -> None:
+        """Step both, between two comparisons."""
+        self.check()
+        self.step()
+        self.check()
+
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Clear both models' gradients."""
         self.reference_optimizer.zero_grad(set_to_none=set_to_none)
@@ -465,9 +471,7 @@ class Differential:
         for _ in range(num_steps):
             self.zero_grad()
             self.forward_backward()
-            self.check()
-            self.step()
-            self.check()
+            self.checked_step()
 
     def run(self, schedule: str) -> None:
         """Run a schedule, one letter for each action; blanks may stand between.

@@ -225,6 +225,27 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
+def make_rows(
+    num_dp: int, num_tp: int, *, hidden: int = 7, seed: int = 0, **options: Any
+) -> Any:
+    """Return a model of ``fully_shard`` over the mesh, of values by ``seed``."""
+    dp, tp = two_meshes(num_dp, num_tp)
+    torch.manual_seed(seed)
+    return shard_blocks(parallelize(ParallelModel(hidden=hidden), tp), dp, **options)
+
+
+def shared_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int
+) -> Tensor:
+    """Run a step on a batch that all ranks share; return the loss."""
+    optimizer.zero_grad()
+    batch = tokens(torch.Generator().manual_seed(seed))
+    loss: Tensor = model(*batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 class ParallelRows(Rows):
     """A model over (dp, tp) under ``fully_shard`` and the unsharded one, in fp64."""
 
@@ -292,9 +313,7 @@ def train_and_check(both: Differential) -> None:
         both.forward_backward()
         both.check()
         both.clip(0.1)
-        both.check()
-        both.step()
-        both.check()
+        both.checked_step()
     both.evaluate()
     both.zero_grad()
     both.accumulate(2, no_sync=True)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import fsdp_c
+from fsdp_c import _native
 from helpers.distributed import distributed
 from helpers.groups import kept_mesh
 from helpers.impl import fsdp
@@ -433,3 +434,12 @@ def test_refusals() -> None:
 def test_the_cpu_is_refused() -> None:
     model = shard("orig_params", network())
     refused(model, "on the CPU cannot be captured.*train on a CUDA device")
+
+
+@distributed(world_size=2)
+def test_stages_that_do_not_exist() -> None:
+    model = fsdp(nn.Linear(DIM, DIM))
+    model(torch.randn(2, DIM)).sum().backward()
+    for stage in (_native.BEGIN_CAPTURE - 1, _native.RELEASE_CAPTURE + 1):
+        with pytest.raises(ValueError, match=f"RELEASE_CAPTURE, got {stage}"):
+            model._engine.run_capture_stage(stage)

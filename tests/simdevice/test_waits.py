@@ -7,6 +7,7 @@ out (docs/internals/simdevice.md).
 import contextlib
 import copy
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ def keep_busy() -> torch.Tensor:
 
 
 @distributed(world_size=2, device="sim")
-def test_written_by_the_first_rank(rank: int, world_size: int) -> None:
+def test_written_by_the_first_rank(rank: int) -> None:
     # summon.c, write_back_resident: the broadcast comes after what the user
     # wrote, and what the user reads after the broadcast.
     for seed in range(NUM_SEEDS):
@@ -52,34 +53,58 @@ def test_written_by_the_first_rank(rank: int, world_size: int) -> None:
                 assert set(each.flatten().tolist()) == {expected}
 
 
+def check_steps(seed: int, is_on_stream: Sequence[bool], graph_until: int = 0) -> None:
+    """Step on the current stream or another; compare the gradients.
+
+    The graph of the first step lives until the step ``graph_until``, from which on
+    gradients are compared.
+    """
+    native().set_schedule(seed, 1.0)
+    reference = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    layers = [fsdp(copy.deepcopy(each), use_orig_params=True) for each in reference]
+    model = fsdp(nn.Sequential(*layers), use_orig_params=True)
+    stream, current = torch.Stream("sim"), torch.accelerator.current_stream()
+    kept = None
+    for step, is_other in enumerate(is_on_stream):
+        x = torch.randn(4, DIM)
+        stream.wait_stream(current)
+        with stream if is_other else contextlib.nullcontext():
+            if step == graph_until:
+                kept = None
+            loss = model(x).square().mean()
+            if step == 0 < graph_until:
+                kept = loss
+            loss.backward(retain_graph=kept is not None)
+            del loss  # with its graph
+        current.wait_stream(stream)
+        reference(x).square().mean().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            for mine, theirs in pairs if step >= graph_until else ():
+                torch.testing.assert_close(
+                    mine.grad, theirs.grad, msg=f"seed {seed}, step {step}"
+                )
+        model.zero_grad()
+        reference.zero_grad()
+
+
 @distributed(world_size=2, device="sim")
-def test_steps_on_changing_streams(rank: int, world_size: int) -> None:
+def test_steps_on_changing_streams() -> None:
     # hooks.cpp, Note [Streams of accumulators]: a reduction waits for gradients
     # that come on the stream of this step, not on one of a step before.
-    original = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
     for seed in range(NUM_SEEDS):
-        native().set_schedule(seed, 1.0)
-        reference = copy.deepcopy(original)
-        layers = [fsdp(copy.deepcopy(each), use_orig_params=True) for each in original]
-        model = fsdp(nn.Sequential(*layers), use_orig_params=True)
-        for step in range(4):
-            x = torch.randn(4, DIM)
-            stream, current = torch.Stream("sim"), torch.accelerator.current_stream()
-            stream.wait_stream(current)
-            with stream if step % 2 == 0 else contextlib.nullcontext():
-                model(x).square().mean().backward()
-            current.wait_stream(stream)
-            reference(x).square().mean().backward()
-            with FSDP.summon_full_params(model, with_grads=True):
-                pairs = zip(model.parameters(), reference.parameters(), strict=True)
-                for mine, theirs in pairs:
-                    torch.testing.assert_close(
-                        mine.grad, theirs.grad, msg=f"seed {seed}, step {step}"
-                    )
+        check_steps(seed, [True, False, True, False])
 
 
 @distributed(world_size=2, device="sim")
-def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
+def test_streams_after_an_older_graph() -> None:
+    # Likewise when an older graph, which kept the nodes of its stream, is gone.
+    for seed in range(NUM_SEEDS):
+        check_steps(seed, [False, True, True, True], graph_until=2)
+
+
+@distributed(world_size=2, device="sim")
+def test_staged_gradients_follow_the_block() -> None:
     # reduce_unit.c, accumulate_segments: the sharded gradient comes from the host
     # to memory that COMPUTE used a moment ago, for a unit that reduces nothing.
     sizes = (DIM, DIM, 2 * DIM, 4 * DIM)
@@ -112,7 +137,7 @@ def test_staged_gradients_follow_the_block(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_replaced_parameter(rank: int, world_size: int) -> None:
+def test_replaced_parameter() -> None:
     # unit_views.cpp, replace_param: the unit's gather comes after the copy of the
     # new values into the shard.
     for seed in range(NUM_SEEDS):
@@ -133,9 +158,7 @@ def test_replaced_parameter(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2, device="sim")
-def test_shards_in_host_memory_are_written_after_their_upload(
-    rank: int, world_size: int
-) -> None:
+def test_shards_in_host_memory_are_written_after_their_upload() -> None:
     # forward.c, end_iteration; _device.py, wait_for_uploads; unit_views.cpp,
     # write_back: what a forward computes is what the shards held when it ran.
     ways = ("evaluation", "load", "replaced")

@@ -25,7 +25,7 @@ from fsdp_c._engines.summon import summoned
 from fsdp_c._state.exchange import ExchangeItem, exchange
 from fsdp_c._state.forms import load_item
 from fsdp_c._state.model.local import find_local_problems, load_local, local_names
-from fsdp_c._state.model.plain import loads_plainly
+from fsdp_c._state.model.plain import LOADING, moves_plainly
 from fsdp_c._state.model.save import check_tree, kind_of
 from fsdp_c._state.parts import ParamPart, named_parts
 from fsdp_c._state.sharded_tensors import (
@@ -108,7 +108,7 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
     modules = check_tree(module, "load_state_dict")
     wait_for_uploads(modules)
     kinds = {each: kind_of(each) for each in modules}
-    is_plain = all(loads_plainly(each) for each in modules)
+    is_plain = all(moves_plainly(each, LOADING) for each in modules)
     problems: list[str] = []
     prefixes = {
         each: f"{prefix}{clean_name(f'{name}.')}" if name else prefix
@@ -121,10 +121,10 @@ def _begin_tree(module: ShardedModule, state_dict: dict[str, Any], prefix: str) 
             problems += _find_problems(each, kinds[each], state_dict, prefixes[each])
     communicates = not is_plain or StateDictType.SHARDED_STATE_DICT in kinds.values()
     _raise_problems(module, problems, on_any_rank=communicates)
-    loads = [Load(tuple(modules), is_plain) for _ in modules]
-    for each, load in zip(modules, loads, strict=True):
+    for each in reversed(modules):
+        load = Load(tuple(modules), is_plain)
         each.begin_state_dict_load(load)
-    return loads[0]
+    return load  # of the outermost
 
 
 def _raise_problems(
@@ -149,10 +149,7 @@ def _raise_problems(
 
 
 def _find_problems(
-    module: ShardedModule,
-    kind: StateDictType,
-    state_dict: dict[str, Any],
-    prefix: str,
+    module: ShardedModule, kind: StateDictType, state_dict: dict[str, Any], prefix: str
 ) -> list[str]:
     """Return what of ``state_dict`` does not fit the parameters of one unit."""
     given = [
@@ -258,7 +255,7 @@ def _load_unit(
     """Take the values of one unit's parameters out of ``state_dict`` and load them."""
     kind = kind_of(module)
     is_local = kind is StateDictType.LOCAL_STATE_DICT
-    is_plain = is_local or loads_plainly(module)
+    is_plain = is_local or moves_plainly(module, LOADING)
     if not load.is_checked:
         problems = _find_problems(module, kind, state_dict, prefix)
         if kind is StateDictType.FULL_STATE_DICT and not is_plain:
@@ -322,7 +319,6 @@ def _load_slices(
 
 
 def _write(module: ShardedModule, values: dict[str, Any], parts: _Parts) -> None:
-    """Copy values, by name, into the parameters of one unit."""
     if module._sharded.unit.is_summoned:
         values = _whole(module, values, parts)
     for name, value in values.items():

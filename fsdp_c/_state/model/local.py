@@ -23,8 +23,6 @@ from fsdp_c._units.names import flat_param_name
 
 
 class _Segment(NamedTuple):
-    """One segment of a unit, as LOCAL_STATE_DICT shows it."""
-
     name: str
     numel: int  # up to the end of its last parameter
     ranges: list[tuple[int, int]]  # elements [begin, end) of each rank
@@ -50,7 +48,6 @@ def _segments_of(module: ShardedModule) -> Iterator[_Segment]:
 
 
 def local_names(module: ShardedModule) -> list[str]:
-    """Return the names of a unit's entries, from its module."""
     return [
         flat_param_name(index) for index in range(len(module._sharded.unit.segments))
     ]

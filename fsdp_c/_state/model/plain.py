@@ -11,29 +11,21 @@ from fsdp_c._units.base import ShardedModule
 from fsdp_c._units.params import own_modules
 
 # What may be replaced for one direction: methods, and attributes that hold hooks.
-_SAVING = (
+SAVING = (
     ("state_dict", "_save_to_state_dict", "get_extra_state"),
     ("_state_dict_pre_hooks", "_state_dict_hooks"),
 )
-_LOADING = (
+LOADING = (
     ("_load_from_state_dict", "set_extra_state"),
     ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 
 
-def saves_plainly(module: ShardedModule) -> bool:
-    """Return whether saving the unit's modules is handing out their parameters."""
-    return _are_plain(module, *_SAVING)
-
-
-def loads_plainly(module: ShardedModule) -> bool:
-    """Return whether loading the unit's modules is copying their parameters."""
-    return _are_plain(module, *_LOADING)
-
-
-def _are_plain(
-    module: ShardedModule, methods: tuple[str, ...], hooks: tuple[str, ...]
+def moves_plainly(
+    module: ShardedModule, direction: tuple[tuple[str, ...], tuple[str, ...]]
 ) -> bool:
+    """Return whether the unit's modules only copy parameters, SAVING or LOADING."""
+    methods, hooks = direction
     modules = {each for _, each in own_modules(module.wrapped, frozenset())}
     modules.update(use.module for use in module._sharded.uses)
     for each in modules:

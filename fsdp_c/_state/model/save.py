@@ -33,7 +33,7 @@ from fsdp_c._engines.summon import summoned
 from fsdp_c._state.forms import Form, Saving, save_tensors
 from fsdp_c._state.kinds import follow_mesh
 from fsdp_c._state.model.local import local_state
-from fsdp_c._state.model.plain import saves_plainly
+from fsdp_c._state.model.plain import SAVING, moves_plainly
 from fsdp_c._state.parts import named_uses, unit_parts
 from fsdp_c._state.sharded_tensors import is_sharded
 from fsdp_c._units.base import ShardedModule, sharded_modules
@@ -51,9 +51,6 @@ _kept: dict[ShardedModule, tuple[dict[str, Any], str]] = {}
 
 def kind_of(module: ShardedModule) -> StateDictType:
     """Return the kind of state dict that ``module``'s own unit gives and takes.
-
-    Raises:
-        RuntimeError: LOCAL_STATE_DICT with a device mesh.
 
     Source:
         Full state dicts for NO_SHARD: ``_pre_state_dict_hook`` (torch 2.13,
@@ -113,7 +110,6 @@ def check_tree(module: ShardedModule, method: str) -> list[ShardedModule]:
 
 
 def _new_state() -> "OrderedDict[str, Any]":
-    """Return an empty state dict with metadata."""
     state: OrderedDict[str, Any] = OrderedDict()
     cast("Any", state)._metadata = OrderedDict()
     return state
@@ -182,7 +178,7 @@ def _find_summons(modules: list[ShardedModule]) -> set[ShardedModule]:
         flags = torch.tensor(
             [
                 bool(each._sharded.unit.is_summoned or each._state_dict_pre_hooks)
-                or not saves_plainly(each)
+                or not moves_plainly(each, SAVING)
                 for each in its_modules
             ],
             dtype=torch.uint8,

@@ -72,18 +72,14 @@ def unpacked_value(value: Any) -> Any:
 
 @dataclass
 class AgreedState:
-    """The state of one parameter, of all ranks together.
-
-    Attributes:
-        part: The parameter.
-        sharded: dtypes of the states that have one value per element.
-        plain: The other states, as :func:`packed_value`; shared by parameters.
-        per_rank: Those of them that differ between ranks.
-    """
+    """The state of one parameter, of all ranks together."""
 
     part: ParamPart
+    # The dtypes of those with one value per element.
     sharded: dict[str, torch.dtype] = field(default_factory=dict)
+    # The others, as of packed_value(); parameters share them.
     plain: dict[str, Any] = field(default_factory=dict)
+    # Those of them that differ between ranks.
     per_rank: dict[str, PerRank] = field(default_factory=dict)
 
 
@@ -262,7 +258,6 @@ def _merge(part: ParamPart, kinds: Sequence[_Kind]) -> AgreedState:
 
 
 def _other_steps(part: ParamPart, kinds: Sequence[_Kind]) -> str:
-    """Return the message about ranks that were not stepped together."""
     steps = {rank: kind["step"][1] for rank, kind in enumerate(kinds) if "step" in kind}
     first, *others = steps
     other = next(r for r in others if not same_value(steps[r], steps[first]))

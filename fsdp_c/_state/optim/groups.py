@@ -103,10 +103,7 @@ def _groups_of_keys(
 
 
 def _match(
-    number: int,
-    group: Sequence[Key],
-    keys: ParamKeys,
-    group_of_key: Mapping[Key, int],
+    number: int, group: Sequence[Key], keys: ParamKeys, group_of_key: Mapping[Key, int]
 ) -> tuple[list[Key], int]:
     """Return the keys of an optimizer's group, and the given group that has them."""
     found: list[Key] = []

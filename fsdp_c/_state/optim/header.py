@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c._state.optim.agreement import (
-    PerRank,
-    Scalar,
-    packed_value,
-    unpacked_value,
-)
+from fsdp_c._state.optim.agreement import PerRank, Scalar, packed_value, unpacked_value
 from fsdp_c._state.optim.local import LOCAL_PARTS
 from fsdp_c._state.optim.save import RANK_STATES, WHOLE_STATES
 from fsdp_c._state.optim.states import ParamState
@@ -34,17 +29,11 @@ class StateInfo(NamedTuple):
 
 @dataclass
 class Header:
-    """A full or sharded optimizer state dict without its tensors.
+    """A full or sharded optimizer state dict without its tensors."""
 
-    Attributes:
-        states: By parameter name: a StateInfo, or a plain state.
-        param_groups: As in the state dict; None if it has none.
-        others: State of no parameter.
-    """
-
-    states: dict[str, dict[str, Any]]
-    param_groups: list[dict[str, Any]] | None
-    others: dict[Any, Any] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]]  # by parameter: StateInfos and plain states
+    param_groups: list[dict[str, Any]] | None  # None if it has none
+    others: dict[Any, Any] = field(default_factory=dict)  # of no parameter
 
 
 def read_header(state_dict: Any, parts: Mapping[str, ParamPart]) -> Header:

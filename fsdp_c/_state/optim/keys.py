@@ -21,32 +21,21 @@ Key = int | str
 
 @dataclass(frozen=True)
 class ParamKeys:
-    """The parameters of an optimizer and their keys, in its order.
-
-    Attributes:
-        param_of_key: The parameters.
-        groups: The keys of each parameter group; None if the groups are not known.
-        parts: What each of them stands for: itself, or the parameters of a flat one in
-            the order of their elements. Empty before :meth:`with_parts`.
-        names: Those of all parameters of the model, stepped or not.
-    """
+    """The parameters of an optimizer and their keys, in its order."""
 
     param_of_key: dict[Key, nn.Parameter]
-    groups: list[list[Key]] | None
+    groups: list[list[Key]] | None  # None if they are not known
+    # What each stands for: itself, or the parameters of a flat one in the order of
+    # their elements. Empty before with_parts().
     parts: dict[Key, list[ParamPart]] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  # of all of the model, stepped or not
 
     @cached_property
     def key_of_param(self) -> dict[nn.Parameter, Key]:
-        """The reverse."""
         return {param: key for key, param in self.param_of_key.items()}
 
     def with_parts(self, parts: Mapping[str, ParamPart]) -> "ParamKeys":
-        """Return the keys with ``parts``, which are those of the model.
-
-        Raises:
-            ValueError: The optimizer steps other parameters.
-        """
+        """Return the keys with ``parts``, which are those of the model."""
         of_param: dict[nn.Parameter, list[ParamPart]] = {}
         for part in parts.values():
             of_param.setdefault(part.param, []).append(part)
@@ -94,17 +83,25 @@ def keys_of_optimizer(
     if not is_named:
         return _by_position(groups)
     names = {param: name for name, param in model.named_parameters()}
-    for param in (param for group in groups for param in group):
-        if param not in names:
-            raise ValueError(
-                f"the optimizer steps a parameter of shape {tuple(param.shape)} that "
-                "is not in the model: make the optimizer of the wrapped model's "
-                "parameters"
-            )
+    check_stepped((param for group in groups for param in group), names)
     return ParamKeys(
         {names[param]: param for group in groups for param in group},
         [[names[param] for param in group] for group in groups],
     )
+
+
+def check_stepped(
+    params: Iterable[nn.Parameter], known: Mapping[nn.Parameter, object]
+) -> None:
+    """Check that the model's parameters ``known`` have all that an optimizer steps."""
+    for index, param in enumerate(params):
+        if param not in known:
+            raise ValueError(
+                f"the optimizer steps a parameter of shape {tuple(param.shape)} "
+                f"(number {index} in its groups) that is not in the model: pass the "
+                "model that it is of, or an optimizer of this model's parameters, made "
+                "after wrapping if it is wrapped"
+            )
 
 
 def keys_of_input(model: nn.Module, optim_input: Any) -> ParamKeys:
@@ -135,7 +132,6 @@ def keys_of_input(model: nn.Module, optim_input: Any) -> ParamKeys:
 
 
 def warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
-    """Warn if a method was given ``optim_input``."""
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated: pass the optimizer as `optim` "
@@ -152,7 +148,6 @@ def keys_of_either(
     *,
     is_named: bool = False,
 ) -> ParamKeys:
-    """Return the keys of ``optim``, or by ``optim_input`` if that is given."""
     if optim is None or optim_input is not None:
         return keys_of_input(model, optim_input)
     return keys_of_optimizer(model, optim, is_named=is_named)
@@ -168,7 +163,6 @@ def _by_position(groups: Sequence[Sequence[nn.Parameter]]) -> ParamKeys:
 
 
 def uses_names(optim_state_dict: Mapping[str, Any]) -> bool:
-    """Return whether a state dict is keyed by names."""
     return isinstance(next(iter(optim_state_dict.get("state", {})), None), str)
 
 

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-from fsdp_c._state.optim.keys import Key, keys_of_either, renamed, warn_of_input
+from fsdp_c._state.optim.keys import (
+    Key,
+    check_stepped,
+    keys_of_either,
+    renamed,
+    warn_of_input,
+)
 from fsdp_c._units.names import clean_name
 
 
@@ -58,12 +64,8 @@ def rekey_optim_state_dict(
         names.setdefault(param, []).append(clean_name(name))
     new_key: dict[Key, Key] = {}
     keys = keys_of_either(model, optim, optim_input)
+    check_stepped(keys.param_of_key.values(), names)
     for key, param in keys.param_of_key.items():
-        if param not in names:
-            raise ValueError(
-                f"the optimizer steps a parameter of shape {tuple(param.shape)} (id "
-                f"{key}) that is not in the model: pass the model that it is of"
-            )
         if to_names:
             new_key[key] = names[param][0]
         else:

@@ -11,18 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp.api import (
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-)
+from torch.distributed.fsdp.api import OptimStateDictConfig, ShardedOptimStateDictConfig
 
 from fsdp_c._state.forms import Form, save_tensors
-from fsdp_c._state.optim.agreement import (
-    AgreedState,
-    Scalar,
-    agree,
-    unpacked_value,
-)
+from fsdp_c._state.optim.agreement import AgreedState, Scalar, agree, unpacked_value
 from fsdp_c._state.optim.keys import ParamKeys
 from fsdp_c._state.optim.states import OptimStates, collect
 from fsdp_c._units.base import ShardedModule, sharded_modules

@@ -20,34 +20,24 @@ from fsdp_c._state.parts import ParamPart, find_parts
 
 @dataclass
 class ParamState:
-    """The state of one parameter on this rank.
-
-    Attributes:
-        part: The parameter: names, shape, unit, this rank's part.
-        sharded: One value per element of this rank's part, 1-D, of any dtype.
-        plain: Everything else; tensors of any shape, numbers, objects.
-        has_state: Whether the optimizer has any state for it on this rank.
-    """
+    """The state of one parameter on this rank."""
 
     part: ParamPart
+    # One value per element of this rank's part, 1-D, of any dtype.
     sharded: dict[str, Tensor] = field(default_factory=dict)
+    # Everything else; tensors of any shape, numbers, objects.
     plain: dict[str, Any] = field(default_factory=dict)
-    has_state: bool = False
+    has_state: bool = False  # the optimizer has any for it on this rank
 
 
 class OptimStates(NamedTuple):
-    """What an optimizer holds on this rank, by parameter name.
+    """What an optimizer holds on this rank, by parameter name."""
 
-    Attributes:
-        states: By first name; all parameters that the optimizer steps, units first
-            and in the same order on all ranks.
-        param_groups: The groups' options, ``params`` being names; None if unknown.
-        others: State that belongs to no parameter, by its key.
-    """
-
+    # By first name; all parameters that the optimizer steps, units first and in the
+    # same order on all ranks.
     states: dict[str, ParamState]
-    param_groups: list[dict[str, Any]] | None
-    others: dict[Any, Any]
+    param_groups: list[dict[str, Any]] | None  # "params" are names; None if unknown
+    others: dict[Any, Any]  # state that belongs to no parameter, by its key
 
 
 def collect(
@@ -62,10 +52,6 @@ def collect(
 
     By default ``parts`` are those of the units in ``model``, ``state_dict`` is
     ``optim.state_dict()``, and ``keys`` are those in it.
-
-    Raises:
-        ValueError: Nothing in ``model`` is wrapped, or ``optim`` steps parameters
-            that are not in it.
     """
     if parts is None:
         parts = find_parts(model)
