@@ -124,10 +124,13 @@ FSDP_NODISCARD bool fsdp_shm_priv_layout(
     int64_t message_nbytes, int64_t direct_nbytes, fsdp_shm_geometry *geometry);
 
 /* file.c: makes a memory file of zeros, whose memory is reserved, as all
- * `num_files` like it are going to be. /proc shows its name. descriptor [out] to be closed. */
-FSDP_NODISCARD fsdp_status fsdp_shm_priv_file_create(
-    const char *name, int64_t nbytes, int64_t num_files, int *descriptor,
-    fsdp_error *error);
+ * `num_files` like it are going to be. /proc shows its name. descriptor [out]
+ * to be closed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_file_create(const char *name,
+                                                     int64_t nbytes,
+                                                     int64_t num_files,
+                                                     int *descriptor,
+                                                     fsdp_error *error);
 
 /* file.c: opens the memory file that process `pid` has open as `descriptor`.
  * opened [out] to be closed. */

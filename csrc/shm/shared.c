@@ -47,9 +47,9 @@ static bool write_range(const fsdp_shared *self, fsdp_region region,
                         fsdp_region_range range, int file) {
   for (int64_t done = 0; done < range.nbytes;) {
     const int64_t at = range.offset + done;
-    const ssize_t num =
-        pwrite(file, (const char *)region.data + at,
-               (size_t)(range.nbytes - done), (off_t)(self->closed_nbytes + at));
+    const ssize_t num = pwrite(file, (const char *)region.data + at,
+                               (size_t)(range.nbytes - done),
+                               (off_t)(self->closed_nbytes + at));
     if (num < 0 && errno == EINTR) continue;
     if (num <= 0) return false;
     done += num;
@@ -66,9 +66,9 @@ static bool join(fsdp_shared *self, fsdp_region region,
       mmap(NULL, (size_t)self->closed_nbytes, access, MAP_SHARED, file, 0);
   if (closed == MAP_FAILED) return false;
   self->closed = closed;
-  void *whole = mmap(NULL, (size_t)self->nbytes, access,
-                     MAP_PRIVATE | MAP_NORESERVE, file,
-                     (off_t)self->closed_nbytes);
+  void *whole =
+      mmap(NULL, (size_t)self->nbytes, access, MAP_PRIVATE | MAP_NORESERVE,
+           file, (off_t)self->closed_nbytes);
   if (whole == MAP_FAILED) return false;
   self->whole = whole;
   for (int64_t i = 0; i < num_own; i++) {
@@ -120,8 +120,7 @@ fsdp_status fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
                      "out of host memory while %" PRId64 " ranks share shards",
                      shm->world_size);
   }
-  fsdp_shared *self =
-      region.data == NULL ? NULL : create(shm, label, nbytes);
+  fsdp_shared *self = region.data == NULL ? NULL : create(shm, label, nbytes);
   if (self != NULL) mine.nbytes = self->closed_nbytes + self->nbytes;
   if (self != NULL && shm->rank == 0 &&
       fsdp_shm_priv_file_create("fsdp_c_shards", mine.nbytes, 1, &created,
@@ -129,8 +128,11 @@ fsdp_status fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
     mine.descriptor = created;
   }
   FSDP_TRY(tell(shm, label, &mine, all, error));
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    can_all = can_all && mine.nbytes > 0 && all[rank].nbytes == mine.nbytes;
+  }
   const bool has_joined =
-      self != NULL && all[0].descriptor >= 0 && all[0].nbytes == mine.nbytes &&
+      can_all && all[0].descriptor >= 0 &&
       fsdp_shm_priv_file_open(shm->peers[0].process.pid, all[0].descriptor,
                               mine.nbytes, &opened, NULL) == FSDP_OK &&
       join(self, region, own, num_own, opened);

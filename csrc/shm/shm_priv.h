@@ -363,10 +363,10 @@ bool fsdp_shm_priv_has_own_pages(int page_map, const void *begin,
 
 /* Of Note [Shards in place]. */
 struct fsdp_shared {
-  fsdp_shm_counter *closed;  /* per rank: how often it closed; in the file */
-  char *whole;               /* the private mapping of the region */
-  int64_t closed_nbytes;     /* whole pages */
-  int64_t nbytes;            /* of the region; whole pages */
+  fsdp_shm_counter *closed; /* per rank: how often it closed; in the file */
+  char *whole;              /* the private mapping of the region */
+  int64_t closed_nbytes;    /* whole pages */
+  int64_t nbytes;           /* of the region; whole pages */
   int64_t num_opened; /* by this rank, and so by all that have come so far */
   bool is_open;
   int64_t owner; /* pid */
@@ -380,11 +380,10 @@ static inline bool fsdp_shm_priv_is_reading(const fsdp_shared *shared,
 }
 
 /* Makes the memory file of the transport op. */
-FSDP_NODISCARD fsdp_status
-fsdp_shm_priv_share(fsdp_transport *transport, const char *label,
-                    fsdp_region region, int64_t nbytes,
-                    const fsdp_region_range *own, int64_t num_own, void **whole,
-                    fsdp_shared **shared, fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_share(
+    fsdp_transport *transport, const char *label, fsdp_region region,
+    int64_t nbytes, const fsdp_region_range *own, int64_t num_own, void **whole,
+    fsdp_shared **shared, fsdp_error *error);
 void fsdp_shm_priv_unshare(fsdp_shared *shared);
 
 /* Drops what this rank wrote into the whole, and lets the owners write. */

@@ -459,8 +459,8 @@ static fsdp_status open_shared(fsdp_transport *transport, const fsdp_call *call,
   static const fsdp_dtype bytes = {.code = FSDP_DTYPE_UINT8, .itemsize = 1};
   fsdp_shm *shm = shm_of(transport);
   fsdp_shm_op op;
-  fsdp_status status = make_op(shm, FSDP_SHM_OPEN, call->label,
-                               shared->nbytes, bytes, &op, error);
+  fsdp_status status = make_op(shm, FSDP_SHM_OPEN, call->label, shared->nbytes,
+                               bytes, &op, error);
   if (status != FSDP_OK) return status;
   shared->is_open = true;
   shared->num_opened++;

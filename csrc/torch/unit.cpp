@@ -182,8 +182,8 @@ at::Tensor shard_in_region(const Unit &unit, const Segment &segment,
       segment.layout->shard_numel * segment.layout->dtype.itemsize;
   const int64_t offset = begin + core_group(unit.shard_group).rank * nbytes;
   char *space = static_cast<char *>(unit.region->get());
-  *populated = fsdp_host_space_populate(space, offset, offset + nbytes,
-                                        *populated);
+  *populated =
+      fsdp_host_space_populate(space, offset, offset + nbytes, *populated);
   void *const shard = space + offset;
   auto held = std::make_unique<HeldShard>(HeldShard{unit.region, shard});
   c10::profiledCPUMemoryReporter().New(shard, static_cast<size_t>(nbytes));
@@ -210,8 +210,7 @@ void make_shards(Unit &unit) {
     }
     const int64_t begin = round_up(end, FSDP_SEGMENT_ALIGNMENT_NBYTES);
     segment.shard = shard_in_region(unit, segment, begin, &populated);
-    end = begin +
-          segment.layout->padded_numel * segment.layout->dtype.itemsize;
+    end = begin + segment.layout->padded_numel * segment.layout->dtype.itemsize;
   }
 }
 

@@ -1,6 +1,6 @@
 /*
- * Tests of shm/: shards that the ranks read in place. Every rank has two shards,
- * one smaller than a page, one of several.
+ * Tests of shm/: shards that the ranks read in place. Every rank has two
+ * shards, one smaller than a page, one of several.
  */
 #include <stdatomic.h>
 #include <string.h>
@@ -57,11 +57,11 @@ static bool holds(const char *memory, const shards *self, int64_t rank,
 
 /* A region with this rank's shards of round 0, shared if all ranks have one. */
 static shards begin(const shm_rank *self, const char *key, bool has_region) {
-  shards made = {.transport = shm_join(self, key),
-                 .region = {.nbytes = REGION_NBYTES},
-                 .own = {{self->rank * SMALL_NBYTES, SMALL_NBYTES},
-                         {LARGE_OFFSET + self->rank * LARGE_NBYTES,
-                          LARGE_NBYTES}}};
+  shards made = {
+      .transport = shm_join(self, key),
+      .region = {.nbytes = REGION_NBYTES},
+      .own = {{self->rank * SMALL_NBYTES, SMALL_NBYTES},
+              {LARGE_OFFSET + self->rank * LARGE_NBYTES, LARGE_NBYTES}}};
   const fsdp_transport_ops *ops = made.transport->ops;
   void *whole = NULL;
   made.region.data = fsdp_host_space_alloc(REGION_NBYTES);
@@ -117,7 +117,8 @@ static void read_each_other(const shm_rank *self) {
     for (int64_t rank = 0; rank < self->world_size; rank++) {
       CHECK(holds(s.whole, &s, rank, self->rank, round));
     }
-    if (round % 3 == self->rank % 3) { /* as a module does that writes in place */
+    if (round % 3 ==
+        self->rank % 3) { /* as a module does that writes in place */
       memset(s.whole, 1, REGION_NBYTES);
     }
     close_all(&s);

@@ -64,19 +64,19 @@ typedef struct fsdp_transport fsdp_transport;
 
 /*
  * Note [Shards in place]
- * Ranks of one host can read each other's shards where they lie. A unit's shards
- * are in a region: address space as large as the unsharded unit, in which each
- * shard has the place that it has there. `share` maps one memory file over the
- * regions of all ranks. So a region holds the shards of all, and each rank
- * writes its own.
+ * Ranks of one host can read each other's shards where they lie. A unit's
+ * shards are in a region: address space as large as the unsharded unit, in
+ * which each shard has the place that it has there. `share` maps one memory
+ * file over the regions of all ranks. So a region holds the shards of all, and
+ * each rank writes its own.
  *
  * Others read through a second, private mapping of the file. It shows what the
  * owners write, but what is written into it does not reach them, and `close`
  * drops it. An all-gather then copies nothing and needs no block.
  *
- * It only makes the ranks meet: `open` ends when every rank has begun it, so the
- * owners have written what the others are to read. An owner may write again when
- * all others have closed: `await_closed`.
+ * It only makes the ranks meet: `open` ends when every rank has begun it, so
+ * the owners have written what the others are to read. An owner may write again
+ * when all others have closed: `await_closed`.
  */
 typedef struct fsdp_shared fsdp_shared; /* the transport's own */
 
@@ -158,16 +158,17 @@ typedef struct fsdp_transport_ops {
   /* Note [Shards in place]. The transport that the next five are asked of, if
    * there is one; NULL: none, and they are NULL. */
   fsdp_transport *(*sharer)(fsdp_transport *transport);
-  /* Shares the regions of `nbytes`, of which `own` are this rank's shards. Their
-   * addresses and values stay. All ranks call it; one without a region takes
-   * part, too. whole [out] what the ranks read between open and close. shared
-   * [out] new; NULL: some rank could not, and none does. `label` is copied. */
+  /* Shares the regions of `nbytes`, of which `own` are this rank's shards.
+   * Their addresses and values stay. All ranks call it; one without a region
+   * takes part, too. whole [out] what the ranks read between open and close.
+   * shared [out] new; NULL: some rank could not, and none does. `label` is
+   * copied. */
   fsdp_status (*share)(fsdp_transport *transport, const char *label,
                        fsdp_region region, int64_t nbytes,
                        const fsdp_region_range *own, int64_t num_own,
                        void **whole, fsdp_shared **shared, fsdp_error *error);
-  /* Frees what this rank has of the whole. The region stays. NULL is fine. Cannot
-   * fail. */
+  /* Frees what this rank has of the whole. The region stays. NULL is fine.
+   * Cannot fail. */
   void (*unshare)(fsdp_shared *shared);
   /* Starts a collective; from its end until `close` this rank reads. */
   fsdp_status (*open)(fsdp_transport *transport, const fsdp_call *call,

@@ -185,8 +185,8 @@ void fsdp_unit_priv_close(fsdp_unit *unit);
 /* Waits until no other rank reads this rank's shard: it may be written. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_await_readers(fsdp_unit *unit,
                                                         fsdp_error *error);
-FSDP_NODISCARD fsdp_status
-fsdp_engine_priv_await_readers(fsdp_engine *engine, fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_await_readers(fsdp_engine *engine,
+                                                          fsdp_error *error);
 /* Frees it; the shard stays. */
 void fsdp_unit_priv_unshare(fsdp_unit *unit);
 

@@ -78,17 +78,16 @@ fsdp_status fsdp_unit_priv_share(fsdp_unit *unit, fsdp_error *error) {
   if (!is_shareable(unit) || transport->ops->sharer == NULL) return FSDP_OK;
   unit->sharer = transport->ops->sharer(transport);
   if (unit->sharer == NULL) return FSDP_OK;
-  fsdp_region_range *own =
-      fsdp_calloc((size_t)unit->num_segments, sizeof *own);
+  fsdp_region_range *own = fsdp_calloc((size_t)unit->num_segments, sizeof *own);
   if (own == NULL) {
     return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
                      "unit '%s': out of host memory while sharing its shards",
                      unit->name);
   }
   for (int64_t i = 0; i < unit->num_segments; i++) own[i] = own_range(unit, i);
-  FSDP_TRY(unit->sharer->ops->share(
-      unit->sharer, unit->name, region_of(unit), unit->param_nbytes, own,
-      unit->num_segments, &unit->shared_whole, &unit->shared, error));
+  FSDP_TRY(unit->sharer->ops->share(unit->sharer, unit->name, region_of(unit),
+                                    unit->param_nbytes, own, unit->num_segments,
+                                    &unit->shared_whole, &unit->shared, error));
 done:
   fsdp_free(own);
   return status;

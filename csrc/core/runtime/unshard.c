@@ -205,6 +205,7 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
                                                     group, &launch, error);
   if (status == FSDP_OK && unit->is_in_place) {
     status = fsdp_unit_priv_open(unit, &launch.call, &launch.ticket, error);
+    nbytes = unit->param_nbytes;
   }
   for (int64_t i = 0;
        status == FSDP_OK && !unit->is_in_place && i < unit->num_segments; i++) {
@@ -534,8 +535,8 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
     if (unit->is_extended) {
       views->ungather(views->context, unit->options.owner);
     }
-    FSDP_TRY(give_block(
-        unit, was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD, &local));
+    FSDP_TRY(give_block(unit, was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
+                        &local));
   }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_RESHARD, &local));
   fsdp_engine_priv_end(unit->engine, unit, span, 0,
