@@ -143,8 +143,10 @@ std::vector<fsdp_param_spec> specs_of(const Unit &unit,
   return specs;
 }
 
-int64_t round_up(int64_t nbytes, int64_t multiple) {
-  return (nbytes + multiple - 1) / multiple * multiple;
+// Where the segment after byte `end` begins in a block, and so in a region.
+int64_t next_segment(int64_t end) {
+  constexpr int64_t kMultiple = FSDP_SEGMENT_ALIGNMENT_NBYTES;
+  return (end + kMultiple - 1) / kMultiple * kMultiple;
 }
 
 // The bytes of a region for the unit's shards; 0: they need none. Of what is in
@@ -158,7 +160,7 @@ int64_t region_nbytes_of(const Unit &unit) {
   for (const Segment &segment : unit.segments) {
     if (segment.layout->padded_numel == 0) continue;
     if (segment.compute != segment.master) return 0;
-    nbytes = round_up(nbytes, FSDP_SEGMENT_ALIGNMENT_NBYTES) +
+    nbytes = next_segment(nbytes) +
              segment.layout->padded_numel * segment.layout->dtype.itemsize;
   }
   return nbytes < FSDP_MIN_REGION_NBYTES ? 0 : nbytes;
@@ -208,7 +210,7 @@ void make_shards(Unit &unit) {
                                 shard_options(unit, segment.master));
       continue;
     }
-    const int64_t begin = round_up(end, FSDP_SEGMENT_ALIGNMENT_NBYTES);
+    const int64_t begin = next_segment(end);
     segment.shard = shard_in_region(unit, segment, begin, &populated);
     end = begin + segment.layout->padded_numel * segment.layout->dtype.itemsize;
   }
