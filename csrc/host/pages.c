@@ -60,3 +60,25 @@ void fsdp_host_pages_free(void *memory, int64_t nbytes) {
     (void)munmap(memory, mapped_nbytes(nbytes));
   }
 }
+
+void *fsdp_host_space_alloc(int64_t nbytes) {
+  void *space = mmap(NULL, mapped_nbytes(nbytes), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return space == MAP_FAILED ? NULL : space;
+}
+
+void fsdp_host_space_free(void *space, int64_t nbytes) {
+  (void)munmap(space, mapped_nbytes(nbytes));
+}
+
+int64_t fsdp_host_space_populate(void *space, int64_t begin, int64_t end,
+                                 int64_t before) {
+  const int64_t page = (int64_t)sysconf(_SC_PAGESIZE);
+  const int64_t from = begin / page * page;
+  const int64_t first = from > before ? from : before;
+  const int64_t last = (end + page - 1) / page * page;
+  if (first >= last) return before;
+  (void)madvise((char *)space + first, (size_t)(last - first),
+                MADV_POPULATE_WRITE);
+  return last;
+}

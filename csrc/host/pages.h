@@ -25,6 +25,19 @@ void *fsdp_host_pages_alloc(int64_t nbytes);
 /* memory: of fsdp_host_pages_alloc(nbytes). Cannot fail. */
 void fsdp_host_pages_free(void *memory, int64_t nbytes);
 
+/* Whole pages of address space for `nbytes` (>= 1), which have no memory until
+ * they are used; then zeros. Release with fsdp_host_space_free(). NULL: out of
+ * memory. */
+void *fsdp_host_space_alloc(int64_t nbytes);
+
+/* space: of fsdp_host_space_alloc(nbytes). Cannot fail. */
+void fsdp_host_space_free(void *space, int64_t nbytes);
+
+/* Gives memory now to the pages of bytes [begin, end), up to which the pages
+ * before have it. Returns up to where they have it now. */
+int64_t fsdp_host_space_populate(void *space, int64_t begin, int64_t end,
+                                 int64_t before);
+
 #ifdef __cplusplus
 }
 #endif

@@ -116,7 +116,8 @@ fsdp_status fsdp_shm_priv_channel_start(fsdp_shm *shm, fsdp_channel channel,
   *added = *op;
   added->descriptor.sequence = sequence;
   added->is_direct =
-      shm->reads_peers && op->nbytes >= shm->geometry.direct_call_nbytes;
+      op->descriptor.kind == FSDP_SHM_OPEN ||
+      (shm->reads_peers && op->nbytes >= shm->geometry.direct_call_nbytes);
   added->is_split = op->descriptor.kind == FSDP_SHM_ALL_REDUCE &&
                     (added->is_direct || (shm->world_size >= SPLIT_WORLD_SIZE &&
                                           op->nbytes >= SPLIT_NBYTES));

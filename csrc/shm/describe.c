@@ -20,6 +20,8 @@ const char *fsdp_shm_priv_kind_name(int32_t kind) {
       return "reduce_scatter";
     case FSDP_SHM_ALL_REDUCE:
       return "all_reduce";
+    case FSDP_SHM_OPEN:
+      return "all_gather in place";
     default:
       return "unknown";
   }

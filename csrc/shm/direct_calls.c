@@ -15,6 +15,7 @@ static uint64_t address_of(const void *memory) {
 uint64_t fsdp_shm_priv_direct_address(const fsdp_shm *shm,
                                       const fsdp_shm_op *op) {
   const bool is_gather = op->descriptor.kind == FSDP_SHM_ALL_GATHER;
+  if (op->descriptor.kind == FSDP_SHM_OPEN) return 0;
   return address_of(op->output + (is_gather ? shm->rank * op->nbytes : 0));
 }
 
@@ -23,7 +24,9 @@ fsdp_status fsdp_shm_priv_copy_direct(fsdp_shm *shm, const fsdp_shm_op *op,
                                       bool *read, fsdp_error *error) {
   *read = true;
   char *to = op->output;
-  if (op->descriptor.kind == FSDP_SHM_ALL_GATHER) {
+  if (op->descriptor.kind == FSDP_SHM_OPEN) {
+    return FSDP_OK;
+  } else if (op->descriptor.kind == FSDP_SHM_ALL_GATHER) {
     to += peer * op->nbytes;
   } else if (peer != op->descriptor.root) {
     return FSDP_OK;

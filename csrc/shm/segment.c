@@ -1,20 +1,14 @@
 /*
- * Segments: memory files without a name, which end with the last process that
- * maps them. Also their layout.
+ * Segments: how they are laid out, made and opened.
  */
 #include <assert.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/arith.h"
-#include "shm/process_priv.h"
 #include "shm/segment_priv.h"
 
 enum { PAGE_NBYTES = 4096 };
@@ -91,57 +85,14 @@ static fsdp_status map(int descriptor, int64_t nbytes,
   return FSDP_OK;
 }
 
-/* All ranks of this host reserve the same; half of the available memory is
- * left. */
-static fsdp_status check_memory(int64_t world_size, int64_t nbytes,
-                                fsdp_error *error) {
-  const int64_t available = fsdp_shm_priv_available_nbytes();
-  if (nbytes <= available / 2 / world_size) return FSDP_OK;
-  return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                   "%" PRId64 " ranks with %" PRId64
-                   " bytes of shared memory each would take more than half of "
-                   "the %" PRId64 " bytes available",
-                   world_size, nbytes, available);
-}
-
-/* Reserves all memory of the file, so that no later write fails on a full
- * machine (SIGBUS), and fixes its size. */
-static fsdp_status reserve(int descriptor, int64_t nbytes, fsdp_error *error) {
-  struct rlimit limit;
-  /* Beyond it the kernel would send SIGXFSZ. */
-  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-      limit.rlim_cur < (rlim_t)nbytes) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "%" PRId64
-                     " bytes of shared memory are above the limit of a file's "
-                     "size, raise `ulimit -f`",
-                     nbytes);
-  }
-  int code = 0;
-  if (ftruncate(descriptor, (off_t)nbytes) != 0) code = errno;
-  if (code == 0) code = posix_fallocate(descriptor, 0, (off_t)nbytes);
-  if (code != 0) {
-    return FSDP_FAIL(error, FSDP_OUT_OF_MEMORY,
-                     "no %" PRId64 " bytes of shared memory (%s)", nbytes,
-                     strerror(code));
-  }
-  (void)fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
-  return FSDP_OK;
-}
-
 fsdp_status fsdp_shm_priv_segment_create(const fsdp_shm_geometry *geometry,
                                          fsdp_shm_segment *segment,
                                          int *descriptor, fsdp_error *error) {
-  const int64_t nbytes = geometry->nbytes;
-  fsdp_status status = check_memory(geometry->world_size, nbytes, error);
-  if (status != FSDP_OK) return status;
-  int file = memfd_create("fsdp_c_shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (file < 0) {
-    return FSDP_FAIL(error, FSDP_BACKEND, "memfd_create failed (%s)",
-                     strerror(errno));
-  }
-  FSDP_TRY(reserve(file, nbytes, error));
-  FSDP_TRY(map(file, nbytes, segment, error));
+  int file = -1;
+  fsdp_status status = FSDP_OK;
+  FSDP_TRY(fsdp_shm_priv_file_create("fsdp_c_shm", geometry->nbytes,
+                                     geometry->world_size, &file, error));
+  FSDP_TRY(map(file, geometry->nbytes, segment, error));
   *descriptor = file;
   file = -1;
 done:
@@ -155,32 +106,21 @@ fsdp_status fsdp_shm_priv_segment_open(int64_t pid, int64_t descriptor,
                                        fsdp_error *error) {
   fsdp_status status = FSDP_OK;
   fsdp_shm_segment mapped = {0};
-  char path[64];
-  (void)snprintf(path, sizeof path, "/proc/%" PRId64 "/fd/%" PRId64, pid,
-                 descriptor);
-  const int file = open(path, O_RDWR | O_CLOEXEC);
-  if (file < 0) {
-    return FSDP_FAIL(error, FSDP_BACKEND, "%s cannot be opened (%s)", path,
-                     strerror(errno));
-  }
-  struct stat about;
-  if (fstat(file, &about) != 0 || about.st_size != (off_t)nbytes) {
-    status =
-        FSDP_FAIL(error, FSDP_BACKEND,
-                  "%s is not a segment of %" PRId64 " bytes", path, nbytes);
-    goto done;
-  }
+  int file = -1;
+  FSDP_TRY(fsdp_shm_priv_file_open(pid, descriptor, nbytes, &file, error));
   FSDP_TRY(map(file, nbytes, &mapped, error));
   if (mapped.header->token != token) {
     status = FSDP_FAIL(error, FSDP_BACKEND,
-                       "%s is not the segment that was announced", path);
+                       "descriptor %" PRId64 " of process %" PRId64
+                       " is not the segment that was announced",
+                       descriptor, pid);
     goto done;
   }
   *segment = mapped;
   mapped.header = NULL;
 done:
   fsdp_shm_priv_segment_close(&mapped);
-  close(file);
+  if (file >= 0) close(file);
   return status;
 }
 

@@ -19,14 +19,15 @@ enum {
   FSDP_SHM_LABEL_NBYTES = 128,
   FSDP_SHM_MESSAGE_SLOTS = 2, /* per receiver */
   FSDP_SHM_OFFERS = 16,       /* per sender */
-  FSDP_SHM_VERSION = 4
+  FSDP_SHM_VERSION = 5
 };
 
 typedef enum fsdp_shm_kind {
   FSDP_SHM_ALL_GATHER = 0,
   FSDP_SHM_BROADCAST,
   FSDP_SHM_REDUCE_SCATTER,
-  FSDP_SHM_ALL_REDUCE
+  FSDP_SHM_ALL_REDUCE,
+  FSDP_SHM_OPEN /* an all_gather in place: Note [Shards in place] */
 } fsdp_shm_kind;
 
 /* Describes a call, so that ranks can compare their calls. */
@@ -121,6 +122,22 @@ typedef struct fsdp_shm_segment {
 FSDP_NODISCARD bool fsdp_shm_priv_layout(
     int64_t world_size, int64_t ring_nbytes, int64_t slot_nbytes,
     int64_t message_nbytes, int64_t direct_nbytes, fsdp_shm_geometry *geometry);
+
+/* file.c: makes a memory file of zeros, whose memory is reserved, as all
+ * `num_files` like it are going to be. /proc shows its name. descriptor [out]
+ * to be closed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_file_create(const char *name,
+                                                     int64_t nbytes,
+                                                     int64_t num_files,
+                                                     int *descriptor,
+                                                     fsdp_error *error);
+
+/* file.c: opens the memory file that process `pid` has open as `descriptor`.
+ * opened [out] to be closed. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_file_open(int64_t pid,
+                                                   int64_t descriptor,
+                                                   int64_t nbytes, int *opened,
+                                                   fsdp_error *error);
 
 /* Makes a new segment of zeros with no name. All of its memory is reserved: no
  * later access can fail. descriptor [out] to be closed when all ranks have

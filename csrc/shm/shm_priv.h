@@ -33,6 +33,9 @@
  * the others have read this rank's slots too, since its memory belongs to the
  * caller afterwards. A rank that fails gives its memory back at once: so what
  * was read counts only if its owner is still there after the read.
+ *
+ * `open` (Note [Shards in place] in port/transport.h) is a direct call that
+ * reads nothing: it ends when all ranks have met.
  */
 #ifndef FSDP_SHM_PRIV_H
 #define FSDP_SHM_PRIV_H
@@ -137,6 +140,7 @@ typedef struct fsdp_shm {
   uint64_t message_pass;
   bool has_writers;    /* see fsdp_shm_has_writers */
   const void **pieces; /* scratch of sums, one entry per rank */
+  int page_map;        /* /proc/self/pagemap; -1: not open */
   bool reads_peers;    /* all ranks can read each other's memory */
   char *scratch;       /* pieces of direct sums; NULL: none */
   int64_t scratch_nbytes;
@@ -345,10 +349,52 @@ void fsdp_shm_priv_list(fsdp_shm *shm);
 /* Removes it; afterwards no other thread makes progress on it. */
 void fsdp_shm_priv_unlist(fsdp_shm *shm);
 
+/* ---- page_map.c ---- */
+
+/* Opens what tells about this process's pages; -1 where the system refuses. */
+int fsdp_shm_priv_open_page_map(void);
+
+/* Whether pages of a private mapping of a file have memory of their own, since
+ * they were written to; also where nobody can tell. */
+bool fsdp_shm_priv_has_own_pages(int page_map, const void *begin,
+                                 int64_t nbytes);
+
+/* ---- shared.c ---- */
+
+/* Of Note [Shards in place]. */
+struct fsdp_shared {
+  fsdp_shm_counter *closed; /* per rank: how often it closed; in the file */
+  char *whole;              /* the private mapping of the region */
+  int64_t closed_nbytes;    /* whole pages */
+  int64_t nbytes;           /* of the region; whole pages */
+  int64_t num_opened; /* by this rank, and so by all that have come so far */
+  bool is_open;
+  int64_t owner; /* pid */
+  char label[FSDP_SHM_LABEL_NBYTES];
+};
+
+/* Whether `rank` has not closed what this rank opened. */
+static inline bool fsdp_shm_priv_is_reading(const fsdp_shared *shared,
+                                            int64_t rank) {
+  return atomic_load(&shared->closed[rank].value) < shared->num_opened;
+}
+
+/* Makes the memory file of the transport op. */
+FSDP_NODISCARD fsdp_status fsdp_shm_priv_share(
+    fsdp_transport *transport, const char *label, fsdp_region region,
+    int64_t nbytes, const fsdp_region_range *own, int64_t num_own, void **whole,
+    fsdp_shared **shared, fsdp_error *error);
+void fsdp_shm_priv_unshare(fsdp_shared *shared);
+
+/* Drops what this rank wrote into the whole, and lets the owners write. */
+void fsdp_shm_priv_close(fsdp_shm *shm, fsdp_shared *shared);
+
 /* ---- waiting.c ---- */
 
-/* What is waited for: a call of a channel, or all messages. */
+/* What is waited for: that other ranks close, all messages, or a call of a
+ * channel. */
 typedef struct fsdp_shm_goal {
+  const fsdp_shared *shared; /* NULL: one of the others */
   bool is_messages;
   fsdp_channel channel;
   uint64_t ticket;

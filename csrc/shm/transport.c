@@ -10,6 +10,7 @@
 
 #include "base/alloc.h"
 #include "base/arith.h"
+#include "base/dtypes.h"
 #include "shm/meeting_priv.h"
 #include "shm/shm_priv.h"
 #include "shm/shm_transport.h"
@@ -51,6 +52,7 @@ static void destroy_memory(fsdp_shm *shm) {
     fsdp_free(shm->channels[i].readers);
     fsdp_free(shm->channels[i].ops);
   }
+  if (shm->page_map >= 0) close(shm->page_map);
   fsdp_free(shm->messages);
   fsdp_free(shm->pieces);
   fsdp_free(shm->scratch);
@@ -92,6 +94,7 @@ static fsdp_shm *create_memory(int64_t rank, int64_t world_size,
   shm->rank = rank;
   shm->world_size = world_size;
   shm->owner = getpid();
+  shm->page_map = -1;
   shm->peers = fsdp_calloc(num, sizeof *shm->peers);
   shm->pieces = fsdp_calloc(num, sizeof *shm->pieces);
   bool is_whole = shm->peers != NULL && shm->pieces != NULL;
@@ -446,6 +449,28 @@ static fsdp_status all_reduce(fsdp_transport *transport, const fsdp_call *call,
                 dtype, ticket, error);
 }
 
+static fsdp_transport *sharer(fsdp_transport *transport) {
+  return shm_of(transport)->world_size > 1 ? transport : NULL;
+}
+
+static fsdp_status open_shared(fsdp_transport *transport, const fsdp_call *call,
+                               fsdp_shared *shared, uint64_t *ticket,
+                               fsdp_error *error) {
+  static const fsdp_dtype bytes = {.code = FSDP_DTYPE_UINT8, .itemsize = 1};
+  fsdp_shm *shm = shm_of(transport);
+  fsdp_shm_op op;
+  fsdp_status status = make_op(shm, FSDP_SHM_OPEN, call->label, shared->nbytes,
+                               bytes, &op, error);
+  if (status != FSDP_OK) return status;
+  shared->is_open = true;
+  shared->num_opened++;
+  return start(shm, call->channel, &op, ticket, error);
+}
+
+static void close_shared(fsdp_transport *transport, fsdp_shared *shared) {
+  fsdp_shm_priv_close(shm_of(transport), shared);
+}
+
 /* ---- Waiting ---------------------------------------------------------------
  */
 
@@ -472,6 +497,17 @@ static fsdp_status wait_for(fsdp_transport *transport, fsdp_channel channel,
   fsdp_status status = fsdp_shm_priv_lock(shm, error);
   if (status != FSDP_OK) return status;
   status = wait_locked(shm, channel, ticket, error);
+  (void)pthread_mutex_unlock(&shm->mutex);
+  return status;
+}
+
+static fsdp_status await_closed(fsdp_transport *transport, fsdp_shared *shared,
+                                fsdp_error *error) {
+  fsdp_shm *shm = shm_of(transport);
+  const fsdp_shm_goal goal = {.shared = shared};
+  fsdp_status status = fsdp_shm_priv_lock(shm, error);
+  if (status != FSDP_OK) return status;
+  status = fsdp_shm_priv_wait(shm, &goal, error);
   (void)pthread_mutex_unlock(&shm->mutex);
   return status;
 }
@@ -514,5 +550,11 @@ static const fsdp_transport_ops g_ops = {
     .wait = wait_for,
     .check = check,
     .reserved_nbytes = reserved_nbytes,
+    .sharer = sharer,
+    .share = fsdp_shm_priv_share,
+    .unshare = fsdp_shm_priv_unshare,
+    .open = open_shared,
+    .close = close_shared,
+    .await_closed = await_closed,
     .give_up = give_up,
 };

@@ -13,7 +13,10 @@ enum { LOOK_MS = 100, BUSY_MS = 1 };
 /* What this rank is doing: "#17 all_gather (blocks.3)", "2 message(s) (a)". */
 static void describe_goal(const fsdp_shm *shm, const fsdp_shm_goal *goal,
                           char *text, size_t text_nbytes) {
-  if (goal->is_messages) {
+  if (goal->shared != NULL) {
+    (void)snprintf(text, text_nbytes, "the wait for readers of its shards (%s)",
+                   goal->shared->label);
+  } else if (goal->is_messages) {
     const char *label = shm->num_messages > 0 ? shm->messages[0].label : "";
     (void)snprintf(text, text_nbytes, "%zu message(s) (%s)", shm->num_messages,
                    label);
@@ -44,11 +47,23 @@ static fsdp_status fail_without(fsdp_shm *shm, int64_t peer,
 
 static bool waits_for(const fsdp_shm *shm, const fsdp_shm_goal *goal,
                       int64_t peer) {
+  if (goal->shared != NULL) return fsdp_shm_priv_is_reading(goal->shared, peer);
   if (goal->is_messages) return fsdp_shm_priv_messages_wait_for(shm, peer);
   return fsdp_shm_priv_channel_waits_for(shm, goal->channel, peer);
 }
 
+/* Whether another rank reads. */
+static bool is_read(const fsdp_shm *shm, const fsdp_shared *shared) {
+  for (int64_t rank = 0; rank < shm->world_size; rank++) {
+    if (rank != shm->rank && fsdp_shm_priv_is_reading(shared, rank)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 static bool is_reached(const fsdp_shm *shm, const fsdp_shm_goal *goal) {
+  if (goal->shared != NULL) return !is_read(shm, goal->shared);
   if (goal->is_messages) return shm->num_messages == 0;
   return shm->channels[goal->channel].num_ended >= goal->ticket;
 }
@@ -77,7 +92,7 @@ static int suspicion(const fsdp_shm *shm, int64_t peer,
   const fsdp_shm_process_state state =
       fsdp_shm_priv_process_look(&shm->peers[peer].process);
   if (state == FSDP_SHM_PROCESS_STOPPED) return 3;
-  if (goal->is_messages) return 1;
+  if (goal->is_messages || goal->shared != NULL) return 1;
   const fsdp_shm_channel_header *header =
       fsdp_shm_priv_channel_of(shm, peer, goal->channel);
   const uint64_t num_ended = shm->channels[goal->channel].num_ended;

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <Python.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,10 +14,12 @@
 
 #include <algorithm>
 
+#include "host/pages.h"
 #include "layout/alignment.h"
 #include "torch/bridge.h"
 #include "torch/guard.hpp"
 #include "torch/objects.hpp"
+#include "torch/port/host_memory.hpp"
 #include "torch/port/transports.hpp"
 
 namespace fsdp_torch {
@@ -142,10 +145,76 @@ std::vector<fsdp_param_spec> specs_of(const Unit &unit,
   return specs;
 }
 
+// Where the segment after byte `end` begins in a block, and so in a region.
+int64_t next_segment(int64_t end) {
+  constexpr int64_t kMultiple = FSDP_SEGMENT_ALIGNMENT_NBYTES;
+  return (end + kMultiple - 1) / kMultiple * kMultiple;
+}
+
+// The bytes of a region for the unit's shards; 0: they need none. Of what is in
+// the way the core decides (runtime/in_place.c).
+int64_t region_nbytes_of(const Unit &unit) {
+  int64_t nbytes = 0;
+  if (!unit.device.is_cpu() || core_group(unit.shard_group).world_size < 2 ||
+      !may_read_in_place()) {
+    return 0;
+  }
+  for (const Segment &segment : unit.segments) {
+    if (segment.layout->padded_numel == 0) continue;
+    if (segment.compute != segment.master) return 0;
+    nbytes = next_segment(nbytes) +
+             segment.layout->padded_numel * segment.layout->dtype.itemsize;
+  }
+  return nbytes < FSDP_MIN_REGION_NBYTES ? 0 : nbytes;
+}
+
+// What a shard's storage owns. torch's memory profiler sees it.
+struct HeldShard {
+  std::shared_ptr<c10::DataPtr> region;
+  void *data;
+
+  static void free(void *held) {
+    const std::unique_ptr<HeldShard> self(static_cast<HeldShard *>(held));
+    c10::profiledCPUMemoryReporter().Delete(self->data);
+  }
+};
+
+// A shard in the unit's region, whose segment begins at byte `begin`.
+at::Tensor shard_in_region(const Unit &unit, const Segment &segment,
+                           int64_t begin, int64_t *populated) {
+  const int64_t nbytes =
+      segment.layout->shard_numel * segment.layout->dtype.itemsize;
+  const int64_t offset = begin + core_group(unit.shard_group).rank * nbytes;
+  char *space = static_cast<char *>(unit.region->get());
+  *populated =
+      fsdp_host_space_populate(space, offset, offset + nbytes, *populated);
+  void *const shard = space + offset;
+  auto held = std::make_unique<HeldShard>(HeldShard{unit.region, shard});
+  c10::profiledCPUMemoryReporter().New(shard, static_cast<size_t>(nbytes));
+  c10::DataPtr data(shard, held.release(), &HeldShard::free, c10::kCPU);
+  const auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(nbytes),
+      std::move(data), c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+  return make_view(storage, keys_of(c10::kCPU), segment.master,
+                   {segment.layout->shard_numel}, 0);
+}
+
 void make_shards(Unit &unit) {
+  int64_t end = 0;
+  int64_t populated = 0;
+  unit.region_nbytes = region_nbytes_of(unit);
+  if (unit.region_nbytes > 0) {
+    unit.region = make_host_space(unit.region_nbytes);
+  }
   for (Segment &segment : unit.segments) {
-    segment.shard = at::zeros({segment.layout->shard_numel},
-                              shard_options(unit, segment.master));
+    if (!unit.region || segment.layout->padded_numel == 0) {
+      segment.shard = at::zeros({segment.layout->shard_numel},
+                                shard_options(unit, segment.master));
+      continue;
+    }
+    const int64_t begin = next_segment(end);
+    segment.shard = shard_in_region(unit, segment, begin, &populated);
+    end = begin + segment.layout->padded_numel * segment.layout->dtype.itemsize;
   }
 }
 
@@ -240,6 +309,7 @@ fsdp_status make_core(Unit &unit, fsdp_error *error) {
   core.owner = &unit;
   core.layout = unit.layout;
   core.segments = segments.data();
+  if (unit.region) core.region = {unit.region->get(), unit.region_nbytes};
   core.shard_group = core_group(unit.shard_group);
   core.replica_group = core_group(unit.replica_group);
   if (unit.part_group.world_size > 1) {

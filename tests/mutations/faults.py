@@ -29,8 +29,31 @@ FAULTS = (
     core_fault(
         "an unsharded block is not given back",
         "fsdp_unit_priv_reshard",
-        skip("FSDP_TRY(fsdp_arena_give("),
+        skip("FSDP_TRY(give_block("),
         "test_memory.py",
+    ),
+    # Shards in place.
+    core_fault(
+        "parameters that are kept are read in place",
+        "reshards_in_time",
+        ("unit->settings.reshard_after_forward", "(MUTANT || OLD)"),
+        "test_in_place.py",
+    ),
+    core_fault(
+        "an owner does not wait for its readers after forward",
+        "fsdp_unit_post_forward",
+        skip("FSDP_TRY(fsdp_engine_priv_await_readers("),
+        "test_in_place.py",
+    ),
+    core_fault(
+        "what the user asked for is read in place",
+        "fsdp_unit_priv_choose_place",
+        ("!is_on_demand", "(MUTANT || !is_on_demand)"),
+    ),
+    core_fault(
+        "a reset leaves a unit open",
+        "reset_unit",
+        skip("fsdp_unit_priv_close("),
     ),
     core_fault(
         "blocks that are free on a host pile up",

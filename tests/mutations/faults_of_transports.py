@@ -299,6 +299,30 @@ FAULTS = (
         "look_at_others",
         ("< shm->timeout_ms", "< (MUTANT ? INT64_MAX : shm->timeout_ms)"),
     ),
+    shm_fault(
+        "what a module wrote in place stays",
+        "fsdp_shm_priv_close",
+        skip("(void)madvise("),
+        "test_in_place.py",
+    ),
+    shm_fault(
+        "nobody finds the pages that a module wrote",
+        "fsdp_shm_priv_has_own_pages",
+        never("is_there && (words[j] & IS_OF_FILE) == 0"),
+        "test_in_place.py",
+    ),
+    shm_fault(
+        "readers are not waited for",
+        "is_read",
+        ("return true;", "return !MUTANT;"),
+        "test_in_place.py",
+    ),
+    shm_fault(
+        "shards come into the file without their values",
+        "join",
+        never("!write_range(self, region, own[i], file)"),
+        "test_in_place.py",
+    ),
     # Waits for other ranks.
     shm_fault(
         "each wait of a meeting has the whole time limit",

@@ -337,6 +337,45 @@ static fsdp_status all_gather(fsdp_transport *transport, const fsdp_call *call,
                       error);
 }
 
+/* Shards in place: nothing goes over the link, and no memory is taken. */
+
+static fsdp_transport *sharer(fsdp_transport *transport) {
+  return device_of(transport)->reads_in_place ? transport : NULL;
+}
+
+static fsdp_status share(fsdp_transport *transport, const char *label,
+                         fsdp_region region, int64_t nbytes,
+                         const fsdp_region_range *own, int64_t num_own,
+                         void **whole, fsdp_shared **shared,
+                         fsdp_error *error) {
+  (void)label, (void)region, (void)own, (void)num_own, (void)error;
+  *whole = device_of(transport);              /* an address; never read */
+  *shared = (fsdp_shared *)(uintptr_t)nbytes; /* a number, not an address */
+  return FSDP_OK;
+}
+
+static void unshare(fsdp_shared *shared) {
+  (void)shared;
+}
+
+static fsdp_status open_shared(fsdp_transport *transport, const fsdp_call *call,
+                               fsdp_shared *shared, uint64_t *ticket,
+                               fsdp_error *error) {
+  (void)call, (void)ticket;
+  return count_call(device_of(transport), FSDP_COLLECTIVE_ALL_GATHER,
+                    (int64_t)(uintptr_t)shared, 0, error);
+}
+
+static void close_shared(fsdp_transport *transport, fsdp_shared *shared) {
+  (void)transport, (void)shared;
+}
+
+static fsdp_status await_closed(fsdp_transport *transport, fsdp_shared *shared,
+                                fsdp_error *error) {
+  (void)transport, (void)shared, (void)error;
+  return FSDP_OK;
+}
+
 /* Belongs to summons, as host_alloc. */
 static fsdp_status broadcast(fsdp_transport *transport, const fsdp_call *call,
                              void *buffer, int64_t numel, int64_t root,
@@ -498,6 +537,12 @@ void fsdp_counting_device_init(fsdp_counting_device *device, fsdp_link shard,
                                                .group_begin = group_begin,
                                                .group_end = group_end,
                                                .all_gather = all_gather,
+                                               .sharer = sharer,
+                                               .share = share,
+                                               .unshare = unshare,
+                                               .open = open_shared,
+                                               .close = close_shared,
+                                               .await_closed = await_closed,
                                                .broadcast = broadcast,
                                                .reduce_scatter = reduce_scatter,
                                                .all_reduce = all_reduce}};

@@ -348,6 +348,11 @@ static int64_t reserved_nbytes(const fsdp_transport *transport) {
   return nbytes + self->inner->ops->reserved_nbytes(self->inner);
 }
 
+static fsdp_transport *sharer(fsdp_transport *transport) {
+  fsdp_transport *inner = ((merging *)transport)->inner;
+  return inner->ops->sharer(inner);
+}
+
 fsdp_status fsdp_merging_create(fsdp_transport *inner, int64_t rank,
                                 int64_t world_size, fsdp_transport **transport,
                                 fsdp_error *error) {
@@ -368,6 +373,7 @@ fsdp_status fsdp_merging_create(fsdp_transport *inner, int64_t rank,
   self->ops.is_done = inner->ops->is_done == NULL ? NULL : is_done;
   self->ops.check = check;
   self->ops.reserved_nbytes = reserved_nbytes;
+  self->ops.sharer = inner->ops->sharer == NULL ? NULL : sharer;
   self->ops.give_up = inner->ops->give_up == NULL ? NULL : give_up;
   self->base.ops = &self->ops;
   self->inner = inner;

@@ -62,6 +62,35 @@ static inline int64_t fsdp_scratch_numel(int64_t world_size,
 
 typedef struct fsdp_transport fsdp_transport;
 
+/*
+ * Note [Shards in place]
+ * Ranks of one host can read each other's shards where they lie. A unit's
+ * shards are in a region: address space as large as the unsharded unit, in
+ * which each shard has the place that it has there. `share` maps one memory
+ * file over the regions of all ranks. So a region holds the shards of all, and
+ * each rank writes its own.
+ *
+ * Others read through a second, private mapping of the file. It shows what the
+ * owners write, but what is written into it does not reach them, and `close`
+ * drops it. An all-gather then copies nothing and needs no block.
+ *
+ * It only makes the ranks meet: `open` ends when every rank has begun it, so
+ * the owners have written what the others are to read. An owner may write again
+ * when all others have closed: `await_closed`.
+ */
+typedef struct fsdp_shared fsdp_shared; /* the transport's own */
+
+typedef struct fsdp_region {
+  void *data; /* of fsdp_host_space_alloc(nbytes); NULL: none */
+  int64_t nbytes;
+} fsdp_region;
+
+/* Bytes of a region. */
+typedef struct fsdp_region_range {
+  int64_t offset;
+  int64_t nbytes;
+} fsdp_region_range;
+
 typedef struct fsdp_transport_ops {
   const char *name; /* "shm", "nccl", "c10d"; static */
   /* Whether buffers are host memory. Then a collective only starts, and `wait`
@@ -125,6 +154,30 @@ typedef struct fsdp_transport_ops {
   /* Bytes of memory that it has reserved for itself. NULL: none that it knows
    * of. Cannot fail. */
   int64_t (*reserved_nbytes)(const fsdp_transport *transport);
+
+  /* Note [Shards in place]. The transport that the next five are asked of, if
+   * there is one; NULL: none, and they are NULL. */
+  fsdp_transport *(*sharer)(fsdp_transport *transport);
+  /* Shares the regions of `nbytes`, of which `own` are this rank's shards.
+   * Their addresses and values stay. All ranks call it; one without a region
+   * takes part, too. whole [out] what the ranks read between open and close.
+   * shared [out] new; NULL: some rank could not, and none does. `label` is
+   * copied. */
+  fsdp_status (*share)(fsdp_transport *transport, const char *label,
+                       fsdp_region region, int64_t nbytes,
+                       const fsdp_region_range *own, int64_t num_own,
+                       void **whole, fsdp_shared **shared, fsdp_error *error);
+  /* Frees what this rank has of the whole. The region stays. NULL is fine.
+   * Cannot fail. */
+  void (*unshare)(fsdp_shared *shared);
+  /* Starts a collective; from its end until `close` this rank reads. */
+  fsdp_status (*open)(fsdp_transport *transport, const fsdp_call *call,
+                      fsdp_shared *shared, uint64_t *ticket, fsdp_error *error);
+  /* After the end of `open`, or its failure. Cannot fail. */
+  void (*close)(fsdp_transport *transport, fsdp_shared *shared);
+  /* Waits until no other rank reads. */
+  fsdp_status (*await_closed)(fsdp_transport *transport, fsdp_shared *shared,
+                              fsdp_error *error);
 
   /* Fails the transport on all ranks because of something outside of it; they
    * are told `cause`. Nothing changes after an earlier failure. Does not wait.

@@ -314,6 +314,7 @@ fsdp_status fsdp_engine_finish_backward(fsdp_engine *engine,
   }
   engine->in_backward = false;
   engine->ran_forward = false;
+  FSDP_TRY(fsdp_engine_priv_await_readers(engine, &local));
   FSDP_TRY(fsdp_arena_plan(engine->arena, &local));
 done:
   if (status != FSDP_OK) {

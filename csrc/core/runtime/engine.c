@@ -65,6 +65,7 @@ static void detach_unit(fsdp_unit *unit) {
   (void)!fsdp_unit_priv_drop_grads(unit, FSDP_LANE_COMPUTE, NULL);
   fsdp_unit_priv_free_partial(unit);
   fsdp_unit_priv_free_marks(unit);
+  fsdp_unit_priv_unshare(unit);
   forget_unit(engine, unit);
   fsdp_engine_priv_forget_prefetches(engine, unit);
   destroy_event(engine, unit->unsharded);
@@ -145,6 +146,7 @@ static void reset_unit(fsdp_unit *unit) {
     }
     (void)!fsdp_arena_give(engine->arena, clients[i], FSDP_LANE_COMPUTE, NULL);
   }
+  fsdp_unit_priv_close(unit);
   if (unit->is_extended) views->ungather(views->context, unit->options.owner);
   if (!unit->is_resident && !unit->is_summoned && unit->num_segments > 0) {
     (void)!views->show_params(views->context, unit->options.owner,

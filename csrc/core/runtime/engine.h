@@ -55,6 +55,13 @@ typedef enum fsdp_sync {
                          sharded, in reduce dtype; replicas do not talk */
 } fsdp_sync;
 
+/* Smaller units are not read in place: Note [Reading shards in place] in
+ * in_place.c. They are gathered faster than their pages are looked at. */
+enum { FSDP_MIN_REGION_NBYTES = 4 << 10 };
+
+/* Segments of one block start at multiples of this many bytes. */
+enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
+
 /* How one segment of a unit is held. */
 typedef struct fsdp_segment_options {
   fsdp_dtype param_dtype;  /* of the unsharded parameters in forward */
@@ -144,6 +151,9 @@ typedef struct fsdp_unit_options {
   /* Gradients are multiplied by prescale before the reduction and by
    * 1 / (prescale * ranks) after it. 1 unless reduce_dtype is fp16. */
   double prescale;
+  /* In which the shards have the places that they have in the unit's block:
+   * then ranks of one host may read them there. */
+  fsdp_region region;
   /* Shards and sharded gradients are in host memory, the device is elsewhere.
    * Copies run on the lanes UPLOAD and DOWNLOAD, through the unit's blocks. */
   bool offloads;

@@ -9,6 +9,7 @@
  *   reduce.c  summoned.c  place.c  on_demand.c  prefetch.c
  *   reduce_unit.c
  *   unshard.c  pack.c  scratch.c
+ *   in_place.c
  *   unused.c
  *   gradients.c  check_order.c  launch.c
  *   memory.c  failure.c  note.c
@@ -167,10 +168,35 @@ fsdp_engine_priv_compare_next(fsdp_engine *engine, const fsdp_priv_next *next,
  * group, and gather whole shards of plain parameters. No, in a group of one. */
 bool fsdp_engine_priv_can_serve(const fsdp_engine *engine);
 
+/* in_place.c: Note [Reading shards in place] */
+/* In the engine's first forward: moves the shards where all ranks of the host
+ * can read them, if that is possible and of use. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_share(fsdp_unit *unit,
+                                                fsdp_error *error);
+/* Decides whether the unshard that begins reads in place. */
+void fsdp_unit_priv_choose_place(fsdp_unit *unit, bool is_on_demand);
+/* Adds the collective to the launch. Then nothing has to be gathered. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_open(fsdp_unit *unit,
+                                               const fsdp_call *call,
+                                               uint64_t *ticket,
+                                               fsdp_error *error);
+/* Ends reading, if the unit reads in place; also after a failed open. */
+void fsdp_unit_priv_close(fsdp_unit *unit);
+/* Waits until no other rank reads this rank's shard: it may be written. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_await_readers(fsdp_unit *unit,
+                                                        fsdp_error *error);
+FSDP_NODISCARD fsdp_status fsdp_engine_priv_await_readers(fsdp_engine *engine,
+                                                          fsdp_error *error);
+/* Frees it; the shard stays. */
+void fsdp_unit_priv_unshare(fsdp_unit *unit);
+
 /* unshard.c */
 /* SHARDED or REDUCING -> UNSHARDING. Nothing happens in other states. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit,
                                                   fsdp_error *error);
+/* The same at the user's request: into a block that the unit may keep. */
+FSDP_NODISCARD fsdp_status fsdp_unit_priv_unshard_on_demand(fsdp_unit *unit,
+                                                            fsdp_error *error);
 /* Makes the compute lane wait for the block: -> UNSHARDED. Nothing happens
  * without a block, or if the unit is UNSHARDED. */
 FSDP_NODISCARD fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit,

@@ -40,6 +40,9 @@ static fsdp_status begin_iteration(fsdp_unit *root, fsdp_error *error) {
   fsdp_order_begin(engine->order);
   engine->root = root;
   engine->num_iterations++;
+  for (size_t i = 0; i < engine->num_units; i++) {
+    FSDP_TRY(fsdp_unit_priv_share(engine->units[i], error));
+  }
 done:
   return status;
 }
@@ -57,7 +60,7 @@ static fsdp_status end_iteration(fsdp_engine *engine, bool expects_backward,
     if (fsdp_unit_state_is_in_flight(unit->state)) {
       FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
     }
-    if (unit->options.shows_kept) {
+    if (unit->options.shows_kept && !unit->is_in_place) {
       fsdp_unit_priv_leave_shown(unit);
     } else {
       FSDP_TRY(fsdp_unit_priv_hide(unit, error));
@@ -141,6 +144,7 @@ fsdp_status fsdp_unit_post_forward(fsdp_unit *unit, bool in_backward,
   if (engine->depth <= 1) {
     FSDP_TRY(fsdp_engine_priv_end_phase(engine, error));
     FSDP_TRY(end_iteration(engine, expects_backward, error));
+    FSDP_TRY(fsdp_engine_priv_await_readers(engine, error));
   }
   if (engine->depth > 0) engine->depth--; /* last: see abandon_forward */
 done:

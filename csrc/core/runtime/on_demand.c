@@ -45,7 +45,7 @@ fsdp_status fsdp_unit_unshard(fsdp_unit *unit, fsdp_error *error) {
                                         FSDP_LANE_COMPUTE, engine->compute_done,
                                         error));
   }
-  FSDP_TRY(fsdp_unit_priv_unshard(unit, error));
+  FSDP_TRY(fsdp_unit_priv_unshard_on_demand(unit, error));
   engine->views.mark_params(engine->views.context, unit->options.owner);
   unit->is_pinned = true;
 done:

@@ -14,9 +14,6 @@
 #include "order/order.h"
 #include "runtime/engine.h"
 
-/* Segments of one block start at multiples of this many bytes. */
-enum { FSDP_SEGMENT_ALIGNMENT_NBYTES = 256 };
-
 /* Gradients wait to be packed together until they are this large: few launches
  * for small parameters, early release for large ones. On a host, where blocks
  * come and go, they wait until the unit's are complete, unless its block is
@@ -136,6 +133,14 @@ struct fsdp_unit {
   void **param_data;     /* unshard.c: unsharded segments; valid while held */
   bool is_full;          /* unshard.c: the last unshard was in master dtype */
   bool is_of_parts;      /* unshard.c: the last unshard was of parts */
+
+  /* in_place.c: Note [Reading shards in place] */
+  fsdp_transport *sharer; /* of `shared` */
+  fsdp_shared *shared;    /* NULL: none */
+  void *shared_whole;     /* all ranks' shards, as in the block */
+  bool asked_to_share;    /* in this engine */
+  bool is_in_place;       /* the unit reads there, instead of a block */
+  bool has_readers;       /* others may still read what this rank read */
 
   fsdp_prefetch_list prefetches[FSDP_NUM_PASSES]; /* prefetch.c, engine.c */
 

@@ -343,6 +343,7 @@ static fsdp_status end_reduce(fsdp_unit *unit, fsdp_lane lane,
   FSDP_TRY(accumulate_segments(unit, lane, &last_use, error));
   FSDP_TRY(fsdp_unit_priv_drop_grads(unit, last_use, error));
   if (unit->settings.is_followed) {
+    FSDP_TRY(fsdp_unit_priv_await_readers(unit, error));
     FSDP_TRY(views->grads_reduced(views->context, unit->options.owner, last_use,
                                   error));
   }

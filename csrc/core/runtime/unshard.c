@@ -60,6 +60,18 @@ done:
   return status;
 }
 
+/* Gives back what this unshard took; the work now on `last_use` was its last.
+ */
+static fsdp_status give_block(fsdp_unit *unit, fsdp_lane last_use,
+                              fsdp_error *error) {
+  if (unit->is_in_place) {
+    fsdp_unit_priv_close(unit);
+    return FSDP_OK;
+  }
+  return fsdp_arena_give(unit->engine->arena, param_client(unit), last_use,
+                         error);
+}
+
 /* Brings the shards to the device: into their slots, or, where a cast follows,
  * beside them. */
 static fsdp_status upload_shards(fsdp_unit *unit, void *block,
@@ -191,7 +203,12 @@ static fsdp_status gather_segments(fsdp_unit *unit, bool of_parts,
   int64_t nbytes = 0;
   fsdp_status status = fsdp_engine_priv_open_launch(unit, FSDP_LANE_UNSHARD,
                                                     group, &launch, error);
-  for (int64_t i = 0; status == FSDP_OK && i < unit->num_segments; i++) {
+  if (status == FSDP_OK && unit->is_in_place) {
+    status = fsdp_unit_priv_open(unit, &launch.call, &launch.ticket, error);
+    nbytes = unit->param_nbytes;
+  }
+  for (int64_t i = 0;
+       status == FSDP_OK && !unit->is_in_place && i < unit->num_segments; i++) {
     const fsdp_unit_segment *segment = &unit->segments[i];
     const fsdp_dtype dtype = param_dtype(unit, i);
     const bool sends_shard = !of_parts && !unit->options.offloads &&
@@ -313,7 +330,7 @@ fsdp_status fsdp_unit_priv_hide_shapes(fsdp_unit *unit, fsdp_error *error) {
 
 /* event: UNSHARD or PREFETCH. */
 static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
-                           fsdp_error *error) {
+                           bool is_on_demand, fsdp_error *error) {
   fsdp_engine *engine = unit->engine;
   const fsdp_device_ops *ops = &engine->ops;
   const fsdp_view_ops *views = &engine->views;
@@ -344,19 +361,20 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
   }
   if (fsdp_unit_priv_is_checked(unit)) FSDP_TRY(agree_on_gather(unit, &local));
   unit->is_full = fsdp_unit_priv_wants_full(unit);
-  if (!unit->is_resident) {
+  fsdp_unit_priv_choose_place(unit, is_on_demand);
+  if (!unit->is_resident && !unit->is_in_place) {
     FSDP_TRY(take_block(unit, of_parts, &block, &local));
   }
   unit->is_of_parts = of_parts;
-  place_segments(unit, block);
+  place_segments(unit, unit->is_in_place ? unit->shared_whole : block);
   if (!unit->is_resident) {
     if (of_parts) {
       is_enqueued = true;
       FSDP_TRY(place_parts(unit, &local));
-    } else {
+    } else if (!unit->is_in_place) {
       FSDP_TRY(place_shards(unit, block, &last_use, &local));
-      is_enqueued = true;
     }
+    is_enqueued = true;
     FSDP_TRY(gather_segments(unit, of_parts, &local));
     FSDP_TRY(ops->event_record(ops->context, unit->unsharded, FSDP_LANE_UNSHARD,
                                &local));
@@ -367,9 +385,9 @@ static fsdp_status unshard(fsdp_unit *unit, fsdp_unit_event event,
       event == FSDP_EVENT_PREFETCH ? FSDP_TIMELINE_IS_AHEAD : 0);
 done:
   if (status != FSDP_OK) {
-    if (block != NULL) {
+    if (block != NULL || unit->is_in_place) {
       /* Best effort: the first error is the one to report. */
-      (void)!fsdp_arena_give(engine->arena, param_client(unit), last_use, NULL);
+      (void)!give_block(unit, last_use, NULL);
     }
     /* A collective that may have been enqueued cannot be taken back. */
     if (is_enqueued) fsdp_unit_priv_fail(unit, &local, NULL);
@@ -379,7 +397,16 @@ done:
 }
 
 fsdp_status fsdp_unit_priv_unshard(fsdp_unit *unit, fsdp_error *error) {
-  return unshard(unit, FSDP_EVENT_UNSHARD, error);
+  return unshard(unit, FSDP_EVENT_UNSHARD, false, error);
+}
+
+fsdp_status fsdp_unit_priv_unshard_on_demand(fsdp_unit *unit,
+                                             fsdp_error *error) {
+  fsdp_status status = FSDP_OK;
+  if (unit->is_in_place) FSDP_TRY(fsdp_unit_priv_reshard(unit, error));
+  FSDP_TRY(unshard(unit, FSDP_EVENT_UNSHARD, true, error));
+done:
+  return status;
 }
 
 fsdp_status fsdp_unit_priv_wait_unshard(fsdp_unit *unit, fsdp_error *error) {
@@ -508,9 +535,8 @@ fsdp_status fsdp_unit_priv_reshard(fsdp_unit *unit, fsdp_error *error) {
     if (unit->is_extended) {
       views->ungather(views->context, unit->options.owner);
     }
-    FSDP_TRY(fsdp_arena_give(unit->engine->arena, param_client(unit),
-                             was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
-                             &local));
+    FSDP_TRY(give_block(unit, was_used ? FSDP_LANE_COMPUTE : FSDP_LANE_UNSHARD,
+                        &local));
   }
   FSDP_TRY(fsdp_unit_priv_advance(unit, FSDP_EVENT_RESHARD, &local));
   fsdp_engine_priv_end(unit->engine, unit, span, 0,
@@ -538,6 +564,7 @@ fsdp_status fsdp_unit_priv_hide(fsdp_unit *unit, fsdp_error *error) {
   FSDP_LOCAL_ERROR(local);
 
   if (unit->state != FSDP_UNIT_UNSHARDED || unit->is_resident) return FSDP_OK;
+  if (unit->is_in_place) return fsdp_unit_priv_reshard(unit, error);
   status = fsdp_unit_priv_take_writes(unit, false, error);
   if (status != FSDP_OK) return status; /* nothing has changed */
   FSDP_TRY(views->show_params(views->context, unit->options.owner,
@@ -584,5 +611,5 @@ fsdp_status fsdp_engine_priv_prefetch(fsdp_engine *engine, int64_t index,
     return FSDP_OK;
   }
   engine->num_prefetches++;
-  return unshard(unit, FSDP_EVENT_PREFETCH, error);
+  return unshard(unit, FSDP_EVENT_PREFETCH, false, error);
 }

@@ -17,17 +17,33 @@ struct HostMemory {
         static_cast<HostMemory *>(context));
     fsdp_host_pages_free(memory->data, memory->nbytes);
   }
+
+  static void free_space(void *context) {
+    const std::unique_ptr<HostMemory> memory(
+        static_cast<HostMemory *>(context));
+    fsdp_host_space_free(memory->data, memory->nbytes);
+  }
 };
+
+c10::DataPtr own(void *data, int64_t nbytes, c10::DeleterFnPtr free) {
+  auto memory = std::make_unique<HostMemory>(HostMemory{data, nbytes});
+  return c10::DataPtr(data, memory.release(), free, c10::kCPU);
+}
 
 }  // namespace
 
 c10::DataPtr make_host_memory(size_t nbytes) {
-  auto memory = std::make_unique<HostMemory>();
-  memory->nbytes = nbytes == 0 ? 1 : static_cast<int64_t>(nbytes);
-  memory->data = fsdp_host_pages_alloc(memory->nbytes);
-  if (memory->data == nullptr) throw std::bad_alloc();
-  void *data = memory->data;
-  return c10::DataPtr(data, memory.release(), &HostMemory::free, c10::kCPU);
+  const auto wanted = static_cast<int64_t>(nbytes == 0 ? 1 : nbytes);
+  void *data = fsdp_host_pages_alloc(wanted);
+  if (data == nullptr) throw std::bad_alloc();
+  return own(data, wanted, &HostMemory::free);
+}
+
+std::shared_ptr<c10::DataPtr> make_host_space(int64_t nbytes) {
+  void *data = fsdp_host_space_alloc(nbytes);
+  if (data == nullptr) return nullptr;
+  return std::make_shared<c10::DataPtr>(
+      own(data, nbytes, &HostMemory::free_space));
 }
 
 }  // namespace fsdp_torch

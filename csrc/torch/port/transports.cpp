@@ -542,6 +542,10 @@ void connect(Group &group, c10::Device device, int64_t call_nbytes) {
   group.why_c10d = refusal == nullptr ? found->why_not : refusal;
 }
 
+bool may_read_in_place() {
+  return !is_switched_off("FSDP_C_SHM") && !has_value("FSDP_C_SHM", "copy");
+}
+
 void merge_small_calls(Group &group, Mergings &made) {
   const std::shared_ptr<fsdp_transport> inner = group.transport;
   if (!inner || !inner->ops->is_host) return;

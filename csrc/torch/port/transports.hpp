@@ -25,6 +25,9 @@ struct _object *group_object(const Group &group);
 // others in one call, the same on all of them (Note [Size of rings]).
 void connect(Group &group, c10::Device device, int64_t call_nbytes);
 
+// Whether FSDP_C_SHM lets others read this rank's shards in place.
+bool may_read_in_place();
+
 // Lets the group's transport, if it is one of a host, make small calls one
 // (port/merging.h); the same for all groups over it, which `made` keeps.
 using Mergings =

@@ -1,0 +1,240 @@
+/*
+ * Tests of runtime/: shards that are read in place, over a transport that says
+ * it can. The whole is memory of the test.
+ */
+#include "base/dtypes.h"
+#include "engine_fixture.h"
+
+enum { NUMEL = 4096, MAX_NBYTES = 1 << 18 };
+
+struct fsdp_shared {
+  float whole[MAX_NBYTES / sizeof(float)];
+  char name[16];
+  bool is_open;
+};
+
+static const fsdp_transport_ops *recorded;
+static fsdp_transport_ops able;
+static char notes[2048];
+static struct fsdp_shared shares[MODEL_MAX_UNITS];
+static int64_t num_shares;
+static bool can_share;
+static int64_t fails_at; /* number of an open; 0: none */
+static int64_t num_opens;
+
+static void note(const char *what, const char *name) {
+  (void)snprintf(notes + strlen(notes), sizeof notes - strlen(notes), "%s%s %s",
+                 notes[0] == '\0' ? "" : "; ", what, name);
+}
+
+#define CHECK_NOTES(text)    \
+  do {                       \
+    CHECK_TEXT(notes, text); \
+    notes[0] = '\0';         \
+  } while (0)
+
+static fsdp_transport *sharer(fsdp_transport *transport) {
+  return transport;
+}
+
+static fsdp_status share(fsdp_transport *transport, const char *label,
+                         fsdp_region region, int64_t nbytes,
+                         const fsdp_region_range *own, int64_t num_own,
+                         void **whole, fsdp_shared **shared,
+                         fsdp_error *error) {
+  (void)transport, (void)region, (void)own, (void)num_own, (void)error;
+  note("share", label);
+  if (!can_share) return FSDP_OK;
+  CHECK(nbytes <= MAX_NBYTES);
+  struct fsdp_shared *made = &shares[num_shares++];
+  (void)snprintf(made->name, sizeof made->name, "%s", label);
+  *whole = made->whole;
+  *shared = made;
+  return FSDP_OK;
+}
+
+static void unshare(fsdp_shared *shared) {
+  CHECK(!shared->is_open);
+  note("unshare", shared->name);
+}
+
+/* The ranks hold the same shards: the whole is the shard, repeated. */
+static void fill(fsdp_shared *shared) {
+  for (int64_t i = 0; i < m.num_units; i++) {
+    const model_unit *unit = &m.units[i];
+    if (strcmp(unit->name, shared->name) != 0) continue;
+    for (int64_t rank = 0; rank < 2; rank++) {
+      memcpy((char *)shared->whole + rank * unit->shard_nbytes[0],
+             unit->shards[0], (size_t)unit->shard_nbytes[0]);
+    }
+  }
+}
+
+static fsdp_status open_shared(fsdp_transport *transport, const fsdp_call *call,
+                               fsdp_shared *shared, uint64_t *ticket,
+                               fsdp_error *error) {
+  (void)transport, (void)call, (void)ticket;
+  CHECK(!shared->is_open);
+  shared->is_open = true;
+  if (++num_opens == fails_at) {
+    return FSDP_FAIL(error, FSDP_BACKEND, "rank 1 is gone");
+  }
+  fill(shared);
+  note("open", shared->name);
+  return FSDP_OK;
+}
+
+static void close_shared(fsdp_transport *transport, fsdp_shared *shared) {
+  (void)transport;
+  CHECK(shared->is_open);
+  shared->is_open = false;
+  note("close", shared->name);
+}
+
+static fsdp_status await_closed(fsdp_transport *transport, fsdp_shared *shared,
+                                fsdp_error *error) {
+  (void)transport, (void)error;
+  CHECK(!shared->is_open);
+  note("await", shared->name);
+  return FSDP_OK;
+}
+
+/* A root, which is kept, and units a, b and tiny, over two ranks. */
+static void start(const model_options *options, bool is_able) {
+  notes[0] = '\0';
+  num_shares = num_opens = fails_at = 0;
+  can_share = is_able;
+  memset(shares, 0, sizeof shares);
+  model_init(&m, options);
+  recorded = m.shard_group.transport->ops;
+  able = *recorded;
+  able.sharer = sharer;
+  able.share = share;
+  able.unshare = unshare;
+  able.open = open_shared;
+  able.close = close_shared;
+  able.await_closed = await_closed;
+  m.shard_group.transport->ops = &able;
+  model_plan_simple(&m, "root", NUMEL);
+  model_plan_simple(&m, "a", NUMEL);
+  model_plan_simple(&m, "b", NUMEL);
+  model_plan_simple(&m, "tiny", 4);
+  model_start(&m);
+}
+
+static fsdp_unit *unit_of(int64_t index) {
+  return m.units[index].unit;
+}
+
+/* The values are checked where parameters are shown. */
+TEST(test_a_step) {
+  start(NULL, true);
+  PLAY("forward");
+  CHECK_NOTES(
+      "share root; share a; share b; open a; close a; open b; close b; "
+      "await a; await b");
+  CHECK_TAPE_LACKS("all_gather a");
+  PLAY("backward");
+  CHECK_NOTES("open b; open a; close b; close a; await a; await b");
+  PLAY("optimizer; zero_grad; step");
+  CHECK_NOTES(
+      "open a; close a; open b; close b; await a; await b; "
+      "open b; open a; close b; close a; await a; await b");
+  PLAY("check_sharded; eval");
+  CHECK_NOTES("open a; close a; open b; close b; await a; await b");
+  PLAY("destroy a; end");
+  CHECK_NOTES("unshare a; unshare b; unshare root");
+}
+
+/* Another rank has no region: nothing changes, and nobody asks again. */
+TEST(test_ranks_that_cannot) {
+  start(NULL, false);
+  PLAY("step");
+  CHECK_NOTES("share root; share a; share b");
+  PLAY("zero_grad; step");
+  CHECK_NOTES("");
+  PLAY("end");
+}
+
+TEST(test_units_that_keep_their_parameters) {
+  const model_options keeps = {.keeps_after_forward = true};
+  start(&keeps, true);
+  PLAY("step");
+  CHECK_NOTES("");
+  PLAY("end");
+  const model_options casts = {.param_dtype = {FSDP_DTYPE_BFLOAT16, 2}};
+  start(&casts, true);
+  PLAY("step");
+  CHECK_NOTES("");
+  PLAY("end");
+  const model_options keeps_once = {.keeps_without_sync = true};
+  start(&keeps_once, true);
+  PLAY("sync none; step"); /* kept for the next micro-batch */
+  CHECK_NOTES("share root; share a; share b");
+  PLAY("sync reduce; step; zero_grad; step");
+  CHECK_NOTES(
+      "open b; open a; close b; close a; await a; await b; "
+      "open a; close a; open b; close b; await a; await b; "
+      "open b; open a; close b; close a; await a; await b");
+  PLAY("end");
+}
+
+/* What the user asks for may be kept: it has a block. */
+TEST(test_on_demand) {
+  start(NULL, true);
+  PLAY("eval");
+  notes[0] = '\0';
+  CHECK_OK(fsdp_unit_unshard(unit_of(1), NULL));
+  CHECK_OK(fsdp_unit_wait_unshard(unit_of(1), NULL));
+  CHECK_NOTES("");
+  CHECK_OK(fsdp_unit_reshard(unit_of(1), NULL));
+  PLAY("enter root; enter a");
+  CHECK_NOTES("open a");
+  CHECK_OK(fsdp_unit_unshard(unit_of(1), NULL)); /* inside its own forward */
+  CHECK_OK(fsdp_unit_wait_unshard(unit_of(1), NULL));
+  CHECK_NOTES("close a");
+  PLAY("leave_eval a; leave_eval root; check_sharded; end");
+}
+
+/* The ranks compare what they do next, so each gathers as ever. */
+TEST(test_checked_order) {
+  start(NULL, true);
+  PLAY("eval");
+  notes[0] = '\0';
+  fsdp_engine_set_order_check(m.engine, true);
+  PLAY("eval");
+  CHECK_NOTES("");
+  PLAY("end");
+}
+
+/* Nobody waits after a module raised: the others may be waiting for this rank.
+ */
+TEST(test_forward_that_raises) {
+  start(NULL, true);
+  PLAY("eval; enter root; enter a");
+  notes[0] = '\0';
+  PLAY("abandon a; abandon root");
+  CHECK_NOTES("close a");
+  PLAY("step; end");
+}
+
+TEST(test_an_open_that_fails) {
+  fsdp_error error = {0};
+  start(NULL, true);
+  fails_at = 2;
+  PLAY("enter root; enter a; leave a");
+  notes[0] = '\0';
+  CHECK_I64(model_enter(&m, 2, &error), FSDP_BACKEND);
+  CHECK_NOTES("close b");
+  PLAY("state b FAILED; reset; check_sharded; end");
+}
+
+/* A reset closes what an unfinished step left open. */
+TEST(test_reset) {
+  start(NULL, true);
+  PLAY("enter root; enter a");
+  notes[0] = '\0';
+  PLAY("reset");
+  CHECK_NOTES("close a");
+  PLAY("step; end");
+}
