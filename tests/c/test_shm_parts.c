@@ -86,7 +86,7 @@ TEST(test_a_segment_is_opened_by_who_knows_it) {
               FSDP_BACKEND, error.message, "../fd/99999 cannot be opened");
   CHECK_FAILS(fsdp_shm_priv_segment_open(pid, file, geometry.nbytes + 4096, 5,
                                          &other, &error),
-              FSDP_BACKEND, error.message, "..is not a segment of");
+              FSDP_BACKEND, error.message, "..is not a memory file of");
   CHECK_FAILS(
       fsdp_shm_priv_segment_open(pid, file, geometry.nbytes, 6, &other, &error),
       FSDP_BACKEND, error.message, "..is not the segment that was");
