@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from helpers.distributed import distributed, every_strategy
 from helpers.impl import FSDP, fsdp
 from helpers.models import OUTPUT_KINDS, Outputs, PackedBlock, Pair, Result, tensors_of
-from helpers.reference import Differential
+from helpers.reference import Differential, assert_same_tensors, full_state_dict
 
 
 class OneLayer(nn.Module):
@@ -103,6 +103,31 @@ def test_outputs_without_gradients() -> None:
     assert not detached.requires_grad
     assert index.dtype == torch.int64
     y.sum().backward()
+
+
+@distributed(world_size=2)
+def test_backward_past_the_outputs() -> None:
+    """A penalty on the whole parameters that forward has left shown."""
+
+    class Net(OneLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.fc(x))
+
+    torch.manual_seed(0)
+    reference = Net()
+    model = fsdp(
+        copy.deepcopy(reference), strategy="SHARD_GRAD_OP", use_orig_params=True
+    )
+    for module in (reference, model):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            module(torch.ones(2, 6))
+            torch.cat(
+                [p.square().flatten() for p in module.parameters()]
+            ).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_tensors("state", full_state_dict(model), reference.state_dict())
 
 
 @distributed(world_size=2)
