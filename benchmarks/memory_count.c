@@ -2,8 +2,8 @@
  * Logs every allocation and free of tensor memory. Loaded with LD_PRELOAD.
  *
  * torch's CPU allocator takes all its memory from posix_memalign() with an
- * alignment of 64 bytes. fsdp_c's blocks and slabs (csrc/host/pages.c) are mapped
- * and then populated. Such calls, and the free() and munmap() of what they
+ * alignment of 64 bytes. fsdp_c's blocks, slabs and shards (csrc/host/pages.c) are
+ * mapped and then populated; shards move into a file later, page for page. Such calls, and the free() and munmap() of what they
  * returned, are logged in the order in which they happen, on all threads.
  * memory_trace.py reads the log. glibc only: its own functions do the work.
  */

@@ -134,9 +134,14 @@ class MemoryTrace:
                     timeline.append((mark, 0))
                     continue
                 kind, found = mark
-                for address in found:
-                    if address in live:
-                        live[address].kind = kind
+                for address, size in found.items():
+                    for begin, allocation in live.items():
+                        # Shards lie anywhere in the pages of a unit's.
+                        if (
+                            begin < address + size
+                            and address < begin + allocation.nbytes
+                        ):
+                            allocation.kind = kind
 
         peaks: dict[str, Peak] = {}
         by_kind: dict[str, int] = {}

@@ -54,11 +54,19 @@ static fsdp_status prefetch_backward(fsdp_engine *engine, fsdp_error *error) {
  * when its own gradients are reduced. So backward holds the outermost unit and
  * either a unit's parameters and the gradients that it has, or its gradients
  * and their block. The root, where it comes first, prefetches as ever: the unit
- * that runs next. */
+ * that runs next.
+ * A unit that is read in place has no block that its gradients could follow
+ * into. They go into theirs one by one, instead of waiting beside it, but in
+ * the first unit, where activations are largest. */
 static bool prefetches_late(const fsdp_unit *unit) {
   const fsdp_engine *engine = unit->engine;
   const bool is_ahead = unit == engine->root && !engine->has_entered;
   return fsdp_engine_priv_is_host(engine) && !is_ahead;
+}
+
+static bool packs_early(const fsdp_unit *unit) {
+  return unit->is_in_place && fsdp_engine_priv_is_host(unit->engine) &&
+         unit->engine->num_issued_reduces > 0;
 }
 
 /* What the unit holds is of use in any case. */
@@ -182,6 +190,7 @@ fsdp_status fsdp_unit_grad_ready(fsdp_unit *unit, const fsdp_grad *grad,
   FSDP_TRY(fsdp_unit_priv_check(unit, &local));
   FSDP_TRY(enter_backward(unit, &local));
   is_taken = true;
+  if (packs_early(unit)) FSDP_TRY(fsdp_unit_priv_open_grads(unit, &local));
   FSDP_TRY(fsdp_unit_priv_add_grad(unit, grad, &local));
   if (grad->is_expected && unit->step.expected_grads > 0) {
     unit->step.expected_grads--;
