@@ -120,7 +120,8 @@ At its peak on 2 ranks over gloo, in full fine-tuning, accumulation with `no_syn
 and activation checkpointing, fsdp_c holds the shards, their gradients so far, the
 optimizer's state, the activations, what is accumulated, and the whole parameters of the
 root and of one block. Every implementation holds most of that, so the last column can
-fall little.
+fall little. Over shared memory the ranks read the shards of blocks in place, without
+unsharded parameters.
 
 torch's figures vary between runs by up to a shard of a block, probably because gloo
 frees its buffers on threads of its own.
