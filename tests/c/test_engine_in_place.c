@@ -179,6 +179,17 @@ TEST(test_units_that_keep_their_parameters) {
   PLAY("end");
 }
 
+/* The setting may change when the shards are shared already. */
+TEST(test_a_unit_that_keeps_them_later) {
+  start(NULL, true);
+  PLAY("step; zero_grad");
+  notes[0] = '\0';
+  fsdp_unit_get_settings(unit_of(1))->reshard_after_forward = false;
+  PLAY("step");
+  CHECK_NOTES("open b; close b; await b; open b; close b; await b");
+  PLAY("end");
+}
+
 /* What the user asks for may be kept: it has a block. */
 TEST(test_on_demand) {
   start(NULL, true);
