@@ -24,9 +24,8 @@ fsdp_status fsdp_shm_priv_copy_direct(fsdp_shm *shm, const fsdp_shm_op *op,
                                       bool *read, fsdp_error *error) {
   *read = true;
   char *to = op->output;
-  if (op->descriptor.kind == FSDP_SHM_OPEN) {
-    return FSDP_OK;
-  } else if (op->descriptor.kind == FSDP_SHM_ALL_GATHER) {
+  if (op->descriptor.kind == FSDP_SHM_OPEN) return FSDP_OK;
+  if (op->descriptor.kind == FSDP_SHM_ALL_GATHER) {
     to += peer * op->nbytes;
   } else if (peer != op->descriptor.root) {
     return FSDP_OK;

@@ -140,7 +140,7 @@ struct fsdp_unit {
   void *shared_whole;     /* all ranks' shards, as in the block */
   bool asked_to_share;    /* in this engine */
   bool is_in_place;       /* the unit reads there, instead of a block */
-  bool has_readers;       /* others may still read what this rank read */
+  bool has_readers;       /* others may still read this rank's shard */
 
   fsdp_prefetch_list prefetches[FSDP_NUM_PASSES]; /* prefetch.c, engine.c */
 
